@@ -8,6 +8,7 @@ from kvstore import lower_tiers as below
 from kvstore.actor import KvStoreActor
 from kvstore.arena.directory import DirectoryTaken, DirectoryUnusable, StoreDirectory
 from kvstore.config import KvStoreConfig
+from kvstore.memory import interleave
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
@@ -35,6 +36,7 @@ async def build(config: KvStoreConfig, directory: StoreDirectory, bus: Bus) -> K
 def main() -> None:
     """Runs the store until it receives a stop signal; exits with status 2 if its directory or a tier cannot be used."""
     config = load_or_exit("kvstore", KvStoreConfig)
+    interleave(config.numa)
     try:
         directory = StoreDirectory(config.path())
         run_service(config, lambda bus: build(config, directory, bus), "kvstore")

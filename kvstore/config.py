@@ -10,6 +10,7 @@ from msgspec import Meta
 from shared.addresses import is_loopback
 from shared.config import ServiceConfig
 from shared.ids import NodeId
+from shared.machine.numa import NumaMode
 from shared.settings import ByteSize, ContainerVariable, Port, UpOption
 
 
@@ -34,6 +35,8 @@ class KvStoreConfig(ServiceConfig, frozen=True, kw_only=True):
         UpOption("KV store", placed=True, unset="512MiB, or half of what is free"),
         ContainerVariable(default="512MiB"),
     ] = 2**30
+    numa: NumaMode = "auto"
+    """The arena lies on all nodes with engines in turn, as engines of each of them read it."""
     lease_seconds: Annotated[float, Meta(gt=0, description="Seconds after which a reservation or pin expires.")] = 10.0
     kv_bandwidth: Annotated[
         # Not ByteSize, which has a least value of its own: a type may say that only once.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from deploy.supervisor.network import PortTaken, reserved_port
 from deploy.supervisor.operator_bus import operator_bus
 from deploy.supervisor.servers.nats_config import MAX_PAYLOAD
 from deploy.supervisor.state_file import StackState, is_held, read_state
+from shared.machine.numa import Cpus
 from shared.messages.lifecycle import TierReport
 
 Check = Callable[[], Finding]
@@ -58,6 +61,8 @@ def checks(run_dir: Path) -> Sequence[Check]:
         machine_checks.nats_server,
         machine_checks.torch,
         machine_checks.gpu,
+        lambda: gpu_links(run_dir),
+        lambda: machine_checks.numa(processors_of_ranks(run_dir)),
         machine_checks.compiler,
         machine_checks.memory,
         machine_checks.shared_memory,
@@ -163,6 +168,29 @@ def services(run_dir: Path) -> Finding:
     if said:
         return fail("services", "\n".join(said), "baton logs SERVICE shows more")
     return ok("services", f"{len(state.members)} processes, none of which keeps dying")
+
+
+def gpu_links(run_dir: Path) -> Finding:
+    """How the GPUs are joined, and which of them the engines of the running stack have."""
+    state = read_state(run_dir)
+    if state is None:
+        return machine_checks.gpu_links(None, {})
+    devices: dict[str, list[int]] = {}
+    for member in sorted(state.members, key=lambda member: member.rank or 0):
+        if member.engine is not None and member.device is not None:
+            devices.setdefault(member.engine, []).append(member.device)
+    return machine_checks.gpu_links(state.spec.gpus, devices)
+
+
+def processors_of_ranks(run_dir: Path) -> dict[str, Cpus]:
+    """The processors that each rank of the running stack may use, by its name; empty without one."""
+    state = read_state(run_dir)
+    found: dict[str, Cpus] = {}
+    for member in () if state is None else state.members:
+        if member.service == "worker" and member.pid is not None:
+            with contextlib.suppress(OSError, AttributeError):  # it has ended, or the system cannot tell
+                found[member.instance] = frozenset(os.sched_getaffinity(member.pid))
+    return found
 
 
 def kv_tiers(run_dir: Path) -> Finding:

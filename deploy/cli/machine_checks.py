@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,10 +17,13 @@ import msgspec
 import psutil
 from msgspec import Struct
 
+from deploy.cli.up.machine import gpus_here
 from deploy.supervisor.servers import arenas
 from deploy.supervisor.servers.nats import NatsServerUnavailable, find_binary
 from deploy.supervisor.state_file import SHARED_MEMORY
 from deploy.supervisor.state_file import shared_memory as files_in_memory
+from shared.machine.gpu_topology import GpuTopology
+from shared.machine.numa import Cpus, NumaNode, format_cpus, read_nodes
 
 
 class Finding(NamedTuple):
@@ -137,6 +141,48 @@ def _torch_probe() -> TorchInstallation | str:
     if probe.returncode:
         return (probe.stderr.strip().splitlines() or [f"status {probe.returncode}"])[-1]
     return msgspec.json.decode(probe.stdout, type=TorchInstallation)
+
+
+def numa(placed: Mapping[str, Cpus]) -> Finding:
+    """The memory nodes with their processors and GPUs. `placed`: of the ranks of a running stack the processors that
+    each may use."""
+    nodes = read_nodes()
+    if len(nodes) < 2:
+        return ok("NUMA", "one node: nothing to spread" if nodes else "the system shows no nodes")
+    topology = gpus_here()
+    said = [_described_node(node, () if topology is None else topology.nodes) for node in nodes]
+    said += [f"{name}: {_described_place(cpus, nodes)}" for name, cpus in placed.items()]
+    return ok("NUMA", "\n".join([f"{len(nodes)} nodes, over which engines without GPUs are spread (--numa)", *said]))
+
+
+def _described_node(node: NumaNode, gpu_nodes: Sequence[int | None]) -> str:
+    parts = [f"{len(node.cpus)} processors ({format_cpus(node.cpus)})" if node.cpus else "memory only"]
+    parts += [_gib(node.memory)] if node.memory else []
+    parts += [f"GPU {gpu}" for gpu, its in enumerate(gpu_nodes) if its == node.number]
+    return f"node {node.number}: {', '.join(parts)}"
+
+
+def _described_place(cpus: Cpus, nodes: Sequence[NumaNode]) -> str:
+    own = [node.number for node in nodes if node.cpus & cpus]
+    word = "node" if len(own) == 1 else "nodes"
+    return f"{word} {', '.join(map(str, own))}, processors {format_cpus(cpus)}"
+
+
+def gpu_links(topology: GpuTopology | None, devices: Mapping[str, Sequence[int]]) -> Finding:
+    """How GPUs are joined. `devices`: of the engines of a running stack the numbers of their ranks' devices."""
+    if topology is None:
+        topology = gpus_here()
+    if topology is None:
+        return ok("GPU links", "not known: no NVIDIA driver, GPUs of several kinds, or no package nvidia-ml-py")
+    said = []
+    for gpu, row in enumerate(topology.links):
+        node = topology.nodes[gpu]
+        said.append(f"GPU {gpu}: {' '.join(row)}" + ("" if node is None else f", node {node}"))
+    for engine, numbers in devices.items():
+        gpus = [number % len(topology) for number in numbers]
+        joint = topology.joint(gpus)
+        said.append(f"{engine}: GPU {', '.join(map(str, gpus))}" + (f", joined by {joint}" if joint else ""))
+    return ok("GPU links", "\n".join([f"{len(topology)} GPUs", *said]))
 
 
 def compiler() -> Finding:

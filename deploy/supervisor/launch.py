@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from deploy.supervisor.cluster.folder import ClusterFolder
+from deploy.supervisor.core.numa_plan import share_of
 from deploy.supervisor.core.plan import ROLES, Pool, ProcessSpec, process_specs
 from deploy.supervisor.spec import FEDERATION_FOLDER, StackSpec
 from deploy.supervisor.state_file import LOCK
@@ -117,7 +118,7 @@ def _own(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[st
                 **_node(spec, where),
             }
         case "worker":
-            return {**model, **_rank(spec, process, where), **_arenas(where, "kvstore_dir")}
+            return {**model, **_rank(spec, process, where), **_numa(spec, process), **_arenas(where, "kvstore_dir")}
         case "kvstore":
             memory = {"kvstore_memory": str(spec.store.memory)}
             return {**_node(spec, where), **_arenas(where, "directory"), **memory, **_transfer(spec)}
@@ -152,6 +153,11 @@ def _rank(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[s
         "rendezvous": where.rendezvous,
         **_pipeline(spec, process),
     }
+
+
+def _numa(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:
+    share = share_of(process, spec.counts, spec.numa_nodes)
+    return {} if share is None else {"numa_share": str(share)}
 
 
 def _pipeline(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:

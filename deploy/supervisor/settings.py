@@ -140,6 +140,14 @@ class StackSettings(Struct, frozen=True, kw_only=True):
         ),
         UpOption(RUN),
     ] = "forkserver"
+    gpu_topology: Annotated[
+        str,
+        Meta(
+            description="How GPUs are joined, so that the ranks of an engine get neighbours. auto: as the driver says; "
+            "a file with what `nvidia-smi topo -m` prints; off: in the order of their numbers."
+        ),
+        UpOption("Capacity"),
+    ] = "auto"
     start_timeout: Annotated[
         float, Meta(ge=1, description="Seconds within which every process must be ready."), UpOption(RUN)
     ] = 600.0

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from deploy.supervisor.core.plan import Counts, WorkerStartMethod
 from shared.ids import ClusterName, ModelName, NodeId
+from shared.machine.gpu_topology import GpuTopology
 
 
 class OutsideBus(Struct, frozen=True, kw_only=True):
@@ -159,6 +160,10 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     """None: in no federation."""
     ray: RaySpec | None = None
     """None: all processes run on this machine."""
+    gpus: GpuTopology | None = None
+    """How this host's GPUs are joined; None: not known, and ranks get them in the order of their numbers."""
+    numa_nodes: tuple[int, ...] = ()
+    """The NUMA nodes that engines without GPUs are spread over; fewer than two: they are not."""
     namespace: str
     config: Path | None = None
     """A TOML file that every service reads; None without one."""

@@ -106,7 +106,7 @@ class Stack:
         forks = spec.worker_start_method == "forkserver" and launch is service_command and sys.platform == "linux"
         forks = forks and remote is None
         self.supervisor = Supervisor(
-            spec.counts, deadlines=StopDeadlines(drain=spec.drain_timeout + 2.0), holds_workers=forks
+            spec.counts, deadlines=StopDeadlines(drain=spec.drain_timeout + 2.0), holds_workers=forks, gpus=spec.gpus
         )
         self.logs = LogFolder(spec.run_dir)
         self.port = spec.port

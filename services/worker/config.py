@@ -15,6 +15,7 @@ from services.worker.sim.accelerator import PROFILES, Accelerator, ProfileName
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
 from shared.config import ModelServiceConfig
 from shared.ids import EngineId, ModelName
+from shared.machine.numa import NumaMode
 from shared.settings import ByteSize, ContainerVariable, UpOption
 
 
@@ -163,6 +164,15 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         ),
         UpOption("Capacity"),
     ] = "auto"
+    numa: NumaMode = "auto"
+    numa_share: Annotated[
+        str | None,
+        Meta(
+            pattern="^[0-9]+(,[0-9]+)*:[0-9]+/[0-9]+$",
+            description="What a rank without a GPU has of which NUMA nodes: 0:1/2 is the second half of node 0.",
+        ),
+    ] = None
+    """By the supervisor, which knows the other ranks of the machine."""
     speculative: Annotated[
         str | None,
         Meta(description='Speculative decoding, e.g. {"method": "ngram", "num_speculative_tokens": 4}.'),

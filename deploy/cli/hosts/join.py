@@ -55,6 +55,8 @@ OPTIONS = (
     "max_num_seqs",
     "max_batch_tokens",
     "bind",
+    "numa",
+    "gpu_topology",
     "insecure",
     "log_level",
     "start_timeout",

@@ -18,6 +18,7 @@ from deploy.cli.up.choices import (
     standby_engines,
     store_choice,
 )
+from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.options import placed, service_settings, stack_settings
 from deploy.cli.up.other_hosts import host_address
 from deploy.errors import CommandError
@@ -80,7 +81,8 @@ def joined_spec(
     keys_file = values.get("keys_file")
     if counts.gateway and found.keys_file and keys_file is None:
         raise CommandError("--gateways: the stack's keys are in a file; bring it here and give --keys-file", status=2)
-    threads = cpu_share(counts) if counts.all_engines else None
+    numa_nodes = numa_choice(values, assigned)
+    threads = cpu_share(counts, numa_nodes) if counts.all_engines else None
     own: Settings = {
         "worker": {} if threads is None else {"threads": str(threads)},
         "kvstore": ssd_settings(values, has_store=store is not None),
@@ -112,6 +114,8 @@ def joined_spec(
             routes=found.routes,
             first=found.first,
         ),
+        gpus=gpu_choice(stack, values, assigned),
+        numa_nodes=numa_nodes,
         namespace=found.namespace,
         log_level=values.get("log_level", settings_of(ServiceConfig)["log_level"].default),
         drain_timeout=found.drain_timeout,

@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from deploy.cli.up.federation import federation_choice
+from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
 from deploy.cli.up.other_hosts import check_outside_bus, cluster_choice, hosts_choice
 from deploy.errors import CommandError
@@ -76,7 +77,8 @@ def stack_spec(
         counts = replace(counts, kvstore=0, engine_stores=store is not None)
     check_journal(assigned, counts.all_engines)
     drafts = drafting(values.get("speculative"), device=values.get("device"), stages=max(stack.stages(pp)))
-    threads = cpu_share(counts) if ray is None else ray.cpus_per_rank
+    numa_nodes = numa_choice(values, assigned) if ray is None else ()
+    threads = cpu_share(counts, numa_nodes) if ray is None else ray.cpus_per_rank
     found = {"speculative": drafts, "threads": threads}
     worker = {key: str(value) for key, value in found.items() if value is not None}
     ssd = ssd_settings(values, has_store=store is not None)
@@ -107,6 +109,8 @@ def stack_spec(
         cluster=cluster,
         federation=federation,
         ray=ray,
+        gpus=gpu_choice(stack, values, assigned) if ray is None else None,
+        numa_nodes=numa_nodes,
         namespace=dealt["namespace"],
         config=config.absolute() if config else None,
         log_level=values.get("log_level", settings_of(ServiceConfig)["log_level"].default),
@@ -241,9 +245,10 @@ def _stage_counts(counts: Counts) -> list[int]:
     return [counts.stages_of(pool) for pool in POOLS if counts.of(pool)]
 
 
-def cpu_share(counts: Counts) -> int | None:
-    """Threads for each rank where several engines share this machine; None: a rank knows its share of one engine."""
-    if counts.all_engines == counts.hosts == 1:
+def cpu_share(counts: Counts, numa_nodes: Sequence[int] = ()) -> int | None:
+    """Threads for each rank where several engines share this machine; None: a rank knows its share of one engine, or of
+    its NUMA nodes."""
+    if counts.all_engines == counts.hosts == 1 or numa_nodes:
         return None
     return max(1, available_cores() // counts.all_ranks)
 

@@ -174,6 +174,7 @@ OWN_TO_A_HOST = frozenset(
         "metrics_host",
         "metrics_port",
         "node",
+        "numa",
         "threads",
         "host",
         "port",

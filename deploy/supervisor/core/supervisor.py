@@ -9,6 +9,7 @@ from typing import assert_never
 import msgspec
 from msgspec import Struct
 
+from deploy.supervisor.core.device_plan import choose_devices
 from deploy.supervisor.core.events import (
     AbortStart,
     AnnounceDeath,
@@ -29,7 +30,7 @@ from deploy.supervisor.core.events import (
     TerminateProcess,
     WorkersReleased,
 )
-from deploy.supervisor.core.members import RestartPolicy, SupervisedProcess, first_free
+from deploy.supervisor.core.members import RestartPolicy, SupervisedProcess
 from deploy.supervisor.core.plan import (
     DECODING,
     MAX_COUNT,
@@ -45,6 +46,7 @@ from deploy.supervisor.core.plan import (
 )
 from deploy.supervisor.core.standbys import StandbyEngines
 from shared.ids import EngineId, InstanceId
+from shared.machine.gpu_topology import GpuTopology
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import ScaleRefusal, ScaleResult
 
@@ -73,11 +75,14 @@ class Supervisor:
         deadlines: StopDeadlines | None = None,
         *,
         holds_workers: bool = False,
+        gpus: GpuTopology | None = None,
     ) -> None:
-        """`holds_workers`: no worker starts before `WorkersReleased`."""
+        """`holds_workers`: no worker starts before `WorkersReleased`. `gpus`: how those of this host are joined; None:
+        not known."""
         self._policy = policy or RestartPolicy()
         self._deadlines = deadlines or StopDeadlines()
         self._counts = counts
+        self._gpus = gpus
         self._members: dict[InstanceId, SupervisedProcess] = {}
         self._standbys = StandbyEngines(self._members, counts)
         self._add_processes(all_process_specs(counts), 0.0)
@@ -383,12 +388,15 @@ class Supervisor:
         return added
 
     def _add_processes(self, new: list[ProcessSpec], due: float, *, standby: bool = False) -> None:
-        """Whole engines only: their ranks get devices side by side."""
+        """Whole engines only: their ranks get devices that are close to each other."""
         taken = {member.device for member in self._members.values()}
         for _, group in groupby(new, key=lambda process: process.engine):
             members = [SupervisedProcess(process, due=due, standby=standby) for process in group]
             workers = [member for member in members if member.process.service == "worker"]
-            for device, worker in enumerate(workers, start=first_free(taken, len(workers))):
+            pool = workers[0].process.pool if workers else None
+            stages = 1 if pool is None else self._counts.stages_of(pool)
+            devices = choose_devices(taken, len(workers), self._gpus, stages=stages)
+            for device, worker in zip(devices, workers, strict=True):
                 worker.device = device
                 taken.add(device)
             self._members |= {member.process.instance: member for member in members}

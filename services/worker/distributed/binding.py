@@ -12,9 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-SYSFS = Path("/sys")
-
-Cpus = frozenset[int]
+from shared.machine.memory_policy import MemoryPolicy, set_memory_policy
+from shared.machine.numa import (
+    SYSFS,
+    CpuListError,
+    Cpus,
+    NumaShare,
+    allowed_cpus,
+    compute_nodes,
+    even_part,
+    nodes_of,
+    parse_cpus,
+    read_nodes,
+)
 
 
 class BindingError(ValueError):
@@ -29,20 +39,12 @@ class Rank(NamedTuple):
     world_size: int
 
 
-def parse_cpus(text: str) -> Cpus:
-    """`0-3,8` as Linux writes lists of processors. Raises BindingError."""
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, dash, last = part.partition("-")
-        if not (first.isascii() and first.isdigit() and (not dash or (last.isascii() and last.isdigit()))):
-            raise BindingError(f"{text!r} is no list of processors; e.g. 0-3,8")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return frozenset(cpus)
-
-
 def chosen_cpus(asked: str, allowed: Cpus) -> Cpus:
     """A list that the user gave. Raises BindingError where it names none, or one that this process may not use."""
-    cpus = parse_cpus(asked)
+    try:
+        cpus = parse_cpus(asked)
+    except CpuListError as error:
+        raise BindingError(str(error)) from None
     if not cpus or not cpus <= allowed:
         raise BindingError(f"bind = {asked}: auto, none or some of the processors {sorted(allowed)} are possible")
     return cpus
@@ -58,17 +60,39 @@ def cpus_of_gpu(addresses: Sequence[str], index: int, allowed: Cpus, sysfs: Path
     if own is None or not own & allowed:
         return None
     sharing = [number for number, cpus in enumerate(beside) if cpus == own]
-    return _part(own & allowed, sharing.index(index), len(sharing), sysfs)
+    return even_part(own & allowed, sharing.index(index), len(sharing), sysfs)
 
 
 def cpus_of_rank(rank: Rank, allowed: Cpus, sysfs: Path = SYSFS) -> Cpus | None:
     """This rank's share of the memory nodes' processors; None where there are more nodes than ranks, or one node."""
-    nodes = [cpus & allowed for cpus in _nodes(sysfs) if cpus & allowed]
+    nodes = [node.cpus for node in compute_nodes(read_nodes(sysfs), allowed)]
     if not 1 < len(nodes) <= rank.world_size:
         return None
     own = rank.number * len(nodes) // rank.world_size
     sharing = [r for r in range(rank.world_size) if r * len(nodes) // rank.world_size == own]
-    return _part(nodes[own], sharing.index(rank.number), len(sharing), sysfs)
+    return even_part(nodes[own], sharing.index(rank.number), len(sharing), sysfs)
+
+
+def cpus_of_share(share: str, allowed: Cpus, sysfs: Path = SYSFS) -> Cpus | None:
+    """The processors of a share as `NumaShare` writes it; None where this process may use none of them. Raises
+    BindingError."""
+    try:
+        return NumaShare.parse(share).cpus(compute_nodes(read_nodes(sysfs), allowed), sysfs)
+    except ValueError as error:
+        raise BindingError(f"numa_share = {error}") from None
+
+
+def bind_memory(cpus: Cpus, *, strict: bool, sysfs: Path = SYSFS) -> list[int]:
+    """Memory that this thread touches first, and those that it starts, comes from the nodes of these processors, of
+    several in turn; `strict`: and from no other, else as long as they have room. The nodes; none on a machine with one,
+    where nothing is changed. Raises OSError."""
+    nodes = read_nodes(sysfs)
+    near = nodes_of(cpus, nodes)
+    if not near or sum(node.memory > 0 for node in nodes) < 2:
+        return []
+    one = MemoryPolicy.PREFERRED if len(near) == 1 else MemoryPolicy.INTERLEAVE
+    set_memory_policy(MemoryPolicy.BIND if strict else one, near)
+    return near
 
 
 def bind(cpus: Cpus) -> None:
@@ -76,11 +100,6 @@ def bind(cpus: Cpus) -> None:
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # a thread may end any time
             os.sched_setaffinity(int(thread.name), cpus)
-
-
-def allowed_cpus() -> Cpus | None:
-    """The processors that this process may use; None if the system cannot tell."""
-    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def available_cores() -> int:
@@ -96,21 +115,3 @@ def _beside(address: str, sysfs: Path) -> Cpus | None:
         return parse_cpus((sysfs / "bus" / "pci" / "devices" / address.lower() / "local_cpulist").read_text())
     except OSError:
         return None
-
-
-def _nodes(sysfs: Path) -> list[Cpus]:
-    folder = sysfs / "devices" / "system" / "node"
-    numbered = sorted(folder.glob("node[0-9]*"), key=lambda node: int(node.name.removeprefix("node")))
-    return [parse_cpus((node / "cpulist").read_text()) for node in numbered]
-
-
-def _part(cpus: Cpus, number: int, count: int, sysfs: Path) -> Cpus | None:
-    """The `number`-th of `count` even parts; threads of one core stay together. None where cores are too few."""
-    cores = sorted({tuple(sorted(_siblings(cpu, sysfs) & cpus)) for cpu in cpus})
-    part = cores[number * len(cores) // count : (number + 1) * len(cores) // count]
-    return frozenset(cpu for core in part for cpu in core) or None
-
-
-def _siblings(cpu: int, sysfs: Path) -> Cpus:
-    path = sysfs / "devices" / "system" / "cpu" / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-    return parse_cpus(path.read_text()) if path.exists() else frozenset({cpu})

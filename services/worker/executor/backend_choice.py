@@ -13,16 +13,17 @@ from services.worker.backend import Backend, BackendError
 from services.worker.config import WorkerConfig
 from services.worker.distributed.binding import (
     BindingError,
-    Cpus,
     Rank,
-    allowed_cpus,
     bind,
+    bind_memory,
     chosen_cpus,
     cpus_of_gpu,
     cpus_of_rank,
+    cpus_of_share,
 )
 from services.worker.executor.simulated import simulated_device
 from services.worker.models.weight_files import read_ahead
+from shared.machine.numa import Cpus, allowed_cpus
 from shared.models.model_files import ModelNotFound, resolve_model
 from shared.telemetry.startup import STARTUP
 
@@ -154,12 +155,28 @@ def _bound(config: WorkerConfig, device: torch.device) -> int | None:
             raise BackendError(f"bind = {config.bind}: {error.strerror}") from None
         _log.info("not bound to the processors beside the device: %s", error.strerror)
         return None
-    _log.info("bound to %d processors", len(cpus), extra={"cpus": sorted(cpus)})
+    nodes = _memory_bound(config, cpus)
+    _log.info("bound to %d processors", len(cpus), extra={"cpus": sorted(cpus), "memory_nodes": nodes})
     return len(cpus)
+
+
+def _memory_bound(config: WorkerConfig, cpus: Cpus) -> list[int]:
+    """The NUMA nodes of this thread's memory from now on; none where it may be anywhere."""
+    if config.numa == "off":
+        return []
+    try:
+        return bind_memory(cpus, strict=config.numa == "bind")
+    except OSError as error:
+        if config.numa == "bind":
+            raise BackendError(f"numa = bind: {error.strerror}") from None
+        _log.info("memory is not kept beside the processors: %s", error.strerror)
+        return []
 
 
 def _near(config: WorkerConfig, device: torch.device, allowed: Cpus) -> Cpus | None:
     if device.type != "cuda":
+        if config.numa_share is not None:
+            return cpus_of_share(config.numa_share, allowed)
         return cpus_of_rank(Rank(config.rank, config.world_size), allowed)
     return cpus_of_gpu(_pci_addresses(), device.index, allowed)
 

@@ -12,18 +12,21 @@ from msgspec.structs import replace
 
 from services.worker.backend import BackendError
 from services.worker.config import WorkerConfig
+from services.worker.distributed import binding
 from services.worker.distributed.binding import (
     BindingError,
-    Cpus,
     Rank,
-    allowed_cpus,
+    bind_memory,
     chosen_cpus,
     cpus_of_gpu,
     cpus_of_rank,
-    parse_cpus,
+    cpus_of_share,
 )
 from services.worker.executor import backend_choice
 from services.worker.executor.backend_choice import make_backend, torch_device
+from shared.machine.memory_policy import MemoryPolicy
+from shared.machine.numa import Cpus, allowed_cpus
+from tests.support.machine_trees import ONE_NODE, TWO_SOCKETS, WITH_CXL, write_machine
 from tests.support.paths import DEMO_MODEL
 
 ALL = frozenset(range(16))
@@ -90,11 +93,36 @@ def test_an_only_rank_keeps_the_whole_machine(machine: Path) -> None:
     assert cpus_of_rank(Rank(0, 2), frozenset(range(4)), machine) is None, "one node is allowed: nothing to choose"
 
 
-def test_lists_of_processors_are_read_as_linux_writes_them() -> None:
-    assert parse_cpus("0-2,7\n") == {0, 1, 2, 7}
-    for wrong in ("a", "1-", "-1", "1-b"):
-        with pytest.raises(BindingError, match="is no list of processors"):
-            parse_cpus(wrong)
+def test_a_rank_has_the_share_that_the_supervisor_gave_it(machine: Path) -> None:
+    assert cpus_of_share("1:0/1", ALL, machine) == {4, 5, 6, 7, 12, 13, 14, 15}
+    assert cpus_of_share("0:1/2", ALL, machine) == {2, 3, 10, 11}
+    assert cpus_of_share("0,1:0/1", ALL, machine) == ALL
+    assert cpus_of_share("1:0/1", frozenset(range(4)), machine) is None, "a container without that node"
+    with pytest.raises(BindingError, match="numa_share = '0:2/2'"):
+        cpus_of_share("0:2/2", ALL, machine)
+
+
+def test_memory_comes_from_the_nodes_of_the_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[MemoryPolicy, list[int]]] = []
+    monkeypatch.setattr(binding, "set_memory_policy", lambda policy, nodes: calls.append((policy, nodes)))
+    two, cxl = write_machine(tmp_path / "two", TWO_SOCKETS), write_machine(tmp_path / "cxl", WITH_CXL)
+    assert bind_memory(frozenset({0, 64}), strict=False, sysfs=two) == [0]
+    assert bind_memory(frozenset(range(128)), strict=False, sysfs=two) == [0, 1]
+    assert bind_memory(frozenset({32}), strict=True, sysfs=two) == [1]
+    assert bind_memory(frozenset({50}), strict=False, sysfs=cxl) == [1]
+    assert calls == [
+        (MemoryPolicy.PREFERRED, [0]),
+        (MemoryPolicy.INTERLEAVE, [0, 1]),
+        (MemoryPolicy.BIND, [1]),
+        (MemoryPolicy.PREFERRED, [1]),
+    ]
+    assert bind_memory(frozenset({0}), strict=True, sysfs=write_machine(tmp_path / "one", ONE_NODE)) == []
+    assert len(calls) == 4, "on one node nothing is changed"
+
+
+def test_a_list_of_processors_that_is_none_is_refused() -> None:
+    with pytest.raises(BindingError, match="is no list of processors"):
+        chosen_cpus("1-", ALL)
 
 
 def test_a_list_beyond_what_is_allowed_is_refused() -> None:
@@ -170,3 +198,19 @@ def test_a_system_that_binds_nobody_is_borne_with_unless_binding_was_asked_for(m
     assert make_backend(config).device == "cpu"
     with pytest.raises(BackendError, match="bind = 0: Operation not permitted"):
         make_backend(replace(config, bind="0"))
+
+
+def test_memory_that_cannot_be_bound_is_borne_with_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(cpus: Cpus, *, strict: bool) -> list[int]:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(backend_choice, "bind_memory", refused)
+    monkeypatch.setattr(backend_choice, "bind", lambda cpus: None)
+    monkeypatch.setattr(backend_choice, "cpus_of_share", lambda share, allowed: frozenset({0}))
+    config = WorkerConfig(
+        model=str(DEMO_MODEL), engine="e", device="cpu", kv_memory=1 << 20, max_num_seqs=1, numa_share="0:0/1"
+    )
+    assert make_backend(config).device == "cpu"
+    assert make_backend(replace(config, numa="off")).device == "cpu"
+    with pytest.raises(BackendError, match="numa = bind: Operation not permitted"):
+        make_backend(replace(config, numa="bind"))

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.ps import duration
-from deploy.cli.up.choices import check_gateway, cpu_share, layer_split, merged, mixed_engines, parsed_settings
+from deploy.cli.up.choices import (
+    check_gateway,
+    cpu_share,
+    layer_split,
+    merged,
+    mixed_engines,
+    parsed_settings,
+)
 from deploy.errors import CommandError
 from deploy.model_choice import model_directory, model_folder, served_name
 from deploy.supervisor.core.plan import Counts, all_process_specs
@@ -141,7 +148,9 @@ def test_somebody_must_decode(asked: tuple[int | None, int, int]) -> None:
 def test_engines_of_all_pools_share_the_cores() -> None:
     cores = len(os.sched_getaffinity(0))
     assert cpu_share(Counts(ranks=4)) is None
-    assert cpu_share(Counts(engines=0, prefill=1, decode=1, decode_ranks=2)) == max(1, cores // 3)
+    pools = Counts(engines=0, prefill=1, decode=1, decode_ranks=2)
+    assert cpu_share(pools) == max(1, cores // 3)
+    assert cpu_share(pools, (0, 1)) is None, "each rank knows how many processors of its nodes it has"
 
 
 def test_a_model_is_called_as_asked_or_as_its_source(tmp_path: Path) -> None:
