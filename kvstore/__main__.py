@@ -16,6 +16,7 @@ from shared.config import load_or_exit
 
 async def build(config: KvStoreConfig, directory: StoreDirectory, bus: Bus) -> KvStoreActor:
     """The store's actor, with whatever `config` says lies below and beside the arena. Raises TierUnavailable."""
+    interleave(config.numa)
     peers = below.peer_nodes(config)
     actor = KvStoreActor(
         bus,
@@ -36,7 +37,6 @@ async def build(config: KvStoreConfig, directory: StoreDirectory, bus: Bus) -> K
 def main() -> None:
     """Runs the store until it receives a stop signal; exits with status 2 if its directory or a tier cannot be used."""
     config = load_or_exit("kvstore", KvStoreConfig)
-    interleave(config.numa)
     try:
         directory = StoreDirectory(config.path())
         run_service(config, lambda bus: build(config, directory, bus), "kvstore")

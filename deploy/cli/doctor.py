@@ -62,7 +62,7 @@ def checks(run_dir: Path) -> Sequence[Check]:
         machine_checks.torch,
         machine_checks.gpu,
         lambda: gpu_links(run_dir),
-        lambda: machine_checks.numa(processors_of_ranks(run_dir)),
+        lambda: numa(run_dir),
         machine_checks.compiler,
         machine_checks.memory,
         machine_checks.shared_memory,
@@ -180,6 +180,12 @@ def gpu_links(run_dir: Path) -> Finding:
         if member.engine is not None and member.device is not None:
             devices.setdefault(member.engine, []).append(member.device)
     return machine_checks.gpu_links(state.spec.gpus, devices)
+
+
+def numa(run_dir: Path) -> Finding:
+    """The memory nodes, and on which of them the ranks of the running stack are."""
+    state = read_state(run_dir)
+    return machine_checks.numa(processors_of_ranks(run_dir), None if state is None else state.spec.gpus)
 
 
 def processors_of_ranks(run_dir: Path) -> dict[str, Cpus]:

@@ -143,13 +143,13 @@ def _torch_probe() -> TorchInstallation | str:
     return msgspec.json.decode(probe.stdout, type=TorchInstallation)
 
 
-def numa(placed: Mapping[str, Cpus]) -> Finding:
+def numa(placed: Mapping[str, Cpus], recorded: GpuTopology | None = None) -> Finding:
     """The memory nodes with their processors and GPUs. `placed`: of the ranks of a running stack the processors that
-    each may use."""
+    each may use; `recorded`: how GPUs are joined, where the stack knows it."""
     nodes = read_nodes()
     if len(nodes) < 2:
         return ok("NUMA", "one node: nothing to spread" if nodes else "the system shows no nodes")
-    topology = gpus_here()
+    topology = recorded or gpus_here()
     said = [_described_node(node, () if topology is None else topology.nodes) for node in nodes]
     said += [f"{name}: {_described_place(cpus, nodes)}" for name, cpus in placed.items()]
     return ok("NUMA", "\n".join([f"{len(nodes)} nodes, over which engines without GPUs are spread (--numa)", *said]))

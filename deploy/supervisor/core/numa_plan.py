@@ -13,7 +13,7 @@ from deploy.supervisor.core.plan import POOLS, Counts, Pool, ProcessSpec
 from shared.machine.numa import NumaShare
 
 
-class _Engine(NamedTuple):
+class _PlannedEngine(NamedTuple):
     pool: Pool
     number: int
     """In its pool, from 1."""
@@ -28,7 +28,7 @@ def share_of(process: ProcessSpec, counts: Counts, nodes: Sequence[int]) -> Numa
         return None
     engines = _engines(counts)
     ranks_here = counts.ranks_here(process.pool)
-    engine = _Engine(process.pool, process.number, len(ranks_here))
+    engine = _PlannedEngine(process.pool, process.number, len(ranks_here))
     rank = process.rank - ranks_here.start
     if len(engines) < len(nodes):
         if engine in engines:
@@ -43,21 +43,21 @@ def share_of(process: ProcessSpec, counts: Counts, nodes: Sequence[int]) -> Numa
     return NumaShare((node,), before + rank, sum(each.ranks for each in beside))
 
 
-def _engines(counts: Counts) -> list[_Engine]:
+def _engines(counts: Counts) -> list[_PlannedEngine]:
     """Those of the stack's start, those that stand by included."""
     found = []
     for pool in POOLS:
         number = counts.of(pool) + (counts.standby if pool == "engines" else 0)
-        found += [_Engine(pool, each + 1, len(counts.ranks_here(pool))) for each in range(number)]
+        found += [_PlannedEngine(pool, each + 1, len(counts.ranks_here(pool))) for each in range(number)]
     return found
 
 
-def _turn(engine: _Engine, engines: Sequence[_Engine]) -> int:
+def _turn(engine: _PlannedEngine, engines: Sequence[_PlannedEngine]) -> int:
     """When it is its turn to get a node; of one that came later, behind all others."""
     return engines.index(engine) if engine in engines else len(engines) + engine.number - 1
 
 
-def _of_several(engine: _Engine, rank: int, nodes: Sequence[int]) -> NumaShare:
+def _of_several(engine: _PlannedEngine, rank: int, nodes: Sequence[int]) -> NumaShare:
     """A rank's share of its engine's nodes."""
     if engine.ranks <= len(nodes):
         return NumaShare(tuple(_part_of(nodes, rank, engine.ranks)))

@@ -154,6 +154,11 @@ class Host:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
+    def show_nodes(self, sysfs: Path) -> None:
+        """The host has the NUMA nodes that are written below `sysfs`."""
+        nodes = Path("devices/system/node")
+        run(*self._inside, "mount", "--bind", str(sysfs / nodes), str("/sys" / nodes))
+
     def hide(self, folder: Path) -> None:
         """The host sees nothing in a folder of the machine any more."""
         run(*self._inside, "mount", "-t", "tmpfs", "tmpfs", str(folder))
