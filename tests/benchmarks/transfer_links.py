@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import psutil
 
+from kvstore.core.layout import geometry
 from shared.blocks import BlockHash
 from shared.messages.kvstore import KvLayout
 from tests.support.cluster.nats_server import BINARY
@@ -53,8 +54,10 @@ print("ready", flush=True)
 while True:
     connection, _ = listening.accept()
     with connection:
-        for _ in range(int.from_bytes(connection.recv(8))):
-            connection.sendall(data)
+        left = int.from_bytes(connection.recv(8))
+        while left:
+            connection.sendall(data[: min(left, len(data))])
+            left -= min(left, len(data))
 """
 
 
@@ -75,27 +78,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 10.0], help="Gbit/s; 0: no limit")
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["grpc", "tcp"])
-    parser.add_argument("--blocks", type=int, default=64, help="of 2 MiB each; default: %(default)s")
+    parser.add_argument("--blocks", type=int, default=64, help="of a prompt; default: %(default)s")
+    parser.add_argument(
+        "--model",
+        type=int,
+        nargs=3,
+        default=(LAYOUT.layers, LAYOUT.kv_heads, LAYOUT.head_dim),
+        metavar=("LAYERS", "KV_HEADS", "HEAD_DIM"),
+        help="in bfloat16; default: %(default)s, as of Llama 3.1 8B, blocks of 2 MiB. The demo model: 5 4 32",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chunks", type=int, default=8, help="of a prompt; default: %(default)s")
     parser.add_argument("--prefill", type=float, default=4000.0, help="tokens/s that commits follow")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    layers, kv_heads, head_dim = given.model
+    given.layout = KvLayout(model="links", dtype="bfloat16", layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    given.block_bytes = geometry(given.layout, 1).payload_bytes
     with tempfile.TemporaryDirectory(prefix="baton-links-") as folder, namespaces(folder) as holder:
         results = asyncio.run(measure(given, holder, Authority(Path(folder) / "tls")))
     heads = ("link", "transport", "plain TCP", "fetched", "of the link", "processor time", "tokens/s")
     print(f"| {' | '.join(heads)} | whole prompt, then fetched | pipelined |")
     print("| --- | --- |" + " ---: |" * 7)
     for (rate, transport), rounds in results.items():
-        print(row(rate, transport, rounds, given.blocks))
+        print(row(rate, transport, rounds, given))
     if given.json:
         measured = [{"gbit": rate, "transport": name, **rounds._asdict()} for (rate, name), rounds in results.items()]
         given.json.write_text(json.dumps(measured))
 
 
-def row(rate: float, transport: str, rounds: Rounds, blocks: int) -> str:
+def row(rate: float, transport: str, rounds: Rounds, given: argparse.Namespace) -> str:
     plain, fetched, processor, whole, pipelined = (statistics.median(seconds) for seconds in rounds)
-    sent = blocks * BLOCK_BYTES
+    sent = given.blocks * given.block_bytes
     link = rate * GIGABIT if rate else sent / plain
     cells = (
         f"{rate:g} Gbit/s" if rate else "no limit",
@@ -104,7 +118,7 @@ def row(rate: float, transport: str, rounds: Rounds, blocks: int) -> str:
         f"{sent / fetched / MEBIBYTE:.0f} MiB/s",
         f"{sent / fetched / link:.0%}",
         f"{processor * 1e3 / (sent / MEBIBYTE):.2f} ms/MiB",
-        f"{blocks * TOKENS_OF_BLOCK / fetched:,.0f}",
+        f"{given.blocks * TOKENS_OF_BLOCK / fetched:,.0f}",
         f"{whole * 1e3:.0f} ms",
         f"{pipelined * 1e3:.0f} ms",
     )
@@ -167,12 +181,12 @@ def a_pair(
 async def measure(
     given: argparse.Namespace, holder: subprocess.Popen[bytes], tls: Authority
 ) -> dict[tuple[float, str], Rounds]:
-    memory = 4 * given.blocks * BLOCK_BYTES
+    memory = 4 * given.blocks * given.block_bytes + MEBIBYTE
     stores = [
         store for number, name in enumerate(given.transports) for store in a_pair(number, name, memory, holder, tls)
     ]
     results = {}
-    async with clients(URL, *stores, layout=LAYOUT) as at:
+    async with clients(URL, *stores, layout=given.layout) as at:
         await know_each_other(*at)
         pairs = {
             name: Pair(*stores[2 * number : 2 * number + 2], *at[2 * number : 2 * number + 2])
@@ -194,7 +208,7 @@ async def measure(
 async def a_round(
     given: argparse.Namespace, label: tuple[float, int], pair: Pair
 ) -> tuple[float, float, float, float, float]:
-    plain = await asyncio.to_thread(plain_seconds, given.blocks * BLOCK_BYTES // MEBIBYTE)
+    plain = await asyncio.to_thread(plain_seconds, given.blocks * given.block_bytes)
     names = chain((*label, "fetched"), given.blocks)
     await pair.at_far.save(names)
     used, begin = pair.processor_seconds(), time.perf_counter()
@@ -221,8 +235,8 @@ async def after_prefill(
     size = max(1, given.blocks // given.chunks)
     start = time.perf_counter()
     for end in range(size, given.blocks + 1, size):
-        await at_far.save(names[end - size : end])
         await asyncio.sleep(max(0.0, start + end * TOKENS_OF_BLOCK / given.prefill - time.perf_counter()))
+        await at_far.save(names[end - size : end])
     begin = time.perf_counter()
     await all_there(at_near, names, far)
     return time.perf_counter() - begin
@@ -235,12 +249,12 @@ async def all_there(client: StoreClient, names: list[BlockHash], source: StorePr
         raise SystemExit(f"{len(found.slots) // 4} of {len(names)} blocks came")
 
 
-def plain_seconds(mebibytes: int) -> float:
+def plain_seconds(size: int) -> float:
     """So many bytes over a connection of their own, from the request to the last of them."""
     buffer = bytearray(MEBIBYTE)
     with socket.create_connection((THERE, RAW_PORT)) as connection:
-        begin, left = time.perf_counter(), mebibytes * MEBIBYTE
-        connection.sendall(mebibytes.to_bytes(8))
+        begin, left = time.perf_counter(), size
+        connection.sendall(size.to_bytes(8))
         while left:
             left -= connection.recv_into(buffer)
         return time.perf_counter() - begin
