@@ -25,6 +25,7 @@ EXTRAS = (
     "tests/integration/deploy/test_tune.py",
     "tests/integration/offline/",
     "tests/integration/worker/test_library_architectures.py",
+    "tests/integration/worker/test_library_ranks.py",
     "tests/integration/test_wheel.py",
     "tests/unit/deploy/cli/sizing/",
     "tests/unit/deploy/kubernetes/",

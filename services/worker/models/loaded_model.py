@@ -135,12 +135,12 @@ def load_model(settings: LoadSettings) -> LoadedModel:
 
 
 def _library_model(settings: LoadSettings) -> LoadedModel:
-    """Of an architecture that `transformers` computes, on one rank."""
+    """Of an architecture that `transformers` computes, by the ranks of one stage."""
     # Seconds of imports, which nobody else should pay for.
     from services.worker.models.fallback.library_model import LibraryModel
 
-    if settings.communicator.world_size * settings.pipeline.stages > 1:
-        raise ModelError("tp and pp: a model that transformers computes runs on one rank")
+    if settings.pipeline.stages > 1:
+        raise ModelError("pp: a model that transformers computes has one stage; tp splits it over ranks")
     if settings.on_layer is not None:
         raise ModelError("a layer-wise KV connector is not told of the layers of a model that transformers computes")
     library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code)
@@ -160,7 +160,7 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
         block_size=settings.block_size,
     )
     with STARTUP.stage("weights"):
-        decoder = library.decoder(ops, _DTYPES[dtype], settings.device, length, dummy=dummy)
+        decoder = library.decoder(*(ops, _DTYPES[dtype], settings.device, length, settings.communicator), dummy=dummy)
     return LoadedModel(
         settings=settings,
         config=config,

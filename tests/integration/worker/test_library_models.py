@@ -179,11 +179,11 @@ def test_a_layer_that_keeps_something_else_is_found_out(tmp_path: Path, monkeypa
         tiny_backend(tmp_path, model_impl="transformers")
 
 
-def test_several_ranks_are_refused(cohere: TinyModel) -> None:
+def test_several_stages_are_refused(cohere: TinyModel) -> None:
     from services.worker.distributed.communicator import SingleStage
 
     class TwoStages(SingleStage):
         stages = 2
 
-    with pytest.raises(ModelError, match="a model that transformers computes runs on one rank"):
+    with pytest.raises(ModelError, match="pp: a model that transformers computes has one stage"):
         tiny_backend(cohere.path, pipeline=TwoStages())

@@ -72,8 +72,9 @@ class Serving(Struct, frozen=True):
     num_blocks: int
     card: ModelCard
     words: int
-    """Of the vocabulary in this rank's embedding; 0 on stages without one."""
+    """Of the vocabulary in this rank's embedding; 0 on stages without one, and where transformers computes."""
     layers: int
+    """0 where transformers computes."""
     block_bytes: int
     max_speculate: int
 
@@ -131,13 +132,15 @@ def served(rank: int, asked: Serve) -> HostRunner:
 
 def serving(backend: HostRunner) -> Serving:
     decoder = backend.rank.decoder
-    assert isinstance(decoder, Decoder)
-    embedding = decoder.weights.embedding
+    words = layers = 0
+    if isinstance(decoder, Decoder):
+        embedding, layers = decoder.weights.embedding, len(decoder.weights.layers)
+        words = 0 if embedding is None else len(embedding)
     return Serving(
         num_blocks=backend.num_blocks,
         card=backend.card,
-        words=0 if embedding is None else len(embedding),
-        layers=len(decoder.weights.layers),
+        words=words,
+        layers=layers,
         block_bytes=decoder.kv_block_bytes,
         max_speculate=backend.max_speculate,
     )

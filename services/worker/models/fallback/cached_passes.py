@@ -21,7 +21,7 @@ _TOLERANCE = 0.1
 
 @torch.inference_mode()
 def check_cached_passes(model: CausalLm, vocab_size: int, device: torch.device) -> None:
-    """Raises ModelError where the results differ."""
+    """Raises ModelError where the results differ. Every rank of a stage must come here: the first one sees them."""
     caches = model.allocate_kv(2)
     ids = torch.linspace(vocab_size // 7, vocab_size - 1, _ROWS, device=device).to(torch.int32)
     other = ids.flip(0)
@@ -30,6 +30,8 @@ def check_cached_passes(model: CausalLm, vocab_size: int, device: torch.device) 
     rest = _logits(model, caches, [(0, _CUT, ids[_CUT:])])
     _logits(model, caches, [(0, 0, ids[:-1])])
     beside = _logits(model, caches, [(0, _ROWS - 1, ids[-1:]), (1, 0, other)])
+    if whole is None or rest is None or beside is None:
+        return
     spread = float(whole.std()) or 1.0
     differences = {
         "in several steps": float((rest - whole[_CUT:]).abs().max()),
@@ -43,8 +45,11 @@ def check_cached_passes(model: CausalLm, vocab_size: int, device: torch.device) 
             )
 
 
-def _logits(model: CausalLm, caches: KvCaches, parts: list[tuple[int, int, Tensor]]) -> Tensor:
-    """Of all rows. `parts`: (its block, tokens before, ids) of each sequence; those of one row come first."""
+def _logits(model: CausalLm, caches: KvCaches, parts: list[tuple[int, int, Tensor]]) -> Tensor | None:
+    """Of all rows; None on ranks behind the first.
+
+    `parts`: (its block, tokens before, ids) of each sequence; those of one row come first.
+    """
     device = parts[0][2].device
     size = model.ops.block_size
     counts = [len(ids) for _, _, ids in parts]
@@ -70,5 +75,4 @@ def _logits(model: CausalLm, caches: KvCaches, parts: list[tuple[int, int, Tenso
         block_size=size,
     )
     logits = model.forward(torch.cat([ids for _, _, ids in parts]), meta, caches)
-    assert logits is not None, "rows were asked for"
-    return logits.clone()
+    return None if logits is None else logits.clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -23,11 +23,29 @@ from services.worker.ops.interface import BatchMeta, Ops
 from shared.messages.kvstore import KvLayout
 
 
-class LibraryDecoder:
-    """See :class:`services.worker.models.decoder.CausalLm`. One rank that has all layers."""
+class HeadPlace(NamedTuple):
+    """Which of a model's key and value heads a rank has."""
 
-    def __init__(self, model: nn.Module, ops: Ops, hidden_size: int, max_model_len: int, device: torch.device) -> None:
+    rank: int
+    world_size: int
+    split: bool
+    """Whether each rank has a share of them, and not all."""
+
+
+class LibraryDecoder:
+    """See :class:`services.worker.models.decoder.CausalLm`. A rank of one stage, that has all layers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ops: Ops,
+        hidden_size: int,
+        max_model_len: int,
+        device: torch.device,
+        place: HeadPlace,
+    ) -> None:
         """Raises ModelError where the model's attention is not of a kind that can be paged."""
+        self._place = place
         self._model = model
         self._ops = ops
         self._hidden_size = hidden_size
@@ -95,13 +113,13 @@ class LibraryDecoder:
                 model=model,
                 dtype=str(keys.dtype).removeprefix("torch."),
                 layers=len(caches),
-                kv_heads=heads,
+                kv_heads=heads * self._place.world_size if self._place.split else heads,
                 head_dim=dim,
                 block_size=self._ops.block_size,
             ),
-            first_head=0,
+            first_head=heads * self._place.rank if self._place.split else 0,
             num_heads=heads,
-            writes=True,
+            writes=self._place.split or self._place.rank == 0,
             num_blocks=len(keys),
             copier=self._ops.kv_copier(caches, dim),
             first_layer=0,
@@ -118,12 +136,12 @@ class LibraryDecoder:
         return self._ops.empty_rows(rows, self._hidden_size)
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
-        """See `Decoder.forward`; without `features`, which drafters of the kinds that are refused would read."""
+        """See `Decoder.forward`; every rank computes the head. `features` are for drafters that are refused."""
         assert features is None, "what drafts by features is refused"
         layers = PagedLayers(self._calls, self._ops, meta, caches, self._unrotated)
         logits = self._run(ids, meta.positions, meta.logits_rows, layers)
         layers.check_complete()
-        return logits.float() if len(meta.logits_rows) else None
+        return logits.float() if len(meta.logits_rows) and self._place.rank == 0 else None
 
     def _run(self, ids: Tensor, positions: Tensor, rows: Tensor, layers: AttentionLayers) -> Tensor:
         """The logits of `rows`."""

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from services.worker.distributed.communicator import Communicator
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import PLAIN_PRODUCTS, adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
 from services.worker.models.fallback.library_config import first_line, library_config
-from services.worker.models.fallback.library_decoder import LibraryDecoder
+from services.worker.models.fallback.library_decoder import HeadPlace, LibraryDecoder
+from services.worker.models.fallback.tensor_parallel import shard_model
 from services.worker.ops.interface import Ops, PackedLinear
 
 _log = logging.getLogger(__name__)
@@ -35,19 +37,29 @@ class LibraryModel:
 
     @torch.inference_mode()
     def decoder(
-        self, ops: Ops, dtype: torch.dtype, device: torch.device, max_model_len: int, *, dummy: bool
+        self,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        communicator: Communicator,
+        *,
+        dummy: bool,
     ) -> LibraryDecoder:
-        """With the directory's weights, or random ones where `dummy`. Raises ModelError for a broken checkpoint, and
-        where its layers are not of a kind that can be served."""
+        """With this rank's share of the directory's weights, or of random ones where `dummy`. The whole is read into
+        main memory before. Raises ModelError for a broken checkpoint, and where its layers are not of a kind that can
+        be served, or not by so many ranks."""
         if dummy:
             model = _dummy_model(self._own, dtype, trust_remote_code=self._trusts)
         else:
             with open_checkpoint(self._folder, dtype):  # files that are cut short are found before memory is taken
                 model = _read_model(self._folder, self._own, dtype, trust_remote_code=self._trusts)
         adapt(model, self._own)
+        split_heads = shard_model(model, communicator) if communicator.world_size > 1 else False
         model = model.to(device)
         _pack_products(model, ops)
-        made = LibraryDecoder(model, ops, self.config.hidden_size, max_model_len, device)
+        place = HeadPlace(communicator.rank, communicator.world_size, split_heads)
+        made = LibraryDecoder(model, ops, self.config.hidden_size, max_model_len, device, place)
         check_cached_passes(made, self.config.vocab_size, device)
         return made
 

@@ -1,0 +1,126 @@
+"""A model of `transformers` shared among the ranks of a stage, by the plan that the library has for it (`tp_plan`).
+
+Its styles are those of Megatron-LM (arXiv:1909.08053): `colwise` layers compute a share of their outputs, `rowwise`
+ones a share of the sum over their inputs. Layers whose plan gathers their outputs, or splits their inputs, stay whole
+on each rank: what they compute is the same. So does what the plan does not name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.worker.distributed.communicator import Communicator
+from services.worker.models.config import ModelError
+
+_WHOLE = frozenset(
+    {
+        "colwise_gather_output",
+        "colwise_rep",
+        "rowwise_split_input",
+        "rowwise_rep",
+        "replicated_with_grad_allreduce",
+        "replicate",
+        "embedding_rowwise",
+        "embedding_colwise",
+    }
+)
+"""Styles whose layers may stay whole: they take and give what they would without ranks."""
+
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")
+"""Names of layers that compute keys, alone or with others."""
+
+
+def shard_model(model: nn.Module, communicator: Communicator) -> bool:
+    """Leaves this rank's share of the weights in `model`, and has partial sums added up. Returns whether key heads are
+    split, too. Raises ModelError where the library has no plan for it, or its sizes do not divide."""
+    own: Any = model
+    plan: dict[str, str] = dict(getattr(own, "_tp_plan", None) or {})
+    name, ranks = type(model).__name__, communicator.world_size
+    if not any(style in ("colwise", "rowwise") for style in plan.values()):
+        raise ModelError(f"tp {ranks}: transformers has no plan for {name} (tp_plan) that splits layers")
+    _check_heads(own.config.get_text_config(decoder=True), ranks)
+    split_keys = False
+    for path, module in list(model.named_modules()):
+        style = plan.get(re.sub(r"\d+", "*", path))
+        if style == "colwise":
+            _check_linear(path, style, module)
+            _split_outputs(path, module, communicator)
+            split_keys |= path.endswith(_KEYS)
+        elif style == "rowwise":
+            _check_linear(path, style, module)
+            parent, _, last = path.rpartition(".")
+            _split_inputs(path, module, communicator)
+            setattr(model.get_submodule(parent), last, SummedProduct(module, communicator))
+        elif style is not None and style not in _WHOLE:
+            raise ModelError(f"tp {ranks}: {path} is to be split by {style!r}, which is not supported")
+    for path, _ in model.named_parameters():
+        style = plan.get(re.sub(r"\d+", "*", path))
+        if style is not None and style not in _WHOLE:
+            raise ModelError(f"tp {ranks}: {path} is to be split by {style!r}, which is not supported")
+    return split_keys
+
+
+class SummedProduct(nn.Module):
+    """A linear layer of which each rank has some inputs."""
+
+    def __init__(self, partial: nn.Module, communicator: Communicator) -> None:
+        super().__init__()
+        self.partial = partial
+        self._communicator = communicator
+
+    @property
+    def weight(self) -> Any:
+        """This rank's share: some modules ask for its dtype."""
+        return self.partial.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., this rank's inputs] → the sum of all ranks' products [..., out]."""
+        return self._communicator.sum(self.partial(x).contiguous())
+
+
+def _check_heads(config: Any, ranks: int) -> None:
+    heads = config.num_attention_heads
+    for key, count in (
+        ("num_attention_heads", heads),
+        ("num_key_value_heads", getattr(config, "num_key_value_heads", None) or heads),
+    ):
+        if count % ranks:
+            raise ModelError(f"{key} {count} does not divide over {ranks} tensor-parallel ranks")
+
+
+def _check_linear(path: str, style: str, module: nn.Module) -> None:
+    if not isinstance(module, nn.Linear):
+        raise ModelError(f"tp: {path} is a {type(module).__name__}, which cannot be split by {style!r}")
+
+
+def _part(path: str, size: int, communicator: Communicator) -> slice:
+    ranks = communicator.world_size
+    if size % ranks:
+        raise ModelError(f"{path} has {size} columns, which do not divide over {ranks} tensor-parallel ranks")
+    share = size // ranks
+    return slice(communicator.rank * share, (communicator.rank + 1) * share)
+
+
+def _split_outputs(path: str, module: Any, communicator: Communicator) -> None:
+    part = _part(path, module.out_features, communicator)
+    module.out_features = part.stop - part.start
+    module.weight = _own(module.weight[part])
+    if module.bias is not None:
+        module.bias = _own(module.bias[part])
+
+
+def _split_inputs(path: str, module: Any, communicator: Communicator) -> None:
+    part = _part(path, module.in_features, communicator)
+    module.in_features = part.stop - part.start
+    module.weight = _own(module.weight[:, part])
+    if module.bias is not None and communicator.rank:
+        module.bias = None  # added once, by the first rank
+
+
+def _own(share: Tensor) -> nn.Parameter:
+    """A copy, so that the whole tensor can go."""
+    return nn.Parameter(share.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
