@@ -47,7 +47,7 @@ def _engines(counts: Counts) -> list[_PlannedEngine]:
     """Those of the stack's start, those that stand by included."""
     found = []
     for pool in POOLS:
-        number = counts.of(pool) + (counts.standby if pool == "engines" else 0)
+        number = counts.of(pool) + counts.standby_of(pool)
         found += [_PlannedEngine(pool, each + 1, len(counts.ranks_here(pool))) for each in range(number)]
     return found
 

@@ -76,3 +76,6 @@ def test_one_that_stands_by_has_a_share_of_its_own() -> None:
         "0:0/1",
         "1:0/1",
     ]
+    pools = Counts(engines=0, prefill=1, decode=1, standby=1)
+    workers = [process_specs(pool, number, pools)[1] for pool in ("prefill", "decode") for number in (1, 2)]
+    assert [str(share_of(each, pools, (0, 1))) for each in workers] == ["0:0/2", "1:0/2", "0:1/2", "1:1/2"]
