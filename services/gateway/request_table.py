@@ -36,7 +36,14 @@ from shared.bus import Bus, BusError, PayloadTooLarge
 from shared.ids import Attempt, ClusterName, EngineId, GatewayId, ModelName, RequestId, relay_of
 from shared.messages.coordinator import RequestEnded, Withdraw
 from shared.messages.dialects import THINKING_MARKS
-from shared.messages.gateway import Delta, PromptLogprobsDelta, RequestMessage, RequestRejected, StreamOpened
+from shared.messages.gateway import (
+    Delta,
+    PooledDelta,
+    PromptLogprobsDelta,
+    RequestMessage,
+    RequestRejected,
+    StreamOpened,
+)
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import Cancel, Probe, ProbeReply
 from shared.messages.tokenizer import Tokenize
@@ -61,7 +68,7 @@ class ClusterLink(Protocol):
     async def probe(self, cluster: ClusterName, gateway: GatewayId, probe: Probe) -> ProbeReply:
         """Asks a gateway of another cluster whether it has a request. Raises BusError."""
 
-    def record_output(self, output: Delta | StreamOpened | PromptLogprobsDelta | RequestRejected) -> bool:
+    def record_output(self, output: Delta | StreamOpened | PromptLogprobsDelta | PooledDelta | RequestRejected) -> bool:
         """Takes what came of a request of another cluster; False where it is none."""
 
     async def flush_output(self) -> None:
@@ -356,7 +363,7 @@ class RequestTable:
         link = self.link
         for effect in effects:
             match effect:
-                case Delta() | StreamOpened() | PromptLogprobsDelta() | RequestRejected() if (
+                case Delta() | StreamOpened() | PromptLogprobsDelta() | PooledDelta() | RequestRejected() if (
                     link is not None and link.record_output(effect)
                 ):
                     pass
@@ -372,6 +379,9 @@ class RequestTable:
                 case PromptLogprobsDelta():
                     if (route := self._routes.get(effect.request)) is not None:
                         route[1].record_prompt_logprobs(effect)
+                case PooledDelta():
+                    if (route := self._routes.get(effect.request)) is not None:
+                        route[1].vector = effect.vector
                 case RequestRejected():
                     self.records.fail(effect.request)
                     if (route := self._routes.pop(effect.request, None)) is not None:
@@ -477,6 +487,7 @@ def _tokenize(
         key=generation.key,
         weight=generation.weight,
         prefix_caching=generation.prefix_caching,
+        pooling=generation.pooling,
         grammar=grammar.grammar if grammar is not None else None,
         bad_words=generation.bad_words,
         truncate_prompt_tokens=generation.truncate_prompt_tokens,

@@ -49,6 +49,8 @@ GENERATION_FIELDS = 18
 OPENED_IN_BATCH = 3
 NEW_IN_PLAN, FORGET_IN_PLAN, GRAMMAR_IN_NEW, GRAMMAR_IN_REPLY = 3, 7, 8, 2
 """Where plans and replies name grammars; `forget` is new in version 3, and so is what is behind it."""
+POOLED_IN_BATCH, POOLING_IN_GENERATION = 8, 22
+"""Where messages say of vectors, since version 5."""
 GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_PLACED_FIELDS = 6
@@ -81,13 +83,31 @@ class JournalNames:
         return name, content
 
 
-class UnsizedLayouts(JournalNames):
+class Vectorless(JournalNames):
+    """Version 4: no prompt became a vector."""
+
+    def output(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """Plans, tokens and hand-overs without their fields about vectors; other outputs as they are."""
+        if name not in ("SendPlan", "SendTokens", "SendHandOver"):
+            return name, content
+        output = _decode(content)
+        if name == "SendTokens":
+            del output["batch"][POOLED_IN_BATCH:]
+        elif name == "SendPlan":
+            for new in output["plan"][NEW_IN_PLAN]:
+                del new[GRAMMAR_IN_NEW + 1 :]
+        else:
+            del output["generate"][1][POOLING_IN_GENERATION:]
+        return name, _encode(output)
+
+
+class UnsizedLayouts(Vectorless):
     """Version 3: layouts of KV blocks say no block size, as all had 16 tokens."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
-        """A request for an arena without the newest field of its layout; other outputs as they are."""
+        """A request for an arena without the newest field of its layout; other outputs as they were in version 4."""
         if name != "SendStoreRequest":
-            return name, content
+            return super().output(name, content)
         output = _decode(content)
         if output["request"][0] == "Attach":
             del output["request"][1][LAYOUT_FIELDS:]
@@ -115,7 +135,7 @@ class WholeGrammars(UnsizedLayouts):
         """A plan with whole grammars, and without its newest fields; other outputs as they are."""
         if name != "SendPlan":
             return super().output(name, content)
-        output = _decode(content)
+        output = _decode(super().output(name, content)[1])
         del output["plan"][FORGET_IN_PLAN:]
         for new in output["plan"][NEW_IN_PLAN]:
             if new[GRAMMAR_IN_NEW] is not None:
@@ -194,5 +214,7 @@ def names_of(version: int) -> JournalNames:
             return WholeGrammars()
         case 3:
             return UnsizedLayouts()
+        case 4:
+            return Vectorless()
         case _:
             return JournalNames()

@@ -173,6 +173,7 @@ class WorkerActor(Actor):
                     accepted=output.accepted,
                     scored=output.scored,
                     failed=output.failed,
+                    pooled=output.pooled,
                 )
                 await self.bus.publish(self._results, finished)
                 await asyncio.sleep(0)  # so that it leaves before what follows, for which nobody waits

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from msgspec import Struct
 
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import SampledTokens, SequenceFailed, SequencePromptLogprobs, StepTiming
+from shared.messages.scheduler import SampledTokens, SequenceFailed, SequencePooled, SequencePromptLogprobs, StepTiming
 from shared.messages.worker import StepPlan
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class StepOutput(Struct, frozen=True):
     """Log-probabilities of prompt tokens that the step computed."""
     failed: tuple[SequenceFailed, ...] = ()
     """Sequences whose grammar is followed no longer: what was drawn for them means nothing."""
+    pooled: tuple[SequencePooled, ...] = ()
+    """Vectors of prompts that the step computed the last token of."""
     ended: float | None = None
     """When the device was done, on `time.perf_counter`'s clock; None: when this came out."""
     began: float | None = None

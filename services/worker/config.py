@@ -78,6 +78,16 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         UpOption("Model"),
         ContainerVariable(),
     ] = "auto"
+    pooling_type: Annotated[
+        Literal["auto", "none", "last", "mean", "cls"],
+        Meta(
+            description="Which hidden states of a prompt make its embedding: the last token's, their mean, or the "
+            "first token's (cls). auto: what the checkpoint's sentence-transformers files say; without these, and "
+            "with none, /v1/embeddings is not served."
+        ),
+        UpOption("Model"),
+        ContainerVariable(),
+    ] = "auto"
     model_impl: Annotated[
         Literal["auto", "native", "transformers"],
         Meta(

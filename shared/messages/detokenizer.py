@@ -67,6 +67,15 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...]
 
 
+class PooledPrompt(Struct, frozen=True, array_like=True):
+    """The vector of a prompt. The request's last entry, which has no tokens, comes with it or later."""
+
+    request: RequestId
+    attempt: Attempt
+    vector: bytes
+    """Packed float32, little-endian."""
+
+
 class AbandonStream(Struct, frozen=True, array_like=True):
     """The engine gave the request up (cancelled or failed): forget it. The scheduler informs the gateway."""
 
@@ -85,7 +94,7 @@ class StreamMoved(Struct, frozen=True, array_like=True):
 class TokenBatch(Struct, frozen=True, array_like=True, kw_only=True):
     """scheduler → one detokenizer. `number` counts from 0 per (engine, epoch, detokenizer): a gap is a loss.
 
-    Order of effect: `opened`, `scored`, `entries`, `moved`, `abandoned`.
+    Order of effect: `opened`, `scored`, `pooled`, `entries`, `moved`, `abandoned`.
     """
 
     engine: EngineId
@@ -96,3 +105,4 @@ class TokenBatch(Struct, frozen=True, array_like=True, kw_only=True):
     abandoned: tuple[AbandonStream, ...] = ()
     moved: tuple[StreamMoved, ...] = ()
     scored: tuple[PromptLogprobs, ...] = ()
+    pooled: tuple[PooledPrompt, ...] = ()

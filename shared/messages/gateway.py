@@ -103,6 +103,15 @@ class PromptLogprobsDelta(Struct, frozen=True, array_like=True):
     logprobs: tuple[PositionLogprobs, ...]
 
 
+class PooledDelta(Struct, frozen=True, array_like=True):
+    """The vector of a request's prompt; it comes before the request's only delta, which has no tokens."""
+
+    request: RequestId
+    attempt: Attempt
+    vector: bytes
+    """Packed float32, little-endian."""
+
+
 class Delta(Struct, frozen=True, array_like=True, gc=False):
     """New text of one request. `text` may be empty while a character or a possible stop string is incomplete."""
 
@@ -146,6 +155,8 @@ class Deltas(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     deltas: tuple[Delta, ...] = ()
     scored: tuple[PromptLogprobsDelta, ...] = ()
     """Prompt log-probabilities; they take effect after `opened` and before `deltas`."""
+    pooled: tuple[PooledDelta, ...] = ()
+    """Vectors of prompts; they take effect after `opened` and before `deltas`."""
 
 
 class KeyUsage(Struct, frozen=True, array_like=True, kw_only=True):

@@ -80,6 +80,26 @@ class SamplingOptions(Struct, frozen=True, array_like=True, kw_only=True):
     """Reasoning begins behind the first occurrence of these tokens in the output; empty: at the start of the output."""
 
 
+PoolingType = Literal["last", "mean", "cls"]
+"""Which hidden states of a prompt become its vector. last: that of its last token. mean: their mean. cls: that of its
+first token."""
+
+
+class PoolingOptions(Struct, frozen=True, array_like=True, kw_only=True):
+    """How the hidden states of a prompt's tokens, behind the model's last norm, become one vector (an embedding)."""
+
+    pooling: PoolingType
+    dimensions: Annotated[int, Meta(ge=1)]
+    """The number of its elements: so many of the first ones are kept, before it is normalized."""
+    normalize: bool = True
+    """Whether the vector is divided by its Euclidean norm."""
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether every token of the prompt has to be computed, so that none may come from a cache."""
+        return self.pooling != "last"
+
+
 class StopConditions(Struct, frozen=True, array_like=True, kw_only=True):
     """When a generation ends."""
 
@@ -140,6 +160,8 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     """Name of the API key whose request it is; empty where it competes with no other key."""
     weight: float = 1.0
     """The share of its key, relative to those of others, of what engines can take; above 0."""
+    pooling: PoolingOptions | None = None
+    """Set where the prompt becomes a vector: nothing is generated then. None: tokens are generated."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):

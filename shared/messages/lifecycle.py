@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import EngineId, Incarnation, InstanceId, ModelName, NodeId, RequestId
 from shared.messages.dialects import Dialect
+from shared.messages.generation import PoolingType
 from shared.messages.kvstore import KvLayout
 from shared.messages.scheduler import TransferProgress
 from shared.protocol import SpokenProtocols
@@ -29,6 +30,18 @@ MIN_STEP_SHARE = 0.01
 """No step takes less than this share of a mean one, whatever was fitted."""
 
 
+class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
+    """How an engine makes vectors (embeddings) of prompts."""
+
+    pooling: PoolingType
+    normalize: bool
+    """Whether vectors are normalized where a request does not say."""
+    size: int
+    """Elements of a whole vector."""
+    matryoshka: tuple[int, ...] = ()
+    """Numbers of elements that a request may ask for; empty: any up to `size`."""
+
+
 class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """What an engine publishes about the model that it serves."""
 
@@ -41,6 +54,10 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """When the worker loaded the model, in Unix seconds."""
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens of a block of its KV cache."""
+    pooling: PoolingCard | None = None
+    """None: it makes no vectors of prompts."""
+    generates: bool = True
+    """Whether it generates text; not where its checkpoint has no language model head."""
 
 
 Role = Literal["mixed", "prefill", "decode"]

@@ -147,6 +147,14 @@ class SequencePromptLogprobs(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...]
 
 
+class SequencePooled(Struct, frozen=True, array_like=True):
+    """The vector of a sequence with `NewSequence.pooling`, whose last token this step has computed."""
+
+    sequence: SequenceId
+    vector: bytes
+    """Packed float32, little-endian."""
+
+
 GrammarFault = Literal["refused", "busy", "lost", "died"]
 """What a grammar's error means. refused: it is beyond a limit, or no grammar; it would be again. busy: too much else is
 being compiled; later it may be. lost: nothing holds it any more, by no fault of its own. died: its own process was
@@ -180,6 +188,8 @@ class StepFinished(Struct, frozen=True, array_like=True, tag=True, kw_only=True)
     scored: tuple[SequencePromptLogprobs, ...] = ()
     """Prompt log-probabilities, for sequences with `SamplingOptions.prompt_logprobs`."""
     failed: tuple[SequenceFailed, ...] = ()
+    pooled: tuple[SequencePooled, ...] = ()
+    """Vectors of prompts; each of these sequences has an entry without tokens in `sampled`, too."""
 
 
 class StepMissed(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

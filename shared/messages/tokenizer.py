@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from shared.ids import Attempt, Count, EngineId, GatewayId, ModelName, RequestId
 from shared.messages.gateway import ErrorKind
-from shared.messages.generation import Grammar, SamplingOptions, StopConditions
+from shared.messages.generation import Grammar, PoolingOptions, SamplingOptions, StopConditions
 
 
 class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat", kw_only=True):
@@ -86,6 +86,8 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """See `Generation.key`."""
     weight: float = 1.0
     """See `Generation.weight`."""
+    pooling: PoolingOptions | None = None
+    """See `Generation.pooling`."""
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from shared.ids import ArenaId, GrammarKey, Incarnation, SequenceId
-from shared.messages.generation import Grammar, SamplingOptions
+from shared.messages.generation import Grammar, PoolingOptions, SamplingOptions
 
 MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN = 512
 """Most prompt tokens in a plan that belong to sequences with `SamplingOptions.prompt_logprobs`. Each takes a row of
@@ -15,6 +15,10 @@ logits on the device, as wide as the vocabulary; other prompt tokens take none."
 MAX_PROMPT_LOGPROBS_PER_PLAN = 16_384
 """Most log-probabilities of prompt tokens in the result of one plan: each token's own and its most likely ones', a few
 bytes each."""
+
+
+MAX_POOLED_BYTES_PER_PLAN = 2**19
+"""Most bytes of vectors (`SequencePooled`) in the result of one plan, so that it fits the bus beside other results."""
 
 
 class GrammarRef(Struct, frozen=True, array_like=True):
@@ -44,6 +48,8 @@ class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
     """Tokens that may not be drawn before `min_tokens` (end-of-sequence ids included unless ignored)."""
     grammar: GrammarRef | None = None
     """Grammar of the output; None without one."""
+    pooling: PoolingOptions | None = None
+    """Set where the step that computes its last token yields its vector in place of a token; None: a token."""
 
 
 class SequenceWork(Struct, frozen=True, array_like=True, gc=False):

@@ -53,7 +53,13 @@ STOPPING = generation.StopConditions(max_tokens=16, stop=("\n",), stop_token_ids
 LOGPROBS = generation.TokenLogprobs(9, -0.25, ((9, -0.25), (4, -2.0)))
 RANKED = generation.TokenLogprobs(9, -0.25, (), 1)
 CARD = lifecycle.ModelCard(
-    name=ModelName("demo"), max_model_len=2048, vocab_size=2048, eos_token_ids=(2,), dtype="float32", created=1
+    name=ModelName("demo"),
+    max_model_len=2048,
+    vocab_size=2048,
+    eos_token_ids=(2,),
+    dtype="float32",
+    created=1,
+    pooling=lifecycle.PoolingCard(pooling="last", normalize=True, size=4, matryoshka=(2, 4)),
 )
 GENERATION = generation.Generation(
     request=R,
@@ -135,6 +141,7 @@ MESSAGES: list[Any] = [
         timing=scheduler.StepTiming(wait=0.0, prepare=0.125, forward=0.25, sample=0.5),
         scored=(scheduler.SequencePromptLogprobs(SequenceId(1), 1, (RANKED,)),),
         failed=(scheduler.SequenceFailed(SequenceId(2), "it takes too long", "refused"),),
+        pooled=(scheduler.SequencePooled(SequenceId(3), b"\0\0\x80?"),),
     ),
     scheduler.GenerateRequest(
         GENERATION,
@@ -164,6 +171,7 @@ MESSAGES: list[Any] = [
                 blocks=b"\2\0\0\0",
                 sampling=SAMPLING,
                 grammar=worker.GrammarRef(GrammarKey(HASH), "</think>"),
+                pooling=generation.PoolingOptions(pooling="mean", dimensions=4),
             ),
         ),
         work=(worker.SequenceWork(SequenceId(0), 1, b"", True),),
@@ -209,6 +217,7 @@ MESSAGES: list[Any] = [
         abandoned=(detokenizer.AbandonStream(R, A),),
         moved=(detokenizer.StreamMoved(R, A, EngineId("engine-2")),),
         scored=(detokenizer.PromptLogprobs(R, A, 1, (RANKED,)),),
+        pooled=(detokenizer.PooledPrompt(R, A, b"\0\0\x80?"),),
     ),
     gateway.RequestQueued(R, A),
     gateway.RequestPlaced(R, A, E, DetokenizerId("detokenizer-1")),
@@ -222,6 +231,7 @@ MESSAGES: list[Any] = [
         opened=(gateway.StreamOpened(R, A, 1, 0, None, E),),
         deltas=(gateway.Delta(R, A, 0, (9,), "a", "stop", None, (gateway.PositionLogprobs(LOGPROB_TEXT, ()),)),),
         scored=(gateway.PromptLogprobsDelta(R, A, 1, (gateway.PositionLogprobs(LOGPROB_TEXT, (), 3),)),),
+        pooled=(gateway.PooledDelta(R, A, b"\0\0\x80?"),),
     ),
     lifecycle.Lifecycle(
         service="scheduler",

@@ -397,7 +397,10 @@ def _context_exceeded(generation: Generation, max_model_len: int) -> RequestReje
     """
     length, wanted = generation.prompt_length, generation.stopping.max_tokens
     context = f"This model's maximum context length is {max_model_len} tokens"
-    if length >= max_model_len or wanted is None:
+    if generation.pooling is not None:
+        field = "messages"
+        message = f"{context}. However, your request has {length} input tokens. Please reduce the length of the input."
+    elif length >= max_model_len or wanted is None:
         field = "messages"
         message = (
             f"{context}. However, your request has {length} input tokens, and the output needs one at least. "

@@ -45,7 +45,8 @@ def is_fair(generation: Generation) -> bool:
 
 def fits(generation: Generation, max_model_len: int) -> bool:
     """Whether the prompt and the requested tokens (one at least) fit into a context of that many tokens."""
-    return generation.prompt_length + max(generation.stopping.max_tokens or 1, 1) <= max_model_len
+    output = 0 if generation.pooling is not None else max(generation.stopping.max_tokens or 1, 1)
+    return generation.prompt_length + output <= max_model_len
 
 
 class _PoolKey(NamedTuple):

@@ -136,10 +136,12 @@ class Router:
 
     def _describe(self, generation: Generation, now: float) -> _RoutedRequest:
         """The last token is always computed, as the next is drawn from it; so a block that ends with it is computed,
-        too. A prompt whose log-probabilities are requested is computed as a whole."""
+        too. A prompt whose log-probabilities are requested, or all of whose
+        tokens are pooled, is computed as a whole."""
         tokens, size = len(generation.tokens) // TOKEN_BYTES, self._config.block_size
         scored = generation.sampling.prompt_logprobs is not None and tokens == generation.prompt_length
-        computed = scored or not generation.prefix_caching
+        pools_all = generation.pooling is not None and generation.pooling.computes_all
+        computed = scored or pools_all or not generation.prefix_caching
         reusable = 0 if computed else (tokens - 1) // size
         hits = self._sources.hits(generation.model, generation.block_hashes, reusable)
         prefix = PromptPrefix.of(generation, size)

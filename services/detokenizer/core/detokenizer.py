@@ -18,11 +18,12 @@ from services.detokenizer.core.actions import (
 from services.detokenizer.core.stream import RequestStream, StreamUpdate
 from services.detokenizer.core.text import TextVocabulary
 from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, Incarnation, ModelName, RequestId
-from shared.messages.detokenizer import NewTokens, OpenStream, PromptLogprobs, StreamMoved, TokenBatch
+from shared.messages.detokenizer import NewTokens, OpenStream, PooledPrompt, PromptLogprobs, StreamMoved, TokenBatch
 from shared.messages.gateway import (
     Death,
     Delta,
     Deltas,
+    PooledDelta,
     PromptLogprobsDelta,
     RequestFailed,
     RequestRejected,
@@ -45,6 +46,7 @@ class _PendingDeltas(NamedTuple):
     opened: list[StreamOpened]
     deltas: list[Delta]
     scored: list[PromptLogprobsDelta]
+    pooled: list[PooledDelta]
 
 
 class Detokenizer:
@@ -67,7 +69,7 @@ class Detokenizer:
         self._numbers: RecentEntries[GatewayId, int] = RecentEntries(MAX_GATEWAYS)
         """Of the next message to each gateway. They go on where a gateway seems gone: one that was only cut off takes a
         lower number for a repeated message."""
-        self._pending: defaultdict[GatewayId, _PendingDeltas] = defaultdict(lambda: _PendingDeltas([], [], []))
+        self._pending: defaultdict[GatewayId, _PendingDeltas] = defaultdict(lambda: _PendingDeltas([], [], [], []))
         """What of the present batch goes into that message."""
         self.streams: dict[RequestId, RequestStream] = {}
         self.counters = DetokenizerCounters()
@@ -94,6 +96,11 @@ class Detokenizer:
             stream = self._open_stream(scored.request, scored.attempt, engine)
             if stream is not None:
                 self._pending[stream.opened.gateway].scored.append(stream.spell_prompt(scored))
+        for pooled in batch.pooled:
+            stream = self._open_stream(pooled.request, pooled.attempt, engine)
+            if stream is not None:
+                vector = PooledDelta(pooled.request, pooled.attempt, pooled.vector)
+                self._pending[stream.opened.gateway].pooled.append(vector)
         for entry in batch.entries:
             stream = self._open_stream(entry.request, entry.attempt, engine)
             if stream is not None and stream.position == entry.position:
@@ -145,7 +152,7 @@ class Detokenizer:
     def _flush(self) -> list[Action]:
         """One numbered message for each gateway that there is something for."""
         messages: list[Action] = []
-        for gateway, (opened, deltas, scored) in self._pending.items():
+        for gateway, (opened, deltas, scored, pooled) in self._pending.items():
             number = self._numbers.get(gateway, 0)
             self._numbers[gateway] = number + 1
             message = Deltas(
@@ -155,6 +162,7 @@ class Detokenizer:
                 opened=tuple(opened),
                 deltas=tuple(deltas),
                 scored=tuple(scored),
+                pooled=tuple(pooled),
             )
             messages.append(ToGateway(gateway, message))
         self._pending.clear()
@@ -204,7 +212,8 @@ class Detokenizer:
         process that this one replaces, and its requests have failed with that."""
         known = {(each.request, each.attempt) for each in batch.opened}
         known |= {(s.opened.request, s.opened.attempt) for s in self.streams.values() if s.engine == batch.engine}
-        parts: tuple[NewTokens | PromptLogprobs | StreamMoved, ...] = (*batch.entries, *batch.scored, *batch.moved)
+        parts: tuple[NewTokens | PromptLogprobs | PooledPrompt | StreamMoved, ...]
+        parts = (*batch.entries, *batch.scored, *batch.pooled, *batch.moved)
         return bool(known) and known.issuperset((each.request, each.attempt) for each in parts)
 
     # ---- what ends streams

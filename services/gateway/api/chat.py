@@ -16,6 +16,7 @@ from services.gateway.api.generation import (
     GenerationRequest,
     RequestLimits,
     check_common_fields,
+    check_generates,
     choose_model,
 )
 from services.gateway.api.prompts import chat_prompt
@@ -75,7 +76,7 @@ def read_chat(
     writes tool calls and reasoning. None: the answer is what the model writes, and tools are only shown to the chat
     template. Raises RequestError."""
     fields = decode_body(body, _decoder)
-    card = choose_model(fields.model, cards)
+    card = check_generates(choose_model(fields.model, cards))
     check_common_fields(fields, 1, limits)
     for name in ("functions", "function_call"):
         if getattr(fields, name) is not None:

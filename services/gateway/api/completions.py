@@ -12,6 +12,7 @@ from services.gateway.api.generation import (
     GenerationRequest,
     RequestLimits,
     check_common_fields,
+    check_generates,
     choose_model,
 )
 from services.gateway.api.prompts import completion_prompts
@@ -37,7 +38,7 @@ _decoder = msgspec.json.Decoder(CompletionFields)
 def read_completion(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> GenerationRequest:
     """Reads and checks a body. `cards` are the models that are served. Raises RequestError."""
     fields = decode_body(body, _decoder)
-    card = choose_model(fields.model, cards)
+    card = check_generates(choose_model(fields.model, cards))
     only_echo = bool(fields.echo) and fields.max_tokens == 0
     prompts = completion_prompts(fields.prompt, card, add_special_tokens=fields.add_special_tokens is not False)
     check_common_fields(fields, len(prompts), limits, unchecked="max_tokens" if only_echo else "")

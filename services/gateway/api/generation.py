@@ -17,7 +17,7 @@ from services.gateway.api.structured_outputs import OutputGrammar, ResponseForma
 from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import ModelName
 from shared.messages.gateway import MAX_STREAM_CHOICES
-from shared.messages.generation import SamplingOptions, StopConditions
+from shared.messages.generation import PoolingOptions, SamplingOptions, StopConditions
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import Prompt
 
@@ -39,6 +39,8 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
     max_bad_words: int = 128
     max_bad_word_chars: int = 256
     max_beams: int = 16
+    max_embeddings: int = 2048
+    """Inputs of a request for embeddings: OpenAI's limit."""
     allow_request_template: bool = False
     allow_prefix_caching: bool = True
 
@@ -91,7 +93,7 @@ class ChoiceRequest(NamedTuple):
 class GenerationRequest(Struct, frozen=True, kw_only=True):
     """A checked request for a chat or a completion."""
 
-    kind: Literal["chat", "completion"]
+    kind: Literal["chat", "completion", "embedding"]
     model: ModelCard
     prompts: tuple[Prompt, ...]
     n: int
@@ -123,6 +125,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """What the output must match."""
     parser_options: ParserOptions | None = None
     """How to parse a chat's output; None: it is nothing but text."""
+    pooling: PoolingOptions | None = None
+    """How each prompt becomes a vector; None: text is generated."""
 
     @property
     def sequences(self) -> int:
@@ -306,6 +310,13 @@ def check_token_ids(name: str, ids: list[int], card: ModelCard) -> None:
     for position, token in enumerate(ids):
         if not 0 <= token < card.vocab_size:
             raise invalid(name, f"{token} at {position} is not allowed; token ids are 0 to {card.vocab_size - 1}")
+
+
+def check_generates(card: ModelCard) -> ModelCard:
+    """Returns the card. Raises RequestError 400 where the model makes embeddings only."""
+    if card.generates:
+        return card
+    raise invalid("model", f"{card.name} has no language model head and generates no text; it serves /v1/embeddings")
 
 
 def choose_model(name: str | None, cards: list[ModelCard]) -> ModelCard:

@@ -9,6 +9,7 @@ import msgspec
 
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.completions import CompletionFields
+from services.gateway.api.embeddings import EmbeddingFields
 from services.gateway.api.generation import RANGES, AllowedRange, CommonFields
 from services.gateway.api.prompts import DetokenizeFields, TokenizeFields
 
@@ -49,6 +50,7 @@ GENERATED = ("application/json", "text/event-stream")
 OPERATIONS = (
     Operation("POST", "/v1/chat/completions", "Generate the next message of a chat.", ChatFields, GENERATED),
     Operation("POST", "/v1/completions", "Continue texts or token ids.", CompletionFields, GENERATED),
+    Operation("POST", "/v1/embeddings", "Vectors of texts or token ids.", EmbeddingFields),
     Operation("POST", "/tokenize", "The token ids of a text or of messages.", TokenizeFields),
     Operation("POST", "/detokenize", "The text of token ids.", DetokenizeFields),
     Operation("GET", "/v1/models", "All models that are served."),

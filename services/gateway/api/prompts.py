@@ -82,20 +82,22 @@ def read_detokenize(body: bytes, cards: list[ModelCard]) -> tuple[ModelCard, Dec
     return card, Decode(pack(fields.tokens))
 
 
-def completion_prompts(given: str | list[Any], card: ModelCard, *, add_special_tokens: bool) -> tuple[Prompt, ...]:
-    """Returns the prompts of a completion: one text, several, one list of token ids, or several. Raises
-    RequestError."""
+def completion_prompts(
+    given: str | list[Any], card: ModelCard, *, add_special_tokens: bool, field: str = "prompt"
+) -> tuple[Prompt, ...]:
+    """Returns the prompts of a completion, or the inputs of a request for embeddings: one text, several, one list of
+    token ids, or several. `field`: the client's name of them. Raises RequestError."""
     if isinstance(given, str):
         return (TextPrompt(given, add_special_tokens),)
     if not given:
-        raise invalid("prompt", "[] is not allowed; a string, token ids, or a list of either")
+        raise invalid(field, "[] is not allowed; a string, token ids, or a list of either")
     if all(isinstance(item, str) for item in given):
         return tuple(TextPrompt(text, add_special_tokens) for text in given)
     if all(type(item) is int for item in given):
-        return (_token_prompt("prompt", given, card),)
+        return (_token_prompt(field, given, card),)
     if all(isinstance(item, list) and all(type(token) is int for token in item) for item in given):
-        return tuple(_token_prompt(f"prompt[{i}]", ids, card) for i, ids in enumerate(given))
-    raise not_allowed("prompt", given, "a string, token ids, or a list of either")
+        return tuple(_token_prompt(f"{field}[{i}]", ids, card) for i, ids in enumerate(given))
+    raise not_allowed(field, given, "a string, token ids, or a list of either")
 
 
 def _token_prompt(name: str, ids: list[int], card: ModelCard) -> TokenPrompt:

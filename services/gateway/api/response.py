@@ -35,10 +35,13 @@ ResponseOutcome = Literal["finished", "failed", "client left", "client too slow"
 client gets the overflow provider's answer."""
 
 
+ResponseKind = Literal["chat", "completion", "embedding"]
+
+
 class ResponseHeader(NamedTuple):
     """The fields with which every body and every chunk of a response starts."""
 
-    kind: Literal["chat", "completion"]
+    kind: ResponseKind
     id: str
     created: int
     """Creation time in Unix seconds."""
@@ -95,6 +98,8 @@ class ChoiceState:
     """Parses a chat's output, where it is more than text."""
     only_echo: bool = False
     """The client wants no output."""
+    vector: bytes = b""
+    """The vector of its prompt, packed float32, once it has arrived; empty where text is generated."""
 
     @property
     def finish_reason(self) -> str | None:
@@ -262,7 +267,9 @@ class GenerationResponse:
         if param == "grammar" and self._grammar_field is not None:
             param, message = self._grammar_field, f"{self._grammar_field}: {message}"
         if param in ("messages", "prompt"):  # the other services do not know which of them the client sent
-            param = "messages" if self.header.kind == "chat" else "prompt"
+            field = {"chat": "messages", "completion": "prompt", "embedding": "input"}[self.header.kind]
+            message = message.replace(f"{param}: ", f"{field}: ", 1) if message.startswith(f"{param}: ") else message
+            param = field
         status, wait = STATUS[rejected.kind], rejected.retry_after
         elsewhere = rejected.kind in ("overloaded", "unavailable")
         self.fail(RequestError(status, message, param=param, code=rejected.code, retry_after=wait, elsewhere=elsewhere))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shared.ids import Attempt, ClusterName, DetokenizerId, EngineId, RequestId
 from shared.messages.coordinator import RequestEnded, Withdraw
-from shared.messages.gateway import Delta, PromptLogprobsDelta, RequestRejected, StreamOpened
+from shared.messages.gateway import Delta, PooledDelta, PromptLogprobsDelta, RequestRejected, StreamOpened
 from shared.messages.scheduler import Cancel, Probe
 from shared.messages.tokenizer import Tokenize
 
@@ -47,6 +47,7 @@ Effect = (
     Delta
     | StreamOpened
     | PromptLogprobsDelta
+    | PooledDelta
     | RequestRejected
     | DispatchAttempt
     | CancelAttempt
@@ -55,8 +56,8 @@ Effect = (
     | ProbeEngine
     | AttemptRetry
 )
-"""`StreamOpened`, `PromptLogprobsDelta`, `Delta` and `RequestRejected` go to the client. The last one of each request
-is a `Delta` with `finish` or a `RequestRejected`."""
+"""`StreamOpened`, `PromptLogprobsDelta`, `PooledDelta`, `Delta` and `RequestRejected` go to the client. The last one of
+each request is a `Delta` with `finish` or a `RequestRejected`."""
 
 
 def cancel_of(

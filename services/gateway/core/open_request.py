@@ -161,6 +161,8 @@ class OpenRequest:
     """Number of prompt tokens; None until the stream is opened."""
     scored_tokens: int = 1
     """Leading tokens of the prompt whose log-probabilities have arrived; the first one has none."""
+    pooled: bool = False
+    """Whether the vector of its prompt has arrived."""
     silent_tries: int = 0
     """Consecutive dispatches that neither a tokenizer nor a coordinator answered."""
     pauses: int = 0
@@ -227,6 +229,17 @@ class OpenRequest:
         self.chars += len(text)
         if self.doubts or self.unanswered or self.probe_at is not None:
             self.clear_suspicion()
+
+    def lost_before_output(self) -> str | None:
+        """What should have come before the first output and did not; None if nothing is missing."""
+        if not self.usage_sent:  # what `usage` reports
+            return "the opening of the stream was lost"
+        scores = self.tokenize.sampling.prompt_logprobs is not None and not self.tokens
+        if scores and self.scored_tokens != self.prompt_tokens:
+            return "log-probabilities of the prompt were lost"
+        if self.tokenize.pooling is not None and not self.pooled:  # an engine of an older release makes none
+            return "the vector of the prompt is missing"
+        return None
 
     def clear_suspicion(self) -> None:
         """Forgets suspicious and missing probe replies."""

@@ -209,20 +209,18 @@ class RequestSupervisor:
             self._suspect(lambda r: r.detokenizer == message.detokenizer, now)
         for opened in message.opened:
             effects += self._stream_opened(opened, message.detokenizer, now)
-        for part in message.scored:
-            effects += self._scored(part, now)
+        for scored in message.scored:
+            effects += self._scored(scored, now)
+        for pooled in message.pooled:
+            if (current := self._current(pooled.request, pooled.attempt)) is not None:
+                current.last_message_at, current.pooled = now, True
+                effects.append(pooled)
         for delta in message.deltas:
             current = self._open.get(delta.request)
             if current is None or current.attempt != delta.attempt or current.state == "paused":
                 effects += self._abandoned.call_off_again(delta.request, delta.attempt, now)
-            elif not current.usage_sent:  # the message before was lost, and with it what `usage` reports
-                effects += self._retry(current, "the opening of the stream was lost", now, at_once=True)
-            elif (
-                current.tokenize.sampling.prompt_logprobs is not None
-                and not current.tokens
-                and current.scored_tokens != current.prompt_tokens
-            ):  # output came before all that was requested of the prompt
-                effects += self._retry(current, "log-probabilities of the prompt were lost", now, at_once=True)
+            elif (lost := current.lost_before_output()) is not None:
+                effects += self._retry(current, lost, now, at_once=True)
             elif delta.position == len(current.tokens):
                 if current.state != "placed":
                     current.place(None, message.detokenizer, now)

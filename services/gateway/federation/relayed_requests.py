@@ -18,6 +18,7 @@ from shared.messages.federation import ClusterRequest
 from shared.messages.gateway import (
     Delta,
     Deltas,
+    PooledDelta,
     PromptLogprobsDelta,
     RequestMessage,
     RequestPlaced,
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 Peer = tuple[ClusterName, GatewayId]
 """A gateway of another cluster."""
-Output = Delta | StreamOpened | PromptLogprobsDelta | RequestRejected
+Output = Delta | StreamOpened | PromptLogprobsDelta | PooledDelta | RequestRejected
 
 
 class _Relayed(NamedTuple):
@@ -48,6 +49,7 @@ class _Batch:
     def __init__(self) -> None:
         self.opened: list[StreamOpened] = []
         self.scored: list[PromptLogprobsDelta] = []
+        self.pooled: list[PooledDelta] = []
         self.deltas: list[Delta] = []
         self.rejected: list[RequestRejected] = []
 
@@ -153,6 +155,8 @@ class RelayedRequests:
                 batch.opened.append(replace(output, request=request, attempt=attempt, engine=self._id))
             case PromptLogprobsDelta():
                 batch.scored.append(replace(output, request=request, attempt=attempt))
+            case PooledDelta():
+                batch.pooled.append(replace(output, request=request, attempt=attempt))
             case RequestRejected():
                 batch.rejected.append(replace(output, request=request, attempt=attempt))
                 ended = True
@@ -165,7 +169,7 @@ class RelayedRequests:
         """Sends what `record` has taken since, one message for each gateway, numbered: a loss on the link shows."""
         batches, self._batches = self._batches, {}
         for peer, batch in batches.items():
-            if batch.opened or batch.scored or batch.deltas:
+            if batch.opened or batch.scored or batch.pooled or batch.deltas:
                 number = self._numbers.get(peer, 0)
                 self._numbers[peer] = number + 1
                 deltas = Deltas(
@@ -175,6 +179,7 @@ class RelayedRequests:
                     opened=tuple(batch.opened),
                     deltas=tuple(batch.deltas),
                     scored=tuple(batch.scored),
+                    pooled=tuple(batch.pooled),
                 )
                 await self._publish(bus, peer, deltas)
             for rejected in batch.rejected:

@@ -19,6 +19,7 @@ from services.gateway.core.api_keys import KeyScope
 from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
+from services.gateway.http.embeddings import EmbeddingEndpoint
 from services.gateway.http.endpoints import Endpoint, GenerationEndpoint, Handler, InfoEndpoints, StreamSettings
 from services.gateway.http.overflow import Overflow
 from services.gateway.overflow_provider import OverflowProvider
@@ -57,6 +58,9 @@ def build_app(
         routes=[
             route("POST", "/v1/chat/completions", generation("chat"), "inference"),
             route("POST", "/v1/completions", generation("completion"), "inference"),
+            route(
+                "POST", "/v1/embeddings", EmbeddingEndpoint(table, parser, access, settings.read_timeout), "inference"
+            ),
             route("POST", "/tokenize", info.tokenize, "inference"),
             route("POST", "/detokenize", info.detokenize, "inference"),
             route("GET", "/v1/models", info.models, "read-only"),

@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from services.gateway.api.chat import read_chat
 from services.gateway.api.completions import read_completion
+from services.gateway.api.embeddings import read_embedding
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import RequestLimits
 from services.gateway.api.prompts import read_detokenize, read_tokenize
@@ -47,7 +48,7 @@ TOO_MUCH_MEMORY = "body: reading it takes too much memory; send fewer values in 
 LENGTH_BYTES = 8
 """Size of the number before each message on a pipe."""
 
-BodyKind = Literal["chat", "completion", "tokenize", "detokenize"]
+BodyKind = Literal["chat", "completion", "embedding", "tokenize", "detokenize"]
 
 
 class BodyContext(Struct, frozen=True):
@@ -79,6 +80,8 @@ def read_body(body: bytes, context: BodyContext) -> Any:
             return read_chat(body, context.cards, context.limits, dialect_of)
         case "completion":
             return read_completion(body, context.cards, context.limits)
+        case "embedding":
+            return read_embedding(body, context.cards, context.limits)
         case "tokenize":
             return read_tokenize(body, context.cards, context.limits)
         case "detokenize":

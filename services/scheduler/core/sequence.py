@@ -10,9 +10,12 @@ from shared.blocks import BlockHash, next_hash, root_hash, split_hashes
 from shared.ids import DetokenizerId, EngineId, NodeId, SequenceId
 from shared.messages.generation import FinishReason
 from shared.messages.scheduler import GenerateRequest
-from shared.messages.worker import GrammarRef, SequenceWork
+from shared.messages.worker import MAX_POOLED_BYTES_PER_PLAN, GrammarRef, SequenceWork
 from shared.packing import pack, unpack
 from shared.reliability.transitions import extend_history
+
+FLOAT_BYTES = 4
+"""Of each element of a vector."""
 
 SequencePhase = Literal[
     "waiting",
@@ -319,13 +322,27 @@ class Sequence:
     @property
     def reusable(self) -> int:
         """Leading tokens that need not be computed if their blocks are cached: all but the last, from which the next
-        one is drawn. It is 0 if the prompt's log-probabilities are requested, as only computing yields them."""
-        return 0 if self.scored else len(self.tokens.known) - 1
+        one is drawn. It is 0 if the prompt's log-probabilities are requested, or the hidden states of all its tokens,
+        as only computing yields them."""
+        pooling = self.generation.pooling
+        computes_all = self.scored or (pooling is not None and pooling.computes_all)
+        return 0 if computes_all else len(self.tokens.known) - 1
 
     @property
     def reusable_blocks(self) -> int:
         """Leading full blocks among the `reusable` tokens."""
         return self.reusable // self.tokens.block_size
+
+    @property
+    def pooled(self) -> bool:
+        """Whether its prompt becomes a vector, and nothing is generated."""
+        return self.generation.pooling is not None
+
+    @property
+    def vector_bytes(self) -> int:
+        """Size of the vector that its prompt becomes; at most what one plan may report."""
+        pooling = self.generation.pooling
+        return 0 if pooling is None else min(pooling.dimensions * FLOAT_BYTES, MAX_POOLED_BYTES_PER_PLAN)
 
     @property
     def scored(self) -> bool:

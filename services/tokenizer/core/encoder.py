@@ -53,12 +53,20 @@ class Vocabulary:
         self.size = files.vocab_size
         self._bound = token_bound(files.tokenizer)
 
-    def encode(self, text: str, *, add_special_tokens: bool, field: str, max_model_len: int | None = None) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        field: str,
+        max_model_len: int | None = None,
+        generates: bool = True,
+    ) -> list[int]:
         """The ids of `text`; none for no text. Raises PromptRefused where it is no Unicode text, makes a token that the
-        model lacks, or certainly does not fit into `max_model_len` tokens."""
+        model lacks, or certainly does not fit into `max_model_len` tokens, with one more if something `generates`."""
         if max_model_len is not None and len(text) >= max_model_len and self._bound is not None:
             tokens = self._bound.at_least(text)
-            if tokens >= max_model_len:
+            if tokens + generates > max_model_len:
                 raise PromptRefused(field, _too_long(tokens, max_model_len), "context_length_exceeded")
         try:
             text.encode()
@@ -141,7 +149,8 @@ class PromptEncoder:
     def route(self, message: Tokenize, prompt: Prompt) -> Route | RequestRejected:
         """The request with `prompt` (its own, or that rendered) tokenized and hashed; or why there is none."""
         try:
-            ids = self._tokens(prompt, None if message.truncate_prompt_tokens is not None else message.max_model_len)
+            longest = None if message.truncate_prompt_tokens is not None else message.max_model_len
+            ids = self._tokens(prompt, longest, generates=message.pooling is None)
             if not ids:
                 raise PromptRefused("prompt", "prompt: at least one token is needed")
             if message.truncate_prompt_tokens is not None:
@@ -179,6 +188,7 @@ class PromptEncoder:
                 suspect_until=message.suspect_until,
                 key=message.key,
                 weight=message.weight,
+                pooling=message.pooling,
             )
         )
 
@@ -198,8 +208,8 @@ class PromptEncoder:
         except PromptRefused as refused:
             return TokenizerRefusal(refused.message, refused.field)
 
-    def _tokens(self, prompt: Prompt, max_model_len: int | None = None) -> list[int]:
-        encode = partial(self._vocabulary.encode, max_model_len=max_model_len)
+    def _tokens(self, prompt: Prompt, max_model_len: int | None = None, *, generates: bool = True) -> list[int]:
+        encode = partial(self._vocabulary.encode, max_model_len=max_model_len, generates=generates)
         match prompt:
             case RenderedPrompt():
                 return encode(prompt.text, add_special_tokens=False, field="messages")

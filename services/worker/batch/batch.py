@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledRows
 from services.worker.batch.prompt_rows import LogitsRows, PromptRows
 from services.worker.batch.rows import Indices, Int32s, Rows
 from services.worker.sampling.parameters import SamplingBatch
@@ -100,6 +101,8 @@ class Batch:
     prompts: PromptRows
     """What is told of prompts. Where there is any, `logits_rows` are those of `merged`, in rising order."""
     merged: LogitsRows | None = None
+    pooled: PooledRows = NO_POOLED_ROWS
+    """Rows whose hidden states become vectors of prompts."""
 
     @property
     def first_drawn(self) -> Int32s:

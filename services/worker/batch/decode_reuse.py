@@ -42,7 +42,7 @@ class DecodeReuse:
         """A batch that was made in another way. Each of its sequences has its next token on the way."""
         choices, rows = batch.choices, batch.rows
         single = rows.max_query == 1 and len(batch.sampled) == len(work) == len(rows.positions)
-        if not single or any(item.speculate for item in work) or batch.prompts.parts:
+        if not single or any(item.speculate for item in work) or batch.prompts.parts or batch.pooled.spans:
             self._before = None  # who may draft is asked again at every step
         elif choices is None or not choices.table.position_independent(choices):
             self._before = None

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.batch.batch import Batch, BrokenPlan, DraftTokens, ScheduledWork
+from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PromptPool, pooled_rows
 from services.worker.batch.prompt_rows import PromptRows, ScoredPrompt, merge_logits_rows, prompt_rows
 from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, rows_of
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
@@ -48,6 +49,8 @@ class SequenceTable:
         self._parameters = ParameterTable(max_sequences, vocab_size)
         self._scored: dict[int, ScoredPrompt] = {}
         """The sequences whose prompts are scored, by sequence index."""
+        self._pooled: dict[int, PromptPool] = {}
+        """The sequences whose prompts become vectors, by sequence index."""
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -58,6 +61,7 @@ class SequenceTable:
         self._free.extend(self._indices.values())
         self._indices.clear()
         self._scored.clear()
+        self._pooled.clear()
 
     def release(self, sequence: SequenceId) -> int:
         """Forgets `sequence`: the sequence index that it had. Raises BrokenPlan where it is unknown."""
@@ -65,6 +69,7 @@ class SequenceTable:
         self._free.append(seq_index)
         self.generations[seq_index] += 1
         self._scored.pop(seq_index, None)
+        self._pooled.pop(seq_index, None)
         del self._indices[sequence]
         return seq_index
 
@@ -88,6 +93,8 @@ class SequenceTable:
         self._parameters.put(seq_index, new)
         if new.sampling.prompt_logprobs is not None:
             self._scored[seq_index] = ScoredPrompt(new.sequence, new.prompt_length, new.sampling.prompt_logprobs)
+        if new.pooling is not None:
+            self._pooled[seq_index] = PromptPool(new.sequence, new.prompt_length, new.pooling)
         return seq_index
 
     def _check_new(self, new: NewSequence, length: int) -> None:
@@ -118,6 +125,8 @@ class SequenceTable:
             seq_indices = seq_indices[~full]
         counts = np.array([item.count for item in work], dtype=np.int32)
         samples = np.array([item.sample for item in work], dtype=np.bool_)
+        if self._pooled:  # they yield a vector instead
+            samples &= np.array([seq_index not in self._pooled for seq_index in seq_indices.tolist()], dtype=np.bool_)
         asked = np.array([item.speculate for item in work], dtype=np.int32)
         if asked.any():  # drafts are verified where a decode samples, and have to fit the context and the blocks
             room = np.minimum(self.blocks.room(seq_indices), self.tokens.shape[1] - 1) - self.lengths[seq_indices]
@@ -147,6 +156,7 @@ class SequenceTable:
         prompts = prompt_rows(self._scored, units, rows.last_rows, self.tokens) if self._scored else PromptRows()
         drawn = rows.last_rows[scheduled.samples[units.share]]
         union = merge_logits_rows(drawn, prompts.rows()) if prompts.parts else None
+        pooled = pooled_rows(self._pooled, units, rows.last_rows) if self._pooled else NO_POOLED_ROWS
         self._computed[scheduled.seq_indices] += scheduled.counts
         return Batch(
             rows=rows,
@@ -158,6 +168,7 @@ class SequenceTable:
             drawn_rows=drawn,
             prompts=prompts,
             merged=union,
+            pooled=pooled,
         )
 
     def _put_drafts(self, seq_indices: Indices, tokens: Int32s, counts: Int32s) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from services.worker.backend import MAX_LAUNCHED_STEPS, ExecutionMode, StepOutput
 from services.worker.batch.batch import Batch, DraftTokens, ScheduledWork
+from services.worker.batch.pooled_rows import NO_VECTORS
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.staging import STAGING_BUFFERS
 from services.worker.executor.pending import LaunchedBatch, PendingSteps, StepMarks
@@ -124,7 +125,7 @@ class DeviceRunner(StepRunner):
             batch = _moved_back(batch, rejected if drawing is None else rejected.of(drawing))
         ids = self._tokens.read(placed)
         begun = self._clock.mark()
-        logits, features = rank.forward(ids, meta)
+        logits, features = rank.forward(ids, meta, pools=bool(batch.pooled.spans))
         forwarded = self._clock.mark()
         choices = batch.choices
         if rank.guided:
@@ -132,6 +133,9 @@ class DeviceRunner(StepRunner):
             rank.request_masks(rank.guided, batch)
             choices = masked(rank.guided, choices)
         logits, scored = split_logits(batch, logits)
+        vectors = NO_VECTORS
+        if batch.pooled.spans and features is not None:
+            vectors = batch.pooled.vectors(features).on_host()
         drawn = self.sample(batch, logits, choices, self._history)
         # What is drawn behind a draft that is not accepted lies behind the sequence's end then, where nobody reads.
         self._tokens.feed(placed, drawing, drawn.tokens)
@@ -143,6 +147,7 @@ class DeviceRunner(StepRunner):
             batch=batch,
             drawn=outcome.on_host(),
             scored=scored.on_host(),
+            vectors=vectors,
             generations=rank.sequences.generations[batch.sampled_indices],
             marks=StepMarks(begun, forwarded, self._clock.mark()),
             trial=trial,
@@ -186,5 +191,5 @@ class DeviceStep:
             sample=marks.over.seconds_since(marks.forwarded),
         )
         failed = launched.failed + undefined_sequences(launched.batch, launched.drawn.undefined)
-        output = step_output(self.plan, timing, launched.batch, verdict, launched.scored, failed)
+        output = step_output(self.plan, timing, launched.batch, verdict, launched.scored, failed, launched.vectors)
         return msgspec.structs.replace(output, ended=marks.over.when(), began=marks.begun.when())

@@ -24,6 +24,7 @@ from torch import Tensor
 from services.worker.backend import StepOutput
 from services.worker.batch.batch import Batch
 from services.worker.batch.decode_reuse import DecodeReuse
+from services.worker.batch.pooled_rows import NO_VECTORS
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.rows import Int32s
 from services.worker.batch.staging import rows_in_place
@@ -146,7 +147,7 @@ class HostRunner(StepRunner):
         guided, choices = rank.guided or None, batch.choices  # None, too, where no sequence has a grammar
         if guided is not None:
             rank.request_masks(guided, batch)  # made on another core meanwhile
-        logits, features = rank.forward(ids, meta)
+        logits, features = rank.forward(ids, meta, pools=bool(batch.pooled.spans))
         if guided is not None:
             choices, step.failed = masked(guided, choices), guided.take_failed()
         if not self._on_cpu:
@@ -154,6 +155,8 @@ class HostRunner(StepRunner):
         forwarded = time.perf_counter()
         if batch.merged is not None:
             logits, step.scored = split_logits(batch, logits)
+        if batch.pooled.spans and features is not None:
+            step.vectors = batch.pooled.vectors(features).on_host()
         if not rank.draws:
             self._expected.expect(batch)
         elif choices is None:
@@ -199,6 +202,7 @@ class HostStep:
         self.verdict: AcceptedTokens | None = None
         """None on ranks that draw nothing."""
         self.scored = ScoredPromptRows()
+        self.vectors = NO_VECTORS
         self.failed: tuple[SequenceFailed, ...] = ()
         self.timing = StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0)
         self.computed = False
@@ -231,4 +235,4 @@ class HostStep:
             if self._error is not None:
                 raise self._error
         batch = None if self.inputs is None else self.inputs.batch
-        return step_output(self.plan, self.timing, batch, self.verdict, self.scored, self.failed)
+        return step_output(self.plan, self.timing, batch, self.verdict, self.scored, self.failed, self.vectors)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from services.worker.backend import MAX_LAUNCHED_STEPS
 from services.worker.batch.batch import Batch
+from services.worker.batch.pooled_rows import PooledVectors
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.rows import Indices, Int32s
 from services.worker.batch.sequences import SequenceTable
@@ -107,6 +108,8 @@ class LaunchedBatch:
     drawn: SamplerOutput
     """On its way to the host; its tokens are what `AcceptedTokens.of` reads."""
     scored: ScoredPromptRows
+    """On its way to the host."""
+    vectors: PooledVectors
     """On its way to the host."""
     generations: NDArray[np.int64]
     """[Q] whose indices they were; see `SequenceTable.generations`."""

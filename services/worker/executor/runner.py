@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.worker.backend import ExecutionMode, Step, StepOutput
 from services.worker.batch.batch import Batch
+from services.worker.batch.pooled_rows import NO_VECTORS, PooledVectors
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.sequences import SequenceTable
 from services.worker.batch.staging import staging_for
@@ -124,10 +125,10 @@ class RankState:
                 self.guided.add(seq_index, new, new.grammar)
         return seq_indices
 
-    def forward(self, ids: Tensor, meta: BatchMeta) -> tuple[Tensor | None, Tensor | None]:
-        """(logits, the last hidden state of every row where the proposer wants it)."""
-        wanted = self.drafting.settings.features and self.drafting.steps_without_drafts <= FORGETS_AFTER
-        features = self.decoder.empty_features(len(ids)) if wanted else None
+    def forward(self, ids: Tensor, meta: BatchMeta, *, pools: bool = False) -> tuple[Tensor | None, Tensor | None]:
+        """(logits, the last hidden state of every row where the proposer wants it, or the step `pools`)."""
+        drafts = self.drafting.settings.features and self.drafting.steps_without_drafts <= FORGETS_AFTER
+        features = self.decoder.empty_features(len(ids)) if drafts or (pools and self.draws) else None
         return self._forward(ids, meta, self.caches, features), features
 
     def verified(self, batch: Batch, ids: Tensor, rows: Tensor | None, drawn: Tensor) -> VerifiedDrafts | None:
@@ -219,19 +220,22 @@ def step_output(
     verdict: AcceptedTokens | None,
     scored: ScoredPromptRows,
     failed: tuple[SequenceFailed, ...] = (),
+    vectors: PooledVectors = NO_VECTORS,
 ) -> StepOutput:
     """The messages of what a step drew. `batch` None: there was nothing to compute. `verdict` None: on ranks that draw
-    nothing."""
+    nothing. `vectors`: on the host."""
     if batch is None:
         return StepOutput(_complete(plan, ()), timing)
     drafted, prompts = int(batch.drafted.sum()), scored.messages() if scored.parts else ()
     if verdict is None:
         return StepOutput((), timing, drafted, (), prompts, failed)
+    pooled, undefined = vectors.messages()
+    failed += tuple(SequenceFailed(sequence, UNDEFINED, "nan") for sequence in undefined)
     accepted = verdict.by_position(batch) if drafted else ()
     sampled = verdict.sampled(batch)
     if len(sampled) != sum(work.sample for work in plan.work):
         sampled = _complete(plan, sampled)
-    return StepOutput(sampled, timing, drafted, accepted, prompts, failed)
+    return StepOutput(sampled, timing, drafted, accepted, prompts, failed, pooled)
 
 
 def _complete(plan: StepPlan, sampled: tuple[SampledTokens, ...]) -> tuple[SampledTokens, ...]:

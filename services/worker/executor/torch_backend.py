@@ -28,6 +28,7 @@ from services.worker.models.loaded_model import (
     ModelImpl,
     load_model,
 )
+from services.worker.models.pooling.sentence_transformers import PoolingChoice
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
 from services.worker.speculation.choice import draft_settings, open_drafter
 from services.worker.speculation.drafter import TargetModel
@@ -61,6 +62,7 @@ def create_backend(
     ops: OpsName,
     load_format: LoadFormat = "auto",
     model_impl: ModelImpl = "auto",
+    pooling_type: PoolingChoice = "auto",
     trust_remote_code: bool = False,
     threads: int | None = None,
     pipeline: Pipeline | None = None,
@@ -105,6 +107,7 @@ def create_backend(
         layers=layers,
         on_layer=on_layer,
         impl=model_impl,
+        pooling=pooling_type,
         trust_remote_code=trust_remote_code,
     )
     with _enough_memory("weights were loaded: end what else is on the GPU, or use more ranks"):

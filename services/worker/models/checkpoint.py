@@ -24,6 +24,8 @@ from services.worker.models.weight_files import INDEX, SINGLE, weight_files
 
 CPU = torch.device("cpu")
 
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
 _log = logging.getLogger(__name__)
 
 
@@ -136,9 +138,11 @@ def check_found(model_dir: Path, name: str, found: Sequence[int] | None, wanted:
 
 @contextmanager
 def open_checkpoint(
-    model_dir: Path, dtype: torch.dtype, *, device: torch.device = CPU, single: str | None = None
+    model_dir: Path, dtype: torch.dtype, *, device: torch.device = CPU, single: str | None = None, base: str = ""
 ) -> Iterator[Checkpoint]:
     """The checkpoint in `model_dir`, single-file or sharded; or its file `single` alone. What is read is on `device`.
+    `base`: what the names of a whole model begin with; where they lack it, as sentence-transformers writes them, they
+    get it.
 
     Raises ModelError where there is none or it is broken.
     """
@@ -150,6 +154,8 @@ def open_checkpoint(
                 tensors |= files.open(path)
         except TensorFileError as error:
             raise ModelError(str(error)) from None
+        if base and f"{base}{EMBEDDING}" not in tensors and EMBEDDING in tensors:
+            tensors = {name if name == HEAD else base + name: tensor for name, tensor in tensors.items()}
         begun = time.perf_counter()
         yield Checkpoint(model_dir, files, tensors, dtype)
         _log.info(

@@ -62,6 +62,16 @@ _FAMILIES = {
     ),
 }
 
+_BASES = {
+    "LlamaModel": "LlamaForCausalLM",
+    "MistralModel": "MistralForCausalLM",
+    "Qwen2Model": "Qwen2ForCausalLM",
+    "Qwen3Model": "Qwen3ForCausalLM",
+    "Gemma2Model": "Gemma2ForCausalLM",
+    "Gemma3TextModel": "Gemma3ForCausalLM",
+}
+"""Architectures without a language model head, as embedding models have them."""
+
 _NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
 """Their layers are alike, whatever `layer_types` says."""
 
@@ -100,6 +110,7 @@ class _RawConfig(RawMixture, kw_only=True):
     attn_logit_softcapping: float | UnsetType | None = UNSET
     final_logit_softcapping: float | UnsetType | None = UNSET
     use_bidirectional_attention: bool | None = None
+    is_causal: bool | None = None
     quantization_config: dict[str, object] | None = None
 
 
@@ -115,6 +126,10 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     """The configuration in `model_dir`. Raises ModelError where it is missing, broken or asks for more than we do."""
     path = model_dir / "config.json"
     raw = _decode(path, _RawConfig)
+    headless = not any(each in _FAMILIES for each in raw.architectures)
+    raw.architectures = [_BASES.get(each, each) for each in raw.architectures]
+    if headless:
+        raw.tie_word_embeddings = True  # what is never asked for its logits needs no further table
     eos = stop_tokens(model_dir, raw.eos_token_id)
     try:
         return _model_config(raw, eos)
@@ -141,7 +156,12 @@ def stop_tokens(model_dir: Path, own: int | list[int] | None) -> tuple[int, ...]
 def is_native(model_dir: Path) -> bool:
     """Whether the model is of an architecture that is read here. Raises ModelError where there is no configuration."""
     raw = _decode(model_dir / "config.json", _RawArchitectures)
-    return any(each in _FAMILIES for each in raw.architectures)
+    return any(each in _FAMILIES or each in _BASES for each in raw.architectures)
+
+
+def has_head(model_dir: Path) -> bool:
+    """Whether a model that is read here has a language model head. Raises ModelError."""
+    return any(each in _FAMILIES for each in _decode(model_dir / "config.json", _RawArchitectures).architectures)
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -211,6 +231,8 @@ _POSITIVE = (
 def _refuse_unsupported(raw: _RawConfig) -> None:
     if raw.quantization_config is not None:
         raise ModelError("quantization_config is set: quantized checkpoints are not supported")
+    if raw.is_causal is False:
+        raise ModelError("is_causal false is not supported: only causal attention is")
     if raw.use_bidirectional_attention:
         raise ModelError("use_bidirectional_attention true is not supported: only causal attention is")
     for key in _POSITIVE:

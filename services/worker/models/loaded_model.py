@@ -17,14 +17,15 @@ from services.worker.models.checkpoint import TensorSource, dummy_digest, model_
 from services.worker.models.config import Dtype, ModelConfig, ModelDescription, ModelError
 from services.worker.models.decoder import CausalLm, Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
-from services.worker.models.hf_config import is_native, read_model_config
+from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.loading import load_weights
+from services.worker.models.pooling.sentence_transformers import PoolingChoice, read_pooling
 from services.worker.models.sharding import PipelineStage, shard_of, stage_of
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
 from services.worker.ops.selector import create_ops
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
-from shared.messages.lifecycle import ModelCard
+from shared.messages.lifecycle import ModelCard, PoolingCard
 from shared.telemetry.startup import STARTUP
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
@@ -61,6 +62,8 @@ class LoadSettings:
     on_layer: Callable[[int], None] | None = None
     """See `LayerwiseDecoder`; None: nobody is told of layers."""
     impl: ModelImpl = "auto"
+    pooling: PoolingChoice = "auto"
+    """How prompts become vectors."""
     trust_remote_code: bool = False
     """Whether code that comes with the model may run; only where `transformers` computes it."""
 
@@ -77,6 +80,9 @@ class LoadedModel:
     stage: PipelineStage
     digest: str
     decoder: CausalLm
+    pooling: PoolingCard | None
+    generates: bool = True
+    """Whether it has a language model head."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -103,6 +109,8 @@ class LoadedModel:
             dtype=self.dtype,
             created=int(time.time()),
             block_size=self.settings.block_size,
+            pooling=self.pooling,
+            generates=self.generates,
         )
 
 
@@ -117,6 +125,9 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
     dtype = dtype_of(settings.dtype, config, settings.device)
     length = _model_len(config, settings.max_model_len)
+    pooling, generates = read_pooling(settings.folder, settings.pooling, config.hidden_size), has_head(settings.folder)
+    if pooling is None and not generates:
+        raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
     _check_weights_fit(
         _parameters_of(config, stage), dtype, settings.communicator.world_size, free_bytes(settings.device)
     )
@@ -131,6 +142,8 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         stage=stage,
         digest=digest,
         decoder=_decoder(settings, config, stage, _DTYPES[dtype], length),
+        pooling=pooling,
+        generates=generates,
     )
 
 
@@ -145,6 +158,7 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
         raise ModelError("a layer-wise KV connector is not told of the layers of a model that transformers computes")
     library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code)
     config = library.config
+    pooling = read_pooling(settings.folder, settings.pooling, config.hidden_size)
     dtype = dtype_of(settings.dtype, config, settings.device)
     length = _model_len(config, settings.max_model_len)
     _check_weights_fit(config.parameters, dtype, 1, free_bytes(settings.device))
@@ -161,6 +175,8 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
     )
     with STARTUP.stage("weights"):
         decoder = library.decoder(*(ops, _DTYPES[dtype], settings.device, length, settings.communicator), dummy=dummy)
+    if pooling is not None and not decoder.has_features:
+        raise ModelError(f"{settings.folder}: pooling_type: {config.architecture} does not show its hidden states")
     return LoadedModel(
         settings=settings,
         config=config,
@@ -169,6 +185,7 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
         stage=PipelineStage(0, 1, 0, config.num_layers),
         digest=digest,
         decoder=decoder,
+        pooling=pooling,
     )
 
 
@@ -197,7 +214,7 @@ def _tensors(settings: LoadSettings, config: ModelConfig, dtype: torch.dtype) ->
     """The checkpoint's tensors, or dummy weights."""
     if settings.load_format == "dummy":
         return nullcontext(DummyTensors(dtype, settings.device, norm_offset=config.norm_offset))
-    return open_checkpoint(settings.folder, dtype, device=settings.device)
+    return open_checkpoint(settings.folder, dtype, device=settings.device, base="model.")
 
 
 def dtype_of(choice: DtypeChoice, config: ModelDescription, device: torch.device) -> Dtype:

@@ -19,11 +19,11 @@ THOUGHTS = "{%- if thinking -%}{{- '<think>' -}}{%- endif -%}{#- </think> -#}"
 
 @pytest.fixture(scope="package")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """As `make up` starts it, but that prompts and decodes share their steps by rules."""
+    """As `make up` starts it, but that prompts and decodes share their steps by rules, and embeddings are served."""
     with running_stack(
         tmp_path_factory.mktemp("ring"),
         gateways=2,
-        more=["--itl-target-ms=100", "--long-prefill-token-threshold=64"],
+        more=["--itl-target-ms=100", "--long-prefill-token-threshold=64", "--pooling-type=last"],
     ) as stack:
         yield stack
 
@@ -48,7 +48,7 @@ def pools(thinking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         decode=1,
         kvstore="64MiB",
         settings=[PATIENT],
-        more=CHUNKED_AND_HANDED_OVER,
+        more=[*CHUNKED_AND_HANDED_OVER, "--pooling-type=mean"],
     ) as stack:
         yield stack
 

@@ -25,12 +25,13 @@ from shared.ids import (
     RequestId,
     SequenceId,
 )
-from shared.messages.generation import Generation, Grammar, SamplingOptions, StopConditions
-from shared.messages.lifecycle import ModelCard
+from shared.messages.generation import Generation, Grammar, PoolingOptions, SamplingOptions, StopConditions
+from shared.messages.lifecycle import ModelCard, PoolingCard
 from shared.messages.scheduler import (
     GenerateRequest,
     GrammarCompiled,
     SampledTokens,
+    SequencePooled,
     StepFinished,
     StepTiming,
     TransferProgress,
@@ -54,6 +55,7 @@ def card(max_model_len: int = 256) -> ModelCard:
         eos_token_ids=(EOS,),
         dtype="float32",
         created=0,
+        pooling=PoolingCard(pooling="last", normalize=True, size=2**16),
     )
 
 
@@ -70,6 +72,7 @@ def generate(
     prefix_caching: bool = True,
     decode_on: EngineId | None = None,
     grammar: Grammar | None = None,
+    pooling: PoolingOptions | None = None,
     suspect_until: int | None = None,
     block_size: int = BLOCK_SIZE,
     **stopping: object,
@@ -90,6 +93,7 @@ def generate(
         arrival=arrival,
         cache_salt=cache_salt,
         grammar=grammar,
+        pooling=pooling,
         prefix_caching=prefix_caching,
         suspect_until=suspect_until,
     )
@@ -139,6 +143,7 @@ class _Held:
     tokens: list[int]
     blocks: list[int]
     computed: int
+    pooling: PoolingOptions | None = None
 
 
 class HonestWorker:
@@ -157,6 +162,7 @@ class HonestWorker:
         accepts: Callable[[int], int] | None = None,
     ) -> None:
         self._accepts = accepts
+        self.computed_tokens = 0
         self.compiling: list[Grammar] = []
         """Those that were requested, and are not answered."""
         self._compiled: set[GrammarKey] = set()
@@ -179,7 +185,8 @@ class HonestWorker:
             assert new.computed < len(unpack(new.tokens)), "nothing is left to compute"
             assert len(unpack(new.blocks)) == -(-new.computed // BLOCK_SIZE)
             assert new.grammar is None or new.grammar.key in self._compiled, "its grammar was never compiled"
-            self._held[new.sequence] = _Held(unpack(new.tokens), unpack(new.blocks), new.computed)
+            assert new.pooling is None or not new.pooling.computes_all or not new.computed, "hidden states are missing"
+            self._held[new.sequence] = _Held(unpack(new.tokens), unpack(new.blocks), new.computed, new.pooling)
         self._compiled -= set(plan.forget)
         self.compiling += [grammar for grammar in plan.compile if grammar not in self.compiling]
         accepted = [self._accepts(work.speculate) if self._accepts else 0 for work in plan.work]
@@ -187,10 +194,18 @@ class HonestWorker:
         writes = [self._compute(self._held[work.sequence], work, count) for work, count in each]
         assert len(set().union(*writes)) == sum(map(len, writes)), "two sequences write to one place"
         sampled = tuple(self._sample(work, count) for work, count in each if work.sample)
+        pooling = [work.sequence for work in plan.work if work.sample and self._held[work.sequence].pooling is not None]
+        pooled = tuple(SequencePooled(sequence, self._vector(self._held[sequence])) for sequence in pooling)
         drafted = sum(work.speculate for work in plan.work)
         positions = tuple(sum(count > place for count in accepted) for place in range(max(accepted, default=0)))
         return StepFinished(
-            epoch=plan.epoch, step=plan.step, sampled=sampled, timing=TIMING, drafted=drafted, accepted=positions
+            epoch=plan.epoch,
+            step=plan.step,
+            sampled=sampled,
+            timing=TIMING,
+            drafted=drafted,
+            accepted=positions,
+            pooled=pooled,
         )
 
     def compile(self, error: str | None = None) -> GrammarCompiled:
@@ -280,10 +295,18 @@ class HonestWorker:
             self._memory[block][offset] = right[position] if position < end + accepted else None
             places.add((block, offset))
         held.computed = end + accepted
+        self.computed_tokens += work.count
         return places
+
+    @staticmethod
+    def _vector(held: _Held) -> bytes:
+        assert held.pooling is not None
+        return digest(held.tokens).to_bytes(8, "little", signed=True).ljust(4 * held.pooling.dimensions, b"\0")
 
     def _sample(self, work: SequenceWork, accepted: int) -> SampledTokens:
         held = self._held[work.sequence]
+        if held.pooling is not None:
+            return SampledTokens(work.sequence, ())
         drawn = continuation(held.tokens, accepted + 1)
         held.tokens += drawn
         return SampledTokens(work.sequence, tuple(drawn), drafted=work.speculate)

@@ -66,6 +66,8 @@ class DriverAhead(Driver):
             if work.sample:
                 sequence = self.sequences[work.sequence]
                 places[work.sequence] = (sequence, len(sequence.tokens))
+                if sequence.pooling is not None:
+                    continue
                 sequence.tokens += [UNKNOWN] * (1 + work.speculate)
                 sequence.computed = len(sequence.tokens) - 1
         self._begun.append(_Begun(self._begin(plan), plan, places))
@@ -105,10 +107,14 @@ class DriverAhead(Driver):
         for sampled, one in zip(output.sampled, work, strict=True):
             assert sampled.sequence == one.sequence
             sequence, place = begun.places[sampled.sequence]
+            if sequence.pooling is not None:
+                assert sampled.tokens == ()
+                continue
             sequence.tokens[place : place + 1 + one.speculate] = sampled.tokens
             sequence.logprobs += sampled.logprobs or ()
             self._move_back(sequence, 1 + one.speculate - len(sampled.tokens))
         self.scored += output.scored
+        self.record_pooled(output.pooled)
         self.drafted += output.drafted
         self.accepted += sum(output.accepted)
 

@@ -6,13 +6,14 @@ given out in an order of their own, so that a backend which takes tables for con
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from random import Random
 
 from services.worker.backend import Backend, run_step
 from shared.ids import Incarnation, SequenceId
-from shared.messages.generation import Grammar, SamplingOptions, TokenLogprobs
-from shared.messages.scheduler import SequencePromptLogprobs
+from shared.messages.generation import Grammar, PoolingOptions, SamplingOptions, TokenLogprobs
+from shared.messages.scheduler import SequencePooled, SequencePromptLogprobs
 from shared.messages.worker import GrammarRef, NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
 
@@ -37,6 +38,9 @@ class Sequence:
     own_blocks: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     grammar: Grammar | None = None
+    pooling: PoolingOptions | None = None
+    pooled: bool = False
+    """Whether the step is planned that yields its vector."""
 
     @property
     def output(self) -> list[int]:
@@ -44,7 +48,7 @@ class Sequence:
 
     @property
     def done(self) -> bool:
-        return len(self.output) >= self.wanted
+        return len(self.output) >= self.wanted if self.pooling is None else self.pooled
 
 
 class Driver:
@@ -58,6 +62,7 @@ class Driver:
         self.speculate = speculate
         self.drafted = self.accepted = 0
         self.scored: list[SequencePromptLogprobs] = []
+        self.vectors: dict[SequenceId, list[float]] = {}
         self.sequences: dict[SequenceId, Sequence] = {}
         self._free = list(range(backend.num_blocks))
         Random(0).shuffle(self._free)
@@ -76,8 +81,10 @@ class Driver:
         min_tokens: int = 0,
         stop_token_ids: tuple[int, ...] = (),
         grammar: Grammar | None = None,
+        pooling: PoolingOptions | None = None,
     ) -> Sequence:
-        """A sequence that wants `wanted` output tokens, those behind `prompt_length` in `tokens` counted."""
+        """A sequence that wants `wanted` output tokens, those behind `prompt_length` in `tokens` counted; or its
+        vector, where it has `pooling`."""
         sequence = Sequence(
             SequenceId(self._next_id),
             list(tokens),
@@ -87,6 +94,7 @@ class Driver:
             stop_token_ids,
             wanted,
             grammar=grammar,
+            pooling=pooling,
         )
         self._next_id += 1
         self.sequences[sequence.id] = sequence
@@ -170,11 +178,13 @@ class Driver:
             min_tokens=sequence.min_tokens,
             stop_token_ids=sequence.stop_token_ids,
             grammar=None if sequence.grammar is None else GrammarRef(sequence.grammar.key, sequence.grammar.after),
+            pooling=sequence.pooling,
         )
 
     def _work(self, sequence: Sequence, count: int) -> SequenceWork:
         sequence.computed += count
         samples = sequence.computed == len(sequence.tokens)
+        sequence.pooled = samples
         speculate = self.speculate if samples and count == 1 else 0
         longest = min(sequence.computed + speculate, self.backend.card.max_model_len)
         missing = max(0, -(-longest // self._block_size) - len(sequence.blocks))
@@ -192,7 +202,15 @@ class Driver:
             kept = sampled.tokens[: sequence.wanted - len(sequence.output)]
             sequence.tokens += kept
             sequence.logprobs += (sampled.logprobs or ())[: len(kept)]
-            sequence.computed = len(sequence.tokens) - 1
+            if sequence.pooling is None:
+                sequence.computed = len(sequence.tokens) - 1
         self.scored += output.scored
+        self.record_pooled(output.pooled)
         self.drafted += output.drafted
         self.accepted += sum(output.accepted)
+
+    def record_pooled(self, pooled: tuple[SequencePooled, ...]) -> None:
+        """Each sequence has one vector at most."""
+        for one in pooled:
+            assert one.sequence not in self.vectors
+            self.vectors[one.sequence] = list(struct.unpack(f"<{len(one.vector) // 4}f", one.vector))

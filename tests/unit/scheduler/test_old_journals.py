@@ -42,8 +42,19 @@ def test_no_former_name_stands_for_two_of_today() -> None:
 
 
 def test_todays_journals_are_read_as_they_are() -> None:
-    assert names_of(3).event("Generate", b"\x90") == ("Generate", b"\x90")
-    assert names_of(3).output("SendTokens", b"\x90") == ("SendTokens", b"\x90")
+    assert names_of(5).event("Generate", b"\x90") == ("Generate", b"\x90")
+    assert names_of(5).output("SendTokens", b"\x90") == ("SendTokens", b"\x90")
+
+
+def test_version_4_says_nothing_of_vectors() -> None:
+    """Tokens, plans and hand-overs have today's fields in front of those."""
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    _, tokens = names_of(4).output("SendTokens", encode({"batch": list(range(9))}))
+    assert decode(tokens) == {"batch": list(range(8))}
+    _, plan = names_of(4).output("SendPlan", encode({"plan": [1, 0, [], [list(range(10))], []]}))
+    assert decode(plan) == {"plan": [1, 0, [], [list(range(9))], []]}
+    _, passed = names_of(4).output("SendHandOver", encode({"generate": ["GenerateRequest", list(range(23))]}))
+    assert decode(passed) == {"generate": ["GenerateRequest", list(range(22))]}
 
 
 def test_a_ranks_report_of_its_transfers_is_read_under_its_former_name() -> None:

@@ -68,6 +68,11 @@ class PrefillPlanner:
             count = min(count, step.scores, step.logprobs // logprobs)
             step.scores -= max(0, count)
             step.logprobs -= max(0, count) * logprobs
+        if sequence.pooled and count == tokens.length - tokens.planned:
+            if step.pooled_bytes < sequence.vector_bytes:
+                count -= 1  # the last token waits for a step that has room for the vector
+            else:
+                step.pooled_bytes -= sequence.vector_bytes
         if count <= 0:
             return
         if sequence.id not in self._queues.introduced:

@@ -12,6 +12,7 @@ from services.scheduler.core.sequence import Sequence
 from shared.blocks import blocks_for
 from shared.ids import SequenceId
 from shared.messages.worker import (
+    MAX_POOLED_BYTES_PER_PLAN,
     MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN,
     MAX_PROMPT_LOGPROBS_PER_PLAN,
     NewSequence,
@@ -51,6 +52,8 @@ class StepBuilder:
     """Prompt tokens that it may still score."""
     logprobs: int = MAX_PROMPT_LOGPROBS_PER_PLAN
     """Log-probabilities of prompt tokens that it may still report."""
+    pooled_bytes: int = MAX_POOLED_BYTES_PER_PLAN
+    """Bytes of vectors that it may still report."""
     started: list[StartedSequence] = field(default_factory=list)
     loading: list[StartedSequence] = field(default_factory=list)
     """Those that are new to the workers, too, and of which the blocks that count as cached are only being loaded."""
@@ -109,4 +112,5 @@ def new_sequence(sequence: Sequence, cached: int) -> NewSequence:
         min_tokens=generation.stopping.min_tokens,
         stop_token_ids=tuple(sorted(tokens.stops)),
         grammar=sequence.grammar,
+        pooling=generation.pooling,
     )

@@ -13,10 +13,18 @@ from dataclasses import dataclass, field
 from services.scheduler.core.events import Output, SendHandOver, SendToGateway, SendTokens
 from services.scheduler.core.sequence import Sequence
 from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, RequestId
-from shared.messages.detokenizer import AbandonStream, NewTokens, OpenStream, PromptLogprobs, StreamMoved, TokenBatch
+from shared.messages.detokenizer import (
+    AbandonStream,
+    NewTokens,
+    OpenStream,
+    PooledPrompt,
+    PromptLogprobs,
+    StreamMoved,
+    TokenBatch,
+)
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.generation import FinishReason, Generation, TokenLogprobs
-from shared.messages.scheduler import GenerateRequest, SequencePromptLogprobs
+from shared.messages.scheduler import GenerateRequest, SequencePooled, SequencePromptLogprobs
 from shared.packing import TOKEN_BYTES
 from shared.reliability.recent import AttemptFence
 
@@ -38,6 +46,7 @@ class PendingBatch:
     abandoned: list[AbandonStream] = field(default_factory=list)
     moved: list[StreamMoved] = field(default_factory=list)
     scored: list[PromptLogprobs] = field(default_factory=list)
+    pooled: list[PooledPrompt] = field(default_factory=list)
 
 
 class TokenStreams:
@@ -84,6 +93,12 @@ class TokenStreams:
         logprobs = PromptLogprobs(generation.request, generation.attempt, scored.position, scored.logprobs)
         self.pending[sequence.detokenizer].scored.append(logprobs)
 
+    def add_pooled(self, sequence: Sequence, pooled: SequencePooled) -> None:
+        """The prompt's vector; the entry that ends the request follows."""
+        generation = sequence.generation
+        vector = PooledPrompt(generation.request, generation.attempt, pooled.vector)
+        self.pending[sequence.detokenizer].pooled.append(vector)
+
     def abandon(self, sequence: Sequence) -> None:
         """Ends a stream that was opened without a final answer."""
         if sequence.stream.opened:
@@ -111,7 +126,7 @@ class TokenStreams:
         """
         batches: list[Output] = []
         for detokenizer, pending in list(self.pending.items()):
-            if not (pending.entries or pending.abandoned or pending.moved or pending.scored):
+            if not (pending.entries or pending.abandoned or pending.moved or pending.scored or pending.pooled):
                 continue
             del self.pending[detokenizer]
             *first, last = _parts(pending.opened) if pending.opened else [()]
@@ -130,6 +145,7 @@ class TokenStreams:
                 abandoned=tuple(pending.abandoned),
                 moved=tuple(pending.moved),
                 scored=tuple(pending.scored),
+                pooled=tuple(pending.pooled),
             )
             batches.append(SendTokens(detokenizer, batch))
         return batches

@@ -17,7 +17,7 @@ from services.scheduler.core.transfer.remote_prefills import RemotePrefills
 from shared.blocks import HASH_BYTES
 from shared.ids import RequestId, SequenceId
 from shared.messages.gateway import Death, RequestFailed, RequestRejected
-from shared.messages.generation import Generation
+from shared.messages.generation import Generation, PoolingOptions
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import Cancel, GenerateRequest, GrammarFault, SequenceFailed, StopMatched
 from shared.packing import TOKEN_BYTES, unpack
@@ -89,6 +89,8 @@ class RequestValidator:
 
     def _limit(self, generation: Generation) -> int:
         prompt, wanted = generation.prompt_length, generation.stopping.max_tokens
+        if generation.pooling is not None:
+            return self._pooled_limit(prompt, generation.pooling)
         if prompt >= self.context:
             raise _InvalidRequest(
                 "prompt",
@@ -104,6 +106,18 @@ class RequestValidator:
                 "context_length_exceeded",
             )
         return prompt + wanted
+
+    def _pooled_limit(self, prompt: int, pooling: PoolingOptions) -> int:
+        """One more than the prompt: planning takes the vector for the one token that is drawn behind it."""
+        if self._card.pooling is None:
+            raise _InvalidRequest("model", "model: this engine makes no embeddings")
+        if pooling.dimensions > self._card.pooling.size:
+            allowed = f"dimensions: {pooling.dimensions} is not allowed; 1 to {self._card.pooling.size} are"
+            raise _InvalidRequest("dimensions", allowed)
+        if prompt > self.context:
+            message = f"{self._bound}; the prompt has {prompt}"
+            raise _InvalidRequest("prompt", message, "context_length_exceeded")
+        return prompt + 1
 
 
 class EngineRequests:

@@ -58,6 +58,9 @@ class StepResults:
             seconds = timing.wait + timing.prepare + timing.forward + timing.sample
             asked = sum(expected.extras.values())
             self._speculation.record_step(expected.samples, asked, result.drafted, seconds, yielded)
+        for pooled in result.pooled:
+            if (sequence := by_id.get(pooled.sequence)) is not None:
+                self._outbox.streams.add_pooled(sequence, pooled)
         for scored in result.scored:
             if (sequence := by_id.get(scored.sequence)) is not None:
                 self._outbox.streams.add_prompt_logprobs(sequence, scored)
@@ -67,6 +70,8 @@ class StepResults:
         """One sequence's part; how many tokens it has got. What was drafted for one that has ended brought nothing."""
         got, drafted = len(sampled.tokens), sampled.drafted
         sequence = self._queues.by_id.get(sampled.sequence)
+        if sequence is not None and sequence.pooled:
+            return 0
         if sequence is not None:
             if not 1 <= got <= 1 + extra:
                 raise WrongYield(f"{got} tokens of {sampled.sequence}, not 1 to {1 + extra}")
@@ -89,6 +94,10 @@ class StepResults:
         for sampled in result.sampled:
             sequence = by_id.get(sampled.sequence)
             if sequence is None:
+                continue
+            if sequence.pooled:
+                streams.pending[sequence.detokenizer].entries.append(token_entry(sequence, (), "length"))
+                self._requests.end(sequence, tell_detokenizer=False)
                 continue
             tokens, logprobs = sampled.tokens, sampled.logprobs
             if len(tokens) == 1:

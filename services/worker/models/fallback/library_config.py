@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from msgspec import Struct
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from services.worker.models.config import Dtype, ModelError
 from services.worker.models.fallback.adapters import implementation
@@ -77,6 +78,8 @@ def library_config(folder: Path, *, trust_remote_code: bool) -> tuple[LibraryCon
 def _refuse_unsupported(config: PretrainedConfig) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError("quantization_config is set: quantized checkpoints are not supported")
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise ModelError(f"model_type {config.model_type!r} is an encoder: only decoders can be served")
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"model_type {config.model_type!r} is an encoder with a decoder: only decoders can be served")

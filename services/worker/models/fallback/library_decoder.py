@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +52,8 @@ class LibraryDecoder:
         self._ops = ops
         self._hidden_size = hidden_size
         self._device = device
+        self._base: nn.Module | None = None
+        """The module whose output the head reads: some heads call a part of the base model."""
         self._calls = self._recorded_calls()
         dim = self._calls[0].key_dim
         self._unrotated = torch.cat(
@@ -59,8 +63,19 @@ class LibraryDecoder:
     def _recorded_calls(self) -> tuple[AttentionCall, ...]:
         recorded = RecordedLayers()
         ids = torch.zeros(2, dtype=torch.int32, device=self._device)
+        owner: Any = self._model
+        seen: list[nn.Module] = []
+
+        def note(module: nn.Module, _inputs: object, output: Any) -> None:
+            if isinstance(getattr(output, "last_hidden_state", None), Tensor):
+                seen.append(module)
+
+        hooks = [each.register_forward_hook(note) for each in {owner.base_model, owner.get_decoder()}]
         with torch.inference_mode():
             self._run(ids, torch.arange(2, device=self._device), ids[:1], recorded)
+        for hook in hooks:
+            hook.remove()
+        self._base = seen[-1] if seen else None
         name = type(self._model).__name__
         if not recorded.calls:
             raise ModelError(NO_INTERFACE.format(name))
@@ -94,6 +109,11 @@ class LibraryDecoder:
     def wire(self) -> str:
         """Rows pass between no ranks."""
         return "no rows"
+
+    @property
+    def has_features(self) -> bool:
+        """Whether `forward` can fill features."""
+        return self._base is not None
 
     @property
     def attention_calls(self) -> tuple[AttentionCall, ...]:
@@ -136,12 +156,29 @@ class LibraryDecoder:
         return self._ops.empty_rows(rows, self._hidden_size)
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
-        """See `Decoder.forward`; every rank computes the head. `features` are for drafters that are refused."""
-        assert features is None, "what drafts by features is refused"
+        """See `Decoder.forward`; every rank computes the head."""
         layers = PagedLayers(self._calls, self._ops, meta, caches, self._unrotated)
-        logits = self._run(ids, meta.positions, meta.logits_rows, layers)
+        with self._hidden_states(features):
+            logits = self._run(ids, meta.positions, meta.logits_rows, layers)
         layers.check_complete()
         return logits.float() if len(meta.logits_rows) and self._place.rank == 0 else None
+
+    @contextmanager
+    def _hidden_states(self, features: Tensor | None) -> Iterator[None]:
+        """Copies the last hidden states of the pass within to `features`: what the base model gives its head."""
+        if features is None or self._base is None:
+            assert features is None, "a model whose hidden states are not known makes no vectors"
+            yield
+            return
+
+        def copy(_module: nn.Module, _inputs: object, output: Any) -> None:
+            features.copy_(output.last_hidden_state[0])
+
+        handle = self._base.register_forward_hook(copy)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _run(self, ids: Tensor, positions: Tensor, rows: Tensor, layers: AttentionLayers) -> Tensor:
         """The logits of `rows`."""

@@ -1,0 +1,115 @@
+"""Which rows of a step belong to prompts that become vectors, and the vectors that they come to.
+
+The arithmetic is that of sentence-transformers: `1_Pooling` in float32, then the cut to a number of dimensions, then
+`2_Normalize`. A prompt may come in chunks: a mean is summed over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.batch.rows import Int32s, RowRuns
+from services.worker.ops.transfer import to_host
+from shared.ids import SequenceId
+from shared.messages.generation import PoolingOptions
+from shared.messages.scheduler import SequencePooled
+
+MIN_NORM = 1e-12
+"""A vector is divided by at least this, as torch.nn.functional.normalize does."""
+
+
+class PromptPool:
+    """Owns what is pooled of one sequence's prompt so far. Used in the order in which steps are launched."""
+
+    def __init__(self, sequence: SequenceId, prompt_length: int, options: PoolingOptions) -> None:
+        self.sequence, self.prompt_length, self.options = sequence, prompt_length, options
+        self._state: Tensor | None = None
+
+    def add(self, hidden: Tensor, computed: int) -> Tensor | None:
+        """Takes the hidden states [n, size] of the tokens behind the `computed` first ones; the vector [size] in
+        float32 where these are the prompt's last, else None."""
+        match self.options.pooling:
+            case "last":
+                self._state = hidden[-1].float()
+            case "mean":
+                total = hidden.float().sum(dim=0)
+                self._state = total if self._state is None else self._state + total
+            case "cls" if computed == 0:
+                self._state = hidden[0].float()
+        if computed + len(hidden) < self.prompt_length:
+            return None
+        state, self._state = self._state, None
+        assert state is not None, "nothing of a prompt whose tokens are all pooled comes from a cache"
+        return state / self.prompt_length if self.options.pooling == "mean" else state
+
+
+class _PooledSpan(NamedTuple):
+    """The rows of one prompt in a step."""
+
+    prompt: PromptPool
+    computed: int
+    first_row: int
+    end_row: int
+
+
+class PooledVectors(NamedTuple):
+    """The vectors that a step comes to, where they were computed or on their way to the host."""
+
+    prompts: tuple[PromptPool, ...] = ()
+    values: Tensor | None = None
+    """[len(prompts), size] in float32; None without any."""
+
+    def on_host(self) -> PooledVectors:
+        """These vectors copied to the host; see `transfer.to_host`."""
+        return self if self.values is None else PooledVectors(self.prompts, to_host(self.values))
+
+    def messages(self) -> tuple[tuple[SequencePooled, ...], tuple[SequenceId, ...]]:
+        """The vectors, cut and normalized, as messages; and the sequences whose vector is no number. They must be on
+        the host."""
+        if self.values is None:
+            return (), ()
+        pooled, undefined = [], []
+        for prompt, whole in zip(self.prompts, self.values.numpy(), strict=True):
+            vector = whole[: prompt.options.dimensions]
+            if prompt.options.normalize:
+                vector = vector / max(float(np.linalg.norm(vector)), MIN_NORM)
+            if np.isfinite(vector).all():
+                pooled.append(SequencePooled(prompt.sequence, vector.astype("<f4").tobytes()))
+            else:
+                undefined.append(prompt.sequence)
+        return tuple(pooled), tuple(undefined)
+
+
+class PooledRows(NamedTuple):
+    """The rows of a step that belong to prompts which become vectors."""
+
+    spans: tuple[_PooledSpan, ...] = ()
+
+    def vectors(self, hidden: Tensor) -> PooledVectors:
+        """hidden [n, size]: the last hidden states of all rows of the step. Called once."""
+        whole, vectors = [], []
+        for prompt, computed, first, end in self.spans:
+            vector = prompt.add(hidden[first:end], computed)
+            if vector is not None:
+                whole.append(prompt)
+                vectors.append(vector)
+        return PooledVectors(tuple(whole), torch.stack(vectors) if vectors else None)
+
+
+NO_POOLED_ROWS = PooledRows()
+NO_VECTORS = PooledVectors()
+
+
+def pooled_rows(prompts: Mapping[int, PromptPool], units: RowRuns, last_rows: Int32s) -> PooledRows:
+    """The rows of a step that are pooled. `prompts`: by sequence index; last_rows [U]."""
+    spans = []
+    for place, seq_index in enumerate(units.seq_indices.tolist()):
+        if (prompt := prompts.get(seq_index)) is not None:
+            end = int(last_rows[place]) + 1
+            spans.append(_PooledSpan(prompt, int(units.starts[place]), end - int(units.counts[place]), end))
+    return PooledRows(tuple(spans))

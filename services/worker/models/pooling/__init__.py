@@ -1,0 +1,1 @@
+"""How prompts become vectors, as a checkpoint says it."""

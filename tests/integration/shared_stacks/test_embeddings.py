@@ -1,0 +1,112 @@
+"""Embeddings through whole stacks by the `openai` SDK, beside generation: equal to what `transformers` computes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+import torch
+from openai import AsyncOpenAI
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
+
+from tests.support.cluster.conversations import client_of, stream_chat
+from tests.support.cluster.stack import RunningStack
+from tests.support.paths import DEMO_MODEL
+
+TEXTS = [
+    "The capital of France is Paris.",
+    "Once upon a time there was a lighthouse. " * 20,
+    "fox",
+    "Spell the word lantern, and count from 3 to 12. " * 6,
+]
+
+
+class Reference:
+    def __init__(self) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+        self.model: Any = AutoModel.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+
+    def tokens(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
+
+    @torch.inference_mode()
+    def hidden(self, tokens: list[int]) -> Tensor:
+        states: Tensor = self.model(torch.tensor([tokens])).last_hidden_state[0]
+        return states
+
+    def last(self, tokens: list[int], dimensions: int | None = None) -> Tensor:
+        return torch.nn.functional.normalize(self.hidden(tokens)[-1][:dimensions], dim=0)
+
+    def mean(self, tokens: list[int]) -> Tensor:
+        return torch.nn.functional.normalize(self.hidden(tokens).mean(0), dim=0)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+@pytest.fixture(scope="module")
+def stack(ring: RunningStack) -> RunningStack:
+    return ring
+
+
+def equal(found: list[float], wanted: Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(found), wanted, rtol=1e-4, atol=1e-4)
+
+
+async def test_vectors_are_the_librarys_beside_streams(client: AsyncOpenAI, reference: Reference) -> None:
+    """By the SDK's own encoding, base64; the second time from the prefix cache, but for the last tokens."""
+    streams = [
+        asyncio.create_task(stream_chat(client, "model", f"Tell me a story ({i})", max_tokens=60)) for i in range(4)
+    ]
+    for _ in range(2):
+        answer = await client.embeddings.create(model="model", input=TEXTS)
+        assert [one.index for one in answer.data] == [0, 1, 2, 3]
+        for text, one in zip(TEXTS, answer.data, strict=True):
+            equal(one.embedding, reference.last(reference.tokens(text)))
+        assert answer.usage.prompt_tokens == sum(len(reference.tokens(text)) for text in TEXTS)
+    assert all(stream.finish for stream in await asyncio.gather(*streams))
+
+
+async def test_token_ids_floats_and_dimensions(client: AsyncOpenAI, reference: Reference) -> None:
+    ids = [reference.tokens(text) for text in TEXTS]
+    answer = await client.embeddings.create(model="model", input=ids, encoding_format="float", dimensions=16)
+    for tokens, one in zip(ids, answer.data, strict=True):
+        equal(one.embedding, reference.last(tokens, 16))
+    alone = await client.embeddings.create(model="model", input=ids[0], extra_body={"normalize": False})
+    equal(alone.data[0].embedding, reference.hidden(ids[0])[-1])
+
+
+async def test_many_inputs_of_one_request(client: AsyncOpenAI, reference: Reference) -> None:
+    """More than an engine runs at once; equal prompts too."""
+    inputs = [[5 + i % 7, 9, 11 + i % 300] for i in range(300)]
+    answer = await client.embeddings.create(model="model", input=inputs)
+    assert [one.index for one in answer.data] == list(range(300))
+    for number in (0, 133, 299):
+        equal(answer.data[number].embedding, reference.last(inputs[number]))
+
+
+async def test_what_is_wrong_with_an_input_is_said(client: AsyncOpenAI) -> None:
+    longest = (await client.models.retrieve("model")).model_dump()["max_model_len"]
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as error:
+        await client.embeddings.create(model="model", input=[[5] * (longest + 1)])
+    assert (error.value.param, error.value.code) == ("input", "context_length_exceeded")
+    assert len((await client.embeddings.create(model="model", input=[[5] * longest])).data) == 1
+    with pytest.raises(openai.BadRequestError, match="input: at least one token"):
+        await client.embeddings.create(model="model", input="", extra_body={"add_special_tokens": False})
+
+
+async def test_means_are_computed_whole_where_prompts_have_engines_of_their_own(
+    pools: RunningStack, reference: Reference
+) -> None:
+    """In chunks of 96 tokens; nothing is handed over, and nothing comes from a cache."""
+    async with client_of(pools.url) as client:
+        for _ in range(2):
+            answer = await client.embeddings.create(model="model", input=TEXTS)
+            for text, one in zip(TEXTS, answer.data, strict=True):
+                equal(one.embedding, reference.mean(reference.tokens(text)))

@@ -1,0 +1,202 @@
+"""Vectors of prompts: the arithmetic of sentence-transformers on the last hidden states of `transformers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from services.worker.executor.host_runner import HostRunner
+from services.worker.models.config import ModelError
+from services.worker.ops.interface import OpsName, OpsUnavailable
+from shared.messages.generation import PoolingOptions, PoolingType
+from tests.support.models.library_models import library_model
+from tests.support.models.tiny_models import POSITIONS, VOCABULARY, TinyModel, make_model
+from tests.support.worker.launched_rank import DriverAhead, launching
+from tests.support.worker.plan_driver import Driver
+from tests.support.worker.tiny_backend import tiny_backend
+
+SIZE = 48
+POOLINGS: tuple[PoolingType, ...] = ("last", "mean", "cls")
+FAMILIES = ("llama", "qwen3", "gemma2", "qwen3-moe")
+
+
+def pooled(hidden: Tensor, options: PoolingOptions) -> Tensor:
+    """As sentence-transformers computes it: `1_Pooling`, the cut, and `2_Normalize`. hidden [n, size] → [dimensions]"""
+    vector = {"last": hidden[-1], "mean": hidden.sum(0) / len(hidden), "cls": hidden[0]}[options.pooling]
+    vector = vector[: options.dimensions]
+    return torch.nn.functional.normalize(vector, dim=0) if options.normalize else vector
+
+
+@torch.inference_mode()
+def hidden_states(reference: Any, tokens: list[int]) -> Tensor:
+    hidden: Tensor = reference.base_model(torch.tensor([tokens])).last_hidden_state[0]
+    return hidden
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    return cache(lambda family: make_model(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="module")
+def backends(tiny: Callable[[str], TinyModel]) -> Callable[[str, OpsName], HostRunner]:
+    @cache
+    def get(family: str, ops: OpsName) -> HostRunner:
+        try:
+            return tiny_backend(tiny(family).path, ops=ops, pooling_type="last")
+        except OpsUnavailable as reason:
+            pytest.skip(str(reason))
+
+    return get
+
+
+@pytest.fixture(params=["torch", "native", "launched"])
+def how(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=FAMILIES)
+def served(
+    request: pytest.FixtureRequest,
+    how: str,
+    tiny: Callable[[str], TinyModel],
+    backends: Callable[[str, OpsName], HostRunner],
+) -> Iterator[tuple[TinyModel, Driver]]:
+    """A driver with steps so small that most prompts come in chunks."""
+    backend = backends(request.param, "native" if how == "native" else "torch")
+    ahead = DriverAhead(launching(backend), budget=24) if how == "launched" else Driver(backend, budget=24)
+    yield tiny(request.param), ahead
+    backend.reset()
+
+
+def test_vectors_are_those_of_the_library_beside_generation_and_in_chunks(served: tuple[TinyModel, Driver]) -> None:
+    model, driver = served
+    random = Random(7)
+    asked = []
+    for number in range(12):
+        prompt = [random.randrange(3, VOCABULARY) for _ in range(random.choice((1, 2, 15, 16, 17, 40, 77)))]
+        pooling = POOLINGS[number % 3]
+        options = PoolingOptions(pooling=pooling, dimensions=SIZE if number % 2 else 20, normalize=number % 4 < 2)
+        asked.append((driver.add(prompt, 0, pooling=options), prompt, options))
+    generated = [(driver.add(prompt, 6), prompt) for prompt in ([5, 6, 7], list(range(3, 40)))]
+    driver.run()
+    for sequence, prompt, options in asked:
+        wanted = pooled(hidden_states(model.reference, prompt), options)
+        torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+    for generating, prompt in generated:
+        assert generating.output == model.greedy(prompt, 6)
+
+
+def test_the_last_token_is_enough_behind_a_cached_prefix(
+    tiny: Callable[[str], TinyModel], backends: Callable[[str, OpsName], HostRunner]
+) -> None:
+    driver = Driver(backends("qwen3", "torch"))
+    prompt = list(range(3, 70))
+    first = driver.add(prompt, 4)
+    while not first.done:
+        driver.step()
+    options = PoolingOptions(pooling="last", dimensions=SIZE)
+    second = driver.add([*prompt[:48], 9, 8], 0, pooling=options)
+    assert driver.share_prefix(second, first) == 48
+    driver.run()
+    wanted = pooled(hidden_states(tiny("qwen3").reference, [*prompt[:48], 9, 8]), options)
+    torch.testing.assert_close(torch.tensor(driver.vectors[second.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_preempted_prompt_is_pooled_anew(
+    tiny: Callable[[str], TinyModel], backends: Callable[[str, OpsName], HostRunner]
+) -> None:
+    driver = Driver(backends("llama", "torch"), budget=16)
+    prompt = list(range(3, 53))
+    options = PoolingOptions(pooling="mean", dimensions=SIZE)
+    sequence = driver.add(prompt, 0, pooling=options)
+    driver.step()
+    driver.step()
+    driver.preempt(sequence)
+    driver.run()
+    wanted = pooled(hidden_states(tiny("llama").reference, prompt), options)
+    torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_may_fill_the_whole_context(
+    tiny: Callable[[str], TinyModel], backends: Callable[[str, OpsName], HostRunner]
+) -> None:
+    driver = Driver(backends("llama", "torch"))
+    prompt = [3 + i % 150 for i in range(POSITIONS)]
+    options = PoolingOptions(pooling="last", dimensions=SIZE)
+    sequence = driver.add(prompt, 0, pooling=options)
+    driver.run()
+    wanted = pooled(hidden_states(tiny("llama").reference, prompt), options)
+    torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_of_sentence_transformers_has_no_head_and_bare_names(
+    tiny: Callable[[str], TinyModel], tmp_path: Path
+) -> None:
+    """As `Qwen3Model` is saved beside `modules.json`: its pooling is served, text is not."""
+    model = tiny("qwen3")
+    tensors = load_file(model.path / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(bare, tmp_path / "model.safetensors")
+    config = json.loads((model.path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3Model"]}))
+    with pytest.raises(ModelError, match="no language model head"):
+        tiny_backend(tmp_path)
+    describe(tmp_path, "pooling_mode_mean_tokens", normalizes=True)
+    backend = tiny_backend(tmp_path)
+    assert backend.card.pooling is not None
+    assert (backend.card.pooling.pooling, backend.card.pooling.normalize, backend.card.generates) == (
+        "mean",
+        True,
+        False,
+    )
+    driver = Driver(backend)
+    options = PoolingOptions(pooling="mean", dimensions=SIZE)
+    sequence = driver.add([5, 6, 7, 8], 0, pooling=options)
+    driver.run()
+    wanted = pooled(hidden_states(model.reference, [5, 6, 7, 8]), options)
+    torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
+def describe(folder: Path, mode: str, *, normalizes: bool) -> None:
+    """Writes what sentence-transformers writes of a pooling."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalizes else [])]
+    modules = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": SIZE, mode: True}))
+
+
+@pytest.mark.parametrize("family", ["GPT2", "OPT"])
+def test_models_of_the_library_are_pooled(family: str, tmp_path: Path) -> None:
+    model = library_model(family, tmp_path)
+    backend = tiny_backend(tmp_path, pooling_type="mean")
+    assert backend.card.pooling is not None
+    driver = Driver(backend, budget=24)
+    prompts = [[3 + (i * 7 + n) % 90 for i in range(n)] for n in (1, 20, 50)]
+    options = PoolingOptions(pooling="mean", dimensions=backend.card.pooling.size)
+    asked = [driver.add(prompt, 0, pooling=options) for prompt in prompts]
+    driver.run()
+    for sequence, prompt in zip(asked, prompts, strict=True):
+        wanted = pooled(hidden_states(model.reference, prompt), options)
+        torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "ModernBert"])
+def test_an_encoder_is_refused_in_words(kind: str, tmp_path: Path) -> None:
+    getattr(transformers, f"{kind}Config")(architectures=[f"{kind}Model"]).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="is an encoder: only decoders can be served"):
+        tiny_backend(tmp_path, pooling_type="cls")
