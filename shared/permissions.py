@@ -72,6 +72,7 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.lifecycle_of,       ("supervisor",),                                  ()),  # and each its own
     TopicRights(topics.rank_lifecycles,    ("worker", "supervisor"),                        ("scheduler",)),
     TopicRights(topics.lifecycle_requests, (*ACTORS, "supervisor", "operator"),              ACTORS),
+    TopicRights(topics.heartbeat_interval,     ("coordinator",),                                 ACTORS),
     TopicRights(topics.instance_control,   ("coordinator", "supervisor"),                    ACTORS),
     TopicRights(topics.name_claims,        ACTORS,                                           ACTORS),
     TopicRights(topics.rank_assignments,   ("supervisor",),                                  ("supervisor",)),

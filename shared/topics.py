@@ -184,6 +184,11 @@ def lifecycle_requests() -> Topic[lifecycle.LifecycleRequest]:
     return Topic("lifecycles.wanted", lifecycle.LifecycleRequest)
 
 
+def heartbeat_interval() -> Topic[lifecycle.HeartbeatInterval]:
+    """coordinator → everyone: how often to publish a lifecycle, as there are so many processes."""
+    return Topic("lifecycles.interval", lifecycle.HeartbeatInterval)
+
+
 def rank_lifecycles(engine: EngineId) -> Topic[lifecycle.Lifecycle]:
     """worker rank → everyone, as `lifecycle_of`: named after its engine, so that a scheduler hears its own ranks and no
     others, however many engines there are."""

@@ -100,6 +100,8 @@ class EngineKit(NamedTuple):
     """Prefill engines pull prompts from the coordinator's queue."""
     store_memory: int = 0
     """Bytes of the KV store that all engines share, on one node; 0: there is none."""
+    report_seconds: float = HEARTBEAT_SECONDS
+    """Between two reports of an engine's load."""
 
     @property
     def copier(self) -> SimKvCopier:
@@ -229,7 +231,8 @@ class VirtualEngine:
         """When the device will have computed all that it was given."""
         self._busy = 0.0
         self._plan_at: float | None = None
-        self._first_heartbeat = ready + (number * PHASE_STEP % 1.0) * HEARTBEAT_SECONDS
+        self._report_seconds = kit.report_seconds
+        self._first_heartbeat = ready + (number * PHASE_STEP % 1.0) * kit.report_seconds
         self._heartbeat = -1
         """The number of the last one that was sent or is to be sent."""
         self._heartbeats_left = 0
@@ -435,9 +438,9 @@ class VirtualEngine:
         decision, and there would be millions."""
         self._heartbeats_left = LAST_HEARTBEATS
         if self._heartbeat_at == inf and self._phase != "stopped":
-            passed = floor((now - self._first_heartbeat) / HEARTBEAT_SECONDS)
+            passed = floor((now - self._first_heartbeat) / self._report_seconds)
             self._heartbeat = max(self._heartbeat + 1, passed + 1)  # not the same once more, however it was rounded
-            self._heartbeat_at = self._first_heartbeat + self._heartbeat * HEARTBEAT_SECONDS
+            self._heartbeat_at = self._first_heartbeat + self._heartbeat * self._report_seconds
             self._at(self._heartbeat_at, "heartbeat")
 
     def _send_heartbeat(self, now: float) -> None:

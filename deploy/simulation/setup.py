@@ -12,10 +12,12 @@ from msgspec.structs import replace as with_fields
 from deploy.simulation.engine import EngineKit, EnginePools, SlowEngines
 from deploy.simulation.hops import HopDelays
 from services.coordinator.config import CoordinatorConfig, Policy
+from services.coordinator.core.fleet_heartbeat import interval_for
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from services.worker.executor.simulated import simulated_device
 from shared.config import load_config
+from shared.messages.lifecycle import HEARTBEAT_SECONDS
 
 
 class SimulationSetup(NamedTuple):
@@ -44,7 +46,13 @@ class SimulationSetup(NamedTuple):
             slow=self.slow,
             pulls=pulls,
             store_memory=self.store_memory,
+            report_seconds=self._report_seconds,
         )
+
+    @property
+    def _report_seconds(self) -> float:
+        """As a fleet of this size at its beginning is told by its coordinators."""
+        return max(HEARTBEAT_SECONDS, interval_for(self.pools.total, self.routing.lifecycle_budget) / 2)
 
     @property
     def description(self) -> dict[str, object]:

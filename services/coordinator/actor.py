@@ -15,6 +15,7 @@ from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import AccuseEngine, Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
 from services.coordinator.core.engine_paces import MEDIAN_PACE, Pace
+from services.coordinator.core.fleet_heartbeat import FleetHeartbeat
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, PayloadTooLarge, Undelivered
@@ -48,6 +49,7 @@ class CoordinatorActor(Actor):
         # Different names start the rotation at different engines.
         turn = zlib.crc32(instance.encode())
         self.core = Coordinator(instance, config, turn=turn)
+        self._heartbeat = FleetHeartbeat(config.lifecycle_budget)
         self._totals = PublishedTotals()
         self._ejected: frozenset[InstanceId] = frozenset()
         self._paces: dict[InstanceId, Pace] = {}
@@ -97,11 +99,14 @@ class CoordinatorActor(Actor):
                 await self._send(self.core.lifecycle(message, at))
                 await self._request_dumps(at)
                 if message.engine is not None:
-                    self._follow_ejections()
                     self._follow_paces()
             case Tick():
                 await self._send(self.core.time_passed(at))
                 await self._request_dumps(at)
+                self._follow_ejections()
+                if (interval := self._heartbeat.due(self.core.fleet.registry.all(), at.alive)) is not None:
+                    log.info("heartbeat interval", extra={"seconds": interval.keep_alive})
+                    await self.bus.publish(topics.heartbeat_interval(), interval)
                 metrics.show_index(self.core.sources, self._totals)
             case Undelivered():
                 await self._send(self._undelivered(message.message, at))
@@ -110,7 +115,8 @@ class CoordinatorActor(Actor):
         metrics.WAITING.set(self.load())
 
     def _follow_ejections(self) -> None:
-        """Shows and logs which engines get no requests."""
+        """Shows and logs which engines get no requests. Not at each report: while a large fleet starts, each changes
+        who might be ejected, and to see who is takes a look at all."""
         fleet = self.core.fleet
         ejected = fleet.all_ejected()
         if ejected == self._ejected:

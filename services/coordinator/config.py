@@ -114,6 +114,16 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
             gt=0, description="Seconds after which a prompt that no engine has pulled goes to an engine that decodes."
         ),
     ] = 5.0
+    lifecycle_budget: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Messages a second by which all processes of one service say that they are there, twice as "
+            "many where all have something new to say; of more processes each says it less often.",
+        ),
+    ] = 128.0
+    """What it costs to hear a fleet does not grow with it any more, but a death that nobody announces is noticed
+    later."""
     scale_timeout: Annotated[
         float, Meta(gt=0, description="Seconds that the supervisor may take for `admin.scale`.")
     ] = 30.0

@@ -14,11 +14,24 @@ class Heartbeat:
     """Owns what was last published of a process's life, and when. Pure: time is an argument, that of the event loop."""
 
     def __init__(self, keep_alive: float) -> None:
-        """`keep_alive`: seconds between two messages that say the same."""
-        self.keep_alive = keep_alive
+        """`keep_alive`: seconds between two messages that say the same, unless the fleet's interval is longer."""
+        self._configured = keep_alive
+        self._interval = 0.0
+        """Of the fleet; 0.0 while nobody has said one."""
         self._published: Lifecycle | None = None
         self._at = 0.0
         self._requested = False
+
+    @property
+    def keep_alive(self) -> float:
+        """Seconds within which the next message is promised."""
+        return max(self._configured, self._interval)
+
+    def set_interval(self, keep_alive: float) -> None:
+        """A coordinator has said how often a process of this fleet says how it is. If that is new the next message is
+        due, as it holds another promise."""
+        before, self._interval = self.keep_alive, keep_alive
+        self._requested = self._requested or self.keep_alive != before
 
     def request(self) -> None:
         """Somebody has begun to listen: the next message is due whatever it says."""
@@ -26,8 +39,10 @@ class Heartbeat:
 
     def is_due(self, life: Lifecycle, now: float) -> bool:
         """Whether `life` is to be published, at one of the looks that come every HEARTBEAT_SECONDS."""
-        overdue = now - self._at >= self.keep_alive - EARLY
-        return self._requested or overdue or self._published is None or _state(life) != _state(self._published)
+        if self._requested or self._published is None:
+            return True
+        silent = now - self._at + EARLY
+        return silent >= self.keep_alive or (silent >= self._interval / 2 and _state(life) != _state(self._published))
 
     def record_published(self, life: Lifecycle, now: float) -> None:
         """`life` was published."""

@@ -25,6 +25,7 @@ from shared.messages.lifecycle import (
     HEARTBEAT_SECONDS,
     KEEP_ALIVE_SECONDS,
     Drain,
+    HeartbeatInterval,
     InstanceControl,
     Lifecycle,
     LifecycleRequest,
@@ -40,7 +41,7 @@ from shared.supervision import orphaned
 from shared.telemetry.logs import set_up_logs
 from shared.telemetry.metrics import HANDLED, HEARTBEAT_AGE, PHASE, UNDELIVERED, metrics_server
 from shared.telemetry.startup import STARTUP, process_age
-from shared.topics import instance_control, lifecycle_requests, name_claims
+from shared.topics import heartbeat_interval, instance_control, lifecycle_requests, name_claims
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +180,7 @@ class ActorRuntime:
     async def _subscribe_all(self) -> None:
         self._internal.append(await self._bus.subscribe(instance_control(self.actor.instance), self._inbox.put))
         self._internal.append(await self._bus.subscribe(lifecycle_requests(), self._record_request))
+        self._internal.append(await self._bus.subscribe(heartbeat_interval(), self._record_interval))
         for subscription in self.actor.subscriptions():
             if not subscription.intake:
                 self._internal.append(await self._subscribe(subscription))
@@ -318,6 +320,9 @@ class ActorRuntime:
 
     async def _record_request(self, request: LifecycleRequest) -> None:
         self._beat.request()
+
+    async def _record_interval(self, interval: HeartbeatInterval) -> None:
+        self._beat.set_interval(interval.keep_alive)
 
     async def _publish_lifecycle(self) -> None:
         await self._publish(self._lifecycle())

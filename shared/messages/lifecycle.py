@@ -371,6 +371,15 @@ class LifecycleRequest(Struct, frozen=True, array_like=True, tag=True):
     """Whoever has just begun to listen → every process: publish your lifecycle within half a second, changed or not."""
 
 
+class HeartbeatInterval(Struct, frozen=True, array_like=True, tag=True):
+    """A coordinator → every process: how often each says how it is, in a fleet of this size. Said when it changes, and
+    again for processes that have come since."""
+
+    keep_alive: Annotated[float, Meta(gt=0, le=MAX_KEEP_ALIVE_SECONDS)]
+    """Seconds between two lifecycle messages that say the same, for all that are configured to say it more often; half
+    of it between two that say something new but for the phase."""
+
+
 class Drain(Struct, frozen=True, array_like=True, tag=True):
     """Finish the open requests and accept no new ones. The process stays, drained, until `Undrain` or its end."""
 

@@ -2,12 +2,15 @@
 
     python -m tests.benchmarks.control_traffic --engines 4 16
     python -m tests.benchmarks.control_traffic --engines 4 16 --release ../another-checkout
+    python -m tests.benchmarks.control_traffic --engines 16 64 --budget 16
+    python -m tests.benchmarks.control_traffic --engines 256 1024 --imagined --budget 128
     python -m tests.benchmarks.control_traffic --engines 4 --deaths
 
 Real processes on a nats-server, which counts the messages and bytes of every connection: a ring of one of each service,
 and engines with the simulated device. Nobody sends requests: all that is heard are lifecycles and canaries.
-Processor time, as machines are shared. `--deaths`: how long it takes until a listener takes a scheduler for gone that
-was killed (SIGKILL) or stands still (SIGSTOP), where no supervisor announces it.
+Processor time, as machines are shared. `--imagined`: the engines are not processes; one publishes what theirs would say
+while all work, so that their load changes all the time. `--deaths`: how long it takes until a listener takes a
+scheduler for gone that was killed (SIGKILL) or stands still (SIGSTOP), where no supervisor announces it.
 """
 
 from __future__ import annotations
@@ -28,16 +31,18 @@ from typing import Any, NamedTuple
 import psutil
 
 from services.bench.report import Table
+from services.coordinator.core.fleet_heartbeat import REPEAT_SECONDS
 from shared import topics
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.messages.lifecycle import Lifecycle
 from shared.registry import Registry
+from tests.benchmarks.imagined_engines import IMAGINED_HOST, ImaginedEngines
 from tests.integration.cluster.test_rolling_upgrade import MODEL, Processes
 from tests.support.cluster.nats_server import NatsServer, nats_server
 from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
 
-READY_SECONDS = 300.0
+READY_SECONDS = 600.0
 SETTLE_SECONDS = 5.0
 COUNTED = ("out_msgs", "out_bytes")
 """By the server: what it sent to a connection."""
@@ -59,6 +64,8 @@ def main() -> None:
     parser.add_argument("--release", type=Path, default=REPOSITORY, help="a checkout; default: this one")
     parser.add_argument("--keep-alive", type=float, help="seconds; default: the services' own")
     parser.add_argument("--deaths", action="store_true", help="kill and stop schedulers, and say when that is noticed")
+    parser.add_argument("--budget", type=float, help="the coordinator's lifecycle_budget; default: its own")
+    parser.add_argument("--imagined", action="store_true", help="engines that only say how they are, and always work")
     given = parser.parse_args()
     flags = [] if given.keep_alive is None else [f"--heartbeat-interval-s={given.keep_alive}"]
     release = given.release.resolve()
@@ -68,14 +75,14 @@ def main() -> None:
         return
     rows = []
     for engines in given.engines:
-        found = asyncio.run(measured(release, engines, given.seconds, flags))
+        found = asyncio.run(measured(release, engines, given.seconds, flags, given.budget, given.imagined))
         rows += [(str(engines), service, *(f"{value:,.1f}" for value in values)) for service, values in found.items()]
     titles = ("engines", "service", "messages/s", "bytes/s", "processor ms/s")
     print("\n".join(Table(titles, rows, names=2).lines()))
 
 
 async def measured(
-    release: Path, engines: int, seconds: float, flags: Sequence[str]
+    release: Path, engines: int, seconds: float, flags: Sequence[str], budget: float | None, imagined: bool
 ) -> dict[str, tuple[float, float, float]]:
     """By service, each the mean of its processes: messages and bytes heard, and processor milliseconds, a second."""
     monitor = free_port()
@@ -84,13 +91,18 @@ async def measured(
         nats_server(Path(folder), more=f'http: "127.0.0.1:{monitor}"') as server,
     ):
         processes = Processes(server, Path(folder))
+        bus = await connect(NatsOptions(servers=(server.url,)))
+        speaking = asyncio.create_task(ImaginedEngines(bus, engines if imagined else 0).run())
         try:
-            lives = await _started(processes, server, release, engines, flags)
-            await asyncio.sleep(SETTLE_SECONDS)
+            real = 0 if imagined else engines
+            lives = await _started(processes, server, release, real, flags, budget)
+            await asyncio.sleep(REPEAT_SECONDS + SETTLE_SECONDS if imagined else SETTLE_SECONDS)
             before, began = _counts(monitor, lives), time.monotonic()
             await asyncio.sleep(seconds)
             after, took = _counts(monitor, lives), time.monotonic() - began
         finally:
+            speaking.cancel()
+            await bus.close()
             processes.stop()
     by_service: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for name, count in after.items():
@@ -130,19 +142,24 @@ async def deaths(release: Path, engines: int, flags: Sequence[str]) -> list[tupl
 
 
 async def _started(
-    processes: Processes, server: NatsServer, release: Path, engines: int, more: Sequence[str]
+    processes: Processes,
+    server: NatsServer,
+    release: Path,
+    engines: int,
+    more: Sequence[str],
+    budget: float | None = None,
 ) -> dict[str, Lifecycle]:
     """The lifecycles of all processes, once every one is ready."""
     lives: dict[str, Lifecycle] = {}
 
     async def heard(life: Lifecycle) -> None:
-        if life.phase == "ready":
+        if life.phase == "ready" and life.host != IMAGINED_HOST:
             lives[life.instance] = life
 
     bus = await connect(NatsOptions(servers=(server.url,)))
     try:
         await bus.subscribe(topics.lifecycles(), heard)
-        processes.start_ring(release, free_port())
+        processes.start_ring(release, free_port(), [] if budget is None else [f"--lifecycle-budget={budget}"])
         for number in range(engines):
             name = f"engine-{number}"
             processes.start(release, "scheduler", name, "--world-size=1", *more)

@@ -75,4 +75,5 @@ GOLDEN = {
     "71 lifecycle.Standby": "91a75374616e646279",
     "72 coordinator.PullPrefills": "93ac50756c6c50726566696c6c73a8656e67696e652d31cd1000",
     "73 lifecycle.LifecycleRequest": "91b04c6966656379636c6552657175657374",
+    "74 lifecycle.HeartbeatInterval": "92b1486561727462656174496e74657276616ccb4010000000000000",
 }

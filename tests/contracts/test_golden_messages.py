@@ -374,6 +374,7 @@ MESSAGES: list[Any] = [
     lifecycle.Standby(),
     coordinator.PullPrefills(E, 4096),
     lifecycle.LifecycleRequest(),
+    lifecycle.HeartbeatInterval(4.0),
 ]
 
 

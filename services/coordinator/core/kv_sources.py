@@ -6,10 +6,12 @@ its events showed, until its dump takes their place.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import compress
+from heapq import heappop, heappush
+from itertools import compress, count
 from typing import NamedTuple
 
 from services.coordinator.core.prefix_map import PrefixMap, bits_of, flags_of, keys_of
@@ -24,6 +26,9 @@ TIDY_BLOCKS = 8192
 """Blocks looked at in one `tidy`: about two milliseconds."""
 DUMP_TIMEOUTS = Backoff(first=2.0, longest=32.0)
 """Without a part of a dump for so long the request for it counts as lost; longer with each that is not answered."""
+MAX_DUMPS = 16
+"""Dumps that are awaited at a time: of a million blocks each has 16 MB. A source that does not answer keeps others
+waiting for one timeout."""
 DUMP_PAUSE = 0.5
 """Seconds between a whole dump and the next request to the same source."""
 
@@ -296,49 +301,86 @@ class KvSources:
 
 @dataclass(slots=True)
 class _DumpRequest:
-    not_before: float | None = None
-    """None: no dump was requested from it yet."""
+    not_before: float = -math.inf
+    """-inf: no dump was requested from it yet."""
     unanswered: int = 0
     """Requests in a row that brought no whole dump."""
 
 
+class _Turn(NamedTuple):
+    """When a source may be asked, for the first time or again. Void once the source has a newer one."""
+
+    at: float
+    instance: InstanceId
+    number: int
+
+
 class DumpRequests:
-    """Owns when a dump is requested from which source: not while one is arriving, and less and less often without a
-    reply."""
+    """Owns when a dump is requested from which source: not while one is arriving, less and less often without a reply,
+    and only from MAX_DUMPS at a time, as those of a large fleet are more than a newcomer can take at once."""
 
     def __init__(self) -> None:
         self.needed: set[InstanceId] = set()
         self.asked = 0
         """Requests, since the start."""
         self._requests: dict[InstanceId, _DumpRequest] = {}
+        self._awaited: dict[InstanceId, float] = {}
+        """The sources whose dumps are to arrive, and until when that keeps others waiting."""
+        self._turns: list[_Turn] = []
+        """A heap. What is needed is asked about with each message, so that nobody may look at all sources then."""
+        self._numbers: dict[InstanceId, int] = {}
+        """The turn that counts, of each source that needs a dump."""
+        self._count = count()
 
     def need(self, instance: InstanceId) -> None:
         """Not everything that it holds is known."""
-        self._requests.setdefault(instance, _DumpRequest())
-        self.needed.add(instance)
+        request = self._requests.setdefault(instance, _DumpRequest())
+        if instance not in self.needed:
+            self.needed.add(instance)
+            self._queue(instance, request.not_before)
 
     def received_part(self, instance: InstanceId, now: float) -> None:
         """A part of its dump came; the next one has the full timeout again."""
-        self._requests.setdefault(instance, _DumpRequest()).not_before = now + DUMP_TIMEOUTS.first
+        until = now + DUMP_TIMEOUTS.first
+        self._requests.setdefault(instance, _DumpRequest()).not_before = until
+        if instance in self._awaited:
+            self._awaited[instance] = until
 
     def met(self, instance: InstanceId, now: float) -> None:
         """Everything that it holds is known."""
-        self.needed.discard(instance)
+        self._drop(instance)
         self._requests[instance] = _DumpRequest(not_before=now + DUMP_PAUSE)
 
     def forget(self, instance: InstanceId) -> None:
         """The instance is gone."""
+        self._drop(instance)
         self._requests.pop(instance, None)
-        self.needed.discard(instance)
 
     def due(self, now: float) -> list[InstanceId]:
-        """The sources to request a dump from now, by name; each request is recorded as made."""
-        due = []
-        for name in sorted(self.needed):
-            request = self._requests[name]
-            if request.not_before is None or now >= request.not_before:
+        """The sources to request a dump from now, first those that were to be asked first, then by name; each request
+        is recorded as made."""
+        for instance in [each for each, until in self._awaited.items() if until <= now]:
+            del self._awaited[instance]
+        due: list[InstanceId] = []
+        while self._turns and self._turns[0].at <= now and len(self._awaited) < MAX_DUMPS:
+            turn = heappop(self._turns)
+            if self._numbers.get(turn.instance) != turn.number:
+                continue
+            request = self._requests[turn.instance]
+            if request.not_before <= now:
                 request.not_before = now + DUMP_TIMEOUTS.pause(request.unanswered)
                 request.unanswered += 1
-                due.append(name)
+                self._awaited[turn.instance] = now + DUMP_TIMEOUTS.first
+                due.append(turn.instance)
+            self._queue(turn.instance, request.not_before)
         self.asked += len(due)
         return due
+
+    def _queue(self, instance: InstanceId, at: float) -> None:
+        number = self._numbers[instance] = next(self._count)
+        heappush(self._turns, _Turn(at, instance, number))
+
+    def _drop(self, instance: InstanceId) -> None:
+        self.needed.discard(instance)
+        self._awaited.pop(instance, None)
+        self._numbers.pop(instance, None)

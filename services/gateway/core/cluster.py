@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -39,8 +40,9 @@ class ClusterView:
         self._cards: dict[ModelName, tuple[ModelCard, float]] = {}
         self._dialects: dict[ModelName, Dialect] = {}
         """The dialect of each model, from its tokenizers' lifecycles; kept as long as the model's card."""
-        self._ready: set[ServiceKind] = set()
-        """What has an instance that is ready."""
+        self._ready: Counter[ServiceKind] = Counter()
+        """How many instances of each kind are ready, kept up to date: each of many engines says every second how it is,
+        and to look at all of them then would cost their square."""
         self._served_until: dict[ServiceKind, float] = {}
         """Until when each was known to be ready: until its next heartbeat was due, or until it said otherwise."""
 
@@ -50,10 +52,12 @@ class ClusterView:
             self._cards[message.engine.model.name] = (message.engine.model, now)
         if message.tokenizer is not None:
             self._dialects[message.tokenizer.model] = message.tokenizer.dialect
+        before = self._registry.get(message.service, message.instance)
         gone = self._registry.record_lifecycle(message, now)
-        before = self._ready
-        self._update_ready()
-        self._served_until |= dict.fromkeys(before - self._ready, now)
+        self._count_ready(self._registry.get(message.service, message.instance), 1)
+        self._count_ready(before, -1)
+        if before is not None and before.phase == "ready" and not self._ready[_kind(before)]:
+            self._served_until[_kind(before)] = now
         if message.phase == "ready":
             self._served_until[_kind(message)] = now + message.keep_alive
         return gone
@@ -68,12 +72,16 @@ class ClusterView:
             self._dialects.pop(name, None)
             self._served_until.pop(("scheduler", name), None)
         gone = self._registry.expire(now)
-        if gone:
-            self._update_ready()
+        for each in gone:
+            self._count_ready(each.last, -1)
         return gone
 
-    def _update_ready(self) -> None:
-        self._ready = {_kind(message) for message in self._registry.all(phase="ready")}
+    def _count_ready(self, life: Lifecycle | None, change: int) -> None:
+        if life is not None and life.phase == "ready":
+            kind = _kind(life)
+            self._ready[kind] += change
+            if not self._ready[kind]:
+                del self._ready[kind]
 
     def absence(self, model: ModelName | None, now: float) -> Absence | None:
         """Returns why new requests for `model` are refused; None where they can be served, or could be a moment ago, so
@@ -82,7 +90,7 @@ class ClusterView:
             absences = [self.absence(name, now) for name in self._cards]
             return None if None in absences else absences[0]
         kinds = [(service, model if service == "scheduler" else None) for service in REQUIRED_SERVICES]
-        missing = [kind for kind in kinds if kind not in self._ready]
+        missing = [kind for kind in kinds if not self._ready[kind]]
         since = min((self._served_until.get(kind, -math.inf) for kind in missing), default=math.inf)
         if now - since <= self._wait_s:
             return None
@@ -91,7 +99,7 @@ class ClusterView:
     def rooms(self) -> dict[ModelName, Room]:
         """Returns how many more requests the ready engines of each model would run at once; those that only prefill
         left out, where there are others. Nothing where they cannot be used for want of another service."""
-        if any((service, None) not in self._ready for service in REQUIRED_SERVICES if service != "scheduler"):
+        if not all(self._ready[service, None] for service in REQUIRED_SERVICES if service != "scheduler"):
             return {}
         rooms: dict[ModelName, Room] = {}
         for message in self._registry.all("scheduler", "ready"):

@@ -12,15 +12,23 @@ from msgspec.structs import replace
 from services.coordinator import metrics
 from services.coordinator.actor import CoordinatorActor
 from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core.fleet_heartbeat import REPEAT_SECONDS
 from services.coordinator.core.outliers import MIN_FAILURES
 from shared import topics
-from shared.actor import ActorRuntime
+from shared.actor import ActorRuntime, Tick
 from shared.bus.codec import encode
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, EngineId, InstanceId, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestQueued, RequestRejected
-from shared.messages.lifecycle import Drain, EngineHealth, Lifecycle, StepTimeFit, StepTimesReport
+from shared.messages.lifecycle import (
+    Drain,
+    EngineHealth,
+    HeartbeatInterval,
+    Lifecycle,
+    StepTimeFit,
+    StepTimesReport,
+)
 from shared.messages.scheduler import Cancel, GenerateRequest, OutlierReport
 from tests.support.engines.coordinator_events import GATEWAY, MODEL, detokenizer, engine, route
 
@@ -261,3 +269,18 @@ async def test_an_engine_on_which_requests_keep_failing_is_told_so(world: World)
 
 def placed(world: World) -> list[str]:
     return [message.engine for message in world.sent if isinstance(message, RequestPlaced)]
+
+
+async def test_a_large_fleet_is_told_to_say_less_often_how_it_is(memory_bus: MemoryBus) -> None:
+    world = World(memory_bus, CoordinatorConfig(lifecycle_budget=2.0))
+    now = 0.0
+    memory_bus.liveness_now = lambda: now  # type: ignore[method-assign]
+    await memory_bus.subscribe(topics.heartbeat_interval(), world._note)
+    await world.start()
+    await world.hear(*(replace(engine(f"engine-{number}"), keep_alive=30.0) for number in range(7)))
+    await world.until(lambda: len(list(world.actor.core.fleet.registry.all("scheduler"))) == 7)
+    await world.actor.handle(Tick(now, now))
+    now = REPEAT_SECONDS
+    await world.actor.handle(Tick(now, now))
+    await world.until(lambda: HeartbeatInterval(4.0) in world.sent)
+    await world.stop()

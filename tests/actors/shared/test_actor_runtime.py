@@ -14,7 +14,16 @@ from shared.actor import Actor, ActorRuntime, LifecycleTable, NameTaken, Tick, T
 from shared.bus import Undelivered
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, EngineId, Incarnation, InstanceId, RequestId
-from shared.messages.lifecycle import KEEP_ALIVE_SECONDS, Drain, Lifecycle, LifecycleRequest, Phase, Standby, Undrain
+from shared.messages.lifecycle import (
+    KEEP_ALIVE_SECONDS,
+    Drain,
+    HeartbeatInterval,
+    Lifecycle,
+    LifecycleRequest,
+    Phase,
+    Standby,
+    Undrain,
+)
 from shared.messages.scheduler import Cancel, Probe, ProbeReply, StopMatched
 from shared.protocol import PROTOCOL
 from shared.reliability.transitions import IllegalTransition
@@ -309,4 +318,16 @@ async def test_who_listens_asks_for_what_was_said_before(memory_bus: MemoryBus) 
     await stack.start()
     async with asyncio.timeout(60):
         assert await asked.get() == LifecycleRequest()
+    await stack.stop()
+
+
+async def test_a_process_follows_the_pace_of_its_fleet(memory_bus: MemoryBus) -> None:
+    stack = Stack(memory_bus)
+    heard: asyncio.Queue[Lifecycle] = asyncio.Queue()
+    await stack.bus.subscribe(topics.lifecycles("scheduler"), heard.put)
+    await stack.start()
+    await stack.bus.publish(topics.heartbeat_interval(), HeartbeatInterval(20.0))
+    async with asyncio.timeout(60):
+        while (await heard.get()).keep_alive != 20.0:
+            pass
     await stack.stop()

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -75,10 +75,10 @@ class Processes:
         flags = (f"--engine={name}", f"--model={MODEL}", "--served-model-name=demo", "--device=cpu", "--threads=1")
         self.start(release, "worker", f"{name}-rank0", *flags)
 
-    def start_ring(self, release: Path, port: int) -> None:
+    def start_ring(self, release: Path, port: int, coordinator_flags: Sequence[str] = ()) -> None:
         self.start(release, "gateway", "gateway-1", f"--port={port}")
         self.start(release, "tokenizer", "tokenizer-1", f"--model={MODEL}", "--served-model-name=demo")
-        self.start(release, "coordinator", "coordinator-1")
+        self.start(release, "coordinator", "coordinator-1", *coordinator_flags)
         self.start(release, "detokenizer", "detokenizer-1", f"--model={MODEL}", "--served-model-name=demo")
 
     def log(self, instance: str) -> str:

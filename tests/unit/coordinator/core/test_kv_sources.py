@@ -6,7 +6,15 @@ import itertools
 
 import pytest
 
-from services.coordinator.core.kv_sources import DUMP_TIMEOUTS, MAX_HELD_EVENTS, KvSources, PrefixHits, Reuse
+from services.coordinator.core.kv_sources import (
+    DUMP_TIMEOUTS,
+    MAX_DUMPS,
+    MAX_HELD_EVENTS,
+    DumpRequests,
+    KvSources,
+    PrefixHits,
+    Reuse,
+)
 from shared.blocks import hash_chain
 from shared.ids import Incarnation, InstanceId, ModelName, NodeId
 from shared.messages.kv_events import KvDump
@@ -186,3 +194,51 @@ def test_of_stores_that_hold_equally_much_the_first_by_name_is_asked() -> None:
 
 def test_a_block_is_worth_less_the_farther_it_is_away() -> None:
     assert Reuse(device=1, stored=2, remote=4, remote_node=N1).worth(0.5) == 1 + 0.5 * (2 + 0.5 * 4)
+
+
+MANY = [InstanceId(f"engine-{number:04}") for number in range(100)]
+
+
+def needing_many() -> DumpRequests:
+    requests = DumpRequests()
+    for name in MANY:
+        requests.need(name)
+    return requests
+
+
+def test_dumps_of_a_large_fleet_are_requested_some_at_a_time() -> None:
+    requests, asked = needing_many(), list[InstanceId]()
+    while due := requests.due(0.1):
+        assert len(due) <= MAX_DUMPS
+        assert requests.due(0.1) == [], "as many as may be awaited"
+        asked += due
+        for name in due:
+            requests.received_part(name, 0.1)
+            requests.met(name, 0.1)
+    assert asked == MANY
+    assert not requests.needed
+
+
+def test_a_source_that_does_not_answer_keeps_others_waiting_for_one_timeout() -> None:
+    requests = needing_many()
+    silent = requests.due(0.0)
+    assert requests.due(1.9) == []
+    answering = requests.due(2.0)
+    assert answering == MANY[MAX_DUMPS : 2 * MAX_DUMPS]
+    for name in answering[:-1]:
+        requests.met(name, 2.1)
+    requests.received_part(answering[-1], 2.1)
+    others = requests.due(2.2)
+    assert not {*others} & {*silent, *answering}
+    assert len(others) == MAX_DUMPS - 1, "one dump is arriving"
+
+
+def test_one_that_is_gone_is_not_asked_and_asked_at_once_when_it_is_back() -> None:
+    requests = DumpRequests()
+    requests.need(A)
+    assert requests.due(0.0) == [A]
+    requests.forget(A)
+    assert requests.due(100.0) == []
+    requests.need(A)
+    assert requests.due(0.1) == [A]
+    assert requests.due(0.2) == []

@@ -71,3 +71,27 @@ def test_who_asks_is_told_once() -> None:
     assert beat.is_due(LIFE, 0.5)
     beat.record_published(LIFE, 0.5)
     assert not beat.is_due(LIFE, 1.0)
+
+
+def test_a_fleet_s_pace_slows_both_down_and_is_promised_at_once() -> None:
+    beat = Heartbeat(1.0)
+    beat.record_published(LIFE, 0.0)
+    beat.set_interval(8.0)
+    assert beat.keep_alive == 8.0
+    assert beat.is_due(LIFE, 0.5), "receivers still wait for what was promised before"
+    beat.record_published(LIFE, 0.5)
+    beat.set_interval(8.0)
+    changed = replace(LIFE, load=1)
+    assert not beat.is_due(changed, 4.0)
+    assert beat.is_due(changed, 4.5)
+    assert not beat.is_due(LIFE, 8.0)
+    assert beat.is_due(LIFE, 8.5)
+
+
+def test_who_says_less_often_by_itself_goes_on_so() -> None:
+    beat = Heartbeat(10.0)
+    beat.record_published(LIFE, 0.0)
+    beat.set_interval(4.0)
+    assert beat.keep_alive == 10.0
+    assert not beat.is_due(LIFE, 4.0)
+    assert beat.is_due(replace(LIFE, load=1), 2.0)
