@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +19,7 @@ from deploy.supervisor.processes import ProcessIdentity, marked_processes
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.state_file import StackState, last_state
 from deploy.supervisor.template.link import TEMPLATE
+from shared.ids import InstanceId
 
 END_DEADLINE = 5.0
 """Seconds that a process gets of which nothing is known but that it is of this stack."""
@@ -51,31 +53,33 @@ class LeftStack(NamedTuple):
                 "(baton down)"
             )
 
-    def adopted_by(self, supervisor: Supervisor, kill_after: float) -> list[str]:
+    def adopted_by(
+        self, supervisor: Supervisor, kill_after: float, elsewhere: Mapping[InstanceId, int] = MappingProxyType({})
+    ) -> list[str]:
         """Puts the processes into a supervisor's core; the names of those that it is to hear have ended. A stack that
-        was stopping is one that is to run again; `kill_after` is when who was asked to end is killed."""
+        was stopping is one that is to run again; `kill_after` is when who was asked to end is killed, `elsewhere` the
+        pids of processes that live on other machines."""
         planned = {member.process.instance: member for member in supervisor.members()}
         former = {record.instance: record.member() for record in self.state.members}
         members = {**former, **planned} if self.state.phase == "stopping" else former
         gone: list[str] = []
         for name, member in members.items():
             before = former.get(name)
-            _resume(member, before, self.living.get(name), kill_after)
-            if member.state != "waiting" and name not in self.living:
+            alive = self.living.get(name)
+            _resume(member, before, elsewhere.get(name, alive and alive.pid), kill_after)
+            if member.state != "waiting" and name not in self.living and name not in elsewhere:
                 gone.append(name)
         supervisor.adopt(members.values(), settled=self.state.phase != "starting", requested=self.state.rendezvous)
         return gone
 
 
-def _resume(
-    member: SupervisedProcess, before: SupervisedProcess | None, alive: ProcessIdentity | None, kill_after: float
-) -> None:
+def _resume(member: SupervisedProcess, before: SupervisedProcess | None, pid: int | None, kill_after: float) -> None:
     member.state = before.state if before is not None else "waiting"
-    if alive is not None and member.state == "waiting":  # started, and not written down any more
+    if pid is not None and member.state == "waiting":  # started, and not written down any more
         member.state = "running"
     if member.state == "waiting":
         return
-    member.pid = alive.pid if alive is not None else None
+    member.pid = pid
     member.deadline = kill_after if member.state == "ending" else None
 
 

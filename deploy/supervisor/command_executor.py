@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+from collections.abc import Iterable
 from typing import Any
 
 from deploy.supervisor.core.events import (
@@ -110,6 +111,10 @@ class CommandExecutor:
         else:
             self._children.signal(instance, number)
 
+    def adopt_elsewhere(self, instances: Iterable[InstanceId]) -> None:
+        """Processes of a former supervisor that `remote` goes on with."""
+        self._elsewhere.update(instances)
+
     def start_template(self, gateway_port: int) -> None:
         """Starts what forks workers, where there is none and there may be one. Needs a running event loop."""
         worker = next(
@@ -174,6 +179,7 @@ class CommandExecutor:
                 device=site.device,
                 remote=True,
                 node=site.node,
+                transfer=site.transfer,
                 standby=order.standby,
             )
             inherited = inherited_environment(process.service)

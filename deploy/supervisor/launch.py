@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from deploy.supervisor.cluster.folder import ClusterFolder
 from deploy.supervisor.core.numa_plan import share_of
 from deploy.supervisor.core.plan import ROLES, Pool, ProcessSpec, process_specs
+from deploy.supervisor.processes import TransferSite
 from deploy.supervisor.spec import FEDERATION_FOLDER, StackSpec
 from deploy.supervisor.state_file import LOCK
 from services.coordinator.config import CoordinatorConfig
@@ -41,6 +42,8 @@ class LaunchContext(NamedTuple):
     """Whether it runs on another machine, where it ends with what started it instead of with this supervisor."""
     node: NodeId | None = None
     """The name of its engine's own KV store; None: that of this host's."""
+    transfer: TransferSite | None = None
+    """Where that store sends blocks from; None: as the stack's hosts do."""
 
 
 class CommandLineOf(Protocol):
@@ -58,6 +61,8 @@ def service_command(spec: StackSpec, process: ProcessSpec, where: LaunchContext)
         **_own(spec, process, where),
         **{key: value for key, value in _chosen(spec, process).items() if key not in SECRETS},
     }
+    if where.node is not None and "kv_ssd" in settings:  # other engines' stores may be on that machine, too
+        settings["kv_ssd"] = str(Path(settings["kv_ssd"]) / where.node)
     return [sys.executable, "-m", module_of(process.service), *flags(settings)]
 
 
@@ -121,7 +126,7 @@ def _own(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[st
             return {**model, **_rank(spec, process, where), **_numa(spec, process), **_arenas(where, "kvstore_dir")}
         case "kvstore":
             memory = {"kvstore_memory": str(spec.store.memory)}
-            return {**_node(spec, where), **_arenas(where, "directory"), **memory, **_transfer(spec)}
+            return {**_node(spec, where), **_arenas(where, "directory"), **memory, **_transfer(spec, where)}
         case "coordinator" | "supervisor":
             return {}
 
@@ -178,8 +183,16 @@ def _node(spec: StackSpec, where: LaunchContext) -> dict[str, str]:
     return {"node": where.node or spec.store.node} if where.arenas else {}
 
 
-def _transfer(spec: StackSpec) -> dict[str, str]:
+def _transfer(spec: StackSpec, where: LaunchContext) -> dict[str, str]:
     """Stores of one stack's hosts send each other blocks, and know each other by the hosts' certificates."""
+    if where.transfer is not None:
+        return {
+            "transfer_port": "0",
+            "transfer_host": where.transfer.address,
+            "transfer_tls_cert": str(where.transfer.certificate),
+            "transfer_tls_key": str(where.transfer.key),
+            "transfer_tls_ca": str(where.transfer.authority),
+        }
     if spec.cluster is None:
         return {}
     tls = ClusterFolder(spec.run_dir).tls

@@ -201,6 +201,16 @@ def _opened(log: Path) -> Iterator[int]:
 # Processes of other machines: whoever runs them says what becomes of them.
 
 
+class TransferSite(NamedTuple):
+    """Where a KV store sends blocks from, and the files there by which stores know each other."""
+
+    address: str
+    """Where other nodes' stores reach it."""
+    certificate: Path
+    key: Path
+    authority: Path
+
+
 class RemoteSite(NamedTuple):
     """What is known of the place where a process is to run, once it has one."""
 
@@ -208,6 +218,8 @@ class RemoteSite(NamedTuple):
     """The name of its engine's KV store; None without one."""
     arenas: Path | None = None
     """That store's directory there."""
+    transfer: TransferSite | None = None
+    """Of that store; None where stores exchange no blocks."""
     rendezvous: str | None = None
     """Where the ranks of its engine meet, at this start."""
     device: int | None = None
@@ -243,6 +255,10 @@ class RemoteProcesses(Protocol):
 
     def attach(self, events: RemoteEvents, log_of: Callable[[str], Path]) -> None:
         """Whom it reports to, and the file that it appends each process's words to. Once, before anything starts."""
+
+    async def adopt(self, processes: Iterable[ProcessSpec]) -> Mapping[InstanceId, int]:
+        """Finds what a former supervisor left of these, which it follows from `run` on: the pids of those that live.
+        All else that this stack has elsewhere is ended."""
 
     def start(self, process: ProcessSpec, command: CommandAt, *, new_rendezvous: bool) -> None:
         """Starts a process as soon as there is a place for it. `new_rendezvous`: it is the first rank of its engine's

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -196,8 +196,10 @@ class Stack:
 
     async def _run_all(self, beside: Sequence[Beside], left: LeftStack | None) -> None:
         try:
+            processes = [] if left is None else [record.member().process for record in left.state.members]
+            elsewhere = {} if self._remote is None else await self._remote.adopt(processes)
             if left is not None:
-                self._adopt(left)
+                self._adopt(left, elsewhere)
             former = left.state if left is not None else None
             await self._access.start(self.children, self.logs, former)
             await self._store.start(self.children, self.logs, former)
@@ -236,14 +238,18 @@ class Stack:
         remove_leftovers(self.spec.run_dir)
         remove_state(self.spec.run_dir)
 
-    def _adopt(self, left: LeftStack) -> None:
+    def _adopt(self, left: LeftStack, elsewhere: Mapping[InstanceId, int]) -> None:
+        if self._remote is not None:  # their pids may be those of other processes here
+            remote = {each.instance for each in left.state.members if self._remote.takes(each.member().process)}
+            left = left._replace(living={name: each for name, each in left.living.items() if name not in remote})
         end_processes(list(left.surplus))
         for name, identity in left.living.items():
             self.children.adopt(name, identity)
-        self.adopted = len(left.living)
+        self._executor.adopt_elsewhere(elsewhere)
+        self.adopted = len(left.living) + len(elsewhere)
         self._started = left.state.started
         self._executor.rendezvous |= left.state.rendezvous
-        self._gone = left.adopted_by(self.supervisor, time.monotonic() + self.spec.drain_timeout)
+        self._gone = left.adopted_by(self.supervisor, time.monotonic() + self.spec.drain_timeout, elsewhere)
         known = {member.process.instance for member in self.supervisor.members()}
         for name in set(left.living) - known - set(SERVERS):  # started by a scaling that was not written down
             self.children.signal(name, signal.SIGTERM)

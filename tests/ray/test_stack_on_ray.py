@@ -103,6 +103,28 @@ async def test_it_is_scaled_and_an_engine_that_goes_finishes_its_streams(stack: 
     await asyncio.to_thread(stack.until, lambda state: not has(state, "engine-2") and not has(state, "engine-3"))
 
 
+async def test_a_killed_supervisors_engines_serve_on_and_are_taken_over(stack: RunningStack) -> None:
+    await all_ready(stack)
+    before = {member.instance: member.pid for member in stack.state.members}
+    async with client_of(stack.url) as client:
+        begun = [asyncio.Event() for _ in range(3)]
+        streams = [asyncio.create_task(stream_chat(client, stack.model, QUESTION, each, **LONG)) for each in begun]
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(each.wait() for each in begun))
+        stack.kill_supervisor()
+        answers = await asyncio.gather(*streams)
+        assert len({answer.text for answer in answers}) == 1
+        assert (await stream_chat(client, stack.model, QUESTION, **LONG)).text == answers[0].text
+    stack.start_supervisor()
+    await asyncio.to_thread(stack.until, lambda state: state.pid == stack.supervisor.pid and state.phase == "ready")
+    assert {member.instance: member.pid for member in stack.state.members} == before
+    # The next one follows them: what dies is started again in its place.
+    former = stack.kill("engine-1-kvstore")
+    await asyncio.to_thread(stack.replaced, "engine-1-kvstore", former)
+    assert stack.pid("engine-1") == before["engine-1"]
+    await all_ready(stack)
+
+
 async def test_nothing_is_left_after_baton_down(stack: RunningStack, tmp_path: Path) -> None:
     pids = [member.pid for member in stack.state.members if member.pid is not None]
     ended = await asyncio.to_thread(stack.baton, "down")

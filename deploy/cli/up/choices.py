@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
-from deploy.cli.up.other_hosts import check_outside_bus, cluster_choice, hosts_choice
+from deploy.cli.up.other_hosts import check_certificates, check_outside_bus, cluster_choice, hosts_choice
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder, served_name
 from deploy.supervisor.adoption import LeftStack, left_stack
@@ -263,10 +263,7 @@ def ray_choice(
         raise CommandError("--launcher ray: Ray is missing: pip install 'baton-serve[ray]'")
     if runs_here:
         raise CommandError("--launcher ray: Ray chooses hosts itself; no --advertise-address and --nodes", status=2)
-    if stack.prefill + stack.decode:
-        raise CommandError("--launcher ray: no --prefill and --decode, as their stores do not meet there", status=2)
-    if "kv_ssd" in values:
-        raise CommandError("--kv-ssd: with --launcher ray several stores of a node would have one folder", status=2)
+    check_certificates()
     worker = {**service_settings(values).get("worker", {}), **assigned.get("worker", {})}
     threads, device = worker.get("threads"), worker.get("device", "auto")
     if threads is not None and not (threads.isascii() and threads.isdigit() and int(threads)):

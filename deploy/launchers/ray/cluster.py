@@ -15,6 +15,8 @@ from deploy.supervisor.spec import RaySpec, StackSpec
 from shared.addresses import is_loopback
 
 CONNECT_TIMEOUT = 5.0
+NAMESPACE = "baton"
+"""Of Ray: where the names of actors and placement groups hold."""
 
 
 class RayCluster:
@@ -43,13 +45,13 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster(spec: StackSpec, settings: RaySpec) -> Iterator[RayCluster]:
-    """Connects to the cluster, of which this machine is a node; what the stack has there ends with the connection.
-    Raises CommandError."""
+    """Connects to the cluster, of which this machine is a node. Raises CommandError."""
     if settings.address is not None:
         _check_reachable(settings.address)
     try:
         # Or else its head's words are printed over ours.
-        ray.init(address=settings.address or "auto", log_to_driver=False, logging_level=logging.ERROR)
+        where, level = settings.address or "auto", logging.ERROR
+        ray.init(address=where, namespace=NAMESPACE, log_to_driver=False, logging_level=level)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = settings.address or "on this machine (ray start --head)"
         raise CommandError(f"--launcher ray: no cluster {where}: {str(error).strip().splitlines()[0]}") from None

@@ -1,6 +1,7 @@
 """What runs on a node of a Ray cluster: an actor that has some processes of the stack as its children.
 
-They end with it, however it ends: the kernel kills them (`tether`). Knows nothing of the supervisor.
+They end with it, however it ends: the kernel kills them (`tether`). It outlives the supervisor, whose successor finds
+it, and ends by itself where none comes.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
+from ray.exceptions import RayError
 
 from deploy.launchers.ray import tether
 from deploy.supervisor.network import interface_of
 from deploy.supervisor.state_file import shared_memory
 from shared.addresses import loopback_interface, rank_interfaces
 from shared.config import inherited_environment, process_environment
-from shared.private_files import PRIVATE_FOLDER
+from shared.private_files import PRIVATE_FOLDER, private_opener
 from shared.protocol import OWN, SpokenProtocols, incompatibility
 
 MAX_OUTPUT = 2**20
@@ -37,6 +39,7 @@ WATCH_SECONDS = 30.0
 """After which `watch` answers although nothing has happened."""
 READ_SIZE = 65_536
 RAYLET_LOOK = 0.5
+ORPHAN_LOOK = 1.0
 PREFIX = "baton-ray-"
 LOCK = "lock"
 
@@ -71,7 +74,11 @@ class _GroupProcess:
 class ProcessGroup:
     """A Ray actor. Owns the processes of one bundle and their folder."""
 
-    def __init__(self) -> None:
+    def __init__(self, orphan_seconds: float) -> None:
+        """`orphan_seconds`: for how long it goes on when no supervisor calls any more."""
+        self._heard_at = time.monotonic()
+        self._group = ray.util.get_current_placement_group()
+        threading.Thread(target=self._end_as_orphan, args=(orphan_seconds + WATCH_SECONDS,), daemon=True).start()
         threading.Thread(target=_end_with_raylet, args=(os.getppid(),), daemon=True).start()
         remove_leftovers()
         self._address = str(ray.util.get_node_ip_address())
@@ -81,12 +88,28 @@ class ProcessGroup:
     async def facts(self, model: str, theirs: tuple[int, int]) -> NodeFacts:
         """Where this is. Raises NotServable where the model's folder is not here, or this node's release speaks
         none of the protocols of `theirs`."""
+        self._heard_at = time.monotonic()
         problem = incompatibility(SpokenProtocols(*theirs), OWN)
         if problem is not None:
             raise NotServable(f"{self._address}: the supervisor's Baton does not fit this node's: {problem}")
         if not _is_folder(model):
             raise NotServable(f"{self._address}: the model is not in {model} on this node")
         return NodeFacts(self._address, str(self._folder))
+
+    async def running(self) -> dict[str, int]:
+        """The pids of its processes that live, by name; for a supervisor that finds it here."""
+        self._heard_at = time.monotonic()
+        return {name: child.process.pid for name, child in self._children.items() if child.status is None}
+
+    async def group(self) -> Any:
+        """The placement group that it is in; None where it is in none."""
+        return self._group
+
+    async def keep_files(self, files: Mapping[str, bytes]) -> None:
+        """Writes files that only this user reads into its folder. Raises OSError."""
+        for name, content in files.items():
+            with open(self._folder / name, "wb", opener=private_opener) as file:  # noqa: ASYNC230
+                file.write(content)
 
     async def free_port(self) -> int:
         """A port of this node that nobody listens on."""
@@ -98,6 +121,7 @@ class ProcessGroup:
     ) -> int:
         """Starts a program of this machine's Python; its pid. `alone`: its ranks are all on this node, and speak where
         no other machine reaches them. Raises OSError."""
+        self._heard_at = time.monotonic()
         before = self._children.get(name)
         if before is not None and before.status is None:
             raise OSError(f"{name} runs already")
@@ -118,6 +142,7 @@ class ProcessGroup:
     async def watch(self, name: str) -> tuple[bytes, int | None]:
         """What a process has said since the last call, and its status once it has ended; waits for either for
         WATCH_SECONDS."""
+        self._heard_at = time.monotonic()
         child = self._children[name]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WATCH_SECONDS):
@@ -145,6 +170,17 @@ class ProcessGroup:
             await self.signal(name, signal.SIGKILL)
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._lock)
+
+    def _end_as_orphan(self, seconds: float) -> None:
+        """Ends this process, and by that its children, when no supervisor has called for `seconds`; its placement group
+        is nobody's then, either. On a thread of its own."""
+        while time.monotonic() - self._heard_at < seconds:
+            time.sleep(ORPHAN_LOOK)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._group is not None:
+            with contextlib.suppress(RayError):
+                ray.util.remove_placement_group(self._group)
+        os._exit(1)
 
     def _follow(self, child: _GroupProcess, loop: asyncio.AbstractEventLoop) -> None:
         assert child.process.stdout is not None

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Any
@@ -27,10 +28,12 @@ from deploy.launchers.ray.placement import (
     device_of,
     engine_placement,
 )
+from deploy.launchers.ray.store_certificates import AUTHORITY, CERTIFICATE, KEY, StoreAuthority
 from deploy.supervisor.core.plan import ProcessSpec
 from deploy.supervisor.core.supervisor import BAD_SETTINGS_STATUS
-from deploy.supervisor.processes import CommandAt, RemoteEvents, RemoteSite
+from deploy.supervisor.processes import CommandAt, RemoteEvents, RemoteSite, TransferSite
 from deploy.supervisor.spec import RaySpec, StackSpec
+from deploy.supervisor.state_file import directory_of
 from shared.addresses import rendezvous_file
 from shared.ids import EngineId, InstanceId, NodeId
 from shared.private_files import private_opener
@@ -44,6 +47,8 @@ PLACE_PATIENCE = 5.0
 """Seconds for which a process waits for its place before people are told."""
 UNAVAILABLE_PAUSE = 0.5
 CLOSE_TIMEOUT = 5.0
+ADOPT_TIMEOUT = 10.0
+"""Seconds in which an actor that a former supervisor left must answer."""
 
 
 class _Place:
@@ -70,7 +75,8 @@ class _Engine:
 
 
 class RayProcesses:
-    """A `RemoteProcesses`. Owns what this stack has in the cluster; all of it is this process's, and ends with it."""
+    """A `RemoteProcesses`. Owns what this stack has in the cluster. Its actors and placement groups are detached: the
+    next supervisor finds them by their names, and where none comes they end by themselves."""
 
     def __init__(self, spec: StackSpec, settings: RaySpec, cluster: RayCluster) -> None:
         self._spec = spec
@@ -84,6 +90,11 @@ class RayProcesses:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._bug: asyncio.Future[None] | None = None
         self._closed = False
+        self._authority = StoreAuthority(spec.run_dir)
+        self._prefix = f"{directory_of(spec.run_dir).name}@{cluster.own_address}/"
+        """Of the names of all that this stack has."""
+        self._adopted: list[tuple[ProcessSpec, _Place]] = []
+        """What is to be followed once this runs."""
         self._events: RemoteEvents
         self._log_of: Callable[[str], Path]
 
@@ -102,6 +113,56 @@ class RayProcesses:
         if engine is not None and process.engine is not None and new_rendezvous:
             engine.rendezvous = self._task(self._new_rendezvous(process.engine, engine))
         self._runs[process.instance] = self._task(self._run(process, place, engine, command))
+
+    async def adopt(self, processes: Iterable[ProcessSpec]) -> Mapping[InstanceId, int]:
+        """As `RemoteProcesses.adopt`."""
+        places: dict[tuple[str, int], list[ProcessSpec]] = {}
+        for process in filter(self.takes, processes):
+            number = bundle_of(self._spec, process) if process.engine is not None else 0
+            places.setdefault((process.engine or process.instance, number), []).append(process)
+        living: dict[InstanceId, int] = {}
+        names = await asyncio.to_thread(ray.util.list_named_actors)
+        for name in sorted(each for each in names if each.startswith(self._prefix)):
+            owner, number, _ = name.removeprefix(self._prefix).split("/")
+            living |= await self._adopt_actor(name, places.pop((owner, int(number)), []))
+        await asyncio.to_thread(self._remove_other_groups)
+        return living
+
+    def _remove_other_groups(self) -> None:
+        """Of engines whose actors are gone."""
+        kept = {engine.group.id.hex() for engine in self._engines.values() if engine.group is not None}
+        for each, entry in ray.util.placement_group_table().items():
+            if entry["name"].startswith(self._prefix) and entry["state"] != "REMOVED" and each not in kept:
+                with contextlib.suppress(RayError, ValueError):
+                    ray.util.remove_placement_group(ray.util.get_placement_group(entry["name"]))
+
+    async def _adopt_actor(self, name: str, processes: Sequence[ProcessSpec]) -> dict[InstanceId, int]:
+        """Those of `processes` that live there. An actor without any is ended."""
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, name)
+            running = await asyncio.wait_for(actor.running.remote(), ADOPT_TIMEOUT)
+            facts = NodeFacts(*await actor.facts.remote(str(self._spec.model), tuple(OWN)))
+            group = await actor.group.remote()
+        except (RayError, ValueError, TimeoutError):
+            return {}
+        alive = [each for each in processes if each.instance in running]
+        if not alive:
+            await asyncio.to_thread(self._end_actor, actor, group)
+            return {}
+        place = self._place_of(alive[0])
+        place.actor, place.facts, place.opened = actor, facts, self._task(_known(facts))
+        if alive[0].engine is not None:
+            self._engines[alive[0].engine].group = group
+        for each in alive:
+            self._running[each.instance] = place
+            self._adopted.append((each, place))
+        return {each.instance: running[each.instance] for each in alive}
+
+    def _end_actor(self, actor: Any, group: Any) -> None:
+        with contextlib.suppress(RayError):
+            ray.kill(actor)
+            if group is not None:
+                ray.util.remove_placement_group(group)
 
     def signal(self, instance: InstanceId, number: Signals) -> None:
         """As `RemoteProcesses.signal`; a process that still waits for its place waits no longer."""
@@ -132,6 +193,9 @@ class RayProcesses:
     async def run(self) -> None:
         """As `RemoteProcesses.run`."""
         self._bug = asyncio.get_running_loop().create_future()
+        adopted, self._adopted = self._adopted, []
+        for process, place in adopted:
+            self._runs[process.instance] = self._task(self._run(process, place, None, None))
         try:
             await self._bug
         finally:
@@ -170,19 +234,34 @@ class RayProcesses:
 
     async def _new_actor(self, place: _Place, engine: _Engine | None) -> NodeFacts:
         place.actor = await asyncio.to_thread(self._make_actor, place, engine)
-        return NodeFacts(*await place.actor.facts.remote(str(self._spec.model), tuple(OWN)))
+        facts = NodeFacts(*await place.actor.facts.remote(str(self._spec.model), tuple(OWN)))
+        if engine is not None and self._spec.counts.engine_stores and engine.places.get(0) is place:
+            files = await asyncio.to_thread(self._authority.files_for, place.name, facts.address)
+            await place.actor.keep_files.remote(files)
+        return facts
 
     def _make_actor(self, place: _Place, engine: _Engine | None) -> Any:
-        bundle = place.bundle
+        bundle, number = place.bundle, 0
         where: Any = "SPREAD"
         if engine is not None:
             if engine.group is None:
                 bundles = [each.resources() for each in engine.placement.bundles]
-                engine.group = ray.util.placement_group(bundles, strategy=engine.placement.strategy)
-            index = next(number for number, each in engine.places.items() if each is place)
-            where = PlacementGroupSchedulingStrategy(engine.group, placement_group_bundle_index=index)
-        options = {"num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "max_restarts": 0, "scheduling_strategy": where}
-        return ray.remote(ProcessGroup).options(**options).remote()
+                name = f"{self._prefix}{place.name}/{uuid.uuid4().hex}"
+                engine.group = ray.util.placement_group(
+                    bundles, strategy=engine.placement.strategy, name=name, lifetime="detached"
+                )
+            number = next(number for number, each in engine.places.items() if each is place)
+            where = PlacementGroupSchedulingStrategy(engine.group, placement_group_bundle_index=number)
+        options = {
+            "num_cpus": bundle.cpus,
+            "num_gpus": bundle.gpus,
+            "max_restarts": 0,
+            "scheduling_strategy": where,
+            # Another name for each: the one before may not be forgotten yet.
+            "name": f"{self._prefix}{place.name}/{number}/{uuid.uuid4().hex}",
+            "lifetime": "detached",
+        }
+        return ray.remote(ProcessGroup).options(**options).remote(self._spec.orphan_timeout)
 
     async def _close_engine(self, engine: _Engine) -> None:
         await asyncio.gather(*map(self._close, engine.places.values()))
@@ -205,18 +284,21 @@ class RayProcesses:
 
     # ---- processes
 
-    async def _run(self, process: ProcessSpec, place: _Place, engine: _Engine | None, command: CommandAt) -> None:
-        """From the wait for a place to the end of the process."""
+    async def _run(
+        self, process: ProcessSpec, place: _Place, engine: _Engine | None, command: CommandAt | None
+    ) -> None:
+        """From the wait for a place to the end of the process; without a command, of one that runs already."""
         status = LOST_STATUS
         opened = self._opened(place, engine)
         try:
             facts = await asyncio.shield(opened)
-            made = command(await self._site(process, facts, engine))
-            alone = engine is None or engine.placement.one_node
-            arguments = process.instance, process.service, made.arguments, dict(made.environment)
-            pid = await place.actor.start.remote(*arguments, alone=alone)
-            self._running[process.instance] = place
-            self._events.started(process.instance, pid)
+            if command is not None:
+                made = command(await self._site(process, facts, engine))
+                alone = engine is None or engine.placement.one_node
+                arguments = process.instance, process.service, made.arguments, dict(made.environment)
+                pid = await place.actor.start.remote(*arguments, alone=alone)
+                self._running[process.instance] = place
+                self._events.started(process.instance, pid)
             status = await self._follow(process.instance, place)
         except RayTaskError as error:  # what the node said against it
             self._write(process.instance, f"{_first_line(error.cause)}\n".encode())
@@ -236,16 +318,17 @@ class RayProcesses:
     async def _site(self, process: ProcessSpec, facts: NodeFacts, engine: _Engine | None) -> RemoteSite:
         if engine is None or process.engine is None:
             return RemoteSite()
-        has_store = self._spec.counts.engine_stores
         rendezvous = None
         if process.service == "worker" and engine.rendezvous is not None:
             rendezvous = await asyncio.shield(engine.rendezvous)
-        return RemoteSite(
-            node=NodeId(process.engine) if has_store else None,
-            arenas=Path(facts.folder, "arenas") if has_store else None,
-            rendezvous=rendezvous,
-            device=device_of(self._spec, process),
-        )
+        site = RemoteSite(rendezvous=rendezvous, device=device_of(self._spec, process))
+        if not self._spec.counts.engine_stores:
+            return site
+        # Beside the first stage, whichever stage this process is of: all map one arena.
+        first = await asyncio.shield(self._opened(engine.places[0], engine))
+        folder = Path(first.folder)
+        transfer = TransferSite(first.address, folder / CERTIFICATE, folder / KEY, folder / AUTHORITY)
+        return site._replace(node=NodeId(process.engine), arenas=folder / "arenas", transfer=transfer)
 
     async def _new_rendezvous(self, name: EngineId, engine: _Engine) -> str:
         """Where the ranks of this start meet: in a file of the one node, or at a port of the first stage's."""
@@ -307,6 +390,10 @@ class RayProcesses:
             return
         if self._bug is not None and not self._bug.done():
             self._bug.set_exception(task.exception() or RuntimeError())
+
+
+async def _known(facts: NodeFacts) -> NodeFacts:
+    return facts
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from deploy.launchers.ray.placement import Bundle, bundle_of, device_of, engine_placement
 from deploy.supervisor.core.plan import Counts, process_specs
 from deploy.supervisor.launch import LaunchContext, service_command
+from deploy.supervisor.processes import TransferSite
 from deploy.supervisor.spec import RaySpec, StackSpec
+from kvstore.config import KvStoreConfig
+from shared.config import load_config
 from shared.ids import ModelName, NodeId
 
 
@@ -69,6 +73,19 @@ def test_what_runs_elsewhere_has_its_engines_store_and_does_not_look_for_the_sup
         argv = service_command(stack, process, where)
         assert not [each for each in argv if each.startswith(("--supervisor-lock", "--orphan-timeout"))]
         assert process.service == "worker" or "--node=engine-1" in argv
+
+
+def test_a_store_elsewhere_sends_blocks_from_there_and_has_a_folder_of_its_own() -> None:
+    stack = msgspec.structs.replace(spec(engine_stores=True), settings={"kvstore": {"kv_ssd": "/ssd"}})
+    site = TransferSite("10.0.0.2", Path("/f/store.pem"), Path("/f/store.key"), Path("/f/ca.pem"))
+    where = LaunchContext(
+        port=1, rendezvous=None, arenas=Path("/f/arenas"), remote=True, node=NodeId("engine-1"), transfer=site
+    )
+    (store,) = (each for each in process_specs("engines", 1, stack.counts) if each.service == "kvstore")
+    config = load_config("kvstore", KvStoreConfig, service_command(stack, store, where)[3:], {})
+    assert (config.transfer_host, config.transfer_port, config.node) == ("10.0.0.2", 0, "engine-1")
+    assert config.transfer_tls_cert == "/f/store.pem"
+    assert config.kv_ssd == "/ssd/engine-1"
 
 
 def test_resources_are_named_as_ray_names_them() -> None:

@@ -9,6 +9,7 @@ import pytest
 from deploy.cli.up.choices import ray_choice, stack_spec
 from deploy.errors import CommandError
 from deploy.launchers.ray.cluster import ray_cluster
+from deploy.supervisor.core.plan import all_process_specs
 from deploy.supervisor.settings import StackSettings
 from deploy.supervisor.spec import RaySpec, StackSpec
 
@@ -32,17 +33,16 @@ def test_without_the_launcher_there_is_no_ray() -> None:
     assert ray_choice(StackSettings(), {}, {}, runs_here=False) is None
 
 
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        ({"prefill": 1, "decode": 1}, "no --prefill and --decode"),
-        ({"advertise_address": "127.0.0.1", "nodes": 1}, "Ray chooses hosts itself"),
-        ({"kv_ssd": "/tmp/x"}, "--kv-ssd"),
-    ],
-)
-def test_what_ray_does_not_do_is_refused(tmp_path: Path, typed: dict[str, object], message: str) -> None:
-    with pytest.raises(CommandError, match=message):
-        made(tmp_path, **typed)
+def test_each_engine_of_a_pool_has_a_store(tmp_path: Path) -> None:
+    spec = made(tmp_path, prefill=1, decode=2, kv_ssd="/ssd", device="cpu")
+    stores = [each.instance for each in all_process_specs(spec.counts) if each.service == "kvstore"]
+    assert sorted(stores) == ["decode-1-kvstore", "decode-2-kvstore", "prefill-1-kvstore"]
+    assert spec.settings["kvstore"]["kv_ssd"] == "/ssd"
+
+
+def test_hosts_are_not_chosen_twice(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="Ray chooses hosts itself"):
+        made(tmp_path, advertise_address="127.0.0.1", nodes=1)
 
 
 @pytest.mark.parametrize("address", ["x", "ray://127.0.0.1:10001", "127.0.0.1:port", "127.0.0.1:1"])
