@@ -59,13 +59,15 @@ def equal(found: list[float], wanted: Tensor) -> None:
     torch.testing.assert_close(torch.tensor(found), wanted, rtol=1e-4, atol=1e-4)
 
 
-async def test_vectors_are_the_librarys_beside_streams(client: AsyncOpenAI, reference: Reference) -> None:
+async def test_vectors_are_the_librarys_beside_streams(
+    client: AsyncOpenAI, stack: RunningStack, reference: Reference
+) -> None:
     """By the SDK's own encoding, base64; the second time from the prefix cache, but for the last tokens."""
     streams = [
-        asyncio.create_task(stream_chat(client, "model", f"Tell me a story ({i})", max_tokens=60)) for i in range(4)
+        asyncio.create_task(stream_chat(client, stack.model, f"Tell me a story ({i})", max_tokens=60)) for i in range(4)
     ]
     for _ in range(2):
-        answer = await client.embeddings.create(model="model", input=TEXTS)
+        answer = await client.embeddings.create(model=stack.model, input=TEXTS)
         assert [one.index for one in answer.data] == [0, 1, 2, 3]
         for text, one in zip(TEXTS, answer.data, strict=True):
             equal(one.embedding, reference.last(reference.tokens(text)))
@@ -73,32 +75,32 @@ async def test_vectors_are_the_librarys_beside_streams(client: AsyncOpenAI, refe
     assert all(stream.finish for stream in await asyncio.gather(*streams))
 
 
-async def test_token_ids_floats_and_dimensions(client: AsyncOpenAI, reference: Reference) -> None:
+async def test_token_ids_floats_and_dimensions(client: AsyncOpenAI, stack: RunningStack, reference: Reference) -> None:
     ids = [reference.tokens(text) for text in TEXTS]
-    answer = await client.embeddings.create(model="model", input=ids, encoding_format="float", dimensions=16)
+    answer = await client.embeddings.create(model=stack.model, input=ids, encoding_format="float", dimensions=16)
     for tokens, one in zip(ids, answer.data, strict=True):
         equal(one.embedding, reference.last(tokens, 16))
-    alone = await client.embeddings.create(model="model", input=ids[0], extra_body={"normalize": False})
+    alone = await client.embeddings.create(model=stack.model, input=ids[0], extra_body={"normalize": False})
     equal(alone.data[0].embedding, reference.hidden(ids[0])[-1])
 
 
-async def test_many_inputs_of_one_request(client: AsyncOpenAI, reference: Reference) -> None:
+async def test_many_inputs_of_one_request(client: AsyncOpenAI, stack: RunningStack, reference: Reference) -> None:
     """More than an engine runs at once; equal prompts too."""
     inputs = [[5 + i % 7, 9, 11 + i % 300] for i in range(300)]
-    answer = await client.embeddings.create(model="model", input=inputs)
+    answer = await client.embeddings.create(model=stack.model, input=inputs)
     assert [one.index for one in answer.data] == list(range(300))
     for number in (0, 133, 299):
         equal(answer.data[number].embedding, reference.last(inputs[number]))
 
 
-async def test_what_is_wrong_with_an_input_is_said(client: AsyncOpenAI) -> None:
-    longest = (await client.models.retrieve("model")).model_dump()["max_model_len"]
+async def test_what_is_wrong_with_an_input_is_said(client: AsyncOpenAI, stack: RunningStack) -> None:
+    longest = (await client.models.retrieve(stack.model)).model_dump()["max_model_len"]
     with pytest.raises(openai.BadRequestError, match="maximum context length") as error:
-        await client.embeddings.create(model="model", input=[[5] * (longest + 1)])
+        await client.embeddings.create(model=stack.model, input=[[5] * (longest + 1)])
     assert (error.value.param, error.value.code) == ("input", "context_length_exceeded")
-    assert len((await client.embeddings.create(model="model", input=[[5] * longest])).data) == 1
+    assert len((await client.embeddings.create(model=stack.model, input=[[5] * longest])).data) == 1
     with pytest.raises(openai.BadRequestError, match="input: at least one token"):
-        await client.embeddings.create(model="model", input="", extra_body={"add_special_tokens": False})
+        await client.embeddings.create(model=stack.model, input="", extra_body={"add_special_tokens": False})
 
 
 async def test_means_are_computed_whole_where_prompts_have_engines_of_their_own(
@@ -107,6 +109,6 @@ async def test_means_are_computed_whole_where_prompts_have_engines_of_their_own(
     """In chunks of 96 tokens; nothing is handed over, and nothing comes from a cache."""
     async with client_of(pools.url) as client:
         for _ in range(2):
-            answer = await client.embeddings.create(model="model", input=TEXTS)
+            answer = await client.embeddings.create(model=pools.model, input=TEXTS)
             for text, one in zip(TEXTS, answer.data, strict=True):
                 equal(one.embedding, reference.mean(reference.tokens(text)))
