@@ -291,10 +291,10 @@ async def test_request_ids_are_passed_on(stack: GatewayStack) -> None:
 async def test_what_is_not_there_is_said_as_json(stack: GatewayStack) -> None:
     missing = await stack.http.get("/v2/nothing")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
-    embeddings = await stack.http.post("/v1/embeddings", json={"input": "x"})
-    assert embeddings.status_code == 404
-    served = "/v1/chat/completions, /v1/completions, /tokenize, /detokenize, /v1/models"
-    assert embeddings.json()["error"]["message"] == f"POST /v1/embeddings: Not Found; served are {served}"
+    images = await stack.http.post("/v1/images/generations", json={"prompt": "x"})
+    assert images.status_code == 404
+    served = "/v1/chat/completions, /v1/completions, /v1/embeddings, /tokenize, /detokenize, /v1/models"
+    assert images.json()["error"]["message"] == f"POST /v1/images/generations: Not Found; served are {served}"
     wrong = await stack.http.get("/v1/chat/completions")
     assert wrong.status_code == 405
     assert "allow" in wrong.headers

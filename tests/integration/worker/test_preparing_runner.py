@@ -175,7 +175,7 @@ def test_what_computing_raises_is_raised_where_it_is_waited_for(
     step.launch()
     assert step.result().sampled == ()
 
-    def burns(*_: object) -> None:
+    def burns(*_: object, **__: object) -> None:
         raise ArithmeticError("the processor burns")
 
     monkeypatch.setattr(backend.rank, "forward", burns)
