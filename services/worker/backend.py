@@ -122,7 +122,8 @@ class Backend(Protocol):
         """What the thread that launches enters once, before its first step."""
 
     def reset(self) -> None:
-        """Forgets every sequence: a new epoch begins. No step is under way."""
+        """Forgets every sequence: a new epoch begins. No step is under way. Ranks that compute together wait for each
+        other here; raises where they have not computed the same steps before."""
 
 
 def run_step(backend: Backend, plan: StepPlan) -> StepOutput:

@@ -76,6 +76,8 @@ KiB."""
 CANCEL_AGAIN = 0.1
 """Seconds from one cancellation to the next of a task that goes on."""
 RECONNECT_WAIT = 0.1
+ANSWER_SECONDS = 2
+"""For the first answer of a server that has let us in."""
 GRACE_AFTER_RECONNECT = 2.0
 ERROR_REPLY = "Baton-Error"
 
@@ -347,11 +349,78 @@ class _EncryptedClient(_PromptClient):
         await super()._close(status, do_cbs)
 
 
+class _ClosedAtOnce(Exception):
+    """The server has closed a connection right behind the handshake; the text is why."""
+
+
 async def connect(options: NatsOptions) -> NatsBus:
-    """A bus on the first server that answers. Raises BusError, naming the servers, when none does in time."""
+    """A bus on the first server that answers. Raises BusError, naming the servers, when none does in time.
+
+    A server that takes over other users just now may let a client in and close the connection in the next moment:
+    then it is tried again for as long as where the server does not know us."""
     if any(server.startswith(("ws://", "wss://")) for server in options.servers):
         _allow_websockets()
+    until = time.monotonic() + (options.refused_timeout or options.connect_timeout)
+    while True:
+        try:
+            return await _connect_once(options)
+        except _ClosedAtOnce as closed:
+            if time.monotonic() >= until:
+                raise BusError(f"no NATS server at {', '.join(options.servers)}: {closed}") from None
+            await asyncio.sleep(RECONNECT_WAIT)
+
+
+async def _connect_once(options: NatsOptions) -> NatsBus:
+    """Raises _ClosedAtOnce, BusError."""
     liveness = LivenessClock(time.monotonic, GRACE_AFTER_RECONNECT)
+    last_error: list[Exception] = []
+    refusals: set[bool] = set()
+    closed = asyncio.Event()
+
+    async def failed(error: Exception) -> None:
+        last_error[:] = [error]
+        refusals.add(_is_refusal(error))
+        refused = "permissions violation" in str(error).lower()
+        log.log(logging.ERROR if refused else logging.WARNING, "bus error", extra={"error": repr(error)})
+
+    async def ended() -> None:
+        closed.set()
+
+    callbacks: dict[str, Any] = {"error_cb": failed, "closed_cb": ended, **_outages(liveness)}
+    client = _EncryptedClient() if options.is_encrypted else _PromptClient()
+    try:
+        connecting = client.connect(**_arguments(options), **callbacks)
+        await _in_time(connecting, options.connect_timeout, options.refused_timeout, lambda: refusals == {True})
+    except (OSError, TimeoutError, nats.errors.Error) as error:
+        await client.close()
+        why = last_error[0] if last_error and isinstance(error, TimeoutError) else error
+        said = str(why) or f"no answer within {options.connect_timeout:g} s; does it hang, or is its machine too busy?"
+        raise BusError(f"no NATS server at {', '.join(options.servers)}: {said}") from None
+    bus = NatsBus(client, options.namespace, liveness)
+    with contextlib.suppress(nats.errors.ConnectionClosedError):
+        await bus.listen_for_undelivered()
+        await _heard(client, closed)
+    if client.is_closed:
+        raise _ClosedAtOnce(str(client.last_error or "it has closed the connection"))
+    BUS_CONNECTED.set(1)
+    return bus
+
+
+async def _heard(client: Client, closed: asyncio.Event) -> None:
+    """Returns once the server has answered behind the handshake, or the connection is `closed`; and after
+    ANSWER_SECONDS, as a server that is slow is none that refuses."""
+    answered = asyncio.create_task(client.flush(timeout=ANSWER_SECONDS))
+    ending = asyncio.create_task(closed.wait())
+    try:
+        await asyncio.wait({answered, ending}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (answered, ending):
+            task.cancel()
+        await asyncio.gather(answered, ending, return_exceptions=True)
+
+
+def _outages(liveness: LivenessClock) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+    """What the client calls when it has lost the server, and when it is back."""
 
     async def disconnected() -> None:
         liveness.disconnected()
@@ -363,16 +432,12 @@ async def connect(options: NatsOptions) -> NatsBus:
         BUS_CONNECTED.set(1)
         log.warning("bus back")
 
-    last_error: list[Exception] = []
-    refusals: set[bool] = set()
+    return {"disconnected_cb": disconnected, "reconnected_cb": reconnected}
 
-    async def failed(error: Exception) -> None:
-        last_error[:] = [error]
-        refusals.add(_is_refusal(error))
-        refused = "permissions violation" in str(error).lower()
-        log.log(logging.ERROR if refused else logging.WARNING, "bus error", extra={"error": repr(error)})
 
-    arguments: dict[str, Any] = {
+def _arguments(options: NatsOptions) -> dict[str, Any]:
+    """What the client is told, but for its callbacks."""
+    return {
         "servers": list(options.servers),
         "name": options.name,
         "user": options.user,
@@ -380,9 +445,6 @@ async def connect(options: NatsOptions) -> NatsBus:
         "inbox_prefix": inbox_prefix(options.user),
         "user_credentials": str(options.credentials) if options.credentials else None,
         "tls": ssl.create_default_context(cafile=str(options.tls_ca)) if options.tls_ca else None,
-        "disconnected_cb": disconnected,
-        "reconnected_cb": reconnected,
-        "error_cb": failed,
         "max_reconnect_attempts": -1,
         "reconnect_time_wait": RECONNECT_WAIT,
         "connect_timeout": 2,
@@ -390,19 +452,6 @@ async def connect(options: NatsOptions) -> NatsBus:
         "max_outstanding_pings": 2,
         "pending_size": PENDING_BYTES,
     }
-    client = _EncryptedClient() if options.is_encrypted else _PromptClient()
-    try:
-        connecting = client.connect(**arguments)
-        await _in_time(connecting, options.connect_timeout, options.refused_timeout, lambda: refusals == {True})
-    except (OSError, TimeoutError, nats.errors.Error) as error:
-        await client.close()
-        why = last_error[0] if last_error and isinstance(error, TimeoutError) else error
-        said = str(why) or f"no answer within {options.connect_timeout:g} s; does it hang, or is its machine too busy?"
-        raise BusError(f"no NATS server at {', '.join(options.servers)}: {said}") from None
-    BUS_CONNECTED.set(1)
-    bus = NatsBus(client, options.namespace, liveness)
-    await bus.listen_for_undelivered()
-    return bus
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -90,6 +90,7 @@ def stack_spec(
         values,
         model,
         dummy_weights=load_format == "dummy",
+        simulated=assigned.get("worker", {}).get("device", values.get("device")) == "sim",
         is_running=left_stack(run_dir) is not None,
     )
     spec = StackSpec(

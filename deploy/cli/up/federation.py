@@ -30,9 +30,16 @@ LOOK_TIMEOUT = 3.0
 
 
 def federation_choice(
-    stack: StackSettings, values: Mapping[str, Any], model: Path, *, dummy_weights: bool, is_running: bool
+    stack: StackSettings,
+    values: Mapping[str, Any],
+    model: Path,
+    *,
+    dummy_weights: bool,
+    simulated: bool,
+    is_running: bool,
 ) -> FederationSpec | None:
-    """None: in no federation. `is_running`: processes of this stack go on without their supervisor, and have the port.
+    """None: in no federation. `simulated`: its engines only say something that looks like text. `is_running`: processes
+    of this stack go on without their supervisor, and have the port.
     Raises CommandError, too where a cluster that is there does not fit."""
     name = values.get("cluster")
     if stack.federation_address is None:
@@ -43,7 +50,7 @@ def federation_choice(
                     f"{flag}: --federation-address is needed, too, where others reach this one", status=2
                 )
         return None
-    spec = _spec(stack, name, _fingerprint(model, dummy_weights=dummy_weights))
+    spec = _spec(stack, name, _fingerprint(model, dummy_weights=dummy_weights, simulated=simulated))
     if not is_running:
         _check_listens(spec)
         asyncio.run(_check_others(spec))
@@ -80,12 +87,15 @@ def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _fingerprint(model: Path, *, dummy_weights: bool) -> str:
+def _fingerprint(model: Path, *, dummy_weights: bool, simulated: bool) -> str:
+    """Of the model as clients hear it. A simulated one never stands in for one that is computed: a drained cluster
+    serves what no other one can, and its client could not tell."""
     try:
         parts = model_fingerprint(model, weights=not dummy_weights)
     except OSError as error:
         raise CommandError(f"{error}") from None
-    return blake2b(f"{parts.config} {parts.tokenizer} {parts.weights}".encode(), digest_size=16).hexdigest()
+    told = f"{parts.config} {parts.tokenizer} {parts.weights}{' simulated' if simulated else ''}"
+    return blake2b(told.encode(), digest_size=16).hexdigest()
 
 
 def _check_listens(spec: FederationSpec) -> None:

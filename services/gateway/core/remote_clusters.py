@@ -309,7 +309,7 @@ class RemoteClusters:
             if each.model in self._rooms and ours and each.fingerprint and each.fingerprint != ours:
                 return (
                     f"model {each.model}: its files have the fingerprint {each.fingerprint.hex()[:12]}, those here "
-                    f"{ours.hex()[:12]}; another model needs another --served-model-name"
+                    f"{ours.hex()[:12]}, or one is simulated; another model needs another --served-model-name"
                 )
         return None
 

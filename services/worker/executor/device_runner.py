@@ -65,10 +65,11 @@ class DeviceRunner(StepRunner):
     def reset(self) -> None:
         """Forgets every sequence; no step is under way, or nobody wants to know what it draws."""
         self._pending.clear()
-        self.rank.clear()
+        self.rank.begin_epoch()
 
     def prepare(self, plan: StepPlan) -> DeviceStep:
         """Waits for steps under way only where the host cannot go on without knowing what they draw."""
+        self.rank.steps += 1
         goes_ahead = self.rank.drafting.goes_ahead(plan)
         self._pending.finish_drafts(but_latest=goes_ahead and self._can_be_moved_back())
         self._put(self.rank.update_sequences(plan))

@@ -73,13 +73,14 @@ class HostRunner(StepRunner):
         self.wait()
         self._expected.receive_all()
         self._reuse.forget()
-        self.rank.clear()
+        self.rank.begin_epoch()
 
     # ---- on the thread that prepares
 
     def prepare(self, plan: StepPlan) -> HostStep:
         """Waits for the steps before it where it needs to know more than how many tokens they draw. Raises what
         computing them raised."""
+        self.rank.steps += 1
         if any(work.speculate for work in plan.work):
             self._latest = HostStep(self, plan)
             return self._latest

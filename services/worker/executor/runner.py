@@ -41,6 +41,11 @@ from shared.messages.worker import StepPlan
 UNDEFINED = "the model computed NaN"
 
 
+class RanksApart(Exception):
+    """The ranks of an engine have not computed the same steps: what they would exchange from here on is of different
+    ones, so they start anew. The text says how many steps each has computed at the least and at the most."""
+
+
 class RankState:
     """Owns a rank's share of the model, its KV memory, and its sequences with their grammars. Used from the compute
     thread."""
@@ -78,6 +83,8 @@ class RankState:
         self.caches: KvCaches = decoder.allocate_kv(num_blocks)
         """Read and written by steps and copies only, and by measurements without sequences."""
         self.kv: RankKvCache = decoder.share_kv(self.caches, digest)
+        self.steps = 0
+        """Plans of this epoch that were prepared; runners count them."""
         self._forward = self._eager_or(replaying)
         self.sequences = SequenceTable(
             max_sequences=max_num_seqs,
@@ -95,8 +102,16 @@ class RankState:
     def _eager_or(self, replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None) -> ForwardPass:
         return self.decoder.fastest_pass if replaying is None else replaying(self.decoder.forward, self.caches)
 
-    def clear(self) -> None:
-        """Removes every sequence."""
+    def begin_epoch(self) -> None:
+        """Removes every sequence, once all ranks of the engine have said that they computed the same steps.
+
+        One that missed the last plans of the epoch before, of a scheduler that died meanwhile, cannot know that. The
+        others then wait for it inside such a step, by other groups than these collectives', and are found by their
+        watchdogs; or they say how many there were. Raises RanksApart, and what a collective raises."""
+        steps, self.steps = self.steps, 0
+        least, most = self.communicator.minimum(steps), -self.communicator.minimum(-steps)
+        if least != most:
+            raise RanksApart(f"of the epoch before, {least} steps at the least and {most} at the most are computed")
         self.sequences.clear()
         if self.guided is not None:
             self.guided.clear()

@@ -13,9 +13,13 @@ import torch
 from services.scheduler.core.limits import EngineLimits
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import Method, SpeculationSettings
+from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
+from shared.messages.worker import NewSequence, SequenceWork, StepPlan
+from shared.packing import pack
 from tests.support.models.tiny_drafters import make_eagle, make_medusa
 from tests.support.models.tiny_models import FAMILIES, TinyModel, make_model
+from tests.support.worker.plan_driver import GREEDY
 from tests.support.worker.rank_processes import EngineOfRanks, RankProcesses, rank_processes
 
 OUTPUT = 6
@@ -23,6 +27,8 @@ OUTPUT_OF_DRAFTS = 12
 WORDS = 159
 """Divide by neither 2 nor 4: one rank's share of embedding and head is padded."""
 SEEDED = SamplingOptions(seed=77, temperature=0.8, top_p=0.9)
+SILENT = 1.0
+"""Seconds in which a rank that computes would have answered."""
 PREEMPTING = 10
 """Blocks in which the requests below do not fit together."""
 
@@ -232,3 +238,28 @@ def test_plans_in_flight_fill_the_stages(ranks: RankProcesses, models: Callable[
     assert engine.most_in_flight == 2, "one in each stage"
     # Two micro-batches of two sequences take turns: every sequence gets a token in every other step.
     assert engine.steps - before >= 2 * 10
+
+
+def beginning(epoch: int, step: int, *, released: tuple[SequenceId, ...] = ()) -> StepPlan:
+    """A prompt of one token, which draws the next."""
+    sequence = SequenceId(step)
+    new = NewSequence(
+        sequence=sequence, tokens=pack([7]), prompt_length=1, computed=0, blocks=pack([0]), sampling=GREEDY
+    )
+    work = SequenceWork(sequence, 1, b"", True)
+    return StepPlan(epoch=Incarnation(epoch), step=step, released=released, new=(new,), work=(work,))
+
+
+def test_a_rank_that_missed_the_last_step_computes_nothing_with_the_others(
+    ranks: RankProcesses, models: Callable[..., TinyModel]
+) -> None:
+    """A scheduler dies behind a plan that only one rank has received. The first plan of its successor is as large: what
+    they exchange would fit together, and no token would mean anything. The last test here, as its ranks end."""
+    ranks.serve(models("llama").path, tp=2)
+    ranks.tell(2, beginning(1, 0))
+    ranks.read(0)
+    ranks.tell_one(0, beginning(1, 1, released=(SequenceId(0),)))
+    ranks.tell(2, beginning(2, 0))
+    assert not ranks.says_something(0, within=SILENT)
+    ranks.kill(1)
+    assert ranks.exit_status(0, within=60) != 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,8 +102,24 @@ class RankProcesses:
         return payload
 
     def tell(self, ranks: int, message: msgspec.Struct) -> None:
-        for process in self._processes[:ranks]:
-            write(_pipe(process.stdin), message)
+        for rank in range(ranks):
+            self.tell_one(rank, message)
+
+    def tell_one(self, rank: int, message: msgspec.Struct) -> None:
+        write(_pipe(self._processes[rank].stdin), message)
+
+    def says_something(self, rank: int, within: float) -> bool:
+        """Whether it answers in so many seconds, or ends."""
+        return bool(select.select([_pipe(self._processes[rank].stdout)], [], [], within)[0])
+
+    def kill(self, rank: int) -> None:
+        """It ends, as where its watchdog has found that a step does not."""
+        self._processes[rank].kill()
+        self._processes[rank].wait()
+
+    def exit_status(self, rank: int, within: float) -> int:
+        """Of a rank that ends by itself. Raises TimeoutExpired."""
+        return self._processes[rank].wait(within)
 
     def close(self) -> None:
         for process in self._processes:

@@ -29,11 +29,16 @@ from tests.support.paths import DEMO_MODEL
 SECRET = "known to all clusters"
 
 
-def chosen(*, cluster: str | None = "eu", **typed: Any) -> FederationSpec | None:
+def chosen(*, cluster: str | None = "eu", simulated: bool = False, **typed: Any) -> FederationSpec | None:
     values = {} if cluster is None else {"cluster": cluster}
     known = {"federation_address": f"127.0.0.1:{free_port()}", "federation_secret": SECRET}
     return federation_choice(
-        StackSettings(**(known | typed)), values, DEMO_MODEL, dummy_weights=False, is_running=False
+        StackSettings(**(known | typed)),
+        values,
+        DEMO_MODEL,
+        dummy_weights=False,
+        simulated=simulated,
+        is_running=False,
     )
 
 
@@ -58,6 +63,13 @@ def test_what_does_not_fit_is_refused_with_the_option(typed: dict[str, Any], wor
 
 def test_a_stack_that_names_no_cluster_is_in_no_federation() -> None:
     assert chosen(cluster=None, federation_address=None) is None
+
+
+def test_a_simulated_model_is_another_one_than_the_same_files_computed() -> None:
+    computed, simulated = chosen(), chosen(simulated=True)
+    assert computed is not None
+    assert simulated is not None
+    assert computed.model != simulated.model
 
 
 def test_a_cluster_that_is_not_there_yet_is_no_reason_not_to_start(capsys: pytest.CaptureFixture[str]) -> None:

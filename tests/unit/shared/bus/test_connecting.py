@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.bus.nats_bus import _in_time
+from shared.bus import BusError
+from shared.bus.nats_bus import NatsOptions, _in_time, connect
+
+INFO = b'INFO {"server_id":"s","version":"2.10.0","proto":1,"port":1,"max_payload":1048576,"headers":true}\r\n'
 
 
 async def test_a_client_that_takes_a_cancellation_for_another_s_is_given_up_nevertheless() -> None:
@@ -49,3 +54,42 @@ async def test_only_a_client_that_is_refused_is_given_up_early() -> None:
         await asyncio.sleep(0.1)
         connected.set()
         await slow
+
+
+@contextlib.asynccontextmanager
+async def server_that_takes_over_users(closes: int) -> AsyncIterator[tuple[str, list[int]]]:
+    """Lets every client in, and closes the first `closes` connections right behind that; its URL, and a count of its
+    connections."""
+    connections: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(len(connections))
+        refuses = len(connections) <= closes
+        writer.write(INFO)
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                if line == b"PING\r\n":
+                    writer.write(b"PONG\r\n" + (b"-ERR 'Authorization Violation'\r\n" if refuses else b""))
+                    if refuses:
+                        break
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections
+
+
+async def test_a_server_that_takes_over_users_just_now_is_tried_again() -> None:
+    """As a supervisor does that takes over a stack, whose server is about to read its new configuration."""
+    async with server_that_takes_over_users(closes=2) as (url, connections), asyncio.timeout(60):
+        bus = await connect(NatsOptions(servers=(url,)))
+        await bus.flush()
+        assert len(connections) == 3
+        await bus.close()
+
+
+async def test_one_that_goes_on_closing_connections_is_given_up_with_its_reason() -> None:
+    async with server_that_takes_over_users(closes=10**6) as (url, _), asyncio.timeout(60):
+        with pytest.raises(BusError, match="authorization failed"):
+            await connect(NatsOptions(servers=(url,), connect_timeout=0.3))
