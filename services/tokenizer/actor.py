@@ -25,6 +25,7 @@ from shared.messages.tokenizer import (
     ChatPrompt,
     Decode,
     Encode,
+    PairPrompt,
     Prompt,
     TextPrompt,
     Tokenize,
@@ -43,7 +44,7 @@ INLINE_BYTES = 4096
 """Prompts up to this size are tokenized on the event loop: about a millisecond, less than a thread's detour
 under load would cost the others."""
 
-KINDS: dict[type[Prompt], str] = {ChatPrompt: "chat", TextPrompt: "text", TokenPrompt: "tokens"}
+KINDS: dict[type[Prompt], str] = {ChatPrompt: "chat", TextPrompt: "text", TokenPrompt: "tokens", PairPrompt: "pair"}
 """Each kind of prompt and its label in the metrics."""
 
 
@@ -252,6 +253,8 @@ def _size(prompt: Prompt) -> int:
             return len(prompt.text)
         case TokenPrompt():
             return len(prompt.tokens) // 16
+        case PairPrompt():
+            return len(prompt.text) + len(prompt.second)
         case _:
             assert_never(prompt)
 

@@ -30,8 +30,12 @@ MIN_STEP_SHARE = 0.01
 """No step takes less than this share of a mean one, whatever was fitted."""
 
 
+LogitActivation = Literal["sigmoid", "softmax", "none"]
+"""What makes probabilities of a classifier's logits, or leaves them as they are."""
+
+
 class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
-    """How an engine makes vectors (embeddings) of prompts."""
+    """How an engine makes vectors of prompts: embeddings, or logits of a classifier's labels."""
 
     pooling: PoolingType
     normalize: bool
@@ -40,6 +44,10 @@ class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
     """Elements of a whole vector."""
     matryoshka: tuple[int, ...] = ()
     """Numbers of elements that a request may ask for; empty: any up to `size`."""
+    labels: tuple[str, ...] = ()
+    """Names of a classifier's labels, for each of which a vector has a logit; empty: vectors are embeddings."""
+    activation: LogitActivation = "none"
+    """What a classifier's logits go through where a request does not say."""
 
 
 class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):

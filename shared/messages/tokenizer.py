@@ -39,7 +39,15 @@ class TokenPrompt(Struct, frozen=True, array_like=True, tag="tokens"):
     tokens: bytes
 
 
-Prompt = ChatPrompt | TextPrompt | TokenPrompt
+class PairPrompt(Struct, frozen=True, array_like=True, tag="pair"):
+    """Two texts to be tokenized as a pair, as a cross-encoder reads them: with what the tokenizer puts between and
+    around them."""
+
+    text: str
+    second: str
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt | PairPrompt
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

@@ -33,6 +33,7 @@ FEATURES = (
     "beam search",
     "tool calls",
     "KV connector",
+    "pooling",
 )
 HEADING = """\
 # Features together

@@ -59,7 +59,9 @@ CARD = lifecycle.ModelCard(
     eos_token_ids=(2,),
     dtype="float32",
     created=1,
-    pooling=lifecycle.PoolingCard(pooling="last", normalize=True, size=4, matryoshka=(2, 4)),
+    pooling=lifecycle.PoolingCard(
+        pooling="last", normalize=True, size=4, matryoshka=(2, 4), labels=("x",), activation="sigmoid"
+    ),
 )
 GENERATION = generation.Generation(
     request=R,
@@ -375,6 +377,7 @@ MESSAGES: list[Any] = [
     coordinator.PullPrefills(E, 4096),
     lifecycle.LifecycleRequest(),
     lifecycle.HeartbeatInterval(4.0),
+    tokenizer.Encode(tokenizer.PairPrompt("hi", "there")),
 ]
 
 

@@ -25,6 +25,10 @@ INT64 = 2**63
 SEED_MASK = INT64 - 1
 
 
+GenerationKind = Literal["chat", "completion", "embedding", "pooling", "classification", "score", "rerank"]
+"""The family of endpoints that a request comes from, as metrics and logs name it."""
+
+
 class RequestLimits(Struct, frozen=True, kw_only=True):
     """The most that a single request may ask for."""
 
@@ -40,7 +44,7 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
     max_bad_word_chars: int = 256
     max_beams: int = 16
     max_embeddings: int = 2048
-    """Inputs of a request for embeddings: OpenAI's limit."""
+    """Inputs of a request for embeddings or labels, texts that one is compared with: OpenAI's limit."""
     allow_request_template: bool = False
     allow_prefix_caching: bool = True
 
@@ -91,9 +95,9 @@ class ChoiceRequest(NamedTuple):
 
 
 class GenerationRequest(Struct, frozen=True, kw_only=True):
-    """A checked request for a chat or a completion."""
+    """A checked request for a chat, a completion, or vectors of prompts."""
 
-    kind: Literal["chat", "completion", "embedding"]
+    kind: GenerationKind
     model: ModelCard
     prompts: tuple[Prompt, ...]
     n: int
@@ -313,10 +317,11 @@ def check_token_ids(name: str, ids: list[int], card: ModelCard) -> None:
 
 
 def check_generates(card: ModelCard) -> ModelCard:
-    """Returns the card. Raises RequestError 400 where the model makes embeddings only."""
+    """Returns the card. Raises RequestError 400 where the model makes vectors only."""
     if card.generates:
         return card
-    raise invalid("model", f"{card.name} has no language model head and generates no text; it serves /v1/embeddings")
+    serves = "/classify" if card.pooling is not None and card.pooling.labels else "/v1/embeddings"
+    raise invalid("model", f"{card.name} has no language model head and generates no text; it serves {serves}")
 
 
 def choose_model(name: str | None, cards: list[ModelCard]) -> ModelCard:

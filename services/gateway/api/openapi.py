@@ -9,8 +9,10 @@ import msgspec
 
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.completions import CompletionFields
-from services.gateway.api.embeddings import EmbeddingFields
 from services.gateway.api.generation import RANGES, AllowedRange, CommonFields
+from services.gateway.api.pooling.classification import ClassificationFields
+from services.gateway.api.pooling.embeddings import EmbeddingFields, PoolingFields
+from services.gateway.api.pooling.scores import RerankFields, ScoreFields
 from services.gateway.api.prompts import DetokenizeFields, TokenizeFields
 
 SCHEMAS = "#/components/schemas/"
@@ -51,6 +53,13 @@ OPERATIONS = (
     Operation("POST", "/v1/chat/completions", "Generate the next message of a chat.", ChatFields, GENERATED),
     Operation("POST", "/v1/completions", "Continue texts or token ids.", CompletionFields, GENERATED),
     Operation("POST", "/v1/embeddings", "Vectors of texts or token ids.", EmbeddingFields),
+    Operation("POST", "/pooling", "Vectors or probabilities, whichever the model makes.", PoolingFields),
+    Operation("POST", "/classify", "The labels of texts or token ids.", ClassificationFields),
+    Operation("POST", "/score", "How well texts go together.", ScoreFields),
+    Operation("POST", "/v1/score", "The same as /score.", ScoreFields),
+    Operation("POST", "/rerank", "Documents in the order of their relevance.", RerankFields),
+    Operation("POST", "/v1/rerank", "The same as /rerank.", RerankFields),
+    Operation("POST", "/v2/rerank", "The same as /rerank, as version 2 of Cohere's API has it.", RerankFields),
     Operation("POST", "/tokenize", "The token ids of a text or of messages.", TokenizeFields),
     Operation("POST", "/detokenize", "The text of token ids.", DetokenizeFields),
     Operation("GET", "/v1/models", "All models that are served."),

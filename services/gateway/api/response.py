@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +11,7 @@ import msgspec
 
 from services.gateway.api.chat import AssistantMessage
 from services.gateway.api.errors import STATUS, RequestError
-from services.gateway.api.generation import ResponseOptions
+from services.gateway.api.generation import GenerationKind, ResponseOptions
 from services.gateway.api.logprobs import (
     CompletionLogprobs,
     TokenNaming,
@@ -35,17 +35,20 @@ ResponseOutcome = Literal["finished", "failed", "client left", "client too slow"
 client gets the overflow provider's answer."""
 
 
-ResponseKind = Literal["chat", "completion", "embedding"]
+PROMPT_FIELDS = {"chat": "messages", "completion": "prompt"}
+"""The client's names of what is tokenized."""
 
 
 class ResponseHeader(NamedTuple):
     """The fields with which every body and every chunk of a response starts."""
 
-    kind: ResponseKind
+    kind: GenerationKind
     id: str
     created: int
     """Creation time in Unix seconds."""
     model: str
+    prompt_field: str = ""
+    """The client's name of the prompts; empty: that of its kind."""
 
     def fields(self, *, chunk: bool) -> dict[str, Any]:
         """Returns them as JSON fields; `chunk`: of a streamed chunk."""
@@ -131,7 +134,7 @@ def usage(choices: list[ChoiceState]) -> dict[str, Any]:
     }
 
 
-def prompt_tokens(choices: list[ChoiceState]) -> int:
+def prompt_tokens(choices: Sequence[ChoiceState]) -> int:
     """Returns the tokens of all prompts. A prompt that several choices continue counts once."""
     return sum({choice.prompt: choice.prompt_tokens for choice in choices}.values())
 
@@ -267,7 +270,7 @@ class GenerationResponse:
         if param == "grammar" and self._grammar_field is not None:
             param, message = self._grammar_field, f"{self._grammar_field}: {message}"
         if param in ("messages", "prompt"):  # the other services do not know which of them the client sent
-            field = {"chat": "messages", "completion": "prompt", "embedding": "input"}[self.header.kind]
+            field = self.header.prompt_field or PROMPT_FIELDS[self.header.kind]
             message = message.replace(f"{param}: ", f"{field}: ", 1) if message.startswith(f"{param}: ") else message
             param = field
         status, wait = STATUS[rejected.kind], rejected.retry_after

@@ -18,7 +18,7 @@ from services.gateway.http.call import Call
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
 from shared.ids import ModelName
-from shared.messages.tokenizer import Prompt, TextPrompt, TokenPrompt
+from shared.messages.tokenizer import ChatPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
 from shared.packing import count
 
 log = logging.getLogger(__name__)
@@ -175,8 +175,14 @@ def expected_tokens(generation: GenerationRequest) -> int:
 def _prompt_tokens(prompt: Prompt) -> int:
     if isinstance(prompt, TokenPrompt):
         return count(prompt.tokens)
-    text = prompt.text if isinstance(prompt, TextPrompt) else prompt.messages
-    return math.ceil(len(text) / CHARS_PER_TOKEN)
+    match prompt:
+        case TextPrompt():
+            length = len(prompt.text)
+        case PairPrompt():
+            length = len(prompt.text) + len(prompt.second)
+        case ChatPrompt():
+            length = len(prompt.messages)
+    return math.ceil(length / CHARS_PER_TOKEN)
 
 
 def limit_headers(state: LimitState) -> list[tuple[bytes, bytes]]:

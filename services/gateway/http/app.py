@@ -19,15 +19,18 @@ from services.gateway.core.api_keys import KeyScope
 from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
-from services.gateway.http.embeddings import EmbeddingEndpoint
 from services.gateway.http.endpoints import Endpoint, GenerationEndpoint, Handler, InfoEndpoints, StreamSettings
 from services.gateway.http.overflow import Overflow
+from services.gateway.http.pooling import PooledEndpoint, PooledKind
 from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from services.gateway.resumable_streams import ResumableStreams
 
 log = logging.getLogger(__name__)
+
+SERVED = ("/v1/", "/v2/", "/pooling", "/classify", "/score", "/rerank", "/tokenize", "/detokenize")
+"""Beginnings of the paths that clients send requests to."""
 
 
 def build_app(
@@ -54,13 +57,21 @@ def build_app(
     def generation(kind: Literal["chat", "completion"]) -> Handler:
         return GenerationEndpoint(table, kind, parser, access, streams, settings, overflow)
 
+    def pooled(kind: PooledKind) -> Handler:
+        return PooledEndpoint(kind, table, parser, access, settings.read_timeout)
+
     return Starlette(
         routes=[
             route("POST", "/v1/chat/completions", generation("chat"), "inference"),
             route("POST", "/v1/completions", generation("completion"), "inference"),
-            route(
-                "POST", "/v1/embeddings", EmbeddingEndpoint(table, parser, access, settings.read_timeout), "inference"
-            ),
+            route("POST", "/v1/embeddings", pooled("embedding"), "inference"),
+            route("POST", "/pooling", pooled("pooling"), "inference"),
+            route("POST", "/classify", pooled("classification"), "inference"),
+            route("POST", "/score", pooled("score"), "inference"),
+            route("POST", "/v1/score", pooled("score"), "inference"),
+            route("POST", "/rerank", pooled("rerank"), "inference"),
+            route("POST", "/v1/rerank", pooled("rerank"), "inference"),
+            route("POST", "/v2/rerank", pooled("cohere_rerank"), "inference"),
             route("POST", "/tokenize", info.tokenize, "inference"),
             route("POST", "/detokenize", info.detokenize, "inference"),
             route("GET", "/v1/models", info.models, "read-only"),
@@ -97,7 +108,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
 def _paths(app: Starlette) -> list[str]:
     """The paths that clients send requests to, for the text of a 404."""
     paths = (route.path for route in app.routes if isinstance(route, Route))
-    served = [path for path in dict.fromkeys(paths) if path.startswith(("/v1/", "/tokenize", "/detokenize"))]
+    served = [path for path in dict.fromkeys(paths) if path.startswith(SERVED)]
     return [path for path in served if "{" not in path]
 
 

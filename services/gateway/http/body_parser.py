@@ -24,9 +24,11 @@ from msgspec import Struct
 
 from services.gateway.api.chat import read_chat
 from services.gateway.api.completions import read_completion
-from services.gateway.api.embeddings import read_embedding
 from services.gateway.api.errors import RequestError
-from services.gateway.api.generation import RequestLimits
+from services.gateway.api.generation import GenerationKind, RequestLimits
+from services.gateway.api.pooling.classification import read_classification
+from services.gateway.api.pooling.embeddings import read_embedding, read_pooling_request
+from services.gateway.api.pooling.scores import read_rerank, read_score
 from services.gateway.api.prompts import read_detokenize, read_tokenize
 from shared.ids import ModelName
 from shared.messages.dialects import Dialect
@@ -48,7 +50,7 @@ TOO_MUCH_MEMORY = "body: reading it takes too much memory; send fewer values in 
 LENGTH_BYTES = 8
 """Size of the number before each message on a pipe."""
 
-BodyKind = Literal["chat", "completion", "embedding", "tokenize", "detokenize"]
+BodyKind = Literal[GenerationKind, "cohere_rerank", "tokenize", "detokenize"]
 
 
 class BodyContext(Struct, frozen=True):
@@ -82,6 +84,14 @@ def read_body(body: bytes, context: BodyContext) -> Any:
             return read_completion(body, context.cards, context.limits)
         case "embedding":
             return read_embedding(body, context.cards, context.limits)
+        case "pooling":
+            return read_pooling_request(body, context.cards, context.limits)
+        case "classification":
+            return read_classification(body, context.cards, context.limits)
+        case "score":
+            return read_score(body, context.cards, context.limits)
+        case "rerank" | "cohere_rerank":
+            return read_rerank(body, context.cards, context.limits, cohere=context.kind == "cohere_rerank")
         case "tokenize":
             return read_tokenize(body, context.cards, context.limits)
         case "detokenize":

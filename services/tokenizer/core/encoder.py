@@ -25,6 +25,7 @@ from shared.messages.tokenizer import (
     DecodeReply,
     Encode,
     EncodeReply,
+    PairPrompt,
     Prompt,
     TextPrompt,
     Tokenize,
@@ -64,6 +65,28 @@ class Vocabulary:
     ) -> list[int]:
         """The ids of `text`; none for no text. Raises PromptRefused where it is no Unicode text, makes a token that the
         model lacks, or certainly does not fit into `max_model_len` tokens, with one more if something `generates`."""
+        self._check_text(text, field, max_model_len, generates=generates)
+        # The batch call releases the interpreter's lock and computes no offsets; the plain one does neither.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return self.checked(encoding.ids, field) if encoding.ids else []
+
+    def encode_pair(self, pair: PairPrompt, *, max_model_len: int | None) -> list[int]:
+        """The ids of two texts with the special tokens of a pair. Raises what `encode` raises."""
+        for text in (pair.text, pair.second):
+            self._check_text(text, "prompt", max_model_len, generates=False)
+        (encoding,) = self._tokenizer.encode_batch_fast([(pair.text, pair.second)], add_special_tokens=True)
+        return self.checked(encoding.ids, "prompt")
+
+    def checked(self, ids: list[int], field: str) -> list[int]:
+        """`ids`. Raises PromptRefused where there are none, or one is not the model's."""
+        if not ids:
+            raise PromptRefused(field, f"{field}: at least one token is needed")
+        if max(ids) >= self.size:
+            wrong = next(i for i in ids if i >= self.size)
+            raise PromptRefused(field, f"{field}: token id {wrong} is not in the vocabulary of {self.size}")
+        return ids
+
+    def _check_text(self, text: str, field: str, max_model_len: int | None, *, generates: bool) -> None:
         if max_model_len is not None and len(text) >= max_model_len and self._bound is not None:
             tokens = self._bound.at_least(text)
             if tokens + generates > max_model_len:
@@ -74,18 +97,6 @@ class Vocabulary:
             raise PromptRefused(
                 field, f"{field}: lone surrogate {text[error.start]!a} at character {error.start}"
             ) from None
-        # The batch call releases the interpreter's lock and computes no offsets; the plain one does neither.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return self.checked(encoding.ids, field) if encoding.ids else []
-
-    def checked(self, ids: list[int], field: str) -> list[int]:
-        """`ids`. Raises PromptRefused where there are none, or one is not the model's."""
-        if not ids:
-            raise PromptRefused(field, f"{field}: at least one token is needed")
-        if max(ids) >= self.size:
-            wrong = next(i for i in ids if i >= self.size)
-            raise PromptRefused(field, f"{field}: token id {wrong} is not in the vocabulary of {self.size}")
-        return ids
 
     def unpacked(self, packed: bytes, field: str) -> list[int]:
         """Token ids that a client sent packed. Raises PromptRefused."""
@@ -217,6 +228,8 @@ class PromptEncoder:
                 return encode(prompt.text, add_special_tokens=prompt.add_special_tokens, field="prompt")
             case TokenPrompt():
                 return self._vocabulary.unpacked(prompt.tokens, "prompt")
+            case PairPrompt():
+                return self._vocabulary.encode_pair(prompt, max_model_len=max_model_len)
             case ChatPrompt():
                 template = self._templates.choose(prompt.template, tools=prompt.tools is not None)
                 if template is None:

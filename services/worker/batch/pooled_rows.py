@@ -26,13 +26,17 @@ MIN_NORM = 1e-12
 class PromptPool:
     """Owns what is pooled of one sequence's prompt so far. Used in the order in which steps are launched."""
 
-    def __init__(self, sequence: SequenceId, prompt_length: int, options: PoolingOptions) -> None:
+    def __init__(
+        self, sequence: SequenceId, prompt_length: int, options: PoolingOptions, head: Tensor | None = None
+    ) -> None:
+        """`head` [labels, size] in float32: a classifier's, which makes logits of the pooled state."""
         self.sequence, self.prompt_length, self.options = sequence, prompt_length, options
+        self._head = head
         self._state: Tensor | None = None
 
     def add(self, hidden: Tensor, computed: int) -> Tensor | None:
-        """Takes the hidden states [n, size] of the tokens behind the `computed` first ones; the vector [size] in
-        float32 where these are the prompt's last, else None."""
+        """Takes the hidden states [n, size] of the tokens behind the `computed` first ones; the vector [size], or
+        the logits [labels], in float32 where these are the prompt's last, else None."""
         match self.options.pooling:
             case "last":
                 self._state = hidden[-1].float()
@@ -45,7 +49,9 @@ class PromptPool:
             return None
         state, self._state = self._state, None
         assert state is not None, "nothing of a prompt whose tokens are all pooled comes from a cache"
-        return state / self.prompt_length if self.options.pooling == "mean" else state
+        if self.options.pooling == "mean":
+            state = state / self.prompt_length
+        return state if self._head is None else torch.mv(self._head, state)
 
 
 class _PooledSpan(NamedTuple):

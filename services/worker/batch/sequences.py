@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from services.worker.batch.batch import Batch, BrokenPlan, DraftTokens, ScheduledWork
 from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PromptPool, pooled_rows
@@ -25,8 +26,17 @@ class SequenceTable:
     """The sequences of one rank; see the module."""
 
     def __init__(
-        self, *, max_sequences: int, max_model_len: int, num_blocks: int, vocab_size: int, block_size: int
+        self,
+        *,
+        max_sequences: int,
+        max_model_len: int,
+        num_blocks: int,
+        vocab_size: int,
+        block_size: int,
+        classifier: Tensor | None = None,
     ) -> None:
+        """`classifier` [labels, size] in float32: makes logits of what is pooled of a prompt."""
+        self._classifier = classifier
         self._indices: dict[SequenceId, int] = {}
         self._free = list(range(max_sequences - 1, -1, -1))
         # One token more than the context: the last one drawn is remembered, though never computed. Untouched pages
@@ -94,7 +104,7 @@ class SequenceTable:
         if new.sampling.prompt_logprobs is not None:
             self._scored[seq_index] = ScoredPrompt(new.sequence, new.prompt_length, new.sampling.prompt_logprobs)
         if new.pooling is not None:
-            self._pooled[seq_index] = PromptPool(new.sequence, new.prompt_length, new.pooling)
+            self._pooled[seq_index] = PromptPool(new.sequence, new.prompt_length, new.pooling, self._classifier)
         return seq_index
 
     def _check_new(self, new: NewSequence, length: int) -> None:

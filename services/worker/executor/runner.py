@@ -65,10 +65,12 @@ class RankState:
         proposer: Proposer | None = None,
         drafting: DraftSettings = NO_DRAFTS,
         replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None = None,
+        classifier: Tensor | None = None,
     ) -> None:
         """`digest` tells this model's keys and values from those of any other. `grammars`: given to the rank that
         samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none. `replaying`: captures
-        what can be replayed of the decoder's forward pass on these caches."""
+        what can be replayed of the decoder's forward pass on these caches. `classifier`: see
+        `LoadedModel.classifier`."""
         self.card = card
         self.device = device
         self.decoder = decoder
@@ -92,6 +94,7 @@ class RankState:
             num_blocks=num_blocks,
             vocab_size=card.vocab_size,
             block_size=card.block_size,
+            classifier=classifier,
         )
         self.guided = None if grammars is None else GuidedSequences(grammars)
         self.drafting = RankDrafting(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.executor.device_runner import DeviceRunner
@@ -37,6 +38,8 @@ class RunnerParts:
     grammars: GrammarLibrary | None
     drafter: Drafter | None
     drafting: DraftSettings
+    classifier: Tensor | None = None
+    """See `LoadedModel.classifier`."""
 
     @property
     def kv_block_bytes(self) -> int:
@@ -65,6 +68,7 @@ class RunnerParts:
             proposer=self._proposer(num_blocks, replaying_drafts),
             drafting=self.drafting,
             replaying=replaying,
+            classifier=self.classifier,
         )
         return DeviceRunner(rank) if self.launches else HostRunner(rank)
 

@@ -168,6 +168,7 @@ def _parts(
         grammars=GrammarLibrary(following) if samples else None,
         drafter=drafter,
         drafting=drafting,
+        classifier=loaded.classifier,
     )
 
 

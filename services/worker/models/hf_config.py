@@ -69,8 +69,17 @@ _BASES = {
     "Qwen3Model": "Qwen3ForCausalLM",
     "Gemma2Model": "Gemma2ForCausalLM",
     "Gemma3TextModel": "Gemma3ForCausalLM",
+    "LlamaForSequenceClassification": "LlamaForCausalLM",
+    "MistralForSequenceClassification": "MistralForCausalLM",
+    "MixtralForSequenceClassification": "MixtralForCausalLM",
+    "Qwen2ForSequenceClassification": "Qwen2ForCausalLM",
+    "Qwen3ForSequenceClassification": "Qwen3ForCausalLM",
+    "Qwen2MoeForSequenceClassification": "Qwen2MoeForCausalLM",
+    "Qwen3MoeForSequenceClassification": "Qwen3MoeForCausalLM",
+    "Gemma2ForSequenceClassification": "Gemma2ForCausalLM",
+    "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
 }
-"""Architectures without a language model head, as embedding models have them."""
+"""Architectures without a language model head, as embedding models and classifiers have them."""
 
 _NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
 """Their layers are alike, whatever `layer_types` says."""

@@ -19,6 +19,7 @@ from services.worker.models.decoder import CausalLm, Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.loading import load_weights
+from services.worker.models.pooling.classification import DECODER_HEAD, read_classifier
 from services.worker.models.pooling.sentence_transformers import PoolingChoice, read_pooling
 from services.worker.models.sharding import PipelineStage, shard_of, stage_of
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
@@ -81,6 +82,8 @@ class LoadedModel:
     digest: str
     decoder: CausalLm
     pooling: PoolingCard | None
+    classifier: torch.Tensor | None = None
+    """A classification head [labels, hidden] in float32, on ranks that compute last hidden states."""
     generates: bool = True
     """Whether it has a language model head."""
 
@@ -125,7 +128,8 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
     dtype = dtype_of(settings.dtype, config, settings.device)
     length = _model_len(config, settings.max_model_len)
-    pooling, generates = read_pooling(settings.folder, settings.pooling, config.hidden_size), has_head(settings.folder)
+    generates = has_head(settings.folder)
+    pooling = _pooling(settings, config.hidden_size)
     if pooling is None and not generates:
         raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
     _check_weights_fit(
@@ -134,6 +138,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     dummy = settings.load_format == "dummy"
     with STARTUP.stage("digest"):
         digest = dummy_digest(config) if dummy else model_digest(settings.folder, config)
+    decoder, classifier = _decoder(settings, config, stage, _DTYPES[dtype], length, pooling)
     return LoadedModel(
         settings=settings,
         config=config,
@@ -141,10 +146,31 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         max_model_len=length,
         stage=stage,
         digest=digest,
-        decoder=_decoder(settings, config, stage, _DTYPES[dtype], length),
+        decoder=decoder,
         pooling=pooling,
+        classifier=classifier,
         generates=generates,
     )
+
+
+def _pooling(settings: LoadSettings, hidden_size: int) -> PoolingCard | None:
+    """How prompts become vectors; None where they do not. Raises ModelError."""
+    labels = read_classifier(settings.folder)
+    if labels is None or settings.pooling == "none":
+        return read_pooling(settings.folder, settings.pooling, hidden_size)
+    if settings.pooling not in ("auto", labels.pooling):
+        raise ModelError(
+            f"{settings.folder}: pooling_type {settings.pooling} is not allowed for a classifier; its head reads the "
+            f"hidden state that {labels.pooling} gives"
+        )
+    return labels
+
+
+def _read_head(tensors: TensorSource, pooling: PoolingCard | None, hidden_size: int) -> torch.Tensor | None:
+    """The classification head of a checkpoint that has labels. Raises ModelError where it is missing."""
+    if pooling is None or not pooling.labels:
+        return None
+    return tensors.read(DECODER_HEAD, (len(pooling.labels), hidden_size)).float()
 
 
 def _library_model(settings: LoadSettings) -> LoadedModel:
@@ -158,7 +184,7 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
         raise ModelError("a layer-wise KV connector is not told of the layers of a model that transformers computes")
     library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code)
     config = library.config
-    pooling = read_pooling(settings.folder, settings.pooling, config.hidden_size)
+    pooling = _pooling(settings, config.hidden_size)
     dtype = dtype_of(settings.dtype, config, settings.device)
     length = _model_len(config, settings.max_model_len)
     _check_weights_fit(config.parameters, dtype, 1, free_bytes(settings.device))
@@ -177,6 +203,8 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
         decoder = library.decoder(*(ops, _DTYPES[dtype], settings.device, length, settings.communicator), dummy=dummy)
     if pooling is not None and not decoder.has_features:
         raise ModelError(f"{settings.folder}: pooling_type: {config.architecture} does not show its hidden states")
+    with torch.inference_mode(), _library_tensors(settings, _DTYPES[dtype]) as tensors:
+        classifier = _read_head(tensors, pooling, config.hidden_size)
     return LoadedModel(
         settings=settings,
         config=config,
@@ -186,12 +214,20 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
         digest=digest,
         decoder=decoder,
         pooling=pooling,
+        classifier=classifier,
+        generates=pooling is None or not pooling.labels,
     )
 
 
 def _decoder(
-    settings: LoadSettings, config: ModelConfig, stage: PipelineStage, dtype: torch.dtype, max_model_len: int
-) -> Decoder:
+    settings: LoadSettings,
+    config: ModelConfig,
+    stage: PipelineStage,
+    dtype: torch.dtype,
+    max_model_len: int,
+    pooling: PoolingCard | None,
+) -> tuple[Decoder, torch.Tensor | None]:
+    """With the classification head on the last stage of a classifier."""
     communicator = settings.communicator
     share = shard_of(config, communicator.rank, communicator.world_size)
     with STARTUP.stage("kernels"):
@@ -205,9 +241,11 @@ def _decoder(
         )
     with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype) as tensors:
         weights = load_weights(tensors, config, share, ops, settings.device, max_model_len, stage)
+        head = _read_head(tensors, pooling, config.hidden_size) if stage.is_last else None
     if settings.on_layer is not None:
-        return LayerwiseDecoder(config, weights, share, ops, communicator, settings.pipeline, settings.on_layer)
-    return Decoder(config, weights, share, ops, communicator, settings.pipeline)
+        layerwise = LayerwiseDecoder(config, weights, share, ops, communicator, settings.pipeline, settings.on_layer)
+        return layerwise, head
+    return Decoder(config, weights, share, ops, communicator, settings.pipeline), head
 
 
 def _tensors(settings: LoadSettings, config: ModelConfig, dtype: torch.dtype) -> AbstractContextManager[TensorSource]:
@@ -215,6 +253,13 @@ def _tensors(settings: LoadSettings, config: ModelConfig, dtype: torch.dtype) ->
     if settings.load_format == "dummy":
         return nullcontext(DummyTensors(dtype, settings.device, norm_offset=config.norm_offset))
     return open_checkpoint(settings.folder, dtype, device=settings.device, base="model.")
+
+
+def _library_tensors(settings: LoadSettings, dtype: torch.dtype) -> AbstractContextManager[TensorSource]:
+    """See `_tensors`."""
+    if settings.load_format == "dummy":
+        return nullcontext(DummyTensors(dtype, settings.device))
+    return open_checkpoint(settings.folder, dtype, device=settings.device)
 
 
 def dtype_of(choice: DtypeChoice, config: ModelDescription, device: torch.device) -> Dtype:

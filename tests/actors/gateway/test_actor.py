@@ -293,7 +293,10 @@ async def test_what_is_not_there_is_said_as_json(stack: GatewayStack) -> None:
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
     images = await stack.http.post("/v1/images/generations", json={"prompt": "x"})
     assert images.status_code == 404
-    served = "/v1/chat/completions, /v1/completions, /v1/embeddings, /tokenize, /detokenize, /v1/models"
+    served = (
+        "/v1/chat/completions, /v1/completions, /v1/embeddings, /pooling, /classify, /score, /v1/score, /rerank, "
+        "/v1/rerank, /v2/rerank, /tokenize, /detokenize, /v1/models"
+    )
     assert images.json()["error"]["message"] == f"POST /v1/images/generations: Not Found; served are {served}"
     wrong = await stack.http.get("/v1/chat/completions")
     assert wrong.status_code == 405

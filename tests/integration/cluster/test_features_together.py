@@ -146,6 +146,14 @@ async def beams(client: AsyncOpenAI, model: str) -> Any:
     return [choice.message.content for choice in answer.choices]
 
 
+async def relevance(client: AsyncOpenAI, model: str) -> Any:
+    """The order of documents, of which one takes several chunks, by the cosines of embeddings."""
+    documents = [LONG, "A lighthouse in the sea.", "7 + 5 = 12", "Green boats and red hens live on the farm."]
+    body = {"model": model, "query": "Ben has a green boat.", "documents": documents}
+    answer: Any = await client.post("/rerank", body=body, cast_to=object)
+    return [each["index"] for each in answer["results"]], answer["usage"]
+
+
 REQUESTS: dict[str, Callable[[AsyncOpenAI, str], Awaitable[Any]]] = {
     "story": story,
     "long prompt": long_prompt,
@@ -156,6 +164,7 @@ REQUESTS: dict[str, Callable[[AsyncOpenAI, str], Awaitable[Any]]] = {
     "likelihoods": likelihoods,
     "prompt likelihoods": prompt_likelihoods,
     "beams": beams,
+    "relevance": relevance,
 }
 
 
@@ -179,7 +188,7 @@ async def crowd(stack: RunningStack, size: int) -> None:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
     """What one engine of one rank says that plans when it has a result, and drafts nothing."""
     folder = tmp_path_factory.mktemp("plain")
-    with running_stack(folder, kvstore="0", settings=("scheduler.run_ahead=0",)) as stack:
+    with running_stack(folder, kvstore="0", settings=("scheduler.run_ahead=0",), more=[POOLS]) as stack:
         yield asyncio.run(all_at_once(stack))
 
 
@@ -199,6 +208,7 @@ def connector(folder: Path) -> tuple[str, str]:
     )
 
 
+POOLS = "--pooling-type=last"
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
 
 
@@ -216,9 +226,10 @@ NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
     "beam search",
     "tool calls",
     "KV connector",
+    "pooling",
 )
 async def test_two_ranks_that_draft_in_small_steps_and_little_memory(plain: Answers, tmp_path: Path) -> None:
-    more = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *connector(tmp_path), "--block-size=32"]
+    more = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *connector(tmp_path), "--block-size=32", POOLS]
     with running_stack(tmp_path, tp=2, more=more) as stack:
         async with asyncio.TaskGroup() as both:
             both.create_task(crowd(stack, 6))
@@ -243,9 +254,10 @@ async def test_two_ranks_that_draft_in_small_steps_and_little_memory(plain: Answ
     "beam search",
     "tool calls",
     "KV connector",
+    "pooling",
 )
 async def test_two_stages_of_two_ranks(plain: Answers, tmp_path: Path) -> None:
-    with running_stack(tmp_path, tp=2, pp=2, more=[*SMALL_STEPS, NGRAM, *connector(tmp_path)]) as stack:
+    with running_stack(tmp_path, tp=2, pp=2, more=[*SMALL_STEPS, NGRAM, *connector(tmp_path), POOLS]) as stack:
         assert await all_at_once(stack) == plain
 
 
@@ -264,10 +276,11 @@ async def test_two_stages_of_two_ranks(plain: Answers, tmp_path: Path) -> None:
     "prompt logprobs",
     "beam search",
     "tool calls",
+    "pooling",
 )
 async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(plain: Answers, tmp_path: Path) -> None:
     settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
-    more = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=8MiB", NGRAM, "--tp-decode=2", "--block-size=32"]
+    more = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=8MiB", NGRAM, "--tp-decode=2", "--block-size=32", POOLS]
     with running_stack(tmp_path, prefill=1, decode=1, kvstore="64MiB", settings=settings, more=more) as stack:
         async with asyncio.TaskGroup() as both:
             async with listening(stack, requests_are_handed_to("decode-1")) as listener:

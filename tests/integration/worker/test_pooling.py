@@ -14,13 +14,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
 from services.worker.executor.host_runner import HostRunner
 from services.worker.models.config import ModelError
 from services.worker.ops.interface import OpsName, OpsUnavailable
 from shared.messages.generation import PoolingOptions, PoolingType
 from tests.support.models.library_models import library_model
-from tests.support.models.tiny_models import POSITIONS, VOCABULARY, TinyModel, make_model
+from tests.support.models.tiny_models import POSITIONS, VOCABULARY, TinyModel, make_config, make_model
 from tests.support.worker.launched_rank import DriverAhead, launching
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.tiny_backend import tiny_backend
@@ -178,6 +179,50 @@ def describe(folder: Path, mode: str, *, normalizes: bool) -> None:
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": SIZE, mode: True}))
+
+
+def make_classifier(family: str, folder: Path, labels: int) -> Any:
+    """Writes a tiny decoder with a classification head; what wrote it."""
+    torch.manual_seed(labels)
+    config = make_config(family, num_labels=labels)
+    model: Any = AutoModelForSequenceClassification.from_config(config).eval()
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_logits_of_labels_are_the_librarys(family: str, how: str, tmp_path: Path) -> None:
+    reference = make_classifier(family, tmp_path, 3)
+    backend = tiny_backend(tmp_path, ops="native" if how == "native" else "torch")
+    card = backend.card.pooling
+    assert card is not None
+    assert (card.labels, card.activation, backend.card.generates) == (
+        ("LABEL_0", "LABEL_1", "LABEL_2"),
+        "softmax",
+        False,
+    )
+    driver = DriverAhead(launching(backend), budget=24) if how == "launched" else Driver(backend, budget=24)
+    options = PoolingOptions(pooling="last", dimensions=3, normalize=False)
+    prompts = [[3 + (i * 7 + n) % 150 for i in range(n)] for n in (1, 20, 50)]
+    asked = [driver.add(prompt, 0, pooling=options) for prompt in prompts]
+    driver.run()
+    for sequence, prompt in zip(asked, prompts, strict=True):
+        with torch.inference_mode():
+            wanted = reference(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_classifier_has_one_way_to_pool_and_needs_its_head(tmp_path: Path) -> None:
+    make_classifier("llama", tmp_path, 1)
+    with pytest.raises(ModelError, match="pooling_type mean is not allowed for a classifier"):
+        tiny_backend(tmp_path, pooling_type="mean")
+    with pytest.raises(ModelError, match="no language model head"):
+        tiny_backend(tmp_path, pooling_type="none")
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: each for name, each in tensors.items() if name != "score.weight"}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="no tensor score"):
+        tiny_backend(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["GPT2", "OPT"])

@@ -24,6 +24,7 @@ from shared.messages.tokenizer import (
     DecodeReply,
     Encode,
     EncodeReply,
+    PairPrompt,
     Prompt,
     TextPrompt,
     Tokenize,
@@ -91,6 +92,14 @@ def test_text_becomes_the_tokens_that_transformers_makes_of_it(
         assert unpack(routed(encoding, TextPrompt(text, special)).tokens) == expected
     else:
         assert refused(encoding, TextPrompt(text, special))[0] == "prompt"
+
+
+def test_a_pair_becomes_the_tokens_that_transformers_makes_of_it(folder: Path, encoding: PromptEncoder) -> None:
+    expected = AutoTokenizer.from_pretrained(folder)("Hello", "big world")["input_ids"]
+    assert unpack(routed(encoding, PairPrompt("Hello", "big world")).tokens) == expected
+    assert refused(encoding, PairPrompt("Hello", "\ud800"))[0] == "prompt"
+    field, text = refused(encoding, PairPrompt("Hello", "a b " * 400), max_model_len=8)
+    assert (field, "maximum context length is 8" in text) == ("prompt", True)
 
 
 @pytest.mark.parametrize("family", ["byte-level", "sentencepiece", "demo model"])

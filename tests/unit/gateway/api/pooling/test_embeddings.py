@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from services.gateway.api.chat import read_chat
 from services.gateway.api.completions import read_completion
-from services.gateway.api.embeddings import EmbeddingRequest, embedding_body, encode_embedding, read_embedding
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import RequestLimits
+from services.gateway.api.pooling.embeddings import EmbeddingRequest, read_embedding
 from services.gateway.api.response import ChoiceState, ResponseHeader
 from shared.ids import ModelName
 from shared.messages.generation import PoolingOptions
@@ -44,7 +44,7 @@ def refusal(card: ModelCard = CARD, **fields: Any) -> RequestError:
 
 
 def test_nothing_is_generated_and_vectors_are_whole_by_default() -> None:
-    generation, encoding = read()
+    generation, encoding, _ = read()
     assert (generation.kind, generation.prompts, generation.stream) == ("embedding", (TextPrompt("hi"),), None)
     assert generation.pooling == PoolingOptions(pooling="mean", dimensions=8, normalize=True)
     assert generation.stopping.expected_tokens == 0
@@ -65,7 +65,7 @@ def test_inputs_are_texts_or_token_ids(given: Any, prompts: Any) -> None:
 
 
 def test_fields_have_their_effects() -> None:
-    generation, encoding = read(
+    generation, encoding, _ = read(
         dimensions=3,
         normalize=False,
         encoding_format="base64",
@@ -97,7 +97,7 @@ def test_fields_have_their_effects() -> None:
         ({"truncate_prompt_tokens": 65}, "truncate_prompt_tokens", "it must be 1 to 64"),
         ({"priority": 2**40}, "priority", "it must be at least"),
         ({"cache_salt": ""}, "cache_salt", "1 to 256 characters"),
-        ({"messages": []}, "messages", "an embedding of a chat is not supported"),
+        ({"messages": []}, "messages", "a vector of a chat is not supported"),
         ({"model": "other"}, "model", "does not exist"),
     ],
 )
@@ -134,12 +134,14 @@ def test_the_answer_has_openais_shape() -> None:
     vectors = [(0.5, -1.0), (0.1, 2.0)]
     choices = [ChoiceState(i, i, prompt_tokens=3 + i, vector=struct.pack("<2f", *v)) for i, v in enumerate(vectors)]
     header = ResponseHeader("embedding", "embd-1", 7, "demo")
-    body = msgspec.json.decode(embedding_body(header, choices, [encode_embedding(c, "float") for c in choices]))
+    asked = read(input=["a", "b"])
+    assert asked.elements == 2
+    body = msgspec.json.decode(asked.body(header, choices, [asked.element(i, choices) for i in range(2)]))
     assert body.pop("data") == [
         {"object": "embedding", "index": 0, "embedding": [0.5, -1.0]},
         {"object": "embedding", "index": 1, "embedding": [pytest.approx(0.1), 2.0]},
     ]
     usage = {"prompt_tokens": 7, "total_tokens": 7}
     assert body == {"object": "list", "id": "embd-1", "created": 7, "model": "demo", "usage": usage}
-    packed = msgspec.json.decode(encode_embedding(choices[1], "base64"))["embedding"]
+    packed = msgspec.json.decode(read(encoding_format="base64").element(1, choices))["embedding"]
     assert base64.b64decode(packed) == choices[1].vector

@@ -1,4 +1,4 @@
-"""Answers `/v1/embeddings`: one prefill for each input, and one body at the end."""
+"""Answers requests for vectors of prompts: one prefill for each prompt, and one body at the end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import logging
 import secrets
 import time
+from typing import Any, Literal
 
-from services.gateway.api.embeddings import EmbeddingRequest, embedding_body, encode_embedding
+from services.gateway.api.pooling.pooled_request import PooledRequest
 from services.gateway.api.response import GenerationResponse, ResponseHeader, ResponseWriter, prompt_tokens
 from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyParser
@@ -19,25 +20,41 @@ log = logging.getLogger(__name__)
 VECTORS_AT_ONCE = 8
 """Vectors that are encoded before other requests have their turn: 32,768 numbers in JSON take about 3 ms."""
 
+PooledKind = Literal["embedding", "pooling", "classification", "score", "rerank", "cohere_rerank"]
 
-class EmbeddingEndpoint:
-    """Every input is a request of its own, so they are computed by several engines, and retried one by one."""
+_PREFIXES: dict[PooledKind, str] = {
+    "embedding": "embd",
+    "pooling": "pool",
+    "classification": "classify",
+    "score": "score",
+    "rerank": "rerank",
+    "cohere_rerank": "rerank",
+}
+"""What the ids of responses begin with."""
 
-    def __init__(self, table: RequestTable, parser: BodyParser, access: AccessControl, read_timeout: float) -> None:
+
+class PooledEndpoint:
+    """Every prompt is a request of its own, so they are computed by several engines, and retried one by one."""
+
+    def __init__(
+        self, kind: PooledKind, table: RequestTable, parser: BodyParser, access: AccessControl, read_timeout: float
+    ) -> None:
         """`read_timeout`: seconds that a client may take to read the response."""
+        self._kind = kind
         self._table, self._parser, self._access, self._read_timeout = table, parser, access, read_timeout
 
     async def __call__(self, call: Call) -> None:
         """Computes and responds. Raises RequestError."""
         table = self._table
         with table.arriving():
-            asked: EmbeddingRequest = await self._parser.read("embedding", await call.body())
+            asked: PooledRequest = await self._parser.read(self._kind, await call.body())
         generation = asked.generation
         call.record.model = generation.model.name
         generation = self._access.bound(generation, call.key)
         table.admit(generation.sequences, generation.model.name)
         self._access.reserve(call, generation, table.free)
-        header = ResponseHeader("embedding", f"embd-{secrets.token_hex(12)}", int(time.time()), generation.model.name)
+        name = f"{_PREFIXES[self._kind]}-{secrets.token_hex(12)}"
+        header = ResponseHeader(generation.kind, name, int(time.time()), generation.model.name, asked.prompt_field)
         call.record.request = header.id
         extra = {"request": header.id, "client_request": call.client_id, "endpoint": header.kind}
         log.info("request", extra={**extra, "model": header.model, "choices": generation.sequences, "stream": False})
@@ -47,14 +64,14 @@ class EmbeddingEndpoint:
             raise response.error
         if response.ended.result() != "finished":
             return
-        data = []
-        for number, choice in enumerate(response.choices, 1):
-            data.append(encode_embedding(choice, asked.encoding))
-            if number % VECTORS_AT_ONCE == 0:
+        elements: list[Any] = []
+        for number in range(asked.elements):
+            elements.append(asked.element(number, response.choices))
+            if len(elements) % VECTORS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         try:
             async with asyncio.timeout(self._read_timeout):
-                await call.respond(embedding_body(header, response.choices, data))
+                await call.respond(asked.body(header, response.choices, elements))
         except TimeoutError:
             call.connection.abort()
 

@@ -1,0 +1,1 @@
+"""Requests that make vectors of prompts: embeddings, labels, scores."""

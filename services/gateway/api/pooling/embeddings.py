@@ -1,0 +1,114 @@
+"""`POST /v1/embeddings` and `POST /pooling`: read bodies as requests for vectors of prompts, and write their JSON.
+`/pooling` gives whatever vectors a model makes: embeddings, or a classifier's probabilities."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from services.gateway.api.errors import decode_body, not_allowed, unsupported
+from services.gateway.api.generation import GenerationRequest, RequestLimits, choose_model
+from services.gateway.api.pooling.activation import activated, packed_floats, vector_of
+from services.gateway.api.pooling.pooled_request import (
+    PooledInputFields,
+    embedding_options,
+    input_prompts,
+    list_body,
+    logit_options,
+    pooled_generation,
+    pooling_of,
+)
+from services.gateway.api.response import ChoiceState, ResponseHeader
+from shared.messages.lifecycle import LogitActivation, ModelCard
+
+EncodingFormat = Literal["float", "base64"]
+
+
+class EmbeddingFields(PooledInputFields, kw_only=True):
+    """The JSON fields of a request for embeddings: OpenAI's, then vLLM's."""
+
+    encoding_format: EncodingFormat | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+
+class PoolingFields(EmbeddingFields, kw_only=True):
+    """The JSON fields of `POST /pooling`: vLLM's."""
+
+    task: str | None = None
+    use_activation: bool | None = None
+
+
+class EmbeddingRequest(NamedTuple):
+    """A checked request for embeddings. See `PooledRequest`."""
+
+    generation: GenerationRequest
+    encoding: EncodingFormat
+    activation: LogitActivation = "none"
+    """What the elements of each vector go through."""
+
+    @property
+    def prompt_field(self) -> str:
+        """`input`."""
+        return "input"
+
+    @property
+    def elements(self) -> int:
+        """One for each input."""
+        return len(self.generation.prompts)
+
+    def element(self, number: int, choices: Sequence[ChoiceState]) -> bytes:
+        """Returns the JSON of one element of `data`."""
+        choice = choices[number]
+        numbers = activated(vector_of(choice), self.activation)
+        data: Any = numbers
+        if self.encoding == "base64":
+            data = base64.b64encode(choice.vector if self.activation == "none" else packed_floats(numbers)).decode()
+        kind, field = ("embedding", "embedding") if self.generation.kind == "embedding" else ("pooling", "data")
+        return msgspec.json.encode({"object": kind, "index": choice.index, field: data})
+
+    def body(self, header: ResponseHeader, choices: Sequence[ChoiceState], elements: Sequence[bytes]) -> bytes:
+        """Returns the JSON of a response. `elements`: those of `data`."""
+        return list_body(header, choices, elements)
+
+
+_decoder = msgspec.json.Decoder(EmbeddingFields)
+_pooling_decoder = msgspec.json.Decoder(PoolingFields)
+
+
+def read_embedding(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> EmbeddingRequest:
+    """Reads and checks a body. `cards` are the models that are served. Raises RequestError."""
+    fields = decode_body(body, _decoder)
+    card = choose_model(fields.model, cards)
+    pooling = pooling_of(card, "embeddings")
+    prompts = input_prompts(fields, card, limits)
+    options = embedding_options(fields.dimensions, fields.normalize, pooling)
+    generation = pooled_generation("embedding", prompts, options, fields, card, limits)
+    return EmbeddingRequest(generation, fields.encoding_format or "float")
+
+
+def read_pooling_request(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> EmbeddingRequest:
+    """Reads and checks a body of `POST /pooling`. Raises RequestError."""
+    fields = decode_body(body, _pooling_decoder)
+    card = choose_model(fields.model, cards)
+    pooling = pooling_of(card)
+    task = "classify" if pooling.labels else "embed"
+    if fields.task in ("token_embed", "token_classify"):
+        raise unsupported("task", f"a vector of each token ({fields.task})")
+    if fields.task not in (None, task):
+        raise not_allowed("task", fields.task, f"this model serves {task!r}")
+    prompts = input_prompts(fields, card, limits)
+    if pooling.labels:
+        for name in ("dimensions", "normalize"):
+            if getattr(fields, name) is not None:
+                raise unsupported(name, "a classifier's vectors")
+        options = logit_options(pooling)
+        activation: LogitActivation = "none" if fields.use_activation is False else pooling.activation
+    else:
+        normalize = fields.use_activation if fields.normalize is None else fields.normalize
+        options, activation = embedding_options(fields.dimensions, normalize, pooling), "none"
+    generation = pooled_generation("pooling", prompts, options, fields, card, limits)
+    return EmbeddingRequest(generation, fields.encoding_format or "float", activation)

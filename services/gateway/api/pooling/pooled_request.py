@@ -1,0 +1,174 @@
+"""What requests for vectors of prompts have in common: their fields, and how one becomes a request of each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from services.gateway.api.errors import RequestError, invalid, not_allowed, unsupported
+from services.gateway.api.generation import RANGES, GenerationKind, GenerationRequest, RequestLimits
+from services.gateway.api.prompts import completion_prompts
+from services.gateway.api.response import ChoiceState, ResponseHeader, prompt_tokens
+from services.gateway.api.sampling import kept_prompt_tokens
+from shared.messages.generation import PoolingOptions, SamplingOptions, StopConditions
+from shared.messages.lifecycle import ModelCard, PoolingCard
+from shared.messages.tokenizer import Prompt
+
+Serves = Literal["embeddings", "labels"]
+"""What a model's vectors are."""
+
+_ENDPOINTS = {
+    "embeddings": "/v1/embeddings, /pooling, /score and /rerank",
+    "labels": "/classify and /pooling; with one label /score and /rerank, too",
+}
+
+
+class PooledFields(Struct, kw_only=True):
+    """The JSON fields that every request for vectors may have. Unknown fields are ignored; null means the default."""
+
+    model: str | None = None
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    enable_prefix_caching: bool | None = None
+
+
+class PooledInputFields(PooledFields, kw_only=True):
+    """The fields of requests whose `input` is made into vectors one by one."""
+
+    input: str | list[Any] | None = None
+    add_special_tokens: bool | None = None
+    # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
+    messages: Any = None
+
+
+class PooledRequest(Protocol):
+    """A checked request for vectors, and how its response is written. Immutable; is pickled."""
+
+    @property
+    def generation(self) -> GenerationRequest:
+        """The prompts, each of which becomes a vector."""
+
+    @property
+    def prompt_field(self) -> str:
+        """The client's name of the prompts, for errors."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the response."""
+
+    def element(self, number: int, choices: Sequence[ChoiceState]) -> bytes | float:
+        """Element `number` of the response; `choices`: one for each prompt, with its vector."""
+
+    def body(self, header: ResponseHeader, choices: Sequence[ChoiceState], elements: Sequence[Any]) -> bytes:
+        """The JSON of the response; `elements`: all that `element` has returned."""
+
+
+def pooling_of(card: ModelCard, serves: Serves | None = None) -> PoolingCard:
+    """Returns how the model makes vectors. Raises RequestError 400 where it makes none, or others than `serves`."""
+    if card.pooling is None:
+        text = f"{card.name} is not served for embeddings; its worker needs --pooling-type last, mean or cls"
+        raise RequestError(400, f"model: {text}", param="model", code="unsupported_parameter")
+    own: Serves = "labels" if card.pooling.labels else "embeddings"
+    if serves not in (None, own):
+        what = "is a classifier" if own == "labels" else "makes embeddings and has no labels"
+        text = f"model: {card.name} {what}; it serves {_ENDPOINTS[own]}"
+        raise RequestError(400, text, param="model", code="unsupported_parameter")
+    return card.pooling
+
+
+def input_prompts(fields: PooledInputFields, card: ModelCard, limits: RequestLimits) -> tuple[Prompt, ...]:
+    """Returns the prompts of `input`. Raises RequestError 400."""
+    if fields.messages is not None:
+        raise unsupported("messages", "a vector of a chat")
+    if fields.input is None:
+        raise invalid("input", "this field is required")
+    special = fields.add_special_tokens is not False
+    inputs = completion_prompts(fields.input, card, add_special_tokens=special, field="input")
+    if len(inputs) > limits.max_embeddings:
+        raise invalid("input", f"{len(inputs)} inputs are not allowed; at most {limits.max_embeddings} are")
+    return inputs
+
+
+def embedding_options(dimensions: int | None, normalize: bool | None, pooling: PoolingCard) -> PoolingOptions:
+    """Returns how an embedding is made; None: as the model says. Raises RequestError 400 for other dimensions than the
+    model has."""
+    return PoolingOptions(
+        pooling=pooling.pooling,
+        dimensions=_dimensions(dimensions, pooling),
+        normalize=pooling.normalize if normalize is None else normalize,
+    )
+
+
+def logit_options(pooling: PoolingCard) -> PoolingOptions:
+    """Returns how a classifier's logits are made."""
+    return PoolingOptions(pooling=pooling.pooling, dimensions=pooling.size, normalize=False)
+
+
+def pooled_generation(
+    kind: GenerationKind,
+    prompts: tuple[Prompt, ...],
+    options: PoolingOptions,
+    fields: PooledFields,
+    card: ModelCard,
+    limits: RequestLimits,
+) -> GenerationRequest:
+    """Returns the request of all prompts. Raises RequestError 400 for a field out of its range."""
+    if fields.priority is not None and fields.priority not in RANGES["priority"]:
+        raise not_allowed("priority", fields.priority, f"it must be {RANGES['priority']}")
+    if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= 256:
+        raise invalid("cache_salt", "it must have 1 to 256 characters")
+    keep = fields.truncate_prompt_tokens
+    return GenerationRequest(
+        kind=kind,
+        model=card,
+        prompts=prompts,
+        n=1,
+        seed=None,
+        sampling=SamplingOptions(seed=0, temperature=0.0),
+        stopping=StopConditions(max_tokens=0),
+        stream=None,
+        truncate_prompt_tokens=None if keep is None else _kept_tokens(keep, card),
+        priority=fields.priority or 0,
+        cache_salt=fields.cache_salt,
+        prefix_caching=limits.allow_prefix_caching and fields.enable_prefix_caching is not False,
+        pooling=options,
+    )
+
+
+def _dimensions(asked: int | None, pooling: PoolingCard) -> int:
+    if asked is None:
+        return pooling.size
+    if pooling.matryoshka and asked not in pooling.matryoshka:
+        allowed = ", ".join(map(str, pooling.matryoshka))
+        raise not_allowed("dimensions", asked, f"this model's embeddings may be cut to {allowed}")
+    if not 1 <= asked <= pooling.size:
+        raise not_allowed("dimensions", asked, f"it must be 1 to {pooling.size}")
+    return asked
+
+
+def _kept_tokens(given: int, card: ModelCard) -> int:
+    """See `kept_prompt_tokens`; there is no output to leave room for."""
+    return card.max_model_len if given == -1 else kept_prompt_tokens(given, None, card)
+
+
+def list_body(header: ResponseHeader, choices: Sequence[ChoiceState], data: Sequence[bytes]) -> bytes:
+    """Returns the JSON of a response whose elements are the JSON in `data`."""
+    rest = {
+        "object": "list",
+        "id": header.id,
+        "created": header.created,
+        "model": header.model,
+        "usage": pooled_usage(choices),
+    }
+    return b"%b,%b]}" % (msgspec.json.encode(rest)[:-1], b'"data":[' + b",".join(data))
+
+
+def pooled_usage(choices: Sequence[ChoiceState]) -> dict[str, int]:
+    """Returns `usage` of a response without output tokens."""
+    tokens = prompt_tokens(choices)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}

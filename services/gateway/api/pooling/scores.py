@@ -1,0 +1,245 @@
+"""`POST /score` and `POST /rerank`: how well texts go together.
+
+A classifier with one label (a cross-encoder) reads both texts as one prompt, and its label's logit is the score. Of a
+model that makes embeddings, the score is the cosine of the two texts' vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import mul
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from services.gateway.api.errors import RequestError, decode_body, invalid, not_allowed, unsupported
+from services.gateway.api.generation import GenerationKind, GenerationRequest, RequestLimits, choose_model
+from services.gateway.api.pooling.activation import activated, vector_of
+from services.gateway.api.pooling.pooled_request import (
+    PooledFields,
+    embedding_options,
+    list_body,
+    logit_options,
+    pooled_generation,
+    pooled_usage,
+    pooling_of,
+)
+from services.gateway.api.response import ChoiceState, ResponseHeader
+from shared.messages.lifecycle import LogitActivation, ModelCard
+from shared.messages.tokenizer import PairPrompt, Prompt, TextPrompt
+
+
+class ScoreOptionFields(PooledFields, kw_only=True):
+    """The JSON fields that both endpoints have beside the texts."""
+
+    use_activation: bool | None = None
+    # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
+    max_tokens_per_query: Any = None
+    max_tokens_per_doc: Any = None
+    max_chunks_per_doc: Any = None
+    rank_fields: Any = None
+
+
+class ScoreFields(ScoreOptionFields, kw_only=True):
+    """The JSON fields of `POST /score`: vLLM's, in either spelling."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+
+
+class DocumentFields(Struct):
+    """A document of Cohere's or Jina's that is no mere string."""
+
+    text: str
+
+
+class RerankFields(ScoreOptionFields, kw_only=True):
+    """The JSON fields of `POST /rerank`: those that Cohere's and Jina's have in common, then vLLM's."""
+
+    query: str | None = None
+    documents: list[str | DocumentFields] | None = None
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+class _TextPair(NamedTuple):
+    """Two texts whose score is asked for, by their places among the prompts; the same place where they are one."""
+
+    first: int
+    second: int
+
+
+class _PairScores(NamedTuple):
+    """The prompts that scores are made of, and how."""
+
+    generation: GenerationRequest
+    pairs: tuple[_TextPair, ...]
+    activation: LogitActivation
+
+    def score(self, number: int, choices: Sequence[ChoiceState]) -> float:
+        """The score of pair `number`; `choices`: one for each prompt."""
+        first, second = self.pairs[number]
+        vector = vector_of(choices[first])
+        if isinstance(self.generation.prompts[first], PairPrompt):
+            return activated(vector, self.activation)[0]
+        cosine: float = sum(map(mul, vector, vector_of(choices[second])))  # both are normalized
+        return cosine
+
+
+class ScoreRequest(NamedTuple):
+    """A checked request for scores. See `PooledRequest`."""
+
+    scores: _PairScores
+    prompt_field: str
+
+    @property
+    def generation(self) -> GenerationRequest:
+        """The prompts: a pair each, or the texts one by one."""
+        return self.scores.generation
+
+    @property
+    def elements(self) -> int:
+        """One for each pair."""
+        return len(self.scores.pairs)
+
+    def element(self, number: int, choices: Sequence[ChoiceState]) -> bytes:
+        """Returns the JSON of one element of `data`."""
+        score = self.scores.score(number, choices)
+        return msgspec.json.encode({"index": number, "object": "score", "score": score})
+
+    def body(self, header: ResponseHeader, choices: Sequence[ChoiceState], elements: Sequence[bytes]) -> bytes:
+        """Returns the JSON of a response. `elements`: those of `data`."""
+        return list_body(header, choices, elements)
+
+
+class RerankRequest(NamedTuple):
+    """A checked request for documents in the order of their relevance. See `PooledRequest`."""
+
+    scores: _PairScores
+    documents: tuple[str, ...]
+    """As the response has them; empty where it has none."""
+    top_n: int
+    """So many results at most."""
+    cohere: bool
+    """Whether the response has the fields of version 2 of Cohere's API."""
+
+    @property
+    def generation(self) -> GenerationRequest:
+        """The prompts: the query with each document, or all texts one by one."""
+        return self.scores.generation
+
+    @property
+    def prompt_field(self) -> str:
+        """`documents`."""
+        return "documents"
+
+    @property
+    def elements(self) -> int:
+        """One for each document."""
+        return len(self.scores.pairs)
+
+    def element(self, number: int, choices: Sequence[ChoiceState]) -> float:
+        """Returns the relevance of one document."""
+        return self.scores.score(number, choices)
+
+    def body(self, header: ResponseHeader, choices: Sequence[ChoiceState], elements: Sequence[float]) -> bytes:
+        """Returns the JSON of a response, the most relevant first; equals in their own order. `elements`: the
+        relevance of each document."""
+        order = sorted(range(len(elements)), key=lambda number: (-elements[number], number))[: self.top_n]
+        results = []
+        for number in order:
+            result: dict[str, Any] = {"index": number, "relevance_score": elements[number]}
+            if self.documents:
+                result["document"] = {"text": self.documents[number]}
+            results.append(result)
+        usage = pooled_usage(choices)
+        answer: dict[str, Any] = {"id": header.id, "model": header.model, "usage": usage, "results": results}
+        if self.cohere:
+            answer["meta"] = {"api_version": {"version": "2"}, "tokens": {"input_tokens": usage["prompt_tokens"]}}
+        return msgspec.json.encode(answer)
+
+
+_score_decoder = msgspec.json.Decoder(ScoreFields)
+_rerank_decoder = msgspec.json.Decoder(RerankFields)
+
+
+def read_score(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> ScoreRequest:
+    """Reads and checks a body. `cards` are the models that are served. Raises RequestError."""
+    fields = decode_body(body, _score_decoder)
+    card = choose_model(fields.model, cards)
+    second = "documents" if fields.queries is not None or fields.documents is not None else "text_2"
+    first = "queries" if second == "documents" else "text_1"
+    if second == "documents" and (fields.text_1 is not None or fields.text_2 is not None):
+        raise invalid("text_1", "not allowed together with queries and documents")
+    ones, others = _texts(first, getattr(fields, first)), _texts(second, getattr(fields, second))
+    if len(ones) not in (1, len(others)):
+        counts = f"{len(ones)} texts beside {len(others)} in {second} are not allowed"
+        raise invalid(first, f"{counts}; one, or as many")
+    scores = _pair_scores("score", ones, others, second, fields, card, limits)
+    return ScoreRequest(scores, second)
+
+
+def read_rerank(body: bytes, cards: list[ModelCard], limits: RequestLimits, *, cohere: bool = False) -> RerankRequest:
+    """Reads and checks a body. `cohere`: of `/v2/rerank`, whose responses have no documents unless they are asked for.
+    Raises RequestError."""
+    fields = decode_body(body, _rerank_decoder)
+    card = choose_model(fields.model, cards)
+    if fields.query is None:
+        raise invalid("query", "this field is required")
+    documents = [each if isinstance(each, str) else each.text for each in fields.documents or ()]
+    if fields.top_n is not None and fields.top_n < 0:
+        raise not_allowed("top_n", fields.top_n, "it must be at least 0, which means all")
+    scores = _pair_scores("rerank", [fields.query], _texts("documents", documents), "documents", fields, card, limits)
+    shown = not cohere if fields.return_documents is None else fields.return_documents
+    return RerankRequest(scores, tuple(documents) if shown else (), fields.top_n or len(documents), cohere)
+
+
+def _texts(field: str, given: str | list[str] | None) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if texts is None:
+        raise invalid(field, "this field is required")
+    if not texts:
+        raise invalid(field, "[] is not allowed; at least one text is needed")
+    return texts
+
+
+def _pair_scores(
+    kind: GenerationKind,
+    ones: list[str],
+    others: list[str],
+    field: str,
+    fields: ScoreOptionFields,
+    card: ModelCard,
+    limits: RequestLimits,
+) -> _PairScores:
+    """Of the one, or each of `ones`, with each of `others`. `field`: the client's name of the latter."""
+    for name in ("max_tokens_per_query", "max_tokens_per_doc", "max_chunks_per_doc", "rank_fields"):
+        if getattr(fields, name) is not None:
+            raise unsupported(name, "choosing parts of documents")
+    if len(others) > limits.max_embeddings:
+        raise invalid(field, f"{len(others)} texts are not allowed; at most {limits.max_embeddings} are")
+    pooling = pooling_of(card)
+    prompts: tuple[Prompt, ...]
+    if pooling.labels:
+        if len(pooling.labels) > 1:
+            text = f"model: {card.name} has {len(pooling.labels)} labels, and a score needs one; it serves /classify"
+            raise RequestError(400, text, param="model", code="unsupported_parameter")
+        if fields.truncate_prompt_tokens is not None:
+            raise unsupported("truncate_prompt_tokens", "shortening a pair of texts")
+        queries = ones * len(others) if len(ones) == 1 else ones
+        prompts = tuple(PairPrompt(one, other) for one, other in zip(queries, others, strict=True))
+        pairs = tuple(_TextPair(number, number) for number in range(len(prompts)))
+        options = logit_options(pooling)
+        activation: LogitActivation = "none" if fields.use_activation is False else pooling.activation
+    else:
+        if fields.use_activation is not None:
+            raise unsupported("use_activation", "an activation of the cosine of two embeddings")
+        prompts = tuple(TextPrompt(text) for text in (*ones, *others))
+        firsts = range(len(ones)) if len(ones) > 1 else [0] * len(others)
+        pairs = tuple(_TextPair(one, len(ones) + number) for number, one in enumerate(firsts))
+        options, activation = embedding_options(None, normalize=True, pooling=pooling), "none"
+    generation = pooled_generation(kind, prompts, options, fields, card, limits)
+    return _PairScores(generation, pairs, activation)

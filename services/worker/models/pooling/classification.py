@@ -1,0 +1,92 @@
+"""Reads what a sequence classifier's `config.json` says of its labels, and the head that makes their logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from services.worker.models.config import ModelError
+from shared.messages.generation import PoolingType
+from shared.messages.lifecycle import LogitActivation, PoolingCard
+
+SUFFIX = "ForSequenceClassification"
+"""The end of the names of classifiers' architectures."""
+
+DECODER_HEAD = "score.weight"
+"""Name of the tensor [labels, hidden] of a decoder's classification head."""
+
+_LIBRARY_LABELS = 2
+"""How many labels there are where the configuration does not say, as in transformers."""
+
+_ACTIVATIONS: dict[str, LogitActivation] = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}
+"""By the name of PyTorch's class, which sentence-transformers writes."""
+
+
+class _CrossEncoder(Struct):
+    """What sentence-transformers adds for a cross-encoder."""
+
+    activation_fn: str | None = None
+
+
+class _RawClassifier(Struct, kw_only=True):
+    """The keys of `config.json` that describe a classifier."""
+
+    architectures: list[str] = field(default_factory=list)
+    id2label: dict[str, str] | None = None
+    num_labels: int | None = None
+    problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
+    sentence_transformers: _CrossEncoder | None = None
+    sbert_ce_default_activation_function: str | None = None
+
+
+def read_classifier(folder: Path, pooling: PoolingType = "last") -> PoolingCard | None:
+    """The labels of the classifier in `folder`, whose head reads what `pooling` says; None where the model is none.
+    Raises ModelError for a broken configuration."""
+    path = folder / "config.json"
+    try:
+        raw = msgspec.json.decode(path.read_bytes(), type=_RawClassifier)
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist: a Hugging Face model directory is expected") from None
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"{path}: {error}") from None
+    if not any(each.endswith(SUFFIX) for each in raw.architectures):
+        return None
+    labels = _labels(path, raw)
+    return PoolingCard(
+        pooling=pooling, normalize=False, size=len(labels), labels=labels, activation=_activation(path, raw, labels)
+    )
+
+
+def _labels(path: Path, raw: _RawClassifier) -> tuple[str, ...]:
+    if raw.id2label is None:
+        count = _LIBRARY_LABELS if raw.num_labels is None else raw.num_labels
+        if count < 1:
+            raise ModelError(f"{path}: num_labels {count} is not positive")
+        return tuple(f"LABEL_{number}" for number in range(count))
+    names = [raw.id2label.get(str(number)) for number in range(len(raw.id2label))]
+    if not names or None in names:
+        raise ModelError(f"{path}: id2label must name the labels 0, 1, 2 and so on; it names {sorted(raw.id2label)}")
+    return tuple(name for name in names if name is not None)
+
+
+def _activation(path: Path, raw: _RawClassifier, labels: tuple[str, ...]) -> LogitActivation:
+    """What the files say; by default sigmoid for one label and softmax for more, as in vLLM."""
+    own = None if raw.sentence_transformers is None else raw.sentence_transformers.activation_fn
+    named = own or raw.sbert_ce_default_activation_function
+    if named is not None:
+        kind = named.rpartition(".")[2]
+        if kind not in _ACTIVATIONS:
+            raise ModelError(f"{path}: the activation {named!r} is not supported; {', '.join(_ACTIVATIONS)} of PyTorch")
+        return _ACTIVATIONS[kind]
+    match raw.problem_type:
+        case "regression":
+            return "none"
+        case "multi_label_classification":
+            return "sigmoid"
+        case "single_label_classification":
+            return "softmax"
+        case None:
+            return "sigmoid" if len(labels) == 1 else "softmax"
