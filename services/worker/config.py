@@ -78,6 +78,15 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         UpOption("Model"),
         ContainerVariable(),
     ] = "auto"
+    quantization: Annotated[
+        Literal["auto", "int8", "int4", "fp8"],
+        Meta(
+            description="What weights of linear layers are rounded to when they are loaded: int8 and fp8 with a scale "
+            "for each output, int4 with one for each 128 inputs; the head to int8. auto: they stay as they are."
+        ),
+        UpOption("Model"),
+        ContainerVariable(),
+    ] = "auto"
     pooling_type: Annotated[
         Literal["auto", "none", "last", "mean", "cls"],
         Meta(

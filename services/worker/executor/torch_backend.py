@@ -26,6 +26,7 @@ from services.worker.models.loaded_model import (
     LoadFormat,
     LoadSettings,
     ModelImpl,
+    QuantizationChoice,
     load_model,
 )
 from services.worker.models.pooling.sentence_transformers import PoolingChoice
@@ -64,6 +65,7 @@ def create_backend(
     model_impl: ModelImpl = "auto",
     pooling_type: PoolingChoice = "auto",
     trust_remote_code: bool = False,
+    quantization: QuantizationChoice = "auto",
     threads: int | None = None,
     pipeline: Pipeline | None = None,
     layers: Sequence[int] | None = None,
@@ -109,6 +111,7 @@ def create_backend(
         impl=model_impl,
         pooling=pooling_type,
         trust_remote_code=trust_remote_code,
+        quantization=quantization,
     )
     with _enough_memory("weights were loaded: end what else is on the GPU, or use more ranks"):
         loaded = load_model(wanted)

@@ -212,6 +212,13 @@ def dummy_digest(config: Struct) -> str:
     ).hexdigest()
 
 
+def quantized_digest(digest: str, quantization: str) -> str:
+    """That of the same model with its weights rounded: its keys and values are others. "auto": `digest`."""
+    if quantization == "auto":
+        return digest
+    return blake2b(f"{digest} {quantization}".encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
 def _without_stop_tokens(config: Struct) -> Struct:
     """`config` without its stop tokens: keys and values do not depend on them."""
     return msgspec.structs.replace(config, eos_token_ids=())

@@ -13,7 +13,13 @@ import torch
 
 from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.kv.device_memory import free_bytes, gib
-from services.worker.models.checkpoint import TensorSource, dummy_digest, model_digest, open_checkpoint
+from services.worker.models.checkpoint import (
+    TensorSource,
+    dummy_digest,
+    model_digest,
+    open_checkpoint,
+    quantized_digest,
+)
 from services.worker.models.config import Dtype, ModelConfig, ModelDescription, ModelError
 from services.worker.models.decoder import CausalLm, Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
@@ -23,6 +29,7 @@ from services.worker.models.pooling.classification import DECODER_HEAD, read_cla
 from services.worker.models.pooling.sentence_transformers import PoolingChoice, read_pooling
 from services.worker.models.sharding import PipelineStage, shard_of, stage_of
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
+from services.worker.ops.quantized import Code
 from services.worker.ops.selector import create_ops
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
@@ -34,10 +41,15 @@ DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImpl = Literal["auto", "native", "transformers"]
 """Whose code computes the model. auto: ours where it knows the architecture."""
 
+QuantizationChoice = Literal["auto", "int8", "int4", "fp8"]
+"""What weights are rounded to as they are loaded."""
+
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 """auto: safetensors, the only files there are."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_QUANTIZED_BYTES: dict[Code, float] = {"int8": 1.0, "fp8": 1.0, "int4": 0.6}
+"""Of a weight, with the scales of groups."""
 _SMALL_MODEL = 50_000_000
 """Parameters under which a CPU reads float32 fast enough, and gains results that hardly depend on the batch."""
 
@@ -65,6 +77,7 @@ class LoadSettings:
     impl: ModelImpl = "auto"
     pooling: PoolingChoice = "auto"
     """How prompts become vectors."""
+    quantization: QuantizationChoice = "auto"
     trust_remote_code: bool = False
     """Whether code that comes with the model may run; only where `transformers` computes it."""
 
@@ -97,9 +110,9 @@ class LoadedModel:
         """A text that must be equal on all ranks of an engine."""
         settings = self.settings
         return (
-            f"model {self.digest} in {self.dtype} on {settings.device.type}, layers {settings.layers or 'even'}, "
-            f"{self.decoder.wire}, keys and values {settings.cache} in blocks of {settings.block_size}, "
-            f"{self.max_model_len} tokens"
+            f"model {self.digest} in {self.dtype}, quantization {settings.quantization}, on {settings.device.type}, "
+            f"layers {settings.layers or 'even'}, {self.decoder.wire}, "
+            f"keys and values {settings.cache} in blocks of {settings.block_size}, {self.max_model_len} tokens"
         )
 
     def card(self, name: ModelName) -> ModelCard:
@@ -133,11 +146,15 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     if pooling is None and not generates:
         raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
     _check_weights_fit(
-        _parameters_of(config, stage), dtype, settings.communicator.world_size, free_bytes(settings.device)
+        _weight_bytes(config, stage, dtype, settings.quantization),
+        dtype,
+        settings.communicator.world_size,
+        free_bytes(settings.device),
     )
     dummy = settings.load_format == "dummy"
     with STARTUP.stage("digest"):
         digest = dummy_digest(config) if dummy else model_digest(settings.folder, config)
+        digest = quantized_digest(digest, settings.quantization)
     decoder, classifier = _decoder(settings, config, stage, _DTYPES[dtype], length, pooling)
     return LoadedModel(
         settings=settings,
@@ -187,10 +204,11 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
     pooling = _pooling(settings, config.hidden_size)
     dtype = dtype_of(settings.dtype, config, settings.device)
     length = _model_len(config, settings.max_model_len)
-    _check_weights_fit(config.parameters, dtype, 1, free_bytes(settings.device))
+    _check_weights_fit(config.parameters * _DTYPES[dtype].itemsize, dtype, 1, free_bytes(settings.device))
     dummy = settings.load_format == "dummy"
     with STARTUP.stage("digest"):
         digest = dummy_digest(config) if dummy else model_digest(settings.folder, config)
+        digest = quantized_digest(digest, settings.quantization)
     ops = create_ops(
         settings.ops,
         settings.device,
@@ -200,7 +218,11 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
         block_size=settings.block_size,
     )
     with STARTUP.stage("weights"):
-        decoder = library.decoder(*(ops, _DTYPES[dtype], settings.device, length, settings.communicator), dummy=dummy)
+        decoder = library.decoder(
+            *(ops, _DTYPES[dtype], settings.device, length, settings.communicator),
+            dummy=dummy,
+            quantization=_code_of(settings),
+        )
     if pooling is not None and not decoder.has_features:
         raise ModelError(f"{settings.folder}: pooling_type: {config.architecture} does not show its hidden states")
     with torch.inference_mode(), _library_tensors(settings, _DTYPES[dtype]) as tensors:
@@ -240,7 +262,9 @@ def _decoder(
             block_size=settings.block_size,
         )
     with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype) as tensors:
-        weights = load_weights(tensors, config, share, ops, settings.device, max_model_len, stage)
+        weights = load_weights(
+            *(tensors, config, share, ops, settings.device, max_model_len, stage), quantization=_code_of(settings)
+        )
         head = _read_head(tensors, pooling, config.hidden_size) if stage.is_last else None
     if settings.on_layer is not None:
         layerwise = LayerwiseDecoder(config, weights, share, ops, communicator, settings.pipeline, settings.on_layer)
@@ -277,9 +301,13 @@ def _model_len(config: ModelDescription, asked: int | None) -> int:
     return asked or config.max_positions
 
 
-def _check_weights_fit(parameters: int, dtype: Dtype, world_size: int, free: int) -> None:
-    """`parameters`: of all ranks of a stage together."""
-    needed = parameters * _DTYPES[dtype].itemsize // world_size
+def _code_of(settings: LoadSettings) -> Code | None:
+    return None if settings.quantization == "auto" else settings.quantization
+
+
+def _check_weights_fit(stage_bytes: int, dtype: Dtype, world_size: int, free: int) -> None:
+    """`stage_bytes`: of all ranks of a stage together."""
+    needed = stage_bytes // world_size
     if needed > free:
         raise ModelError(
             f"the weights take {gib(needed)} in {dtype} and {gib(free)} are free: "
@@ -287,9 +315,12 @@ def _check_weights_fit(parameters: int, dtype: Dtype, world_size: int, free: int
         )
 
 
-def _parameters_of(config: ModelConfig, stage: PipelineStage) -> int:
-    """Parameters of all ranks of a stage together."""
-    table = config.vocab_size * config.hidden_size
+def _weight_bytes(config: ModelConfig, stage: PipelineStage, dtype: Dtype, quantization: QuantizationChoice) -> int:
+    """Bytes of the weights of all ranks of a stage together, experts counted as they are where others are rounded."""
+    table, item = config.vocab_size * config.hidden_size, _DTYPES[dtype].itemsize
     own_head = stage.is_last and not (config.tied_embeddings and stage.is_first)
     layers = config.layers[stage.first_layer : stage.end_layer]
-    return config.layer_parameters(layers) + table * (stage.is_first + own_head)
+    parameters = config.layer_parameters(layers)
+    if quantization == "auto" or config.mixture is not None:
+        return (parameters + table * (stage.is_first + own_head)) * item
+    return int(parameters * _QUANTIZED_BYTES[quantization]) + table * (stage.is_first * item + stage.is_last)

@@ -19,6 +19,7 @@ from services.worker.models.rope import Rope, cos_sin_table
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
 from services.worker.models.weights import DecoderWeights, DenseMlp, LayerWeights, MixtureMlp, SharedExpert
 from services.worker.ops.interface import Ops, PackedLinear
+from services.worker.ops.quantized import Code, quantize
 
 
 def load_weights(
@@ -29,11 +30,14 @@ def load_weights(
     device: torch.device,
     max_model_len: int,
     stage: PipelineStage | None = None,
+    quantization: Code | None = None,
 ) -> DecoderWeights:
     """This rank's weights on `device`, packed by `ops`. Raises ModelError where a tensor is missing or misshapen.
 
-    `stage`: None: all layers."""
-    return _Loader(checkpoint, config, share, ops, device, max_model_len).weights(stage or stage_of(config, 0, 1))
+    `stage`: None: all layers. `quantization`: what the matrices of attention, dense MLPs and shared experts are rounded
+    to; the head is rounded to int8 then. Embeddings, routers and experts are not."""
+    loader = _Loader(checkpoint, config, share, ops, device, max_model_len, quantization)
+    return loader.weights(stage or stage_of(config, 0, 1))
 
 
 def load_layer(
@@ -53,6 +57,7 @@ class _Loader:
         ops: Ops,
         device: torch.device,
         max_model_len: int,
+        quantization: Code | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
@@ -60,6 +65,7 @@ class _Loader:
         self._ops = ops
         self._device = device
         self._max_model_len = max_model_len
+        self._quantization = quantization
         self._tables: dict[Rope, Tensor] = {}
 
     def weights(self, stage: PipelineStage) -> DecoderWeights:
@@ -69,7 +75,7 @@ class _Loader:
             embedding=embedding,
             layers=tuple(self.layer(number, self._config.layers[number]) for number in numbers),
             final_norm=self._norm("model.norm.weight") if stage.is_last else None,
-            head=self._ops.pack_linear(self._head(embedding), None) if stage.is_last else None,
+            head=self._pack(self._head(embedding), None, self._quantization and "int8") if stage.is_last else None,
             first_layer=stage.first_layer,
         )
 
@@ -152,17 +158,22 @@ class _Loader:
         read, hidden = self._checkpoint.read, self._config.hidden_size
         weight = torch.cat([read(f"{name}.weight", (size, hidden), rows=rows) for name, size, rows in parts])
         biases = [read(f"{name}.bias", (size,), rows=rows) for name, size, rows in parts] if bias else []
-        return self._pack(weight, torch.cat(biases) if bias else None)
+        return self._pack(weight, torch.cat(biases) if bias else None, self._quantization)
 
     def _row_parallel(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> PackedLinear:
         """This rank's columns; rank 0 alone adds the bias, as the products are summed over the ranks."""
         hidden = self._config.hidden_size
         weight = self._checkpoint.read(f"{name}.weight", (hidden, size), columns=columns)
         adds_bias = bias and columns[0] == 0
-        return self._pack(weight, self._checkpoint.read(f"{name}.bias", (hidden,)) if adds_bias else None)
+        own_bias = self._checkpoint.read(f"{name}.bias", (hidden,)) if adds_bias else None
+        return self._pack(weight, own_bias, self._quantization)
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        return self._ops.pack_linear(weight.to(self._device), None if bias is None else bias.to(self._device))
+    def _pack(self, weight: Tensor, bias: Tensor | None, code: Code | None = None) -> PackedLinear:
+        """`code`: what the weight is rounded to; None: it stays as it is."""
+        weight, bias = weight.to(self._device), None if bias is None else bias.to(self._device)
+        if code is None:
+            return self._ops.pack_linear(weight, bias)
+        return self._ops.pack_quantized(quantize(weight, code), bias)
 
     def _norm(self, name: str, size: int | None = None) -> Tensor:
         weight = self._checkpoint.read(name, (size or self._config.hidden_size,)).float()

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, NewType, Protocol
 
 from torch import Tensor
 
+from services.worker.ops.quantized import QuantizedWeight
+
 if TYPE_CHECKING:
     from services.worker.kv.copier import KvCopier
 
@@ -103,6 +105,9 @@ class Ops(Protocol):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """`weight` [out, in] and `bias` [out] made ready for `linear`. May keep or copy them."""
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
+        """`weight` made ready for `linear` in as many bits as it has, `bias` [out] beside it."""
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """x [n, in] → x @ weight.T + bias [n, out]."""

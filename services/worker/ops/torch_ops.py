@@ -20,6 +20,7 @@ from services.worker.kv.cuda_copier import CudaBlockStream, CudaKvCopier
 from services.worker.kv.plain_copier import PlainKvCopier
 from services.worker.ops.gpu import runs_triton
 from services.worker.ops.interface import Activation, BatchMeta, DraftAttempt, PackedExperts, PackedLinear
+from services.worker.ops.quantized import QuantizedWeight, pack_nibbles, unpack_nibbles
 from services.worker.ops.torch_attention import PagedAttentionStep
 from shared.blocks import DEFAULT_BLOCK_SIZE
 
@@ -28,6 +29,19 @@ class _Linear(Struct, frozen=True):
     weight: Tensor
     bias: Tensor | None
     onednn: bool
+
+
+class QuantizedLinear(NamedTuple):
+    """A weight that stays in its codes, those of four bits two to a byte."""
+
+    weight: QuantizedWeight
+    bias: Tensor | None
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """[out, in] in `dtype`."""
+        if self.weight.code != "int4":
+            return self.weight.dequantized(dtype)
+        return self.weight._replace(codes=unpack_nibbles(self.weight.codes)).dequantized(dtype)
 
 
 class TorchOps:
@@ -50,8 +64,16 @@ class TorchOps:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         return PackedLinear(_Linear(weight, bias, self._onednn))
 
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
+        """The codes; each product makes numbers of them first, in memory of its own."""
+        if weight.code == "int4":
+            weight = weight._replace(codes=pack_nibbles(weight.codes))
+        return PackedLinear(QuantizedLinear(weight, bias))
+
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """The product in the dtype of `x`."""
+        if isinstance(packed, QuantizedLinear):
+            return F.linear(x, packed.dequantized(x.dtype), packed.bias)
         assert isinstance(packed, _Linear)
         if packed.onednn:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed.weight, packed.bias, "none", [], "")

@@ -21,6 +21,7 @@ from services.worker.models.fallback.library_config import first_line, library_c
 from services.worker.models.fallback.library_decoder import HeadPlace, LibraryDecoder
 from services.worker.models.fallback.tensor_parallel import shard_model
 from services.worker.ops.interface import Ops, PackedLinear
+from services.worker.ops.quantized import Code, quantize
 
 _log = logging.getLogger(__name__)
 
@@ -45,10 +46,11 @@ class LibraryModel:
         communicator: Communicator,
         *,
         dummy: bool,
+        quantization: Code | None = None,
     ) -> LibraryDecoder:
         """With this rank's share of the directory's weights, or of random ones where `dummy`. The whole is read into
-        main memory before. Raises ModelError for a broken checkpoint, and where its layers are not of a kind that can
-        be served, or not by so many ranks."""
+        main memory before; `quantization` is what linear layers are rounded to, the head to int8. Raises ModelError for
+        a broken checkpoint, and where its layers are not of a kind that can be served, or not by so many ranks."""
         if dummy:
             model = _dummy_model(self._own, dtype, trust_remote_code=self._trusts)
         else:
@@ -57,7 +59,7 @@ class LibraryModel:
         adapt(model, self._own)
         split_heads = shard_model(model, communicator) if communicator.world_size > 1 else False
         model = model.to(device)
-        _pack_products(model, ops)
+        _pack_products(model, ops, quantization)
         place = HeadPlace(communicator.rank, communicator.world_size, split_heads)
         made = LibraryDecoder(model, ops, self.config.hidden_size, max_model_len, device, place)
         check_cached_passes(made, self.config.vocab_size, device)
@@ -123,9 +125,11 @@ class PackedProduct(nn.Module):
         return self._ops.linear(rows.contiguous(), self._packed).to(x.dtype).view(*x.shape[:-1], self._outputs)
 
 
-def _pack_products(model: nn.Module, ops: Ops) -> None:
+def _pack_products(model: nn.Module, ops: Ops, quantization: Code | None) -> None:
     """Replaces the linear layers by such as `ops` computes: batch invariant and faster where those are native. A
     weight that others share, as a tied head's, stays where it is, and is copied."""
+    output: Any = model
+    head = next((name for name, each in model.named_modules() if each is output.get_output_embeddings()), None)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and (type(module) is nn.Linear or type(module).__name__ in PLAIN_PRODUCTS):
             weight, bias = module.weight, module.bias
@@ -135,7 +139,14 @@ def _pack_products(model: nn.Module, ops: Ops) -> None:
             continue
         if weight.dtype != torch.float32 and weight.dtype != torch.bfloat16 and weight.dtype != torch.float16:
             continue
-        packed = ops.pack_linear(weight.detach().contiguous(), None if bias is None else bias.detach())
+        packed = _pack(
+            ops, weight.detach().contiguous(), bias, "int8" if quantization and name == head else quantization
+        )
         made = PackedProduct(ops, packed, weight.dtype, weight.shape[0], weight.device)
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, made)
+
+
+def _pack(ops: Ops, weight: Tensor, bias: Tensor | None, code: Code | None) -> PackedLinear:
+    own = None if bias is None else bias.detach()
+    return ops.pack_linear(weight, own) if code is None else ops.pack_quantized(quantize(weight, code), own)

@@ -10,7 +10,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 8; }
+int baton_version() { return 9; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -31,6 +31,10 @@ void baton_pool_free(Pool* pool) { delete pool; }
 int64_t baton_packed_bytes(int number, int out, int in) { return packed_bytes(Number(number), out, in); }
 void baton_pack(Pool* pool, int number, const void* weight, int out, int in, void* groups) {
     pack(*pool, Number(number), weight, out, in, groups);
+}
+int64_t baton_coded_bytes(int code, int out, int in) { return coded_bytes(Code(code), out, in); }
+void baton_pack_codes(Pool* pool, int code, const uint8_t* codes, int out, int in, void* groups) {
+    pack_codes(*pool, Code(code), codes, out, in, groups);
 }
 void baton_multiply(Pool* pool, const Linear* linear, const void* x, int number, int count, int64_t stride, int kind, int activation,
                     void* to, int64_t to_stride) {

@@ -27,6 +27,9 @@ class PackedMatrix:
     bias: Tensor | None
     out: int
     inputs: int
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    """What `linear` points to beside `groups`, where those are codes."""
 
 
 class NativeKernels:

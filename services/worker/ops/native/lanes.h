@@ -57,13 +57,22 @@ BATON_INLINE U all_bits(uint32_t x) {
     BATON_EACH r.part[i_] = x + RegU{};
     return r;
 }
-template <class R> BATON_INLINE Sixteen<R> load_as(const void* from) {
-    Sixteen<R> r;
-    memcpy(&r, from, 64);
+// Whole registers from and to wherever they lie. Not by memcpy: GCC moves 64 bytes as four times 16, by way of the stack.
+typedef float LooseF __attribute__((vector_size(kRegister), aligned(1), may_alias));
+typedef uint32_t LooseU __attribute__((vector_size(kRegister), aligned(1), may_alias));
+BATON_INLINE F load(const float* from) {
+    F r;
+    BATON_EACH r.part[i_] = *(const LooseF*)((const char*)from + i_ * kRegister);
     return r;
 }
-BATON_INLINE F load(const float* from) { return load_as<RegF>(from); }
-BATON_INLINE void store(float* to, F x) { memcpy(to, &x, 64); }
+BATON_INLINE U load_bits(const void* from) {
+    U r;
+    BATON_EACH r.part[i_] = *(const LooseU*)((const char*)from + i_ * kRegister);
+    return r;
+}
+BATON_INLINE void store(float* to, F x) {
+    BATON_EACH *(LooseF*)((char*)to + i_ * kRegister) = x.part[i_];
+}
 BATON_INLINE F operator+(F a, F b) {
     BATON_EACH a.part[i_] = a.part[i_] + b.part[i_];
     return a;
@@ -104,8 +113,16 @@ BATON_INLINE F fma(F a, F b, F c) {
     BATON_EACH c.part[i_] = fused(a.part[i_], b.part[i_], c.part[i_]);
     return c;
 }
-BATON_INLINE F floats_of(U bits) { return load_as<RegF>(&bits); }
-BATON_INLINE U bits_of(F x) { return load_as<RegU>(&x); }
+BATON_INLINE F floats_of(U bits) {
+    F r;
+    BATON_EACH r.part[i_] = (RegF)bits.part[i_];
+    return r;
+}
+BATON_INLINE U bits_of(F x) {
+    U r;
+    BATON_EACH r.part[i_] = (RegU)x.part[i_];
+    return r;
+}
 
 // The sum of all lanes, always by the same tree.
 BATON_INLINE float sum(F x) {
@@ -215,6 +232,43 @@ BATON_INLINE void store(Bf16* to, F x) {
 #endif
 }
 
+// Sixteen bytes, and as what they can be read.
+typedef int8_t Bytes __attribute__((vector_size(16)));
+BATON_INLINE Bytes load_bytes(const void* from) {
+    Bytes r;
+    memcpy(&r, from, 16);
+    return r;
+}
+BATON_INLINE Sixteen<RegI> integers_of(Bytes bytes) {
+    Sixteen<RegI> r;
+#if defined(BATON_AVX512)
+    r.part[0] = (RegI)_mm512_cvtepi8_epi32((__m128i)bytes);
+#elif defined(BATON_AVX2)
+    r.part[0] = (RegI)_mm256_cvtepi8_epi32((__m128i)bytes);
+    r.part[1] = (RegI)_mm256_cvtepi8_epi32(_mm_unpackhi_epi64((__m128i)bytes, (__m128i)bytes));
+#else
+    BATON_EACH {
+        for (int lane = 0; lane < kLanes / kParts; ++lane) r.part[i_][lane] = bytes[i_ * (kLanes / kParts) + lane];
+    }
+#endif
+    return r;
+}
+// From memory, which costs no shuffle.
+BATON_INLINE Sixteen<RegI> load_integers(const void* from) {
+#if defined(BATON_AVX2)
+    Sixteen<RegI> r;
+    BATON_EACH r.part[i_] = (RegI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)((const char*)from + 8 * i_)));
+    return r;
+#else
+    return integers_of(load_bytes(from));
+#endif
+}
+BATON_INLINE F floats_of(Sixteen<RegI> x) {
+    F r;
+    BATON_EACH r.part[i_] = __builtin_convertvector(x.part[i_], RegF);
+    return r;
+}
+
 // How a kind of number is stored and multiplied. A step is one load of 16 lanes of weights: two bf16 numbers of each
 // lane (AVX512-BF16's layout), or one float.
 struct Half {
@@ -225,7 +279,7 @@ struct Half {
         memcpy(&pair, x, 4);
         return all_bits(pair);
     }
-    static BATON_INLINE U weights(const Bf16* w) { return load_as<RegU>(w); }
+    static BATON_INLINE U weights(const Bf16* w) { return load_bits(w); }
     // The two products are added in the instruction's own order; without it, low one first.
     static BATON_INLINE F multiply(F sum, U w, U x) {
 #if defined(BATON_BF16)

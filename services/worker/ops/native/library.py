@@ -6,20 +6,33 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 8
+VERSION = 9
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
 """The values of `Number` in linear.h."""
+
+CODES = {"int8": 1, "int4": 2, "fp8": 3}
+"""The values of `Code` in linear.h, but for plain numbers."""
 
 OUT_FLOAT, OUT_GATED = 0, 2
 """`Out::kFloat` and `Out::kGated` of linear.h."""
 
 
 class Linear(Structure):
-    """`Linear` of linear.h: a packed matrix [out, in_] and its float32 bias, or null."""
+    """`Linear` of linear.h: a packed matrix [out, in_] and its float32 bias, or null; scales where it is codes."""
 
-    _fields_ = (("number", c_int), ("out", c_int), ("in_", c_int), ("groups", c_void_p), ("bias", c_void_p))
+    _fields_ = (
+        ("number", c_int),
+        ("out", c_int),
+        ("in_", c_int),
+        ("groups", c_void_p),
+        ("bias", c_void_p),
+        ("code", c_int),
+        ("scaled", c_int),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+    )
 
 
 PAGE_TOKENS = 16
@@ -195,6 +208,8 @@ _SIGNATURES = {
     "baton_pool_free": (None, (c_void_p,)),
     "baton_packed_bytes": (c_int64, (c_int, c_int, c_int)),
     "baton_pack": (None, (c_void_p, c_int, c_void_p, c_int, c_int, c_void_p)),
+    "baton_coded_bytes": (c_int64, (c_int, c_int, c_int)),
+    "baton_pack_codes": (None, (c_void_p, c_int, c_void_p, c_int, c_int, c_void_p)),
     "baton_multiply": (
         None,
         (c_void_p, POINTER(Linear), c_void_p, c_int, c_int, c_int64, c_int, c_int, c_void_p, c_int64),

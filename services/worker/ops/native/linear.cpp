@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "activation.h"
+#include "codes.h"
 #include "tile.h"
 
 namespace {
@@ -16,6 +17,8 @@ constexpr int kBlockSteps = 512;
 constexpr int kBlockRows = 96;
 
 int steps_of(Number number, int in) { return number == Number::kHalf ? (in + 1) / 2 : in; }
+// Codes are multiplied as floats, whatever the activations are.
+int steps_of(const Linear& linear) { return linear.code == Code::kPlain ? steps_of(linear.number, linear.in) : linear.in; }
 int groups_of(int out) { return (out + kGroupOutputs - 1) / kGroupOutputs; }
 
 struct Product {
@@ -63,7 +66,8 @@ template <class Item> void copy_row(Item* to, const Rows& x, int row, int first,
 template <class Kind> bool readable(const Product& p) {
     constexpr int item = sizeof(typename Kind::Item);
     bool aliased = p.x.count > 4 && p.x.stride * item % 1024 == 0;
-    return (p.x.number == Number::kHalf) == (item == 2) && !aliased && p.linear.in % Kind::kItems == 0;
+    int items = p.linear.code == Code::kPlain ? Kind::kItems : kCodeInputs;
+    return (p.x.number == Number::kHalf) == (item == 2) && !aliased && p.linear.in % items == 0;
 }
 
 // The sums of some rows and columns of a tile.
@@ -76,10 +80,10 @@ template <int R, int C> BATON_INLINE void keep(F* to, const Sums<R, C>& sums) {
         for (int c = 0; c < C; ++c) to[r * kGroupColumns + c] = sums.at[r][c];
 }
 
-template <class Kind, int R, int C>
+template <class Item, int R, int C>
 BATON_INLINE void write_gated(const Product& p, int row, int column, const F* gates, const Sums<R, C>& sums) {
     int half = p.linear.out / 2;
-    auto* to = (typename Kind::Item*)p.target.data + row * p.target.stride + column - half;
+    auto* to = (Item*)p.target.data + row * p.target.stride + column - half;
     const float* bias = p.linear.bias;
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) {
@@ -127,65 +131,171 @@ template <int R, int C> BATON_INLINE void expect_floats(const Product& p, int ro
         for (int c = 0; c < C; ++c) __builtin_prefetch(to + r * p.target.stride + c * kLanes, 1, 3);
 }
 
-// One tile over one block of steps; sums wait in `kept` [rows][kGroupColumns] for the next one.
-template <class Kind, int R>
-void run_tile(const Product& p, const Block& block, const typename Kind::Item* x, int64_t stride, int row, int first, int count,
-              Ahead ahead, F* kept) {
+// The weights of a block of steps as they are multiplied: numbers where they lie, or where codes were turned into them.
+template <class Kind> struct Numbers {
     using Item = typename Kind::Item;
-    constexpr int kStep = kStepBytes / int(sizeof(Item));
-    const Item* group = (const Item*)p.linear.groups + (size_t(block.group) * p.steps + first) * kStep;
+    static constexpr int kStep = kStepBytes / int(sizeof(Item));
+    template <int R> static constexpr int kColumns = kTileColumns;
+    const Item* at;
+
+    template <int R, int C> BATON_INLINE void multiply(const Item* x, int64_t stride, int column, int steps, Ahead ahead, Sums<R, C>& sums) const {
+        multiply_panel<Kind, R, C, kStep>(x, stride, at + column * (kStep / kGroupColumns), steps, ahead, sums.at);
+    }
+    Numbers from(int step) const { return {at + size_t(step) * kStep}; }
+};
+// Codes, turned into numbers in registers.
+template <Code code> struct Coded {
+    // One row leaves registers for the sums of a whole group: its codes are read in the order they lie in.
+    template <int R> static constexpr int kColumns = R == 1 ? kGroupColumns : kTileColumns;
+    const uint8_t* at;
+    const uint8_t* zeros;
+
+    template <int R, int C> BATON_INLINE void multiply(const float* x, int64_t stride, int column, int steps, Ahead, Sums<R, C>& sums) const {
+        multiply_codes<code, R, C>(x, stride, at + column * code_bytes(code), zeros ? zeros + column * kLanes : nullptr, steps, sums.at);
+    }
+    Coded from(int step) const { return {at + size_t(step / kCodeInputs) * kGroupColumns * code_bytes(code), zeros}; }
+};
+
+// What belongs to the codes of one block of steps of a group: [scales of the block][64].
+struct Scales {
+    const float* scales;
+    const uint8_t* zeros;
+    int inputs;  // that share one; 0: the sums of all steps are scaled
+
+    const uint8_t* zeros_of(int segment) const { return zeros ? zeros + segment * kGroupOutputs : nullptr; }
+};
+
+template <int R, int C> BATON_INLINE void scale(const float* scales, Sums<R, C>& sums) {
+    for (int c = 0; c < C; ++c)
+        for (int r = 0; r < R; ++r) sums.at[r][c] = sums.at[r][c] * load(scales + c * kLanes);
+}
+
+template <int R, int C> BATON_INLINE void add_scaled(const float* scales, const Sums<R, C>& part, Sums<R, C>& sums) {
+    for (int c = 0; c < C; ++c)
+        for (int r = 0; r < R; ++r) sums.at[r][c] = fma(part.at[r][c], load(scales + c * kLanes), sums.at[r][c]);
+}
+
+Coded<Code::kInt4> with_zeros(Coded<Code::kInt4> weights, const uint8_t* zeros) { return {weights.at, zeros}; }
+template <class Weights> Weights with_zeros(Weights weights, const uint8_t*) { return weights; }
+
+// One tile over one block of steps; sums wait in `kept` [rows][kGroupColumns] for the next one.
+template <class Kind, int R, class Weights>
+void run_tile(const Product& p, const Block& block, const Weights& weights, const Scales& scaling, const typename Kind::Item* x,
+              int64_t stride, int row, int first, int count, Ahead ahead, F* kept) {
+    constexpr int C = Weights::template kColumns<R>;
     bool last = first + count == p.steps;
-    for (int column = 0; column < kGroupColumns; column += kTileColumns) {
-        Sums<R, kTileColumns> sums;
+    for (int column = 0; column < kGroupColumns; column += C) {
+        Sums<R, C> sums;
         F* part = kept + row * kGroupColumns + column;
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < kTileColumns; ++c) sums.at[r][c] = first ? part[r * kGroupColumns + c] : zeros();
+            for (int c = 0; c < C; ++c) sums.at[r][c] = first ? part[r * kGroupColumns + c] : zeros();
         int output = block.group * kGroupOutputs + column * kLanes, at = row * kGroupColumns + column;
-        if (last && !block.to_gates && !block.gates) expect_floats<R, kTileColumns>(p, block.row + row, output);
-        const Item* weights = group + column * (kStep / kGroupColumns);
-        multiply_panel<Kind, R, kTileColumns, kStep>(x, stride, weights, count, column ? Ahead{nullptr, 0} : ahead, sums.at);
+        if (last && !block.to_gates && !block.gates) expect_floats<R, C>(p, block.row + row, output);
+        Ahead fetched = column ? Ahead{nullptr, 0} : ahead;
+        if (!scaling.inputs) {
+            weights.template multiply<R, C>(x, stride, column, count, fetched, sums);
+            if (scaling.scales && last) scale(scaling.scales + column * kLanes, sums);
+        } else {
+            for (int step = 0; step < count; step += scaling.inputs) {
+                int segment = step / scaling.inputs;
+                Sums<R, C> scaled;
+                for (int r = 0; r < R; ++r)
+                    for (int c = 0; c < C; ++c) scaled.at[r][c] = zeros();
+                auto own = with_zeros(weights.from(step), scaling.zeros_of(segment));
+                own.template multiply<R, C>(x + step, stride, column, scaling.inputs, fetched, scaled);
+                add_scaled(scaling.scales + segment * kGroupOutputs + column * kLanes, scaled, sums);
+                fetched = {nullptr, 0};
+            }
+        }
         if (!last) keep(part, sums);
         else if (block.to_gates) keep(block.to_gates + at, sums);
-        else if (block.gates) write_gated<Kind>(p, block.row + row, output, block.gates + at, sums);
+        else if (block.gates && (Kind::kItems == 2 || p.linear.number == Number::kHalf)) write_gated<Bf16>(p, block.row + row, output, block.gates + at, sums);
+        else if (block.gates) write_gated<float>(p, block.row + row, output, block.gates + at, sums);
         else write_floats(p, block.row + row, output, sums);
     }
 }
 
-template <class Kind>
-using TileCall = void (*)(const Product&, const Block&, const typename Kind::Item*, int64_t, int, int, int, Ahead, F*);
+template <class Kind, class Weights>
+using TileCall = void (*)(const Product&, const Block&, const Weights&, const Scales&, const typename Kind::Item*, int64_t, int, int, int,
+                          Ahead, F*);
 
-template <class Kind, int R = 1> TileCall<Kind> tile_of(int rows) {
+template <class Kind, class Weights, int R = 1> TileCall<Kind, Weights> tile_of(int rows) {
     if constexpr (R > kTileRows) return nullptr;
-    else return rows == R ? &run_tile<Kind, R> : tile_of<Kind, R + 1>(rows);
+    else return rows == R ? &run_tile<Kind, R, Weights> : tile_of<Kind, Weights, R + 1>(rows);
 }
+
+// The tiles of a block of rows over one block of steps.
+struct Steps {
+    int first;
+    int count;
+    int tiles;
+    Ahead ahead;  // of all tiles
+};
+
+template <class Kind, class Weights>
+void run_tiles(const Product& p, const Block& block, const Steps& steps, const Weights& weights, const Scales& scaling, F* kept) {
+    using Item = typename Kind::Item;
+    int first = steps.first, count = steps.count, tiles = steps.tiles, lines = steps.ahead.lines;
+    bool direct = readable<Kind>(p);
+    for (int tile = 0; tile < tiles; ++tile) {
+        int from = block.rows * tile / tiles, to = block.rows * (tile + 1) / tiles;
+        Ahead ahead{steps.ahead.from + tile * lines * 64 * (count / kChunk), lines};
+        auto call = tile_of<Kind, Weights>(to - from);
+        if (direct) {
+            auto* x = (const Item*)p.x.data + (block.row + from) * p.x.stride + first * Kind::kItems;
+            call(p, block, weights, scaling, x, p.x.stride, from, first, count, ahead, kept);
+            continue;
+        }
+        static thread_local Copied<Kind> copied;
+        int begin = first * Kind::kItems, padded = count * Kind::kItems;
+        int items = std::min(padded, p.linear.in - begin);
+        if (p.linear.code != Code::kPlain) padded = (padded + kCodeInputs - 1) / kCodeInputs * kCodeInputs;
+        for (int r = from; r < to; ++r)
+            copy_row(copied.items + (r - from) * copied.kStride, p.x, block.row + r, begin, items, padded);
+        call(p, block, weights, scaling, copied.items, copied.kStride, from, first, count, ahead, kept);
+    }
+}
+
+// Tiles of about the same height: 7 rows are 4 and 3, not 6 and 1.
+int tiles_of_rows(int rows) { return (rows + kTileRows - 1) / kTileRows; }
 
 template <class Kind> void run_block(const Product& p, const Block& block) {
     using Item = typename Kind::Item;
-    // Tiles of about the same height: 7 rows are 4 and 3, not 6 and 1.
-    int tiles = (block.rows + kTileRows - 1) / kTileRows;
+    int tiles = tiles_of_rows(block.rows);
     F kept[kBlockRows * kGroupColumns];
-    bool direct = readable<Kind>(p);
+    const char* group = (const char*)p.linear.groups + size_t(block.group) * p.steps * kStepBytes;
     for (int first = 0; first < p.steps; first += kBlockSteps) {
         int count = std::min(kBlockSteps, p.steps - first);
         // A lone tile reads its weights from memory itself: nothing is gained by asking twice.
         int lines = tiles > 1 ? kChunk * kGroupColumns / tiles + 1 : 0;
-        const char* next = (const char*)p.linear.groups + (size_t(block.group) * p.steps + first + count) * kStepBytes;
-        for (int tile = 0; tile < tiles; ++tile) {
-            int from = block.rows * tile / tiles, to = block.rows * (tile + 1) / tiles;
-            Ahead ahead{next + tile * lines * 64 * (count / kChunk), lines};
-            auto call = tile_of<Kind>(to - from);
-            if (direct) {
-                auto* x = (const Item*)p.x.data + (block.row + from) * p.x.stride + first * Kind::kItems;
-                call(p, block, x, p.x.stride, from, first, count, ahead, kept);
-                continue;
-            }
-            static thread_local Copied<Kind> copied;
-            int begin = first * Kind::kItems, padded = count * Kind::kItems;
-            int items = std::min(padded, p.linear.in - begin);
-            for (int r = from; r < to; ++r)
-                copy_row(copied.items + (r - from) * copied.kStride, p.x, block.row + r, begin, items, padded);
-            call(p, block, copied.items, copied.kStride, from, first, count, ahead, kept);
+        Numbers<Kind> weights{(const Item*)(group + size_t(first) * kStepBytes)};
+        Steps steps{first, count, tiles, {group + size_t(first + count) * kStepBytes, lines}};
+        run_tiles<Kind>(p, block, steps, weights, {nullptr, nullptr, 0}, kept);
+    }
+}
+
+// The same for codes: a lone tile reads them itself, for several they are turned into numbers once.
+template <Code code> void run_coded_block(const Product& p, const Block& block) {
+    int tiles = tiles_of_rows(block.rows), scaled = p.linear.scaled;
+    F kept[kBlockRows * kGroupColumns];
+    size_t pairs = size_t(p.steps + kCodeInputs - 1) / kCodeInputs, pair_bytes = kGroupColumns * code_bytes(code);
+    auto* group = (const uint8_t*)p.linear.groups + block.group * pairs * pair_bytes;
+    size_t segments = scaled ? size_t(p.steps / scaled) : 1;
+    for (int first = 0; first < p.steps; first += kBlockSteps) {
+        int count = std::min(kBlockSteps, p.steps - first);
+        const uint8_t* codes = group + size_t(first / kCodeInputs) * pair_bytes;
+        size_t at = (block.group * segments + (scaled ? first / scaled : 0)) * kGroupOutputs;
+        Scales scaling{p.linear.scales + at, p.linear.zeros ? p.linear.zeros + at : nullptr, scaled};
+        Steps steps{first, count, tiles, {nullptr, 0}};
+        if (tiles == 1) {
+            run_tiles<Single>(p, block, steps, Coded<code>{codes, scaling.zeros}, scaling, kept);
+            continue;
         }
+        alignas(64) static thread_local float numbers[kBlockSteps * kGroupOutputs];
+        for (int step = 0, part = scaled ? scaled : count; step < count; step += part)
+            decode_steps<code>(codes + size_t(step / kCodeInputs) * pair_bytes, scaling.zeros_of(scaled ? step / scaled : 0), part,
+                               numbers + step * kGroupOutputs);
+        run_tiles<Single>(p, block, steps, Numbers<Single>{numbers}, scaling, kept);
     }
 }
 
@@ -195,19 +305,25 @@ int column_blocks_of(const Product& p) { return groups_of(p.linear.out) / (gated
 int tiles_of(const Product& p) { return row_blocks_of(p) * column_blocks_of(p); }
 
 // One of a product's `tiles_of`.
-template <class Kind> void multiply_tile(const Product& p, int tile) {
+template <class Run> void multiply_tile(const Product& p, int tile, Run run) {
     // Group after group for the same rows: those stay in cache, and the weights come in the order they lie in.
     int row_blocks = row_blocks_of(p), groups = column_blocks_of(p), part = tile / groups, group = tile % groups;
     int row = int(int64_t(p.x.count) * part / row_blocks), end = int(int64_t(p.x.count) * (part + 1) / row_blocks);
-    if (!gated(p)) return run_block<Kind>(p, {row, end - row, group, nullptr, nullptr});
+    if (!gated(p)) return run(p, {row, end - row, group, nullptr, nullptr});
     F gates[kBlockRows * kGroupColumns];
-    run_block<Kind>(p, {row, end - row, group, nullptr, gates});
-    run_block<Kind>(p, {row, end - row, groups + group, gates, nullptr});
+    run(p, {row, end - row, group, nullptr, gates});
+    run(p, {row, end - row, groups + group, gates, nullptr});
 }
 
 void multiply_tile_of(const Product& p, int tile) {
-    if (p.linear.number == Number::kHalf) multiply_tile<Half>(p, tile);
-    else multiply_tile<Single>(p, tile);
+    switch (p.linear.code) {
+        case Code::kInt8: return multiply_tile(p, tile, run_coded_block<Code::kInt8>);
+        case Code::kInt4: return multiply_tile(p, tile, run_coded_block<Code::kInt4>);
+        case Code::kFp8: return multiply_tile(p, tile, run_coded_block<Code::kFp8>);
+        case Code::kPlain: break;
+    }
+    if (p.linear.number == Number::kHalf) multiply_tile(p, tile, run_block<Half>);
+    else multiply_tile(p, tile, run_block<Single>);
 }
 
 const void* row_at(const void* data, int64_t row, int64_t stride, Number number) {
@@ -237,8 +353,25 @@ void pack(Pool& pool, Number number, const void* weight, int out, int in, void* 
     });
 }
 
+int64_t coded_bytes(Code code, int out, int in) {
+    return int64_t(groups_of(out)) * ((in + kCodeInputs - 1) / kCodeInputs) * kGroupColumns * code_bytes(code);
+}
+
+void pack_codes(Pool& pool, Code code, const uint8_t* codes, int out, int in, void* groups) {
+    int64_t each = coded_bytes(code, kGroupOutputs, in);
+    pool.run(groups_of(out), [&](int group, int) {
+        auto* to = (uint8_t*)groups + group * each;
+        memset(to, 0, size_t(each));
+        int outputs = std::min(kGroupOutputs, out - group * kGroupOutputs);
+        for (int lane = 0; lane < outputs; ++lane) {
+            const uint8_t* row = codes + (int64_t(group) * kGroupOutputs + lane) * in;
+            for (int i = 0; i < in; ++i) put_code(code, to, i, lane, row[i]);
+        }
+    });
+}
+
 void multiply(Pool& pool, const Rows& x, const Linear& linear, const Target& target) {
-    Product product{x, linear, target, steps_of(linear.number, linear.in)};
+    Product product{x, linear, target, steps_of(linear)};
     pool.run(tiles_of(product), [&](int tile, int) { multiply_tile_of(product, tile); });
 }
 
@@ -252,7 +385,7 @@ void multiply_each(Pool& pool, const Rows& x, const Linear* linears, const int64
         Rows own{row_at(x.data, starts[i], x.stride, x.number), x.number, x.stride, rows};
         Target to = target;
         to.data = (void*)row_at(target.data, starts[i], target.stride, written);
-        products.push_back({own, linears[i], to, steps_of(linears[i].number, linears[i].in)});
+        products.push_back({own, linears[i], to, steps_of(linears[i])});
         first.push_back(first.back() + tiles_of(products.back()));
     }
     pool.run(first.back(), [&](int tile, int) {

@@ -13,17 +13,31 @@ constexpr int kGroupColumns = 4;
 constexpr int kGroupOutputs = kGroupColumns * kLanes;
 constexpr int kStepBytes = 64 * kGroupColumns;
 
+// How weights are kept: as numbers, or as codes of a byte or half of one that stand for numbers. Codes lie as numbers do,
+// two inputs to a step: 16 bytes of the first input and 16 of the second for each 16 outputs, or, of four bits, 16 bytes
+// with the first input's codes in the low halves.
+enum class Code : int { kPlain = 0, kInt8 = 1, kInt4 = 2, kFp8 = 3 };
+
 struct Linear {
-    Number number;
+    Number number;  // what activations are, and weights where they are no codes
     int out;
     int in;
     const void* groups;
     const float* bias;  // [out], or null
+    Code code;
+    // Inputs that share a scale: 32, 64, 128, 256 or 512, a divisor of `in`; 0: all of an output's.
+    int scaled;
+    const float* scales;  // [groups][in / scaled][64], null for kPlain
+    const uint8_t* zeros;  // the same shape: the code of kInt4 that is 0; null: 8 everywhere
 };
 
 int64_t packed_bytes(Number number, int out, int in);
 // `groups` must be aligned to 64 bytes.
 void pack(Pool& pool, Number number, const void* weight, int out, int in, void* groups);
+
+int64_t coded_bytes(Code code, int out, int in);
+// The same for codes, one byte for each [out, in].
+void pack_codes(Pool& pool, Code code, const uint8_t* codes, int out, int in, void* groups);
 
 struct Rows {
     const void* data;

@@ -40,10 +40,13 @@ from services.worker.ops.native.kernels import (
     zeroed,
 )
 from services.worker.ops.native.native_kv import NativeKvCopier
+from services.worker.ops.quantized import QuantizedWeight
 from services.worker.ops.torch_ops import route, verify_drafts
 from shared.blocks import DEFAULT_BLOCK_SIZE
 
 _LANES = 16
+_GROUP_OUTPUTS = 64
+"""`kGroupOutputs` of linear.h."""
 _MAX_HEAD_DIM = 1024
 
 
@@ -100,6 +103,22 @@ class NativeOps:
         self._library.baton_pack(self._pool, self.number, weight.data_ptr(), out, inputs, groups.data_ptr())
         linear = library.Linear(self.number, out, inputs, groups.data_ptr(), address_of(floats))
         return PackedMatrix(linear, groups, floats, out, inputs)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
+        """The codes in the library's layout; they become floats in registers, or, for many rows, in the cache."""
+        out, inputs = weight.codes.shape
+        code, codes = library.CODES[weight.code], weight.codes.contiguous()
+        floats = None if bias is None else bias.float().contiguous()
+        groups = self._arena.take(self._library.baton_coded_bytes(code, out, inputs))
+        self._library.baton_pack_codes(self._pool, code, codes.data_ptr(), out, inputs, groups.data_ptr())
+        scales = _by_groups(weight.scales)
+        zeros = None if weight.zeros is None else _by_groups(weight.zeros)
+        scaled = 0 if weight.scales.shape[1] == 1 else weight.group_size
+        linear = library.Linear(
+            *(self.number, out, inputs, groups.data_ptr(), address_of(floats)),
+            *(code, scaled, scales.data_ptr(), address_of(zeros)),
+        )
+        return PackedLinear(PackedMatrix(linear, groups, floats, out, inputs, scales, zeros))
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """float32 [n, out]; a row's result does not depend on the others."""
@@ -263,6 +282,14 @@ class NativeOps:
         if x.dtype == torch.bfloat16:
             return x, library.HALF
         return x.float(), library.SINGLE
+
+
+def _by_groups(of_outputs: Tensor) -> Tensor:
+    """[out, n] → [groups of 64 outputs, n, 64], where the last one is filled up with zeros."""
+    out, count = of_outputs.shape
+    padded = of_outputs.new_zeros(-(-out // _GROUP_OUTPUTS) * _GROUP_OUTPUTS, count)
+    padded[:out] = of_outputs
+    return padded.view(-1, _GROUP_OUTPUTS, count).transpose(1, 2).contiguous()
 
 
 def _padded_head_dim(head_dim: int) -> int:

@@ -1,0 +1,79 @@
+// Weights as codes of a byte or half of one: how they lie, and how they become floats. Knows no scales and no threads.
+#pragma once
+#include "linear.h"
+#include "tile.h"
+
+// Inputs of a step of codes.
+constexpr int kCodeInputs = 2;
+
+// Bytes of a step of 16 outputs.
+constexpr int code_bytes(Code code) { return code == Code::kInt4 ? kLanes : kCodeInputs * kLanes; }
+
+// Both inputs of a step of 16 outputs, as floats that bf16 holds exactly.
+struct Pair {
+    F first, second;
+};
+
+// float8_e4m3fn: its bits are a float's, but for the bias of the exponent; subnormal ones come out right, too.
+BATON_INLINE F floats_of_fp8(const uint8_t* codes) {
+    auto bits = load_integers(codes);
+    F r;
+    BATON_EACH r.part[i_] = (RegF)((bits.part[i_] << 20) & int32_t(0x87f00000)) * 0x1p120f;
+    return r;
+}
+
+template <Code code> BATON_INLINE Pair decode(const uint8_t* codes, Bytes zero) {
+    if constexpr (code == Code::kInt4) {
+        Bytes both = load_bytes(codes);
+        Bytes low = (both & 15) - zero;
+        Bytes high = (Bytes)(((unsigned char __attribute__((vector_size(16))))both) >> 4) - zero;
+        return {floats_of(integers_of(low)), floats_of(integers_of(high))};
+    } else if constexpr (code == Code::kInt8) {
+        return {floats_of(load_integers(codes)), floats_of(load_integers(codes + kLanes))};
+    } else {
+        return {floats_of_fp8(codes), floats_of_fp8(codes + kLanes)};
+    }
+}
+
+BATON_INLINE Bytes zeros_at(const uint8_t* zeros, int column) { return zeros ? load_bytes(zeros + column * kLanes) : Bytes{} + 8; }
+
+// As multiply_panel, which computes the same sums of what decode_steps writes. Where `steps` is odd, x has another input.
+template <Code code, int Rows, int Columns>
+__attribute__((noinline)) void multiply_codes(const float* x, int64_t stride, const uint8_t* codes, const uint8_t* zeros, int steps,
+                                              F sums[Rows][Columns]) {
+    F sum[Rows][Columns];
+    Bytes zero[Columns];
+    for (int c = 0; c < Columns; ++c) {
+        zero[c] = zeros_at(zeros, c);
+        for (int r = 0; r < Rows; ++r) sum[r][c] = sums[r][c];
+    }
+    for (int step = 0; step < steps; step += kCodeInputs, codes += kGroupColumns * code_bytes(code), x += kCodeInputs) {
+        for (int c = 0; c < Columns; ++c) {
+            Pair weights = decode<code>(codes + c * code_bytes(code), zero[c]);
+            for (int r = 0; r < Rows; ++r) {
+                sum[r][c] = fma(weights.first, all(x[r * stride]), sum[r][c]);
+                sum[r][c] = fma(weights.second, all(x[r * stride + 1]), sum[r][c]);
+            }
+        }
+    }
+    for (int r = 0; r < Rows; ++r)
+        for (int c = 0; c < Columns; ++c) sums[r][c] = sum[r][c];
+}
+
+// The codes of `steps` inputs of a group as floats [steps][64]; where `steps` is odd, one more is written.
+template <Code code> void decode_steps(const uint8_t* codes, const uint8_t* zeros, int steps, float* to) {
+    for (int step = 0; step < steps; step += kCodeInputs, to += kCodeInputs * kGroupOutputs)
+        for (int c = 0; c < kGroupColumns; ++c, codes += code_bytes(code)) {
+            Pair weights = decode<code>(codes, zeros_at(zeros, c));
+            store(to + c * kLanes, weights.first);
+            store(to + kGroupOutputs + c * kLanes, weights.second);
+        }
+}
+
+// Puts the code of an input and an output into a group whose codes are 0.
+inline void put_code(Code code, uint8_t* group, int input, int output, uint8_t value) {
+    int64_t step = int64_t(input / kCodeInputs) * kGroupColumns + output / kLanes;
+    int lane = output % kLanes, second = input % kCodeInputs;
+    if (code == Code::kInt4) group[step * kLanes + lane] |= uint8_t(second ? value << 4 : value);
+    else group[(step * kCodeInputs + second) * kLanes + lane] = value;
+}

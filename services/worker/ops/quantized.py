@@ -1,0 +1,131 @@
+"""Weights as codes of eight or four bits and their scales: rounding to them, and back. Knows no kernels and no files.
+
+A code stands for a number that bf16 holds exactly, times the scale of its output, or of a group of its output's inputs.
+Activations stay as they are (W8A16, W4A16): a product takes less memory traffic, and no arithmetic of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Code = Literal["int8", "int4", "fp8"]
+"""int8: two's complement; int4: 0 to 15, less a zero point; fp8: float8_e4m3fn."""
+
+GROUP_SIZES = (32, 64, 128, 256, 512)
+"""Inputs that may share a scale, beside all of them."""
+
+INT4_GROUP = 128
+_ZERO = 8
+_INT8_MAX, _INT4_MAX = 127, 15
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(_FP8).max
+_SMALLEST_SCALE = 1e-12
+"""Of outputs whose weights are all 0."""
+
+
+class QuantizedWeight(NamedTuple):
+    """A matrix [out, in] as codes."""
+
+    code: Code
+    codes: Tensor
+    """uint8 [out, in]: the bits of each code, a byte for each."""
+    scales: Tensor
+    """float32 [out, groups]; groups is 1, or divides `in` into groups of one of GROUP_SIZES."""
+    zeros: Tensor | None = None
+    """uint8 [out, groups]: which code of int4 stands for 0; None: 8 everywhere."""
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    @property
+    def numbers(self) -> Tensor:
+        """float32 [out, in]: what the codes stand for, not scaled."""
+        match self.code:
+            case "int8":
+                return self.codes.view(torch.int8).float()
+            case "fp8":
+                return self.codes.view(_FP8).float()
+            case "int4":
+                if self.zeros is None:
+                    return self.codes.float() - _ZERO
+                return self.codes.float() - self.zeros.float().repeat_interleave(self.group_size, dim=1)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """[out, in], rounded to `dtype` once."""
+        return _times(self.numbers, self.scales).to(dtype)
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """On `device`."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return QuantizedWeight(self.code, self.codes.to(device), self.scales.to(device), zeros)
+
+
+def quantize(weight: Tensor, code: Code) -> QuantizedWeight:
+    """weight [out, in] rounded to the nearest codes. int8 and fp8 have a scale for each output; int4 has one and a zero
+    point for each 128 inputs, or for 64 or 32 where these divide them; where none does, int8 takes its place."""
+    match code:
+        case "int8":
+            return _int8(weight.float())
+        case "fp8":
+            return _fp8(weight.float())
+        case "int4":
+            group = next((size for size in (INT4_GROUP, 64, 32) if weight.shape[1] % size == 0), None)
+            return _int8(weight.float()) if group is None else _int4(weight.float(), group)
+
+
+def stack_outputs(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """One matrix with the outputs of all, which have the same inputs; None where they differ in how they are kept."""
+    first = weights[0]
+    kinds = {(each.code, each.scales.shape[1], each.zeros is None) for each in weights}
+    if len(kinds) > 1:
+        return None
+    zeros = [each.zeros for each in weights if each.zeros is not None]
+    return QuantizedWeight(
+        first.code,
+        torch.cat([each.codes for each in weights]),
+        torch.cat([each.scales for each in weights]),
+        torch.cat(zeros) if zeros else None,
+    )
+
+
+def _int8(weight: Tensor) -> QuantizedWeight:
+    scales = (weight.abs().amax(dim=1, keepdim=True) / _INT8_MAX).clamp_(min=_SMALLEST_SCALE)
+    codes = (weight / scales).round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8)
+    return QuantizedWeight("int8", codes.view(torch.uint8), scales)
+
+
+def _fp8(weight: Tensor) -> QuantizedWeight:
+    scales = (weight.abs().amax(dim=1, keepdim=True) / _FP8_MAX).clamp_(min=_SMALLEST_SCALE)
+    codes = (weight / scales).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8)
+    return QuantizedWeight("fp8", codes.view(torch.uint8), scales)
+
+
+def _int4(weight: Tensor, group: int) -> QuantizedWeight:
+    """Between the least and the greatest of each group, 0 being among the numbers that can be had."""
+    groups = weight.view(len(weight), -1, group)
+    low, high = groups.amin(dim=2).clamp_(max=0), groups.amax(dim=2).clamp_(min=0)
+    scales = ((high - low) / _INT4_MAX).clamp_(min=_SMALLEST_SCALE)
+    zeros = (-low / scales).round_()
+    codes = (groups / scales.unsqueeze(2)).round_().add_(zeros.unsqueeze(2)).clamp_(0, _INT4_MAX)
+    return QuantizedWeight("int4", codes.to(torch.uint8).view(weight.shape), scales, zeros.to(torch.uint8))
+
+
+def _times(numbers: Tensor, scales: Tensor) -> Tensor:
+    out, inputs = numbers.shape
+    return (numbers.view(out, scales.shape[1], -1) * scales.unsqueeze(2)).view(out, inputs)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 [out, in] below 16 → [out, in / 2], the first of each two in the low bits."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """The reverse of `pack_nibbles`."""
+    return torch.stack((packed & 15, packed >> 4), dim=2).view(len(packed), -1)

@@ -1,0 +1,69 @@
+"""Models whose weights are rounded as they are loaded, against `transformers` with the rounded weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from services.worker.ops.interface import OpsName
+from services.worker.ops.quantized import Code, quantize
+from tests.support.models.library_models import library_model
+from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
+from tests.support.worker.plan_driver import Driver
+from tests.support.worker.recorded_logits import record_logits
+from tests.support.worker.tiny_backend import tiny_backend
+
+CODES: tuple[Code, ...] = get_args(Code)
+OUTPUT = 5
+PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(40)]
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+"""Multiples of a group of int4."""
+
+
+def rounded(reference: Any, code: Code) -> None:
+    """Puts in place of each linear layer's weight what its codes stand for."""
+    head = reference.get_output_embeddings()
+    with torch.no_grad():
+        for module in reference.modules():
+            if isinstance(module, nn.Linear):
+                weight = quantize(module.weight, "int8" if module is head else code).dequantized(torch.float32)
+                module.weight = nn.Parameter(weight)
+
+
+def logits_of(model: TinyModel, recorded: list[Tensor], **settings: Any) -> tuple[Tensor, Tensor]:
+    """Of every generated token: what was drawn from, and the reference's."""
+    driver = Driver(tiny_backend(model.path, dtype="float32", **settings))
+    recorded.clear()  # what it tried when it was started
+    sequence = driver.add(PROMPT, OUTPUT)
+    driver.run()
+    return torch.cat(recorded[:OUTPUT]), model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
+
+
+@pytest.mark.parametrize("ops", ["torch", "native"])
+@pytest.mark.parametrize("code", CODES)
+def test_logits_are_those_of_the_rounded_weights(
+    code: Code, ops: OpsName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("qwen2", tmp_path, **SIZES)
+    exact = model.logits(PROMPT)
+    rounded(model.reference, code)
+    drawn, expected = logits_of(model, record_logits(monkeypatch), ops=ops, quantization=code)
+    assert (drawn - expected).abs().max() < 1e-3
+    assert (model.logits(PROMPT) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
+
+
+def test_a_model_of_transformers_is_rounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = library_model("GPTNeoX", tmp_path)
+    rounded(model.reference, "int8")
+    drawn, expected = logits_of(model, record_logits(monkeypatch), ops="native", quantization="int8")
+    assert (drawn - expected).abs().max() < 1e-3
+
+
+def test_keys_and_values_of_rounded_weights_are_nobody_elses(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path).path
+    digests = {tiny_backend(path, ops="native", quantization=each).kv.layout.model for each in ("auto", *CODES)}
+    assert len(digests) == 1 + len(CODES)

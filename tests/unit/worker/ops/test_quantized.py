@@ -1,0 +1,60 @@
+"""Weights rounded to codes, and what PyTorch's operations make of them."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from services.worker.ops.quantized import Code, pack_nibbles, quantize, stack_outputs, unpack_nibbles
+from services.worker.ops.torch_ops import TorchOps
+from tests.support.worker.native_batches import CPU, random
+
+CODES: tuple[Code, ...] = get_args(Code)
+LARGEST_ERROR = {"int8": 1 / 254, "fp8": 1 / 16, "int4": 1 / 15}
+"""Of a weight, as a part of the greatest one of those that share its scale."""
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_rounds_each_weight_to_the_nearest_code(code: Code) -> None:
+    weight = random(70, 384, seed=1)
+    quantized = quantize(weight, code)
+    error = (quantized.dequantized(torch.float32) - weight).abs()
+    groups = weight.abs().view(70, quantized.scales.shape[1], -1).amax(dim=2, keepdim=True)
+    assert (error.view(70, quantized.scales.shape[1], -1) <= 1.01 * LARGEST_ERROR[code] * groups).all()
+    assert quantized.group_size == (128 if code == "int4" else 384)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_weights_of_zero_stay_zero(code: Code) -> None:
+    assert not quantize(torch.zeros(3, 64), code).dequantized(torch.float32).any()
+
+
+@pytest.mark.parametrize(("inputs", "code", "group"), [(192, "int4", 64), (96, "int4", 32), (80, "int8", 80)])
+def test_groups_are_as_large_as_divides_the_inputs(inputs: int, code: Code, group: int) -> None:
+    quantized = quantize(random(5, inputs), "int4")
+    assert (quantized.code, quantized.group_size) == (code, group)
+
+
+def test_outputs_of_several_matrices_become_one_where_they_are_kept_alike() -> None:
+    upper, lower = random(3, 64, seed=1), random(5, 64, seed=2)
+    for code in CODES:
+        stacked = stack_outputs([quantize(upper, code), quantize(lower, code)])
+        assert stacked is not None
+        expected = quantize(torch.cat((upper, lower)), code)
+        assert torch.equal(stacked.dequantized(torch.float32), expected.dequantized(torch.float32))
+    assert stack_outputs([quantize(upper, "int8"), quantize(lower, "fp8")]) is None
+
+
+def test_nibbles_are_unpacked_to_what_was_packed() -> None:
+    codes = torch.randint(0, 16, (7, 64), dtype=torch.uint8)
+    assert torch.equal(unpack_nibbles(pack_nibbles(codes)), codes)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_pytorchs_product_is_that_of_the_numbers(code: Code) -> None:
+    ops, x, bias = TorchOps(CPU, torch.float32), random(5, 256), random(40, seed=2)
+    weight = quantize(random(40, 256, seed=1), code)
+    expected = x.double() @ weight.dequantized(torch.float64).T + bias.double()
+    torch.testing.assert_close(ops.linear(x, ops.pack_quantized(weight, bias)).double(), expected, rtol=1e-4, atol=1e-4)
