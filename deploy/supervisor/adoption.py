@@ -18,13 +18,13 @@ from deploy.supervisor.core.supervisor import Supervisor
 from deploy.supervisor.processes import ProcessIdentity, marked_processes
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.state_file import StackState, last_state
-from deploy.supervisor.template.link import TEMPLATE
+from deploy.supervisor.template.link import SERVICE_TEMPLATE, TEMPLATE
 from shared.ids import InstanceId
 
 END_DEADLINE = 5.0
 """Seconds that a process gets of which nothing is known but that it is of this stack."""
 END_POLL = 0.02
-OWN_SETTINGS = frozenset({"gpus", "start_timeout", "log_level", "worker_start_method"})
+OWN_SETTINGS = frozenset({"gpus", "start_timeout", "log_level", "start_method"})
 """What concerns the supervisor alone; all else the processes of the former one were started with."""
 
 
@@ -40,7 +40,7 @@ class LeftStack(NamedTuple):
     living: Mapping[str, ProcessIdentity]
     """By name; also those that were started after that."""
     surplus: tuple[ProcessIdentity, ...]
-    """Second processes of a name, and the template of its workers."""
+    """Second processes of a name, and the templates."""
 
     def check_same(self, spec: StackSpec) -> None:
         """Raises StackDiffers where `spec` is another stack than the one that was left."""
@@ -90,7 +90,7 @@ def left_stack(run_dir: Path) -> LeftStack | None:
         return None
     living, surplus = state.living(), list[ProcessIdentity]()
     for name, identity in _others(run_dir):
-        if name == TEMPLATE or living.setdefault(name, identity) != identity:
+        if name in (TEMPLATE, SERVICE_TEMPLATE) or living.setdefault(name, identity) != identity:
             surplus.append(identity)
     living = {name: identity for name, identity in living.items() if identity.pid != os.getpid()}
     return LeftStack(state, living, tuple(surplus)) if living else None

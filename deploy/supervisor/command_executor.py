@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from deploy.supervisor.core.events import (
@@ -19,7 +19,7 @@ from deploy.supervisor.core.events import (
     TerminateProcess,
 )
 from deploy.supervisor.core.plan import ProcessSpec, all_process_specs
-from deploy.supervisor.launch import CommandLineOf, LaunchContext, secret_settings
+from deploy.supervisor.launch import CommandLineOf, LaunchContext, module_of, secret_settings
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.network import network_environment
 from deploy.supervisor.processes import ChildProcesses, RemoteCommand, RemoteProcesses, RemoteSite
@@ -28,7 +28,7 @@ from deploy.supervisor.servers.nats import BusAccess
 from deploy.supervisor.servers.redis import StoreAccess
 from deploy.supervisor.servers.server_process import free_port
 from deploy.supervisor.spec import StackSpec
-from deploy.supervisor.template.link import TEMPLATE, TemplateProcess
+from deploy.supervisor.template.templates import Templates
 from shared import topics
 from shared.addresses import rendezvous_file
 from shared.bus import Bus, BusError
@@ -72,8 +72,8 @@ class CommandExecutor:
         self.rendezvous: dict[EngineId, str] = {}
         """Chosen on the first host; the other hosts use what that one announces."""
         self._network = network_environment(spec.hosts)
-        self.template: TemplateProcess | None = None
-        """What forks workers; None where they are started one by one."""
+        self.templates: Templates | None = None
+        """What forks processes; None where they are started one by one."""
         self._to_publish: asyncio.Queue[tuple[Topic[Any], Lifecycle | InstanceControl]] = asyncio.Queue(
             ANNOUNCEMENTS_LIMIT
         )
@@ -115,17 +115,47 @@ class CommandExecutor:
         """Processes of a former supervisor that `remote` goes on with."""
         self._elsewhere.update(instances)
 
-    def start_template(self, gateway_port: int) -> None:
-        """Starts what forks workers, where there is none and there may be one. Needs a running event loop."""
+    def make_templates(self, notify: Callable[[], None]) -> None:
+        """Has processes forked from now on, of the services that are planned now. `notify` is called when a template
+        has said something."""
+        planned = {process.service for process in all_process_specs(self._spec.counts)} - {"worker"}
+        self.templates = Templates(module_of("worker"), [module_of(service) for service in planned], notify)
+
+    def start_service_template(self) -> None:
+        """Starts what forks services, where there is none and there may be one. Needs a running event loop."""
+        if self.templates is not None and self.templates.services.may_start:
+            template = self.templates.services
+            self._children.start_template(template, (), self._logs.of(template.name), inherited_environment())
+
+    def start_templates(self, gateway_port: int) -> None:
+        """Starts what forks services and what forks workers, where that is missing and may be there. Needs a running
+        event loop."""
+        self.start_service_template()
         worker = next(
             (process for process in all_process_specs(self._spec.counts) if process.service == "worker"), None
         )
-        if self.template is None or worker is None or not self.template.may_start:
+        if self.templates is None or worker is None or not self.templates.workers.may_start:
             return
+        template = self.templates.workers
         where = self._where(worker, gateway_port, device=None)
         flags = self._launch(self._spec, worker, where)[3:]
-        log_file = self._logs.of(TEMPLATE)
-        self._children.start_template(self.template, flags, log_file, self._environment(worker, where))
+        log_file = self._logs.of(template.name)
+        self._children.start_template(template, flags, log_file, self._environment(worker, where))
+
+    async def services_may_start(self) -> None:
+        """Returns once services can be forked, or have to be started one by one."""
+        if self.templates is not None:
+            await self.templates.services_settled()
+
+    @property
+    def workers_may_start(self) -> bool:
+        """Whether workers can be forked, or have to be started one by one."""
+        return self.templates is None or self.templates.workers.is_settled
+
+    def close_templates(self) -> None:
+        """Ends them; what they have forked goes on."""
+        if self.templates is not None:
+            self.templates.close()
 
     async def announce(self, bus: Bus) -> None:
         """Publishes deaths as they come, so that the others learn of them now and not by the silence after them; and
@@ -159,7 +189,7 @@ class CommandExecutor:
                 argv,
                 self._logs.of(process.instance),
                 self._environment(process, where),
-                self.template if process.service == "worker" else None,
+                None if self.templates is None else self.templates.of(process.service),
             )
         except OSError as error:
             log.error("not started", extra={"child": process.instance, "error": str(error)})

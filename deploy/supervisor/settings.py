@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from deploy.supervisor.core.plan import LauncherName, WorkerStartMethod
+from deploy.supervisor.core.plan import LauncherName, StartMethod
 from shared.settings import ByteSize, UpOption
 
 Count = Annotated[int, Meta(ge=1)]
@@ -132,11 +132,12 @@ class StackSettings(Struct, frozen=True, kw_only=True):
         Meta(description="With --launcher ray: HOST:PORT of the cluster's head."),
         UpOption(RUN, environment="RAY_ADDRESS", unset="the cluster of this machine"),
     ] = None
-    worker_start_method: Annotated[
-        WorkerStartMethod,
+    start_method: Annotated[
+        StartMethod,
         Meta(
             description="forkserver: workers are forked from a process that has imported PyTorch, which takes seconds "
-            "each time; spawn: each is started by itself."
+            "each time, and all other services from one that has imported what they need; spawn: each is started by "
+            "itself."
         ),
         UpOption(RUN),
     ] = "forkserver"

@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from deploy.supervisor.core.plan import Counts, WorkerStartMethod
+from deploy.supervisor.core.plan import Counts, StartMethod
 from shared.ids import ClusterName, ModelName, NodeId
 from shared.machine.gpu_topology import GpuTopology
 
@@ -178,6 +178,6 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     step_limit: float = 90.0
     """Seconds without a finished step after which an engine that has work is restarted; longer than the scheduler's own
     limit."""
-    worker_start_method: WorkerStartMethod = "forkserver"
+    start_method: StartMethod = "forkserver"
     silence_limit: float = 6.0
     """Seconds without a lifecycle message after which a process that was ready is replaced."""

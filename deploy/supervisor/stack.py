@@ -40,7 +40,7 @@ from deploy.supervisor.core.watchdog import PauseFreeClock, Watchdog, WatchLimit
 from deploy.supervisor.hosts import hosts_of
 from deploy.supervisor.keeper import NAME as KEEPER
 from deploy.supervisor.keeper import keeper_command
-from deploy.supervisor.launch import CommandLineOf, module_of, service_command
+from deploy.supervisor.launch import CommandLineOf, service_command
 from deploy.supervisor.log_files import LogFolder, full_disk
 from deploy.supervisor.network import reserved_port
 from deploy.supervisor.processes import ChildProcesses, RemoteEvents, RemoteProcesses
@@ -65,7 +65,6 @@ from deploy.supervisor.state_file import (
     remove_state,
     write_state,
 )
-from deploy.supervisor.template.link import TemplateProcess
 from shared import topics
 from shared.bus import Bus
 from shared.config import inherited_environment
@@ -103,7 +102,7 @@ class Stack:
     ) -> None:
         """`remote`: what runs processes on other machines; None: all run on this one."""
         self.spec = spec
-        forks = spec.worker_start_method == "forkserver" and launch is service_command and sys.platform == "linux"
+        forks = spec.start_method == "forkserver" and launch is service_command and sys.platform == "linux"
         forks = forks and remote is None
         self.supervisor = Supervisor(
             spec.counts, deadlines=StopDeadlines(drain=spec.drain_timeout + 2.0), holds_workers=forks, gpus=spec.gpus
@@ -121,7 +120,7 @@ class Stack:
         if remote is not None:
             remote.attach(RemoteEvents(self._started_elsewhere, self._record_exit), self.logs.of)
         if forks:
-            self._executor.template = TemplateProcess(module_of("worker"), lambda: self._wake.set())
+            self._executor.make_templates(lambda: self._wake.set())
         self._hosts = hosts_of(spec, self.supervisor, self._executor)
         down = [sys.executable, "-m", "deploy.cli", "down", "--run-dir", str(spec.run_dir)]
         keep = keeper_command(spec.run_dir / LOCK, spec.orphan_timeout, down)
@@ -201,14 +200,16 @@ class Stack:
             if left is not None:
                 self._adopt(left, elsewhere)
             former = left.state if left is not None else None
+            self._executor.start_service_template()
             await self._access.start(self.children, self.logs, former)
             await self._store.start(self.children, self.logs, former)
             await self._federation.start(self.children, self.logs, former)
             await self._keeper.start(time.monotonic())
             if self._model_server is not None:
                 await self._model_server.start(time.monotonic())
-            self._executor.start_template(self.port)
+            self._executor.start_templates(self.port)
             async with self._access.connection() as self._bus:
+                await self._executor.services_may_start()
                 await self._serve(beside)
             await self._keeper.end()
             if self._model_server is not None:
@@ -233,8 +234,7 @@ class Stack:
 
     def _end_all(self) -> None:
         self.children.kill_all()
-        if self._executor.template is not None:
-            self._executor.template.close()
+        self._executor.close_templates()
         remove_leftovers(self.spec.run_dir)
         remove_state(self.spec.run_dir)
 
@@ -364,11 +364,10 @@ class Stack:
             self._handle(ProcessStarted(instance, pid))
 
     def _look_after_template(self) -> None:
-        template = self._executor.template
-        if self.supervisor.holds_workers and (template is None or template.is_settled):
+        if self.supervisor.holds_workers and self._executor.workers_may_start:
             self._handle(WorkersReleased())
         if not self.supervisor.holds_workers and not self.supervisor.stopping:
-            self._executor.start_template(self.port)
+            self._executor.start_templates(self.port)
 
     def _foreign_servers(self) -> list[ServerProcess]:
         servers = [each.process for each in (self._access.embedded, self._store.redis) if each is not None]

@@ -118,7 +118,7 @@ def stack_spec(
         drain_timeout=dealt["drain_timeout"],
         orphan_timeout=dealt["orphan_timeout"],
         start_timeout=stack.start_timeout,
-        worker_start_method=stack.worker_start_method,
+        start_method=stack.start_method,
     )
     if counts.leads:
         check_gateway(spec)

@@ -19,7 +19,7 @@ SCALABLE: tuple[Scalable, ...] = (*get_args(LightService), *POOLS)
 MAX_COUNT = 256
 
 LauncherName = Literal["local", "ray"]
-WorkerStartMethod = Literal["forkserver", "spawn"]
+StartMethod = Literal["forkserver", "spawn"]
 """forkserver: workers are forked from a process that has imported what they need. spawn: each is started by itself."""
 
 ROLES: dict[Pool, Role] = {"engines": "mixed", "prefill": "prefill", "decode": "decode"}

@@ -1,4 +1,5 @@
-"""`python -m deploy.supervisor.template FD MODULE FLAGS… PADDING`: imports what the module needs, then forks workers.
+"""`python -m deploy.supervisor.template FD MODULE,… FLAGS… PADDING`: imports what the modules need, then forks
+processes that run them.
 
 One thread, no device, nothing of a model: what a fork takes over is code. The supervisor asks by the socket FD; this
 process ends with it, and those that it has forked go on.
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from runpy import run_module
 from typing import Any, NamedTuple
 
@@ -25,10 +27,10 @@ from deploy.supervisor.template.identity import NAME_MARK, ShownMemory
 from deploy.supervisor.template.protocol import (
     MAX_MESSAGE_BYTES,
     ForkedExited,
+    ForkProcess,
     ForkRefused,
-    ForkWorker,
+    ProcessForked,
     TemplateWarmed,
-    WorkerForked,
     decode_request,
     encode,
 )
@@ -42,12 +44,12 @@ _THREADS_GONE_TIMEOUT = 1.0
 class Job(NamedTuple):
     """What a forked process is to run."""
 
-    request: ForkWorker
+    request: ForkProcess
     output: int
     """File descriptor."""
 
 
-class WorkerTemplate:
+class ForkingTemplate:
     """Owns the processes that it has forked, as their parent: nobody else can wait for them."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -86,7 +88,7 @@ class WorkerTemplate:
         try:
             self._shown.rename(request.environment[NAME_MARK])
             self._shown.show([sys.executable, "-m", request.module, *request.argv])
-            self._send(WorkerForked(os.getpid()))  # and whoever heard of it may end it
+            self._send(ProcessForked(os.getpid()))  # and whoever heard of it may end it
         except OSError:
             os._exit(1)
         return True
@@ -111,10 +113,17 @@ def run_job(job: Job) -> None:
     run_module(job.request.module, run_name="__main__", alter_sys=True)
 
 
-def _warm(module: str, flags: Sequence[str]) -> None:
-    """Imports what the module says that it needs with these flags. Raises what that raises."""
-    preload: Any = import_module(f"{module}.preload")
-    preload.preload(flags)
+def _warm(modules: Sequence[str], flags: Sequence[str]) -> None:
+    """Imports what the modules need: one that has a `preload` says so by these flags. Raises what that raises."""
+    with suppress(ImportError):
+        import_module("uvloop")  # every service does, once it runs
+    for module in modules:
+        if find_spec(f"{module}.preload") is not None:
+            preload: Any = import_module(f"{module}.preload")
+            preload.preload(flags)
+        else:
+            import_module(f"{module}.__main__")
+            del sys.modules[f"{module}.__main__"]  # it is run under another name
     deadline = time.monotonic() + _THREADS_GONE_TIMEOUT
     while _threads() > 1 and time.monotonic() < deadline:  # one that was joined is gone a moment later
         time.sleep(0.01)
@@ -131,9 +140,9 @@ def main() -> None:
     job = None
     with suppress(ConnectionError), control:
         try:
-            template = WorkerTemplate(control)
-            _warm(sys.argv[2], sys.argv[3:-1])
-        except Exception as error:  # the worker itself will say what is wrong, and where
+            template = ForkingTemplate(control)
+            _warm(sys.argv[2].split(","), sys.argv[3:-1])
+        except Exception as error:  # the process itself will say what is wrong, and where
             control.send(encode(ForkRefused(f"{type(error).__name__}: {error}")))
             return
         control.send(encode(TemplateWarmed(time.perf_counter() - began)))

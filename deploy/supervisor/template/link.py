@@ -1,4 +1,4 @@
-"""The template of the workers as the supervisor sees it: a process that forks others, and says how they ended."""
+"""A template as the supervisor sees it: a process that forks others, and says how they ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import assert_never
 
@@ -19,10 +19,10 @@ from deploy.supervisor.template.identity import NAME_MARK, padded
 from deploy.supervisor.template.protocol import (
     MAX_MESSAGE_BYTES,
     ForkedExited,
+    ForkProcess,
     ForkRefused,
-    ForkWorker,
+    ProcessForked,
     TemplateWarmed,
-    WorkerForked,
     decode_answer,
     encode,
 )
@@ -31,26 +31,30 @@ from shared.private_files import private_opener
 log = logging.getLogger(__name__)
 
 TEMPLATE = "template"
+"""Forks workers."""
+SERVICE_TEMPLATE = "service-template"
+"""Forks all that needs no PyTorch, and does not carry it about."""
 FORK_TIMEOUT = 5.0
 """Seconds. A fork takes 10 ms, 100 on a machine that is overloaded; a template that takes longer is given up."""
 REPORT_TIMEOUT = 1.0
 """Seconds from the end of a forked process to the template's word on how it ended."""
 WARM_TIMEOUT = 60.0
-"""Seconds that workers wait for the imports; then they import themselves."""
+"""Seconds that processes wait for the imports; then they import themselves."""
 RESTART_PAUSE = 30.0
 """Seconds between two starts of a template."""
 MAX_STARTS = 5
 """In a row without becoming warm; then it is done without."""
 _ARGV_ROOM = 512
-"""Bytes by which a worker's command line may be longer than that of the template."""
+"""Bytes by which a process's command line may be longer than that of the template."""
 
 
 class TemplateProcess:
     """Owns the template's process, while there is one."""
 
-    def __init__(self, module: str, notify: Callable[[], None]) -> None:
-        """`module`: of the programs that it forks. `notify`: called when it has said something."""
-        self._module = module
+    def __init__(self, name: str, modules: Collection[str], notify: Callable[[], None]) -> None:
+        """`modules`: of the programs that it forks. `notify`: called when it has said something."""
+        self.name = name
+        self._modules = frozenset(modules)
         self._notify = notify
         self._starts = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,13 +85,14 @@ class TemplateProcess:
         return self._control is not None
 
     def start(self, flags: Sequence[str], environment: Mapping[str, str], log_file: Path) -> None:
-        """Starts it, in a session of its own, with the environment that workers have; `flags` are those of one of them.
-        Where that cannot be, there is none. Needs a running event loop."""
+        """Starts it, in a session of its own, with the environment of those that it forks; `flags` are those of
+        one of them. Where that cannot be, there is none. Needs a running event loop."""
         self._starts += 1
         self._began, self._warm = time.monotonic(), False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         padding = " " * _ARGV_ROOM
-        argv = [sys.executable, "-m", __package__, str(theirs.fileno()), self._module, *flags, padding]
+        modules = ",".join(sorted(self._modules))
+        argv = [sys.executable, "-m", __package__, str(theirs.fileno()), modules, *flags, padding]
         with ours, theirs, contextlib.suppress(OSError):
             with open(log_file, "ab", opener=private_opener) as output:
                 self._process = subprocess.Popen(
@@ -95,21 +100,23 @@ class TemplateProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env={**environment, "OPENBLAS_NUM_THREADS": "1", NAME_MARK: padded(TEMPLATE)},
+                    env={**environment, "OPENBLAS_NUM_THREADS": "1", NAME_MARK: padded(self.name)},
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                 )
             self._control = ours.dup()
             self._control.setblocking(False)
             asyncio.get_running_loop().add_reader(self._control, self._readable)
-            log.info("template started", extra={"pid": self._process.pid})
+            log.info("template started", extra={"child": self.name, "pid": self._process.pid})
 
     def fork(self, argv: Sequence[str], environment: Mapping[str, str], output: int) -> ForkedProcess | None:
         """A process that runs `argv`, in a session of its own, that writes to the descriptor `output`; None where it
         has to be started in the usual way. Waits for FORK_TIMEOUT at most."""
-        if not self._warm or self._control is None or list(argv[:3]) != [sys.executable, "-m", self._module]:
+        if not self._warm or self._control is None or argv[0] != sys.executable or argv[1] != "-m":
             return None
-        request = encode(ForkWorker(self._module, tuple(argv[3:]), dict(environment)))
+        if argv[2] not in self._modules:
+            return None
+        request = encode(ForkProcess(argv[2], tuple(argv[3:]), dict(environment)))
         self._forked, deadline = None, time.monotonic() + FORK_TIMEOUT
         try:
             socket.send_fds(self._control, [request], [output])
@@ -136,20 +143,20 @@ class TemplateProcess:
             except OSError:
                 data = b""
             if not data:
-                log.warning("template ended")
+                log.warning("template ended", extra={"child": self.name})
                 self.close()
                 return
             match decode_answer(data):
                 case TemplateWarmed(seconds):
                     self._warm, self._starts = True, 1
-                    log.info("template warm", extra={"seconds": round(seconds, 3)})
-                case WorkerForked(pid):
+                    log.info("template warm", extra={"child": self.name, "seconds": round(seconds, 3)})
+                case ProcessForked(pid):
                     self._forked = pid
                 case ForkedExited(pid, status):
                     self._exits[pid] = status
                 case ForkRefused(reason):
                     self._warm, self._refused = False, True
-                    log.warning("workers are not forked", extra={"reason": reason})
+                    log.warning("processes are not forked", extra={"child": self.name, "reason": reason})
                 case other:
                     assert_never(other)
 

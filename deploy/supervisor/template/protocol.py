@@ -1,4 +1,4 @@
-"""What the supervisor and the template of its workers say to each other, over a socket that keeps messages apart."""
+"""What the supervisor and its templates say to each other, over a socket that keeps messages apart."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import msgspec
 from msgspec import Struct
 
 MAX_MESSAGE_BYTES = 128 * 1024
-"""A request with a larger environment is not sent: that worker is started without the template."""
+"""A request with a larger environment is not sent: that process is started without the template."""
 
 
-class ForkWorker(Struct, frozen=True, array_like=True):
+class ForkProcess(Struct, frozen=True, array_like=True):
     """Fork a process that runs `module` as `python -m` does. Its output goes to the file descriptor sent with this."""
 
     module: str
@@ -24,7 +24,7 @@ class TemplateWarmed(Struct, frozen=True, array_like=True, tag=True):
     seconds: float
 
 
-class WorkerForked(Struct, frozen=True, array_like=True, tag=True):
+class ProcessForked(Struct, frozen=True, array_like=True, tag=True):
     """The process of the present request runs, in a session of its own and under its own name."""
 
     pid: int
@@ -44,8 +44,8 @@ class ForkedExited(Struct, frozen=True, array_like=True, tag=True):
     """As subprocess gives it: negative for a signal."""
 
 
-FromTemplate = TemplateWarmed | WorkerForked | ForkRefused | ForkedExited
+FromTemplate = TemplateWarmed | ProcessForked | ForkRefused | ForkedExited
 
 encode = msgspec.msgpack.encode
-decode_request = msgspec.msgpack.Decoder(ForkWorker).decode
+decode_request = msgspec.msgpack.Decoder(ForkProcess).decode
 decode_answer = msgspec.msgpack.Decoder(FromTemplate).decode

@@ -50,7 +50,11 @@ def test_where_nothing_stands_by_it_says_what_there_is(stack: RunningStack) -> N
 def test_workers_are_forked_again_when_they_die_and_started_where_nothing_forks_them(stack: RunningStack) -> None:
     worker = stack.pid("engine-1-rank0")
     template = psutil.Process(worker).parent()
+    services = psutil.Process(stack.pid("coordinator-1")).parent()
     assert template is not None
+    assert services is not None
+    assert services.ppid() == template.ppid()
+    assert services.pid not in (template.pid, stack.supervisor.pid)
     assert template.ppid() == stack.supervisor.pid
     assert '"event":"template warm"' in stack.log("supervisor")
     forked = stack.replaced("engine-1-rank0", stack.kill("engine-1-rank0"))

@@ -35,7 +35,7 @@ class Host:
         self.folder = folder
         self.news = 0
         self.children = ChildProcesses(dict(os.environ), folder)
-        self.template = TemplateProcess(MODULE, self._notified)
+        self.template = TemplateProcess("template", [MODULE], self._notified)
 
     def _notified(self) -> None:
         self.news += 1
@@ -83,6 +83,24 @@ async def test_a_forked_process_has_its_own_name_session_environment_and_log(tmp
         assert {name for name, _ in marked_processes(tmp_path)} == {"template", "engine-1-rank0"}
         assert [word for word in forked.cmdline() if word][1:] == ["-m", MODULE, "sleep", "--more"]
         assert forked.num_fds() == 3
+
+
+async def test_services_are_forked_by_the_names_of_their_modules_and_run_as_programs(tmp_path: Path) -> None:
+    async with host(tmp_path) as made:
+        template = TemplateProcess("service-template", ["services.coordinator", "services.gateway"], lambda: None)
+        made.children.start_template(template, (), made.log("service-template"), {})
+        try:
+            await until(lambda: template.is_settled)
+            argv = [sys.executable, "-m", "services.coordinator", "--help"]
+            made.children.start("coordinator-1", argv, made.log("coordinator-1"), {}, template)
+            assert await made.ended() == Exit("coordinator-1", 0)
+            assert made.log("coordinator-1").read_text().startswith("usage: ")
+            assert template.fork([sys.executable, "-m", "services.scheduler"], {}, 1) is None, (
+                "it imported no such thing"
+            )
+            assert template.is_connected
+        finally:
+            template.close()
 
 
 async def test_how_a_forked_process_ended_is_known(tmp_path: Path) -> None:

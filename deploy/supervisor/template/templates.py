@@ -1,0 +1,33 @@
+"""The templates of one host: one forks workers and carries PyTorch about, the other one forks all other services."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from deploy.supervisor.template.link import SERVICE_TEMPLATE, TEMPLATE, TemplateProcess
+from shared.messages.lifecycle import Service
+
+
+class Templates:
+    """Owns both."""
+
+    def __init__(self, worker: str, services: Collection[str], notify: Callable[[], None]) -> None:
+        """`worker`, `services`: modules of the programs; another service is started without. `notify`: called when a
+        template has said something."""
+        self.workers = TemplateProcess(TEMPLATE, [worker], notify)
+        self.services = TemplateProcess(SERVICE_TEMPLATE, services, notify)
+
+    def of(self, service: Service) -> TemplateProcess:
+        """Which one forks this service."""
+        return self.workers if service == "worker" else self.services
+
+    async def services_settled(self) -> None:
+        """Returns once no service needs to wait, after WARM_TIMEOUT at the latest."""
+        while not self.services.is_settled:
+            await asyncio.sleep(0.01)
+
+    def close(self) -> None:
+        """Ends both. What they have forked goes on."""
+        self.workers.close()
+        self.services.close()
