@@ -1,10 +1,13 @@
-"""Two engines that hand requests to each other over one store, under cancels, losses, evictions and lost answers.
+"""Two engines that hand requests to each other over one store, with drafts and without, under cancels, losses,
+evictions and lost answers.
 
 Every stream is the one that a single engine would have given, whoever drew its tokens; every request ends in one final
 word or was called off; and at the end nothing is held anywhere.
 """
 
 from __future__ import annotations
+
+from random import Random
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -31,8 +34,12 @@ class HandOverMachine(RuleBasedStateMachine):
         running=st.integers(1, 6),
         run_ahead=st.integers(0, 2),
         slots=st.integers(2, 24),
+        drafts=st.sampled_from([0, 2, 5]),
+        luck=st.randoms(use_true_random=False),
     )
-    def start(self, blocks: int, budget: int, running: int, run_ahead: int, slots: int) -> None:
+    def start(
+        self, blocks: int, budget: int, running: int, run_ahead: int, slots: int, drafts: int, luck: Random
+    ) -> None:
         limits = EngineLimits(
             max_batch_tokens=budget,
             max_running=running,
@@ -40,8 +47,18 @@ class HandOverMachine(RuleBasedStateMachine):
             run_ahead=run_ahead,
             plan_late=False,
             step_timeout=1e9,
+            speculation="fixed",
         )
-        self.engines = EnginesAndStore("p", "d", limits=limits, blocks=blocks, ranks=RANKS, slots=slots)
+        self.engines = EnginesAndStore(
+            "p",
+            "d",
+            limits=limits,
+            blocks=blocks,
+            ranks=RANKS,
+            slots=slots,
+            drafts=drafts,
+            accepts=lambda drafted: luck.randint(0, drafted),
+        )
         self.context = blocks * 16
         self.asked: dict[tuple[RequestId, Attempt], GenerateRequest] = {}
         self.called_off: set[tuple[RequestId, Attempt]] = set()

@@ -80,8 +80,10 @@ class Side:
 
     def new_workers(self) -> None:
         self.plans.clear()
-        self.worker = HonestWorker(self.blocks, self.engines.store, self.ranks)
-        self.send(WorkersReady(card(256), self.blocks, world_size=self.ranks, layout=LAYOUT))
+        engines = self.engines
+        self.worker = HonestWorker(self.blocks, engines.store, self.ranks, engines.accepts)
+        ready = WorkersReady(card(256), self.blocks, world_size=self.ranks, layout=LAYOUT, max_speculate=engines.drafts)
+        self.send(ready)
 
     def send(self, event: Event) -> list[Output]:
         self.engines.now += 0.001
@@ -144,7 +146,11 @@ class EnginesAndStore:
         ranks: int = 1,
         slots: int = 64,
         lease_seconds: float = 10.0,
+        drafts: int = 0,
+        accepts: Callable[[int], int] | None = None,
     ) -> None:
+        """`drafts`: at most so many for a sequence and step; `accepts`: see `HonestWorker`."""
+        self.drafts, self.accepts = drafts, accepts
         self.now = 0.0
         self.turns = 0
         self.store = HonestStore(slots, lease_seconds)
