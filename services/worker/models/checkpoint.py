@@ -86,6 +86,16 @@ class Checkpoint:
         """Bytes of tensors that were read so far."""
         return self._files.bytes_read
 
+    def read_stored(self, name: str) -> Tensor:
+        """The whole tensor `name` in the type that it is stored in. Raises ModelError where it is missing or broken."""
+        found = self._tensors.get(name)
+        if found is None:
+            raise ModelError(f"{self._model_dir}: the checkpoint has no tensor {name}")
+        try:
+            return self._files.read(found)
+        except (TensorFileError, OSError) as error:
+            raise ModelError(f"tensor {name}: {error}") from None
+
     def read_whole(self, name: str) -> Tensor:
         """Tensor `name` as it is there, in the dtype of the run."""
         return self.read(name, self._tensors[name].shape)

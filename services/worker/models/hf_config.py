@@ -131,8 +131,10 @@ class _RawGenerationConfig(Struct, kw_only=True):
     eos_token_id: int | list[int] | None = None
 
 
-def read_model_config(model_dir: Path) -> ModelConfig:
-    """The configuration in `model_dir`. Raises ModelError where it is missing, broken or asks for more than we do."""
+def read_model_config(model_dir: Path, *, quantized: bool = False) -> ModelConfig:
+    """The configuration in `model_dir`. Raises ModelError where it is missing, broken or asks for more than we do.
+
+    `quantized`: whether the checkpoint may be; who reads it then asks `quantization.method` how it is."""
     path = model_dir / "config.json"
     raw = _decode(path, _RawConfig)
     headless = not any(each in _FAMILIES for each in raw.architectures)
@@ -140,6 +142,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     if headless:
         raw.tie_word_embeddings = True  # what is never asked for its logits needs no further table
     eos = stop_tokens(model_dir, raw.eos_token_id)
+    if quantized:
+        raw.quantization_config = None
     try:
         return _model_config(raw, eos)
     except ModelError as error:
@@ -239,7 +243,7 @@ _POSITIVE = (
 
 def _refuse_unsupported(raw: _RawConfig) -> None:
     if raw.quantization_config is not None:
-        raise ModelError("quantization_config is set: quantized checkpoints are not supported")
+        raise ModelError("quantization_config is set: a checkpoint that is read here may not be quantized")
     if raw.is_causal is False:
         raise ModelError("is_causal false is not supported: only causal attention is")
     if raw.use_bidirectional_attention:

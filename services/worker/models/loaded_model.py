@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.kv.device_memory import free_bytes, gib
 from services.worker.models.checkpoint import (
     TensorSource,
+    checkpoint_files,
     dummy_digest,
     model_digest,
     open_checkpoint,
@@ -27,6 +28,8 @@ from services.worker.models.hf_config import has_head, is_native, read_model_con
 from services.worker.models.loading import load_weights
 from services.worker.models.pooling.classification import DECODER_HEAD, read_classifier
 from services.worker.models.pooling.sentence_transformers import PoolingChoice, read_pooling
+from services.worker.models.quantization.method import QuantizationMethod, read_method
+from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.sharding import PipelineStage, shard_of, stage_of
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
 from services.worker.ops.quantized import Code
@@ -137,7 +140,8 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     had."""
     if settings.impl == "transformers" or (settings.impl == "auto" and not is_native(settings.folder)):
         return _library_model(settings)
-    config = read_model_config(settings.folder)
+    config = read_model_config(settings.folder, quantized=True)
+    method = _method_of(settings)
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
     dtype = dtype_of(settings.dtype, config, settings.device)
     length = _model_len(config, settings.max_model_len)
@@ -146,7 +150,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     if pooling is None and not generates:
         raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
     _check_weights_fit(
-        _weight_bytes(config, stage, dtype, settings.quantization),
+        _weight_bytes(settings, config, stage, dtype, method),
         dtype,
         settings.communicator.world_size,
         free_bytes(settings.device),
@@ -155,7 +159,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     with STARTUP.stage("digest"):
         digest = dummy_digest(config) if dummy else model_digest(settings.folder, config)
         digest = quantized_digest(digest, settings.quantization)
-    decoder, classifier = _decoder(settings, config, stage, _DTYPES[dtype], length, pooling)
+    decoder, classifier = _decoder(settings, config, stage, _DTYPES[dtype], length, pooling, method)
     return LoadedModel(
         settings=settings,
         config=config,
@@ -248,6 +252,7 @@ def _decoder(
     dtype: torch.dtype,
     max_model_len: int,
     pooling: PoolingCard | None,
+    method: QuantizationMethod | None,
 ) -> tuple[Decoder, torch.Tensor | None]:
     """With the classification head on the last stage of a classifier."""
     communicator = settings.communicator
@@ -261,7 +266,7 @@ def _decoder(
             settings.attention,
             block_size=settings.block_size,
         )
-    with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype) as tensors:
+    with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype, method) as tensors:
         weights = load_weights(
             *(tensors, config, share, ops, settings.device, max_model_len, stage), quantization=_code_of(settings)
         )
@@ -272,11 +277,16 @@ def _decoder(
     return Decoder(config, weights, share, ops, communicator, settings.pipeline), head
 
 
-def _tensors(settings: LoadSettings, config: ModelConfig, dtype: torch.dtype) -> AbstractContextManager[TensorSource]:
+@contextmanager
+def _tensors(
+    settings: LoadSettings, config: ModelConfig, dtype: torch.dtype, method: QuantizationMethod | None
+) -> Iterator[TensorSource]:
     """The checkpoint's tensors, or dummy weights."""
     if settings.load_format == "dummy":
-        return nullcontext(DummyTensors(dtype, settings.device, norm_offset=config.norm_offset))
-    return open_checkpoint(settings.folder, dtype, device=settings.device, base="model.")
+        yield DummyTensors(dtype, settings.device, norm_offset=config.norm_offset)
+        return
+    with open_checkpoint(settings.folder, dtype, device=settings.device, base="model.") as checkpoint:
+        yield checkpoint if method is None else QuantizedCheckpoint(checkpoint, method, dtype)
 
 
 def _library_tensors(settings: LoadSettings, dtype: torch.dtype) -> AbstractContextManager[TensorSource]:
@@ -315,8 +325,29 @@ def _check_weights_fit(stage_bytes: int, dtype: Dtype, world_size: int, free: in
         )
 
 
-def _weight_bytes(config: ModelConfig, stage: PipelineStage, dtype: Dtype, quantization: QuantizationChoice) -> int:
+def _method_of(settings: LoadSettings) -> QuantizationMethod | None:
+    """How the checkpoint is quantised; None where it is not. Raises ModelError for what cannot be read."""
+    method = None if settings.load_format == "dummy" else read_method(settings.folder)
+    if method is not None and settings.quantization != "auto":
+        raise ModelError(
+            f"quantization {settings.quantization}: the checkpoint is quantised already, by {method.name}; "
+            "auto reads it as it is"
+        )
+    return method
+
+
+def _weight_bytes(
+    settings: LoadSettings,
+    config: ModelConfig,
+    stage: PipelineStage,
+    dtype: Dtype,
+    method: QuantizationMethod | None,
+) -> int:
     """Bytes of the weights of all ranks of a stage together, experts counted as they are where others are rounded."""
+    quantization = settings.quantization
+    if method is not None and config.mixture is None:
+        stored = sum(path.stat().st_size for path in checkpoint_files(settings.folder))
+        return stored * stage.num_layers // config.num_layers
     table, item = config.vocab_size * config.hidden_size, _DTYPES[dtype].itemsize
     own_head = stage.is_last and not (config.tied_embeddings and stage.is_first)
     layers = config.layers[stage.first_layer : stage.end_layer]

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from services.worker.models.checkpoint import BatchedTensorSource, TensorPart, TensorSource
 from services.worker.models.config import LayerConfig, Mixture, ModelConfig
+from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.rope import Rope, cos_sin_table
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
 from services.worker.models.weights import DecoderWeights, DenseMlp, LayerWeights, MixtureMlp, SharedExpert
 from services.worker.ops.interface import Ops, PackedLinear
-from services.worker.ops.quantized import Code, quantize
+from services.worker.ops.quantized import Code, QuantizedWeight, quantize, stack_outputs
 
 
 def load_weights(
@@ -156,21 +157,48 @@ class _Loader:
     def _column_parallel(self, parts: list[tuple[str, int, tuple[int, int]]], bias: bool) -> PackedLinear:
         """One matrix of this rank's rows of several (name, output size, rows): one product instead of many."""
         read, hidden = self._checkpoint.read, self._config.hidden_size
-        weight = torch.cat([read(f"{name}.weight", (size, hidden), rows=rows) for name, size, rows in parts])
+        weight = self._joined([self._linear(name, (size, hidden), rows=rows) for name, size, rows in parts])
         biases = [read(f"{name}.bias", (size,), rows=rows) for name, size, rows in parts] if bias else []
         return self._pack(weight, torch.cat(biases) if bias else None, self._quantization)
 
     def _row_parallel(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> PackedLinear:
         """This rank's columns; rank 0 alone adds the bias, as the products are summed over the ranks."""
         hidden = self._config.hidden_size
-        weight = self._checkpoint.read(f"{name}.weight", (hidden, size), columns=columns)
+        weight = self._linear(name, (hidden, size), columns=columns)
         adds_bias = bias and columns[0] == 0
         own_bias = self._checkpoint.read(f"{name}.bias", (hidden,)) if adds_bias else None
         return self._pack(weight, own_bias, self._quantization)
 
-    def _pack(self, weight: Tensor, bias: Tensor | None, code: Code | None = None) -> PackedLinear:
+    def _linear(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Tensor | QuantizedWeight:
+        """A linear layer's weight, or the given range of its outputs or inputs: codes where the checkpoint has them."""
+        if isinstance(self._checkpoint, QuantizedCheckpoint):
+            return self._checkpoint.read_linear(name, shape, rows=rows, columns=columns)
+        return self._checkpoint.read(f"{name}.weight", shape, rows=rows, columns=columns)
+
+    def _joined(self, parts: list[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
+        """One matrix with all outputs, in codes where all parts have the same kind of them."""
+        codes = [part for part in parts if isinstance(part, QuantizedWeight)]
+        stacked = stack_outputs(codes) if len(codes) == len(parts) else None
+        if stacked is not None:
+            return stacked
+        return torch.cat([part if isinstance(part, Tensor) else self._numbers(part) for part in parts])
+
+    def _numbers(self, weight: QuantizedWeight) -> Tensor:
+        assert isinstance(self._checkpoint, QuantizedCheckpoint), "nothing else has codes"
+        return weight.dequantized(self._checkpoint.dtype)
+
+    def _pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, code: Code | None = None) -> PackedLinear:
         """`code`: what the weight is rounded to; None: it stays as it is."""
         weight, bias = weight.to(self._device), None if bias is None else bias.to(self._device)
+        if isinstance(weight, QuantizedWeight):
+            return self._ops.pack_quantized(weight, bias)
         if code is None:
             return self._ops.pack_linear(weight, bias)
         return self._ops.pack_quantized(quantize(weight, code), bias)

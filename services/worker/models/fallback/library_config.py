@@ -77,7 +77,7 @@ def library_config(folder: Path, *, trust_remote_code: bool) -> tuple[LibraryCon
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError("quantization_config is set: quantized checkpoints are not supported")
+        raise ModelError("quantization_config is set: of models that transformers computes, no quantized checkpoints")
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
         raise ModelError(f"model_type {config.model_type!r} is an encoder: only decoders can be served")
     text = config.get_text_config(decoder=True)

@@ -1,0 +1,117 @@
+"""How a checkpoint is quantised, by its `quantization_config`. Refuses what cannot be read before memory is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+from services.worker.models.config import ModelError
+
+MethodName = Literal["compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes"]
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_BITS = (4, 8)
+
+
+class _WeightScheme(Struct, kw_only=True):
+    num_bits: int
+    type: str
+    strategy: str = "tensor"
+    block_structure: list[int] | None = None
+
+
+class _ConfigGroup(Struct, kw_only=True):
+    weights: _WeightScheme | None = None
+    format: str | None = None
+
+
+class _RawQuantization(Struct, kw_only=True):
+    """The keys that matter of all methods; which modules are quantised is seen by their tensors."""
+
+    quant_method: str = "compressed-tensors"
+    format: str | None = None
+    config_groups: dict[str, _ConfigGroup] = {}
+    sparsity_config: dict[str, object] | None = None
+    transform_config: dict[str, object] | None = None
+    bits: int = 4
+    checkpoint_format: str = "gptq"
+    version: str = "gemm"
+    load_in_8bit: bool = False
+    weight_block_size: Annotated[list[int], Meta(min_length=2, max_length=2)] | None = None
+
+
+class _RawQuantizedConfig(Struct, kw_only=True):
+    quantization_config: _RawQuantization | None = None
+
+
+class QuantizationMethod(Struct, frozen=True):
+    """What a checkpoint's tensors are to be read as."""
+
+    name: MethodName
+    zeros_less_one: bool = False
+    """gptq: whether zero points are stored less 1, as the first version of its format has them."""
+    block: tuple[int, int] | None = None
+    """The outputs and inputs that share a scale."""
+
+
+def read_method(model_dir: Path) -> QuantizationMethod | None:
+    """How the checkpoint in `model_dir` is quantised; None: not at all. Raises ModelError for what cannot be read."""
+    path = model_dir / "config.json"
+    try:
+        raw = msgspec.json.decode(path.read_bytes(), type=_RawQuantizedConfig).quantization_config
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    try:
+        return None if raw is None else _method(raw)
+    except ModelError as error:
+        raise ModelError(f"{path}: quantization_config: {error}") from None
+
+
+def _method(raw: _RawQuantization) -> QuantizationMethod:
+    match raw.quant_method:
+        case "compressed-tensors":
+            return QuantizationMethod("compressed-tensors", block=_compressed_block(raw))
+        case "gptq":
+            _check("bits", raw.bits, _BITS)
+            _check("checkpoint_format", raw.checkpoint_format, ("gptq", "gptq_v2"))
+            return QuantizationMethod("gptq", zeros_less_one=raw.checkpoint_format == "gptq")
+        case "awq":
+            _check("bits", raw.bits, (4,))
+            _check("version", raw.version.lower(), ("gemm",))
+            return QuantizationMethod("awq")
+        case "fp8":
+            block = raw.weight_block_size
+            return QuantizationMethod("fp8", block=None if block is None else (block[0], block[1]))
+        case "bitsandbytes":
+            if not raw.load_in_8bit:
+                raise ModelError("load_in_8bit false is not supported: of bitsandbytes, int8 can be read")
+            return QuantizationMethod("bitsandbytes")
+        case other:
+            raise ModelError(f"quant_method {other!r} is not supported; supported: {', '.join(get_args(MethodName))}")
+
+
+def _compressed_block(raw: _RawQuantization) -> tuple[int, int] | None:
+    """The shape of its blocks, after it was checked; None where it has none."""
+    block = None
+    if raw.transform_config or (raw.sparsity_config and raw.sparsity_config.get("format", "dense") != "dense"):
+        raise ModelError("sparse and transformed weights of compressed-tensors are not supported")
+    for name, group in raw.config_groups.items():
+        _check("format", group.format or raw.format, _FORMATS)
+        weights = group.weights
+        if weights is None:
+            continue
+        _check(f"{name}.weights.type", weights.type, ("int", "float"))
+        _check(f"{name}.weights.num_bits", weights.num_bits, _BITS if weights.type == "int" else (8,))
+        _check(f"{name}.weights.strategy", weights.strategy, ("tensor", "channel", "group", "block"))
+        if weights.strategy == "block":
+            rows, columns = weights.block_structure or (0, 0)
+            block = rows, columns
+    return block
+
+
+def _check(key: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ModelError(f"{key} {value!r} is not supported; supported: {', '.join(map(str, allowed))}")

@@ -1,0 +1,201 @@
+"""One linear layer's codes, read from the tensors of its method.
+
+Layouts, [out, in] being a weight's shape and G its groups of inputs:
+
+compressed-tensors: `weight_packed` int32 [out, in * bits / 32] of unsigned codes with `weight_scale` [out, G] and,
+where asymmetric, `weight_zero_point` int32 [out * bits / 32, G]; or `weight` int8 or float8_e4m3fn with `weight_scale`
+[out, 1], [1], or one for each block.
+gptq: `qweight` int32 [in * bits / 32, out], `scales` [G, out], `qzeros` int32 [G, out * bits / 32]; maybe `g_idx` [in].
+awq: `qweight` int32 [in, out / 8], `scales` [G, out], `qzeros` int32 [G, out / 8].
+fp8: `weight` float8_e4m3fn with `weight_scale` [] or [out, 1], or `weight_scale_inv` [out / block, in / block].
+bitsandbytes: `weight` int8 with `SCB` [out], the greatest of each output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from services.worker.models.config import ModelError
+from services.worker.models.quantization.method import QuantizationMethod
+from services.worker.models.quantization.packing import unpack_awq, unpack_columns, unpack_rows
+from services.worker.ops.quantized import GROUP_SIZES, Code, QuantizedWeight
+
+_FP8 = torch.float8_e4m3fn
+_SIGNED = 128
+"""What unsigned codes of eight bits stand for 0 by."""
+
+
+class StoredTensors(Protocol):
+    """The tensors of a checkpoint, in the types that they are stored in."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read_stored(self, name: str) -> Tensor:
+        """The whole tensor. Raises ModelError where it is missing."""
+
+
+class Module(NamedTuple):
+    """A linear layer whose weight is [out, in]."""
+
+    tensors: StoredTensors
+    name: str
+    shape: tuple[int, int]
+
+    def has(self, suffix: str) -> bool:
+        """Whether it has a tensor called so."""
+        return f"{self.name}.{suffix}" in self.tensors
+
+    def read(self, suffix: str) -> Tensor:
+        """Its tensor called so."""
+        return self.tensors.read_stored(f"{self.name}.{suffix}")
+
+    def checked(self, suffix: str, found: Tensor, wanted: tuple[int, ...]) -> Tensor:
+        """`found`. Raises ModelError where it is not of the shape `wanted`."""
+        if tuple(found.shape) != wanted:
+            shapes = f"unpacks to {list(found.shape)}, the config asks for {list(wanted)}"
+            raise ModelError(f"tensor {self.name}.{suffix} {shapes}")
+        return found
+
+
+class ReadWeight(NamedTuple):
+    """A weight as a checkpoint has it: codes where products can be made of them, else numbers."""
+
+    codes: QuantizedWeight | None
+    numbers: Tensor | None = None
+    """float32"""
+
+
+def read_module(module: Module, method: QuantizationMethod) -> ReadWeight | None:
+    """The module's weight; None where it is not quantised. Raises ModelError for tensors that do not fit together."""
+    try:
+        return _READERS[method.name](module, method)
+    except RuntimeError as error:  # PyTorch's, of shapes
+        raise ModelError(f"tensors of {module.name} do not fit together: {error}") from None
+
+
+def _compressed(module: Module, method: QuantizationMethod) -> ReadWeight | None:
+    if not module.has("weight_packed"):
+        return _bytes(module, "weight_scale", method)
+    out, inputs = module.shape
+    words = module.read("weight_packed")
+    bits = _bits(module, words.shape[1] * 32 // inputs)
+    codes = module.checked("weight_packed", unpack_columns(words, bits)[:, :inputs], (out, inputs))
+    scales = module.read("weight_scale").float().view(out, -1)
+    zeros = None
+    if module.has("weight_zero_point"):
+        zeros = module.checked(
+            "weight_zero_point", unpack_rows(module.read("weight_zero_point"), bits)[:out], scales.shape
+        )
+    groups = module.read("weight_g_idx") if module.has("weight_g_idx") else None
+    return _read(bits, codes, scales, zeros, groups)
+
+
+def _gptq(module: Module, method: QuantizationMethod) -> ReadWeight | None:
+    if not module.has("qweight"):
+        return None
+    out, inputs = module.shape
+    words = module.read("qweight")
+    bits = _bits(module, words.shape[0] * 32 // inputs)
+    codes = module.checked("qweight", unpack_rows(words, bits).T, (out, inputs))
+    scales = module.read("scales").float().T.contiguous()
+    zeros = unpack_columns(module.read("qzeros"), bits)[:, :out].T.to(torch.int16) + method.zeros_less_one
+    zeros = module.checked("qzeros", zeros, scales.shape) & ((1 << bits) - 1)
+    groups = module.read("g_idx") if module.has("g_idx") else None
+    return _read(bits, codes, scales, zeros.to(torch.uint8), groups)
+
+
+def _awq(module: Module, method: QuantizationMethod) -> ReadWeight | None:
+    if not module.has("qweight"):
+        return None
+    out, inputs = module.shape
+    codes = module.checked("qweight", unpack_awq(module.read("qweight")).T, (out, inputs))
+    scales = module.read("scales").float().T.contiguous()
+    zeros = (
+        module.checked("qzeros", unpack_awq(module.read("qzeros")).T, scales.shape) if module.has("qzeros") else None
+    )
+    return _read(4, codes, scales, zeros, None)
+
+
+def _fp8(module: Module, method: QuantizationMethod) -> ReadWeight | None:
+    return _bytes(module, "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale", method)
+
+
+def _bitsandbytes(module: Module, method: QuantizationMethod) -> ReadWeight | None:
+    if not module.has("SCB"):
+        return None
+    weight = module.checked("weight", module.read("weight"), module.shape)
+    scales = module.read("SCB").float().view(-1, 1) / 127
+    return ReadWeight(QuantizedWeight("int8", weight.view(torch.uint8), scales))
+
+
+_READERS: dict[str, Callable[[Module, QuantizationMethod], ReadWeight | None]] = {
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+    "fp8": _fp8,
+    "bitsandbytes": _bitsandbytes,
+}
+
+
+def _bits(module: Module, bits: int) -> int:
+    if bits not in (4, 8):
+        raise ModelError(f"the codes of {module.name} have {bits} bits for each weight; 4 and 8 can be read")
+    return bits
+
+
+def _bytes(module: Module, suffix: str, method: QuantizationMethod) -> ReadWeight | None:
+    """Weights of one byte each beside their scales: for all, for each output, for groups of inputs or for blocks."""
+    if not module.has(suffix):
+        return None
+    if module.has("weight_zero_point"):
+        raise ModelError(f"tensor {module.name}.weight_zero_point: int8 weights with zero points are not supported")
+    weight = module.checked("weight", module.read("weight"), module.shape)
+    if weight.dtype not in (torch.int8, _FP8):
+        raise ModelError(f"tensor {module.name}.weight has dtype {weight.dtype}; int8 and float8_e4m3fn can be read")
+    code: Code = "fp8" if weight.dtype == _FP8 else "int8"
+    scales = _scales_of_outputs(module.read(suffix).float(), module.shape[0], method.block)
+    size = module.shape[1] // scales.shape[1] if method.block is None else method.block[1]
+    return _quantized(code, weight.view(torch.uint8), scales, None, size)
+
+
+def _scales_of_outputs(scales: Tensor, out: int, block: tuple[int, int] | None) -> Tensor:
+    """[out, groups] of one for all, one for each output, or one for each block, the last of which may be smaller."""
+    if scales.numel() == 1:
+        return scales.view(1, 1).expand(out, 1).contiguous()
+    if block is None:
+        return scales.view(out, -1).contiguous()
+    return scales.repeat_interleave(block[0], dim=0)[:out].contiguous()
+
+
+def _read(bits: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None) -> ReadWeight:
+    """`groups`: the group of each input, where they may lie in any order."""
+    codes = codes.contiguous()
+    size = max(1, codes.shape[1] // scales.shape[1])
+    in_order = torch.arange(codes.shape[1], device=codes.device) // size
+    if groups is not None and not torch.equal(groups.long(), in_order):
+        return ReadWeight(None, _by_groups(bits, codes, scales, zeros, groups.long()))
+    if bits == 4:
+        return _quantized("int4", codes, scales, zeros, size)
+    if zeros is not None and (zeros != _SIGNED).any():
+        return ReadWeight(None, _by_groups(bits, codes, scales, zeros, in_order))
+    return _quantized("int8", codes ^ _SIGNED, scales, None, size)
+
+
+def _by_groups(bits: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor) -> Tensor:
+    zero = float(1 << (bits - 1)) if zeros is None else zeros.float()[:, groups]
+    return (codes.float() - zero) * scales[:, groups]
+
+
+def _quantized(code: Code, codes: Tensor, scales: Tensor, zeros: Tensor | None, size: int) -> ReadWeight:
+    """`size`: inputs that share a scale. Numbers where products know no such groups."""
+    inputs, count = codes.shape[1], scales.shape[1]
+    if count == 1 or (size in GROUP_SIZES and size * count == inputs):
+        return ReadWeight(QuantizedWeight(code, codes, scales, None if zeros is None else zeros.contiguous()))
+    numbers = QuantizedWeight(code, codes, scales.new_ones(len(codes), 1)).numbers if zeros is None else codes.float()
+    if zeros is not None:
+        numbers -= zeros.float().repeat_interleave(size, dim=1)[:, :inputs]
+    return ReadWeight(None, numbers * scales.repeat_interleave(size, dim=1)[:, :inputs])

@@ -1,0 +1,28 @@
+"""Codes that several methods pack into words of 32 bits. Knows no checkpoints."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 32
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which of the eight codes of a word is each output's (AWQ's `gemm` packs outputs 0, 2, 4, 6, 1, 3, 5, 7 in turn)."""
+
+
+def unpack_columns(words: Tensor, bits: int) -> Tensor:
+    """int32 [n, m] → uint8 [n, m * 32 / bits]: the lowest bits are the first column."""
+    shifts = torch.arange(0, _WORD, bits, dtype=torch.int32, device=words.device)
+    codes = (words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)
+    return codes.to(torch.uint8).flatten(1)
+
+
+def unpack_rows(words: Tensor, bits: int) -> Tensor:
+    """int32 [n, m] → uint8 [n * 32 / bits, m]: the lowest bits are the first row."""
+    return unpack_columns(words.T, bits).T
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """int32 [n, m] → uint8 [n, m * 8], out of the order that AWQ has them in."""
+    codes = unpack_columns(words, 4).view(len(words), -1, len(_AWQ_ORDER))
+    return codes[:, :, list(_AWQ_ORDER)].flatten(1)

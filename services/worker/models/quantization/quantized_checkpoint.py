@@ -1,0 +1,63 @@
+"""A checkpoint whose linear layers are codes: their tensors as if they were numbers, or the codes themselves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.quantization.method import QuantizationMethod
+from services.worker.models.quantization.modules import Module, ReadWeight, read_module
+from services.worker.ops.quantized import QuantizedWeight
+
+_WEIGHT = ".weight"
+
+Range = tuple[int, int] | None
+
+
+class QuantizedCheckpoint:
+    """A `checkpoint.TensorSource` of an open checkpoint that a `method` quantised. Which modules it left alone is seen
+    by their tensors. Reads the whole of a quantised module, whatever part of it is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, method: QuantizationMethod, dtype: torch.dtype) -> None:
+        """`dtype`: of the numbers that are read."""
+        self._checkpoint = checkpoint
+        self._method = method
+        self.dtype = dtype
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint
+
+    def read(self, name: str, shape: tuple[int, ...], *, rows: Range = None, columns: Range = None) -> Tensor:
+        """See `Checkpoint.read`; the weight of a quantised module is dequantised."""
+        module = name.removesuffix(_WEIGHT)
+        if module == name or len(shape) != 2:
+            return self._checkpoint.read(name, shape, rows=rows, columns=columns)
+        read = self.read_linear(module, (shape[0], shape[1]), rows=rows, columns=columns)
+        return read.dequantized(self.dtype) if isinstance(read, QuantizedWeight) else read
+
+    def read_linear(
+        self, module: str, shape: tuple[int, int], *, rows: Range = None, columns: Range = None
+    ) -> Tensor | QuantizedWeight:
+        """The weight of `module`, [out, in] of `shape`, or the given range of its outputs or inputs: codes where it is
+        quantised and the range does not cut its groups; else numbers. Raises ModelError."""
+        read = read_module(Module(self._checkpoint, module, shape), self._method)
+        if read is None:
+            return self._checkpoint.read(f"{module}{_WEIGHT}", shape, rows=rows, columns=columns)
+        return self._part(read, rows or (0, shape[0]), columns or (0, shape[1]))
+
+    def _part(self, read: ReadWeight, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor | QuantizedWeight:
+        own = slice(*rows), slice(*columns)
+        if read.codes is None:
+            assert read.numbers is not None, "one of both"
+            return read.numbers[own].to(self.dtype)
+        code, codes, scales, zeros = read.codes
+        size = read.codes.group_size
+        if scales.shape[1] == 1:
+            return QuantizedWeight(code, codes[own], scales[own[0]], None if zeros is None else zeros[own[0]])
+        if any(bound % size for bound in columns):
+            return read.codes.dequantized(self.dtype)[own]
+        groups = slice(columns[0] // size, columns[1] // size)
+        return QuantizedWeight(
+            code, codes[own], scales[own[0], groups], None if zeros is None else zeros[own[0], groups]
+        )

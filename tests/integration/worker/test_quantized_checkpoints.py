@@ -1,0 +1,219 @@
+"""Checkpoints that other programs quantised, written here by their documented layouts, against `transformers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from services.worker.models.checkpoint import open_checkpoint
+from services.worker.models.config import ModelError
+from services.worker.models.quantization.method import read_method
+from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
+from services.worker.ops.quantized import QuantizedWeight
+from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
+from tests.support.worker.plan_driver import Driver
+from tests.support.worker.recorded_logits import record_logits
+from tests.support.worker.tiny_backend import tiny_backend
+
+OUTPUT = 4
+PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(40)]
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+FP8 = torch.float8_e4m3fn
+
+Written = tuple[dict[str, Tensor], Tensor]
+"""A module's tensors, and the weight that they stand for."""
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """Along the last dimension, the lowest bits first."""
+    grouped = codes.long().view(*codes.shape[:-1], -1, 32 // bits)
+    packed = sum(grouped[..., i] << (bits * i) for i in range(32 // bits))
+    assert isinstance(packed, Tensor)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+def grouped(weight: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes [out, in], scales and zeros [out, groups], and what they stand for."""
+    out, inputs = weight.shape
+    groups = weight.view(out, inputs // size, size)
+    low, high = groups.amin(2), groups.amax(2)
+    scales = ((high - low) / ((1 << bits) - 1)).half().float()
+    zeros = (-low / scales).round().clamp(1, (1 << bits) - 1)
+    codes = ((groups / scales[..., None]).round() + zeros[..., None]).clamp(0, (1 << bits) - 1)
+    numbers = ((codes - zeros[..., None]) * scales[..., None]).view(out, inputs)
+    return codes.view(out, inputs).to(torch.uint8), scales, zeros.to(torch.uint8), numbers
+
+
+def gptq(weight: Tensor, bits: int = 4, order: bool = False) -> Written:
+    codes, scales, zeros, numbers = grouped(weight, bits, 32)
+    index = torch.arange(weight.shape[1], dtype=torch.int32) // 32
+    if order:
+        shuffled = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
+        codes, index, numbers = codes[:, shuffled], index[shuffled], numbers[:, shuffled]
+    return {
+        "qweight": words(codes, bits).T.contiguous(),
+        "qzeros": words(zeros.T.contiguous() - 1, bits),
+        "scales": scales.T.contiguous().half(),
+        "g_idx": index,
+    }, numbers
+
+
+def awq(weight: Tensor) -> Written:
+    codes, scales, zeros, numbers = grouped(weight, 4, 64)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def packed(each: Tensor) -> Tensor:
+        return words(each.T.reshape(each.shape[1], -1, 8)[:, :, order].flatten(1), 4)
+
+    return {"qweight": packed(codes), "qzeros": packed(zeros), "scales": scales.T.contiguous().half()}, numbers
+
+
+def compressed(weight: Tensor, bits: int = 4, asymmetric: bool = False) -> Written:
+    if asymmetric:
+        codes, scales, zeros, numbers = grouped(weight, bits, 32)
+        points = {"weight_zero_point": words(zeros.T.contiguous(), bits).T.contiguous()}
+    else:
+        size = 32 if bits == 4 else weight.shape[1]
+        half = 1 << (bits - 1)
+        groups = weight.view(len(weight), -1, size)
+        scales = groups.abs().amax(2) / (half - 1)
+        signed = (groups / scales[..., None]).round()
+        numbers, codes = (signed * scales[..., None]).view(weight.shape), (signed + half).view(weight.shape)
+        points = {}
+    shape = torch.tensor(weight.shape)
+    return {"weight_packed": words(codes, bits), "weight_scale": scales, "weight_shape": shape, **points}, numbers
+
+
+def int8(weight: Tensor, name: str = "weight_scale", factor: float = 1.0) -> Written:
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scales).round()
+    return {"weight": codes.to(torch.int8), name: scales * factor}, codes * scales
+
+
+def fp8(weight: Tensor, scales: Tensor, name: str = "weight_scale", block: int | None = None) -> Written:
+    wide = scales if block is None else scales.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    wide = wide[: weight.shape[0], : weight.shape[1]] if block is not None else wide
+    codes = (weight / wide).to(FP8)
+    return {"weight": codes, name: scales}, codes.float() * wide
+
+
+def blocks(weight: Tensor, block: int) -> Tensor:
+    rows, columns = (-(-each // block) for each in weight.shape)
+    padded = torch.zeros(rows * block, columns * block)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    return padded.view(rows, block, columns, block).abs().amax((1, 3)) / 448
+
+
+def compressed_config(bits: int, kind: str, strategy: str, layout: str) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "strategy": strategy}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+PACKED = compressed_config(4, "int", "group", "pack-quantized")
+METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
+    "gptq": (GPTQ, gptq),
+    "gptq of eight bits": ({**GPTQ, "bits": 8}, lambda weight: gptq(weight, 8)),
+    "gptq in another order": ({**GPTQ, "desc_act": True}, lambda weight: gptq(weight, order=True)),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, awq),
+    "packed": (PACKED, compressed),
+    "packed with zero points": (PACKED, lambda weight: compressed(weight, asymmetric=True)),
+    "packed bytes": (compressed_config(8, "int", "channel", "pack-quantized"), lambda weight: compressed(weight, 8)),
+    "int8": (compressed_config(8, "int", "channel", "int-quantized"), int8),
+    "fp8 of outputs": (
+        compressed_config(8, "float", "channel", "float-quantized"),
+        lambda weight: fp8(weight, weight.abs().amax(1, keepdim=True) / 448),
+    ),
+    "fp8": ({"quant_method": "fp8"}, lambda weight: fp8(weight, (weight.abs().max() / 448).view(1))),
+    "fp8 of blocks": (
+        {"quant_method": "fp8", "weight_block_size": [48, 48]},
+        lambda weight: fp8(weight, blocks(weight, 48), "weight_scale_inv", 48),
+    ),
+    "fp8 of whole blocks": (
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        lambda weight: fp8(weight, blocks(weight, 32), "weight_scale_inv", 32),
+    ),
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        lambda weight: int8(weight, "SCB", 127.0),
+    ),
+}
+
+
+def quantised(path: Path, method: str, family: str = "qwen2") -> TinyModel:
+    """A checkpoint of `method`, and a reference with what its weights stand for. The head and one layer's output
+    projection are left alone."""
+    settings, write = METHODS[method]
+    model = make_model(family, path, **SIZES)
+    tensors = load_file(path / "model.safetensors")
+    with torch.no_grad():
+        for name, module in model.reference.named_modules():
+            if isinstance(module, nn.Linear) and "lm_head" not in name and name != "model.layers.1.self_attn.o_proj":
+                own, numbers = write(module.weight.float())
+                del tensors[f"{name}.weight"]
+                tensors |= {f"{name}.{key}": tensor.contiguous() for key, tensor in own.items()}
+                module.weight = nn.Parameter(numbers)
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logits_are_those_of_the_numbers_that_the_checkpoint_stands_for(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantised(tmp_path, method)
+    recorded = record_logits(monkeypatch)
+    driver = Driver(tiny_backend(tmp_path, ops="native", dtype="float32"))
+    recorded.clear()  # what it tried when it was started
+    sequence = driver.add(PROMPT, OUTPUT)
+    driver.run()
+    expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
+    assert (torch.cat(recorded[:OUTPUT]) - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rank_has_its_part_of_a_weight(method: str, tmp_path: Path) -> None:
+    """Whether its bounds are those of groups or not."""
+    whole = quantised(tmp_path, method).reference.model.layers[0].mlp.down_proj.weight.detach()
+    found = read_method(tmp_path)
+    assert found is not None
+    with open_checkpoint(tmp_path, torch.float32) as checkpoint:
+        tensors = QuantizedCheckpoint(checkpoint, found, torch.float32)
+        for rows, columns in (((32, 64), (0, 128)), ((0, 64), (64, 128)), ((0, 64), (48, 96))):
+            part = tensors.read_linear("model.layers.0.mlp.down_proj", (64, 128), rows=rows, columns=columns)
+            numbers = part.dequantized(torch.float32) if isinstance(part, QuantizedWeight) else part
+            torch.testing.assert_close(numbers, whole[slice(*rows), slice(*columns)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported: compressed-tensors, gptq, awq"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' is not supported; supported: gemm"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "load_in_8bit false is not supported"),
+        (compressed_config(4, "float", "group", "pack-quantized"), "num_bits 4 is not supported; supported: 8"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(ModelError, match=says):
+        tiny_backend(tmp_path)
+
+
+def test_a_quantised_checkpoint_is_not_rounded_again(tmp_path: Path) -> None:
+    quantised(tmp_path, "int8")
+    with pytest.raises(ModelError, match="quantization int8: the checkpoint is quantised already, by"):
+        tiny_backend(tmp_path, quantization="int8")
