@@ -93,11 +93,13 @@ class PoolingOptions(Struct, frozen=True, array_like=True, kw_only=True):
     """The number of its elements: so many of the first ones are kept, before it is normalized."""
     normalize: bool = True
     """Whether the vector is divided by its Euclidean norm."""
+    whole: bool = False
+    """Whether the prompt is computed in one step, as each of its tokens sees those behind it, too."""
 
     @property
     def computes_all(self) -> bool:
         """Whether every token of the prompt has to be computed, so that none may come from a cache."""
-        return self.pooling != "last"
+        return self.whole or self.pooling != "last"
 
 
 class StopConditions(Struct, frozen=True, array_like=True, kw_only=True):

@@ -48,6 +48,8 @@ class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
     """Names of a classifier's labels, for each of which a vector has a logit; empty: vectors are embeddings."""
     activation: LogitActivation = "none"
     """What a classifier's logits go through where a request does not say."""
+    whole: bool = False
+    """Whether each prompt is computed in one step, as encoders do; see `PoolingOptions.whole`."""
 
 
 class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):

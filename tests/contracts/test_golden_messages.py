@@ -60,7 +60,7 @@ CARD = lifecycle.ModelCard(
     dtype="float32",
     created=1,
     pooling=lifecycle.PoolingCard(
-        pooling="last", normalize=True, size=4, matryoshka=(2, 4), labels=("x",), activation="sigmoid"
+        pooling="last", normalize=True, size=4, matryoshka=(2, 4), labels=("x",), activation="sigmoid", whole=True
     ),
 )
 GENERATION = generation.Generation(
@@ -173,7 +173,7 @@ MESSAGES: list[Any] = [
                 blocks=b"\2\0\0\0",
                 sampling=SAMPLING,
                 grammar=worker.GrammarRef(GrammarKey(HASH), "</think>"),
-                pooling=generation.PoolingOptions(pooling="mean", dimensions=4),
+                pooling=generation.PoolingOptions(pooling="mean", dimensions=4, whole=True),
             ),
         ),
         work=(worker.SequenceWork(SequenceId(0), 1, b"", True),),

@@ -339,6 +339,12 @@ class Sequence:
         return self.generation.pooling is not None
 
     @property
+    def whole(self) -> bool:
+        """Whether its prompt has to be computed in one step."""
+        pooling = self.generation.pooling
+        return pooling is not None and pooling.whole
+
+    @property
     def vector_bytes(self) -> int:
         """Size of the vector that its prompt becomes; at most what one plan may report."""
         pooling = self.generation.pooling

@@ -6,7 +6,7 @@ The arithmetic is that of sentence-transformers: `1_Pooling` in float32, then th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -23,13 +23,17 @@ MIN_NORM = 1e-12
 """A vector is divided by at least this, as torch.nn.functional.normalize does."""
 
 
+PooledHead = Callable[[Tensor], Tensor]
+"""What a pooled state [size] goes through, in float32."""
+
+
 class PromptPool:
     """Owns what is pooled of one sequence's prompt so far. Used in the order in which steps are launched."""
 
     def __init__(
-        self, sequence: SequenceId, prompt_length: int, options: PoolingOptions, head: Tensor | None = None
+        self, sequence: SequenceId, prompt_length: int, options: PoolingOptions, head: PooledHead | None = None
     ) -> None:
-        """`head` [labels, size] in float32: a classifier's, which makes logits of the pooled state."""
+        """`head`: a classifier's, which makes logits of the pooled state."""
         self.sequence, self.prompt_length, self.options = sequence, prompt_length, options
         self._head = head
         self._state: Tensor | None = None
@@ -51,7 +55,7 @@ class PromptPool:
         assert state is not None, "nothing of a prompt whose tokens are all pooled comes from a cache"
         if self.options.pooling == "mean":
             state = state / self.prompt_length
-        return state if self._head is None else torch.mv(self._head, state)
+        return state if self._head is None else self._head(state)
 
 
 class _PooledSpan(NamedTuple):

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from services.worker.batch.batch import Batch, BrokenPlan, DraftTokens, ScheduledWork
-from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PromptPool, pooled_rows
+from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledHead, PromptPool, pooled_rows
 from services.worker.batch.prompt_rows import PromptRows, ScoredPrompt, merge_logits_rows, prompt_rows
 from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, rows_of
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
@@ -33,9 +32,9 @@ class SequenceTable:
         num_blocks: int,
         vocab_size: int,
         block_size: int,
-        classifier: Tensor | None = None,
+        classifier: PooledHead | None = None,
     ) -> None:
-        """`classifier` [labels, size] in float32: makes logits of what is pooled of a prompt."""
+        """`classifier`: makes logits of what is pooled of a prompt."""
         self._classifier = classifier
         self._indices: dict[SequenceId, int] = {}
         self._free = list(range(max_sequences - 1, -1, -1))

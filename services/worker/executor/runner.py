@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.worker.backend import ExecutionMode, Step, StepOutput
 from services.worker.batch.batch import Batch
-from services.worker.batch.pooled_rows import NO_VECTORS, PooledVectors
+from services.worker.batch.pooled_rows import NO_VECTORS, PooledHead, PooledVectors
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.sequences import SequenceTable
 from services.worker.batch.staging import staging_for
@@ -65,7 +65,7 @@ class RankState:
         proposer: Proposer | None = None,
         drafting: DraftSettings = NO_DRAFTS,
         replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None = None,
-        classifier: Tensor | None = None,
+        classifier: PooledHead | None = None,
     ) -> None:
         """`digest` tells this model's keys and values from those of any other. `grammars`: given to the rank that
         samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none. `replaying`: captures

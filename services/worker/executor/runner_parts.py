@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 
+from services.worker.batch.pooled_rows import PooledHead
 from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.executor.device_runner import DeviceRunner
 from services.worker.executor.host_runner import HostRunner
@@ -38,7 +38,7 @@ class RunnerParts:
     grammars: GrammarLibrary | None
     drafter: Drafter | None
     drafting: DraftSettings
-    classifier: Tensor | None = None
+    classifier: PooledHead | None = None
     """See `LoadedModel.classifier`."""
 
     @property

@@ -110,6 +110,7 @@ def create_backend(
         on_layer=on_layer,
         impl=model_impl,
         pooling=pooling_type,
+        max_batch_tokens=max_batch_tokens,
         trust_remote_code=trust_remote_code,
         quantization=quantization,
     )

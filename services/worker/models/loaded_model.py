@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 
 from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.kv.device_memory import free_bytes, gib
@@ -26,7 +28,7 @@ from services.worker.models.decoder import CausalLm, Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.loading import load_weights
-from services.worker.models.pooling.classification import DECODER_HEAD, read_classifier
+from services.worker.models.pooling.classification import DECODER_HEAD, ClassifierHead, read_classifier
 from services.worker.models.pooling.sentence_transformers import PoolingChoice, read_pooling
 from services.worker.models.quantization.method import QuantizationMethod, read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
@@ -36,6 +38,7 @@ from services.worker.ops.quantized import Code
 from services.worker.ops.selector import create_ops
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
+from shared.messages.generation import PoolingType
 from shared.messages.lifecycle import ModelCard, PoolingCard
 from shared.telemetry.startup import STARTUP
 
@@ -81,6 +84,8 @@ class LoadSettings:
     pooling: PoolingChoice = "auto"
     """How prompts become vectors."""
     quantization: QuantizationChoice = "auto"
+    max_batch_tokens: int = 2048
+    """Tokens of the largest step."""
     trust_remote_code: bool = False
     """Whether code that comes with the model may run; only where `transformers` computes it."""
 
@@ -98,8 +103,8 @@ class LoadedModel:
     digest: str
     decoder: CausalLm
     pooling: PoolingCard | None
-    classifier: torch.Tensor | None = None
-    """A classification head [labels, hidden] in float32, on ranks that compute last hidden states."""
+    classifier: ClassifierHead | None = None
+    """The classification head, on ranks that compute last hidden states."""
     generates: bool = True
     """Whether it has a language model head."""
 
@@ -174,9 +179,9 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     )
 
 
-def _pooling(settings: LoadSettings, hidden_size: int) -> PoolingCard | None:
-    """How prompts become vectors; None where they do not. Raises ModelError."""
-    labels = read_classifier(settings.folder)
+def _pooling(settings: LoadSettings, hidden_size: int, head_reads: PoolingType = "last") -> PoolingCard | None:
+    """How prompts become vectors, a classifier's by what its head reads; None where they do not. Raises ModelError."""
+    labels = read_classifier(settings.folder, head_reads)
     if labels is None or settings.pooling == "none":
         return read_pooling(settings.folder, settings.pooling, hidden_size)
     if settings.pooling not in ("auto", labels.pooling):
@@ -187,22 +192,25 @@ def _pooling(settings: LoadSettings, hidden_size: int) -> PoolingCard | None:
     return labels
 
 
-def _read_head(tensors: TensorSource, pooling: PoolingCard | None, hidden_size: int) -> torch.Tensor | None:
+def _read_head(tensors: TensorSource, pooling: PoolingCard | None, hidden_size: int) -> ClassifierHead | None:
     """The classification head of a checkpoint that has labels. Raises ModelError where it is missing."""
     if pooling is None or not pooling.labels:
         return None
-    return tensors.read(DECODER_HEAD, (len(pooling.labels), hidden_size)).float()
+    return partial(torch.mv, tensors.read(DECODER_HEAD, (len(pooling.labels), hidden_size)).float())
 
 
 def _library_model(settings: LoadSettings) -> LoadedModel:
     """Of an architecture that `transformers` computes, by the ranks of one stage."""
     # Seconds of imports, which nobody else should pay for.
+    from services.worker.models.fallback.library_encoder import encoder_type
     from services.worker.models.fallback.library_model import LibraryModel
 
     if settings.pipeline.stages > 1:
         raise ModelError("pp: a model that transformers computes has one stage; tp splits it over ranks")
     if settings.on_layer is not None:
         raise ModelError("a layer-wise KV connector is not told of the layers of a model that transformers computes")
+    if encoder_type(settings.folder) is not None:
+        return _library_encoder(settings)
     library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code)
     config = library.config
     pooling = _pooling(settings, config.hidden_size)
@@ -253,7 +261,7 @@ def _decoder(
     max_model_len: int,
     pooling: PoolingCard | None,
     method: QuantizationMethod | None,
-) -> tuple[Decoder, torch.Tensor | None]:
+) -> tuple[Decoder, ClassifierHead | None]:
     """With the classification head on the last stage of a classifier."""
     communicator = settings.communicator
     share = shard_of(config, communicator.rank, communicator.world_size)
@@ -287,6 +295,51 @@ def _tensors(
         return
     with open_checkpoint(settings.folder, dtype, device=settings.device, base="model.") as checkpoint:
         yield checkpoint if method is None else QuantizedCheckpoint(checkpoint, method, dtype)
+
+
+def _library_encoder(settings: LoadSettings) -> LoadedModel:
+    """An encoder, by one rank."""
+    from services.worker.models.fallback.library_encoder import LibraryEncoderModel
+
+    if settings.communicator.world_size > 1:
+        raise ModelError("tp: an encoder is computed by one rank; more engines serve more prompts")
+    library = LibraryEncoderModel(settings.folder)
+    config = library.config
+    pooling = _pooling(settings, config.hidden_size, library.head_pooling)
+    if pooling is None:
+        raise ModelError(f"{settings.folder}: an encoder generates no text, so it needs a pooling_type to serve")
+    dtype = dtype_of(settings.dtype, config, settings.device)
+    # A prompt is computed in one step.
+    length = min(_model_len(config, settings.max_model_len), settings.max_batch_tokens)
+    _check_weights_fit(config.parameters * _DTYPES[dtype].itemsize, dtype, 1, free_bytes(settings.device))
+    dummy = settings.load_format == "dummy"
+    with STARTUP.stage("digest"):
+        digest = dummy_digest(config) if dummy else model_digest(settings.folder, config)
+        digest = quantized_digest(digest, settings.quantization)
+    ops = create_ops(
+        settings.ops,
+        settings.device,
+        _DTYPES[dtype],
+        settings.cache,
+        settings.attention,
+        block_size=settings.block_size,
+    )
+    with STARTUP.stage("weights"):
+        encoder, head = library.load(
+            *(ops, _DTYPES[dtype], settings.device), dummy=dummy, quantization=_code_of(settings)
+        )
+    return LoadedModel(
+        settings=settings,
+        config=config,
+        dtype=dtype,
+        max_model_len=length,
+        stage=PipelineStage(0, 1, 0, config.num_layers),
+        digest=digest,
+        decoder=encoder,
+        pooling=replace(pooling, whole=True),
+        classifier=head,
+        generates=False,
+    )
 
 
 def _library_tensors(settings: LoadSettings, dtype: torch.dtype) -> AbstractContextManager[TensorSource]:

@@ -81,6 +81,25 @@ def test_the_last_token_comes_from_behind_the_cache_and_a_mean_from_nothing_but_
     assert ring.vectors == dict.fromkeys(("cold", "warm", "mean"), vector(prompt))
 
 
+def test_the_prompts_of_an_encoder_are_computed_in_one_step_each() -> None:
+    """One that does not fit into what is left of a step waits for the next one, and nobody overtakes it for good."""
+    ring = PoolingRing(limits=EngineLimits(max_batch_tokens=32, max_running=8, long_prefill_token_threshold=8))
+    options = PoolingOptions(pooling="last", dimensions=2, whole=True)
+    prompts = {f"e{i}": [4 + (i + j) % 20 for j in range(length)] for i, length in enumerate((20, 32, 3, 17, 16))}
+    for name, prompt in prompts.items():
+        ring.send(generate(name, prompt, pooling=options, max_tokens=0))
+    shares: dict[int, int] = {}
+    while ring.plans:
+        for work in ring.plans[0].work:
+            assert work.sample
+            assert work.sequence not in shares
+            shares[work.sequence] = work.count
+        ring.step()
+    assert sorted(shares.values()) == [3, 16, 17, 20, 32]
+    assert ring.vectors == {name: vector(prompt) for name, prompt in prompts.items()}
+    assert ring.free == 32
+
+
 def test_a_plan_reports_no_more_vectors_than_the_bus_takes() -> None:
     """Those beyond wait with their last token."""
     ring = PoolingRing()

@@ -101,12 +101,13 @@ def embedding_options(dimensions: int | None, normalize: bool | None, pooling: P
         pooling=pooling.pooling,
         dimensions=_dimensions(dimensions, pooling),
         normalize=pooling.normalize if normalize is None else normalize,
+        whole=pooling.whole,
     )
 
 
 def logit_options(pooling: PoolingCard) -> PoolingOptions:
     """Returns how a classifier's logits are made."""
-    return PoolingOptions(pooling=pooling.pooling, dimensions=pooling.size, normalize=False)
+    return PoolingOptions(pooling=pooling.pooling, dimensions=pooling.size, normalize=False, whole=pooling.whole)
 
 
 def pooled_generation(
@@ -135,7 +136,8 @@ def pooled_generation(
         truncate_prompt_tokens=None if keep is None else _kept_tokens(keep, card),
         priority=fields.priority or 0,
         cache_salt=fields.cache_salt,
-        prefix_caching=limits.allow_prefix_caching and fields.enable_prefix_caching is not False,
+        # Nothing that an encoder computes of a prompt's beginning is true of another prompt.
+        prefix_caching=limits.allow_prefix_caching and fields.enable_prefix_caching is not False and not options.whole,
         pooling=options,
     )
 

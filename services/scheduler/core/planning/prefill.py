@@ -32,7 +32,7 @@ class PrefillPlanner:
 
     def is_long(self, sequence: Sequence) -> bool:
         """Whether it lets short prompts go first."""
-        return 0 < self.long_threshold < sequence.tokens.length - sequence.tokens.planned
+        return not sequence.whole and 0 < self.long_threshold < sequence.tokens.length - sequence.tokens.planned
 
     def reserve(self, step: StepBuilder) -> int:
         """Takes from the budget what is kept for long prompts under way, so that short ones never stop them. Returns
@@ -73,7 +73,7 @@ class PrefillPlanner:
                 count -= 1  # the last token waits for a step that has room for the vector
             else:
                 step.pooled_bytes -= sequence.vector_bytes
-        if count <= 0:
+        if count <= 0 or (sequence.whole and count < tokens.length - tokens.planned):
             return
         if sequence.id not in self._queues.introduced:
             if not step.fits_new(sequence):

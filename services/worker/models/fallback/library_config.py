@@ -64,14 +64,14 @@ def library_config(folder: Path, *, trust_remote_code: bool) -> tuple[LibraryCon
     text = config.get_text_config(decoder=True)
     return LibraryConfig(
         architecture=type(model).__name__,
-        dtype=_dtype(config),
+        dtype=weights_dtype(config),
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         num_layers=text.num_hidden_layers,
         max_positions=_positions(text),
         eos_token_ids=stop_tokens(folder, text.eos_token_id),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        settings_digest=_digest(config),
+        settings_digest=settings_digest(config),
     ), config
 
 
@@ -79,7 +79,10 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError("quantization_config is set: of models that transformers computes, no quantized checkpoints")
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-        raise ModelError(f"model_type {config.model_type!r} is an encoder: only decoders can be served")
+        raise ModelError(
+            f"model_type {config.model_type!r} is an encoder that is not supported; BERT, RoBERTa, XLM-RoBERTa, "
+            "CamemBERT and ModernBERT are, and decoders"
+        )
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"model_type {config.model_type!r} is an encoder with a decoder: only decoders can be served")
@@ -88,7 +91,8 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
             raise ModelError(f"layer_types {kind!r} is not supported; supported: full_attention, sliding_attention")
 
 
-def _dtype(config: PretrainedConfig) -> Dtype:
+def weights_dtype(config: PretrainedConfig) -> Dtype:
+    """That of the checkpoint. Raises ModelError for one that is not supported."""
     name = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     match name:
         case "float32" | "bfloat16" | "float16":
@@ -107,7 +111,8 @@ def _positions(text: Any) -> int:
     raise ModelError(f"the configuration says nothing of positions: one of {', '.join(_LENGTHS)} is expected")
 
 
-def _digest(config: PretrainedConfig) -> str:
+def settings_digest(config: PretrainedConfig) -> str:
+    """Of everything in `config` that the model computes by."""
     own = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_THE_MODEL}
     return blake2b(json.dumps(own, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 

@@ -59,7 +59,8 @@ class LibraryModel:
         adapt(model, self._own)
         split_heads = shard_model(model, communicator) if communicator.world_size > 1 else False
         model = model.to(device)
-        _pack_products(model, ops, quantization)
+        own: Any = model
+        pack_products(model, ops, quantization, own.get_output_embeddings())
         place = HeadPlace(communicator.rank, communicator.world_size, split_heads)
         made = LibraryDecoder(model, ops, self.config.hidden_size, max_model_len, device, place)
         check_cached_passes(made, self.config.vocab_size, device)
@@ -125,11 +126,11 @@ class PackedProduct(nn.Module):
         return self._ops.linear(rows.contiguous(), self._packed).to(x.dtype).view(*x.shape[:-1], self._outputs)
 
 
-def _pack_products(model: nn.Module, ops: Ops, quantization: Code | None) -> None:
+def pack_products(model: nn.Module, ops: Ops, quantization: Code | None, output: nn.Module | None = None) -> None:
     """Replaces the linear layers by such as `ops` computes: batch invariant and faster where those are native. A
-    weight that others share, as a tied head's, stays where it is, and is copied."""
-    output: Any = model
-    head = next((name for name, each in model.named_modules() if each is output.get_output_embeddings()), None)
+    weight that others share, as a tied head's, stays where it is, and is copied. `output`:
+    the head among them, which is rounded to int8 at least."""
+    head = next((name for name, each in model.named_modules() if each is output), None)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and (type(module) is nn.Linear or type(module).__name__ in PLAIN_PRODUCTS):
             weight, bias = module.weight, module.bias

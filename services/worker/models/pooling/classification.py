@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 from msgspec import Struct, field
+from torch import Tensor
 
 from services.worker.models.config import ModelError
 from shared.messages.generation import PoolingType
 from shared.messages.lifecycle import LogitActivation, PoolingCard
+
+ClassifierHead = Callable[[Tensor], Tensor]
+"""The pooled state [size] → logits [labels], both in float32."""
 
 SUFFIX = "ForSequenceClassification"
 """The end of the names of classifiers' architectures."""

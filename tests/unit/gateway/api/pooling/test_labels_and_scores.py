@@ -94,6 +94,14 @@ def test_pooling_gives_what_the_model_makes() -> None:
     )
 
 
+def test_nothing_of_an_encoders_prompts_is_cached() -> None:
+    assert EMBEDDINGS.pooling is not None
+    encoder = replace(EMBEDDINGS, pooling=replace(EMBEDDINGS.pooling, whole=True))
+    generation = read(read_pooling_request, encoder, input="a").generation
+    assert generation.pooling == PoolingOptions(pooling="mean", dimensions=2, normalize=False, whole=True)
+    assert not generation.prefix_caching
+
+
 def test_a_cross_encoder_reads_both_texts_as_one() -> None:
     asked = read(read_score, ONE, text_1="q", text_2=["a", "b"])
     assert asked.generation.prompts == (PairPrompt("q", "a"), PairPrompt("q", "b"))

@@ -1,0 +1,344 @@
+"""An encoder whose forward pass is `transformers`': every token sees its whole prompt, before it and behind it.
+
+So a prompt is computed in one step, and nothing of it is kept: keys and values live no longer than a layer. The rows of
+all prompts of a step lie behind each other, as one sequence does for the library; attention looks at each prompt alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
+
+from services.worker.kv.copier import RankKvCache
+from services.worker.models.config import ModelError
+from services.worker.models.fallback.library_config import LibraryConfig, first_line, settings_digest, weights_dtype
+from services.worker.models.fallback.library_model import pack_products
+from services.worker.models.pooling.classification import ClassifierHead
+from services.worker.models.weights import ForwardPass, KvCaches
+from services.worker.ops.interface import BatchMeta, Ops
+from services.worker.ops.quantized import Code
+from shared.messages.generation import PoolingType
+from shared.messages.kvstore import KvLayout
+from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
+
+NAME = "baton-encoder"
+"""Of the attention, to the library."""
+
+_HEADS, _HEAD_SIZE = 1, 16
+"""Of the cache that nothing is written to: blocks only count what room prompts have."""
+
+
+class _Encoder(NamedTuple):
+    """What is particular to a family."""
+
+    pooling: Callable[[Any], PoolingType]
+    """The configuration → what the classification head reads."""
+    head: Callable[[Any, Tensor], Tensor]
+    """(the model with a head, the pooled state [1, 1, size]) → logits [1, labels]."""
+    first_position: Callable[[Any], int]
+    """The configuration → the number of the first position."""
+    segments: bool = False
+    """Whether tokens are told by which text of a pair they are of."""
+
+
+def _cls(_: Any) -> PoolingType:
+    return "cls"
+
+
+def _bert_head(model: Any, state: Tensor) -> Tensor:
+    logits: Tensor = model.classifier(model.bert.pooler(state))
+    return logits
+
+
+def _roberta_head(model: Any, state: Tensor) -> Tensor:
+    logits: Tensor = model.classifier(state)
+    return logits
+
+
+def _modernbert_head(model: Any, state: Tensor) -> Tensor:
+    logits: Tensor = model.classifier(model.head(state[:, 0]))
+    return logits
+
+
+def _modernbert_pooling(config: Any) -> PoolingType:
+    pooling: Literal["cls", "mean"] = config.classifier_pooling
+    return pooling
+
+
+def _zero(_: Any) -> int:
+    return 0
+
+
+def _behind_padding(config: Any) -> int:
+    padding: int = config.pad_token_id
+    return padding + 1
+
+
+_ROBERTA = _Encoder(_cls, _roberta_head, _behind_padding)
+_ENCODERS = {
+    "bert": _Encoder(_cls, _bert_head, _zero, segments=True),
+    "camembert": _ROBERTA,
+    "modernbert": _Encoder(_modernbert_pooling, _modernbert_head, _zero),
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+}
+"""By `model_type`."""
+
+
+def encoder_type(folder: Path) -> str | None:
+    """The `model_type` of the model in `folder` where it is an encoder that can be served, else None."""
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception:  # whoever reads it as a decoder says what is wrong
+        return None
+    kind: str = config.model_type
+    return kind if kind in _ENCODERS and not getattr(config, "is_decoder", False) else None
+
+
+class LibraryEncoderModel:
+    """An encoder in a directory, and what computes it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the configuration; takes no memory for weights. Raises ModelError."""
+        own: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        self._folder, self._own = folder, own
+        self._family = _ENCODERS[own.model_type]
+        names: list[str] = own.architectures or []
+        self._classifies = any(name.endswith("ForSequenceClassification") for name in names)
+        if getattr(own, "quantization_config", None) is not None:
+            raise ModelError(f"{folder}: quantization_config is set: quantized checkpoints are not supported")
+        own._attn_implementation = NAME
+        _register()
+        with torch.device("meta"):
+            model = self._automatic.from_config(own)
+        self.config = LibraryConfig(
+            architecture=type(model).__name__,
+            dtype=weights_dtype(own),
+            vocab_size=own.vocab_size,
+            hidden_size=own.hidden_size,
+            num_layers=own.num_hidden_layers,
+            max_positions=own.max_position_embeddings - self._family.first_position(own),
+            eos_token_ids=(),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            settings_digest=settings_digest(own),
+        )
+
+    @property
+    def head_pooling(self) -> PoolingType:
+        """What a classification head of this model reads."""
+        return self._family.pooling(self._own)
+
+    @property
+    def _automatic(self) -> Any:
+        own: Any = transformers
+        return own.AutoModelForSequenceClassification if self._classifies else own.AutoModel
+
+    @torch.inference_mode()
+    def load(
+        self, ops: Ops, dtype: torch.dtype, device: torch.device, *, dummy: bool, quantization: Code | None
+    ) -> tuple[LibraryEncoder, ClassifierHead | None]:
+        """What computes hidden states, and the classification head if there is one; with random weights where `dummy`.
+        `quantization` is what the layers' products are rounded to. Raises ModelError for a broken checkpoint."""
+        model = (self._dummy(dtype) if dummy else self._read(dtype)).to(device)
+        base: Any = model.base_model if self._classifies else model
+        head = None
+        if self._classifies:
+            head = partial(_logits, self._family.head, model, dtype)
+        pack_products(base.encoder if hasattr(base, "encoder") else base.layers, ops, quantization)
+        positions = self._family.first_position(self._own)
+        separator = _separator(self._folder) if self._family.segments and self._own.type_vocab_size > 1 else None
+        return LibraryEncoder(base, ops, self.config, positions, separator), head
+
+    def _read(self, dtype: torch.dtype) -> nn.Module:
+        own: Any = transformers
+        own.logging.set_verbosity_error()  # what it warns of is looked at here
+        own.logging.disable_progress_bar()
+        try:
+            model, info = self._automatic.from_pretrained(
+                self._folder,
+                config=self._own,
+                dtype=dtype,
+                attn_implementation=NAME,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # of the library, or of safetensors
+            raise ModelError(f"{self._folder}: transformers cannot read the checkpoint: {first_line(error)}") from None
+        for name in sorted(info["missing_keys"]):
+            if self._classifies or not name.startswith("pooler."):  # which only classifiers ask
+                raise ModelError(f"{self._folder}: the checkpoint has no tensor {name}")
+        ready: nn.Module = model.eval().requires_grad_(False)
+        return ready
+
+    def _dummy(self, dtype: torch.dtype) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model: nn.Module = self._automatic.from_config(self._own, dtype=dtype)
+        return model.eval().requires_grad_(False)
+
+
+def _separator(folder: Path) -> int | None:
+    """The token behind each text of a pair; None where the tokenizer has none. Raises ModelError."""
+    try:
+        files = load_tokenizer(folder)
+    except TokenizerUnusable as error:
+        raise ModelError(str(error)) from None
+    named = files.special_tokens.get("sep_token")
+    return None if named is None else files.tokenizer.token_to_id(named)
+
+
+def _logits(head: Callable[[Any, Tensor], Tensor], model: nn.Module, dtype: torch.dtype, state: Tensor) -> Tensor:
+    """See `ClassifierHead`; computed in the model's dtype."""
+    return head(model, state.to(dtype).view(1, 1, -1))[0].float()
+
+
+class LibraryEncoder:
+    """See :class:`services.worker.models.decoder.CausalLm`. The only rank of its engine."""
+
+    has_features = True
+    capturable = False
+    wire = "no rows"
+
+    def __init__(
+        self, model: nn.Module, ops: Ops, config: LibraryConfig, first_position: int, separator: int | None
+    ) -> None:
+        """`separator`: the token behind the first text of a pair, where the model tells texts apart."""
+        self._model = model
+        self._ops = ops
+        self._config = config
+        self._first_position = first_position
+        self._separator = separator
+
+    @property
+    def ops_name(self) -> str:
+        """For logs and reports."""
+        return f"transformers {transformers.__version__}, products {self._ops.name}"
+
+    @property
+    def ops(self) -> Ops:
+        """The operations that it multiplies by."""
+        return self._ops
+
+    @property
+    def fastest_pass(self) -> ForwardPass:
+        """`forward`."""
+        return self.forward
+
+    def allocate_kv(self, num_blocks: int) -> KvCaches:
+        """A cache that nothing is written to."""
+        return [self._ops.allocate_kv(num_blocks, _HEADS, _HEAD_SIZE)]
+
+    def share_kv(self, caches: KvCaches, model: str) -> RankKvCache:
+        """See :meth:`services.worker.models.decoder.Decoder.share_kv`; no prompt of an encoder is saved or loaded."""
+        keys = caches[0][0]
+        return RankKvCache(
+            layout=KvLayout(
+                model=model,
+                dtype=str(keys.dtype).removeprefix("torch."),
+                layers=1,
+                kv_heads=_HEADS,
+                head_dim=_HEAD_SIZE,
+                block_size=self._ops.block_size,
+            ),
+            first_head=0,
+            num_heads=_HEADS,
+            writes=True,
+            num_blocks=len(keys),
+            copier=self._ops.kv_copier(caches, _HEAD_SIZE),
+            first_layer=0,
+            num_layers=1,
+        )
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self._ops.kv_block_bytes(_HEADS, _HEAD_SIZE)
+
+    def empty_features(self, rows: int) -> Tensor:
+        """[rows, hidden]."""
+        return self._ops.empty_rows(rows, self._config.hidden_size)
+
+    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
+        """Fills `features`. There is nothing to draw from: logits, as warm-up asks for them, are zeros."""
+        lengths = [1] * meta.num_decodes + [rows for rows, _ in meta.prefills]
+        separator = self._separator
+        more = {} if separator is None else {"token_type_ids": _segments(ids, lengths, separator).unsqueeze(0)}
+        model: Any = self._model
+        with _prompts_of(lengths):
+            output = model(
+                input_ids=ids.long().unsqueeze(0),
+                position_ids=(meta.positions.long() + self._first_position).unsqueeze(0),
+                **more,
+            )
+        if features is not None:
+            features.copy_(output.last_hidden_state[0])
+        rows = len(meta.logits_rows)
+        return torch.zeros(rows, self._config.vocab_size, device=ids.device) if rows else None
+
+
+def _segments(ids: Tensor, lengths: list[int], separator: int) -> Tensor:
+    """int64 [n]: 0 for the tokens up to each prompt's first separator, 1 for those behind it: of a single text none is,
+    as it ends there."""
+    found = torch.eq(ids, separator).long()
+    parts = [(part.cumsum(0) - part).clamp(max=1) for part in torch.split(found, lengths)]
+    return torch.cat(parts)
+
+
+_current = threading.local()
+"""`lengths`: rows of each prompt in this thread's pass."""
+
+
+@contextmanager
+def _prompts_of(lengths: list[int]) -> Iterator[None]:
+    _current.lengths = lengths
+    try:
+        yield
+    finally:
+        del _current.lengths
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The library's signature: query, key and value [1, H, n, D] → ([1, n, H, D], no weights). A window is one more
+    than the distance that tokens see on either side."""
+    mixed = []
+    for q, k, v in zip(*(torch.split(each, _current.lengths, dim=2) for each in (query, key, value)), strict=True):
+        near = None if sliding_window is None or sliding_window >= q.shape[2] else _near(q, sliding_window)
+        mixed.append(F.scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scaling))
+    return torch.cat(mixed, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _near(query: Tensor, window: int) -> Tensor:
+    """bool [n, n]: which tokens are nearer than `window`."""
+    at = torch.arange(query.shape[2], device=query.device)
+    return (at[:, None] - at).abs() < window
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _register() -> None:
+    """Makes the attention known to the library, with no mask: what a row sees is decided here."""
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _no_mask)

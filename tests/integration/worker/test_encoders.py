@@ -1,0 +1,67 @@
+"""Encoders by the modules of `transformers`: hidden states and logits are those of the library, prompt by prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from services.worker.models.config import ModelError
+from shared.messages.generation import PoolingOptions, PoolingType
+from tests.support.models.tiny_encoders import ENCODERS, LONGEST, WORDS, make_encoder
+from tests.support.worker.plan_driver import Driver
+from tests.support.worker.tiny_backend import tiny_backend
+
+POOLINGS: tuple[PoolingType, ...] = ("cls", "mean", "last")
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_vectors_of_many_prompts_in_one_step(kind: str, tmp_path: Path) -> None:
+    reference = make_encoder(kind, tmp_path)
+    backend = tiny_backend(tmp_path, pooling_type="cls", ops="native" if kind == "Bert" else "torch")
+    card = backend.card
+    assert card.pooling is not None
+    assert (card.max_model_len, card.pooling.whole, card.generates) == (LONGEST, True, False)
+    driver, random = Driver(backend, budget=256), Random(3)
+    prompts = [[2, *(random.randrange(4, WORDS) for _ in range(n)), 3] for n in (1, 5, 30, 62, 40)]
+    asked = []
+    for number, prompt in enumerate(prompts):
+        options = PoolingOptions(pooling=POOLINGS[number % 3], dimensions=48, normalize=False, whole=True)
+        asked.append((driver.add(prompt, 0, pooling=options), prompt, options))
+    driver.run()
+    for sequence, prompt, options in asked:
+        with torch.inference_mode():
+            hidden = reference(torch.tensor([prompt])).last_hidden_state[0]
+        wanted = {"cls": hidden[0], "mean": hidden.mean(0), "last": hidden[-1]}[options.pooling]
+        torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_logits_of_pairs(kind: str, tmp_path: Path) -> None:
+    """BERT tells the texts of a pair apart."""
+    reference = make_encoder(kind, tmp_path, labels=3)
+    backend = tiny_backend(tmp_path)
+    assert backend.card.pooling is not None
+    pooling = backend.card.pooling.pooling
+    assert pooling == ("mean" if kind == "ModernBert" else "cls")
+    driver = Driver(backend, budget=256)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    pairs = [tokenizer("w5 w6", "w7 w8 w9"), tokenizer("w50 w6 w7"), tokenizer("w10", "w20 " * 20)]
+    options = PoolingOptions(pooling=pooling, dimensions=3, normalize=False, whole=True)
+    asked = [driver.add(pair["input_ids"], 0, pooling=options) for pair in pairs]
+    driver.run()
+    for sequence, pair in zip(asked, pairs, strict=True):
+        assert kind != "Bert" or ("token_type_ids" in pair)
+        with torch.inference_mode():
+            wanted = reference(**{name: torch.tensor([ids]) for name, ids in pair.items()}).logits[0]
+        torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_an_encoder_needs_is_said(tmp_path: Path) -> None:
+    make_encoder("Bert", tmp_path)
+    with pytest.raises(ModelError, match="an encoder generates no text, so it needs a pooling_type"):
+        tiny_backend(tmp_path)
+    assert tiny_backend(tmp_path, pooling_type="mean", max_batch_tokens=32).card.max_model_len == 32

@@ -1,0 +1,72 @@
+"""Tiny random encoders with tokenizers of their kind, as `transformers` and sentence-transformers write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+
+WORDS = 120
+LONGEST = 64
+ENCODERS = ("Bert", "Roberta", "ModernBert")
+_SIZES: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "initializer_range": 0.2,
+    "pad_token_id": 1,
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "Bert": {"max_position_embeddings": LONGEST, "type_vocab_size": 2},
+    "Roberta": {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1},
+    "ModernBert": {
+        "max_position_embeddings": LONGEST,
+        "local_attention": 16,
+        "global_attn_every_n_layers": 2,
+        "classifier_pooling": "mean",
+        "cls_token_id": 2,
+        "sep_token_id": 3,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+    },
+}
+SPECIAL = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+
+
+def make_encoder(kind: str, folder: Path, labels: int | None = None, **changes: Any) -> Any:
+    """Writes a checkpoint and a tokenizer of words `w4` to `w119`; the model, with a head where there are `labels`.
+    `changes`: of its configuration."""
+    torch.manual_seed(len(kind))
+    more = {} if labels is None else {"num_labels": labels}
+    config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **_OWN[kind], **more, **changes})
+    automatic: Any = transformers.AutoModel if labels is None else transformers.AutoModelForSequenceClassification
+    model = automatic.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.add_(torch.randn_like(weight) * 0.2)
+    model.save_pretrained(folder)
+    words = dict(zip(SPECIAL.values(), range(4), strict=True)) | {f"w{i}": i for i in range(4, WORDS)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1" if kind == "Bert" else "[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = ["input_ids", "token_type_ids", "attention_mask"] if kind == "Bert" else ["input_ids", "attention_mask"]
+    settings = {**SPECIAL, "tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": names}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"model_max_length": config.max_position_embeddings})
+    )
+    return model
