@@ -12,7 +12,8 @@ OUT    ?= .wheels
 THERE  ?=
 
 BIN     := $(VENV)/bin
-PIP     := $(BIN)/python -m pip --disable-pip-version-check
+# Byte code is made of what is imported, when it is: making it of all that PyTorch brings takes longer than the rest.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 RUNTIME := $(VENV)/.runtime-installed
 DEV     := $(VENV)/.dev-installed
 KERNELS := $(VENV)/.kernels-built
@@ -32,11 +33,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(RUNTIME): pyproject.toml | $(BIN)/python
-	$(PIP) install --quiet --editable '.[worker,kvstore,cli]'
+	$(INSTALL) --editable '.[worker,kvstore,cli]'
 	@touch $@
 
 $(DEV): pyproject.toml | $(BIN)/python
-	$(PIP) install --quiet --editable '.[worker,kvstore,cli,dev]'
+	$(INSTALL) --editable '.[worker,kvstore,cli,dev]'
 	@touch $@ $(RUNTIME)
 
 # Built here, the first start need not; without a compiler the worker uses torch's own operators.

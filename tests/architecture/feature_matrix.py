@@ -34,6 +34,7 @@ FEATURES = (
     "tool calls",
     "KV connector",
     "pooling",
+    "federation",
 )
 HEADING = """\
 # Features together

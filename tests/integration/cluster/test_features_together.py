@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 import jsonschema
@@ -16,6 +17,7 @@ from openai import AsyncOpenAI, BadRequestError
 
 from tests.support.cluster.bus_moments import listening, requests_are_handed_to
 from tests.support.cluster.conversations import client_of
+from tests.support.cluster.ports import free_port
 from tests.support.cluster.stack import RunningStack, running_stack
 
 Answers = dict[str, Any]
@@ -291,6 +293,80 @@ async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(plai
         assert answers.result() == plain
         assert sum([await counted(stack, engine, "preemptions_total") for engine in ("prefill-1", "decode-1")]) > 0
         assert await counted(stack, "prefill-1", "hand_overs_total") > 0
+
+
+class Federated(NamedTuple):
+    """Two clusters: what comes to `home`, whose only engine is drained, is served by the other one."""
+
+    home: RunningStack
+    other: RunningStack
+
+
+@contextlib.contextmanager
+def federated(folder: Path, **shape: Any) -> Iterator[Federated]:
+    """`shape`: of the other cluster's stack."""
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    secret = {"BATON_FEDERATION_SECRET": "known to both clusters and to nobody else"}
+    home, other = (["--cluster=home", f"--federation-address={addresses[0]}", POOLS], ["--cluster=other", POOLS])
+    other += [f"--federation-address={addresses[1]}", f"--federate={addresses[0]}", *shape.pop("more")]
+    with (
+        running_stack(folder / "home", kvstore="0", more=home, environment=secret) as first,
+        running_stack(folder / "other", more=other, environment=secret, **shape) as second,
+    ):
+        done = first.baton("drain", "engine-1", "--force")
+        assert done.returncode == 0, done.stderr
+        yield Federated(first, second)
+
+
+@pytest.mark.slow
+@pytest.mark.features(
+    "guided",
+    "speculative",
+    "prefix cache",
+    "chunked prefill",
+    "prefill/decode",
+    "tensor parallel",
+    "re-dispatch",
+    "preemption",
+    "n > 1",
+    "logprobs",
+    "prompt logprobs",
+    "beam search",
+    "tool calls",
+    "pooling",
+    "federation",
+)
+def test_another_clusters_pools_and_a_decoding_engine_that_dies(plain: Answers, tmp_path: Path) -> None:
+    settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
+    more = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=4MiB", NGRAM, "--tp-decode=2"]
+    with federated(tmp_path, prefill=1, decode=1, kvstore="64MiB", settings=settings, more=more) as clusters:
+        asyncio.run(answered_while_an_engine_dies(clusters, plain))
+
+
+async def answered_while_an_engine_dies(clusters: Federated, plain: Answers) -> None:
+    home, other = clusters
+    async with asyncio.TaskGroup() as both:
+        async with listening(other, requests_are_handed_to("decode-1")) as listener:
+            answers = both.create_task(all_at_once(home))
+            await listener.moment()
+        other.kill("decode-1")
+        both.create_task(crowd(home, 20))
+    assert answers.result() == plain
+    assert sum([await counted(other, engine, "preemptions_total") for engine in ("prefill-1", "decode-1")]) > 0
+    assert await counted(other, "prefill-1", "hand_overs_total") > 0
+    async with httpx2.AsyncClient() as http:
+        page = (await http.get(f"{home.url}/metrics")).text
+    forwarded = re.findall(r'(?m)^baton_gateway_forwarded_total\{[^}]*cluster="other"[^}]*\} (\S+)$', page)
+    assert sum(map(float, forwarded)) > len(REQUESTS)
+
+
+@pytest.mark.slow
+@pytest.mark.features(
+    "federation", "pipeline parallel", "KV connector", "prefix cache", "n > 1", "tool calls", "pooling"
+)
+def test_another_clusters_stages_with_a_connector(plain: Answers, tmp_path: Path) -> None:
+    with federated(tmp_path, pp=2, more=[*SMALL_STEPS, *connector(tmp_path)]) as clusters:
+        assert asyncio.run(all_at_once(clusters.home)) == plain
 
 
 @pytest.fixture(scope="module")
