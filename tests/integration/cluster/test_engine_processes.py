@@ -97,6 +97,7 @@ async def test_an_engine_of_two_processes_serves_survives_a_killed_worker_and_st
             worker.kill()
             worker.wait(10)
             await seen.until(lambda: len(seen.final) == 1, "the request fails")
+            await seen.until(lambda: seen.phases.get(ENGINE) == "starting", "the engine has no workers")
             worker = seen.spawn("worker", "rank-0", *flags)
             await seen.until(lambda: seen.phases.get(ENGINE) == "ready", "the engine is ready again")
             again = generate("long", PROMPT, attempt=2, max_tokens=20)
