@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ CONNECT_TIMEOUT = 30.0
 REFUSED_TIMEOUT = 3.0
 """Seconds for one where nobody listens."""
 ANSWER_TIMEOUT = 35.0
+ASK_AGAIN = 5.0
+"""Seconds without an answer; then somebody is asked once more. A bus of several servers may have given the question to
+a host that it does not know to be gone yet. All that can be asked may be asked twice."""
 
 
 @contextlib.asynccontextmanager
@@ -55,7 +60,7 @@ async def ask_admin(state: StackState, endpoint: str, request: Mapping[str, Any]
     """Sends a request to `admin.<endpoint>`, as `nats req` does. Raises CommandError with the refusal's text."""
     async with operator_bus(state) as bus:
         try:
-            answer = await bus.request_raw(f"{topics.ADMIN}.{endpoint}", msgspec.json.encode(request), ANSWER_TIMEOUT)
+            answer = await first_answer(bus, f"{topics.ADMIN}.{endpoint}", msgspec.json.encode(request))
         except EndpointError as error:
             raise CommandError(error.text) from None
         except NoResponders:
@@ -63,3 +68,20 @@ async def ask_admin(state: StackState, endpoint: str, request: Mapping[str, Any]
         except ReplyTimeout:
             raise CommandError(f"no answer within {ANSWER_TIMEOUT:g} s") from None
     return dict(msgspec.json.decode(answer))
+
+
+async def first_answer(bus: Bus, subject: str, body: bytes) -> bytes:
+    """The first answer to a question that is asked every ASK_AGAIN seconds. Raises EndpointError, BusError."""
+    deadline = time.monotonic() + ANSWER_TIMEOUT
+    asked: set[asyncio.Task[bytes]] = set()
+    try:
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            asked.add(asyncio.create_task(bus.request_raw(subject, body, left)))
+            answered, _ = await asyncio.wait(asked, timeout=ASK_AGAIN, return_when=asyncio.FIRST_COMPLETED)
+            if answered:
+                return await answered.pop()
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
