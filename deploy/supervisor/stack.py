@@ -209,7 +209,8 @@ class Stack:
                 await self._model_server.start(time.monotonic())
             self._executor.start_templates(self.port)
             async with self._access.connection() as self._bus:
-                await self._executor.services_may_start()
+                if left is None:  # those that go on need no template
+                    await self._executor.services_may_start()
                 await self._serve(beside)
             await self._keeper.end()
             if self._model_server is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from msgspec import Struct
 from msgspec.structs import replace
 
 from services.worker.distributed.communicator import Communicator, Pipeline
@@ -33,7 +34,7 @@ from services.worker.models.pooling.sentence_transformers import PoolingChoice, 
 from services.worker.models.quantization.method import QuantizationMethod, read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.sharding import PipelineStage, shard_of, stage_of
-from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
+from services.worker.ops.interface import AttentionName, CacheDtype, Ops, OpsName
 from services.worker.ops.quantized import Code
 from services.worker.ops.selector import create_ops
 from shared.blocks import DEFAULT_BLOCK_SIZE
@@ -160,10 +161,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         settings.communicator.world_size,
         free_bytes(settings.device),
     )
-    dummy = settings.load_format == "dummy"
-    with STARTUP.stage("digest"):
-        digest = dummy_digest(config) if dummy else model_digest(settings.folder, config)
-        digest = quantized_digest(digest, settings.quantization)
+    digest = _digest(settings, config)
     decoder, classifier = _decoder(settings, config, stage, _DTYPES[dtype], length, pooling, method)
     return LoadedModel(
         settings=settings,
@@ -199,6 +197,20 @@ def _read_head(tensors: TensorSource, pooling: PoolingCard | None, hidden_size: 
     return partial(torch.mv, tensors.read(DECODER_HEAD, (len(pooling.labels), hidden_size)).float())
 
 
+def _digest(settings: LoadSettings, config: Struct) -> str:
+    """Names what is computed: the files, or dummy weights, and what they are rounded to."""
+    with STARTUP.stage("digest"):
+        files = dummy_digest(config) if settings.load_format == "dummy" else model_digest(settings.folder, config)
+        return quantized_digest(files, settings.quantization)
+
+
+def _ops(settings: LoadSettings, dtype: torch.dtype) -> Ops:
+    """Raises OpsUnavailable."""
+    return create_ops(
+        settings.ops, settings.device, dtype, settings.cache, settings.attention, block_size=settings.block_size
+    )
+
+
 def _library_model(settings: LoadSettings) -> LoadedModel:
     """Of an architecture that `transformers` computes, by the ranks of one stage."""
     # Seconds of imports, which nobody else should pay for.
@@ -217,22 +229,12 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
     dtype = dtype_of(settings.dtype, config, settings.device)
     length = _model_len(config, settings.max_model_len)
     _check_weights_fit(config.parameters * _DTYPES[dtype].itemsize, dtype, 1, free_bytes(settings.device))
-    dummy = settings.load_format == "dummy"
-    with STARTUP.stage("digest"):
-        digest = dummy_digest(config) if dummy else model_digest(settings.folder, config)
-        digest = quantized_digest(digest, settings.quantization)
-    ops = create_ops(
-        settings.ops,
-        settings.device,
-        _DTYPES[dtype],
-        settings.cache,
-        settings.attention,
-        block_size=settings.block_size,
-    )
+    digest = _digest(settings, config)
+    ops = _ops(settings, _DTYPES[dtype])
     with STARTUP.stage("weights"):
         decoder = library.decoder(
             *(ops, _DTYPES[dtype], settings.device, length, settings.communicator),
-            dummy=dummy,
+            dummy=settings.load_format == "dummy",
             quantization=_code_of(settings),
         )
     if pooling is not None and not decoder.has_features:
@@ -266,14 +268,7 @@ def _decoder(
     communicator = settings.communicator
     share = shard_of(config, communicator.rank, communicator.world_size)
     with STARTUP.stage("kernels"):
-        ops = create_ops(
-            settings.ops,
-            settings.device,
-            dtype,
-            settings.cache,
-            settings.attention,
-            block_size=settings.block_size,
-        )
+        ops = _ops(settings, dtype)
     with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype, method) as tensors:
         weights = load_weights(
             *(tensors, config, share, ops, settings.device, max_model_len, stage), quantization=_code_of(settings)
@@ -312,21 +307,13 @@ def _library_encoder(settings: LoadSettings) -> LoadedModel:
     # A prompt is computed in one step.
     length = min(_model_len(config, settings.max_model_len), settings.max_batch_tokens)
     _check_weights_fit(config.parameters * _DTYPES[dtype].itemsize, dtype, 1, free_bytes(settings.device))
-    dummy = settings.load_format == "dummy"
-    with STARTUP.stage("digest"):
-        digest = dummy_digest(config) if dummy else model_digest(settings.folder, config)
-        digest = quantized_digest(digest, settings.quantization)
-    ops = create_ops(
-        settings.ops,
-        settings.device,
-        _DTYPES[dtype],
-        settings.cache,
-        settings.attention,
-        block_size=settings.block_size,
-    )
+    digest = _digest(settings, config)
+    ops = _ops(settings, _DTYPES[dtype])
     with STARTUP.stage("weights"):
         encoder, head = library.load(
-            *(ops, _DTYPES[dtype], settings.device), dummy=dummy, quantization=_code_of(settings)
+            *(ops, _DTYPES[dtype], settings.device),
+            dummy=settings.load_format == "dummy",
+            quantization=_code_of(settings),
         )
     return LoadedModel(
         settings=settings,

@@ -12,6 +12,7 @@ from services.gateway.api.generation import GenerationRequest, RequestLimits, ch
 from services.gateway.api.pooling.activation import activated, vector_of
 from services.gateway.api.pooling.pooled_request import (
     PooledInputFields,
+    chosen_activation,
     input_prompts,
     list_body,
     logit_options,
@@ -69,5 +70,4 @@ def read_classification(body: bytes, cards: list[ModelCard], limits: RequestLimi
     pooling = pooling_of(card, "labels")
     prompts = input_prompts(fields, card, limits)
     generation = pooled_generation("classification", prompts, logit_options(pooling), fields, card, limits)
-    activation: LogitActivation = "none" if fields.use_activation is False else pooling.activation
-    return ClassificationRequest(generation, pooling.labels, activation)
+    return ClassificationRequest(generation, pooling.labels, chosen_activation(fields.use_activation, pooling))

@@ -14,6 +14,7 @@ from services.gateway.api.generation import GenerationRequest, RequestLimits, ch
 from services.gateway.api.pooling.activation import activated, packed_floats, vector_of
 from services.gateway.api.pooling.pooled_request import (
     PooledInputFields,
+    chosen_activation,
     embedding_options,
     input_prompts,
     list_body,
@@ -106,7 +107,7 @@ def read_pooling_request(body: bytes, cards: list[ModelCard], limits: RequestLim
             if getattr(fields, name) is not None:
                 raise unsupported(name, "a classifier's vectors")
         options = logit_options(pooling)
-        activation: LogitActivation = "none" if fields.use_activation is False else pooling.activation
+        activation: LogitActivation = chosen_activation(fields.use_activation, pooling)
     else:
         normalize = fields.use_activation if fields.normalize is None else fields.normalize
         options, activation = embedding_options(fields.dimensions, normalize, pooling), "none"

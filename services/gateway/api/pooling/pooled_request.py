@@ -14,7 +14,7 @@ from services.gateway.api.prompts import completion_prompts
 from services.gateway.api.response import ChoiceState, ResponseHeader, prompt_tokens
 from services.gateway.api.sampling import kept_prompt_tokens
 from shared.messages.generation import PoolingOptions, SamplingOptions, StopConditions
-from shared.messages.lifecycle import ModelCard, PoolingCard
+from shared.messages.lifecycle import LogitActivation, ModelCard, PoolingCard
 from shared.messages.tokenizer import Prompt
 
 Serves = Literal["embeddings", "labels"]
@@ -108,6 +108,11 @@ def embedding_options(dimensions: int | None, normalize: bool | None, pooling: P
 def logit_options(pooling: PoolingCard) -> PoolingOptions:
     """Returns how a classifier's logits are made."""
     return PoolingOptions(pooling=pooling.pooling, dimensions=pooling.size, normalize=False, whole=pooling.whole)
+
+
+def chosen_activation(use_activation: bool | None, pooling: PoolingCard) -> LogitActivation:
+    """Returns what a classifier's logits go through: by default what its files say."""
+    return "none" if use_activation is False else pooling.activation
 
 
 def pooled_generation(

@@ -18,6 +18,7 @@ from services.gateway.api.generation import GenerationKind, GenerationRequest, R
 from services.gateway.api.pooling.activation import activated, vector_of
 from services.gateway.api.pooling.pooled_request import (
     PooledFields,
+    chosen_activation,
     embedding_options,
     list_body,
     logit_options,
@@ -233,7 +234,7 @@ def _pair_scores(
         prompts = tuple(PairPrompt(one, other) for one, other in zip(queries, others, strict=True))
         pairs = tuple(_TextPair(number, number) for number in range(len(prompts)))
         options = logit_options(pooling)
-        activation: LogitActivation = "none" if fields.use_activation is False else pooling.activation
+        activation: LogitActivation = chosen_activation(fields.use_activation, pooling)
     else:
         if fields.use_activation is not None:
             raise unsupported("use_activation", "an activation of the cosine of two embeddings")
