@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, is_sound
@@ -170,9 +171,13 @@ class TcpClient:
         task = asyncio.create_task(self._connect(address))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
-        await asyncio.wait([task], timeout=CONNECT_WAIT)
+        try:
+            await asyncio.wait([task], timeout=CONNECT_WAIT)
+        except asyncio.CancelledError:
+            task.add_done_callback(partial(self._keep_late, address))
+            raise
         if not task.done():
-            task.add_done_callback(lambda done: self._keep_late(address, done))
+            task.add_done_callback(partial(self._keep_late, address))
             raise PeerUnreachable(f"{address} does not answer at once")
         made = task.result()
         if made is None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -28,6 +29,7 @@ from kvstore.transfer.grpc_transport import GrpcTransport
 from kvstore.transfer.interface import BlockRequest, PeerUnreachable
 from kvstore.transfer.lending import BlockLending
 from kvstore.transfer.tcp_client import TcpClient
+from kvstore.transfer.tcp_connection import TcpConnection
 from kvstore.transfer.tcp_server import TcpServer
 from kvstore.transfer.tcp_transport import TcpTransport
 from shared.ids import Incarnation, InstanceId, NodeId
@@ -152,6 +154,27 @@ async def test_what_is_no_request_closes_that_connection_and_no_other(
         await until(lambda: server.connections == 1)
         assert await pulled(client, port, blocks) == blocks
         assert server.connections == 1, "the same connection serves on"
+
+
+async def test_a_connection_whose_fetch_was_cancelled_serves_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, opened, asked, may = chain(2), tcp_client._opened, asyncio.Event(), asyncio.Event()
+
+    async def slowly(address: str, threads: ThreadPoolExecutor) -> TcpConnection:
+        assert not asked.is_set(), "one connection does"
+        asked.set()
+        await may.wait()
+        return await opened(address, threads)
+
+    monkeypatch.setattr(tcp_client, "_opened", slowly)
+    async with a_server(Shelf(blocks)) as (server, port), a_client() as client:
+        given_up = asyncio.create_task(pulled(client, port, blocks))
+        await asked.wait()
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        may.set()
+        await until(lambda: server.connections == 1)
+        await until(lambda: not client._connecting)
+        assert await pulled(client, port, blocks) == blocks
 
 
 async def test_a_second_request_before_the_first_has_ended_ends_both() -> None:

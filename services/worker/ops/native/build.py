@@ -17,7 +17,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -34,7 +36,6 @@ _FLAGS = (
     "-std=gnu++17",
     "-O3",
     "-fPIC",
-    "-shared",
     "-pthread",
     # Results must not depend on how a template was inlined: fused multiply-adds are written out where they are meant.
     "-ffp-contract=off",
@@ -167,17 +168,31 @@ def _compile(level: Level, target: Path) -> None:
 
 
 def _compile_with(command: Sequence[str], target: Path) -> str | None:
-    """Why it failed, or None."""
+    """Why it failed, or None. Each source by itself, as many at a time as there are cores; then they are linked."""
+    until = time.monotonic() + COMPILE_SECONDS
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
+        objects = {source: Path(folder) / f"{source.stem}.o" for source in _sources()}
         output = Path(folder) / target.name
-        full = [*command, "-o", str(output), *map(str, _sources())]
-        try:
-            done = subprocess.run(full, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"{command[0]}: {error}"
-        if done.returncode != 0:
-            return f"{command[0]} exited with {done.returncode}: {done.stderr.strip()[:500]}"
-        output.replace(target)
+        with ThreadPoolExecutor(os.cpu_count()) as cores:
+            calls = [[*command, "-c", "-o", str(made), str(source)] for source, made in objects.items()]
+            failures = list(cores.map(lambda call: _failure(call, until), calls))
+        failure = next(filter(None, failures), None)
+        if failure is None:
+            failure = _failure([*command, "-shared", "-o", str(output), *map(str, objects.values())], until)
+        if failure is None:
+            output.replace(target)
+    return failure
+
+
+def _failure(command: Sequence[str], until: float) -> str | None:
+    """What a compiler complains of, or None. It is stopped at `until`, of the clock that only goes forward."""
+    try:
+        left = max(0.0, until - time.monotonic())
+        done = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]}: {error}"
+    if done.returncode != 0:
+        return f"{command[0]} exited with {done.returncode}: {done.stderr.strip()[:500]}"
     return None
 
 
