@@ -7,9 +7,9 @@ from pathlib import Path
 
 from services.tokenizer.actor import TokenizerActor
 from services.tokenizer.config import TokenizerConfig
-from services.tokenizer.core.chat_template import ChatTemplates
+from services.tokenizer.core.chat_template import ChatTemplates, score_template
 from services.tokenizer.core.encoder import PromptEncoder, Vocabulary
-from services.tokenizer.core.template_files import read_templates
+from services.tokenizer.core.template_files import read_template, read_templates
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
@@ -21,7 +21,8 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
     """The encoder for the model in `folder`. Raises TokenizerUnusable."""
     files = load_tokenizer(folder)
     templates = ChatTemplates(read_templates(files, config.template_file()), config.content_format())
-    return PromptEncoder(Vocabulary(files), templates, files.special_tokens, config.block_size)
+    pairs = None if config.score_template is None else score_template(read_template(config.score_template))
+    return PromptEncoder(Vocabulary(files), templates, files.special_tokens, config.block_size, pairs)
 
 
 def build(config: TokenizerConfig, encoding: PromptEncoder, bus: Bus) -> TokenizerActor:

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from services.tokenizer.core.content_format import ContentFormat
 from shared.config import ModelServiceConfig
+from shared.settings import UpOption
 
 
 class TokenizerConfig(ModelServiceConfig, frozen=True, kw_only=True):
@@ -21,6 +22,14 @@ class TokenizerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         Literal["auto", "string", "openai"],
         Meta(description="How the template expects a message's text: string, or openai (a list of parts)."),
     ] = "auto"
+    score_template: Annotated[
+        Path | None,
+        Meta(
+            description="File with a template of the prompt that scores a pair of texts: Jinja, as chat templates, "
+            "with a message of the role query and one of the role document. Default: the tokenizer joins them."
+        ),
+        UpOption("Model"),
+    ] = None
     threads: Annotated[int, Meta(ge=1, le=64, description="Threads that encode long prompts.")] = 2
 
     def template_file(self) -> Path | None:

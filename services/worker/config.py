@@ -97,6 +97,16 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         UpOption("Model"),
         ContainerVariable(),
     ] = "auto"
+    classifier_from_token: Annotated[
+        tuple[str, ...],
+        Meta(
+            max_length=2,
+            description="Serve a language model as a classifier with one label: its logit is that of this next token, "
+            "or by how much the second's exceeds the first's, as Qwen3-Reranker's yes exceeds no.",
+        ),
+        UpOption("Model"),
+        ContainerVariable(),
+    ] = ()
     model_impl: Annotated[
         Literal["auto", "native", "transformers"],
         Meta(

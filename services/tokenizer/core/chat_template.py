@@ -153,6 +153,14 @@ class ChatTemplates:
         return f"default chat template, only {names}" if names else "chat template"
 
 
+def score_template(source: str) -> ChatTemplate:
+    """The template that makes one prompt of a query and a document. Raises TokenizerUnusable."""
+    try:
+        return ChatTemplate(source)
+    except PromptRefused as error:
+        raise TokenizerUnusable(f"score_template: {error.message}") from None
+
+
 def dialect_of(templates: Mapping[str, str]) -> Dialect:
     """The markup that a model speaks, by the marks in its chat templates, given by name: the one named `tool_use`,
     where there is one, shows how tools are called."""

@@ -11,7 +11,7 @@ from typing import assert_never
 import msgspec
 from msgspec.structs import replace
 
-from services.tokenizer.core.chat_template import ChatTemplates
+from services.tokenizer.core.chat_template import ChatTemplate, ChatTemplates
 from services.tokenizer.core.refusal import PromptRefused
 from services.tokenizer.core.token_bound import token_bound
 from shared.blocks import DEFAULT_BLOCK_SIZE, hash_chain
@@ -134,11 +134,14 @@ class PromptEncoder:
         templates: ChatTemplates,
         special_tokens: dict[str, str],
         block_size: int = DEFAULT_BLOCK_SIZE,
+        pair_template: ChatTemplate | None = None,
     ) -> None:
-        """`block_size`: tokens of each block that prompts are hashed by."""
+        """`block_size`: tokens of each block that prompts are hashed by. `pair_template`: makes a prompt of two texts;
+        None: the tokenizer does, as a cross-encoder reads them."""
         self._vocabulary = vocabulary
         self._block_size = block_size
         self._templates = templates
+        self._pair_template = pair_template
         self.special_tokens = special_tokens
 
     @property
@@ -229,7 +232,10 @@ class PromptEncoder:
             case TokenPrompt():
                 return self._vocabulary.unpacked(prompt.tokens, "prompt")
             case PairPrompt():
-                return self._vocabulary.encode_pair(prompt, max_model_len=max_model_len)
+                if self._pair_template is None:
+                    return self._vocabulary.encode_pair(prompt, max_model_len=max_model_len)
+                text = self._pair_template.render(pair_messages(prompt), self.special_tokens)
+                return encode(text, add_special_tokens=False, field="prompt")
             case ChatPrompt():
                 template = self._templates.choose(prompt.template, tools=prompt.tools is not None)
                 if template is None:
@@ -246,6 +252,12 @@ class PromptEncoder:
         if prompt.continue_final_message or prompt.template_kwargs.get("continue_final_message"):
             return thinking_of_continued(prompt)
         return thinking_state(self._vocabulary.decode(ids[-MARK_WINDOW:], skip_special_tokens=False))
+
+
+def pair_messages(pair: PairPrompt) -> ChatPrompt:
+    """The pair as a template for scores sees it, in the roles that vLLM gives the texts."""
+    texts = {"query": pair.text, "document": pair.second}
+    return ChatPrompt(messages=msgspec.json.encode([{"role": role, "content": text} for role, text in texts.items()]))
 
 
 def rejected(message: Tokenize, refused: PromptRefused) -> RequestRejected:

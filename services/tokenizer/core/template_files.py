@@ -16,7 +16,7 @@ def read_templates(files: TokenizerFiles, override: Path | None = None) -> dict[
     that before the older `chat_template.json`, as in `transformers`.
     """
     if override is not None:
-        return {"default": _text(override)}
+        return {"default": read_template(override)}
     found = dict(_template_files(files.folder))
     if found:
         return found
@@ -27,9 +27,9 @@ def read_templates(files: TokenizerFiles, override: Path | None = None) -> dict[
 
 def _template_files(folder: Path) -> Iterator[tuple[str, str]]:
     if (folder / "chat_template.jinja").is_file():
-        yield "default", _text(folder / "chat_template.jinja")
+        yield "default", read_template(folder / "chat_template.jinja")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        yield path.stem, _text(path)
+        yield path.stem, read_template(path)
 
 
 def _named(value: Any) -> dict[str, str]:
@@ -47,7 +47,8 @@ def _named(value: Any) -> dict[str, str]:
             raise TokenizerUnusable("chat_template: a string, or a list of {name, template}, is expected")
 
 
-def _text(path: Path) -> str:
+def read_template(path: Path) -> str:
+    """The text of one template's file. Raises TokenizerUnusable."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

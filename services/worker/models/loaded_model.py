@@ -29,7 +29,13 @@ from services.worker.models.decoder import CausalLm, Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.loading import load_weights
-from services.worker.models.pooling.classification import DECODER_HEAD, ClassifierHead, read_classifier
+from services.worker.models.pooling.classification import (
+    DECODER_HEAD,
+    ClassifierHead,
+    read_classifier,
+    read_token_head,
+    token_card,
+)
 from services.worker.models.pooling.sentence_transformers import PoolingChoice, read_pooling
 from services.worker.models.quantization.method import QuantizationMethod, read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
@@ -84,6 +90,8 @@ class LoadSettings:
     impl: ModelImpl = "auto"
     pooling: PoolingChoice = "auto"
     """How prompts become vectors."""
+    classifier_from_token: tuple[str, ...] = ()
+    """The one or two tokens whose logits judge a prompt; none: the model judges by a head of its own, or not at all."""
     quantization: QuantizationChoice = "auto"
     max_batch_tokens: int = 2048
     """Tokens of the largest step."""
@@ -180,6 +188,8 @@ def load_model(settings: LoadSettings) -> LoadedModel:
 def _pooling(settings: LoadSettings, hidden_size: int, head_reads: PoolingType = "last") -> PoolingCard | None:
     """How prompts become vectors, a classifier's by what its head reads; None where they do not. Raises ModelError."""
     labels = read_classifier(settings.folder, head_reads)
+    if settings.classifier_from_token:
+        return _token_labels(settings, labels)
     if labels is None or settings.pooling == "none":
         return read_pooling(settings.folder, settings.pooling, hidden_size)
     if settings.pooling not in ("auto", labels.pooling):
@@ -188,6 +198,15 @@ def _pooling(settings: LoadSettings, hidden_size: int, head_reads: PoolingType =
             f"hidden state that {labels.pooling} gives"
         )
     return labels
+
+
+def _token_labels(settings: LoadSettings, own: PoolingCard | None) -> PoolingCard:
+    if own is not None or not has_head(settings.folder):
+        why = "has a classification head" if own is not None else "has no language model head"
+        raise ModelError(f"{settings.folder}: classifier_from_token is not allowed, as the model {why}")
+    if settings.pooling not in ("auto", "last"):
+        raise ModelError(f"pooling_type {settings.pooling} is not allowed beside classifier_from_token; auto is")
+    return token_card()
 
 
 def _read_head(tensors: TensorSource, pooling: PoolingCard | None, hidden_size: int) -> ClassifierHead | None:
@@ -221,6 +240,8 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
         raise ModelError("pp: a model that transformers computes has one stage; tp splits it over ranks")
     if settings.on_layer is not None:
         raise ModelError("a layer-wise KV connector is not told of the layers of a model that transformers computes")
+    if settings.classifier_from_token:
+        raise ModelError("classifier_from_token: only for architectures that Baton computes itself, not transformers")
     if encoder_type(settings.folder) is not None:
         return _library_encoder(settings)
     library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code)
@@ -273,11 +294,19 @@ def _decoder(
         weights = load_weights(
             *(tensors, config, share, ops, settings.device, max_model_len, stage), quantization=_code_of(settings)
         )
-        head = _read_head(tensors, pooling, config.hidden_size) if stage.is_last else None
+        head = _head_of(settings, tensors, config, pooling) if stage.is_last else None
     if settings.on_layer is not None:
         layerwise = LayerwiseDecoder(config, weights, share, ops, communicator, settings.pipeline, settings.on_layer)
         return layerwise, head
     return Decoder(config, weights, share, ops, communicator, settings.pipeline), head
+
+
+def _head_of(
+    settings: LoadSettings, tensors: TensorSource, config: ModelConfig, pooling: PoolingCard | None
+) -> ClassifierHead | None:
+    if settings.classifier_from_token:
+        return read_token_head(tensors, config, settings.folder, settings.classifier_from_token)
+    return _read_head(tensors, pooling, config.hidden_size)
 
 
 @contextmanager

@@ -15,12 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.support.cluster.stack import RunningStack, running_stack
-from tests.support.paths import DEMO_MODEL
+from tests.support.paths import DEMO_MODEL, REPOSITORY
 
 QUERY = "Where is the lighthouse?"
+JUDGES = ("Ġno", "Ġsaid")
 DOCUMENTS = ["The capital of France is Paris.", "Once upon a time there was a lighthouse. " * 20, "fox", "3 + 4 = 7"]
 
 
@@ -91,6 +92,28 @@ def test_a_cross_encoder_reads_both_texts_at_once(labels: RunningStack, cross_en
     (raw,) = post(labels, "/pooling", input="fox", use_activation=False)["data"]
     assert (one["label"], one["num_classes"]) == ("relevant", 1)
     assert one["probs"] == pytest.approx(torch.tensor(raw["data"]).sigmoid().tolist())
+
+
+@torch.inference_mode()
+def test_the_next_token_judges_a_pair_in_a_template(tmp_path: Path) -> None:
+    """As Qwen3-Reranker is served, beside generation."""
+    template = REPOSITORY / "docs" / "examples" / "qwen3_reranker.jinja"
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    no, yes = (tokenizer.convert_tokens_to_ids(token) for token in JUDGES)
+
+    def judged(document: str) -> float:
+        texts = [{"role": "query", "content": QUERY}, {"role": "document", "content": document}]
+        ids = tokenizer.apply_chat_template(texts, chat_template=template.read_text(), return_tensors="pt")["input_ids"]
+        assert tokenizer.decode(ids[0]).endswith("<think>\n\n</think>\n\n")
+        return float(model(ids).logits[0, -1, [no, yes]].softmax(0)[1])
+
+    options = [f"--classifier-from-token={token}" for token in JUDGES]
+    with running_stack(tmp_path, more=[*options, f"--score-template={template}"]) as stack:
+        body = post(stack, "/score", text_1=QUERY, text_2=DOCUMENTS)
+        assert [each["score"] for each in body["data"]] == pytest.approx(list(map(judged, DOCUMENTS)), abs=1e-4)
+        (said,) = post(stack, "/v1/completions", prompt="Once", max_tokens=3)["choices"]
+        assert said["text"]
 
 
 def test_a_classifier_says_what_it_serves(labels: RunningStack) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -18,10 +19,13 @@ from transformers import AutoModelForSequenceClassification
 
 from services.worker.executor.host_runner import HostRunner
 from services.worker.models.config import ModelError
+from services.worker.models.pooling.classification import token_card
 from services.worker.ops.interface import OpsName, OpsUnavailable
 from shared.messages.generation import PoolingOptions, PoolingType
+from shared.models.tokenizer_files import load_tokenizer
 from tests.support.models.library_models import library_model
 from tests.support.models.tiny_models import POSITIONS, VOCABULARY, TinyModel, make_config, make_model
+from tests.support.paths import DEMO_MODEL
 from tests.support.worker.launched_rank import DriverAhead, launching
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.tiny_backend import tiny_backend
@@ -151,6 +155,8 @@ def test_a_checkpoint_of_sentence_transformers_has_no_head_and_bare_names(
     save_file(bare, tmp_path / "model.safetensors")
     config = json.loads((model.path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3Model"]}))
+    with pytest.raises(ModelError, match="has a classification head"):
+        tiny_backend(tmp_path, classifier_from_token=("no",))
     with pytest.raises(ModelError, match="no language model head"):
         tiny_backend(tmp_path)
     describe(tmp_path, "pooling_mode_mean_tokens", normalizes=True)
@@ -211,6 +217,32 @@ def test_logits_of_labels_are_the_librarys(family: str, how: str, tmp_path: Path
         with torch.inference_mode():
             wanted = reference(torch.tensor([prompt])).logits[0]
         torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@torch.inference_mode()
+def test_tokens_judge_as_the_librarys_logits_say(family: str, tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    shutil.copytree(tiny(family).path, tmp_path, dirs_exist_ok=True)
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    words = load_tokenizer(tmp_path).tokenizer
+    first, second = (str(words.id_to_token(number)) for number in (20, 30))
+    prompt = [3 + (i * 7) % 150 for i in range(20)]
+    logits = tiny(family).reference(torch.tensor([prompt])).logits[0, -1]
+    options = PoolingOptions(pooling="last", dimensions=1, normalize=False)
+    for tokens, wanted in (((second,), logits[30]), ((first, second), logits[30] - logits[20])):
+        backend = tiny_backend(tmp_path, ops="native", classifier_from_token=tokens)
+        assert backend.card.pooling == token_card()
+        driver = Driver(backend)
+        sequence = driver.add(prompt, 0, pooling=options)
+        driver.run()
+        assert driver.vectors[sequence.id] == pytest.approx([float(wanted)], abs=1e-4)
+    for tokens, more, said in (
+        (("no such token",), {}, "is no token of the model"),
+        ((first,), {"pooling_type": "mean"}, "pooling_type mean is not allowed beside"),
+        ((first,), {"model_impl": "transformers"}, "not transformers"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            tiny_backend(tmp_path, classifier_from_token=tokens, **more)
 
 
 def test_a_classifier_has_one_way_to_pool_and_needs_its_head(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Reads what a sequence classifier's `config.json` says of its labels, and the head that makes their logits."""
+"""Reads what a sequence classifier's `config.json` says of its labels, and the head that makes their logits; or makes a
+head of what a language model says of one or two tokens."""
 
 from __future__ import annotations
 
@@ -7,12 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import torch
 from msgspec import Struct, field
 from torch import Tensor
 
-from services.worker.models.config import ModelError
+from services.worker.models.checkpoint import TensorSource
+from services.worker.models.config import ModelConfig, ModelError
 from shared.messages.generation import PoolingType
 from shared.messages.lifecycle import LogitActivation, PoolingCard
+from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
 
 ClassifierHead = Callable[[Tensor], Tensor]
 """The pooled state [size] → logits [labels], both in float32."""
@@ -95,3 +99,39 @@ def _activation(path: Path, raw: _RawClassifier, labels: tuple[str, ...]) -> Log
             return "softmax"
         case None:
             return "sigmoid" if len(labels) == 1 else "softmax"
+
+
+def token_card() -> PoolingCard:
+    """Of a language model whose next token judges its prompt: one label, through a sigmoid."""
+    return PoolingCard(pooling="last", normalize=False, size=1, labels=("LABEL_0",), activation="sigmoid")
+
+
+def read_token_head(
+    tensors: TensorSource, config: ModelConfig, folder: Path, tokens: tuple[str, ...]
+) -> ClassifierHead:
+    """The logit of the one of `tokens` as the next token, or by how much that of the second exceeds that of the first:
+    its sigmoid is the second's probability among both, as vLLM's `classifier_from_token` and Qwen3-Reranker have it.
+    Raises ModelError where a token is none of the model's."""
+    name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+    shape = (config.vocab_size, config.hidden_size)
+    ids = [_token_id(folder, token, config.vocab_size) for token in tokens]
+    rows = torch.cat([tensors.read(name, shape, rows=(number, number + 1)).float() for number in ids])
+    cap = config.logits_softcap
+
+    def head(state: Tensor) -> Tensor:
+        logits = torch.mv(rows.to(state.device), state)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits[-1:] if len(logits) == 1 else logits[1:] - logits[:1]
+
+    return head
+
+
+def _token_id(folder: Path, token: str, vocab_size: int) -> int:
+    try:
+        number = load_tokenizer(folder).tokenizer.token_to_id(token)
+    except TokenizerUnusable as error:
+        raise ModelError(f"classifier_from_token: {error}") from None
+    if number is None or number >= vocab_size:
+        raise ModelError(f"classifier_from_token: {token!r} is no token of the model; whole tokens are needed")
+    return int(number)
