@@ -30,7 +30,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
 
 @pytest.fixture(scope="module")
 def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("lone")) as stack:
+    with running_stack(tmp_path_factory.mktemp("lone"), more=["--pooling-type=last"]) as stack:
         yield stack
 
 
@@ -148,4 +148,23 @@ async def test_streams_survive_the_death_of_a_lone_engine(
         seen = await interrupted(client, lone.model, lambda: lone.kill(victim))
         assert_complete(seen, undisturbed)
     await until_all_ready(lone)
+    assert await blocks_in_use(lone) == 0
+
+
+@pytest.mark.features("pooling", "re-dispatch")
+async def test_documents_are_ranked_though_a_lone_engine_dies(lone: RunningStack) -> None:
+    documents = [f"Once upon a time there was lighthouse number {number}. " * 12 for number in range(200)]
+    body = {"model": lone.model, "query": "Which lighthouse?", "documents": documents, "enable_prefix_caching": False}
+
+    async def ask(client: AsyncOpenAI) -> dict[int, float]:
+        answer: Any = await client.post("/rerank", body=body, cast_to=object)
+        return {each["index"]: each["relevance_score"] for each in answer["results"]}
+
+    async with client_of(lone.url) as client, asyncio.timeout(DEADLINE):
+        undisturbed = await ask(client)
+        asking = asyncio.create_task(ask(client))
+        await asyncio.sleep(0.3)
+        assert not asking.done(), "all was over before anybody died"
+        lone.kill("engine-1-rank0")
+        assert await asking == pytest.approx(undisturbed, abs=1e-5)
     assert await blocks_in_use(lone) == 0
