@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from kvstore.connectors.interface import ConnectorConfig, KVConnectorBase, KVRole
+from shared.plugins.entry_points import PluginError, load_plugin
 from shared.settings import UpOption
 
 GROUP = "baton.kv_connectors"
@@ -57,15 +57,10 @@ def _factory(name: str) -> Any:
         from kvstore.connectors.shared_memory import SharedMemoryConnector
 
         return SharedMemoryConnector
-    found = entry_points(group=GROUP, name=name)
-    if not found:
-        names = ", ".join([SHARED_MEMORY, *sorted(each.name for each in entry_points(group=GROUP))])
-        raise ConnectorRefused(f"kv_connector = {name}: no installed package brings it; there are: {names}")
-    entry = next(iter(found))
     try:
-        return entry.load()
-    except Exception as error:  # whatever a foreign package raises while it is imported
-        raise ConnectorRefused(f"kv_connector = {name}, {entry.value}: {error!r}") from None
+        return load_plugin(GROUP, name, built_in=(SHARED_MEMORY,))
+    except PluginError as error:
+        raise ConnectorRefused(f"kv_connector = {name}: {error}") from None
 
 
 def _json_object(text: str) -> dict[str, Any]:

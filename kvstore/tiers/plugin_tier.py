@@ -12,7 +12,6 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Sequence
-from importlib.metadata import entry_points
 from typing import Protocol
 
 from kvstore import metrics
@@ -20,6 +19,7 @@ from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, is_sound
 from kvstore.tiers.interface import LowerTier
 from shared.blocks import BlockHash
 from shared.messages.lifecycle import TierReport
+from shared.plugins.entry_points import PluginError, described, find_plugin, load_plugin
 from shared.reliability.retry import Backoff, CircuitBreaker
 
 log = logging.getLogger(__name__)
@@ -52,16 +52,15 @@ def plugin_tier(url: str) -> PluginTier:
         raise PluginRefused("NAME://… is expected")  # not the URL itself: there may be a password in it
     if scheme in BUILT_IN:
         raise PluginRefused(f"{scheme}://…: that tier has an option of its own")
-    found = entry_points(group=GROUP, name=scheme)
-    if not found:
-        names = ", ".join(sorted(each.name for each in entry_points(group=GROUP))) or "none"
-        raise PluginRefused(f"{scheme}://…: no installed package brings such a tier; there are: {names}")
-    entry = next(iter(found))
     try:
-        factory: TierFactory = entry.load()
+        factory: TierFactory = load_plugin(GROUP, scheme)
+        entry = find_plugin(GROUP, scheme)
+    except PluginError as error:
+        raise PluginRefused(f"{scheme}://…: {error}") from None
+    try:
         return PluginTier(scheme, factory(url))
-    except Exception as error:  # whatever a foreign package raises while it is imported and called
-        raise PluginRefused(f"{scheme}://…, {entry.value}: {error!r}") from None
+    except Exception as error:  # whatever a foreign package raises
+        raise PluginRefused(f"{scheme}://…, {described(entry)}: {error!r}") from None
 
 
 class PluginTier:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,6 +22,7 @@ from shared.addresses import is_loopback
 from shared.bus.nats_bus import NatsOptions
 from shared.config import ServiceConfig
 from shared.ids import MAX_ID, ClusterName, GatewayId, Incarnation, relay_id
+from shared.messages.dialects import ReasoningFormat, ToolFormat
 from shared.settings import ByteSize, ContainerVariable, Port, UpOption
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -99,13 +100,21 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     """The gateway marks every request; engines, KV stores and routers keep and look for no block of a request that is
     marked so."""
     tool_call_parser: Annotated[
-        Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"],
-        Meta(description="Format of the model's tool calls; auto: found in its chat template."),
+        str,
+        Meta(
+            description="Format of the model's tool calls: auto (found in its chat template), none, "
+            + ", ".join(get_args(ToolFormat))
+            + ", or a plug-in's (docs/plugins.md)."
+        ),
         UpOption("Model"),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"],
-        Meta(description="Format of the model's reasoning; auto: found in its chat template."),
+        str,
+        Meta(
+            description="Format of the model's reasoning: auto (found in its chat template), none, "
+            + ", ".join(get_args(ReasoningFormat))
+            + ", or a plug-in's (docs/plugins.md)."
+        ),
         UpOption("Model"),
     ] = "auto"
     attempts: Annotated[
@@ -224,7 +233,8 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     ] = 60.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError where no body of `max_body` bytes would ever find room, or strangers would."""
+        """Raises ValueError where no body of `max_body` bytes would ever find room, or strangers would, or where a
+        parser is none that is built in or installed."""
         if self.max_bodies < 2 * self.max_body:
             raise ValueError(f"max_bodies {self.max_bodies}: it must be at least twice max_body ({self.max_body})")
         if self.overflow is not None:
@@ -232,6 +242,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or url.username:
                 raise ValueError("overflow: an http:// or https:// URL is allowed, without user, password and query")
         ModelNames.parse(self.overflow_model)
+        self.parsers().check()
         self._check_federation()
         reached_at = self.published_host or self.host
         if not (self.api_keys or self.keys_file or self.insecure or is_loopback(reached_at)):

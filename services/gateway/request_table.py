@@ -35,7 +35,6 @@ from shared import topics
 from shared.bus import Bus, BusError, PayloadTooLarge
 from shared.ids import Attempt, ClusterName, EngineId, GatewayId, ModelName, RequestId, relay_of
 from shared.messages.coordinator import RequestEnded, Withdraw
-from shared.messages.dialects import THINKING_MARKS
 from shared.messages.gateway import (
     Delta,
     PooledDelta,
@@ -471,7 +470,7 @@ def _tokenize(
 ) -> Tokenize:
     """The first dispatch of a choice."""
     grammar, parser = generation.output_grammar, generation.parser_options
-    reasoning = None if parser is None else parser.dialect.reasoning
+    marks = None if parser is None else parser.dialect.marks
     return Tokenize(
         request=request,
         attempt=FIRST_ATTEMPT,
@@ -493,5 +492,5 @@ def _tokenize(
         truncate_prompt_tokens=generation.truncate_prompt_tokens,
         max_model_len=max_model_len,
         keep_markup=parser is not None,
-        thinking_end="" if reasoning is None else THINKING_MARKS[reasoning].end,
+        thinking_end="" if marks is None else marks.end,
     )

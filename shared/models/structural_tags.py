@@ -46,6 +46,14 @@ def tag(begin: str, content: Format, end: str | list[str]) -> Format:
 ANY_TEXT: Format = {"type": "any_text"}
 
 
+SPACE_AFTER_THOUGHTS = regex("[ \\n]{0,4}")
+
+
+def perhaps_behind_thoughts(content: Format, start: str, end: str) -> Format:
+    """The format, at once or behind reasoning of any length between the two marks."""
+    return either(content, sequence(tag(start, ANY_TEXT, end), SPACE_AFTER_THOUGHTS, content))
+
+
 def tagged(content: Format) -> Format:
     """A whole structural tag."""
     return {"type": "structural_tag", "format": content}

@@ -33,9 +33,9 @@ from services.gateway.parsing.events import (
     ToolCallRetraction,
     ToolCallStart,
 )
+from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import OutputParser, ParserOptions
 from shared.ids import ModelName
-from shared.messages.dialects import Dialect
 from shared.messages.generation import FinishReason
 from shared.messages.lifecycle import ModelCard
 
@@ -70,7 +70,7 @@ def read_chat(
     body: bytes,
     cards: list[ModelCard],
     limits: RequestLimits,
-    dialect_of: Callable[[ModelName], Dialect] | None = lambda _: Dialect(),
+    dialect_of: Callable[[ModelName], OutputDialect] | None = lambda _: OutputDialect(),
 ) -> GenerationRequest:
     """Reads and checks a body. `cards` are the models that are served; `dialect_of` gives the formats in which a model
     writes tool calls and reasoning. None: the answer is what the model writes, and tools are only shown to the chat
@@ -102,6 +102,8 @@ def read_chat(
         output = combined_grammar(dialect, tools, output)
         if beam_search is None:  # the text of a hypothesis is shown as it was ranked
             parser = parser_options(dialect, tools, include_reasoning=fields.include_reasoning is not False)
+            if parser is not None and parser.dialect.sees_special_tokens:
+                fields.skip_special_tokens = False
     return generation_request(
         fields,
         card,

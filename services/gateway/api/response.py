@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -23,9 +24,12 @@ from services.gateway.api.logprobs import (
     prompt_logprobs,
 )
 from services.gateway.metrics import ModelMeters
+from services.gateway.parsing.plugin_parsers import ParserFailed
 from shared.ids import RequestId
 from shared.messages.gateway import Delta, PositionLogprobs, PromptLogprobsDelta, RequestRejected, StreamOpened
 from shared.messages.generation import FinishReason
+
+log = logging.getLogger(__name__)
 
 FINGERPRINT = "baton"
 """`system_fingerprint`: to be changed when the same seed no longer gives the same text."""
@@ -244,7 +248,13 @@ class GenerationResponse:
     def _deliver(self, choice: ChoiceState, delta: Delta, now: float) -> None:
         if delta.finish is not None:
             choice.finish, choice.stop_reason = delta.finish, delta.stop_reason
-        if not self.writer.write(choice, delta, now):
+        try:
+            written = self.writer.write(choice, delta, now)
+        except ParserFailed as error:
+            log.error("output not parsed", extra={"request": self.header.id, "error": str(error)}, exc_info=error)
+            self.fail(RequestError(500, str(error), code="parser_failed"))
+            return
+        if not written:
             self.end("client too slow")
         elif delta.finish is not None:
             if choice.tokens > 1 and choice.first_token_at is not None:

@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, assert_never
+from typing import Any, assert_never, cast, get_args
 
 from msgspec.structs import replace
 
 from services.gateway.api.errors import invalid
 from services.gateway.api.structured_outputs import OutputGrammar, structural_grammar
 from services.gateway.api.tools import ToolDefinition, ToolOptions
+from services.gateway.parsing.output_dialect import CallTemplate, OutputDialect
 from services.gateway.parsing.output_parser import ParserOptions
-from shared.messages.dialects import THINKING_MARKS, Dialect, ToolFormat
-from shared.models.structural_tags import Format, as_format, either, literal, perhaps, regex, sequence, tag, tagged
+from shared.messages.dialects import THINKING_MARKS, ToolFormat
+from shared.models.structural_tags import (
+    Format,
+    as_format,
+    either,
+    literal,
+    perhaps,
+    perhaps_behind_thoughts,
+    regex,
+    sequence,
+    tag,
+    tagged,
+)
 
 MAX_WHITESPACE = 1
 """White space characters in a row within arguments: without a bound an unsure model could write them for ever."""
 
 HERMES, HERMES_END = "<tool_call>\n", "\n</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
+FORMATS = get_args(ToolFormat)
 
 
-def parser_options(dialect: Dialect, options: ToolOptions | None, *, include_reasoning: bool) -> ParserOptions | None:
+def parser_options(
+    dialect: OutputDialect, options: ToolOptions | None, *, include_reasoning: bool
+) -> ParserOptions | None:
     """Returns how to parse a chat's output; None where it is nothing but text."""
-    expected = Dialect(_call_format(dialect, options), dialect.reasoning)
-    if expected == Dialect():
+    expected = dialect._replace(tools=_call_format(dialect, options))
+    if expected.tools is None and expected.reasoning is None:
         return None
     if options is None:
         return ParserOptions(expected, include_reasoning=include_reasoning)
@@ -33,7 +48,7 @@ def parser_options(dialect: Dialect, options: ToolOptions | None, *, include_rea
 
 
 def combined_grammar(
-    dialect: Dialect, options: ToolOptions | None, output: OutputGrammar | None
+    dialect: OutputDialect, options: ToolOptions | None, output: OutputGrammar | None
 ) -> OutputGrammar | None:
     """Returns the grammar for calls, for the answer that the client described, or for either of them.
 
@@ -41,13 +56,16 @@ def combined_grammar(
     """
     if options is not None:
         output = _with_calls(dialect, options, output)
-    if output is None or dialect.reasoning is None:
+    if output is None or (marks := dialect.marks) is None:
         return output
-    after = THINKING_MARKS[dialect.reasoning].end
-    return output._replace(grammar=replace(output.grammar, after=after))
+    known_to_tokenizer = dialect.starts_open or marks in THINKING_MARKS.values()
+    if not known_to_tokenizer and (inner := as_format(output.grammar)) is not None:
+        # The tokenizer does this for marks that it knows, once it has seen how the prompt ends.
+        return structural_grammar(tagged(perhaps_behind_thoughts(inner, *marks)), output.field)
+    return output._replace(grammar=replace(output.grammar, after=marks.end))
 
 
-def _with_calls(dialect: Dialect, options: ToolOptions, output: OutputGrammar | None) -> OutputGrammar | None:
+def _with_calls(dialect: OutputDialect, options: ToolOptions, output: OutputGrammar | None) -> OutputGrammar | None:
     form = _call_format(dialect, options)
     if form is None:
         return output
@@ -55,22 +73,47 @@ def _with_calls(dialect: Dialect, options: ToolOptions, output: OutputGrammar | 
     if options.choice == "required":
         if output is not None:
             raise invalid(output.field, "not allowed together with a tool_choice that forces a call")
-        calls = forced_calls(form, options.tools, parallel=options.parallel)
+        calls = _forced(dialect, form, options)
     elif output is not None:
-        answer = as_format(output.grammar)
-        if answer is None:
+        answer, called = as_format(output.grammar), _forced(dialect, form, options)
+        if answer is None or called is None:
             return output
-        calls = either(answer, forced_calls(form, options.tools, parallel=options.parallel))
+        calls = either(answer, called)
     else:
-        calls = triggered_calls(form, options.tools) if any(tool.strict for tool in options.tools) else None
+        calls = _triggered(dialect, form, options) if any(tool.strict for tool in options.tools) else None
     return None if calls is None else structural_grammar(tagged(calls), output.field if output else options.field)
 
 
-def _call_format(dialect: Dialect, options: ToolOptions | None) -> ToolFormat | None:
+def _forced(dialect: OutputDialect, form: str, options: ToolOptions) -> Format | None:
+    """A grammar for calls and nothing else; None where a plug-in's format has none."""
+    if form in FORMATS:
+        return forced_calls(cast(ToolFormat, form), options.tools, parallel=options.parallel)
+    if (template := dialect.call_template) is None:
+        return None
+    return _several([_templated(template, tool) for tool in options.tools], "\n", options.parallel)
+
+
+def _triggered(dialect: OutputDialect, form: str, options: ToolOptions) -> Format | None:
+    """A grammar for any text whose calls are valid; None where the format has none."""
+    if form in FORMATS:
+        return triggered_calls(cast(ToolFormat, form), options.tools)
+    if (template := dialect.call_template) is None:
+        return None
+    return _after_trigger(template.begin, [_templated(template, tool) for tool in _bound(options.tools)])
+
+
+def _templated(template: CallTemplate, tool: ToolDefinition) -> Format:
+    return tag(template.begin + tool.name + template.middle, arguments(tool.parameters), template.end)
+
+
+def _call_format(dialect: OutputDialect, options: ToolOptions | None) -> str | None:
     """The format of the expected calls: the model's own, unless another one is forced."""
     if options is None:
         return None
-    return forced_format(dialect.tools, options.tools) if options.choice == "required" else dialect.tools
+    form = dialect.tools
+    if options.choice != "required" or dialect.call_template is not None:
+        return form
+    return forced_format(cast(ToolFormat, form) if form in FORMATS else None, options.tools)
 
 
 def forced_format(form: ToolFormat | None, tools: Iterable[ToolDefinition]) -> ToolFormat:
@@ -102,7 +145,7 @@ def forced_calls(form: ToolFormat, tools: Sequence[ToolDefinition], *, parallel:
 def triggered_calls(form: ToolFormat, tools: Sequence[ToolDefinition]) -> Format | None:
     """Returns a grammar for any text whose calls are valid: calls of strict tools match their schemas, others take any
     object. None where the format makes that impossible, because a call may start like ordinary text."""
-    bound = [tool if tool.strict else tool._replace(parameters={"type": "object"}) for tool in tools]
+    bound = _bound(tools)
     match form:
         case "hermes":
             return _after_trigger("<tool_call>", [_object(tool, "arguments", HERMES, HERMES_END) for tool in bound])
@@ -116,6 +159,10 @@ def triggered_calls(form: ToolFormat, tools: Sequence[ToolDefinition]) -> Format
             return None
         case _:
             assert_never(form)
+
+
+def _bound(tools: Sequence[ToolDefinition]) -> list[ToolDefinition]:
+    return [tool if tool.strict else tool._replace(parameters={"type": "object"}) for tool in tools]
 
 
 def arguments(schema: dict[str, Any], style: str = "json") -> Format:

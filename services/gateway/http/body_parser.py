@@ -30,8 +30,8 @@ from services.gateway.api.pooling.classification import read_classification
 from services.gateway.api.pooling.embeddings import read_embedding, read_pooling_request
 from services.gateway.api.pooling.scores import read_rerank, read_score
 from services.gateway.api.prompts import read_detokenize, read_tokenize
+from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
-from shared.messages.dialects import Dialect
 from shared.messages.lifecycle import ModelCard
 
 ALWAYS_INLINE_BYTES = 8 * 2**10
@@ -59,7 +59,7 @@ class BodyContext(Struct, frozen=True):
     kind: BodyKind
     cards: list[ModelCard]
     limits: RequestLimits
-    dialects: dict[ModelName, Dialect] | None
+    dialects: dict[ModelName, OutputDialect] | None
     """The format of each model's tool calls and reasoning; None: outputs are not parsed."""
 
 

@@ -2,43 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, assert_never
+from typing import NamedTuple, cast, get_args
 
 from services.gateway.parsing.events import ParseEvent, ParseEvents, ToolCallFormat
 from services.gateway.parsing.hermes import TaggedCalls
 from services.gateway.parsing.llama3_json import Llama3Json
 from services.gateway.parsing.mistral import Mistral
+from services.gateway.parsing.output_dialect import NO_SCHEMAS, CallTemplate, OutputDialect, Schemas
+from services.gateway.parsing.plugin_parsers import (
+    DETECTED,
+    PluginCalls,
+    read_plugin_reasoning,
+    reasoning_parser,
+    tool_parser,
+)
 from services.gateway.parsing.pythonic import Pythonic
 from services.gateway.parsing.reasoning import read_reasoning
 from services.gateway.parsing.text_cursor import NotAToolCall, OutputEnd, Reading, TextCursor, marker_set
 from shared.messages.dialects import Dialect, ReasoningFormat, Thinking, ToolFormat
-
-Schemas = Mapping[str, Any]
-"""The JSON schema of each function's arguments, by the function's name."""
-
-NO_SCHEMAS: Schemas = MappingProxyType({})
+from shared.plugins.entry_points import PluginError
 
 
 class ParserChoice(NamedTuple):
-    """The formats that a gateway was configured to read; `auto` means those that a model's chat template shows."""
+    """The formats that a gateway was configured to read, built-in ones or plug-ins by their names; `auto` means those
+    that a model's chat template shows."""
 
-    tools: ToolFormat | Literal["auto", "none"] = "auto"
-    reasoning: ReasoningFormat | Literal["auto", "none"] = "auto"
+    tools: str = "auto"
+    reasoning: str = "auto"
 
-    def dialect(self, detected: Dialect) -> Dialect:
+    def check(self) -> None:
+        """Loads the plug-ins among them. Raises ValueError that names the setting."""
+        for setting, name, load in (
+            ("tool_call_parser", self._tool_plugin, tool_parser),
+            ("reasoning_parser", self._reasoning_plugin, reasoning_parser),
+        ):
+            try:
+                if name is not None:
+                    load(name)
+            except PluginError as error:
+                raise ValueError(f"{setting} = {name}: {error}") from None
+
+    def dialect(self, detected: Dialect) -> OutputDialect:
         """Returns the formats to read for a model of which the tokenizer service has detected `detected`."""
-        return Dialect(
+        tools = None if (name := self._tool_plugin) is None else tool_parser(name)
+        reasoning = None if (name := self._reasoning_plugin) is None else reasoning_parser(name)
+        seeing = [self.tools] if tools is not None and tools.sees_special_tokens else []
+        seeing += [self.reasoning] if reasoning is not None and reasoning.sees_special_tokens else []
+        template = "" if tools is None else tools.call_template
+        return OutputDialect(
             detected.tools if self.tools == "auto" else None if self.tools == "none" else self.tools,
             detected.reasoning if self.reasoning == "auto" else None if self.reasoning == "none" else self.reasoning,
+            call_template=CallTemplate.parse(template) if template else None,
+            plugin_marks=None if reasoning is None else reasoning.marks,
+            starts_open=reasoning is not None and reasoning.starts_open,
+            see_special_tokens=tuple(seeing),
         )
+
+    @property
+    def _tool_plugin(self) -> str | None:
+        return None if self.tools in (*DETECTED, *get_args(ToolFormat)) else self.tools
+
+    @property
+    def _reasoning_plugin(self) -> str | None:
+        return None if self.reasoning in (*DETECTED, *get_args(ReasoningFormat)) else self.reasoning
 
 
 class ParserOptions(NamedTuple):
     """How to parse the outputs of one request."""
 
-    dialect: Dialect
+    dialect: OutputDialect
     """Its `tools` is None where no calls are looked for."""
     schemas: Schemas = NO_SCHEMAS
     parallel_calls: bool = True
@@ -47,7 +79,7 @@ class ParserOptions(NamedTuple):
     """False: reasoning is dropped."""
 
 
-def format_reader(form: ToolFormat, schemas: Schemas) -> ToolCallFormat:
+def format_reader(form: str, schemas: Schemas) -> ToolCallFormat:
     """Returns the reader of a format, for calls of the functions in `schemas`."""
     match form:
         case "hermes":
@@ -61,7 +93,7 @@ def format_reader(form: ToolFormat, schemas: Schemas) -> ToolCallFormat:
         case "pythonic":
             return Pythonic(schemas)
         case _:
-            assert_never(form)
+            return PluginCalls(form, schemas)
 
 
 class OutputParser:
@@ -99,7 +131,10 @@ class OutputParser:
         cursor, events = self._cursor, self._events
         dialect = self._options.dialect
         if dialect.reasoning is not None:
-            yield from read_reasoning(cursor, events, dialect.reasoning, self.thinking)
+            if dialect.plugin_marks is not None:
+                yield from read_plugin_reasoning(dialect.reasoning, cursor, events, self.thinking)
+            else:
+                yield from read_reasoning(cursor, events, cast(ReasoningFormat, dialect.reasoning), self.thinking)
         if dialect.tools is not None:
             form = format_reader(dialect.tools, self._options.schemas)
             yield from ContentReader(cursor, events, form).read()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.gateway.parsing.events import ParseEvents
 from services.gateway.parsing.text_cursor import Emit, OutputEnd, Reading, TextCursor
-from shared.messages.dialects import THINKING_MARKS, ReasoningFormat, Thinking
+from shared.messages.dialects import THINKING_MARKS, ReasoningFormat, Thinking, ThinkingMarks
 
 
 def read_reasoning(
@@ -16,10 +16,18 @@ def read_reasoning(
     reasoning, and the other formats only what is marked.
     """
     marks = THINKING_MARKS[form]
+    yield from read_marked(cursor, events, marks, thinking, starts_open=form == "deepseek_r1")
+
+
+def read_marked(
+    cursor: TextCursor, events: ParseEvents, marks: ThinkingMarks, thinking: Thinking | None, *, starts_open: bool
+) -> Reading[None]:
+    """Like `read_reasoning`, for any marks. `starts_open`: everything up to the end mark is reasoning where `thinking`
+    is None."""
     if thinking != "closed":
         yield from cursor.skip_whitespace()
         marked = yield from cursor.match_ahead((marks.start,))
-        if marked is None and thinking != "open" and form != "deepseek_r1":
+        if marked is None and thinking != "open" and not starts_open:
             cursor.rewind()
             return
         if marked is not None:

@@ -61,6 +61,8 @@ class TextCursor:
         self._text = ""
         self._at = 0
         """How far `_text` has been read."""
+        self._marked = 0
+        """Where the mark is, in characters from the beginning."""
         self.closed = False
         """Whether no more text will come."""
         self.truncated = False
@@ -85,6 +87,7 @@ class TextCursor:
 
     def mark(self) -> None:
         """Sets the mark here: `rewind` returns to this place, and the text before it is dropped."""
+        self._marked = self.position
         self._read.clear()
         self._text = self._text[self._at :]
         self._at = 0
@@ -94,6 +97,11 @@ class TextCursor:
         self._text = "".join([*self._read, self._text])
         self._read.clear()
         self._at = 0
+
+    @property
+    def position(self) -> int:
+        """Characters of the whole output that have been read."""
+        return self._marked + sum(map(len, self._read)) + self._at
 
     @property
     def since_mark(self) -> str:

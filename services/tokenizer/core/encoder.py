@@ -34,14 +34,13 @@ from shared.messages.tokenizer import (
     TokenizerRequest,
     TokenPrompt,
 )
-from shared.models.structural_tags import ANY_TEXT, as_format, either, regex, sequence, tag, tagged
+from shared.models.structural_tags import as_format, perhaps_behind_thoughts, tagged
 from shared.models.tokenizer_files import TokenizerFiles
 from shared.packing import TOKEN_BYTES, pack, unpack
 
 MAX_WORD_TOKENS = 64
 """Most tokens of one bad word; workers keep all bad words in arrays with rows of equal length."""
 ALL_THINKING_MARKS = tuple(dict.fromkeys(THINKING_MARKS.values()))
-SPACE_AFTER_THOUGHTS = regex("[ \\n]{0,4}")
 MARK_WINDOW = 16
 """Tokens at a prompt's end that hold the marks which a template writes there."""
 
@@ -361,6 +360,5 @@ def adapt_grammar(grammar: Grammar, thinking: Thinking | None) -> Grammar:
     inner = as_format(grammar)
     if inner is None:
         return grammar
-    thoughts = tag(marks.start, ANY_TEXT, marks.end)
-    text = json.dumps(tagged(either(inner, sequence(thoughts, SPACE_AFTER_THOUGHTS, inner))), ensure_ascii=False)
+    text = json.dumps(tagged(perhaps_behind_thoughts(inner, *marks)), ensure_ascii=False)
     return Grammar("structural_tag", text)

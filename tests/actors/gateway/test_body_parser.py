@@ -12,7 +12,7 @@ import pytest
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import RequestLimits
 from services.gateway.http.body_parser import MAX_INLINE_VALUES, BodyContext, BodyKind, BodyParser, is_small, read_body
-from shared.messages.dialects import Dialect
+from services.gateway.parsing.output_dialect import OutputDialect
 from tests.support.gateway.fake_services import CARD, MODEL
 
 USER = {"role": "user", "content": "hi"}
@@ -21,7 +21,7 @@ IDS = [7] * (2 * MAX_INLINE_VALUES)
 
 
 def context(kind: BodyKind) -> BodyContext:
-    return BodyContext(kind, [CARD], RequestLimits(), {MODEL: Dialect("hermes", "qwen3")})
+    return BodyContext(kind, [CARD], RequestLimits(), {MODEL: OutputDialect("hermes", "qwen3")})
 
 
 @pytest.fixture

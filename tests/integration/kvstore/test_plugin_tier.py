@@ -72,8 +72,11 @@ async def test_an_installed_package_is_found_by_the_scheme_of_a_url(
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("nosuch://:secret@host", "nosuch://…: no installed package brings such a tier; there are: broken, folder"),
-        ("folder://relative", "folder://…, folder_tier:FolderTier: ValueError('folder:///ABSOLUTE/PATH is expected')"),
+        ("nosuch://:secret@host", "nosuch://…: no installed package brings it; there are: broken, folder"),
+        (
+            "folder://relative",
+            "folder://…, folder-tier 1.0 (folder = folder_tier:FolderTier): ValueError('folder:///ABSOLUTE",
+        ),
         ("broken://x", "ModuleNotFoundError"),
         ("redis://h", "has an option of its own"),
         ("/mnt/kv", "NAME://… is expected"),

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from services.gateway.api.chat import AssistantMessage
 from services.gateway.parsing.json_calls import read_value
+from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import ParserOptions
 from services.gateway.parsing.pythonic import python_as_json
 from services.gateway.parsing.text_cursor import NotAToolCall, TextCursor
-from shared.messages.dialects import Dialect, ReasoningFormat, ToolFormat
+from shared.messages.dialects import ReasoningFormat, ToolFormat
 from tests.support.gateway.tool_calls import STYLES, Call, Read, cut_at, read, schema_of, written
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>"), max_size=12)
@@ -107,7 +108,7 @@ def test_any_cut_into_deltas_gives_the_same(
 def test_whatever_a_model_writes_can_be_told(
     form: ToolFormat | None, text: str, places: list[int], reasoning: ReasoningFormat | None, finish: Any
 ) -> None:
-    speech = AssistantMessage(ParserOptions(Dialect(form, reasoning), SCHEMAS))
+    speech = AssistantMessage(ParserOptions(OutputDialect(form, reasoning), SCHEMAS))
     deltas = [speech.feed(part, None) for part in cut_at(text, places)] + [speech.feed("", finish)]
     for delta in deltas:
         msgspec.json.encode(delta)

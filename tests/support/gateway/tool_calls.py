@@ -16,8 +16,9 @@ from services.gateway.parsing.events import (
     ToolCallRetraction,
     ToolCallStart,
 )
+from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import OutputParser, ParserOptions
-from shared.messages.dialects import Dialect, ToolFormat
+from shared.messages.dialects import ToolFormat
 
 
 class Call(NamedTuple):
@@ -113,7 +114,7 @@ def read(
     parallel: bool = True,
 ) -> Read:
     """Parses an output that comes in these parts."""
-    parser = OutputParser(ParserOptions(Dialect(tools, reasoning), schemas or {}, parallel))
+    parser = OutputParser(ParserOptions(OutputDialect(tools, reasoning), schemas or {}, parallel))
     parser.thinking = thinking
     pieces = [piece for part in parts for piece in parser.feed(part)]
     return assembled([*pieces, *parser.finish(truncated=truncated)])

@@ -20,9 +20,10 @@ from services.gateway.api.tool_grammars import (
     triggered_calls,
 )
 from services.gateway.api.tools import ToolDefinition, ToolOptions
+from services.gateway.parsing.output_dialect import OutputDialect
 from services.worker.guided.compiler import normalize_structural_tag
 from services.worker.guided.schema.keywords import GrammarRefused
-from shared.messages.dialects import Dialect, ToolFormat
+from shared.messages.dialects import ToolFormat
 from shared.messages.generation import Grammar
 from shared.models.structural_tags import Format, tagged
 from tests.support.gateway.tool_calls import STYLES, Call, read, written
@@ -112,7 +113,9 @@ def test_what_has_no_grammar_of_its_own_is_forced_as_json() -> None:
     assert forced_format("pythonic", [WEATHER]) == "pythonic"
     assert forced_format("pythonic", [WEATHER, odd]) == "llama3_json"
     assert forced_format(None, [WEATHER]) == "llama3_json"
-    parsing = parser_options(Dialect(), ToolOptions((odd,), "required", False, "tool_choice"), include_reasoning=True)
+    parsing = parser_options(
+        OutputDialect(), ToolOptions((odd,), "required", False, "tool_choice"), include_reasoning=True
+    )
     assert parsing is not None
     assert parsing.dialect.tools == "llama3_json"
 
@@ -135,7 +138,7 @@ def test_arguments_are_bound_by_keywords_that_the_compiler_passes_over_alone() -
 def test_an_answer_is_a_call_or_what_its_format_says() -> None:
     wanted = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "required": ["sky"]}
     guided = OutputGrammar(Grammar("json", json.dumps(wanted)), "response_format")
-    combined = combined_grammar(Dialect("hermes"), ToolOptions(TOOLS, "auto", True, "tools"), guided)
+    combined = combined_grammar(OutputDialect("hermes"), ToolOptions(TOOLS, "auto", True, "tools"), guided)
     assert combined is not None
     assert combined.field == "response_format"
     format_ = json.loads(combined.grammar.text)["format"]
@@ -147,10 +150,10 @@ def test_an_answer_is_a_call_or_what_its_format_says() -> None:
 
 def test_a_grammar_binds_behind_the_thoughts_of_a_model_that_thinks() -> None:
     guided = OutputGrammar(Grammar("regex", "a+"), "guided_regex")
-    planned = combined_grammar(Dialect(None, "mistral"), None, guided)
+    planned = combined_grammar(OutputDialect(None, "mistral"), None, guided)
     assert planned is not None
     assert planned.grammar == Grammar("regex", "a+", "[/THINK]")
-    assert combined_grammar(Dialect(), None, guided) == guided
+    assert combined_grammar(OutputDialect(), None, guided) == guided
     forced_call: Any = ToolOptions(TOOLS, "required", True, "tool_choice")
     with pytest.raises(RequestError, match="guided_regex"):
-        combined_grammar(Dialect("hermes"), forced_call, guided)
+        combined_grammar(OutputDialect("hermes"), forced_call, guided)

@@ -9,9 +9,10 @@ import pytest
 from services.gateway.api.chat import AssistantMessage
 from services.gateway.parsing.events import ContentText, ToolCallArguments, ToolCallRetraction, ToolCallStart
 from services.gateway.parsing.json_calls import MAX_DEPTH
+from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import OutputParser, ParserOptions
 from services.gateway.parsing.qwen3_xml import converted, parameter_schema, value_types
-from shared.messages.dialects import Dialect, ReasoningFormat, Thinking, ToolFormat
+from shared.messages.dialects import ReasoningFormat, Thinking, ToolFormat
 from tests.support.gateway.tool_calls import Read, read
 
 SCHEMAS = {"f": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": "object"}}}, "g": {}}
@@ -114,7 +115,7 @@ def test_only_a_cut_leaves_an_open_call_standing() -> None:
 
 
 def test_a_stream_tells_all_it_may_and_no_more() -> None:
-    parser = OutputParser(ParserOptions(Dialect("hermes")))
+    parser = OutputParser(ParserOptions(OutputDialect("hermes")))
     assert parser.feed("Look: ") == [ContentText("Look:")]
     assert parser.feed("a <tool") == [ContentText(" a")]
     assert parser.feed('_call>{"name": "f", "arg') == []
@@ -125,7 +126,7 @@ def test_a_stream_tells_all_it_may_and_no_more() -> None:
 
 
 def test_a_broken_call_leaves_its_index_behind() -> None:
-    speech = AssistantMessage(ParserOptions(Dialect("hermes")), iter("abc").__next__)
+    speech = AssistantMessage(ParserOptions(OutputDialect("hermes")), iter("abc").__next__)
     first = speech.feed('<tool_call>{"name": "f", "arguments": {"a": ?}}</tool_call>', None)
     assert [entry["index"] for entry in first["tool_calls"]] == [0]
     second = speech.feed('<tool_call>{"name": "g", "arguments": {}}</tool_call>', "stop")

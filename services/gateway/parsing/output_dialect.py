@@ -1,0 +1,64 @@
+"""The formats in which one model's outputs are read: built-in ones, or those of plug-ins, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+from shared.messages.dialects import THINKING_MARKS, ReasoningFormat, ThinkingMarks
+
+Schemas = Mapping[str, Any]
+"""The JSON schema of each function's arguments, by the function's name."""
+
+NO_SCHEMAS: Schemas = MappingProxyType({})
+
+
+class CallTemplate(NamedTuple):
+    """How a plug-in's format writes one call, by which calls can be forced."""
+
+    begin: str
+    """Up to the name."""
+    middle: str
+    """Between the name and the arguments, which are JSON."""
+    end: str
+    """Behind the arguments."""
+
+    @classmethod
+    def parse(cls, text: str) -> CallTemplate:
+        """Reads `begin{name}middle{arguments}end`. Raises ValueError."""
+        begin, _, rest = text.partition("{name}")
+        middle, arguments, end = rest.partition("{arguments}")
+        if not (begin and arguments) or text.count("{name}") != 1 or text.count("{arguments}") != 1:
+            raise ValueError(
+                f"call_template = {text!r}: BEGIN{{name}}MIDDLE{{arguments}}END is expected, with one of each"
+            )
+        return cls(begin, middle, end)
+
+
+class OutputDialect(NamedTuple):
+    """The formats in which to read one model's outputs. It goes to processes that have not loaded the plug-ins, so it
+    holds what of them is to be known there."""
+
+    tools: str | None = None
+    """A built-in format or a plug-in's name; None: no calls are looked for."""
+    reasoning: str | None = None
+    """A built-in format or a plug-in's name; None: there is no reasoning."""
+    call_template: CallTemplate | None = None
+    """Of the plug-in `tools`, where it has one."""
+    plugin_marks: ThinkingMarks | None = None
+    """Of the plug-in `reasoning`."""
+    starts_open: bool = False
+    """Whether all up to the end mark is reasoning for the plug-in `reasoning`, even without the opening mark."""
+    see_special_tokens: tuple[str, ...] = ()
+    """The plug-ins among them that are to see the model's special tokens."""
+
+    @property
+    def marks(self) -> ThinkingMarks | None:
+        """What opens and closes the reasoning; None where there is none."""
+        return self.plugin_marks or THINKING_MARKS.get(cast(ReasoningFormat, self.reasoning))
+
+    @property
+    def sees_special_tokens(self) -> bool:
+        """Whether special tokens are to stay in the text."""
+        return self.tools in self.see_special_tokens or self.reasoning in self.see_special_tokens

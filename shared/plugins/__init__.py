@@ -1,0 +1,1 @@
+"""What installed packages bring to Baton, by entry points (docs/plugins.md)."""
