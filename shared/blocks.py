@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Literal, NewType
 
+from shared.ids import LoraId
 from shared.packing import TOKEN_BYTES
 
 BlockHash = NewType("BlockHash", bytes)
@@ -31,9 +32,10 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def root_hash(cache_salt: str | None) -> BlockHash:
-    """What the first block's hash chains from: equal salts, and only those, share cached blocks."""
-    return BlockHash(blake2b(b"baton" + (cache_salt or "").encode(), digest_size=HASH_BYTES).digest())
+def root_hash(cache_salt: str | None, lora: LoraId | None = None) -> BlockHash:
+    """What the first block's hash chains from: equal salts and adapters, and only those, share cached blocks."""
+    salted = b"baton" + (cache_salt or "").encode()
+    return BlockHash(blake2b(salted, digest_size=HASH_BYTES, key=lora or b"").digest())
 
 
 def next_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
@@ -41,10 +43,10 @@ def next_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
     return BlockHash(blake2b(parent + tokens, digest_size=HASH_BYTES).digest())
 
 
-def hash_chain(tokens: bytes, cache_salt: str | None, block_size: int) -> list[BlockHash]:
+def hash_chain(tokens: bytes, cache_salt: str | None, block_size: int, lora: LoraId | None = None) -> list[BlockHash]:
     """The hash of every full block of packed `tokens`; a partial last block has none."""
     chain: list[BlockHash] = []
-    parent, size = root_hash(cache_salt), block_size * TOKEN_BYTES
+    parent, size = root_hash(cache_salt, lora), block_size * TOKEN_BYTES
     for start in range(0, len(tokens) - size + 1, size):
         parent = next_hash(parent, tokens[start : start + size])
         chain.append(parent)

@@ -49,6 +49,9 @@ SequenceId = NewType("SequenceId", Count)
 GrammarKey = NewType("GrammarKey", bytes)
 """Names a grammar by its contents, see :attr:`shared.messages.generation.Grammar.key`."""
 
+LoraId = NewType("LoraId", Annotated[bytes, Meta(min_length=16, max_length=16)])
+"""A LoRA adapter by its contents: a digest of all that it computes, so that equal ones share cached blocks."""
+
 Incarnation = NewType("Incarnation", Count)
 """Differs between two starts of the same instance; also the epoch of whatever that process numbers."""
 

@@ -187,7 +187,7 @@ class RequestTable:
             header,
             choices,
             writer,
-            METERS.of(generation.model.name) if meters is None else meters,
+            METERS.of(header.model) if meters is None else meters,
             time.monotonic(),
             grammar_field=grammar.field if grammar is not None else None,
         )
@@ -231,7 +231,7 @@ class RequestTable:
         """Opens a response that dispatches nothing: its choices are filled in by other requests."""
         states = [ChoiceState(position, position // generation.n) for position in range(generation.sequences)]
         choices = {RequestId(f"{header.id}-{state.index}"): state for state in states}
-        response = GenerationResponse(header, choices, writer, METERS.of(generation.model.name), time.monotonic())
+        response = GenerationResponse(header, choices, writer, METERS.of(header.model), time.monotonic())
         self._add(response)
         return response
 
@@ -487,6 +487,7 @@ def _tokenize(
         weight=generation.weight,
         prefix_caching=generation.prefix_caching,
         pooling=generation.pooling,
+        lora=None if generation.lora is None else generation.lora.id,
         grammar=grammar.grammar if grammar is not None else None,
         bad_words=generation.bad_words,
         truncate_prompt_tokens=generation.truncate_prompt_tokens,

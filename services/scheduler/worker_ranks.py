@@ -78,6 +78,7 @@ class WorkerRanks:
             stages=reports[0].stages,
             max_speculate=min(report.max_speculate for report in reports),
             max_jump_ahead=min(report.max_jump_ahead for report in reports),
+            max_loras=min(report.max_loras for report in reports),
             cache_format=_common(report.cache_format for report in reports) or "",
             layerwise_loads=all(report.layerwise_loads for report in reports),
         )

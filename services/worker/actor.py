@@ -222,6 +222,7 @@ class WorkerActor(Actor):
             sums=self._sums,
             cache_format="" if self._connector is None else self._connector.layout.name,
             layerwise_loads=self._connector is not None and self._connector.layerwise,
+            max_loras=self._backend.max_loras,
         )
 
     async def _report_missed(self, missed: StepMissed) -> None:

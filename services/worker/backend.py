@@ -104,6 +104,10 @@ class Backend(Protocol):
         """The largest `SequenceWork.speculate` that a plan may contain; 0 if nothing drafts."""
 
     @property
+    def max_loras(self) -> int:
+        """How many different adapters a step may have; 0 where none is served."""
+
+    @property
     def max_jump_ahead(self) -> int:
         """Most forced tokens that one step may yield for a sequence with a grammar."""
 

@@ -207,6 +207,20 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         Meta(description='Speculative decoding, e.g. {"method": "ngram", "num_speculative_tokens": 4}.'),
         UpOption("Model"),
     ] = None
+    lora: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^[^=,]{1,256}=[^,]+\Z")], ...],
+        Meta(
+            description="LoRA adapter as NAME=FOLDER, served under its name beside the model; may be repeated. The "
+            "folder is as PEFT writes it."
+        ),
+        UpOption("Model"),
+    ] = ()
+    max_loras: Annotated[
+        int, Meta(ge=1, le=64, description="Maximum different LoRA adapters in one step."), UpOption("Capacity")
+    ] = 8
+    max_lora_rank: Annotated[
+        int, Meta(ge=1, le=512, description="Maximum rank of a LoRA adapter."), UpOption("Capacity")
+    ] = 16
     grammar_compile_s: Annotated[
         float, Meta(gt=0, description="Seconds of processor time that a client's grammar may take to compile.")
     ] = 10.0
@@ -262,6 +276,8 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             raise ValueError(f"pp_layers: {len(self.pp_layers)} numbers for {self.pp} stages")
         if self.pp > 1 and self.device == "sim":
             raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
+        if self.lora and self.device == "sim":
+            raise ValueError("lora: the simulated device has no weights to adapt")
         if self.kv_connector is not None and self.device == "sim":
             raise ValueError(f"kv_connector = {self.kv_connector}: the simulated device has no KV memory of layers")
         if self.speculative is not None:
@@ -271,6 +287,11 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
                 raise ValueError(f"{name}: must be above 0")
         if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
             raise ValueError("rendezvous: must be set where there are several ranks")
+
+    def lora_folders(self) -> tuple[tuple[ModelName, Path], ...]:
+        """Each adapter's name and folder."""
+        named = (each.partition("=") for each in self.lora)
+        return tuple((ModelName(name), Path(folder)) for name, _, folder in named)
 
     @property
     def reads_weights(self) -> bool:

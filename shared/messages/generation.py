@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from shared.ids import Attempt, Count, EngineId, GatewayId, GrammarKey, ModelName, RequestId, TokenId
+from shared.ids import Attempt, Count, EngineId, GatewayId, GrammarKey, LoraId, ModelName, RequestId, TokenId
 from shared.messages.dialects import Thinking
 
 MAX_FLOAT = sys.float_info.max
@@ -164,6 +164,8 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     """The share of its key, relative to those of others, of what engines can take; above 0."""
     pooling: PoolingOptions | None = None
     """Set where the prompt becomes a vector: nothing is generated then. None: tokens are generated."""
+    lora: LoraId | None = None
+    """The adapter that computes it, one of `ModelCard.loras`; None: `model` alone. Part of `block_hashes`."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from shared.blocks import DEFAULT_BLOCK_SIZE
-from shared.ids import EngineId, Incarnation, InstanceId, ModelName, NodeId, RequestId
+from shared.ids import EngineId, Incarnation, InstanceId, LoraId, ModelName, NodeId, RequestId
 from shared.messages.dialects import Dialect
 from shared.messages.generation import PoolingType
 from shared.messages.kvstore import KvLayout
@@ -52,6 +52,15 @@ class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
     """Whether each prompt is computed in one step, as encoders do; see `PoolingOptions.whole`."""
 
 
+class LoraCard(Struct, frozen=True, array_like=True, kw_only=True):
+    """A LoRA adapter that an engine serves beside its model."""
+
+    name: ModelName
+    """What clients call it, in place of the model's name."""
+    id: LoraId
+    rank: int
+
+
 class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """What an engine publishes about the model that it serves."""
 
@@ -68,6 +77,12 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """None: it makes no vectors of prompts."""
     generates: bool = True
     """Whether it generates text; not where its checkpoint has no language model head."""
+    loras: tuple[LoraCard, ...] = ()
+    """The adapters that it may be computed with."""
+
+    def lora(self, name: ModelName) -> LoraCard | None:
+        """The adapter that clients call `name`; None where there is none."""
+        return next((each for each in self.loras if each.name == name), None)
 
 
 Role = Literal["mixed", "prefill", "decode"]
@@ -199,6 +214,8 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """None before the first prompt of some length, and where blocks are not shared."""
     step_times: StepTimesReport | None = None
     """None before the first few steps, and of a release that does not measure them."""
+    loras: tuple[LoraId, ...] = ()
+    """The adapters that its ranks have on their devices, so far as the scheduler knows; those used last at the end."""
 
     @property
     def suspect(self) -> str | None:
@@ -313,6 +330,8 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     there is none. Equal on all ranks of an engine."""
     layerwise_loads: bool = False
     """Whether this rank waits for a KV connector's loads layer by layer; see `ConnectorLoad.overlapped`."""
+    max_loras: int = 0
+    """How many different adapters the sequences that it holds may have; 0 where it serves none."""
 
 
 class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):

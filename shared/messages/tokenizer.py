@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from shared.ids import Attempt, Count, EngineId, GatewayId, ModelName, RequestId
+from shared.ids import Attempt, Count, EngineId, GatewayId, LoraId, ModelName, RequestId
 from shared.messages.gateway import ErrorKind
 from shared.messages.generation import Grammar, PoolingOptions, SamplingOptions, StopConditions
 
@@ -96,6 +96,8 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """See `Generation.weight`."""
     pooling: PoolingOptions | None = None
     """See `Generation.pooling`."""
+    lora: LoraId | None = None
+    """See `Generation.lora`."""
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.ids import ArenaId, GrammarKey, Incarnation, SequenceId
+from shared.ids import ArenaId, GrammarKey, Incarnation, LoraId, SequenceId
 from shared.messages.generation import Grammar, PoolingOptions, SamplingOptions
 
 MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN = 512
@@ -50,6 +50,9 @@ class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
     """Grammar of the output; None without one."""
     pooling: PoolingOptions | None = None
     """Set where the step that computes its last token yields its vector in place of a token; None: a token."""
+    lora: LoraId | None = None
+    """Its adapter; None: the base model alone. All steps together, workers hold sequences of no more different ones at
+    a time than `WorkerReport.max_loras`."""
 
 
 class SequenceWork(Struct, frozen=True, array_like=True, gc=False):

@@ -35,6 +35,7 @@ FEATURES = (
     "KV connector",
     "pooling",
     "federation",
+    "LoRA",
 )
 HEADING = """\
 # Features together

@@ -24,6 +24,7 @@ from shared.ids import (
     Incarnation,
     InstanceId,
     LeaseId,
+    LoraId,
     ModelName,
     NodeId,
     RequestId,
@@ -62,6 +63,7 @@ CARD = lifecycle.ModelCard(
     pooling=lifecycle.PoolingCard(
         pooling="last", normalize=True, size=4, matryoshka=(2, 4), labels=("x",), activation="sigmoid", whole=True
     ),
+    loras=(lifecycle.LoraCard(name=ModelName("poet"), id=LoraId(bytes(16)), rank=8),),
 )
 GENERATION = generation.Generation(
     request=R,

@@ -22,10 +22,10 @@ from services.coordinator.core.engine_pool import (
 )
 from services.coordinator.core.outliers import ACCUSED, RatedEngine, choose_ejected
 from services.coordinator.core.reservations import Reservations, ReservedWork
-from shared.ids import DetokenizerId, EngineId, InstanceId, ModelName
+from shared.ids import DetokenizerId, EngineId, InstanceId, LoraId, ModelName
 from shared.messages.coordinator import PlacementMade
 from shared.messages.generation import Generation
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import Lifecycle, ModelCard
 from shared.registry import Registry
 
 SETTLE_SECONDS = 0.1
@@ -47,6 +47,12 @@ def fits(generation: Generation, max_model_len: int) -> bool:
     """Whether the prompt and the requested tokens (one at least) fit into a context of that many tokens."""
     output = 0 if generation.pooling is not None else max(generation.stopping.max_tokens or 1, 1)
     return generation.prompt_length + output <= max_model_len
+
+
+def serves(generation: Generation, card: ModelCard) -> bool:
+    """Whether an engine with this card can compute the request: it fits, and its adapter is there."""
+    has_lora = generation.lora is None or any(each.id == generation.lora for each in card.loras)
+    return has_lora and fits(generation, card.max_model_len)
 
 
 class _PoolKey(NamedTuple):
@@ -94,6 +100,8 @@ class EngineFleet:
         self._all_ejected: frozenset[InstanceId] | None = None
         self._contexts: dict[ModelName, tuple[int, int] | None] = {}
         """The shortest and the longest context of a model's engines, None while none is known."""
+        self._loras: dict[ModelName, frozenset[LoraId]] = {}
+        """The adapters that all engines of a model serve."""
         self._pools: dict[_PoolKey, EnginePool] = {}
         self._detokenizers: list[Lifecycle] = []
         """The detokenizers that are ready."""
@@ -254,23 +262,21 @@ class EngineFleet:
         Prefill engines decode where there is no other. Engines to be avoided count only where there is no other
         engine, full ones included.
         """
-        if not generation.avoid and self._fits_everywhere(generation):
+        if not generation.avoid and self._served_everywhere(generation):
             return self._pool(_PoolKey(generation.model, "decode", is_fair(generation)))
-        fitting = [e for e in self.ready(generation.model) if fits(generation, e.report.model.max_model_len)]
+        fitting = [e for e in self.ready(generation.model) if serves(generation, e.report.model)]
         preferred = [engine for engine in fitting if engine.id not in generation.avoid] or fitting
         return self._new_pool(_able_to_decode(preferred), fair=is_fair(generation))
 
     def prefill_candidates(self, generation: Generation) -> EnginePool:
         """The prefill engines that may take a request and hand it over, by the KV store of their node; none that is to
         be avoided."""
-        if not generation.avoid and self._fits_everywhere(generation):
+        if not generation.avoid and self._served_everywhere(generation):
             return self._pool(_PoolKey(generation.model, "prefill", is_fair(generation)))
         able = (
             engine
             for engine in self.ready(generation.model)
-            if _hands_over(engine)
-            and engine.id not in generation.avoid
-            and fits(generation, engine.report.model.max_model_len)
+            if _hands_over(engine) and engine.id not in generation.avoid and serves(generation, engine.report.model)
         )
         return self._new_pool(able, fair=is_fair(generation))
 
@@ -294,9 +300,20 @@ class EngineFleet:
             self._contexts[model] = (min(lengths), max(lengths)) if lengths else None
         return self._contexts[model]
 
-    def _fits_everywhere(self, generation: Generation) -> bool:
+    def _served_everywhere(self, generation: Generation) -> bool:
         context = self._context(generation.model)
-        return context is not None and fits(generation, context[0])
+        if context is None or not fits(generation, context[0]):
+            return False
+        return generation.lora is None or generation.lora in self._common_loras(generation.model)
+
+    def _common_loras(self, model: ModelName) -> frozenset[LoraId]:
+        """The adapters that every engine of the model serves."""
+        common = self._loras.get(model)
+        if common is None:
+            cards = [engine.report.model for engine in self._engines.values()]
+            sets = [frozenset(each.id for each in card.loras) for card in cards if card.name == model]
+            common = self._loras[model] = frozenset.intersection(*sets) if sets else frozenset()
+        return common
 
     def _ready_names(self, model: ModelName) -> list[InstanceId]:
         ready = self._ready.get(model)
@@ -389,6 +406,7 @@ class EngineFleet:
         self._ejected.clear()
         self._all_ejected = None
         self._contexts.clear()
+        self._loras.clear()
         self._pools.clear()
 
     def _list_detokenizers(self) -> None:

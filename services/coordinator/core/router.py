@@ -29,6 +29,9 @@ from shared.packing import TOKEN_BYTES
 SATURATION_SLACK = 4
 """Requests beyond the mean that are no saturation: a step takes about as long for a handful as for one."""
 
+LORA_LOAD_BLOCKS = 8.0
+"""What a request's adapter costs where the engine has it in no slot, in blocks that it would compute meanwhile."""
+
 
 class TieBreak(NamedTuple):
     """What decides where costs do not. Chance is a function of the request: cores draw no random numbers."""
@@ -173,6 +176,8 @@ class Router:
         names = {EngineId(instance) for instance in request.hits.engines}
         if request.expected is not None:
             names.add(request.expected)
+        if request.generation.lora is not None:
+            names.update(each.engine.id for each in pool if request.generation.lora in each.engine.report.loras)
         holders = [candidate for name in names if (candidate := pool.get(name)) is not None]
         if request.hits.stores:
             return holders + pool.least_by_node(names, lambda candidate: _is_saturated(candidate, bound))
@@ -202,6 +207,9 @@ class Router:
             # It computes the same prompt already: that is counted as this request's own reuse, and only once.
             before = max(0.0, before - request.prefix.blocks)
         worth, pace = reuse.worth(self._config.router_store_discount), candidate.engine.pace
+        lora = request.generation.lora
+        if lora is not None and lora not in candidate.engine.report.loras:
+            before += LORA_LOAD_BLOCKS
         return pace.prefill * (before + blocks - worth) + pace.decode * _blocks_after(candidate, blocks, reuse)
 
     def _priced_reuses(self, request: _RoutedRequest, candidates: Sequence[Candidate]) -> list[Reuse]:

@@ -18,7 +18,7 @@ from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import ModelName
 from shared.messages.gateway import MAX_STREAM_CHOICES
 from shared.messages.generation import PoolingOptions, SamplingOptions, StopConditions
-from shared.messages.lifecycle import ModelCard
+from shared.messages.lifecycle import LoraCard, ModelCard
 from shared.messages.tokenizer import Prompt
 
 INT64 = 2**63
@@ -131,6 +131,13 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """How to parse a chat's output; None: it is nothing but text."""
     pooling: PoolingOptions | None = None
     """How each prompt becomes a vector; None: text is generated."""
+    lora: LoraCard | None = None
+    """The adapter that the client named in the model's place; None: it named the model."""
+
+    @property
+    def served_name(self) -> ModelName:
+        """What the client calls what answers: the adapter, or the model."""
+        return self.model.name if self.lora is None else self.lora.name
 
     @property
     def sequences(self) -> int:
@@ -325,8 +332,9 @@ def check_generates(card: ModelCard) -> ModelCard:
 
 
 def choose_model(name: str | None, cards: list[ModelCard]) -> ModelCard:
-    """Returns the model that a request names; without a name the only one. Raises RequestError 404 for an unknown
-    model, 503 while none is known, 400 where the name is missing and there are several."""
+    """Returns the model that a request names, itself or one of its adapters; without a name the only one. Raises
+    RequestError 404 for an unknown model, 503 while none is known, 400 where the name is missing and there are
+    several."""
     if not cards:
         raise RequestError(
             503, "no engine has announced its model yet; the stack is starting", retry_after=1.0, elsewhere=True
@@ -338,6 +346,14 @@ def choose_model(name: str | None, cards: list[ModelCard]) -> ModelCard:
     for card in cards:
         if card.name == ModelName(name):
             return card
+    for card in cards:
+        if card.lora(ModelName(name)) is not None:
+            return card
     raise RequestError(
         404, f"The model `{abbreviated(name)[1:-1]}` does not exist.", param="model", code="model_not_found"
     )
+
+
+def choose_lora(name: str | None, card: ModelCard) -> LoraCard | None:
+    """Returns the adapter that a request to the model of `card` names; None where it names the model, or nothing."""
+    return None if name is None or name == card.name else card.lora(ModelName(name))

@@ -14,6 +14,7 @@ from services.gateway.api.generation import (
     ResponseOptions,
     check_resumable,
     check_token_ids,
+    choose_lora,
     stream_options,
 )
 from shared.messages.generation import SamplingOptions, StopConditions
@@ -68,6 +69,7 @@ def generation_request(
     keep = fields.truncate_prompt_tokens
     generation = GenerationRequest(
         model=card,
+        lora=choose_lora(fields.model, card),
         prompts=prompts,
         n=fields.n or 1,
         seed=fields.seed,

@@ -67,7 +67,7 @@ class AccessControl:
         RequestError: 403 for the model, 400 for the priority."""
         if key is ANONYMOUS:
             return generation
-        check_model(generation.model.name, key)
+        check_model(generation.served_name, key)
         if generation.priority < key.priority_ceiling:
             rule = f"requests of this key may have {key.priority_ceiling} or more (lower goes first)"
             raise not_allowed("priority", generation.priority, rule)

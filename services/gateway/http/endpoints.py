@@ -46,7 +46,7 @@ from services.gateway.resumable_streams import ResumableStreams
 from services.gateway.tokenizer_client import PromptDetails
 from shared.ids import ModelName
 from shared.messages.gateway import StreamOpening
-from shared.messages.lifecycle import ModelCard
+from shared.messages.lifecycle import LoraCard, ModelCard
 from shared.messages.tokenizer import DecodeReply, EncodeReply
 from shared.packing import unpack
 
@@ -132,11 +132,11 @@ class GenerationEndpoint:
         with table.arriving():
             body = await call.body()
             generation: GenerationRequest = await self._parser.read(self._kind, body)
-        call.record.model = generation.model.name
+        call.record.model = generation.served_name
         generation = self._access.bound(generation, call.key)
         table.admit(generation.sequences, generation.model.name)
         self._access.reserve(call, generation, table.free)
-        if self._overflow is not None and await self._overflow.ahead_of(call, self._kind, generation.model.name):
+        if self._overflow is not None and await self._overflow.ahead_of(call, self._kind, generation.served_name):
             return
         searches, details = None, list[PromptDetails]()
         if generation.beam_search is not None:
@@ -144,7 +144,7 @@ class GenerationEndpoint:
         else:
             details = await table.tokenizer.prompt_details(generation)
         response_id, arrival = f"{self._prefix}-{secrets.token_hex(12)}", time.time()
-        header = ResponseHeader(generation.kind, response_id, int(arrival), generation.model.name)
+        header = ResponseHeader(generation.kind, response_id, int(arrival), generation.served_name)
         self._log(call, generation, header)
         if generation.stream is None:
             await self._respond(call, generation, header, details, searches)
@@ -176,11 +176,11 @@ class GenerationEndpoint:
             if len(last.choices) != opening.choices:
                 raise invalid("Last-Event-ID", f"{len(last.choices)} choices; the stream has {opening.choices}")
             generation: GenerationRequest = await self._parser.read(opening.kind, opening.body)
-        call.record.model = generation.model.name
+        call.record.model = generation.served_name
         generation = self._access.bound(generation, call.key)
         self._access.reserve(call, generation, table.free)
         details = await table.tokenizer.prompt_details(generation)
-        header = ResponseHeader(generation.kind, opening.stream, int(opening.arrival), generation.model.name)
+        header = ResponseHeader(generation.kind, opening.stream, int(opening.arrival), generation.served_name)
         self._log(call, generation, header, last)
         assert generation.stream is not None
         await self._stream(call, generation, header, details, generation.stream, record, last)
@@ -367,17 +367,23 @@ class InfoEndpoints:
 
     async def models(self, call: Call) -> None:
         """`/v1/models`: all models that are served and that the client may use."""
-        data = [_model_body(card) for card in self._table.cluster.models() if call.key.allows_model(card.name)]
+        cards = self._table.cluster.models()
+        bodies = [
+            body for card in cards for body in (_model_body(card), *(_lora_body(card, each) for each in card.loras))
+        ]
+        data = [body for body in bodies if call.key.allows_model(body["id"])]
         await call.respond_json({"object": "list", "data": data})
 
     async def model(self, call: Call) -> None:
         """`/v1/models/NAME`. Raises RequestError 404."""
         name = call.scope["path_params"]["name"]
-        card = self._table.cluster.model(ModelName(name))
-        if card is None or not call.key.allows_model(card.name):
+        cards = self._table.cluster.models()
+        found = [_model_body(card) for card in cards if card.name == name]
+        found += [_lora_body(card, each) for card in cards for each in card.loras if each.name == name]
+        if not found or not call.key.allows_model(ModelName(name)):
             message = f"The model `{abbreviated(name)[1:-1]}` does not exist."
             raise RequestError(404, message, param="model", code="model_not_found")
-        await call.respond_json(_model_body(card))
+        await call.respond_json(found[0])
 
     async def tokenize(self, call: Call) -> None:
         """`/tokenize`: the token ids of a text or of messages. Raises RequestError."""
@@ -417,3 +423,8 @@ def _model_body(card: ModelCard) -> dict[str, Any]:
         "parent": None,
         "max_model_len": card.max_model_len,
     }
+
+
+def _lora_body(card: ModelCard, lora: LoraCard) -> dict[str, Any]:
+    """As vLLM shows an adapter: its parent is the model that it belongs to."""
+    return {**_model_body(card), "id": lora.name, "root": lora.name, "parent": card.name}

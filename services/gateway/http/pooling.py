@@ -49,12 +49,12 @@ class PooledEndpoint:
         with table.arriving():
             asked: PooledRequest = await self._parser.read(self._kind, await call.body())
         generation = asked.generation
-        call.record.model = generation.model.name
+        call.record.model = generation.served_name
         generation = self._access.bound(generation, call.key)
         table.admit(generation.sequences, generation.model.name)
         self._access.reserve(call, generation, table.free)
         name = f"{_PREFIXES[self._kind]}-{secrets.token_hex(12)}"
-        header = ResponseHeader(generation.kind, name, int(time.time()), generation.model.name, asked.prompt_field)
+        header = ResponseHeader(generation.kind, name, int(time.time()), generation.served_name, asked.prompt_field)
         call.record.request = header.id
         extra = {"request": header.id, "client_request": call.client_id, "endpoint": header.kind}
         log.info("request", extra={**extra, "model": header.model, "choices": generation.sequences, "stream": False})

@@ -246,6 +246,7 @@ class EngineCore:
             ),
             recompute=None if self.epoch_state is None else self.epoch_state.costs.report(),
             step_times=None if self.epoch_state is None else self.epoch_state.step_times.report(),
+            loras=() if self.epoch_state is None else self.epoch_state.queues.adapters.recent,
         )
 
     @property

@@ -59,7 +59,7 @@ class EpochState:
         outbox: EngineOutbox,
     ) -> None:
         self.workers = workers
-        self.limits = limits.bounded(workers.max_running, workers.max_batch_tokens, workers.stages)
+        self.limits = limits.bounded(workers.max_running, workers.max_batch_tokens, workers.stages, workers.max_loras)
         use, block_size = connector.use, workers.card.block_size
         self.memory = BlockAllocator(
             workers.num_blocks, block_size, for_store=store.enabled, for_connector=use is not None and use.saves

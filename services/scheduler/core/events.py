@@ -43,6 +43,8 @@ class WorkersReady:
     """See `WorkerReport.cache_format`."""
     layerwise_loads: bool = False
     """See `WorkerReport.layerwise_loads`; whether all ranks do."""
+    max_loras: int = 0
+    """See `WorkerReport.max_loras`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ class EngineLimits:
     """Plans that are sent in addition to those being computed."""
     stages: int = 1
     """Stages of the workers' pipeline; as many plans are computed at the same time."""
+    max_loras: int = 0
+    """How many different adapters the running sequences may have."""
     plan_late: bool = True
     """Delay a plan until the step before is half over (nearly over, if it is short), so that it includes the requests
     that arrive meanwhile."""
@@ -75,11 +77,15 @@ class EngineLimits:
         """Plans that are sent in addition to the one whose result comes next."""
         return self.run_ahead + self.stages - 1
 
-    def bounded(self, max_running: int | None, max_batch_tokens: int | None, stages: int = 1) -> EngineLimits:
+    def bounded(
+        self, max_running: int | None, max_batch_tokens: int | None, stages: int = 1, max_loras: int = 0
+    ) -> EngineLimits:
         """These limits, reduced to what the workers can hold."""
         running = min(self.max_running, max_running or self.max_running)
         tokens = min(self.max_batch_tokens, max_batch_tokens or self.max_batch_tokens)
-        return replace(self, max_running=min(running, tokens), max_batch_tokens=tokens, stages=stages)
+        return replace(
+            self, max_running=min(running, tokens), max_batch_tokens=tokens, stages=stages, max_loras=max_loras
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ class TokenState:
 
     __slots__ = (
         "_hashed",
+        "_lora",
         "_salt",
         "block_size",
         "hashes",
@@ -128,6 +129,7 @@ class TokenState:
         self.length = len(self.known)
         self.planned = 0
         self._salt = generation.cache_salt
+        self._lora = generation.lora
         self._hashed = generation.prefix_caching
 
     def learn(self, token: int) -> FinishReason | None:
@@ -136,7 +138,7 @@ class TokenState:
         known.append(token)
         count = len(known)
         if self._hashed and count % self.block_size == 0:
-            parent = self.hashes[-1] if self.hashes else root_hash(self._salt)
+            parent = self.hashes[-1] if self.hashes else root_hash(self._salt, self._lora)
             self.hashes.append(next_hash(parent, pack(known[-self.block_size :])))
         if token in self.stops and count > self.min_length:
             return "stop"

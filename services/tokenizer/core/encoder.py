@@ -156,8 +156,8 @@ class PromptEncoder:
             and self._templates.choose(prompt.template, tools=prompt.tools is not None) is None
         )
 
-    def _hashes(self, tokens: bytes, cache_salt: str | None) -> bytes:
-        return b"".join(hash_chain(tokens, cache_salt, self._block_size))
+    def _hashes(self, tokens: bytes, message: Tokenize) -> bytes:
+        return b"".join(hash_chain(tokens, message.cache_salt, self._block_size, message.lora))
 
     def route(self, message: Tokenize, prompt: Prompt) -> Route | RequestRejected:
         """The request with `prompt` (its own, or that rendered) tokenized and hashed; or why there is none."""
@@ -185,7 +185,7 @@ class PromptEncoder:
                 model=message.model,
                 tokens=tokens,
                 prompt_length=len(ids),
-                block_hashes=self._hashes(tokens, message.cache_salt) if message.prefix_caching else b"",
+                block_hashes=self._hashes(tokens, message) if message.prefix_caching else b"",
                 sampling=sampling,
                 stopping=message.stopping,
                 sent_chars=message.sent_chars,
@@ -202,6 +202,7 @@ class PromptEncoder:
                 key=message.key,
                 weight=message.weight,
                 pooling=message.pooling,
+                lora=message.lora,
             )
         )
 

@@ -6,6 +6,8 @@ here runs over tokens; those over a step's sequences only look things up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +17,7 @@ from services.worker.batch.prompt_rows import PromptRows, ScoredPrompt, merge_lo
 from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, rows_of
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
 from shared.blocks import blocks_for
-from shared.ids import SequenceId
+from shared.ids import LoraId, SequenceId
 from shared.messages.worker import NewSequence, SequenceWork
 
 _WIRE = np.dtype("<u4")
@@ -56,6 +58,10 @@ class SequenceTable:
         self.block_tables = self.blocks.ids
         """[sequences, blocks] the blocks of each sequence in their order."""
         self._parameters = ParameterTable(max_sequences, vocab_size)
+        self.lora_numbers: Mapping[LoraId, int] = {}
+        """Which number sequences with an adapter have in `loras`; set by whoever serves adapters."""
+        self.loras: Int32s = np.full(max_sequences, -1, dtype=np.int32)
+        """[sequences] each one's adapter; -1: none."""
         self._scored: dict[int, ScoredPrompt] = {}
         """The sequences whose prompts are scored, by sequence index."""
         self._pooled: dict[int, PromptPool] = {}
@@ -89,12 +95,14 @@ class SequenceTable:
         """
         tokens = np.frombuffer(new.tokens, dtype=_WIRE)
         self._check_new(new, len(tokens))
+        lora = -1 if new.lora is None else self._lora_number(new, new.lora)
         seq_index = self._free.pop()
         self._indices[new.sequence] = seq_index
         self.tokens[seq_index, : len(tokens)] = tokens
         self.lengths[seq_index] = len(tokens)
         self.prompt_lengths[seq_index] = new.prompt_length
         self._computed[seq_index] = new.computed
+        self.loras[seq_index] = lora
         self.blocks.begin(seq_index)
         self.blocks.append(seq_index, new.sequence, new.blocks)
         if new.computed > self.blocks.room(seq_index):
@@ -105,6 +113,12 @@ class SequenceTable:
         if new.pooling is not None:
             self._pooled[seq_index] = PromptPool(new.sequence, new.prompt_length, new.pooling, self._classifier)
         return seq_index
+
+    def _lora_number(self, new: NewSequence, lora: LoraId) -> int:
+        number = self.lora_numbers.get(lora)
+        if number is None:
+            raise BrokenPlan(f"sequence {new.sequence}: its adapter {lora.hex()} is not served here")
+        return number
 
     def _check_new(self, new: NewSequence, length: int) -> None:
         if new.sequence in self._indices:

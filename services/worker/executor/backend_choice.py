@@ -56,6 +56,7 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
             raise BackendError("PyTorch is not installed; install the extra `worker`, or use --device sim") from None
         from services.worker.executor.torch_backend import create_backend
         from services.worker.models.config import ModelError
+        from services.worker.models.lora.slots import LoraSettings
         from services.worker.ops.interface import OpsUnavailable
 
     with STARTUP.stage("device"):
@@ -95,6 +96,7 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
             attention=config.attention,
             grammar_limits=config.grammar_limits(),
             on_layer=on_layer,
+            loras=LoraSettings(config.lora_folders(), config.max_loras, config.max_lora_rank),
         )
     except (ModelError, OpsUnavailable) as error:
         raise BackendError(str(error)) from None

@@ -126,7 +126,7 @@ class DeviceRunner(StepRunner):
             batch = _moved_back(batch, rejected if drawing is None else rejected.of(drawing))
         ids = self._tokens.read(placed)
         begun = self._clock.mark()
-        logits, features = rank.forward(ids, meta, pools=bool(batch.pooled.spans))
+        logits, features = rank.forward(ids, meta, batch)
         forwarded = self._clock.mark()
         choices = batch.choices
         if rank.guided:

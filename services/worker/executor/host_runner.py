@@ -148,7 +148,7 @@ class HostRunner(StepRunner):
         guided, choices = rank.guided or None, batch.choices  # None, too, where no sequence has a grammar
         if guided is not None:
             rank.request_masks(guided, batch)  # made on another core meanwhile
-        logits, features = rank.forward(ids, meta, pools=bool(batch.pooled.spans))
+        logits, features = rank.forward(ids, meta, batch)
         if guided is not None:
             choices, step.failed = masked(guided, choices), guided.take_failed()
         if not self._on_cpu:

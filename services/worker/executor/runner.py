@@ -26,6 +26,7 @@ from services.worker.guided.guided_sequences import GuidedSequences
 from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import RankKvCache
 from services.worker.models.decoder import CausalLm
+from services.worker.models.lora.slots import LoraSlots
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import to_device
@@ -66,11 +67,12 @@ class RankState:
         drafting: DraftSettings = NO_DRAFTS,
         replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None = None,
         classifier: PooledHead | None = None,
+        loras: LoraSlots | None = None,
     ) -> None:
         """`digest` tells this model's keys and values from those of any other. `grammars`: given to the rank that
         samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none. `replaying`: captures
         what can be replayed of the decoder's forward pass on these caches. `classifier`: see
-        `LoadedModel.classifier`."""
+        `LoadedModel.classifier`. `loras`: the adapters that are served."""
         self.card = card
         self.device = device
         self.decoder = decoder
@@ -96,6 +98,9 @@ class RankState:
             block_size=card.block_size,
             classifier=classifier,
         )
+        self.loras = loras
+        if loras is not None:
+            self.sequences.lora_numbers = loras.numbers
         self.guided = None if grammars is None else GuidedSequences(grammars)
         self.drafting = RankDrafting(
             drafting, proposer, self.sequences, self.guided, communicator, self.pipeline, device
@@ -143,10 +148,18 @@ class RankState:
                 self.guided.add(seq_index, new, new.grammar)
         return seq_indices
 
-    def forward(self, ids: Tensor, meta: BatchMeta, *, pools: bool = False) -> tuple[Tensor | None, Tensor | None]:
-        """(logits, the last hidden state of every row where the proposer wants it, or the step `pools`)."""
+    def forward(self, ids: Tensor, meta: BatchMeta, batch: Batch | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """(logits, the last hidden state of every row where the proposer wants it, or some of `batch` are pooled).
+        Without a `batch`, as measurements are, rows are of the base model and none is pooled.
+
+        Rows with an adapter are not computed by what was captured, nor by the library's whole pass."""
+        pools = batch is not None and bool(batch.pooled.spans)
         drafts = self.drafting.settings.features and self.drafting.steps_without_drafts <= FORGETS_AFTER
         features = self.decoder.empty_features(len(ids)) if drafts or (pools and self.draws) else None
+        if self.loras is not None and batch is not None:
+            adapted = self.loras.batch(self.sequences.loras[batch.rows.seq_indices], batch.logits_rows)
+            if adapted is not None:
+                return self.loras.forward(adapted, ids, meta, self.caches, features), features
         return self._forward(ids, meta, self.caches, features), features
 
     def verified(self, batch: Batch, ids: Tensor, rows: Tensor | None, drawn: Tensor) -> VerifiedDrafts | None:
@@ -174,6 +187,7 @@ class StepRunner:
         """PyTorch's name of it: "cpu", "cuda:1"."""
         self.kv: RankKvCache = rank.kv
         self.grammars = rank.grammars
+        self.max_loras = 0 if rank.loras is None else rank.loras.max_loras
         self.max_speculate = rank.drafting.settings.max_tokens
         self.max_jump_ahead = rank.drafting.max_jump_ahead
 

@@ -16,6 +16,7 @@ from services.worker.executor.token_table import table_bytes
 from services.worker.graphs.replayed_decodes import Replaying
 from services.worker.guided.library import GrammarLibrary
 from services.worker.models.decoder import CausalLm
+from services.worker.models.lora.slots import LoraSlots
 from services.worker.speculation.drafter import Drafter, ReplaysDecodes
 from services.worker.speculation.proposer import DraftSettings, Proposer
 from shared.messages.lifecycle import ModelCard
@@ -40,6 +41,7 @@ class RunnerParts:
     drafting: DraftSettings
     classifier: PooledHead | None = None
     """See `LoadedModel.classifier`."""
+    loras: LoraSlots | None = None
 
     @property
     def kv_block_bytes(self) -> int:
@@ -69,6 +71,7 @@ class RunnerParts:
             drafting=self.drafting,
             replaying=replaying,
             classifier=self.classifier,
+            loras=self.loras,
         )
         return DeviceRunner(rank) if self.launches else HostRunner(rank)
 

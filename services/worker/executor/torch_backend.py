@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from services.worker.distributed.binding import available_cores
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
@@ -29,6 +30,7 @@ from services.worker.models.loaded_model import (
     QuantizationChoice,
     load_model,
 )
+from services.worker.models.lora.slots import NO_LORAS, LoraSettings, LoraSlots, open_loras
 from services.worker.models.pooling.sentence_transformers import PoolingChoice
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
 from services.worker.speculation.choice import draft_settings, open_drafter
@@ -78,13 +80,14 @@ def create_backend(
     attention: AttentionName = "auto",
     grammar_limits: GrammarLimits = DEFAULT_LIMITS,
     on_layer: Callable[[int], None] | None = None,
+    loras: LoraSettings = NO_LORAS,
 ) -> Runner:
     """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
 
     `rank` and `world_size` count the ranks of its stage. `threads`: for computing on a CPU; None: this rank's share of
     the machine's cores. `layers`: of each stage of `pipeline`; None: as even as can be. `gpu_memory_utilization`: the
     share of all of a GPU's memory that may be taken. `enforce_eager`: no graphs of decodes. `block_size`: tokens of a
-    KV block. `on_layer`: see `LayerwiseDecoder`; only for CPUs.
+    KV block. `loras`: adapters that are served beside the model. `on_layer`: see `LayerwiseDecoder`; only for CPUs.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
     """
@@ -118,11 +121,13 @@ def create_backend(
     )
     with _enough_memory("weights were loaded: end what else is on the GPU, or use more ranks"):
         loaded = load_model(wanted)
+        slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, loras, model_name)
     eager = why_eager(loaded.decoder, place, communicator, pipeline, enforced=enforce_eager)
     limits = f"steps of {max_num_seqs} and {max_batch_tokens}, decodes {'captured' if eager is None else 'run eagerly'}"
-    check_agreement(communicator, f"{loaded.fingerprint}, {limits}")
+    adapters = "" if slots is None else f", {slots.max_loras} of {[card.id.hex() for card in slots.cards]}"
+    check_agreement(communicator, f"{loaded.fingerprint}, {limits}{adapters}")
     with _enough_memory("what drafts was loaded: use more ranks"):
-        parts = _parts(loaded, model_name, max_num_seqs, speculation, grammar_limits)
+        parts = _parts(loaded, model_name, max_num_seqs, speculation, grammar_limits, slots)
     graphs = RankGraphs.of(parts) if eager is None else NO_GRAPHS
     with STARTUP.stage("profile"):
         named = f"{loaded.fingerprint}, drafts {speculation}"
@@ -149,6 +154,7 @@ def _parts(
     max_num_seqs: int,
     speculation: SpeculationSettings | None,
     limits: GrammarLimits,
+    loras: LoraSlots | None,
 ) -> RunnerParts:
     """With grammars and a drafter on the ranks that need them. Raises ModelError."""
     folder, config, wanted = loaded.settings.folder, loaded.config, loaded.settings
@@ -164,7 +170,7 @@ def _parts(
         drafter = open_drafter(speculation, target) if communicator.rank == 0 else None
     following = ServerSettings(str(folder), config.vocab_size, tuple(config.eos_token_ids), limits)
     return RunnerParts(
-        card=loaded.card(name),
+        card=replace(loaded.card(name), loras=() if loras is None else loras.cards),
         device=wanted.device,
         decoder=loaded.decoder,
         digest=loaded.digest,
@@ -175,6 +181,7 @@ def _parts(
         drafter=drafter,
         drafting=drafting,
         classifier=loaded.classifier,
+        loras=loras,
     )
 
 

@@ -105,6 +105,20 @@ class Decoder:
         """The whole pass in one call of the C++ library, where a rank that computes alone has it."""
         return self._native
 
+    def on(self, ops: Ops) -> Decoder:
+        """The same model with the same weights on other operations, which can do with them as they are packed."""
+        return Decoder(self._config, self._weights, self._share, ops, self._communicator, self._pipeline)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self._weights.layers[0].input_norm.device
+
+    @property
+    def share(self) -> LayerShard:
+        """Which heads, columns and words are this rank's."""
+        return self._share
+
     @property
     def weights(self) -> DecoderWeights:
         """This rank's weights. Never written to."""
@@ -284,6 +298,12 @@ class LayerwiseDecoder(Decoder):
         self._native = None  # its pass is one call, in which nobody hears of layers
         self._on_layer = on_layer
         self._numbers = {id(layer): number for number, layer in enumerate(weights.layers)}
+
+    def on(self, ops: Ops) -> Decoder:
+        """See `Decoder.on`; it says of layers what this one does."""
+        return LayerwiseDecoder(
+            *(self._config, self._weights, self._share, ops, self._communicator, self._pipeline, self._on_layer)
+        )
 
     def _queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
         queries = super()._queries(layer, x, meta, cache)

@@ -7,23 +7,41 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from openai import AsyncOpenAI
+from transformers import AutoModelForCausalLM
 
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.kv.prompts import CHUNKED_AND_HANDED_OVER, PATIENT
+from tests.support.models.tiny_adapters import ATTENTION, write_adapter
+from tests.support.models.tiny_models import TinyModel
 from tests.support.paths import DEMO_MODEL
 
 THOUGHTS = "{%- if thinking -%}{{- '<think>' -}}{%- endif -%}{#- </think> -#}"
 
 
 @pytest.fixture(scope="package")
-def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
+    """Two LoRA adapters of the demo model, each merged into a reference."""
+    reference = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    demo, folder = TinyModel("demo", DEMO_MODEL, reference), tmp_path_factory.mktemp("adapters")
+    return {
+        "pirate": write_adapter(demo, folder / "pirate", seed=1, strength=0.07),
+        "org/poet": write_adapter(demo, folder / "poet", modules=ATTENTION, r=16, seed=2, strength=0.1),
+    }
+
+
+@pytest.fixture(scope="package")
+def ring(adapters: dict[str, TinyModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """As `make up` starts it, but that prompts and decodes share their steps by rules, and embeddings are served."""
     with running_stack(
         tmp_path_factory.mktemp("ring"),
         gateways=2,
-        more=["--itl-target-ms=100", "--long-prefill-token-threshold=64", "--pooling-type=last"],
+        more=[
+            *("--itl-target-ms=100", "--long-prefill-token-threshold=64", "--pooling-type=last"),
+            *(f"--lora={name}={adapter.path}" for name, adapter in adapters.items()),
+        ],
     ) as stack:
         yield stack
 
@@ -39,7 +57,9 @@ def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def pools(thinking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+def pools(
+    thinking_model: Path, adapters: dict[str, TinyModel], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningStack]:
     """An engine for prompts, in chunks, and one for what follows them: every request is handed over."""
     with running_stack(
         tmp_path_factory.mktemp("pools"),
@@ -48,7 +68,7 @@ def pools(thinking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         decode=1,
         kvstore="64MiB",
         settings=[PATIENT],
-        more=[*CHUNKED_AND_HANDED_OVER, "--pooling-type=mean"],
+        more=[*CHUNKED_AND_HANDED_OVER, "--pooling-type=mean", f"--lora=pirate={adapters['pirate'].path}"],
     ) as stack:
         yield stack
 

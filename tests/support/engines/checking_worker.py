@@ -21,12 +21,13 @@ from shared.ids import (
     GatewayId,
     GrammarKey,
     Incarnation,
+    LoraId,
     ModelName,
     RequestId,
     SequenceId,
 )
 from shared.messages.generation import Generation, Grammar, PoolingOptions, SamplingOptions, StopConditions
-from shared.messages.lifecycle import ModelCard, PoolingCard
+from shared.messages.lifecycle import LoraCard, ModelCard, PoolingCard
 from shared.messages.scheduler import (
     GenerateRequest,
     GrammarCompiled,
@@ -44,6 +45,8 @@ VOCABULARY = 24
 EOS = 3
 TIMING = StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0)
 GATEWAY = GatewayId("gateway-1")
+LORAS = tuple(LoraId(bytes([number]) * 16) for number in range(4))
+"""Adapters that the worker serves."""
 DETOKENIZER = DetokenizerId("detokenizer-1")
 
 
@@ -56,6 +59,9 @@ def card(max_model_len: int = 256) -> ModelCard:
         dtype="float32",
         created=0,
         pooling=PoolingCard(pooling="last", normalize=True, size=2**16),
+        loras=tuple(
+            LoraCard(name=ModelName(f"adapter-{number}"), id=each, rank=8) for number, each in enumerate(LORAS)
+        ),
     )
 
 
@@ -75,6 +81,7 @@ def generate(
     pooling: PoolingOptions | None = None,
     suspect_until: int | None = None,
     block_size: int = BLOCK_SIZE,
+    lora: LoraId | None = None,
     **stopping: object,
 ) -> GenerateRequest:
     """A request as the coordinator sends it; `stopping` are fields of StopParams."""
@@ -86,7 +93,7 @@ def generate(
         model=ModelName("m"),
         tokens=tokens,
         prompt_length=len(prompt),
-        block_hashes=b"".join(hash_chain(tokens, cache_salt, block_size)) if prefix_caching else b"",
+        block_hashes=b"".join(hash_chain(tokens, cache_salt, block_size, lora)) if prefix_caching else b"",
         sampling=SamplingOptions(seed=0),
         stopping=StopConditions(**stopping),  # type: ignore[arg-type]
         priority=priority,
@@ -96,6 +103,7 @@ def generate(
         pooling=pooling,
         prefix_caching=prefix_caching,
         suspect_until=suspect_until,
+        lora=lora,
     )
     return GenerateRequest(generation, detokenizer, decode_on)
 

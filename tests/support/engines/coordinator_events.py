@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from services.coordinator.core.actions import AccuseEngine, Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
 from shared.blocks import hash_chain
-from shared.ids import Attempt, EngineId, GatewayId, Incarnation, InstanceId, ModelName, NodeId, RequestId
+from shared.ids import Attempt, EngineId, GatewayId, Incarnation, InstanceId, LoraId, ModelName, NodeId, RequestId
 from shared.messages.coordinator import Route
 from shared.messages.generation import Generation, SamplingOptions, StopConditions
 from shared.messages.kv_events import KvEvents, KvSource
@@ -16,6 +16,7 @@ from shared.messages.lifecycle import (
     EngineReport,
     Lifecycle,
     LinkReport,
+    LoraCard,
     ModelCard,
     Phase,
     RecomputeReport,
@@ -35,9 +36,15 @@ def at(seconds: float) -> Moment:
     return Moment(now=1000.0 + seconds, alive=seconds)
 
 
-def card(model: ModelName = MODEL, max_model_len: int = 64) -> ModelCard:
+def card(model: ModelName = MODEL, max_model_len: int = 64, loras: Sequence[LoraId] = ()) -> ModelCard:
     return ModelCard(
-        name=model, max_model_len=max_model_len, vocab_size=256, eos_token_ids=(0,), dtype="float32", created=0
+        name=model,
+        max_model_len=max_model_len,
+        vocab_size=256,
+        eos_token_ids=(0,),
+        dtype="float32",
+        created=0,
+        loras=tuple(LoraCard(name=ModelName(each.hex()), id=each, rank=8) for each in loras),
     )
 
 
@@ -66,9 +73,13 @@ def engine(
     recompute: RecomputeReport | None = None,
     steps: int = 0,
     step_times: StepTimesReport | None = None,
+    loras: Sequence[LoraId] = (),
+    loaded: tuple[LoraId, ...] = (),
 ) -> Lifecycle:
+    """`loras`: adapters that it serves; `loaded`: those in its slots."""
     report = EngineReport(
-        model=card(model, max_model_len),
+        model=card(model, max_model_len, loras),
+        loras=loaded,
         waiting=waiting,
         running=running,
         max_waiting=max_waiting,
@@ -161,6 +172,7 @@ def route(
     seed: int = 0,
     key: str = "",
     weight: float = 1.0,
+    lora: LoraId | None = None,
 ) -> Route:
     """Prompts of equal seeds begin alike."""
     tokens = pack([(seed + position) % 2**32 for position in range(prompt)])
@@ -172,7 +184,7 @@ def route(
             model=model,
             tokens=tokens,
             prompt_length=prompt,
-            block_hashes=b"".join(hash_chain(tokens, None, 16)),
+            block_hashes=b"".join(hash_chain(tokens, None, 16, lora)),
             sampling=SamplingOptions(seed=1),
             stopping=StopConditions(max_tokens=max_tokens),
             priority=priority,
@@ -180,6 +192,7 @@ def route(
             avoid=tuple(EngineId(e) for e in avoid),
             key=key,
             weight=weight,
+            lora=lora,
         )
     )
 

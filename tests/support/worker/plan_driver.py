@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from services.worker.backend import Backend, run_step
-from shared.ids import Incarnation, SequenceId
+from shared.ids import Incarnation, LoraId, SequenceId
 from shared.messages.generation import Grammar, PoolingOptions, SamplingOptions, TokenLogprobs
 from shared.messages.scheduler import SequencePooled, SequencePromptLogprobs
 from shared.messages.worker import GrammarRef, NewSequence, SequenceWork, StepPlan
@@ -39,6 +39,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     grammar: Grammar | None = None
     pooling: PoolingOptions | None = None
+    lora: LoraId | None = None
     pooled: bool = False
     """Whether the step is planned that yields its vector."""
 
@@ -82,6 +83,7 @@ class Driver:
         stop_token_ids: tuple[int, ...] = (),
         grammar: Grammar | None = None,
         pooling: PoolingOptions | None = None,
+        lora: LoraId | None = None,
     ) -> Sequence:
         """A sequence that wants `wanted` output tokens, those behind `prompt_length` in `tokens` counted; or its
         vector, where it has `pooling`."""
@@ -95,6 +97,7 @@ class Driver:
             wanted,
             grammar=grammar,
             pooling=pooling,
+            lora=lora,
         )
         self._next_id += 1
         self.sequences[sequence.id] = sequence
@@ -179,6 +182,7 @@ class Driver:
             stop_token_ids=sequence.stop_token_ids,
             grammar=None if sequence.grammar is None else GrammarRef(sequence.grammar.key, sequence.grammar.after),
             pooling=sequence.pooling,
+            lora=sequence.lora,
         )
 
     def _work(self, sequence: Sequence, count: int) -> SequenceWork:

@@ -26,9 +26,10 @@ from services.worker.distributed.torch_ranks import RankTopology, join
 from services.worker.executor.device_runner import DeviceRunner
 from services.worker.executor.host_runner import HostRunner
 from services.worker.models.decoder import Decoder
+from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
-from shared.ids import Incarnation
+from shared.ids import Incarnation, ModelName
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import SampledTokens
 from shared.messages.worker import StepPlan
@@ -55,6 +56,9 @@ class Serve(Struct, frozen=True, tag=True):
     speculation: SpeculationSettings | None = None
     """Another method."""
     block_size: int = 16
+    loras: tuple[tuple[str, str], ...] = ()
+    """Names and folders of adapters."""
+    max_loras: int = 2
     launched: bool = False
     """Step after step is begun before the tokens of the one before are known."""
 
@@ -77,6 +81,7 @@ class Serving(Struct, frozen=True):
     """0 where transformers computes."""
     block_bytes: int
     max_speculate: int
+    max_loras: int
 
 
 class Drew(Struct, frozen=True):
@@ -125,6 +130,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
         pipeline=pipeline,
         layers=asked.layers or None,
         block_size=asked.block_size,
+        loras=LoraSettings(tuple((ModelName(n), Path(f)) for n, f in asked.loras), asked.max_loras, 32),
         speculation=asked.speculation
         or (SpeculationSettings(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None),
     )
@@ -143,6 +149,7 @@ def serving(backend: HostRunner) -> Serving:
         layers=layers,
         block_bytes=decoder.kv_block_bytes,
         max_speculate=backend.max_speculate,
+        max_loras=backend.max_loras,
     )
 
 

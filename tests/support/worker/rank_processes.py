@@ -78,6 +78,8 @@ class RankProcesses:
         speculation: SpeculationSettings | None = None,
         launched: bool = False,
         block_size: int = 16,
+        loras: tuple[tuple[str, str], ...] = (),
+        max_loras: int = 2,
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces the one before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
@@ -85,6 +87,8 @@ class RankProcesses:
             *(str(model), ops, rendezvous, tp, stages, layers, kv_memory, drafts, speculation),
             block_size=block_size,
             launched=launched,
+            loras=loras,
+            max_loras=max_loras,
         )
         for process in self._processes:
             write(_pipe(process.stdin), asked)
@@ -158,10 +162,14 @@ class EngineOfRanks:
                 world_size=asked.world_size,
                 stages=asked.stages,
                 max_speculate=min(one.max_speculate for one in serving),
+                max_loras=min(one.max_loras for one in serving),
             )
         )
 
-    def ask(self, prompt: list[int], output: int, sampling: SamplingOptions = GREEDY) -> Request:
+    def ask(self, prompt: list[int], output: int, sampling: SamplingOptions = GREEDY, lora: str = "") -> Request:
+        """`lora`: name of its adapter; empty: the model alone."""
+        card = self.serving[0].card.lora(ModelName(lora))
+        adapter = None if card is None else card.id
         name = f"r{len(self._requests)}"
         tokens = pack(prompt)
         generation = Generation(
@@ -171,9 +179,10 @@ class EngineOfRanks:
             model=ModelName("tiny"),
             tokens=tokens,
             prompt_length=len(prompt),
-            block_hashes=b"".join(hash_chain(tokens, None, self.serving[0].card.block_size)),
+            block_hashes=b"".join(hash_chain(tokens, None, self.serving[0].card.block_size, adapter)),
             sampling=sampling,
             stopping=StopConditions(max_tokens=output, ignore_eos=True),
+            lora=adapter,
         )
         self._requests[name] = Request()
         self._tell(GenerateRequest(generation, DETOKENIZER))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.blocks import HASH_BYTES, hash_chain, next_hash, root_hash, split_hashes
+from shared.ids import LoraId
 from shared.packing import count, pack, unpack
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=80)
@@ -50,3 +51,11 @@ def test_another_salt_shares_nothing() -> None:
 
 def test_the_hash_is_what_other_languages_would_compute() -> None:
     assert hash_chain(pack(range(16)), None, 16)[0].hex() == "52775d53915e1d127bc9a0873bd020a0"
+
+
+@given(st.none() | st.text(max_size=5), st.none() | st.text(max_size=5), st.binary(min_size=16, max_size=16))
+def test_an_adapter_shares_no_block_with_another_or_with_none(
+    salt: str | None, other: str | None, adapter: bytes
+) -> None:
+    assert root_hash(salt, LoraId(adapter)) not in {root_hash(salt), root_hash(other)}
+    assert (root_hash(salt, LoraId(adapter)) == root_hash(salt, LoraId(adapter[::-1]))) == (adapter == adapter[::-1])

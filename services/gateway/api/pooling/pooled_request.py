@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from services.gateway.api.errors import RequestError, invalid, not_allowed, unsupported
-from services.gateway.api.generation import RANGES, GenerationKind, GenerationRequest, RequestLimits
+from services.gateway.api.generation import RANGES, GenerationKind, GenerationRequest, RequestLimits, choose_lora
 from services.gateway.api.prompts import completion_prompts
 from services.gateway.api.response import ChoiceState, ResponseHeader, prompt_tokens
 from services.gateway.api.sampling import kept_prompt_tokens
@@ -132,6 +132,7 @@ def pooled_generation(
     return GenerationRequest(
         kind=kind,
         model=card,
+        lora=choose_lora(fields.model, card),
         prompts=prompts,
         n=1,
         seed=None,

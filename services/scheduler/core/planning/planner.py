@@ -50,7 +50,7 @@ class StepPlanner:
         self._grammars = grammars
         self._prompts = SharedPrompts()
         self._micro_batches = MicroBatches(limits.stages) if limits.stages > 1 else None
-        self.queues = SequenceQueues(memory, loads, grammars, self._prompts)
+        self.queues = SequenceQueues(memory, loads, grammars, self._prompts, limits.max_loras)
         self.preemption = Preemption(memory, self.queues, saves)
         self._decodes = DecodePlanner(memory, self.queues, self.preemption, speculation, self._micro_batches)
         self._prefills = PrefillPlanner(memory, self.queues, limits.long_prefill_token_threshold)

@@ -128,10 +128,14 @@ class Admission:
         self._counters = counters
 
     def admit(self, step: StepBuilder, now: float) -> None:
-        """Lets sequences enter until one has to go on waiting; all behind it wait, too."""
-        queues = self._queues
-        while queues.waiting:
-            first = queues.waiting[0]
+        """Lets sequences enter until one has to go on waiting; all behind it wait, too. Behind one that waits for a
+        slot of its adapter only those enter that need none: so it gets the next one, and holds up no others."""
+        queues, place, slotless = self._queues, 0, False
+        while place < len(queues.waiting):
+            first = queues.waiting[place]
+            if first.generation.lora is not None and (slotless or not queues.adapters.has_room(first)):
+                place, slotless = place + 1, True
+                continue
             kept, _ = self._remote.room_besides(first.generation.request)
             if queues.running + kept >= self._max_running or not self._admit_first(first, step, now):
                 return
@@ -190,7 +194,9 @@ class Admission:
 
     def has_room_for(self, suspect: Sequence) -> bool:
         """Whether the first of the suspects could enter."""
-        return self._queues.running < self._max_running and self._fits(suspect, self._memory.cached_blocks(suspect))
+        if self._queues.running >= self._max_running or not self._queues.adapters.has_room(suspect):
+            return False
+        return self._fits(suspect, self._memory.cached_blocks(suspect))
 
     def admit_suspect(self, suspect: Sequence) -> None:
         """Lets the first of the suspects enter. It finds room, and computes what a KV store may hold of it."""

@@ -113,4 +113,5 @@ def new_sequence(sequence: Sequence, cached: int) -> NewSequence:
         stop_token_ids=tuple(sorted(tokens.stops)),
         grammar=sequence.grammar,
         pooling=generation.pooling,
+        lora=generation.lora,
     )

@@ -11,6 +11,7 @@ from collections.abc import Container
 from operator import attrgetter
 
 from services.scheduler.core.memory import BlockAllocator
+from services.scheduler.core.queue.adapters import AdapterSlots
 from services.scheduler.core.queue.grammars import Grammars
 from services.scheduler.core.queue.shared_prompts import SharedPrompts
 from services.scheduler.core.sequence import Sequence
@@ -51,7 +52,9 @@ class SequenceQueues:
     """Owns the three queues, the sequences outside them, all sequences by number, and which of them the workers
     know."""
 
-    def __init__(self, memory: BlockAllocator, loads: BlockLoads, grammars: Grammars, prompts: SharedPrompts) -> None:
+    def __init__(
+        self, memory: BlockAllocator, loads: BlockLoads, grammars: Grammars, prompts: SharedPrompts, max_loras: int = 0
+    ) -> None:
         self.waiting = RequestQueue()
         self.suspects = RequestQueue()
         """Sequences that are to be computed alone, in the order in which they are."""
@@ -68,6 +71,7 @@ class SequenceQueues:
         """Sequences that the workers know, and may forget with the next plan."""
         self.guided = 0
         """Sequences with a grammar."""
+        self.adapters = AdapterSlots(max_loras)
         self._memory = memory
         self._loads = loads
         self._grammars = grammars
@@ -157,6 +161,7 @@ class SequenceQueues:
     def start_loading(self, sequence: Sequence) -> None:
         """From the waiting queue to where it is given blocks from the store."""
         self.waiting.remove(sequence)
+        self.adapters.start_use(sequence)
         sequence.move("loading")
         self.loading[sequence.id] = sequence
 
@@ -172,6 +177,8 @@ class SequenceQueues:
         self._prefill(sequence)
 
     def _prefill(self, sequence: Sequence) -> None:
+        if sequence.phase != "loading":
+            self.adapters.start_use(sequence)
         sequence.move("prefilling")
         self.prefilling.add(sequence)
         self._prompts.start(sequence)
@@ -250,6 +257,7 @@ class SequenceQueues:
                 self._loads.leave(sequence)
             case _:
                 return
+        self.adapters.end_use(sequence)
         self._memory.release(sequence, last)
         self._withdraw(sequence)
 

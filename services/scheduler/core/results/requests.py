@@ -75,6 +75,8 @@ class RequestValidator:
         hashed = count // self._block_size if generation.prefix_caching else 0
         if len(generation.block_hashes) != hashed * HASH_BYTES:
             raise _InvalidRequest("prompt", "block hashes do not match the prompt")
+        if generation.lora is not None and all(each.id != generation.lora for each in self._card.loras):
+            raise _InvalidRequest("model", f"model: the adapter {generation.lora.hex()} is not served by this engine")
         if not math.isfinite(generation.arrival):
             raise _InvalidRequest(None, "arrival must be a finite number")
         vocabulary = self._card.vocab_size

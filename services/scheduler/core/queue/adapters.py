@@ -1,0 +1,49 @@
+"""Which LoRA adapters the running sequences have: no more different ones than the ranks have slots for."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+from services.scheduler.core.sequence import Sequence
+from shared.ids import LoraId
+
+
+class AdapterSlots:
+    """Owns how many sequences with blocks use each adapter, and which adapters were used last."""
+
+    def __init__(self, max_loras: int) -> None:
+        """`max_loras`: slots of each rank."""
+        self._max_loras = max_loras
+        self._used: Counter[LoraId] = Counter()
+        self._recent: OrderedDict[LoraId, None] = OrderedDict()
+
+    @property
+    def recent(self) -> tuple[LoraId, ...]:
+        """As many of the adapters as the ranks hold, those used last at the end."""
+        return tuple(self._recent)
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether the sequence may run beside those that do: it has no adapter, one of theirs, or there is a slot."""
+        lora = sequence.generation.lora
+        return lora is None or lora in self._used or len(self._used) < self._max_loras
+
+    def start_use(self, sequence: Sequence) -> None:
+        """The sequence begins to run."""
+        lora = sequence.generation.lora
+        if lora is None:
+            return
+        self._used[lora] += 1
+        self._recent[lora] = None
+        self._recent.move_to_end(lora)
+        if len(self._recent) > self._max_loras:
+            unused = next(each for each in self._recent if each not in self._used)
+            del self._recent[unused]
+
+    def end_use(self, sequence: Sequence) -> None:
+        """The sequence runs no longer."""
+        lora = sequence.generation.lora
+        if lora is None:
+            return
+        self._used[lora] -= 1
+        if not self._used[lora]:
+            del self._used[lora]

@@ -1,0 +1,215 @@
+"""Reads LoRA adapters as PEFT writes them, `adapter_config.json` and `adapter_model.safetensors`; refuses what would be
+computed otherwise than it was trained. Shapes are checked before a weight is read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from msgspec import Struct
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from services.worker.models.config import ModelConfig, ModelError
+from shared.ids import LoraId, ModelName
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+_PROJECTION = r"(self_attn\.(?:q|k|v|o)_proj|mlp\.(?:gate|up|down)_proj)"
+_NAME = re.compile(
+    rf"base_model\.model\.(?:model\.layers\.(\d{{1,4}})\.{_PROJECTION}\.lora_([AB])\.weight"
+    rf"|({HEAD})\.lora_([AB])\.weight|model\.({EMBEDDING})\.lora_embedding_([AB]))"
+)
+_BASE_COPY = re.compile(rf"base_model\.model\.(?:model\.{EMBEDDING}|{HEAD})\.(?:base_layer\.)?weight")
+"""PEFT writes the base model's own matrix beside an adapter of the embedding or the head."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Initialisations that also change the base model, unless PEFT converts the adapter when it saves it."""
+_DIGEST_BYTES = 16
+_FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+class LoraPair(NamedTuple):
+    """One module's low-rank product: x → b @ (a @ x) is added to what the module gives."""
+
+    a: Tensor
+    """[rank, in]; of the embedding [rank, vocab]."""
+    b: Tensor
+    """[out, rank], with the adapter's scale in it."""
+
+
+class LoraAdapter(NamedTuple):
+    """An adapter in main memory, whole, in float32 or the type that it was trained in."""
+
+    name: ModelName
+    id: LoraId
+    """A digest of what it computes: adapters that compute alike have the same."""
+    rank: int
+    layers: dict[tuple[int, str], LoraPair]
+    """By layer and projection, such as `self_attn.q_proj`."""
+    embedding: LoraPair | None
+    head: LoraPair | None
+
+
+class _PeftConfig(Struct, frozen=True):
+    """What is read of adapter_config.json."""
+
+    r: int
+    lora_alpha: float
+    peft_type: str
+    use_rslora: bool = False
+    use_dora: bool = False
+    bias: str = "none"
+    lora_bias: bool = False
+    fan_in_fan_out: bool = False
+    init_lora_weights: bool | str | None = True
+    modules_to_save: list[str] | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    layer_replication: Any = None
+    target_parameters: Any = None
+    trainable_token_indices: Any = None
+    alora_invocation_tokens: Any = None
+    use_qalora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What the product is multiplied by."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+
+def read_adapter(name: ModelName, folder: Path, config: ModelConfig, max_rank: int) -> LoraAdapter:
+    """The adapter in `folder`, for the model of this `config`. Raises ModelError, which names file, field and value,
+    where it cannot be served."""
+    peft = _read_config(folder, max_rank)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        others = ", ".join(sorted(each.name for each in folder.glob("adapter_model.*"))) or "nothing of the kind"
+        raise ModelError(f"{path}: there is no such file, but {others}; only safetensors can be read")
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = dict(_modules(path, file, peft.r, config))
+            if not found:
+                raise ModelError(f"{path}: it has no lora_A and lora_B of any module")
+            pairs = {key: _pair(path, file, names, peft.scale) for key, names in found.items()}
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    return LoraAdapter(
+        name=name,
+        id=_digest(pairs),
+        rank=peft.r,
+        layers={key: pair for key, pair in pairs.items() if key[1] not in (EMBEDDING, HEAD)},
+        embedding=pairs.get((0, EMBEDDING)),
+        head=pairs.get((0, HEAD)),
+    )
+
+
+def _read_config(folder: Path, max_rank: int) -> _PeftConfig:
+    path = folder / CONFIG
+    try:
+        peft = msgspec.json.decode(path.read_bytes(), type=_PeftConfig)
+    except FileNotFoundError:
+        raise ModelError(f"{path}: there is no such file; an adapter is a folder as PEFT writes it") from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    init = peft.init_lora_weights if isinstance(peft.init_lora_weights, str) else ""
+    for field, allowed, served in (
+        ("peft_type", "LORA is", peft.peft_type == "LORA"),
+        ("r", f"1 to max_lora_rank, which is {max_rank}, are", 1 <= peft.r <= max_rank),
+        ("lora_alpha", "a finite number is", math.isfinite(peft.lora_alpha)),
+        ("use_dora", "false is", not peft.use_dora),
+        ("use_qalora", "false is", not peft.use_qalora),
+        ("bias", "none is", peft.bias == "none"),
+        ("lora_bias", "false is", not peft.lora_bias),
+        ("fan_in_fan_out", "false is", not peft.fan_in_fan_out),
+        ("init_lora_weights", "what leaves the base model as it is, is", not init.lower().startswith(_CHANGES_BASE)),
+        *((each, "none is", not getattr(peft, each)) for each in ("modules_to_save", "rank_pattern", "alpha_pattern")),
+        *((each, "null is", not getattr(peft, each)) for each in ("layer_replication", "target_parameters")),
+        *(
+            (each, "null is", not getattr(peft, each))
+            for each in ("trainable_token_indices", "alora_invocation_tokens")
+        ),
+    ):
+        if not served:
+            shown = msgspec.json.encode(getattr(peft, field)).decode()
+            raise ModelError(f"{path}: {field} = {shown} is not supported; {allowed}")
+    return peft
+
+
+class _Names(NamedTuple):
+    a: str
+    b: str
+
+
+def _modules(path: Path, file: Any, rank: int, config: ModelConfig) -> Iterator[tuple[tuple[int, str], _Names]]:
+    """The names of each module's two tensors, all of the right shape. Raises ModelError."""
+    found: dict[tuple[int, str], dict[str, str]] = {}
+    for name in file.keys():  # noqa: SIM118 - no mapping
+        if match := _NAME.fullmatch(name):
+            layer, projection, half, head, head_half, embedding, embedding_half = match.groups()
+            key = (int(layer or 0), projection or head or embedding)
+            found.setdefault(key, {})[half or head_half or embedding_half] = name
+        elif not _BASE_COPY.fullmatch(name):
+            raise ModelError(f"{path}: tensor {name} belongs to no module that can have an adapter here")
+        elif (shape := file.get_slice(name).get_shape()) != [config.vocab_size, config.hidden_size]:
+            table = [config.vocab_size, config.hidden_size]
+            raise ModelError(f"{path}: tensor {name} has shape {shape}, the model's is {table}: words were added")
+    for key, halves in sorted(found.items()):
+        if len(halves) != 2:
+            raise ModelError(f"{path}: tensor {next(iter(halves.values()))} has no counterpart")
+        inputs, outputs = _sizes(path, config, *key)
+        for half, wanted in (("A", [rank, inputs]), ("B", [outputs, rank])):
+            part = file.get_slice(halves[half])
+            if part.get_shape() != wanted:
+                text = f"{path}: tensor {halves[half]} has shape {part.get_shape()}, r and the model ask for {wanted}"
+                raise ModelError(text)
+            if part.get_dtype() not in _FLOATS:
+                text = f"{path}: tensor {halves[half]} has dtype {part.get_dtype()}; {', '.join(_FLOATS)} can be read"
+                raise ModelError(text)
+        yield key, _Names(halves["A"], halves["B"])
+
+
+def _sizes(path: Path, config: ModelConfig, layer: int, module: str) -> tuple[int, int]:
+    """Inputs and outputs of a module of the whole model. Raises ModelError where it can have no adapter."""
+    hidden, dim = config.hidden_size, config.head_dim
+    if module in (EMBEDDING, HEAD):
+        if config.tied_embeddings:
+            raise ModelError(f"{path}: target_modules: {module} is not supported where embedding and head are tied")
+        return (config.vocab_size, hidden) if module == EMBEDDING else (hidden, config.vocab_size)
+    if layer >= config.num_layers:
+        raise ModelError(f"{path}: layer {layer} of {module}; the model has {config.num_layers} layers")
+    if module.startswith("mlp.") and config.layers[layer].mixes:
+        raise ModelError(f"{path}: target_modules: {module} of layer {layer}, which is a mixture of experts")
+    return {
+        "self_attn.q_proj": (hidden, config.num_heads * dim),
+        "self_attn.k_proj": (hidden, config.num_kv_heads * dim),
+        "self_attn.v_proj": (hidden, config.num_kv_heads * dim),
+        "self_attn.o_proj": (config.num_heads * dim, hidden),
+        "mlp.gate_proj": (hidden, config.intermediate_size),
+        "mlp.up_proj": (hidden, config.intermediate_size),
+        "mlp.down_proj": (config.intermediate_size, hidden),
+    }[module]
+
+
+def _pair(path: Path, file: Any, names: _Names, scale: float) -> LoraPair:
+    a, b = (file.get_tensor(name) for name in names)
+    for name, tensor in zip(names, (a, b), strict=True):
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"{path}: tensor {name} holds NaN or infinity")
+    return LoraPair(a, b.float() * scale)
+
+
+def _digest(pairs: dict[tuple[int, str], LoraPair]) -> LoraId:
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    for key in sorted(pairs):
+        pair = pairs[key]
+        digest.update(f"{key} {list(pair.a.shape)} {list(pair.b.shape)}".encode())
+        for tensor in pair:
+            digest.update(tensor.float().contiguous().numpy())
+    return LoraId(digest.digest())

@@ -1,0 +1,211 @@
+"""LoRA adapters on a backend: what `transformers` generates with each of them merged into its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import pytest
+from msgspec.structs import replace
+
+from services.scheduler.core.limits import EngineLimits
+from services.worker.executor.host_runner import HostRunner
+from services.worker.models.lora.slots import LoraSettings
+from services.worker.ops.interface import OpsName, OpsUnavailable
+from services.worker.speculation.settings import read_speculation
+from shared.ids import LoraId, ModelName
+from tests.support.models.tiny_adapters import ALL_LINEAR, write_adapter
+from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
+from tests.support.worker.launched_rank import DriverAhead, launching
+from tests.support.worker.plan_driver import GREEDY, Driver
+from tests.support.worker.rank_processes import RankProcesses, rank_processes
+from tests.support.worker.tiny_backend import tiny_backend
+
+FAMILIES = ("llama", "qwen3", "gemma2")
+BASE = "base"
+
+
+class Served(NamedTuple):
+    """A backend with adapters, and the references: the model's, and those of each adapter merged into it."""
+
+    backend: HostRunner
+    references: dict[str, TinyModel]
+    ids: dict[str, LoraId]
+
+    def lora(self, name: str) -> LoraId | None:
+        return self.ids.get(name)
+
+
+def prompt(seed: int, length: int = 20) -> list[int]:
+    random = Random(seed)
+    return [random.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+def adapters(model: TinyModel, folder: Path) -> dict[str, TinyModel]:
+    """Of several ranks, modules and scales; one of embedding and head where these are apart."""
+    tied = model.reference.config.tie_word_embeddings
+    made = {
+        "all": write_adapter(model, folder / "all", seed=1),
+        "query-value": write_adapter(model, folder / "query-value", modules=("q_proj", "v_proj"), r=16, seed=2),
+        "rank-stable": write_adapter(model, folder / "rank-stable", r=32, alpha=4.0, rslora=True, seed=3),
+        "narrow": write_adapter(model, folder / "narrow", modules=("down_proj", "up_proj"), r=1, alpha=8.0, seed=4),
+    }
+    if not tied:
+        words = (*ALL_LINEAR, "embed_tokens", "lm_head")
+        made["words"] = write_adapter(model, folder / "words", modules=words, seed=5)
+    return made
+
+
+def serve(family: str, folder: Path, *, max_loras: int = 5, ops: OpsName = "torch", **different: object) -> Served:
+    model = make_model(family, folder / family)
+    made = adapters(model, folder)
+    folders = tuple((ModelName(name), each.path) for name, each in made.items())
+    try:
+        settings = LoraSettings(folders, max_loras, 32)
+        backend = tiny_backend(model.path, ops=ops, dtype="float32", loras=settings, **different)
+    except OpsUnavailable as reason:
+        pytest.skip(str(reason))
+    return Served(backend, {BASE: model, **made}, {card.name: card.id for card in backend.card.loras})
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, OpsName], Served]:
+    return cache(lambda family, ops: serve(family, tmp_path_factory.mktemp(f"{family}-{ops}"), ops=ops))
+
+
+@pytest.mark.features("LoRA", "chunked prefill")
+@pytest.mark.parametrize("ops", ["torch", "native"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_mixed_in_one_batch_give_what_merged_weights_give(
+    family: str, ops: OpsName, served: Callable[[str, OpsName], Served]
+) -> None:
+    each = served(family, ops)
+    driver = Driver(each.backend, budget=33)  # prompts are cut into chunks
+    wanted = [(name, prompt(seed)) for seed in (1, 2) for name in each.references]
+    sequences = [driver.add(tokens, 12, lora=each.lora(name)) for name, tokens in wanted]
+    driver.run()
+    for (name, tokens), sequence in zip(wanted, sequences, strict=True):
+        assert sequence.output == each.references[name].greedy(tokens, 12), name
+    each.backend.reset()
+
+
+@pytest.mark.features("LoRA", "logprobs")
+def test_an_adapter_alone_gives_the_same_bits_as_in_a_mixed_batch(served: Callable[[str, OpsName], Served]) -> None:
+    each = served("llama", "native")
+
+    def logprobs(names: list[str]) -> list[float]:
+        driver = Driver(each.backend)
+        sequences = [
+            driver.add(prompt(number), 8, lora=each.lora(name), sampling=replace(GREEDY, logprobs=0))
+            for number, name in enumerate(names)
+        ]
+        driver.run()
+        each.backend.reset()
+        return [one.logprob for one in sequences[0].logprobs]
+
+    assert logprobs(["all"]) == logprobs(["all", BASE, "rank-stable", "all", "words", "narrow"])
+
+
+def test_more_adapters_than_slots_take_turns(tmp_path: Path) -> None:
+    each = serve("llama", tmp_path, max_loras=2)
+    slots = each.backend.rank.loras
+    assert slots is not None
+    driver = Driver(each.backend)
+    for name in ("all", "query-value", "narrow", "all"):
+        sequence = driver.add(prompt(7), 6, lora=each.lora(name))
+        driver.run()
+        assert sequence.output == each.references[name].greedy(prompt(7), 6)
+        assert slots.loaded[-1] == each.lora(name)
+        assert len(slots.loaded) <= 2
+    for name in ("all", "query-value", "narrow"):
+        driver.add(prompt(8), 4, lora=each.lora(name))
+    with pytest.raises(ValueError, match="a step has 3 adapters; max_loras is 2"):
+        driver.run()
+
+
+@pytest.mark.features("LoRA", "preemption", "prefix cache")
+def test_a_preempted_sequence_and_one_behind_a_cached_prefix_keep_their_adapter(
+    served: Callable[[str, OpsName], Served],
+) -> None:
+    each = served("llama", "native")
+    driver, tokens = Driver(each.backend), prompt(3, 40)
+    first = driver.add(tokens, 10, lora=each.lora("all"))
+    other = driver.add(tokens, 10, lora=each.lora("query-value"))
+    for _ in range(4):
+        driver.step()
+    driver.preempt(first)
+    behind = driver.add(tokens, 10, lora=each.lora("query-value"))
+    assert driver.share_prefix(behind, other) == 32
+    driver.run()
+    assert first.output == each.references["all"].greedy(tokens, 10)
+    assert other.output == behind.output == each.references["query-value"].greedy(tokens, 10)
+    each.backend.reset()
+
+
+@pytest.mark.features("LoRA", "speculative")
+def test_drafts_of_the_base_model_are_verified_with_the_adapter(tmp_path: Path) -> None:
+    speculation = read_speculation('{"method": "ngram", "num_speculative_tokens": 3}')
+    each = serve("llama", tmp_path, ops="native", speculation=speculation)
+    driver = Driver(each.backend, speculate=3)
+    tokens = prompt(4, 12) * 3
+    sequences = {name: driver.add(tokens, 24, lora=each.lora(name)) for name in each.references}
+    driver.run()
+    assert driver.drafted > 0
+    for name, sequence in sequences.items():
+        assert sequence.output == each.references[name].greedy(tokens, 24), name
+
+
+def test_steps_launched_ahead_have_their_adapters(served: Callable[[str, OpsName], Served]) -> None:
+    each = served("llama", "torch")
+    driver = DriverAhead(launching(each.backend), budget=33)
+    sequences = {name: driver.add(prompt(9), 10, lora=each.lora(name)) for name in each.references}
+    driver.run()
+    for name, sequence in sequences.items():
+        assert sequence.output == each.references[name].greedy(prompt(9), 10), name
+    each.backend.reset()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with rank_processes(2, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+@pytest.mark.features("LoRA", "tensor parallel", "prefix cache", "chunked prefill")
+def test_two_ranks_under_a_scheduler_with_fewer_slots_than_adapters(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Those without a slot wait, those of the model alone do not; and no block is shared between adapters."""
+    model = make_model("llama", tmp_path / "model")
+    references = {"": model, **adapters(model, tmp_path)}
+    folders = tuple((name, str(each.path)) for name, each in references.items() if name)
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=6)
+    engine = ranks.serve(model.path, tp=2, ops="native", limits=limits, loras=folders, max_loras=2)
+    tokens = prompt(11, 40)
+    for attempt in range(2):
+        asked = {name: engine.ask(tokens, 20, lora=name) for name in references}
+        engine.run()
+        for name, request in asked.items():
+            assert request.tokens == references[name].greedy(tokens, 20), name
+            if attempt == 0:
+                assert request.cached == 0, name
+    report = engine.core.report()
+    assert report is not None
+    assert len(report.loras) == 2
+    again = engine.ask(tokens, 4, lora="words")
+    engine.run()
+    assert again.cached == 32
+
+
+@pytest.mark.features("LoRA", "pipeline parallel")
+def test_two_stages_have_their_layers_of_each_adapter(ranks: RankProcesses, tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "model")
+    references = {"": model, **adapters(model, tmp_path)}
+    folders = tuple((name, str(each.path)) for name, each in references.items() if name)
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=6)
+    engine = ranks.serve(model.path, tp=1, stages=2, ops="torch", limits=limits, loras=folders, max_loras=5)
+    asked = {name: engine.ask(prompt(12), 10, lora=name) for name in references}
+    engine.run()
+    for name, request in asked.items():
+        assert request.tokens == references[name].greedy(prompt(12), 10), name

@@ -1,0 +1,57 @@
+"""Random LoRA adapters as PEFT writes them, and the same merged into a reference by the formula of its paper."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.support.models.tiny_models import TinyModel
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+def write_adapter(
+    model: TinyModel,
+    folder: Path,
+    *,
+    modules: Sequence[str] = ALL_LINEAR,
+    r: int = 8,
+    alpha: float = 16.0,
+    rslora: bool = False,
+    seed: int = 0,
+    strength: float = 0.15,
+    **config: Any,
+) -> TinyModel:
+    """Writes an adapter of `modules` to `folder`; the model with it merged. `config`: further fields of its file."""
+    generator = torch.Generator().manual_seed(seed)
+    merged, tensors = copy.deepcopy(model.reference), {}
+    scale = alpha / (math.sqrt(r) if rslora else r)
+    for name, module in merged.named_modules():
+        if name.rpartition(".")[2] not in modules:
+            continue
+        out, inputs = module.weight.shape
+        embeds = name.endswith("embed_tokens")
+        # An embedding's matrix is [words, hidden], and its product transposed.
+        first, second = (out, inputs) if embeds else (inputs, out)
+        a = torch.randn(r, first, generator=generator) * strength
+        b = torch.randn(second, r, generator=generator) * strength
+        kinds = ("embedding_A", "embedding_B") if embeds else ("A.weight", "B.weight")
+        for kind, tensor in zip(kinds, (a, b), strict=True):
+            tensors[f"base_model.model.{name}.lora_{kind}"] = tensor.contiguous()
+        with torch.no_grad():
+            if module.weight.device.type != "meta":  # a mere shape
+                module.weight.add_(scale * ((b @ a).T if embeds else b @ a))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": r, "lora_alpha": alpha, "use_rslora": rslora}
+    fields |= {"target_modules": list(modules), "bias": "none", "lora_dropout": 0.0, "init_lora_weights": True}
+    (folder / "adapter_config.json").write_text(json.dumps(fields | config))
+    return TinyModel(model.family, folder, merged)
