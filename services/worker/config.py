@@ -208,7 +208,7 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         UpOption("Model"),
     ] = None
     lora: Annotated[
-        tuple[Annotated[str, Meta(pattern=r"^[^=,]{1,256}=[^,]+\Z")], ...],
+        tuple[str, ...],
         Meta(
             description="LoRA adapter as NAME=FOLDER, served under its name beside the model; may be repeated. The "
             "folder is as PEFT writes it."
@@ -276,6 +276,10 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             raise ValueError(f"pp_layers: {len(self.pp_layers)} numbers for {self.pp} stages")
         if self.pp > 1 and self.device == "sim":
             raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
+        for each in self.lora:
+            name, _, folder = each.partition("=")
+            if not (name and folder):
+                raise ValueError(f"lora = {each}: must be NAME=FOLDER")
         if self.lora and self.device == "sim":
             raise ValueError("lora: the simulated device has no weights to adapt")
         if self.kv_connector is not None and self.device == "sim":
