@@ -211,5 +211,5 @@ def _digest(pairs: dict[tuple[int, str], LoraPair]) -> LoraId:
         pair = pairs[key]
         digest.update(f"{key} {list(pair.a.shape)} {list(pair.b.shape)}".encode())
         for tensor in pair:
-            digest.update(tensor.float().contiguous().numpy())
+            digest.update(tensor.float().contiguous().numpy().data)
     return LoraId(digest.digest())
