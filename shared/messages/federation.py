@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from shared.ids import ClusterName, Count, GatewayId, Incarnation, ModelName
+from shared.ids import ClusterName, Count, GatewayId, Incarnation, LoraId, ModelName
 from shared.messages.tokenizer import Tokenize
 
 
@@ -20,6 +20,8 @@ class ModelRoom(Struct, frozen=True, array_like=True):
     """Places that are free."""
     places: Count
     """Places in all: sequences that its engines run at a time."""
+    loras: tuple[LoraId, ...] = ()
+    """The adapters that its engines may compute it with."""
 
 
 class ClusterStatus(Struct, frozen=True, array_like=True, kw_only=True):

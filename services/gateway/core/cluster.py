@@ -106,7 +106,8 @@ class ClusterView:
             if (engine := message.engine) is not None and engine.role != "prefill" and engine.suspect is None:
                 room = rooms.get(engine.model.name, Room(0, 0))
                 free = max(0, engine.max_running - engine.running - engine.waiting)
-                rooms[engine.model.name] = Room(room.free + free, room.places + engine.max_running)
+                loras = room.loras.union(each.id for each in engine.model.loras)
+                rooms[engine.model.name] = Room(room.free + free, room.places + engine.max_running, loras)
         return rooms
 
     def models(self) -> list[ModelCard]:

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from shared.blocks import DEFAULT_BLOCK_SIZE
-from shared.ids import ClusterName, EngineId, GatewayId, Incarnation, ModelName, relay_id, relay_of
+from shared.ids import ClusterName, EngineId, GatewayId, Incarnation, LoraId, ModelName, relay_id, relay_of
 from shared.messages.federation import ClusterStatus, ModelRoom
 from shared.messages.tokenizer import ChatPrompt, PairPrompt, TextPrompt, Tokenize, TokenPrompt
 from shared.protocol import MIN_PROTOCOL, PROTOCOL, SpokenProtocols, incompatibility
@@ -52,6 +52,8 @@ class Room(NamedTuple):
 
     free: int
     places: int
+    loras: frozenset[LoraId] = frozenset()
+    """The adapters that some of them serve."""
 
 
 class ClusterEntry(NamedTuple):
@@ -85,10 +87,10 @@ class _RemoteCluster:
     """Whether it has refused a request, or was not reached, since then."""
     refusal: str | None = None
 
-    def room(self, model: ModelName) -> Room | None:
-        """None where it does not serve the model."""
+    def room(self, model: ModelName, lora: LoraId | None = None) -> Room | None:
+        """None where it does not serve the model, or not with this adapter."""
         for each in self.status.models:
-            if each.model == model:
+            if each.model == model and (lora is None or lora in each.loras):
                 return Room(0 if self.full else each.room - self.forwarded.get(model, 0), each.places)
         return None
 
@@ -173,7 +175,8 @@ class RemoteClusters:
         """What this gateway says, once a second."""
         own = self.own
         models = tuple(
-            ModelRoom(model, own.fingerprint, max(0, room.free), room.places) for model, room in self._rooms.items()
+            ModelRoom(model, own.fingerprint, max(0, room.free), room.places, tuple(sorted(room.loras)))
+            for model, room in self._rooms.items()
         )
         return ClusterStatus(
             cluster=own.name,
@@ -218,9 +221,9 @@ class RemoteClusters:
             return found.status.cluster
         return None
 
-    def has_room(self, model: ModelName) -> bool:
-        """Whether another cluster has room for a request."""
-        return any(room.free > 0 for _, room in self._serving(model))
+    def has_room(self, model: ModelName, lora: LoraId | None = None) -> bool:
+        """Whether another cluster has room for a request, which is for this adapter."""
+        return any(room.free > 0 for _, room in self._serving(model, lora))
 
     def can_serve(self, model: ModelName) -> bool:
         """Whether another cluster has engines for `model`."""
@@ -241,7 +244,7 @@ class RemoteClusters:
 
     # ---- parts
 
-    def _serving(self, model: ModelName) -> list[tuple[_RemoteCluster, Room]]:
+    def _serving(self, model: ModelName, lora: LoraId | None = None) -> list[tuple[_RemoteCluster, Room]]:
         if self._name_taken is not None:
             return []
         return [
@@ -250,13 +253,14 @@ class RemoteClusters:
             if cluster.gateways
             and cluster.refusal is None
             and not cluster.status.drained
-            and (room := cluster.room(model)) is not None
+            and (room := cluster.room(model, lora)) is not None
         ]
 
     def _choose(self, tokenize: Tokenize, avoid: Sequence[EngineId], *, with_room: bool) -> _RemoteCluster | None:
         """Rendezvous hashing of the prompt's beginning, with bounded loads (Thaler, Ravishankar 1998; Mirrokni, Thorup,
         Zadimoghaddam 2016)."""
-        found = [each for each in self._serving(tokenize.model) if not with_room or each[1].free > 0]
+        found = self._serving(tokenize.model, tokenize.lora)
+        found = [each for each in found if not with_room or each[1].free > 0]
         avoided = {relay[0] for engine in avoid if (relay := relay_of(engine)) is not None}
         found = [each for each in found if each[0].status.cluster not in avoided] or ([] if with_room else found)
         if not found:

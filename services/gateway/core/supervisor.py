@@ -353,15 +353,15 @@ class RequestSupervisor:
     def _send_off(self, current: OpenRequest) -> DispatchAttempt:
         """A suspect stays: it has cost this cluster a process, and shall cost no other one any."""
         current.cluster = None
-        if self._clusters is not None and not _stays(current):
+        if self._clusters is not None and not current.relayed and current.suspect_until is None:
             current.cluster = self._clusters.destination(current.tokenize, current.avoid)
         return DispatchAttempt(current.message(), current.cluster)
 
     def _may_leave(self, current: OpenRequest) -> bool:
         """Whether the request need not stay where it is: another cluster has it, or one has room."""
-        if self._clusters is None or _stays(current):
+        if self._clusters is None or current.relayed or current.suspect_until is not None:
             return False
-        return current.cluster is not None or self._clusters.has_room(current.tokenize.model)
+        return current.cluster is not None or self._clusters.has_room(current.tokenize.model, current.tokenize.lora)
 
     def _take_elsewhere(self, current: OpenRequest, reason: str, now: float) -> list[Effect]:
         """Starts the next attempt where it is better off; no engine has failed."""
@@ -494,9 +494,3 @@ class RequestSupervisor:
         if current is None or current.attempt != attempt or current.state == "paused":
             return None
         return current
-
-
-def _stays(current: OpenRequest) -> bool:
-    """Whether no other cluster may have the request: one of theirs, a suspect, or one for an adapter of this cluster's
-    engines."""
-    return current.relayed or current.suspect_until is not None or current.tokenize.lora is not None

@@ -136,7 +136,7 @@ class GenerationEndpoint:
         generation = self._access.bound(generation, call.key)
         table.admit(generation.sequences, generation.model.name)
         self._access.reserve(call, generation, table.free)
-        if self._overflow is not None and await self._overflow.ahead_of(call, self._kind, generation.served_name):
+        if self._overflow is not None and await self._overflow.ahead_of(call, self._kind, generation):
             return
         searches, details = None, list[PromptDetails]()
         if generation.beam_search is not None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from services.gateway.api.errors import RequestError
 from services.gateway.api.forwarding import ForwardedRequest, NotForwardable, read_forwarded
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import GenerationResponse
 from services.gateway.core.cluster import ClusterView
 from services.gateway.core.overflow import StartDelays
@@ -59,12 +60,13 @@ class Overflow:
             return False
         return await self._answer(call, kind, "full" if error.status == 429 else "unavailable")
 
-    async def ahead_of(self, call: Call, kind: Kind, model: ModelName) -> bool:
+    async def ahead_of(self, call: Call, kind: Kind, generation: GenerationRequest) -> bool:
         """Answers a request from the provider that would wait here for too long. False where it has to wait, or another
         cluster takes it."""
-        if self._others is not None and self._others.has_room(model):
+        lora = None if generation.lora is None else generation.lora.id
+        if self._others is not None and self._others.has_room(generation.model.name, lora):
             return False
-        if self._delays.predicted(model, time.monotonic()) <= self._wait:
+        if self._delays.predicted(generation.served_name, time.monotonic()) <= self._wait:
             return False
         return await self._answer(call, kind, "slow")
 

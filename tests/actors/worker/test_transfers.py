@@ -36,7 +36,7 @@ class Memory(StepByStep):
             name=ModelName("m"), max_model_len=8, vocab_size=8, eos_token_ids=(), dtype="x", created=0
         )
         self.num_blocks, self.device = BLOCKS, "memory"
-        self.max_speculate = self.max_jump_ahead = 0
+        self.max_speculate = self.max_jump_ahead = self.max_loras = 0
         self.grammars = None
 
     def step(self, plan: StepPlan) -> StepOutput:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from tests.support.cluster.bus_moments import listening, requests_are_handed_to
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.models.tiny_adapters import demo_reference, write_adapter
 
 Answers = dict[str, Any]
 LONG = "Ada lives in Oslo. Ben has a green boat and seven red hens. " * 12
@@ -170,10 +171,15 @@ REQUESTS: dict[str, Callable[[AsyncOpenAI, str], Awaitable[Any]]] = {
 }
 
 
+OF_THE_ADAPTER = ("document", "tool", "several", "beams", "relevance")
+"""Requests that name the adapter in the model's place."""
+
+
 async def all_at_once(stack: RunningStack) -> Answers:
     """Every request's answer; they run side by side."""
     async with client_of(stack.url) as client:
-        answers = await asyncio.gather(*(request(client, stack.model) for request in REQUESTS.values()))
+        named = {name: ADAPTER if name in OF_THE_ADAPTER else stack.model for name in REQUESTS}
+        answers = await asyncio.gather(*(request(client, named[name]) for name, request in REQUESTS.items()))
     return dict(zip(REQUESTS, answers, strict=True))
 
 
@@ -186,11 +192,22 @@ async def crowd(stack: RunningStack, size: int) -> None:
         )
 
 
+ADAPTER = "adapter"
+
+
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+def more(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Options of every stack: embeddings are served, and an adapter that changes what is said a little."""
+    folder = tmp_path_factory.mktemp("adapter")
+    write_adapter(demo_reference(), folder, strength=0.02)
+    return "--pooling-type=last", f"--lora={ADAPTER}={folder}"
+
+
+@pytest.fixture(scope="module")
+def plain(more: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
     """What one engine of one rank says that plans when it has a result, and drafts nothing."""
     folder = tmp_path_factory.mktemp("plain")
-    with running_stack(folder, kvstore="0", settings=("scheduler.run_ahead=0",), more=[POOLS]) as stack:
+    with running_stack(folder, kvstore="0", settings=("scheduler.run_ahead=0",), more=more) as stack:
         yield asyncio.run(all_at_once(stack))
 
 
@@ -210,7 +227,6 @@ def connector(folder: Path) -> tuple[str, str]:
     )
 
 
-POOLS = "--pooling-type=last"
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
 
 
@@ -229,10 +245,13 @@ NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
     "tool calls",
     "KV connector",
     "pooling",
+    "LoRA",
 )
-async def test_two_ranks_that_draft_in_small_steps_and_little_memory(plain: Answers, tmp_path: Path) -> None:
-    more = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *connector(tmp_path), "--block-size=32", POOLS]
-    with running_stack(tmp_path, tp=2, more=more) as stack:
+async def test_two_ranks_that_draft_in_small_steps_and_little_memory(
+    plain: Answers, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    own = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *connector(tmp_path), "--block-size=32"]
+    with running_stack(tmp_path, tp=2, more=[*own, *more]) as stack:
         async with asyncio.TaskGroup() as both:
             both.create_task(crowd(stack, 6))
             answers = both.create_task(all_at_once(stack))
@@ -257,9 +276,10 @@ async def test_two_ranks_that_draft_in_small_steps_and_little_memory(plain: Answ
     "tool calls",
     "KV connector",
     "pooling",
+    "LoRA",
 )
-async def test_two_stages_of_two_ranks(plain: Answers, tmp_path: Path) -> None:
-    with running_stack(tmp_path, tp=2, pp=2, more=[*SMALL_STEPS, NGRAM, *connector(tmp_path), POOLS]) as stack:
+async def test_two_stages_of_two_ranks(plain: Answers, more: tuple[str, ...], tmp_path: Path) -> None:
+    with running_stack(tmp_path, tp=2, pp=2, more=[*SMALL_STEPS, NGRAM, *connector(tmp_path), *more]) as stack:
         assert await all_at_once(stack) == plain
 
 
@@ -279,11 +299,14 @@ async def test_two_stages_of_two_ranks(plain: Answers, tmp_path: Path) -> None:
     "beam search",
     "tool calls",
     "pooling",
+    "LoRA",
 )
-async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(plain: Answers, tmp_path: Path) -> None:
+async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(
+    plain: Answers, more: tuple[str, ...], tmp_path: Path
+) -> None:
     settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
-    more = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=8MiB", NGRAM, "--tp-decode=2", "--block-size=32", POOLS]
-    with running_stack(tmp_path, prefill=1, decode=1, kvstore="64MiB", settings=settings, more=more) as stack:
+    own = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=8MiB", NGRAM, "--tp-decode=2", "--block-size=32", *more]
+    with running_stack(tmp_path, prefill=1, decode=1, kvstore="64MiB", settings=settings, more=own) as stack:
         async with asyncio.TaskGroup() as both:
             async with listening(stack, requests_are_handed_to("decode-1")) as listener:
                 answers = both.create_task(all_at_once(stack))
@@ -303,12 +326,13 @@ class Federated(NamedTuple):
 
 
 @contextlib.contextmanager
-def federated(folder: Path, **shape: Any) -> Iterator[Federated]:
-    """`shape`: of the other cluster's stack."""
+def federated(folder: Path, more: Sequence[str], **shape: Any) -> Iterator[Federated]:
+    """`more`: options of both; `shape`: of the other cluster's stack."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     secret = {"BATON_FEDERATION_SECRET": "known to both clusters and to nobody else"}
-    home, other = (["--cluster=home", f"--federation-address={addresses[0]}", POOLS], ["--cluster=other", POOLS])
-    other += [f"--federation-address={addresses[1]}", f"--federate={addresses[0]}", *shape.pop("more")]
+    home = ["--cluster=home", f"--federation-address={addresses[0]}", *more]
+    other = ["--cluster=other", f"--federation-address={addresses[1]}", f"--federate={addresses[0]}", *more]
+    other += shape.pop("own")
     with (
         running_stack(folder / "home", kvstore="0", more=home, environment=secret) as first,
         running_stack(folder / "other", more=other, environment=secret, **shape) as second,
@@ -334,12 +358,15 @@ def federated(folder: Path, **shape: Any) -> Iterator[Federated]:
     "beam search",
     "tool calls",
     "pooling",
+    "LoRA",
     "federation",
 )
-def test_another_clusters_pools_and_a_decoding_engine_that_dies(plain: Answers, tmp_path: Path) -> None:
+def test_another_clusters_pools_and_a_decoding_engine_that_dies(
+    plain: Answers, more: tuple[str, ...], tmp_path: Path
+) -> None:
     settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
-    more = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=4MiB", NGRAM, "--tp-decode=2"]
-    with federated(tmp_path, prefill=1, decode=1, kvstore="64MiB", settings=settings, more=more) as clusters:
+    own = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=4MiB", NGRAM, "--tp-decode=2"]
+    with federated(tmp_path, more, prefill=1, decode=1, kvstore="64MiB", settings=settings, own=own) as clusters:
         asyncio.run(answered_while_an_engine_dies(clusters, plain))
 
 
@@ -362,10 +389,10 @@ async def answered_while_an_engine_dies(clusters: Federated, plain: Answers) -> 
 
 @pytest.mark.slow
 @pytest.mark.features(
-    "federation", "pipeline parallel", "KV connector", "prefix cache", "n > 1", "tool calls", "pooling"
+    "federation", "pipeline parallel", "KV connector", "prefix cache", "n > 1", "tool calls", "pooling", "LoRA"
 )
-def test_another_clusters_stages_with_a_connector(plain: Answers, tmp_path: Path) -> None:
-    with federated(tmp_path, pp=2, more=[*SMALL_STEPS, *connector(tmp_path)]) as clusters:
+def test_another_clusters_stages_with_a_connector(plain: Answers, more: tuple[str, ...], tmp_path: Path) -> None:
+    with federated(tmp_path, more, pp=2, own=[*SMALL_STEPS, *connector(tmp_path)]) as clusters:
         assert asyncio.run(all_at_once(clusters.home)) == plain
 
 

@@ -7,14 +7,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from openai import AsyncOpenAI
-from transformers import AutoModelForCausalLM
 
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.kv.prompts import CHUNKED_AND_HANDED_OVER, PATIENT
-from tests.support.models.tiny_adapters import ATTENTION, write_adapter
+from tests.support.models.tiny_adapters import ATTENTION, demo_reference, write_adapter
 from tests.support.models.tiny_models import TinyModel
 from tests.support.paths import DEMO_MODEL
 
@@ -24,8 +22,7 @@ THOUGHTS = "{%- if thinking -%}{{- '<think>' -}}{%- endif -%}{#- </think> -#}"
 @pytest.fixture(scope="package")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
     """Two LoRA adapters of the demo model, each merged into a reference."""
-    reference = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
-    demo, folder = TinyModel("demo", DEMO_MODEL, reference), tmp_path_factory.mktemp("adapters")
+    demo, folder = demo_reference(), tmp_path_factory.mktemp("adapters")
     return {
         "pirate": write_adapter(demo, folder / "pirate", seed=1, strength=0.07),
         "org/poet": write_adapter(demo, folder / "poet", modules=ATTENTION, r=16, seed=2, strength=0.1),

@@ -11,11 +11,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from tests.support.models.tiny_models import TinyModel
+from tests.support.paths import DEMO_MODEL
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+def demo_reference() -> TinyModel:
+    """The demo model, to write adapters of."""
+    reference = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    return TinyModel("demo", DEMO_MODEL, reference)
 
 
 def write_adapter(

@@ -142,12 +142,12 @@ def _read_config(folder: Path, max_rank: int) -> _PeftConfig:
     return peft
 
 
-class _Names(NamedTuple):
+class _TensorPair(NamedTuple):
     a: str
     b: str
 
 
-def _modules(path: Path, file: Any, rank: int, config: ModelConfig) -> Iterator[tuple[tuple[int, str], _Names]]:
+def _modules(path: Path, file: Any, rank: int, config: ModelConfig) -> Iterator[tuple[tuple[int, str], _TensorPair]]:
     """The names of each module's two tensors, all of the right shape. Raises ModelError."""
     found: dict[tuple[int, str], dict[str, str]] = {}
     for name in file.keys():  # noqa: SIM118 - no mapping
@@ -172,7 +172,7 @@ def _modules(path: Path, file: Any, rank: int, config: ModelConfig) -> Iterator[
             if part.get_dtype() not in _FLOATS:
                 text = f"{path}: tensor {halves[half]} has dtype {part.get_dtype()}; {', '.join(_FLOATS)} can be read"
                 raise ModelError(text)
-        yield key, _Names(halves["A"], halves["B"])
+        yield key, _TensorPair(halves["A"], halves["B"])
 
 
 def _sizes(path: Path, config: ModelConfig, layer: int, module: str) -> tuple[int, int]:
@@ -197,7 +197,7 @@ def _sizes(path: Path, config: ModelConfig, layer: int, module: str) -> tuple[in
     }[module]
 
 
-def _pair(path: Path, file: Any, names: _Names, scale: float) -> LoraPair:
+def _pair(path: Path, file: Any, names: _TensorPair, scale: float) -> LoraPair:
     a, b = (file.get_tensor(name) for name in names)
     for name, tensor in zip(names, (a, b), strict=True):
         if not bool(torch.isfinite(tensor).all()):

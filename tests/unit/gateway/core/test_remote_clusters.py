@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from services.gateway.core.remote_clusters import CLUSTER_SILENCE, OwnCluster, RemoteClusters, Room
 from shared.blocks import DEFAULT_BLOCK_SIZE
-from shared.ids import Attempt, ClusterName, GatewayId, Incarnation, ModelName, RequestId, relay_id
+from shared.ids import Attempt, ClusterName, GatewayId, Incarnation, LoraId, ModelName, RequestId, relay_id
 from shared.messages.federation import ClusterStatus, ModelRoom
 from shared.messages.generation import SamplingOptions, StopConditions
 from shared.messages.tokenizer import TextPrompt, Tokenize
@@ -45,7 +45,7 @@ def status(name: ClusterName, free: int = 4, **fields: Any) -> ClusterStatus:
     return replace(known, **fields)
 
 
-def tokenize(text: str = "hello") -> Tokenize:
+def tokenize(text: str = "hello", lora: LoraId | None = None) -> Tokenize:
     return Tokenize(
         request=RequestId("r"),
         attempt=Attempt(1),
@@ -54,6 +54,7 @@ def tokenize(text: str = "hello") -> Tokenize:
         prompt=TextPrompt(text),
         sampling=SamplingOptions(seed=1),
         stopping=StopConditions(),
+        lora=lora,
     )
 
 
@@ -83,6 +84,19 @@ def test_nobody_sends_to_a_cluster_that_is_drained_silent_avoided_full_or_withou
     assert known.expire(1.1 + CLUSTER_SILENCE) == [relay_id(US, GATEWAY)]
     assert chosen(known) is None
     assert [entry.state for entry in known.listing()] == ["here", "silent"]
+
+
+def test_a_request_for_an_adapter_goes_only_where_that_is() -> None:
+    mine, theirs = LoraId(b"m" * 16), LoraId(b"t" * 16)
+    known = clusters()
+    known.record_rooms({MODEL: Room(0, 8, frozenset((mine, theirs)))})
+    (said,) = known.own_status(0.0).models
+    assert set(said.loras) == {mine, theirs}
+    known.record_status(status(US, models=(ModelRoom(MODEL, b"m", 4, 8, (theirs,)),)), 0.0, 0.0)
+    assert known.destination(tokenize(lora=mine), []) is None
+    assert not known.has_room(MODEL, mine)
+    assert known.destination(tokenize(lora=theirs), []) == US
+    assert known.has_room(MODEL, theirs)
 
 
 def test_a_drained_cluster_and_one_without_engines_send_on_even_to_where_requests_wait() -> None:

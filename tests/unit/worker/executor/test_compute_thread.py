@@ -45,7 +45,7 @@ class Scripted:
         self.said: list[str] = []
         self.burns: str | None = None
         self.kv = self.card = self.grammars = None
-        self.num_blocks = self.max_speculate = self.max_jump_ahead = 0
+        self.num_blocks = self.max_speculate = self.max_jump_ahead = self.max_loras = 0
         self.device = "scripted"
         self._gates: dict[str, threading.Event] = {}
         self._changed = threading.Condition()

@@ -40,7 +40,7 @@ class Scripted(StepByStep):
             name=ModelName("m"), max_model_len=8, vocab_size=8, eos_token_ids=(), dtype="x", created=0
         )
         self.num_blocks, self.device = BLOCKS, "scripted"
-        self.max_speculate = self.max_jump_ahead = 0
+        self.max_speculate = self.max_jump_ahead = self.max_loras = 0
         self.grammars = None
         self.kv = RankKvCache(LAYOUT, 0, LAYOUT.kv_heads, True, BLOCKS, self, 0, LAYOUT.layers)
         self.runs = ()
