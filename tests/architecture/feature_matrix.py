@@ -36,6 +36,7 @@ FEATURES = (
     "pooling",
     "federation",
     "LoRA",
+    "quantization",
 )
 HEADING = """\
 # Features together

@@ -163,11 +163,15 @@ class _Loader:
 
     def _row_parallel(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> PackedLinear:
         """This rank's columns; rank 0 alone adds the bias, as the products are summed over the ranks."""
-        hidden = self._config.hidden_size
-        weight = self._linear(name, (hidden, size), columns=columns)
+        hidden, code = self._config.hidden_size, self._quantization
+        if code is None or columns == (0, size):
+            weight = self._linear(name, (hidden, size), columns=columns)
+        else:  # rounded as a whole, so that every number of ranks has the same weights
+            whole = self._checkpoint.read(f"{name}.weight", (hidden, size)).to(self._device)
+            weight, code = quantize(whole, code).part(slice(None), columns, whole.dtype), None
         adds_bias = bias and columns[0] == 0
         own_bias = self._checkpoint.read(f"{name}.bias", (hidden,)) if adds_bias else None
-        return self._pack(weight, own_bias, self._quantization)
+        return self._pack(weight, own_bias, code)
 
     def _linear(
         self,

@@ -7,6 +7,7 @@ Activations stay as they are (W8A16, W4A16): a product takes less memory traffic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 from typing import Literal, NamedTuple
 
 import torch
@@ -59,6 +60,22 @@ class QuantizedWeight(NamedTuple):
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[out, in], rounded to `dtype` once."""
         return _times(self.numbers, self.scales).to(dtype)
+
+    def part(self, rows: slice, columns: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | Tensor:
+        """These outputs, and the inputs from the first of `columns` up to the second. Groups that the bounds cut become
+        smaller ones; numbers in `dtype` where those would be smaller than any of GROUP_SIZES."""
+        first, end = columns
+        codes, scales, zeros = self.codes[rows, first:end].contiguous(), self.scales[rows], self.zeros
+        zeros = None if zeros is None else zeros[rows]
+        if scales.shape[1] == 1:
+            return QuantizedWeight(self.code, codes, scales, zeros)
+        size = gcd(self.group_size, first, end)
+        if size not in GROUP_SIZES:
+            return self.dequantized(dtype)[rows, first:end]
+        groups, times = slice(first // size, end // size), self.group_size // size
+        scales = scales.repeat_interleave(times, dim=1)[:, groups]
+        zeros = None if zeros is None else zeros.repeat_interleave(times, dim=1)[:, groups]
+        return QuantizedWeight(self.code, codes, scales, zeros)
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """On `device`."""

@@ -12,11 +12,13 @@ import torch
 
 from services.scheduler.core.limits import EngineLimits
 from services.worker.ops.interface import OpsName
+from services.worker.ops.quantized import Code
 from services.worker.speculation.settings import Method, SpeculationSettings
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
+from tests.support.models.rounded_models import SIZES, rounded
 from tests.support.models.tiny_drafters import make_eagle, make_medusa
 from tests.support.models.tiny_models import FAMILIES, TinyModel, make_model
 from tests.support.worker.plan_driver import GREEDY
@@ -159,6 +161,25 @@ def test_logits_are_the_reference_s(
     expected = model.logits(PROMPTS[0] + request.tokens)[len(PROMPTS[0]) - 1 : -1]
     assert torch.tensor(engine.logits).sub(expected).abs().max() < 1e-3
     assert expected.std() > 0.3, "a reference this flat would agree with anything"
+
+
+@pytest.mark.parametrize(
+    ("code", "tp", "stages", "ops"),
+    [("int8", 2, 2, "native"), ("int4", 2, 1, "native"), ("int4", 4, 1, "torch"), ("fp8", 4, 1, "native")],
+)
+def test_ranks_share_the_weights_that_one_would_have_rounded(
+    ranks: RankProcesses, tmp_path: Path, code: Code, tp: int, stages: int, ops: OpsName
+) -> None:
+    """Shares of int4's groups: of 32 inputs on two ranks; of 16 on four, which are numbers."""
+    model = make_model("qwen2", tmp_path, **SIZES)
+    exact = model.logits(PROMPTS[0])
+    rounded(model.reference, code)
+    engine = ranks.serve(model.path, tp=tp, stages=stages, ops=ops, quantization=code)
+    request = engine.ask(PROMPTS[0], OUTPUT)
+    engine.run()
+    expected = model.logits(PROMPTS[0] + request.tokens)[len(PROMPTS[0]) - 1 : -1]
+    assert torch.tensor(engine.logits).sub(expected).abs().max() < 1e-3
+    assert (model.logits(PROMPTS[0]) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
 
 
 @pytest.mark.features("pipeline parallel", "preemption")

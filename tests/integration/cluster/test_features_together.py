@@ -211,6 +211,14 @@ def plain(more: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> It
         yield asyncio.run(all_at_once(stack))
 
 
+@pytest.fixture(scope="module")
+def rounded(more: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+    """What that engine says with weights of eight bits."""
+    folder = tmp_path_factory.mktemp("rounded")
+    with running_stack(folder, kvstore="0", settings=("scheduler.run_ahead=0",), more=[*more, INT8]) as stack:
+        yield asyncio.run(all_at_once(stack))
+
+
 async def counted(stack: RunningStack, instance: str, counter: str) -> float:
     """The sum of a scheduler's counter over its labels."""
     port = (await stack.until_heard(lambda said: True))[instance].metrics_port
@@ -227,6 +235,7 @@ def connector(folder: Path) -> tuple[str, str]:
     )
 
 
+INT8 = "--quantization=int8"
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
 
 
@@ -277,10 +286,11 @@ async def test_two_ranks_that_draft_in_small_steps_and_little_memory(
     "KV connector",
     "pooling",
     "LoRA",
+    "quantization",
 )
-async def test_two_stages_of_two_ranks(plain: Answers, more: tuple[str, ...], tmp_path: Path) -> None:
-    with running_stack(tmp_path, tp=2, pp=2, more=[*SMALL_STEPS, NGRAM, *connector(tmp_path), *more]) as stack:
-        assert await all_at_once(stack) == plain
+async def test_two_stages_of_two_ranks(rounded: Answers, more: tuple[str, ...], tmp_path: Path) -> None:
+    with running_stack(tmp_path, tp=2, pp=2, more=[*SMALL_STEPS, NGRAM, *connector(tmp_path), *more, INT8]) as stack:
+        assert await all_at_once(stack) == rounded
 
 
 @pytest.mark.faults
@@ -300,12 +310,14 @@ async def test_two_stages_of_two_ranks(plain: Answers, more: tuple[str, ...], tm
     "tool calls",
     "pooling",
     "LoRA",
+    "quantization",
 )
 async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(
-    plain: Answers, more: tuple[str, ...], tmp_path: Path
+    rounded: Answers, more: tuple[str, ...], tmp_path: Path
 ) -> None:
     settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
     own = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=8MiB", NGRAM, "--tp-decode=2", "--block-size=32", *more]
+    own.append(INT8)
     with running_stack(tmp_path, prefill=1, decode=1, kvstore="64MiB", settings=settings, more=own) as stack:
         async with asyncio.TaskGroup() as both:
             async with listening(stack, requests_are_handed_to("decode-1")) as listener:
@@ -313,7 +325,7 @@ async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(
                 await listener.moment()
             stack.kill("decode-1")
             both.create_task(crowd(stack, 10))
-        assert answers.result() == plain
+        assert answers.result() == rounded
         assert sum([await counted(stack, engine, "preemptions_total") for engine in ("prefill-1", "decode-1")]) > 0
         assert await counted(stack, "prefill-1", "hand_overs_total") > 0
 
@@ -389,11 +401,19 @@ async def answered_while_an_engine_dies(clusters: Federated, plain: Answers) -> 
 
 @pytest.mark.slow
 @pytest.mark.features(
-    "federation", "pipeline parallel", "KV connector", "prefix cache", "n > 1", "tool calls", "pooling", "LoRA"
+    "federation",
+    "pipeline parallel",
+    "KV connector",
+    "prefix cache",
+    "n > 1",
+    "tool calls",
+    "pooling",
+    "LoRA",
+    "quantization",
 )
-def test_another_clusters_stages_with_a_connector(plain: Answers, more: tuple[str, ...], tmp_path: Path) -> None:
-    with federated(tmp_path, more, pp=2, own=[*SMALL_STEPS, *connector(tmp_path)]) as clusters:
-        assert asyncio.run(all_at_once(clusters.home)) == plain
+def test_another_clusters_stages_with_a_connector(rounded: Answers, more: tuple[str, ...], tmp_path: Path) -> None:
+    with federated(tmp_path, more, pp=2, own=[*SMALL_STEPS, *connector(tmp_path), INT8]) as clusters:
+        assert asyncio.run(all_at_once(clusters.home)) == rounded
 
 
 @pytest.fixture(scope="module")

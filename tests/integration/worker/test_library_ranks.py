@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from services.scheduler.core.limits import EngineLimits
 from services.worker.models.config import ModelError
+from services.worker.ops.quantized import Code
 from tests.support.models.library_models import library_model
+from tests.support.models.rounded_models import rounded
 from tests.support.worker.library_situations import LENGTHS, OUTPUT, prompt
 from tests.support.worker.rank_processes import RankProcesses, rank_processes
 from tests.support.worker.tiny_backend import tiny_backend
@@ -36,6 +39,20 @@ def test_two_ranks_say_what_the_library_does(architecture: str, ranks: RankProce
         assert [request.tokens for request in requests] == [model.greedy(tokens, OUTPUT) for tokens in PROMPTS]
         sizes.append(engine.serving[-1].block_bytes)
     assert sizes[1] == sizes[0] // (1 if architecture == "Olmo2" else 2)
+
+
+@pytest.mark.parametrize(("architecture", "code"), [("GPTNeoX", "int8"), ("Olmo2", "int4")])
+def test_two_ranks_share_the_weights_that_one_would_have_rounded(
+    architecture: str, code: Code, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Biases; groups of 32 inputs that the ranks' shares of 48 cut."""
+    model = library_model(architecture, tmp_path)
+    rounded(model.reference, code)
+    engine = ranks.serve(model.path, tp=2, ops="native", quantization=code)
+    request = engine.ask(PROMPTS[0], OUTPUT)
+    engine.run()
+    expected = model.logits(PROMPTS[0] + request.tokens)[len(PROMPTS[0]) - 1 : -1]
+    assert torch.tensor(engine.logits).sub(expected).abs().max() < 1e-3
 
 
 class SecondOfThree:

@@ -7,11 +7,12 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from services.worker.ops.interface import OpsName
-from services.worker.ops.quantized import Code, quantize
+from services.worker.ops.quantized import Code
 from tests.support.models.library_models import library_model
+from tests.support.models.rounded_models import SIZES, rounded
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import record_logits
@@ -20,18 +21,6 @@ from tests.support.worker.tiny_backend import tiny_backend
 CODES: tuple[Code, ...] = get_args(Code)
 OUTPUT = 5
 PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(40)]
-SIZES = {"hidden_size": 64, "intermediate_size": 128}
-"""Multiples of a group of int4."""
-
-
-def rounded(reference: Any, code: Code) -> None:
-    """Puts in place of each linear layer's weight what its codes stand for."""
-    head = reference.get_output_embeddings()
-    with torch.no_grad():
-        for module in reference.modules():
-            if isinstance(module, nn.Linear):
-                weight = quantize(module.weight, "int8" if module is head else code).dequantized(torch.float32)
-                module.weight = nn.Parameter(weight)
 
 
 def logits_of(model: TinyModel, recorded: list[Tensor], **settings: Any) -> tuple[Tensor, Tensor]:
@@ -56,10 +45,30 @@ def test_logits_are_those_of_the_rounded_weights(
     assert (model.logits(PROMPT) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
 
 
-def test_a_model_of_transformers_is_rounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = library_model("GPTNeoX", tmp_path)
+@pytest.mark.parametrize(
+    ("architecture", "ops"), [("GPTNeoX", "torch"), ("GPT2", "native"), ("Cohere2", "native"), ("Falcon", "native")]
+)
+def test_a_model_of_transformers_is_rounded_too(
+    architecture: str, ops: OpsName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One matrix for queries, keys and values; weights the other way round; a tied head; linear layers of its own."""
+    model = library_model(architecture, tmp_path)
+    exact = model.logits(PROMPT)
     rounded(model.reference, "int8")
-    drawn, expected = logits_of(model, record_logits(monkeypatch), ops="native", quantization="int8")
+    drawn, expected = logits_of(model, record_logits(monkeypatch), ops=ops, quantization="int8")
+    assert (drawn - expected).abs().max() < 1e-3
+    assert (model.logits(PROMPT) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_family_of_ours_computed_by_transformers_is_rounded_alike(
+    code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama", tmp_path, **SIZES)
+    rounded(model.reference, code)
+    drawn, expected = logits_of(
+        model, record_logits(monkeypatch), ops="native", quantization=code, model_impl="transformers"
+    )
     assert (drawn - expected).abs().max() < 1e-3
 
 

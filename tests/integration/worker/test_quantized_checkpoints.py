@@ -17,6 +17,7 @@ from services.worker.models.config import ModelError
 from services.worker.models.quantization.method import read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.ops.quantized import QuantizedWeight
+from tests.support.models.rounded_models import SIZES
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import record_logits
@@ -24,7 +25,6 @@ from tests.support.worker.tiny_backend import tiny_backend
 
 OUTPUT = 4
 PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(40)]
-SIZES = {"hidden_size": 64, "intermediate_size": 128}
 FP8 = torch.float8_e4m3fn
 
 Written = tuple[dict[str, Tensor], Tensor]
@@ -210,6 +210,19 @@ def test_what_cannot_be_read_is_refused_by_name(settings: dict[str, Any], says: 
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     with pytest.raises(ModelError, match=says):
+        tiny_backend(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "fp8"])
+def test_transformers_computes_none(method: str, tmp_path: Path) -> None:
+    """Whether it is asked to, or nobody else could."""
+    quantised(tmp_path, method)
+    with pytest.raises(ModelError, match=r"quantization_config is set.* no quantized checkpoints; --model-impl"):
+        tiny_backend(tmp_path, model_impl="transformers")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"quantization_config is set.*, no quantized checkpoints"):
         tiny_backend(tmp_path)
 
 

@@ -26,6 +26,7 @@ from services.worker.distributed.torch_ranks import RankTopology, join
 from services.worker.executor.device_runner import DeviceRunner
 from services.worker.executor.host_runner import HostRunner
 from services.worker.models.decoder import Decoder
+from services.worker.models.loaded_model import QuantizationChoice
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
@@ -59,6 +60,7 @@ class Serve(Struct, frozen=True, tag=True):
     loras: tuple[tuple[str, str], ...] = ()
     """Names and folders of adapters."""
     max_loras: int = 2
+    quantization: QuantizationChoice = "auto"
     launched: bool = False
     """Step after step is begun before the tokens of the one before are known."""
 
@@ -131,6 +133,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
         layers=asked.layers or None,
         block_size=asked.block_size,
         loras=LoraSettings(tuple((ModelName(n), Path(f)) for n, f in asked.loras), asked.max_loras, 32),
+        quantization=asked.quantization,
         speculation=asked.speculation
         or (SpeculationSettings(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None),
     )

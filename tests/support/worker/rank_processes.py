@@ -26,6 +26,7 @@ from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.events import Output, SendPlan, SendTokens, WorkersReady
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits
+from services.worker.models.loaded_model import QuantizationChoice
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
 from shared.blocks import hash_chain
@@ -80,12 +81,14 @@ class RankProcesses:
         block_size: int = 16,
         loras: tuple[tuple[str, str], ...] = (),
         max_loras: int = 2,
+        quantization: QuantizationChoice = "auto",
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces the one before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
         asked = Serve(
             *(str(model), ops, rendezvous, tp, stages, layers, kv_memory, drafts, speculation),
             block_size=block_size,
+            quantization=quantization,
             launched=launched,
             loras=loras,
             max_loras=max_loras,

@@ -77,7 +77,10 @@ def library_config(folder: Path, *, trust_remote_code: bool) -> tuple[LibraryCon
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError("quantization_config is set: of models that transformers computes, no quantized checkpoints")
+        raise ModelError(
+            "quantization_config is set: of models that transformers computes, no quantized checkpoints; --model-impl "
+            "native reads those of our own families, and --quantization rounds the original when it is loaded"
+        )
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
         raise ModelError(
             f"model_type {config.model_type!r} is an encoder that is not supported; BERT, RoBERTa, XLM-RoBERTa, "

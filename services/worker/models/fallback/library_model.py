@@ -19,7 +19,7 @@ from services.worker.models.fallback.adapters import PLAIN_PRODUCTS, adapt, impl
 from services.worker.models.fallback.cached_passes import check_cached_passes
 from services.worker.models.fallback.library_config import first_line, library_config
 from services.worker.models.fallback.library_decoder import HeadPlace, LibraryDecoder
-from services.worker.models.fallback.tensor_parallel import shard_model
+from services.worker.models.fallback.tensor_parallel import RoundedShare, shard_model
 from services.worker.ops.interface import Ops, PackedLinear
 from services.worker.ops.quantized import Code, quantize
 
@@ -57,7 +57,7 @@ class LibraryModel:
             with open_checkpoint(self._folder, dtype):  # files that are cut short are found before memory is taken
                 model = _read_model(self._folder, self._own, dtype, trust_remote_code=self._trusts)
         adapt(model, self._own)
-        split_heads = shard_model(model, communicator) if communicator.world_size > 1 else False
+        split_heads = communicator.world_size > 1 and shard_model(model, communicator, quantization)
         model = model.to(device)
         own: Any = model
         pack_products(model, ops, quantization, own.get_output_embeddings())
@@ -132,22 +132,30 @@ def pack_products(model: nn.Module, ops: Ops, quantization: Code | None, output:
     the head among them, which is rounded to int8 at least."""
     head = next((name for name, each in model.named_modules() if each is output), None)
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and (type(module) is nn.Linear or type(module).__name__ in PLAIN_PRODUCTS):
-            weight, bias = module.weight, module.bias
-        elif type(module) is Conv1D:
-            weight, bias = module.weight.T, module.bias
+        if isinstance(module, RoundedShare):
+            packed, dtype, outputs = module.pack(ops), module.weight.dtype, module.outputs
+        elif (weight := _weight_of(module)) is not None:
+            own: Any = module
+            code: Code | None = "int8" if quantization and name == head else quantization
+            packed, dtype, outputs = _pack(ops, weight, own.bias, code), weight.dtype, len(weight)
         else:
             continue
-        if weight.dtype != torch.float32 and weight.dtype != torch.bfloat16 and weight.dtype != torch.float16:
-            continue
-        packed = _pack(
-            ops, weight.detach().contiguous(), bias, "int8" if quantization and name == head else quantization
-        )
-        made = PackedProduct(ops, packed, weight.dtype, weight.shape[0], weight.device)
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, made)
+        parent, _, last = name.rpartition(".")
+        made = PackedProduct(ops, packed, dtype, outputs, next(module.parameters()).device)
+        setattr(model.get_submodule(parent), last, made)
+
+
+def _weight_of(module: nn.Module) -> Tensor | None:
+    """[out, in] of a linear layer; None: it is none, or has no numbers for weights."""
+    if isinstance(module, nn.Linear) and (type(module) is nn.Linear or type(module).__name__ in PLAIN_PRODUCTS):
+        weight = module.weight.detach()
+    elif type(module) is Conv1D:
+        weight = module.weight.detach().T
+    else:
+        return None
+    return weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
 
 
 def _pack(ops: Ops, weight: Tensor, bias: Tensor | None, code: Code | None) -> PackedLinear:
-    own = None if bias is None else bias.detach()
+    weight, own = weight.contiguous(), None if bias is None else bias.detach()
     return ops.pack_linear(weight, own) if code is None else ops.pack_quantized(quantize(weight, code), own)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from services.worker.distributed.communicator import Communicator
 from services.worker.models.config import ModelError
+from services.worker.ops.interface import Ops, PackedLinear
+from services.worker.ops.quantized import Code, QuantizedWeight, quantize
 
 _WHOLE = frozenset(
     {
@@ -34,9 +36,11 @@ _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 """Names of layers that compute keys, alone or with others."""
 
 
-def shard_model(model: nn.Module, communicator: Communicator) -> bool:
+def shard_model(model: nn.Module, communicator: Communicator, quantization: Code | None = None) -> bool:
     """Leaves this rank's share of the weights in `model`, and has partial sums added up. Returns whether key heads are
-    split, too. Raises ModelError where the library has no plan for it, or its sizes do not divide."""
+    split, too. `quantization`: what weights will be rounded to; those that are split by their inputs are rounded here,
+    as a whole, so that every number of ranks has the same weights. Raises ModelError where the library has no plan for
+    the model, or its sizes do not divide."""
     own: Any = model
     plan: dict[str, str] = dict(getattr(own, "_tp_plan", None) or {})
     name, ranks = type(model).__name__, communicator.world_size
@@ -53,8 +57,8 @@ def shard_model(model: nn.Module, communicator: Communicator) -> bool:
         elif style == "rowwise":
             _check_linear(path, style, module)
             parent, _, last = path.rpartition(".")
-            _split_inputs(path, module, communicator)
-            setattr(model.get_submodule(parent), last, SummedProduct(module, communicator))
+            share = _split_inputs(path, module, communicator, quantization)
+            setattr(model.get_submodule(parent), last, SummedProduct(share, communicator))
         elif style is not None and style not in _WHOLE:
             raise ModelError(f"tp {ranks}: {path} is to be split by {style!r}, which is not supported")
     for path, _ in model.named_parameters():
@@ -62,6 +66,27 @@ def shard_model(model: nn.Module, communicator: Communicator) -> bool:
         if style is not None and style not in _WHOLE:
             raise ModelError(f"tp {ranks}: {path} is to be split by {style!r}, which is not supported")
     return split_keys
+
+
+class RoundedShare(nn.Module):
+    """Some inputs of a linear layer that was rounded before it was split: not to be computed, but to be packed."""
+
+    def __init__(self, rounded: QuantizedWeight | Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        """`rounded`: [out, this rank's inputs]; numbers where codes could not be split so."""
+        super().__init__()
+        self.outputs = rounded.codes.shape[0] if isinstance(rounded, QuantizedWeight) else len(rounded)
+        self._rounded = rounded
+        self.bias = bias
+        self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        """Empty: it shows the dtype, and where the model was moved to."""
+
+    def pack(self, ops: Ops) -> PackedLinear:
+        """Ready for `ops.linear`, where the model is."""
+        device = self.weight.device
+        bias = None if self.bias is None else self.bias.detach().to(device)
+        if isinstance(self._rounded, QuantizedWeight):
+            return ops.pack_quantized(self._rounded.to(device), bias)
+        return ops.pack_linear(self._rounded.to(device), bias)
 
 
 class SummedProduct(nn.Module):
@@ -113,12 +138,19 @@ def _split_outputs(path: str, module: Any, communicator: Communicator) -> None:
         module.bias = _own(module.bias[part])
 
 
-def _split_inputs(path: str, module: Any, communicator: Communicator) -> None:
+def _split_inputs(path: str, module: Any, communicator: Communicator, quantization: Code | None) -> nn.Module:
+    """What takes the place of `module`."""
     part = _part(path, module.in_features, communicator)
-    module.in_features = part.stop - part.start
-    module.weight = _own(module.weight[:, part])
     if module.bias is not None and communicator.rank:
         module.bias = None  # added once, by the first rank
+    if quantization is not None:
+        weight = module.weight.detach()
+        rounded = quantize(weight, quantization).part(slice(None), (part.start, part.stop), weight.dtype)
+        return RoundedShare(rounded, module.bias, weight.dtype)
+    module.in_features = part.stop - part.start
+    module.weight = _own(module.weight[:, part])
+    own: nn.Module = module
+    return own
 
 
 def _own(share: Tensor) -> nn.Parameter:

@@ -40,24 +40,14 @@ class QuantizedCheckpoint:
         self, module: str, shape: tuple[int, int], *, rows: Range = None, columns: Range = None
     ) -> Tensor | QuantizedWeight:
         """The weight of `module`, [out, in] of `shape`, or the given range of its outputs or inputs: codes where it is
-        quantised and the range does not cut its groups; else numbers. Raises ModelError."""
+        quantised and the range does not cut its groups too small; else numbers. Raises ModelError."""
         read = read_module(Module(self._checkpoint, module, shape), self._method)
         if read is None:
             return self._checkpoint.read(f"{module}{_WEIGHT}", shape, rows=rows, columns=columns)
         return self._part(read, rows or (0, shape[0]), columns or (0, shape[1]))
 
     def _part(self, read: ReadWeight, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor | QuantizedWeight:
-        own = slice(*rows), slice(*columns)
-        if read.codes is None:
-            assert read.numbers is not None, "one of both"
-            return read.numbers[own].to(self.dtype)
-        code, codes, scales, zeros = read.codes
-        size = read.codes.group_size
-        if scales.shape[1] == 1:
-            return QuantizedWeight(code, codes[own], scales[own[0]], None if zeros is None else zeros[own[0]])
-        if any(bound % size for bound in columns):
-            return read.codes.dequantized(self.dtype)[own]
-        groups = slice(columns[0] // size, columns[1] // size)
-        return QuantizedWeight(
-            code, codes[own], scales[own[0], groups], None if zeros is None else zeros[own[0], groups]
-        )
+        if read.codes is not None:
+            return read.codes.part(slice(*rows), columns, self.dtype)
+        assert read.numbers is not None, "one of both"
+        return read.numbers[slice(*rows), slice(*columns)].to(self.dtype)
