@@ -125,6 +125,7 @@ class _RawConfig(RawMixture, kw_only=True):
 
 class _RawArchitectures(Struct, kw_only=True):
     architectures: list[str] = field(default_factory=list)
+    use_bidirectional_attention: bool | None = None
 
 
 class _RawGenerationConfig(Struct, kw_only=True):
@@ -167,9 +168,12 @@ def stop_tokens(model_dir: Path, own: int | list[int] | None) -> tuple[int, ...]
 
 
 def is_native(model_dir: Path) -> bool:
-    """Whether the model is of an architecture that is read here. Raises ModelError where there is no configuration."""
+    """Whether the model is of an architecture that is read here, as a decoder. Raises ModelError where there is no
+    configuration."""
     raw = _decode(model_dir / "config.json", _RawArchitectures)
-    return any(each in _FAMILIES or each in _BASES for each in raw.architectures)
+    return not raw.use_bidirectional_attention and any(
+        each in _FAMILIES or each in _BASES for each in raw.architectures
+    )
 
 
 def has_head(model_dir: Path) -> bool:

@@ -36,7 +36,7 @@ from services.worker.models.pooling.classification import (
     read_token_head,
     token_card,
 )
-from services.worker.models.pooling.sentence_transformers import PoolingChoice, read_pooling
+from services.worker.models.pooling.sentence_transformers import PoolingChoice, read_pooling, read_projections
 from services.worker.models.quantization.method import QuantizationMethod, read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.sharding import PipelineStage, shard_of, stage_of
@@ -113,7 +113,8 @@ class LoadedModel:
     decoder: CausalLm
     pooling: PoolingCard | None
     classifier: ClassifierHead | None = None
-    """The classification head, on ranks that compute last hidden states."""
+    """What a pooled state goes through, on ranks that compute last hidden states: the classification head, or the
+    projections of embeddings."""
     generates: bool = True
     """Whether it has a language model head."""
 
@@ -209,10 +210,15 @@ def _token_labels(settings: LoadSettings, own: PoolingCard | None) -> PoolingCar
     return token_card()
 
 
-def _read_head(tensors: TensorSource, pooling: PoolingCard | None, hidden_size: int) -> ClassifierHead | None:
-    """The classification head of a checkpoint that has labels. Raises ModelError where it is missing."""
-    if pooling is None or not pooling.labels:
+def _read_head(
+    settings: LoadSettings, tensors: TensorSource, pooling: PoolingCard | None, hidden_size: int
+) -> ClassifierHead | None:
+    """The classification head of a checkpoint that has labels, else the projections of its embeddings, if there are
+    any. Raises ModelError where something is missing."""
+    if pooling is None:
         return None
+    if not pooling.labels:
+        return read_projections(settings.folder, hidden_size, settings.device)
     return partial(torch.mv, tensors.read(DECODER_HEAD, (len(pooling.labels), hidden_size)).float())
 
 
@@ -261,7 +267,7 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
     if pooling is not None and not decoder.has_features:
         raise ModelError(f"{settings.folder}: pooling_type: {config.architecture} does not show its hidden states")
     with torch.inference_mode(), _library_tensors(settings, _DTYPES[dtype]) as tensors:
-        classifier = _read_head(tensors, pooling, config.hidden_size)
+        classifier = _read_head(settings, tensors, pooling, config.hidden_size)
     return LoadedModel(
         settings=settings,
         config=config,
@@ -306,7 +312,7 @@ def _head_of(
 ) -> ClassifierHead | None:
     if settings.classifier_from_token:
         return read_token_head(tensors, config, settings.folder, settings.classifier_from_token)
-    return _read_head(tensors, pooling, config.hidden_size)
+    return _read_head(settings, tensors, pooling, config.hidden_size)
 
 
 @contextmanager
@@ -353,7 +359,7 @@ def _library_encoder(settings: LoadSettings) -> LoadedModel:
         digest=digest,
         decoder=encoder,
         pooling=replace(pooling, whole=True),
-        classifier=head,
+        classifier=head or read_projections(settings.folder, config.hidden_size, settings.device),
         generates=False,
     )
 

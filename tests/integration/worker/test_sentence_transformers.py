@@ -11,7 +11,7 @@ import pytest
 import torch
 from openai import OpenAI
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.models.tiny_encoders import LONGEST, make_encoder
@@ -24,16 +24,22 @@ def post(stack: RunningStack, path: str, **fields: Any) -> Any:
     return answer.json()
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("Bert", "mean"), ("Roberta", "cls"), ("ModernBert", "mean")])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("Bert", "mean"), ("Roberta", "cls"), ("ModernBert", "mean"), ("Gemma3Text", "mean")],
+)
 def test_embeddings_are_those_of_sentence_transformers(kind: str, mode: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_encoder(kind, folder)
-    transformer = Transformer(str(folder))
-    reference = SentenceTransformer(modules=[transformer, Pooling(48, pooling_mode=mode), Normalize()], device="cpu")
+    modules: list[Any] = [Transformer(str(folder)), Pooling(48, pooling_mode=mode)]
+    if kind == "Gemma3Text":  # as EmbeddingGemma has it
+        modules += [Dense(*sizes, bias=False, activation_function=None) for sizes in ((48, 96), (96, 48))]
+    reference = SentenceTransformer(modules=[*modules, Normalize()], device="cpu")
     reference.save(str(folder))
     wanted = reference.encode(TEXTS, batch_size=1)
     with running_stack(tmp_path, model=folder) as stack:
-        answer = OpenAI(base_url=f"{stack.url}/v1", api_key="none").embeddings.create(model=stack.model, input=TEXTS)
+        with OpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
+            answer = client.embeddings.create(model=stack.model, input=TEXTS)
         assert torch.tensor([each.embedding for each in answer.data]).sub(torch.tensor(wanted)).abs().max() < 1e-4
         refused = post(stack, "/v1/embeddings", input=" ".join(["w5"] * LONGEST))["error"]
         assert (refused["param"], refused["code"]) == ("input", "context_length_exceeded")

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 WORDS = 120
 LONGEST = 64
-ENCODERS = ("Bert", "Roberta", "ModernBert")
+ENCODERS = ("Bert", "Roberta", "ModernBert", "Gemma3Text")
 _SIZES: dict[str, Any] = {
     "vocab_size": WORDS,
     "hidden_size": 48,
@@ -28,6 +28,17 @@ _SIZES: dict[str, Any] = {
 _OWN: dict[str, dict[str, Any]] = {
     "Bert": {"max_position_embeddings": LONGEST, "type_vocab_size": 2},
     "Roberta": {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1},
+    "Gemma3Text": {
+        "max_position_embeddings": LONGEST,
+        "use_bidirectional_attention": True,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+    },
     "ModernBert": {
         "max_position_embeddings": LONGEST,
         "local_attention": 16,

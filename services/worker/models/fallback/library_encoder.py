@@ -75,6 +75,15 @@ def _modernbert_pooling(config: Any) -> PoolingType:
     return pooling
 
 
+def _last(_: Any) -> PoolingType:
+    return "last"
+
+
+def _gemma_head(model: Any, state: Tensor) -> Tensor:
+    logits: Tensor = model.score(state[:, 0])
+    return logits
+
+
 def _zero(_: Any) -> int:
     return 0
 
@@ -88,11 +97,14 @@ _ROBERTA = _Encoder(_cls, _roberta_head, _behind_padding)
 _ENCODERS = {
     "bert": _Encoder(_cls, _bert_head, _zero, segments=True),
     "camembert": _ROBERTA,
+    "gemma3_text": _Encoder(_last, _gemma_head, _zero),
     "modernbert": _Encoder(_modernbert_pooling, _modernbert_head, _zero),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
 }
 """By `model_type`."""
+_ALSO_DECODERS = ("gemma3_text",)
+"""Encoders where the configuration says `use_bidirectional_attention`, as EmbeddingGemma's does."""
 
 
 def encoder_type(folder: Path) -> str | None:
@@ -102,7 +114,10 @@ def encoder_type(folder: Path) -> str | None:
     except Exception:  # whoever reads it as a decoder says what is wrong
         return None
     kind: str = config.model_type
-    return kind if kind in _ENCODERS and not getattr(config, "is_decoder", False) else None
+    decodes = getattr(config, "is_decoder", False)
+    if kind in _ALSO_DECODERS:
+        decodes = not config.use_bidirectional_attention
+    return kind if kind in _ENCODERS and not decodes else None
 
 
 class LibraryEncoderModel:
@@ -118,6 +133,7 @@ class LibraryEncoderModel:
         if getattr(own, "quantization_config", None) is not None:
             raise ModelError(f"{folder}: quantization_config is set: quantized checkpoints are not supported")
         own._attn_implementation = NAME
+        own.use_cache = False
         _register()
         with torch.device("meta"):
             model = self._automatic.from_config(own)
@@ -319,12 +335,13 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The library's signature: query, key and value [1, H, n, D] → ([1, n, H, D], no weights). A window is one more
-    than the distance that tokens see on either side."""
+    """The library's signature: query [1, H, n, D], key and value [1, K, n, D] → ([1, n, H, D], no weights). A window
+    is one more than the distance that tokens see on either side."""
     mixed = []
     for q, k, v in zip(*(torch.split(each, _current.lengths, dim=2) for each in (query, key, value)), strict=True):
         near = None if sliding_window is None or sliding_window >= q.shape[2] else _near(q, sliding_window)
-        mixed.append(F.scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scaling))
+        shared = q.shape[1] != k.shape[1]
+        mixed.append(F.scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scaling, enable_gqa=shared))
     return torch.cat(mixed, dim=2).transpose(1, 2).contiguous(), None
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
+import torch
 from msgspec import Struct, field
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from services.worker.models.config import ModelError
+from services.worker.models.pooling.classification import ClassifierHead
 from shared.messages.generation import PoolingType
 from shared.messages.lifecycle import PoolingCard
 
@@ -37,11 +42,42 @@ class _Pooling(Struct):
     """In newer files, in place of the others: "lasttoken", "mean", "cls"."""
 
 
+class _Dense(Struct):
+    """`2_Dense/config.json`: a projection of the pooled state."""
+
+    in_features: int
+    out_features: int
+    bias: bool = True
+    activation_function: str = "torch.nn.modules.activation.Tanh"
+    use_residual: bool = False
+    module_input_name: str = "sentence_embedding"
+    module_output_name: str | None = None
+
+
+class _Described(NamedTuple):
+    """What `modules.json` comes to."""
+
+    pooling: PoolingType
+    projections: tuple[Path, ...]
+    """Folders of Dense modules, in their order."""
+    normalizes: bool
+
+
 class _Matryoshka(Struct):
     """Of `config.json`."""
 
     matryoshka_dimensions: list[int] = field(default_factory=list)
 
+
+_ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "GELU": nn.GELU,
+    "Identity": nn.Identity,
+    "ReLU": nn.ReLU,
+    "SiLU": nn.SiLU,
+    "Sigmoid": nn.Sigmoid,
+    "Tanh": nn.Tanh,
+}
+"""By the name of PyTorch's class, which sentence-transformers writes."""
 
 _MODES: dict[str, PoolingType] = {
     "pooling_mode_lasttoken": "last",
@@ -59,40 +95,100 @@ def read_pooling(folder: Path, choice: PoolingChoice, hidden_size: int) -> Pooli
         return None
     described = folder / MODULES
     read = _described(described) if described.exists() else None
-    if choice == "auto" and read is None:
+    pooling: PoolingType | None = choice if choice != "auto" else None if read is None else read.pooling
+    if pooling is None:
         return None
+    size = hidden_size
+    for path in () if read is None else read.projections:
+        size = _dense(path, size).out_features
     dimensions = _decode(folder / "config.json", _Matryoshka).matryoshka_dimensions
-    for size in dimensions:
-        if not 1 <= size <= hidden_size:
-            raise ModelError(f"{folder / 'config.json'}: matryoshka_dimensions {size} is not 1 to {hidden_size}")
-    pooling, normalizes = read or ("last", True)
+    for cut in dimensions:
+        if not 1 <= cut <= size:
+            raise ModelError(f"{folder / 'config.json'}: matryoshka_dimensions {cut} is not 1 to {size}")
     return PoolingCard(
-        pooling=pooling if choice == "auto" else choice,
-        normalize=normalizes,
-        size=hidden_size,
+        pooling=pooling,
+        normalize=read is None or read.normalizes,
+        size=size,
         matryoshka=tuple(dimensions),
     )
 
 
-def _described(path: Path) -> tuple[PoolingType, bool]:
-    """(the pooling, whether vectors are normalized)."""
+def read_projections(folder: Path, hidden_size: int, device: torch.device) -> ClassifierHead | None:
+    """What the checkpoint's Dense modules make of the pooled state [hidden_size], in float32; None where there are
+    none. Raises ModelError."""
+    described = folder / MODULES
+    paths = _described(described).projections if described.exists() else ()
+    layers: list[nn.Module] = []
+    for path in paths:
+        module = _dense(path, hidden_size)
+        layers += [_linear(path, module).to(device), _ACTIVATIONS[_name(module.activation_function)]()]
+        hidden_size = module.out_features
+    if not layers:
+        return None
+    projection = nn.Sequential(*layers)
+
+    def project(state: Tensor) -> Tensor:
+        projected: Tensor = projection(state)
+        return projected
+
+    return project
+
+
+def _described(path: Path) -> _Described:
     pooling, normalizes = None, False
+    projections: list[Path] = []
     for module in _decode(path, list[_Module]):
         kind = module.type.rpartition(".")[2]
         if kind == "Transformer" and not module.path:
             continue
         if kind == "Pooling" and pooling is None:
             pooling = _mode(path.parent / module.path / "config.json")
+        elif kind == "Dense" and pooling is not None and not normalizes:
+            projections.append(path.parent / module.path)
         elif kind == "Normalize" and pooling is not None:
             normalizes = True
         else:
             raise ModelError(
                 f"{path}: the module {module.type} in {module.path or '.'!r} is not supported; supported are a "
-                "Transformer in '.', then Pooling, then Normalize"
+                "Transformer in '.', then Pooling, then Dense, then Normalize"
             )
     if pooling is None:
         raise ModelError(f"{path}: it names no Pooling; --pooling-type none serves the model without embeddings")
-    return pooling, normalizes
+    return _Described(pooling, tuple(projections), normalizes)
+
+
+def _dense(folder: Path, size: int) -> _Dense:
+    """The settings of a projection of vectors of `size`. Raises ModelError where it is not one that is supported."""
+    path = folder / "config.json"
+    found = _decode(path, _Dense)
+    if found.in_features != size:
+        raise ModelError(f"{path}: in_features {found.in_features}, but what it projects has {size}")
+    name = found.activation_function
+    if not name.startswith("torch.nn.") or _name(name) not in _ACTIVATIONS:
+        raise ModelError(f"{path}: activation_function {name} is not supported; {', '.join(_ACTIVATIONS)} of PyTorch")
+    names = {found.module_input_name, found.module_output_name or found.module_input_name}
+    if found.use_residual or names != {"sentence_embedding"}:
+        raise ModelError(f"{path}: use_residual, module_input_name and module_output_name are not supported")
+    return found
+
+
+def _name(activation: str) -> str:
+    return activation.rpartition(".")[2]
+
+
+def _linear(folder: Path, module: _Dense) -> nn.Module:
+    path = folder / "model.safetensors"
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path}: {error}; a projection is read from safetensors only") from None
+    linear = nn.Linear(module.in_features, module.out_features, bias=module.bias, device="meta")
+    found = {name.removeprefix("linear."): tensor.float() for name, tensor in tensors.items()}
+    try:
+        linear.load_state_dict(found, assign=True)
+    except RuntimeError as error:
+        raise ModelError(f"{path}: {str(error).splitlines()[-1].strip()}") from None
+    return linear.requires_grad_(False)
 
 
 def _mode(path: Path) -> PoolingType:

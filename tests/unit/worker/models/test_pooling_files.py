@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from sentence_transformers.sentence_transformer import modules
 
 from services.worker.models.config import ModelError
-from services.worker.models.pooling.sentence_transformers import read_pooling
+from services.worker.models.pooling.sentence_transformers import read_pooling, read_projections
 from shared.messages.lifecycle import PoolingCard
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
@@ -58,7 +60,9 @@ def test_a_model_without_files_is_pooled_where_that_is_asked_for(tmp_path: Path)
 @pytest.mark.parametrize(
     ("modules", "pooling", "config", "why"),
     [
-        ([TRANSFORMER, POOLING, DENSE], {"pooling_mode_mean_tokens": True}, {}, "models.Dense in '2_Dense' is not"),
+        ([TRANSFORMER, DENSE, POOLING], {"pooling_mode_mean_tokens": True}, {}, "models.Dense in '2_Dense' is not"),
+        ([TRANSFORMER, POOLING, NORMALIZE, DENSE], {"pooling_mode_mean_tokens": True}, {}, "'2_Dense' is not"),
+        ([TRANSFORMER, POOLING, DENSE], {"pooling_mode_mean_tokens": True}, {}, "2_Dense/config.json does not exist"),
         ([TRANSFORMER], {}, {}, "it names no Pooling"),
         ([TRANSFORMER | {"path": "0_Transformer"}, POOLING], {"pooling_mode_mean_tokens": True}, {}, "0_Transformer"),
         ([TRANSFORMER, POOLING], {"pooling_mode_max_tokens": True}, {}, "pooling_mode_max_tokens is not supported"),
@@ -79,3 +83,58 @@ def test_what_we_do_not_compute_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=why):
         read_pooling(write(tmp_path, modules, pooling, **config), "auto", 8)
+
+
+def write_dense(folder: Path, sizes: tuple[int, int], activation: Any, *, bias: bool = True) -> Any:
+    """The module of sentence-transformers that was written."""
+    module = modules.Dense(*sizes, bias=bias, activation_function=activation)
+    folder.mkdir()
+    module.save(str(folder))
+    return module
+
+
+@torch.inference_mode()
+def test_projections_are_those_of_sentence_transformers(tmp_path: Path) -> None:
+    more = DENSE | {"path": "3_Dense"}
+    write(tmp_path, [TRANSFORMER, POOLING, DENSE, more, NORMALIZE], {"pooling_mode": "mean"}, matryoshka_dimensions=[5])
+    dense = [
+        write_dense(tmp_path / "2_Dense", (8, 20), torch.nn.Tanh()),
+        write_dense(tmp_path / "3_Dense", (20, 6), None, bias=False),
+    ]
+    card = read_pooling(tmp_path, "auto", 8)
+    assert card == PoolingCard(pooling="mean", normalize=True, size=6, matryoshka=(5,))
+    head = read_projections(tmp_path, 8, torch.device("cpu"))
+    assert head is not None
+    state = torch.randn(8)
+    wanted = {"sentence_embedding": state}
+    for module in dense:
+        wanted = module(wanted)
+    torch.testing.assert_close(head(state), wanted["sentence_embedding"])
+    with pytest.raises(ModelError, match="in_features 8, but what it projects has 9"):
+        read_pooling(tmp_path, "auto", 9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"activation_function": "os.system"}, "activation_function os.system is not supported; GELU, Identity"),
+        ({"use_residual": True}, "use_residual"),
+        ({"module_input_name": "token_embeddings"}, "module_input_name"),
+        ({"out_features": 7}, r"size mismatch"),
+    ],
+)
+def test_other_projections_are_refused(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
+    write(tmp_path, [TRANSFORMER, POOLING, DENSE], {"pooling_mode_mean_tokens": True})
+    write_dense(tmp_path / "2_Dense", (8, 6), None)
+    path = tmp_path / "2_Dense" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    with pytest.raises(ModelError, match=why):
+        read_projections(tmp_path, 8, torch.device("cpu"))
+
+
+def test_projections_are_not_unpickled(tmp_path: Path) -> None:
+    write(tmp_path, [TRANSFORMER, POOLING, DENSE], {"pooling_mode_mean_tokens": True})
+    write_dense(tmp_path / "2_Dense", (8, 6), None)
+    (tmp_path / "2_Dense" / "model.safetensors").rename(tmp_path / "2_Dense" / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="read from safetensors only"):
+        read_projections(tmp_path, 8, torch.device("cpu"))
