@@ -8,7 +8,10 @@ An arena is a file in shared memory, one for each `KvLayout`:
 
 A slot's payload is one block of tokens, C order, little endian:
 
-    [kv_heads][layers][2: keys, values][block_size][head_dim]
+    [kv_heads][layers][keys: [block_size][head_dim], values: [block_size][value_dim]]
+
+Keys and values have as many elements each, but in latent attention: there the keys are a token's latent, the values the
+rotated key that belongs to it.
 
 Heads come first so that the heads of one rank are one run of bytes, whatever the tensor-parallel size: a rank of any
 size writes and reads just its own, and nothing need be rearranged between engines of different sizes. A stage of a
@@ -63,8 +66,11 @@ class UnknownDtype(ValueError):
 def fingerprint(layout: KvLayout) -> str:
     """The layout's name: equal for equal layouts, safe in file names and Redis keys."""
     values = msgspec.structs.astuple(layout)
-    if layout.block_size == DEFAULT_BLOCK_SIZE:
-        values = values[:-1]  # so that what was stored before there were other sizes is still found
+    # Without what is as it always was: so that what was stored before there was a choice is still found.
+    if layout.value_dim is None:
+        values = values[:-1]
+        if layout.block_size == DEFAULT_BLOCK_SIZE:
+            values = values[:-1]
     return blake2b(msgspec.msgpack.encode(values), digest_size=12).hexdigest()
 
 
@@ -83,6 +89,8 @@ class Geometry(Struct, frozen=True, kw_only=True):
     """Number of cells of a block: KV heads × layers."""
     cell_bytes: int
     """Bytes of one KV head of one layer in one block."""
+    key_bytes: int
+    """Bytes of its keys, which come first."""
     slots: int
     """Number of blocks that the file holds."""
     header_stride: int
@@ -117,9 +125,15 @@ class Geometry(Struct, frozen=True, kw_only=True):
 
 def cell_bytes(layout: KvLayout) -> int:
     """Bytes of one KV head of one layer in one block. Raises UnknownDtype."""
+    value_dim = layout.head_dim if layout.value_dim is None else layout.value_dim
+    return _tokens_bytes(layout, layout.head_dim + value_dim)
+
+
+def _tokens_bytes(layout: KvLayout, elements: int) -> int:
+    """Of a block's tokens, with so many elements each."""
     if layout.dtype not in ITEM_BYTES:
         raise UnknownDtype(f"dtype {layout.dtype!r}: {', '.join(ITEM_BYTES)} are known")
-    return 2 * layout.block_size * layout.head_dim * ITEM_BYTES[layout.dtype]
+    return layout.block_size * elements * ITEM_BYTES[layout.dtype]
 
 
 def geometry(layout: KvLayout, slots: int) -> Geometry:
@@ -130,6 +144,7 @@ def geometry(layout: KvLayout, slots: int) -> Geometry:
     return Geometry(
         cells=cells,
         cell_bytes=per_cell,
+        key_bytes=_tokens_bytes(layout, layout.head_dim),
         slots=slots,
         header_stride=header_stride,
         payload_stride=_rounded(cells * per_cell, PAGE),

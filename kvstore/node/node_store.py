@@ -123,7 +123,7 @@ class NodeStore:
         return AttachReply(layout, arena.arena, arena.path.name, arena.slots, self.core.leases.seconds)
 
     def _make(self, layout: KvLayout) -> KvStoreRefusal | None:
-        if min(layout.layers, layout.kv_heads, layout.head_dim) < 1:
+        if min(layout.layers, layout.kv_heads, layout.head_dim, layout.value_dim or 1) < 1:
             return KvStoreRefusal("a layout without layers, heads or numbers")
         if layout.block_size not in (sizes := get_args(BlockSize)):
             return KvStoreRefusal(f"blocks of {layout.block_size} tokens; {', '.join(map(str, sizes))} are known")

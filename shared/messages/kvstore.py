@@ -24,6 +24,9 @@ class KvLayout(Struct, frozen=True, array_like=True, kw_only=True):
     head_dim: int
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens of a block."""
+    value_dim: int | None = None
+    """Elements of a head's values; None: `head_dim`, that of its keys. Of latent attention these are the rotated key,
+    and the keys are the latent."""
 
 
 class LeaseOwner(Struct, frozen=True, array_like=True):

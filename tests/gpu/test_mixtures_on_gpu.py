@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from services.worker.ops.interface import Routing
 from services.worker.ops.triton.moe.mixture import mixture
 from tests.support.models.expert_mixtures import MixedExperts, Shape
 
@@ -17,8 +18,8 @@ MIXTRAL_OF_8_RANKS = Shape(experts=8, chosen=2, hidden=4096, size=14336 // 8, dt
 
 def mixed(made: MixedExperts) -> torch.Tensor:
     shape = made.shape
-    how = {"chosen": shape.chosen, "renormalised": shape.renormalised}
-    return mixture(made.x, made.logits, made.gate_up, made.down, **how, kind=shape.kind)
+    routing = Routing(shape.chosen, shape.renormalised)
+    return mixture(made.x, made.logits, made.gate_up, made.down, routing=routing, kind=shape.kind)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 200, 500, 3000])

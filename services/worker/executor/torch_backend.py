@@ -213,10 +213,16 @@ def _enough_memory(otherwise: str) -> Iterator[None]:
 
 def _tell(loaded: LoadedModel, parts: RunnerParts, size: KvSize, memory: DeviceMemory, eager: str | None) -> None:
     _log.info(
-        "%s: %d parameters in %s, layers %d to %d, %d blocks of KV memory of %d bytes, %s, %s operations, decodes %s",
+        "%s: %d parameters in %s, layers %d to %d, %d blocks of KV memory of %d bytes (%d of a token), %s, "
+        "%s operations, decodes %s",
         *(parts.card.name, loaded.config.parameters, loaded.dtype),
         *(loaded.stage.first_layer, loaded.stage.end_layer - 1, size.num_blocks, parts.kv_block_bytes),
-        *(memory.summary(), loaded.decoder.ops_name, "captured" if eager is None else f"run eagerly: {eager}"),
+        *(
+            parts.kv_block_bytes // parts.card.block_size,
+            memory.summary(),
+            loaded.decoder.ops_name,
+            "captured" if eager is None else f"run eagerly: {eager}",
+        ),
     )
 
 

@@ -38,7 +38,7 @@ class StagingBuffer(Protocol):
 
     @property
     def host(self) -> Int32s:
-        """[blocks, heads, layers, 2, words of 16 tokens]"""
+        """[blocks, heads, layers, words of a cell]: keys, then values."""
 
     def wait(self) -> None:
         """Returns when what was asked for last is over."""
@@ -64,7 +64,7 @@ class BlockCopies(Protocol):
     """All layers' caches on a device, of which blocks are copied by launches on the current stream."""
 
     def gather(self, blocks: Tensor, staged: Tensor) -> None:
-        """staged [n, heads, layers, 2, words], contiguous = the caches' `blocks` (int32 [n], on the device)."""
+        """staged [n, heads, layers, words of a cell], contiguous = the caches' `blocks` (int32 [n], on the device)."""
 
     def scatter(self, blocks: Tensor, staged: Tensor) -> None:
         """The caches' `blocks`, each named once = staged."""
@@ -245,17 +245,19 @@ class TorchBlocks:
 
     def __init__(self, caches: list[tuple[Tensor, Tensor]]) -> None:
         self._caches = [[cache.flatten(2).view(torch.int32) for cache in halves] for halves in caches]
-        """Each [blocks, heads, words of 16 tokens]. What is only copied may be taken for numbers."""
+        """Each [blocks, heads, words of a block]. What is only copied may be taken for numbers."""
+        keys = self._caches[0][0].shape[2]
+        self._parts = slice(0, keys), slice(keys, None)
 
     def gather(self, blocks: Tensor, staged: Tensor) -> None:
-        """staged [n, heads, layers, 2, words] = the caches' `blocks` (int32 [n])."""
+        """staged [n, heads, layers, words of a cell] = the caches' `blocks` (int32 [n])."""
         for layer, halves in enumerate(self._caches):
-            for half, cache in enumerate(halves):
-                staged[:, :, layer, half] = cache.index_select(0, blocks)
+            for part, cache in zip(self._parts, halves, strict=True):
+                staged[:, :, layer, part] = cache.index_select(0, blocks)
 
     def scatter(self, blocks: Tensor, staged: Tensor) -> None:
         """The caches' `blocks`, each named once = staged."""
         where = blocks.long()
         for layer, halves in enumerate(self._caches):
-            for half, cache in enumerate(halves):
-                cache.index_copy_(0, where, staged[:, :, layer, half])
+            for part, cache in zip(self._parts, halves, strict=True):
+                cache.index_copy_(0, where, staged[:, :, layer, part])

@@ -1,4 +1,4 @@
-"""Copies blocks of caches that lie as [blocks, heads, tokens, head_dim] in main memory, layer by layer.
+"""Copies blocks of caches that lie as [blocks, heads, tokens, elements] in main memory, layer by layer.
 
 By numpy, not PyTorch: its copies use all cores, which belong to the computing.
 """
@@ -46,6 +46,9 @@ class BoundPlainKvCopier:
         self._caches = caches
         self._heads = heads
         self._slots = slots_as_array(heads, dtype)
+        keys = heads.arena.geometry.key_bytes // dtype.itemsize
+        self._parts = slice(0, keys), slice(keys, None)
+        """Which elements of a cell are keys, and which are values."""
 
     def save(self, piece: Piece) -> Copied:
         """See `BoundCopier.save`."""
@@ -56,8 +59,8 @@ class BoundPlainKvCopier:
         for block, slot, generation in zip(piece.blocks.tolist(), slots, generations, strict=True):
             to = self._slots[slot]
             for layer, halves in enumerate(self._caches):
-                for half, cache in enumerate(halves):
-                    to[:, layer, half] = cache[block]
+                for part, cache in zip(self._parts, halves, strict=True):
+                    to[:, layer, part] = cache[block]
             if not self._heads.write_checksums(slot, generation):
                 break
         if self._heads.unchanged(slots, generations):
@@ -86,8 +89,8 @@ class BoundPlainKvCopier:
                 return "other checksum"
             source = self._slots[slot]
             for layer, halves in enumerate(self._caches):
-                for half, cache in enumerate(halves):
-                    cache[block] = source[:, layer, half]
+                for part, cache in zip(self._parts, halves, strict=True):
+                    cache[block] = source[:, layer, part]
         return "all" if self._heads.unchanged(slots, generations) else "other generation"
 
     def _clear(self, blocks: list[int]) -> None:
@@ -98,15 +101,15 @@ class BoundPlainKvCopier:
 
 
 def slots_as_array(heads: RankHeads, dtype: np.dtype[Any]) -> NDArray[np.generic]:
-    """[slots, heads, layers, 2, elements of 16 tokens] where the arena lies; the caller keeps it mapped."""
+    """[slots, heads, layers, elements of a cell] where the arena lies; the caller keeps it mapped. A cell's keys come
+    first, then its values."""
     shape = heads.arena.geometry
     room = (shape.slots - 1) * shape.payload_stride + heads.span
-    half = shape.cell_bytes // 2
     return np.ndarray(
-        (shape.slots, heads.count, heads.layers, 2, half // dtype.itemsize),
+        (shape.slots, heads.count, heads.layers, shape.cell_bytes // dtype.itemsize),
         dtype=dtype,
         buffer=memoryview((ctypes.c_char * room).from_address(heads.payloads)).cast("B"),
-        strides=(shape.payload_stride, heads.head_stride, 2 * half, half, dtype.itemsize),
+        strides=(shape.payload_stride, heads.head_stride, shape.cell_bytes, dtype.itemsize),
     )
 
 

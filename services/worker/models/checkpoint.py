@@ -55,6 +55,24 @@ class TensorPart(NamedTuple):
 
 
 @runtime_checkable
+class StoredTensorSource(Protocol):
+    """A `TensorSource` whose tensors have a type of their own, beside that of the run."""
+
+    def read_stored(self, name: str) -> Tensor:
+        """The whole tensor in the type that it is stored in. Raises ModelError where it is missing."""
+
+
+def read_exactly(source: TensorSource, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Tensor `name` in float32, never rounded to the dtype of the run. Raises ModelError."""
+    if not isinstance(source, StoredTensorSource):
+        return source.read(name, shape).float()
+    found = source.read_stored(name)
+    if tuple(found.shape) != shape:
+        raise ModelError(f"tensor {name} has shape {list(found.shape)}, the config asks for {list(shape)}")
+    return found.float()
+
+
+@runtime_checkable
 class BatchedTensorSource(Protocol):
     """A `TensorSource` that reads many at once faster than one after the other."""
 

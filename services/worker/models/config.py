@@ -7,7 +7,8 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from services.worker.models.hf_mixture import Mixture as Mixture
+from services.worker.models.hf_layers.latent import LatentConfig as LatentConfig
+from services.worker.models.hf_layers.mixture import Mixture as Mixture
 from services.worker.models.rope import Rope
 from services.worker.ops.interface import Activation
 
@@ -75,7 +76,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Columns of a dense layer's MLP."""
     num_heads: int
     num_kv_heads: int
+    """Heads whose keys and values are cached; 1 where that is a latent."""
     head_dim: int
+    """Elements of a cached head's key; of a latent and its rotated key together."""
     layers: tuple[LayerConfig, ...]
     max_positions: int
     norm_eps: float
@@ -96,6 +99,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     mixture: Mixture | None = None
+    latent: LatentConfig | None = None
+    """Attention is of this kind; None: of the usual one."""
+
+    @property
+    def rotated_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def num_layers(self) -> int:
@@ -121,11 +131,18 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def _in_layers(self, layers: Sequence[LayerConfig], experts: int | None) -> int:
         """With so many experts in each of those that mix."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        attention = self._attention_parameters()
         mixing = sum(layer.mixes for layer in layers)
         columns = (len(layers) - mixing) * self.intermediate_size
         outputs = 0
         if self.mixture is not None and experts is not None:
             columns += mixing * (experts * self.mixture.intermediate_size + (self.mixture.shared_size or 0))
-            outputs = mixing * (self.mixture.experts + (self.mixture.shared_size is not None))
+            gated = self.mixture.shared_size is not None and self.mixture.shared_gated
+            outputs = mixing * (self.mixture.experts + gated)
         return len(layers) * attention + self.hidden_size * (3 * columns + outputs)
+
+    def _attention_parameters(self) -> int:
+        """Of one layer."""
+        if self.latent is not None:
+            return self.latent.parameters(self.hidden_size, self.num_heads)
+        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)

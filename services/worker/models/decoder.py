@@ -11,6 +11,7 @@ from torch import Tensor
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
 from services.worker.kv.copier import RankKvCache
 from services.worker.models.config import ModelConfig
+from services.worker.models.latent.attention import LatentAttention
 from services.worker.models.native_decoder import NativeDecoder, native_decoder
 from services.worker.models.sharding import LayerShard
 from services.worker.models.weights import DecoderWeights, ForwardPass, KvCaches, LayerWeights, apply_mlp
@@ -77,6 +78,9 @@ class Decoder:
         self._communicator = communicator
         self._pipeline = pipeline or SingleStage()
         self._embedding_scale = _round_scale(config.embedding_scale, weights.embedding)
+        self._latent: LatentAttention | None = None
+        if config.latent is not None:
+            self._latent = LatentAttention(config.latent, ops, share.num_heads, config.attention_scale)
         alone = communicator.world_size == self._pipeline.stages == 1
         self._native = native_decoder(config, weights, ops) if alone else None
 
@@ -97,8 +101,8 @@ class Decoder:
 
     @property
     def capturable(self) -> bool:
-        """Always."""
-        return True
+        """Where attention is not latent: what computes that asks the device how long contexts are."""
+        return self._latent is None
 
     @property
     def native(self) -> NativeDecoder | None:
@@ -131,27 +135,35 @@ class Decoder:
 
     def allocate_kv(self, num_blocks: int) -> KvCaches:
         """Caches of `num_blocks` blocks for every layer."""
-        heads, dim = self._share.num_kv_heads, self._config.head_dim
+        latent, heads, dim = self._config.latent, self._share.num_kv_heads, self._config.head_dim
+        if latent is not None:
+            return [
+                self._ops.latents.allocate(num_blocks, latent.kv_rank, latent.rope_dim) for _ in self._weights.layers
+            ]
         return [self._ops.allocate_kv(num_blocks, heads, dim) for _ in self._weights.layers]
 
     def share_kv(self, caches: KvCaches, model: str) -> RankKvCache:
         """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights."""
         first, last = self._share.kv_heads
-        keys = caches[0][0]
+        latent, keys = self._config.latent, caches[0][0]
+        copier = (
+            self._ops.kv_copier(caches, self._config.head_dim) if latent is None else self._ops.latents.copier(caches)
+        )
         return RankKvCache(
             layout=KvLayout(
                 model=model,
                 dtype=str(keys.dtype).removeprefix("torch."),
                 layers=self._config.num_layers,
                 kv_heads=self._config.num_kv_heads,
-                head_dim=self._config.head_dim,
+                head_dim=self._config.head_dim if latent is None else latent.kv_rank,
                 block_size=self._ops.block_size,
+                value_dim=None if latent is None else latent.rope_dim,
             ),
             first_head=first,
             num_heads=last - first,
             writes=self._share.first_of_kv_heads,
             num_blocks=len(keys),
-            copier=self._ops.kv_copier(caches, self._config.head_dim),
+            copier=copier,
             first_layer=self._weights.first_layer,
             num_layers=len(caches),
             caches=caches,
@@ -162,7 +174,11 @@ class Decoder:
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block over all layers of this rank."""
-        per_layer = self._ops.kv_block_bytes(self._share.num_kv_heads, self._config.head_dim)
+        latent = self._config.latent
+        if latent is not None:
+            per_layer = self._ops.latents.block_bytes(latent.kv_rank, latent.rope_dim)
+        else:
+            per_layer = self._ops.kv_block_bytes(self._share.num_kv_heads, self._config.head_dim)
         return per_layer * len(self._weights.layers)
 
     def empty_features(self, rows: int) -> Tensor:
@@ -219,7 +235,9 @@ class Decoder:
         return self._communicator.sum(x.mul_(inside.unsqueeze(1)))
 
     def _queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
-        """x [n, hidden] → queries [n, H, D]; keys and values are in the cache then."""
+        """x [n, hidden] → queries [n, H, D]; keys and values, or latents, are in the cache then."""
+        if self._latent is not None:
+            return self._latent.queries(layer, x, meta, cache)
         return self._ops.rope_and_store(
             self._ops.linear(x, layer.qkv),
             meta,
@@ -240,14 +258,17 @@ class Decoder:
         rows: Tensor | None = None,
     ) -> Tensor:
         """queries [n, H, D] → the block's output [n, hidden], or that of `rows` only."""
-        mixed = self._ops.paged_attention(
-            queries,
-            *cache,
-            meta,
-            scale=self._config.attention_scale,
-            window=layer.window,
-            softcap=self._config.attention_softcap,
-        )
+        if self._latent is not None:
+            mixed = self._latent.attend(layer, queries, meta, cache)
+        else:
+            mixed = self._ops.paged_attention(
+                queries,
+                *cache,
+                meta,
+                scale=self._config.attention_scale,
+                window=layer.window,
+                softcap=self._config.attention_softcap,
+            )
         if rows is not None and len(rows) < len(mixed):
             mixed = mixed.index_select(0, rows)
         x = self._communicator.sum(self._ops.linear(mixed, layer.output))

@@ -7,15 +7,17 @@ the `transformers` library, as configs omit them. Both spellings of RoPE's param
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from services.worker.models.config import Dtype, LayerConfig, ModelConfig, ModelError
-from services.worker.models.hf_mixture import MixtureLayers, RawMixture, read_mixture
-from services.worker.models.hf_rope import RawRope, read_ropes
+from services.worker.models.hf_layers.latent import LATENT_ARCHITECTURES, LatentConfig, RawLatent, read_latent
+from services.worker.models.hf_layers.mixture import MixtureLayers, read_mixture
+from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
 from services.worker.ops.interface import Activation
 
 _T = TypeVar("_T")
@@ -60,6 +62,8 @@ _FAMILIES = {
         theta=1_000_000.0,
         local_theta=10_000.0,
     ),
+    "DeepseekV2ForCausalLM": _Family(),
+    "DeepseekV3ForCausalLM": _Family(),
 }
 
 _BASES = {
@@ -69,6 +73,8 @@ _BASES = {
     "Qwen3Model": "Qwen3ForCausalLM",
     "Gemma2Model": "Gemma2ForCausalLM",
     "Gemma3TextModel": "Gemma3ForCausalLM",
+    "DeepseekV2Model": "DeepseekV2ForCausalLM",
+    "DeepseekV3Model": "DeepseekV3ForCausalLM",
     "LlamaForSequenceClassification": "LlamaForCausalLM",
     "MistralForSequenceClassification": "MistralForCausalLM",
     "MixtralForSequenceClassification": "MixtralForCausalLM",
@@ -78,16 +84,20 @@ _BASES = {
     "Qwen3MoeForSequenceClassification": "Qwen3MoeForCausalLM",
     "Gemma2ForSequenceClassification": "Gemma2ForCausalLM",
     "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
+    "DeepseekV2ForSequenceClassification": "DeepseekV2ForCausalLM",
+    "DeepseekV3ForSequenceClassification": "DeepseekV3ForCausalLM",
 }
 """Architectures without a language model head, as embedding models and classifiers have them."""
 
-_NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
+_NO_WINDOW = ("LlamaForCausalLM", *LATENT_ARCHITECTURES)
+
+_NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", *LATENT_ARCHITECTURES)
 """Their layers are alike, whatever `layer_types` says."""
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-class _RawConfig(RawMixture, kw_only=True):
+class _RawConfig(RawLatent, kw_only=True):
     """The keys of `config.json` that matter here; others are no concern of inference."""
 
     vocab_size: int
@@ -190,13 +200,10 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
 def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
     architecture, family = _family(raw)
     _refuse_unsupported(raw)
-    kv_heads = raw.num_key_value_heads or raw.num_attention_heads
-    if raw.num_attention_heads % kv_heads:
-        raise ModelError(f"num_attention_heads {raw.num_attention_heads} is no multiple of {kv_heads} KV heads")
-    head_dim = raw.head_dim or _default_head_dim(raw, family)
-    scale = raw.query_pre_attn_scalar if family.gemma else float(head_dim)
-    mixing = _mixing(raw)
-    layers, max_positions = _layers(raw, family, mixing)
+    mixing, latent = _checked(read_mixture, raw), _checked(read_latent, raw)
+    heads = _heads(raw, family, latent)
+    ropes = _ropes(raw, family)
+    layers = _layers(raw, family, mixing, ropes)
     return ModelConfig(
         architecture=architecture,
         dtype=_dtype(raw),
@@ -204,13 +211,14 @@ def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
         hidden_size=raw.hidden_size,
         intermediate_size=raw.intermediate_size,
         num_heads=raw.num_attention_heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=heads.kv_heads,
+        head_dim=heads.dim,
         layers=layers,
-        max_positions=max_positions,
+        # Gemma 3 states its positions with interpolation already applied; the others state those before it.
+        max_positions=raw.max_position_embeddings if family.gemma else ropes.max_positions,
         norm_eps=family.eps if raw.rms_norm_eps is None else raw.rms_norm_eps,
         activation=_activation(raw, family),
-        attention_scale=scale**-0.5,
+        attention_scale=heads.scaled_by**-0.5 * (1.0 if latent is None else ropes.latent_scale),
         attention_softcap=_softcap(raw.attn_logit_softcapping, architecture, 50.0),
         logits_softcap=_softcap(raw.final_logit_softcapping, architecture, 30.0),
         qkv_bias=getattr(raw, family.qkv_bias_key) if family.qkv_bias is None else family.qkv_bias,
@@ -223,7 +231,27 @@ def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
         tied_embeddings=family.gemma if raw.tie_word_embeddings is None else raw.tie_word_embeddings,
         eos_token_ids=eos,
         mixture=mixing.mixture,
+        latent=latent,
     )
+
+
+class _Heads(NamedTuple):
+    kv_heads: int
+    """That are cached."""
+    dim: int
+    """Elements of each of them."""
+    scaled_by: float
+    """Scores are divided by its square root."""
+
+
+def _heads(raw: _RawConfig, family: _Family, latent: LatentConfig | None) -> _Heads:
+    if latent is not None:
+        return _Heads(1, latent.cached_dim, float(latent.query_dim))
+    kv_heads = raw.num_key_value_heads or raw.num_attention_heads
+    if raw.num_attention_heads % kv_heads:
+        raise ModelError(f"num_attention_heads {raw.num_attention_heads} is no multiple of {kv_heads} KV heads")
+    dim = raw.head_dim or _default_head_dim(raw, family)
+    return _Heads(kv_heads, dim, float(raw.query_pre_attn_scalar if family.gemma else dim))
 
 
 def _family(raw: _RawConfig) -> tuple[str, _Family]:
@@ -252,6 +280,8 @@ def _refuse_unsupported(raw: _RawConfig) -> None:
         raise ModelError("is_causal false is not supported: only causal attention is")
     if raw.use_bidirectional_attention:
         raise ModelError("use_bidirectional_attention true is not supported: only causal attention is")
+    if raw.mlp_bias and raw.architectures[0] == "DeepseekV2ForCausalLM":
+        raise ModelError("mlp_bias true is not supported for DeepseekV2ForCausalLM")
     for key in _POSITIVE:
         value = getattr(raw, key)
         if value is not None and value < 1:
@@ -288,28 +318,29 @@ def _softcap(value: float | UnsetType | None, architecture: str, gemma2: float) 
     return value or None
 
 
-def _mixing(raw: _RawConfig) -> MixtureLayers:
+def _checked(read: Callable[[_RawConfig], _T], raw: _RawConfig) -> _T:
     try:
-        return read_mixture(raw)
+        return read(raw)
     except ValueError as error:
         raise ModelError(str(error)) from None
 
 
-def _layers(raw: _RawConfig, family: _Family, mixing: MixtureLayers) -> tuple[tuple[LayerConfig, ...], int]:
-    ropes = read_ropes(
+def _ropes(raw: _RawConfig, family: _Family) -> Ropes:
+    return read_ropes(
         parameters=raw.rope_parameters,
         scaling=raw.rope_scaling,
         theta=raw.rope_theta if raw.rope_theta is not None else family.theta,
         local_theta=(raw.rope_local_base_freq or family.local_theta) if family.local_theta else None,
         positions=raw.max_position_embeddings,
     )
+
+
+def _layers(raw: _RawConfig, family: _Family, mixing: MixtureLayers, ropes: Ropes) -> tuple[LayerConfig, ...]:
     window = _window(raw, family)
-    layers = tuple(
+    return tuple(
         LayerConfig(window, ropes.sliding, mixes) if slides else LayerConfig(None, ropes.full, mixes)
         for slides, mixes in zip(_sliding_layers(raw, family, window is not None), mixing.mixing, strict=True)
     )
-    # Gemma 3 states its positions with interpolation already applied; the others state those before it.
-    return layers, raw.max_position_embeddings if family.gemma else ropes.max_positions
 
 
 def _window(raw: _RawConfig, family: _Family) -> int | None:
@@ -321,7 +352,7 @@ def _window(raw: _RawConfig, family: _Family) -> int | None:
     window = family.window_default if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window
     if window is not None and window < 1:
         raise ModelError(f"sliding_window {window} is not positive")
-    return None if raw.architectures[0] == "LlamaForCausalLM" else window
+    return None if raw.architectures[0] in _NO_WINDOW else window
 
 
 def _sliding_layers(raw: _RawConfig, family: _Family, has_window: bool) -> list[bool]:

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from services.worker.models.config import ModelError
-from services.worker.models.rope import LinearRope, Llama3Rope, PlainRope, Rope, YarnRope, yarn_magnitude
+from services.worker.models.rope import LinearRope, Llama3Rope, PlainRope, Rope, YarnRope, yarn_magnitude, yarn_mscale
 
 
 class RawRope(Struct, kw_only=True, omit_defaults=True):
@@ -40,6 +40,8 @@ class Ropes(Struct, frozen=True):
     sliding: Rope
     max_positions: int
     """The context that `full` was made for."""
+    latent_scale: float = 1.0
+    """What scores of latent attention are multiplied by besides: `mscale_all_dim` of YaRN, squared."""
 
 
 def read_ropes(
@@ -54,7 +56,7 @@ def read_ropes(
         sliding = _rope((nested.sliding_attention if nested else None) or RawRope(), local_theta, positions)
     else:
         sliding = _rope(nested.sliding_attention, theta, positions) if nested and nested.sliding_attention else full
-    return Ropes(full, sliding, _max_positions(full, positions))
+    return Ropes(full, sliding, _max_positions(full, positions), _latent_scale(full_raw))
 
 
 def _decode(parameters: msgspec.Raw) -> tuple[RawRope | None, _ByLayerType | None]:
@@ -112,6 +114,12 @@ def _yarn(raw: RawRope, theta: float, positions: int) -> YarnRope:
         magnitude=magnitude,
         truncate=raw.truncate,
     )
+
+
+def _latent_scale(raw: RawRope) -> float:
+    if (raw.rope_type or raw.type or "default") == "default" or not raw.mscale_all_dim or raw.factor is None:
+        return 1.0
+    return yarn_mscale(raw.factor, raw.mscale_all_dim) ** 2
 
 
 def _need(raw: RawRope, key: str) -> float:

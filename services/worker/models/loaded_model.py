@@ -156,6 +156,8 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     if settings.impl == "transformers" or (settings.impl == "auto" and not is_native(settings.folder)):
         return _library_model(settings)
     config = read_model_config(settings.folder, quantized=True)
+    if config.latent is not None:
+        _check_latent(settings)
     method = _method_of(settings)
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
     dtype = dtype_of(settings.dtype, config, settings.device)
@@ -384,6 +386,14 @@ def _model_len(config: ModelDescription, asked: int | None) -> int:
             f"a maximum model length of {asked} is asked for; the model has {config.max_positions} positions"
         )
     return asked or config.max_positions
+
+
+def _check_latent(settings: LoadSettings) -> None:
+    """Raises ModelError for settings that latent attention does not know."""
+    if settings.cache != "auto":
+        raise ModelError(f"kv_cache_dtype {settings.cache}: latents are kept in the model's dtype")
+    if settings.attention == "flash-attn":
+        raise ModelError("attention flash-attn: it knows no latents, which have kernels of their own; choose auto")
 
 
 def _code_of(settings: LoadSettings) -> Code | None:

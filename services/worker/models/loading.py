@@ -13,14 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.models.checkpoint import BatchedTensorSource, TensorPart, TensorSource
-from services.worker.models.config import LayerConfig, Mixture, ModelConfig
-from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
+from services.worker.models.checkpoint import BatchedTensorSource, TensorPart, TensorSource, read_exactly
+from services.worker.models.config import LatentConfig, LayerConfig, Mixture, ModelConfig
+from services.worker.models.latent.loading import LatentLoader
+from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.rope import Rope, cos_sin_table
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
 from services.worker.models.weights import DecoderWeights, DenseMlp, LayerWeights, MixtureMlp, SharedExpert
-from services.worker.ops.interface import Ops, PackedLinear
-from services.worker.ops.quantized import Code, QuantizedWeight, quantize, stack_outputs
+from services.worker.ops.interface import Ops, PackedLinear, Routing
+from services.worker.ops.quantized import Code
 
 
 def load_weights(
@@ -66,7 +67,7 @@ class _Loader:
         self._ops = ops
         self._device = device
         self._max_model_len = max_model_len
-        self._quantization = quantization
+        self._matrices = MatrixLoader(checkpoint, ops, device, quantization)
         self._tables: dict[Rope, Tensor] = {}
 
     def weights(self, stage: PipelineStage) -> DecoderWeights:
@@ -76,9 +77,12 @@ class _Loader:
             embedding=embedding,
             layers=tuple(self.layer(number, self._config.layers[number]) for number in numbers),
             final_norm=self._norm("model.norm.weight") if stage.is_last else None,
-            head=self._pack(self._head(embedding), None, self._quantization and "int8") if stage.is_last else None,
+            head=self._pack_head(embedding) if stage.is_last else None,
             first_layer=stage.first_layer,
         )
+
+    def _pack_head(self, embedding: Tensor | None) -> PackedLinear:
+        return self._matrices.pack(self._head(embedding), None, self._matrices.quantization and "int8")
 
     def _head(self, embedding: Tensor | None) -> Tensor:
         """`embedding`, where it is tied to that and this stage has it."""
@@ -95,17 +99,19 @@ class _Loader:
 
     def layer(self, index: int, layer: LayerConfig) -> LayerWeights:
         name, config, dim = f"model.layers.{index}", self._config, self._config.head_dim
+        latent = None if config.latent is None else self._latent(config.latent, f"{name}.self_attn")
+        value_dim = dim if config.latent is None else config.latent.value_dim
         # Gemma's post_attention_layernorm comes directly behind attention, Llama's before the MLP.
         before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
         return LayerWeights(
             input_norm=self._norm(f"{name}.input_layernorm.weight"),
-            qkv=self._qkv(f"{name}.self_attn"),
+            qkv=self._qkv(f"{name}.self_attn") if latent is None else latent.inputs(),
             q_norm=self._norm(f"{name}.self_attn.q_norm.weight", dim) if config.qk_norm else None,
             k_norm=self._norm(f"{name}.self_attn.k_norm.weight", dim) if config.qk_norm else None,
             output=self._row_parallel(
                 f"{name}.self_attn.o_proj",
-                config.num_heads * dim,
-                _columns_of_heads(self._share.heads, dim),
+                config.num_heads * value_dim,
+                _columns_of_heads(self._share.heads, value_dim),
                 config.output_bias,
             ),
             attention_post_norm=self._post_norm(f"{name}.post_attention_layernorm.weight"),
@@ -114,7 +120,11 @@ class _Loader:
             mlp_post_norm=self._post_norm(f"{name}.post_feedforward_layernorm.weight"),
             cos_sin=self._table(layer.rope),
             window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
+            latent=None if latent is None else latent.weights(),
         )
+
+    def _latent(self, latent: LatentConfig, name: str) -> LatentLoader:
+        return LatentLoader(self._matrices, self._ops, self._device, self._config, latent, self._share.heads, name)
 
     def _qkv(self, name: str) -> PackedLinear:
         config, dim = self._config, self._config.head_dim
@@ -139,73 +149,52 @@ class _Loader:
         assert mixture is not None, "a layer mixes"
         read = read_experts(self._checkpoint, name, mixture, hidden, self._share.experts, self._device)
         return MixtureMlp(
-            router=self._pack(read.router, None),
+            router=self._matrices.pack(read.router, None),
             experts=self._ops.pack_experts(read.gate_up, read.down),
-            chosen=mixture.chosen,
-            renormalised=mixture.renormalised,
-            shared=None if mixture.shared_size is None else self._shared_expert(f"{name}.mlp", mixture.shared_size),
+            routing=self._routing(f"{name}.mlp", mixture),
+            shared=None
+            if mixture.shared_size is None
+            else self._shared_expert(f"{name}.mlp", mixture.shared_size, gated=mixture.shared_gated),
         )
 
-    def _shared_expert(self, name: str, size: int) -> SharedExpert:
-        return SharedExpert(
-            mlp=self._columns_of(f"{name}.shared_expert", size, self._share.shared_expert, bias=False),
-            gate=self._pack(
-                self._checkpoint.read(f"{name}.shared_expert_gate.weight", (1, self._config.hidden_size)), None
-            ),
+    def _routing(self, name: str, mixture: Mixture) -> Routing:
+        bias = None
+        if mixture.corrected:
+            bias = read_exactly(self._checkpoint, f"{name}.gate.e_score_correction_bias", (mixture.experts,))
+        return Routing(
+            chosen=mixture.chosen,
+            renormalised=mixture.renormalised,
+            scoring=mixture.scoring,
+            groups=mixture.groups,
+            chosen_groups=mixture.chosen_groups,
+            bias=None if bias is None else bias.to(self._device),
+            scale=mixture.scale,
         )
+
+    def _shared_expert(self, name: str, size: int, *, gated: bool) -> SharedExpert:
+        """`gated`: Qwen's name of it and its gate; else DeepSeek's."""
+        block = f"{name}.shared_expert" if gated else f"{name}.shared_experts"
+        mlp = self._columns_of(block, size, self._share.shared_expert, bias=False)
+        if not gated:
+            return SharedExpert(mlp, gate=None)
+        gate = self._checkpoint.read(f"{name}.shared_expert_gate.weight", (1, self._config.hidden_size))
+        return SharedExpert(mlp, self._matrices.pack(gate, None))
 
     def _column_parallel(self, parts: list[tuple[str, int, tuple[int, int]]], bias: bool) -> PackedLinear:
         """One matrix of this rank's rows of several (name, output size, rows): one product instead of many."""
         read, hidden = self._checkpoint.read, self._config.hidden_size
-        weight = self._joined([self._linear(name, (size, hidden), rows=rows) for name, size, rows in parts])
+        weight = self._matrices.join(
+            [self._matrices.read(name, (size, hidden), rows=rows) for name, size, rows in parts]
+        )
         biases = [read(f"{name}.bias", (size,), rows=rows) for name, size, rows in parts] if bias else []
-        return self._pack(weight, torch.cat(biases) if bias else None, self._quantization)
+        return self._matrices.pack_linear(weight, torch.cat(biases) if bias else None)
 
     def _row_parallel(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> PackedLinear:
         """This rank's columns; rank 0 alone adds the bias, as the products are summed over the ranks."""
-        hidden, code = self._config.hidden_size, self._quantization
-        if code is None or columns == (0, size):
-            weight = self._linear(name, (hidden, size), columns=columns)
-        else:  # rounded as a whole, so that every number of ranks has the same weights
-            whole = self._checkpoint.read(f"{name}.weight", (hidden, size)).to(self._device)
-            weight, code = quantize(whole, code).part(slice(None), columns, whole.dtype), None
+        hidden = self._config.hidden_size
         adds_bias = bias and columns[0] == 0
         own_bias = self._checkpoint.read(f"{name}.bias", (hidden,)) if adds_bias else None
-        return self._pack(weight, own_bias, code)
-
-    def _linear(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        *,
-        rows: tuple[int, int] | None = None,
-        columns: tuple[int, int] | None = None,
-    ) -> Tensor | QuantizedWeight:
-        """A linear layer's weight, or the given range of its outputs or inputs: codes where the checkpoint has them."""
-        if isinstance(self._checkpoint, QuantizedCheckpoint):
-            return self._checkpoint.read_linear(name, shape, rows=rows, columns=columns)
-        return self._checkpoint.read(f"{name}.weight", shape, rows=rows, columns=columns)
-
-    def _joined(self, parts: list[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
-        """One matrix with all outputs, in codes where all parts have the same kind of them."""
-        codes = [part for part in parts if isinstance(part, QuantizedWeight)]
-        stacked = stack_outputs(codes) if len(codes) == len(parts) else None
-        if stacked is not None:
-            return stacked
-        return torch.cat([part if isinstance(part, Tensor) else self._numbers(part) for part in parts])
-
-    def _numbers(self, weight: QuantizedWeight) -> Tensor:
-        assert isinstance(self._checkpoint, QuantizedCheckpoint), "nothing else has codes"
-        return weight.dequantized(self._checkpoint.dtype)
-
-    def _pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, code: Code | None = None) -> PackedLinear:
-        """`code`: what the weight is rounded to; None: it stays as it is."""
-        weight, bias = weight.to(self._device), None if bias is None else bias.to(self._device)
-        if isinstance(weight, QuantizedWeight):
-            return self._ops.pack_quantized(weight, bias)
-        if code is None:
-            return self._ops.pack_linear(weight, bias)
-        return self._ops.pack_quantized(quantize(weight, code), bias)
+        return self._matrices.pack_inputs(name, (hidden, size), columns, own_bias)
 
     def _norm(self, name: str, size: int | None = None) -> Tensor:
         weight = self._checkpoint.read(name, (size or self._config.hidden_size,)).float()
@@ -216,7 +205,7 @@ class _Loader:
 
     def _table(self, rope: Rope) -> Tensor:
         if rope not in self._tables:
-            table = cos_sin_table(rope, self._config.head_dim, self._max_model_len)
+            table = cos_sin_table(rope, self._config.rotated_dim, self._max_model_len)
             self._tables[rope] = table.to(self._device)
         return self._tables[rope]
 

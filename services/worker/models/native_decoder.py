@@ -155,10 +155,11 @@ class NativeDecoder:
 def native_decoder(
     config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | None = None
 ) -> NativeDecoder | None:
-    """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for mixtures of experts.
+    """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for mixtures of experts and
+    latent attention.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
-    if not isinstance(ops, NativeOps) or config.mixture is not None:
+    if not isinstance(ops, NativeOps) or config.mixture is not None or config.latent is not None:
         return None
     return NativeDecoder(config, weights, ops.kernels, ops.number, ops.dtype, ops.block_size, eagle)
 

@@ -63,11 +63,14 @@ def cos_sin_table(rope: Rope, head_dim: int, positions: int) -> Tensor:
 
 def yarn_magnitude(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
     """The attention temperature of section 3.4 of the paper, with DeepSeek's two-scale variant."""
+    if mscale and mscale_all_dim:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return yarn_mscale(factor, 1.0)
 
-    def scaled(by: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
-    return scaled(mscale) / scaled(mscale_all_dim) if mscale and mscale_all_dim else scaled(1.0)
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """The temperature of a context `factor` times as long, 0.1 · mscale · ln(factor) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _frequencies(rope: Rope, head_dim: int) -> Tensor:

@@ -7,7 +7,15 @@ from typing import Protocol, assert_never
 
 from torch import Tensor
 
-from services.worker.ops.interface import Activation, BatchMeta, Ops, PackedExperts, PackedLinear
+from services.worker.ops.interface import (
+    Activation,
+    BatchMeta,
+    Ops,
+    PackedExperts,
+    PackedHeads,
+    PackedLinear,
+    Routing,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +28,11 @@ class DenseMlp:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An MLP that every row goes through beside those that are chosen for it (Qwen2-MoE)."""
+    """An MLP that every row goes through beside those that are chosen for it."""
 
     mlp: DenseMlp
-    gate: PackedLinear
-    """[1, hidden]: the sigmoid of its product is how much of the MLP's output is taken."""
+    gate: PackedLinear | None
+    """[1, hidden]: the sigmoid of its product is how much of the MLP's output is taken; None: all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +41,7 @@ class MixtureMlp:
 
     router: PackedLinear
     experts: PackedExperts
-    chosen: int
-    renormalised: bool
+    routing: Routing
     shared: SharedExpert | None
 
 
@@ -46,11 +53,28 @@ KvCaches = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """What latent attention has beside the usual one's weights, for one rank's heads."""
+
+    q_norm: Tensor | None
+    q_up: PackedLinear | None
+    """The latent of a row's queries is normed, and made its queries; None: they are there already."""
+    kv_norm: Tensor
+    keys_up: PackedHeads
+    """[H, kv_rank, nope_dim]: what a query is multiplied with, in place of its keys' latents with the other side of
+    it."""
+    values_up: PackedHeads
+    """[H, value_dim, kv_rank]: the same for values, behind attention."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One rank's weights of one layer. Norm weights are float32."""
 
     input_norm: Tensor
     qkv: PackedLinear
+    """What a row is multiplied with: queries, keys and values. Latent: queries, or their latent, then the latent and
+    the shared key that are cached."""
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: PackedLinear
@@ -60,6 +84,7 @@ class LayerWeights:
     mlp_post_norm: Tensor | None
     cos_sin: Tensor
     window: int | None
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +121,10 @@ def apply_mlp(ops: Ops, mlp: Mlp, x: Tensor, activation: Activation) -> Tensor:
 
 def _apply_mixture(ops: Ops, mixture: MixtureMlp, x: Tensor, activation: Activation) -> Tensor:
     logits = ops.linear(x, mixture.router)
-    mixed = ops.mixture(
-        x, logits, mixture.experts, chosen=mixture.chosen, renormalised=mixture.renormalised, kind=activation
-    )
+    mixed = ops.mixture(x, logits, mixture.experts, routing=mixture.routing, kind=activation)
     if mixture.shared is None:
         return mixed
-    share = ops.linear(x, mixture.shared.gate).sigmoid()
-    return mixed.add_(apply_mlp(ops, mixture.shared.mlp, x, activation).mul_(share))
+    output = apply_mlp(ops, mixture.shared.mlp, x, activation)
+    if mixture.shared.gate is not None:
+        output.mul_(ops.linear(x, mixture.shared.gate).sigmoid())
+    return mixed.add_(output)

@@ -26,7 +26,13 @@ PackedLinear = NewType("PackedLinear", object)
 PackedExperts = NewType("PackedExperts", object)
 """The experts of a mixture, as `PackedLinear`."""
 
+PackedHeads = NewType("PackedHeads", object)
+"""A weight of each head, as `PackedLinear`."""
+
 Activation = Literal["silu", "gelu_tanh"]
+
+Scoring = Literal["softmax", "sigmoid"]
+"""What makes scores of a router's logits."""
 
 OpsName = Literal["auto", "torch", "native", "triton"]
 CacheDtype = Literal["auto", "fp8"]
@@ -73,6 +79,38 @@ class BatchMeta:
     """Whether it is known that `logits_rows` are all rows in their order."""
 
 
+class LatentCache(NamedTuple):
+    """One layer's cache of latent attention; see `LatentOps.allocate`."""
+
+    latents: Tensor
+    rotated: Tensor
+
+
+class Routing(NamedTuple):
+    """How a mixture's router chooses experts."""
+
+    chosen: int
+    """Experts of each row."""
+    renormalised: bool
+    """The chances of those are scaled to add up to 1."""
+    scoring: Scoring = "softmax"
+    """What makes scores of logits, which are the chances."""
+    groups: int = 1
+    """The experts are so many groups of neighbours."""
+    chosen_groups: int = 1
+    """Only experts of the best so many groups are chosen: of those whose best expert is the best; where there is a
+    `bias`, whose best two are together."""
+    bias: Tensor | None = None
+    """float32 [E], added to the scores that choose, not to the chances."""
+    scale: float = 1.0
+    """What the chances are multiplied by in the end."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the greatest of a softmax choose."""
+        return self.scoring == "softmax" and self.groups == 1 and self.bias is None and self.scale == 1.0
+
+
 class DraftAttempt(NamedTuple):
     """What a step drew for Q sequences, of which some try drafts: for each a row behind its last token, and one behind
     every draft, all of a sequence's together, R in all. Tensors are contiguous and on the device."""
@@ -89,6 +127,50 @@ class DraftAttempt(NamedTuple):
     """int32 [Q] drafts of each."""
     max_drafts: int
     """The greatest of `counts`, 1 at the least."""
+
+
+class LatentOps(Protocol):
+    """The operations of multi-head latent attention; what `Ops` promises of tensors holds here."""
+
+    def pack_heads(self, weight: Tensor) -> PackedHeads:
+        """`weight` [H, out, in] made ready for `linear_of_heads`."""
+
+    def linear_of_heads(self, x: Tensor, packed: PackedHeads) -> Tensor:
+        """x [n, H, in] → each head's row times its own weight [n, H, out]."""
+
+    def block_bytes(self, rank: int, rope_dim: int) -> int:
+        """Bytes that one block of latents takes in one layer."""
+
+    def allocate(self, num_blocks: int, rank: int, rope_dim: int) -> tuple[Tensor, Tensor]:
+        """One layer's cache of multi-head latent attention: latents [num_blocks, 1, block_size, rank], and rotated keys
+        [num_blocks, 1, block_size, rope_dim]; contents finite, else undefined."""
+
+    def copier(self, caches: list[tuple[Tensor, Tensor]]) -> KvCopier:
+        """Copies blocks of these caches, one pair for each layer, beside the other operations."""
+
+    def rope_and_store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        meta: BatchMeta,
+        cos_sin: Tensor,
+        cache: LatentCache,
+        *,
+        norm: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """q [n, H, nope + rope_dim] → the same with each head's last rope_dim elements rotated.
+
+        latents [n, rank + rope_dim]: the first `rank` are RMS-normed by `norm` (float32 [rank]) and stored, the others
+        are rotated and stored, both at `meta.slots`. Rotation and `cos_sin` [positions, rope_dim] are those of
+        `Ops.rope_and_store`. Both inputs may be overwritten.
+        """
+
+    def attention(self, q: Tensor, cache: LatentCache, meta: BatchMeta, *, scale: float) -> Tensor:
+        """Causal attention of q [n, H, rank + rope_dim] over the cached latents of each row's own sequence.
+
+        A token's key is its latent and its rotated key, its value is its latent: → [n, H, rank]. Scores are scaled.
+        """
 
 
 class Ops(Protocol):
@@ -131,12 +213,11 @@ class Ops(Protocol):
         """`gate_up` [E, 2 * I, hidden] (gates, then ups) and `down` [E, hidden, I] made ready for `mixture`."""
 
     def mixture(
-        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, chosen: int, renormalised: bool, kind: Activation
+        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, routing: Routing, kind: Activation
     ) -> Tensor:
-        """x [n, hidden] → the sum of its `chosen` experts' outputs, each times its chance [n, hidden].
+        """x [n, hidden] → the sum of its chosen experts' outputs, each times its chance [n, hidden].
 
-        `logits` [n, E]: a softmax in float32 makes them chances, the greatest of which choose; where `renormalised`,
-        those are scaled to add up to 1. An expert is down(act(gate) * up).
+        `logits` [n, E] are made chances in float32. An expert is down(act(gate) * up).
         """
 
     @property
@@ -198,6 +279,10 @@ class Ops(Protocol):
         arXiv:2309.17453, learned as gpt-oss has them). `alibi_slopes` (float32 [H]): -slope * (p - token) is added to
         a score once it is scaled and capped (ALiBi, arXiv:2108.12409).
         """
+
+    @property
+    def latents(self) -> LatentOps:
+        """The operations of multi-head latent attention."""
 
     def verify(self, attempt: DraftAttempt) -> Tensor:
         """Which drafts are accepted: int32 [Q + R], how many tokens each sequence gains, its accepted drafts and one

@@ -77,6 +77,11 @@ class QuantizedWeight(NamedTuple):
         zeros = None if zeros is None else zeros.repeat_interleave(times, dim=1)[:, groups]
         return QuantizedWeight(self.code, codes, scales, zeros)
 
+    def permuted(self, outputs: Tensor) -> QuantizedWeight:
+        """The same with its outputs in the order of `outputs`, an index for each."""
+        zeros = None if self.zeros is None else self.zeros[outputs]
+        return QuantizedWeight(self.code, self.codes[outputs], self.scales[outputs], zeros)
+
     def to(self, device: torch.device) -> QuantizedWeight:
         """On `device`."""
         zeros = None if self.zeros is None else self.zeros.to(device)

@@ -6,7 +6,6 @@ On CPUs weights are packed for oneDNN, which multiplies 1 to 64 rows 1.2 to 3 ti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +18,20 @@ from services.worker.kv.copier import KvCopier
 from services.worker.kv.cuda_copier import CudaBlockStream, CudaKvCopier
 from services.worker.kv.plain_copier import PlainKvCopier
 from services.worker.ops.gpu import runs_triton
-from services.worker.ops.interface import Activation, BatchMeta, DraftAttempt, PackedExperts, PackedLinear
+from services.worker.ops.interface import (
+    Activation,
+    BatchMeta,
+    DraftAttempt,
+    LatentCache,
+    PackedExperts,
+    PackedHeads,
+    PackedLinear,
+    Routing,
+)
 from services.worker.ops.quantized import QuantizedWeight, pack_nibbles, unpack_nibbles
 from services.worker.ops.torch_attention import PagedAttentionStep
+from services.worker.ops.torch_latent import latent_attention, store_latents
+from services.worker.ops.torch_routing import route, rows_by_expert
 from shared.blocks import DEFAULT_BLOCK_SIZE
 
 
@@ -108,12 +118,12 @@ class TorchOps:
         return PackedExperts(ExpertLinears(gate_ups, downs))
 
     def mixture(
-        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, chosen: int, renormalised: bool, kind: Activation
+        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, routing: Routing, kind: Activation
     ) -> Tensor:
         """One expert after the other, summed in float32. Waits for the device."""
         assert isinstance(experts, ExpertLinears)
         mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, rows, chances in rows_by_expert(*route(logits, chosen, renormalised), len(experts.down)):
+        for expert, rows, chances in rows_by_expert(*route(logits, routing), len(experts.down)):
             gate_up = self.linear(x.index_select(0, rows), experts.gate_up[expert])
             down = self.linear(self.gated_act(gate_up, kind), experts.down[expert])
             mixed.index_add_(0, rows, down.float() * chances)
@@ -153,9 +163,9 @@ class TorchOps:
         rows = cos_sin.index_select(0, meta.positions).unsqueeze(1)
         block = torch.div(meta.slots, block_size, rounding_mode="floor")
         offset = meta.slots - block * block_size
-        k_cache[block, :, offset] = _rotate(k, rows)
+        k_cache[block, :, offset] = rotate(k, rows)
         v_cache[block, :, offset] = v
-        return _rotate(q, rows)
+        return rotate(q, rows)
 
     def paged_attention(
         self,
@@ -175,9 +185,70 @@ class TorchOps:
         parts = [*attend.decodes(), *attend.prefills()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    @property
+    def latents(self) -> TorchLatents:
+        """On the same device, in the same dtype."""
+        return TorchLatents(self, self._device, self._dtype)
+
     def verify(self, attempt: DraftAttempt) -> Tensor:
         """On the device, without waiting for it; on a CPU by NumPy."""
         return verify_drafts(attempt)
+
+
+class TorchLatents:
+    """See :class:`services.worker.ops.interface.LatentOps`."""
+
+    def __init__(self, ops: TorchOps, device: torch.device, dtype: torch.dtype) -> None:
+        self._ops = ops
+        self._device = device
+        self._dtype = dtype
+
+    def pack_heads(self, weight: Tensor) -> PackedHeads:
+        """[H, in, out]: what batched products take."""
+        return PackedHeads(weight.transpose(1, 2).contiguous())
+
+    def linear_of_heads(self, x: Tensor, packed: PackedHeads) -> Tensor:
+        """One batched product."""
+        assert isinstance(packed, Tensor)
+        return torch.bmm(x.transpose(0, 1).to(packed.dtype), packed).transpose(0, 1).contiguous()
+
+    def block_bytes(self, rank: int, rope_dim: int) -> int:
+        """Latents are kept in the model's dtype."""
+        return self._ops.block_size * (rank + rope_dim) * self._dtype.itemsize
+
+    def allocate(self, num_blocks: int, rank: int, rope_dim: int) -> tuple[Tensor, Tensor]:
+        """Zeros, as those of `allocate_kv`."""
+        latents, rotated = (
+            _zeros((num_blocks, 1, self._ops.block_size, dim), self._dtype, self._device) for dim in (rank, rope_dim)
+        )
+        return latents, rotated
+
+    def copier(self, caches: list[tuple[Tensor, Tensor]]) -> KvCopier:
+        """As of keys and values."""
+        return _gpu_copier(caches) if self._device.type == "cuda" else PlainKvCopier(caches)
+
+    def rope_and_store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        meta: BatchMeta,
+        cos_sin: Tensor,
+        cache: LatentCache,
+        *,
+        norm: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """Rotated in float32, stored in the cache's dtype."""
+        rank, rope_dim = len(norm), cos_sin.shape[1]
+        rows = cos_sin.index_select(0, meta.positions).unsqueeze(1)
+        normed = self._ops.rms_norm(latents[:, :rank].contiguous(), norm, eps)
+        store_latents(normed, rotate(latents[:, rank:].unsqueeze(1), rows).squeeze(1), meta, cache)
+        q[:, :, -rope_dim:] = rotate(q[:, :, -rope_dim:], rows)
+        return q
+
+    def attention(self, q: Tensor, cache: LatentCache, meta: BatchMeta, *, scale: float) -> Tensor:
+        """Decodes together, prefills one after the other; scores in float32."""
+        return latent_attention(q, cache, meta, scale)
 
 
 def _gpu_copier(caches: list[tuple[Tensor, Tensor]]) -> CudaKvCopier:
@@ -206,7 +277,7 @@ def _onednn_multiplies(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     """x [n, heads, D], cos_sin float32 [n, 1, D] → rotated, in x's dtype."""
     cos, sin = cos_sin.chunk(2, dim=-1)
     low, high = x.float().chunk(2, dim=-1)
@@ -222,35 +293,6 @@ class ExpertLinears(NamedTuple):
 
     gate_up: tuple[PackedLinear, ...]
     down: tuple[PackedLinear, ...]
-
-
-class ExpertRows(NamedTuple):
-    """The rows that chose one expert, and their weights."""
-
-    expert: int
-    rows: Tensor
-    """[m] ascending"""
-    chances: Tensor
-    """[m, 1] float32"""
-
-
-def route(logits: Tensor, chosen: int, renormalised: bool) -> tuple[Tensor, Tensor]:
-    """logits [n, E] → chances (float32) and numbers of the `chosen` experts of each row, both [n, chosen]."""
-    chances, experts = logits.float().softmax(dim=-1).topk(chosen, dim=-1)
-    return chances / chances.sum(dim=-1, keepdim=True) if renormalised else chances, experts
-
-
-def rows_by_expert(chances: Tensor, experts: Tensor, count: int) -> Iterator[ExpertRows]:
-    """Yields the rows of each of `count` experts that has any, in ascending order. Waits for the device."""
-    chosen = experts.shape[1]
-    order = experts.flatten().argsort(stable=True)
-    rows, sorted_chances = order // chosen, chances.flatten()[order].unsqueeze(1)
-    first = 0
-    for expert, size in enumerate(torch.bincount(experts.flatten(), minlength=count).tolist()):
-        if size:
-            part = slice(first, first + size)
-            yield ExpertRows(expert, rows[part], sorted_chances[part])
-            first += size
 
 
 # Which drafts are accepted, see `speculation.verification`.

@@ -21,6 +21,7 @@ from services.worker.ops.interface import (
     DraftAttempt,
     OpsUnavailable,
     PackedExperts,
+    Routing,
 )
 from services.worker.ops.torch_ops import TorchOps
 from services.worker.ops.triton.attention.paged_attention import create_attention
@@ -82,15 +83,15 @@ class TritonOps(TorchOps):
         return PackedExperts(_Experts(gate_up, down))
 
     def mixture(
-        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, chosen: int, renormalised: bool, kind: Activation
+        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, routing: Routing, kind: Activation
     ) -> Tensor:
         """Compiles the kernels of all sizes of tiles when a shape of mixture is first seen on a GPU."""
         assert isinstance(experts, _Experts)
-        shape = (chosen, kind, *experts.down.shape)
+        shape = (routing.chosen, kind, *experts.down.shape)
         if shape not in self._compiled and self._device.type == "cuda":
             self._compiled.add(shape)
-            compile_all(x, logits, *experts, chosen=chosen, renormalised=renormalised, kind=kind)
-        return mixture(x, logits, *experts, chosen=chosen, renormalised=renormalised, kind=kind)
+            compile_all(x, logits, *experts, routing=routing, kind=kind)
+        return mixture(x, logits, *experts, routing=routing, kind=kind)
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Keys and values are kept in the caches' dtype."""

@@ -10,13 +10,14 @@ import msgspec
 from msgspec import Struct, field
 
 from services.worker.backend import BackendError
-from services.worker.models.hf_mixture import RawMixture, read_mixture
+from services.worker.models.hf_layers.latent import RawLatent, read_latent
+from services.worker.models.hf_layers.mixture import read_mixture
 from services.worker.sim.accelerator import StepCost
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class _Raw(RawMixture, kw_only=True):
+class _Raw(RawLatent, kw_only=True):
     """The keys of `config.json` that sizes follow from."""
 
     architectures: list[str] = field(default_factory=list)
@@ -94,11 +95,9 @@ def read_shape(folder: Path, dtype: str) -> ModelShape:
 
 
 def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...]) -> ModelShape:
-    heads, kv_heads = raw.num_attention_heads, raw.num_key_value_heads or raw.num_attention_heads
-    head_dim = raw.head_dim or raw.hidden_size // heads
-    attention = raw.hidden_size * head_dim * (2 * heads + 2 * kv_heads)
+    attention = _attention(raw)
     layers = _layers(raw)
-    everywhere = raw.num_hidden_layers * attention + 3 * raw.hidden_size * layers.dense_columns
+    everywhere = raw.num_hidden_layers * attention.parameters + 3 * raw.hidden_size * layers.dense_columns
     one_expert = 3 * raw.hidden_size * layers.expert_columns
     embedding = raw.vocab_size * raw.hidden_size
     size = _BYTES[dtype]
@@ -109,15 +108,37 @@ def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...]) -> ModelShape:
         dtype=dtype,
         weight_bytes=size
         * (everywhere + layers.experts * one_expert + embedding * (1 if raw.tie_word_embeddings else 2)),
-        kv_heads=kv_heads,
-        kv_bytes_per_token=2 * raw.num_hidden_layers * kv_heads * head_dim * size,
+        kv_heads=attention.kv_heads,
+        kv_bytes_per_token=raw.num_hidden_layers * attention.cached * size,
         flops_per_token=2 * (everywhere + layers.chosen * one_expert),
-        flops_per_pair=4 * raw.num_hidden_layers * heads * head_dim,
+        flops_per_pair=2 * raw.num_hidden_layers * attention.multiplied,
         flops_per_sample=2 * embedding,
         reduced_per_token=2 * raw.num_hidden_layers * raw.hidden_size * size,
         reductions=2 * raw.num_hidden_layers,
         experts=Experts(layers.experts, layers.chosen, size * one_expert) if layers.experts else None,
     )
+
+
+class _Attention(NamedTuple):
+    """One layer's attention."""
+
+    parameters: int
+    kv_heads: int
+    cached: int
+    """Elements that are cached of each token."""
+    multiplied: int
+    """Elements that are multiplied for each pair of a query and a key, over all heads."""
+
+
+def _attention(raw: _Raw) -> _Attention:
+    heads, latent = raw.num_attention_heads, read_latent(raw)
+    if latent is not None:
+        pair = heads * (latent.cached_dim + latent.kv_rank)
+        return _Attention(latent.parameters(raw.hidden_size, heads), 1, latent.cached_dim, pair)
+    kv_heads = raw.num_key_value_heads or heads
+    head_dim = raw.head_dim or raw.hidden_size // heads
+    parameters = raw.hidden_size * head_dim * (2 * heads + 2 * kv_heads)
+    return _Attention(parameters, kv_heads, 2 * kv_heads * head_dim, 2 * heads * head_dim)
 
 
 class _Layers(NamedTuple):

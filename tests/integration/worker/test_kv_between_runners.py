@@ -49,7 +49,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return record_logits(monkeypatch)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "deepseek-v3"])
 @pytest.mark.parametrize(("ops", "size"), [("native", 16), ("native", 32), ("torch", 16)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_was_loaded_serves_as_what_was_computed(

@@ -27,7 +27,7 @@ def copies() -> Iterator[Launch]:
                 f"blocks {'gathered' if gather else 'scattered'} {head_dim}",
                 kv_blocks_kernel,
                 {"addresses": "*i64", "blocks": "*i32", "staged": "*i32"},
-                {"HEADS": heads, "LAYERS": layers, "WORDS": words}
+                {"HEADS": heads, "LAYERS": layers, "KEY_WORDS": words, "VALUE_WORDS": words}
                 | {"BLOCK": triton.next_power_of_2(words), "GATHER": gather},
                 num_warps=WARPS,
                 must=frozenset({"load16", "store16"}),

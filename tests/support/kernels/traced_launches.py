@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from services.worker.batch.rows import RowRuns, rows_of
 from services.worker.batch.staging import packed
 from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
-from services.worker.ops.interface import BatchMeta
+from services.worker.ops.interface import BatchMeta, Routing
 from services.worker.ops.triton.attention.paged_attention import paged_attention
 from services.worker.ops.triton.moe.mixture import compile_all, mixture
 from services.worker.ops.triton.rotary import rope_and_store
@@ -98,7 +98,7 @@ def through_experts(way: Callable[..., object], rows: int) -> None:
     x, logits, gate_up, down = (
         torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 64), (rows, 60), (60, 128, 64), (60, 64, 64))
     )
-    way(x, logits, gate_up, down, chosen=4, renormalised=True, kind="silu")
+    way(x, logits, gate_up, down, routing=Routing(4, True), kind="silu")
 
 
 def step(*sequences: tuple[int, int]) -> None:

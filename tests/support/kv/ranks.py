@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstore.arena.owned_arena import OwnedArena
-from services.worker.kv.copier import RankKvCache
+from services.worker.kv.copier import KvCopier, RankKvCache
 from services.worker.kv.cuda_copier import CudaKvCopier
 from services.worker.kv.transfers import Outcome, Transfers
 from services.worker.ops.interface import Ops
@@ -38,9 +38,10 @@ def make_layout(
     head_dim: int = 16,
     model: str = "m",
     block_size: int = BLOCK_SIZE,
+    value_dim: int | None = None,
 ) -> KvLayout:
     sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
-    return KvLayout(model=model, dtype=dtype, **sizes)
+    return KvLayout(model=model, dtype=dtype, value_dim=value_dim, **sizes)
 
 
 def make_arena(directory: Path, layout: KvLayout, slots: int = BLOCKS) -> OwnedArena:
@@ -99,16 +100,30 @@ class Rank:
         self.ops: Ops = (
             native(dtype, level=level, block_size=size) if kind == "native" else TorchOps(CPU, dtype, block_size=size)
         )
-        self.caches = [self.ops.allocate_kv(BLOCKS, self.heads, layout.head_dim) for _ in range(self.first_layer, end)]
+        self.caches = [self._allocated(layout) for _ in range(self.first_layer, end)]
         staged = CudaKvCopier(self.caches, LateBlockStream)
-        copier = staged if kind == "staged" else self.ops.kv_copier(self.caches, layout.head_dim)
+        copier = staged if kind == "staged" else self._copier(layout)
         self.share = RankKvCache(
             layout, self.first, self.heads, writes, BLOCKS, copier, self.first_layer, len(self.caches)
         )
         self.transfers = Transfers(self.share, directory)
 
+    def _allocated(self, layout: KvLayout) -> tuple[Tensor, Tensor]:
+        if layout.value_dim is None:
+            return self.ops.allocate_kv(BLOCKS, self.heads, layout.head_dim)
+        return self.ops.latents.allocate(BLOCKS, layout.head_dim, layout.value_dim)
+
+    def _copier(self, layout: KvLayout) -> KvCopier:
+        if layout.value_dim is None:
+            return self.ops.kv_copier(self.caches, layout.head_dim)
+        return self.ops.latents.copier(self.caches)
+
     def compute(self, seed: int = 0) -> None:
-        """Fills every block, each layer with the keys and values of `seed` for these heads."""
+        """Fills every block, each layer with the keys and values of `seed` for these heads; latents with noise."""
+        if self.layout.value_dim is not None:
+            for number, cache in enumerate(cache for halves in self.caches for cache in halves):
+                cache.copy_(random(*cache.shape, seed=seed + number))
+            return
         tokens = BLOCKS * self.layout.block_size
         meta = meta_of([Rows(tokens, tokens, tuple(range(BLOCKS)))], self.layout.block_size)
         for layer, (keys, values) in enumerate(self.caches, start=self.first_layer):
@@ -131,8 +146,8 @@ class Rank:
         return self.transfers.run(transfer("load", blocks, slots), lambda: False)
 
     def block(self, number: int) -> Tensor:
-        """All that the rank's caches hold of it, as the operations lay it out."""
-        return torch.stack([cache[number] for halves in self.caches for cache in halves])
+        """All that the rank's caches hold of it, as the operations lay it out, flat."""
+        return torch.cat([cache[number].flatten() for halves in self.caches for cache in halves])
 
 
 def computed(layout: KvLayout, seed: int, first: int, heads: int) -> Tensor:

@@ -46,17 +46,6 @@ _ROUTED: dict[str, Any] = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-_LATENT: dict[str, Any] = {
-    **_SHAPE,
-    **_ROUTED,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "head_dim": 8,
-}
-
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Apertus": _SHAPE,
     "Arcee": _SHAPE,
@@ -66,8 +55,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "CodeGen": {**_GPT, "n_embd": 128, "rotary_dim": 16},
     "Cohere": {**_SHAPE, "logit_scale": 0.5},
     "Cohere2": {**_SHAPE, "sliding_window": 24},
-    "DeepseekV2": {**_LATENT, "q_lora_rank": None},
-    "DeepseekV3": {**_LATENT, "q_lora_rank": 24},
     "DiffLlama": _SHAPE,
     "Dots1": {**_SHAPE, **_ROUTED, "sliding_window": None},
     "Ernie4_5": _SHAPE,

@@ -45,6 +45,23 @@ _GEMMA3_ROPE = {
     "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
 }
 
+_DEEPSEEK_YARN = {**_YARN, "mscale": 0.707, "mscale_all_dim": 1.0}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "rope_parameters": _DEEPSEEK_YARN,
+}
+
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,6 +82,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": ("Qwen2MoeConfig", {**_EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        {**_LATENT, "q_lora_rank": 20, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+    ),
     "gemma2": (
         "Gemma2Config",
         {"sliding_window": 24, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0},
@@ -113,7 +138,10 @@ class TinyModel:
 def make_config(family: str, **changes: Any) -> PretrainedConfig:
     """The tiny configuration of `family`, with `changes`."""
     kind, own = FAMILIES[family]
-    config: PretrainedConfig = getattr(transformers, kind)(**{**_SHAPE, **own, **changes})
+    chosen = {**_SHAPE, **own, **changes}
+    if "kv_lora_rank" in own:
+        chosen["num_key_value_heads"] = chosen["num_attention_heads"]  # each has keys and values, made of the latent
+    config: PretrainedConfig = getattr(transformers, kind)(**chosen)
     return config
 
 
@@ -126,6 +154,9 @@ def make_model(family: str, path: Path, *, shard_size: str = "1GB", **changes: A
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
                 weight.add_(torch.randn_like(weight) * (0.5 if "bias" in name else 0.2))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.eval().save_pretrained(path, max_shard_size=shard_size)
     # The reference goes on after an end token, as a backend does that is not stopped.
     model.generation_config.eos_token_id = None

@@ -28,7 +28,7 @@ from services.worker.measure.roofline.traffic import experts_met
 from services.worker.measure.roofline.wire import KernelWork, StepCase
 from services.worker.models.config import Mixture
 from services.worker.models.rope import cos_sin_table
-from services.worker.ops.interface import BatchMeta, Ops
+from services.worker.ops.interface import BatchMeta, Ops, Routing
 from services.worker.ops.torch_ops import TorchOps
 
 _SDPA = "torch SDPA, not paged"
@@ -124,6 +124,7 @@ def mixture(context: KernelContext) -> Cases:
         raise NoKernel(f"{context.config.architecture} has none")
     gate_up, down = _experts(context, shape)
     packed = [(ops, ops.pack_experts(gate_up, down)) for ops in context.implementations]
+    routing = Routing(shape.chosen, shape.renormalised)
     for rows in context.rows:
         x = context.noise(rows, context.config.hidden_size)
         choices = [context.noise(rows, shape.experts) for _ in range(_CHOICES)]
@@ -131,8 +132,7 @@ def mixture(context: KernelContext) -> Cases:
         def made(ops: Ops, experts: object, logits: Tensor, x: Tensor = x) -> Call:
             return lambda: ops.mixture(
                 *(x, logits, experts),  # type: ignore[arg-type]
-                chosen=shape.chosen,
-                renormalised=shape.renormalised,
+                routing=routing,
                 kind=context.config.activation,
             )
 

@@ -134,6 +134,8 @@ def load(request: StepsRequest, measured: MeasuredModel, communicator: Communica
                 layers=None,
             )
         )
+        if measured.config.latent is not None:
+            raise ModelError(f"{measured.config.architecture}: what latent attention moves is not known here")
         share = shard_of(measured.config, communicator.rank, communicator.world_size)
     except (ModelError, OpsUnavailable) as error:
         raise CannotMeasure(str(error)) from None

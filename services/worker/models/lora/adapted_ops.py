@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from services.worker.ops.interface import Activation, BatchMeta, DraftAttempt, Ops, PackedExperts, PackedLinear
+from services.worker.ops.interface import (
+    Activation,
+    BatchMeta,
+    DraftAttempt,
+    LatentOps,
+    Ops,
+    PackedExperts,
+    PackedLinear,
+    Routing,
+)
 from services.worker.ops.quantized import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -142,10 +151,10 @@ class AdaptedOps:
         return self._ops.pack_experts(gate_up, down)
 
     def mixture(
-        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, chosen: int, renormalised: bool, kind: Activation
+        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, routing: Routing, kind: Activation
     ) -> Tensor:
         """As the device computes it: experts have no adapters."""
-        return self._ops.mixture(x, logits, experts, chosen=chosen, renormalised=renormalised, kind=kind)
+        return self._ops.mixture(x, logits, experts, routing=routing, kind=kind)
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """As the device's."""
@@ -199,6 +208,11 @@ class AdaptedOps:
             sinks=sinks,
             alibi_slopes=alibi_slopes,
         )
+
+    @property
+    def latents(self) -> LatentOps:
+        """The device's."""
+        return self._ops.latents
 
     def verify(self, attempt: DraftAttempt) -> Tensor:
         """As the device does."""

@@ -142,6 +142,8 @@ def open_loras(
         return None
     if not isinstance(decoder, Decoder) or not isinstance(config, ModelConfig):
         raise ModelError("lora: a model that transformers computes can have no adapters here")
+    if config.latent is not None:
+        raise ModelError(f"lora: adapters of {config.architecture} are not supported: its attention is latent")
     if any(each == name for each, _ in settings.folders):
         raise ModelError(f"lora = {name}: the model itself has this name")
     return LoraSlots(decoder, config, dtype, settings)

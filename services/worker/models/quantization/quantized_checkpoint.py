@@ -28,6 +28,10 @@ class QuantizedCheckpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
 
+    def read_stored(self, name: str) -> Tensor:
+        """See `Checkpoint.read_stored`."""
+        return self._checkpoint.read_stored(name)
+
     def read(self, name: str, shape: tuple[int, ...], *, rows: Range = None, columns: Range = None) -> Tensor:
         """See `Checkpoint.read`; the weight of a quantised module is dequantised."""
         module = name.removesuffix(_WEIGHT)

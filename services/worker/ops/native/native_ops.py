@@ -27,6 +27,7 @@ from services.worker.ops.interface import (
     OpsUnavailable,
     PackedExperts,
     PackedLinear,
+    Routing,
 )
 from services.worker.ops.native import library
 from services.worker.ops.native.build import Level, best_level
@@ -39,9 +40,12 @@ from services.worker.ops.native.kernels import (
     batch_of,
     zeroed,
 )
+from services.worker.ops.native.matrix_stacks import MatrixStack, multiply_each, pack_stack
 from services.worker.ops.native.native_kv import NativeKvCopier
+from services.worker.ops.native.native_latents import NativeLatents
 from services.worker.ops.quantized import QuantizedWeight
-from services.worker.ops.torch_ops import route, verify_drafts
+from services.worker.ops.torch_ops import verify_drafts
+from services.worker.ops.torch_routing import route
 from shared.blocks import DEFAULT_BLOCK_SIZE
 
 _LANES = 16
@@ -183,11 +187,11 @@ class NativeOps:
         return PackedExperts(_pack_experts(self, gate_up, down))
 
     def mixture(
-        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, chosen: int, renormalised: bool, kind: Activation
+        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, routing: Routing, kind: Activation
     ) -> Tensor:
         """float32 [n, hidden]; a row's sum goes over its experts by their numbers."""
         assert isinstance(experts, NativeExperts)
-        return _mix(self, x, logits, experts, chosen=chosen, renormalised=renormalised, kind=kind)
+        return _mix(self, x, logits, experts, routing=routing, kind=kind)
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Heads are padded to 16 elements."""
@@ -259,6 +263,11 @@ class NativeOps:
         )
         return to
 
+    @property
+    def latents(self) -> NativeLatents:
+        """On the same threads, in the weights' type."""
+        return NativeLatents(self)
+
     def verify(self, attempt: DraftAttempt) -> Tensor:
         """By NumPy, see `torch_ops.verify_drafts`."""
         return verify_drafts(attempt)
@@ -307,31 +316,15 @@ _MAX_ROWS = 512
 """Rows whose experts' inputs and outputs are in memory at a time."""
 
 
-class _Stack(NamedTuple):
-    """One matrix of every expert."""
-
-    linears: ctypes.Array[library.Linear]
-    packed: tuple[PackedMatrix, ...]
-
-    @property
-    def out(self) -> int:
-        return self.packed[0].out
-
-
 class NativeExperts(NamedTuple):
     """A mixture's experts as the library reads them."""
 
-    gate_up: _Stack
-    down: _Stack
+    gate_up: MatrixStack
+    down: MatrixStack
 
 
 def _pack_experts(ops: NativeOps, gate_up: Tensor, down: Tensor) -> NativeExperts:
-    return NativeExperts(_pack_stack(ops, gate_up), _pack_stack(ops, down))
-
-
-def _pack_stack(ops: NativeOps, stack: Tensor) -> _Stack:
-    packed = tuple(ops.pack_matrix(weight, None) for weight in stack)
-    return _Stack((library.Linear * len(packed))(*(each.linear for each in packed)), packed)
+    return NativeExperts(pack_stack(ops, gate_up), pack_stack(ops, down))
 
 
 def _mix(
@@ -340,20 +333,19 @@ def _mix(
     logits: Tensor,
     experts: NativeExperts,
     *,
-    chosen: int,
-    renormalised: bool,
+    routing: Routing,
     kind: Activation,
 ) -> Tensor:
     """See `Ops.mixture`. A row's sum goes over its experts by their numbers, whatever the other rows are."""
     mixed = torch.zeros(x.shape)
     for part in _parts(len(x)):
-        chances, numbers = route(logits[part], chosen, renormalised)
+        chances, numbers = route(logits[part], routing)
         order = numbers.flatten().argsort(stable=True)
         starts = torch.zeros(len(experts.down.packed) + 1, dtype=torch.int64)
         starts[1:] = torch.bincount(numbers.flatten(), minlength=len(starts) - 1).cumsum(0)
-        rows = order // chosen
+        rows = order // routing.chosen
         gated = _multiply_gated(ops, x[part].index_select(0, rows), experts.gate_up, starts, kind)
-        down = _multiply_each(ops, gated, experts.down, starts, None)
+        down = multiply_each(ops, gated, experts.down, starts, None)
         mixed[part].index_add_(0, rows, down.mul_(chances.flatten()[order].unsqueeze(1)))
     return mixed
 
@@ -363,20 +355,7 @@ def _parts(rows: int) -> Iterator[slice]:
         yield slice(first, first + _MAX_ROWS)
 
 
-def _multiply_gated(ops: NativeOps, x: Tensor, stack: _Stack, starts: Tensor, kind: Activation) -> Tensor:
+def _multiply_gated(ops: NativeOps, x: Tensor, stack: MatrixStack, starts: Tensor, kind: Activation) -> Tensor:
     if stack.out % _GATED_OUTPUTS:
-        return ops.gated_act(_multiply_each(ops, x, stack, starts, None), kind)
-    return _multiply_each(ops, x, stack, starts, kind)
-
-
-def _multiply_each(ops: NativeOps, x: Tensor, stack: _Stack, starts: Tensor, kind: Activation | None) -> Tensor:
-    """Rows starts[e] to starts[e + 1] of x times expert e's matrix; `kind`: gated by it on the way out."""
-    x, number = ops.known(x)
-    to = torch.empty(len(x), stack.out) if kind is None else torch.empty(len(x), stack.out // 2, dtype=ops.dtype)
-    ops.kernels.library.baton_multiply_each(
-        ops.kernels.pool,
-        *(stack.linears, starts.data_ptr(), len(stack.packed), x.data_ptr(), number, *x.shape),
-        *((library.OUT_FLOAT, 0) if kind is None else (library.OUT_GATED, ACTIVATIONS[kind])),
-        *(to.data_ptr(), to.shape[1]),
-    )
-    return to
+        return ops.gated_act(multiply_each(ops, x, stack, starts, None), kind)
+    return multiply_each(ops, x, stack, starts, kind)

@@ -84,6 +84,23 @@ def test_a_slot_holds_its_heads_one_after_the_other(tmp_path: Path, kind: OpsKin
     assert bytes(arena.payload(3)) == expected.view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.parametrize(("saver", "loader"), [("torch", "staged"), ("staged", "native"), ("native", "torch")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cell_of_latents_is_the_latents_and_then_their_rotated_keys(
+    tmp_path: Path, saver: OpsKind, loader: OpsKind, dtype: str
+) -> None:
+    layout = make_layout(dtype, kv_heads=1, head_dim=48, value_dim=6, block_size=32)
+    arena = make_arena(tmp_path, layout)
+    one, other = rank(saver, layout, tmp_path), rank(loader, layout, tmp_path)
+    one.compute()
+    assert one.save(SCATTERED, SLOTS) == "done"
+    assert all(arena.is_written(slot) and arena.is_sound(slot) for slot in SLOTS)
+    assert bytes(arena.payload(SLOTS[0])) == one.block(SCATTERED[0]).view(torch.uint8).numpy().tobytes()
+    assert arena.geometry.cell_bytes == 32 * (48 + 6) * one.caches[0][0].itemsize
+    assert other.load([1, 2, 8, 0], SLOTS) == "done"
+    assert all(torch.equal(other.block(to), one.block(of)) for to, of in zip([1, 2, 8, 0], SCATTERED, strict=True))
+
+
 @pytest.mark.parametrize("level", runnable_levels())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_level_of_instructions_writes_the_same(tmp_path: Path, level: Level, dtype: str) -> None:

@@ -22,9 +22,10 @@ from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.loading import ExpertTensors, load_weights, read_experts
 from services.worker.models.sharding import shard_of
-from services.worker.ops.interface import Ops, OpsUnavailable
+from services.worker.ops.interface import Ops, OpsUnavailable, Routing
 from services.worker.ops.native.native_ops import NativeOps
-from services.worker.ops.torch_ops import TorchOps, route
+from services.worker.ops.torch_ops import TorchOps
+from services.worker.ops.torch_routing import route
 from services.worker.sim.shape import read_shape
 from tests.support.models.tiny_models import TinyModel, make_model
 
@@ -240,7 +241,7 @@ class Mixed:
     def by(self, ops: Ops, x: Tensor, chosen: int, renormalised: bool) -> Tensor:
         logits = ops.linear(x, ops.pack_linear(self.router, None))
         packed = ops.pack_experts(self.gate_up, self.down)
-        return ops.mixture(x, logits, packed, chosen=chosen, renormalised=renormalised, kind="silu")
+        return ops.mixture(x, logits, packed, routing=Routing(chosen, renormalised), kind="silu")
 
     def exactly(self, chosen: int, renormalised: bool) -> Tensor:
         x = self.x.double()
@@ -285,10 +286,10 @@ def test_a_row_of_native_operations_does_not_depend_on_the_others(dtype: torch.d
 
 def test_chances_are_those_of_all_experts_unless_they_are_scaled() -> None:
     logits = torch.tensor([[2.0, 0.0, 1.0, -1.0]])
-    chances, experts = route(logits, 2, renormalised=False)
+    chances, experts = route(logits, Routing(2, False))
     assert experts.tolist() == [[0, 2]]
     assert torch.allclose(chances, logits.softmax(-1)[:, [0, 2]])
-    assert torch.allclose(route(logits, 2, renormalised=True)[0], torch.tensor([[2.0, 1.0]]).softmax(-1))
+    assert torch.allclose(route(logits, Routing(2, True))[0], torch.tensor([[2.0, 1.0]]).softmax(-1))
 
 
 def test_a_stage_loads_the_layers_that_it_has(tiny: Callable[[str], TinyModel]) -> None:

@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.interface import Activation
+from services.worker.ops.interface import Activation, Routing
+from services.worker.ops.torch_routing import route as route_by_torch
 from services.worker.ops.triton.moe.grouped_products import mix_tiles
 from services.worker.ops.triton.moe.routing import (
     AT_ONCE,
@@ -145,22 +146,28 @@ def down_row_kernel(
     tl.store(out + row.to(tl.int64) * HIDDEN + column, made.to(out.dtype.element_ty), mask=column < HIDDEN)
 
 
-def mixture(
-    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, *, chosen: int, renormalised: bool, kind: Activation
-) -> Tensor:
+def choose_experts(logits: Tensor, routing: Routing) -> Picks:
+    """The chosen experts of each row: by one launch where a softmax chooses, else by PyTorch's."""
+    if routing.plain:
+        return route(logits, chosen=routing.chosen, renormalised=routing.renormalised)
+    chances, experts = route_by_torch(logits, routing)
+    return Picks(chances.contiguous(), experts.to(torch.int32))
+
+
+def mixture(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, *, routing: Routing, kind: Activation) -> Tensor:
     """See `Ops.mixture`. gate_up [E, 2 * I, hidden], down [E, hidden, I], all of x's dtype."""
-    picks = route(logits, chosen=chosen, renormalised=renormalised)
-    if one_by_one(len(x), chosen, len(down)):
+    picks = choose_experts(logits, routing)
+    if one_by_one(len(x), routing.chosen, len(down)):
         return mix_rows(x, picks, gate_up, down, kind=kind)
     return mix_tiles(x, picks, gate_up, down, kind=kind)
 
 
 def compile_all(
-    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, *, chosen: int, renormalised: bool, kind: Activation
+    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, *, routing: Routing, kind: Activation
 ) -> None:
     """Runs every kernel on x's first row, in all sizes of tiles and of sorting: what is compiled now holds nobody up
     later."""
-    picks = route(logits[:1], chosen=chosen, renormalised=renormalised)
+    picks = choose_experts(logits[:1], routing)
     mix_rows(x[:1], picks, gate_up, down, kind=kind)
     for most in TILE_ROWS:
         mix_tiles(x[:1], picks, gate_up, down, kind=kind, most=most)

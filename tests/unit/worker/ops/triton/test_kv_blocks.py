@@ -45,6 +45,19 @@ def test_staged_blocks_are_laid_out_as_slots_are(layers: int, heads: int, head_d
                 assert torch.equal(_bytes(staged[place, :, layer, half]), _bytes(cache[block].flatten(1)))
 
 
+def test_latents_and_their_rotated_keys_take_as_much_of_a_cell_as_they_have() -> None:
+    wide, narrow = (_caches(2, 1, head_dim, torch.bfloat16, seed=head_dim) for head_dim in (48, 8))
+    caches = [(keys, values) for (keys, _), (values, _) in zip(wide, narrow, strict=True)]
+    staged = torch.zeros((2, 1, 2, BLOCK_SIZE * 56), dtype=torch.bfloat16, device=DEVICE)
+    BlockCaches(caches).gather(_blocks(5, 0), staged)
+    for place, block in enumerate((5, 0)):
+        for layer, (keys, values) in enumerate(caches):
+            expected = torch.cat((keys[block].flatten(), values[block].flatten()))
+            assert torch.equal(_bytes(staged[place, 0, layer]), _bytes(expected))
+    BlockCaches(caches).scatter(_blocks(1, 2), staged)
+    assert all(torch.equal(_bytes(cache)[[1, 2]], _bytes(cache)[[5, 0]]) for halves in caches for cache in halves)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("head_dim", [64, 6])
 def test_what_was_gathered_is_scattered_to_other_blocks_and_nowhere_else(head_dim: int, dtype: torch.dtype) -> None:

@@ -1,0 +1,1 @@
+"""Multi-head latent attention: its weights, and what it computes."""

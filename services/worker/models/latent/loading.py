@@ -1,0 +1,105 @@
+"""Reads one layer's latent attention from a checkpoint, for some of its heads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.worker.models.config import ModelConfig
+from services.worker.models.hf_layers.latent import LatentConfig
+from services.worker.models.quantization.matrices import Matrix, MatrixLoader
+from services.worker.models.weights import LatentWeights
+from services.worker.ops.interface import Ops, PackedLinear
+
+
+class LatentLoader(NamedTuple):
+    """Of the layer whose tensors begin with `name`, some heads.
+
+    Rotated elements are laid out so that i and i + rope_dim / 2 are rotated together, as operations do it: scores are
+    sums over them, whatever their order. The product that makes keys and values of latents is taken apart by heads, and
+    never rounded to codes: it stands on the other side of attention here, where its inputs are.
+    """
+
+    matrices: MatrixLoader
+    ops: Ops
+    device: torch.device
+    config: ModelConfig
+    latent: LatentConfig
+    heads: tuple[int, int]
+    name: str
+
+    def inputs(self) -> PackedLinear:
+        """What a row is multiplied with: see `LayerWeights.qkv`."""
+        latent, hidden = self.latent, self.config.hidden_size
+        cached = self._permuted(
+            self._read("kv_a_proj_with_mqa", (latent.cached_dim, hidden)), self._last_elements(1, latent.cached_dim)
+        )
+        cached_bias = self._bias("kv_a_proj_with_mqa", latent.cached_dim)
+        if cached_bias is not None:
+            cached_bias = cached_bias[self._last_elements(1, latent.cached_dim)]
+        if latent.q_rank is None:
+            queries, bias = self._queries("q_proj", hidden), None
+            if cached_bias is not None:
+                bias = cached_bias.new_zeros((self.heads[1] - self.heads[0]) * latent.query_dim)
+        else:
+            queries = self._read("q_a_proj", (latent.q_rank, hidden))
+            bias = self._bias("q_a_proj", latent.q_rank)
+        both = None if bias is None or cached_bias is None else torch.cat((bias, cached_bias))
+        return self.matrices.pack_linear(self.matrices.join([queries, cached]), both)
+
+    def weights(self) -> LatentWeights:
+        """All that is between those and the output's matrix."""
+        latent = self.latent
+        each = latent.nope_dim + latent.value_dim
+        first, last = self.heads
+        up = self.matrices.numbers(
+            self.matrices.read(
+                f"{self.name}.kv_b_proj",
+                (self.config.num_heads * each, latent.kv_rank),
+                rows=(first * each, last * each),
+            )
+        )
+        by_head = up.view(last - first, each, latent.kv_rank).to(self.device)
+        keys, values = torch.split(by_head, [latent.nope_dim, latent.value_dim], dim=1)
+        q_norm = q_up = None
+        if latent.q_rank is not None:
+            q_norm = self._norm("q_a_layernorm", latent.q_rank)
+            q_up = self.matrices.pack_linear(self._queries("q_b_proj", latent.q_rank), None)
+        return LatentWeights(
+            q_norm=q_norm,
+            q_up=q_up,
+            kv_norm=self._norm("kv_a_layernorm", latent.kv_rank),
+            keys_up=self.ops.latents.pack_heads(keys.transpose(1, 2).contiguous()),
+            values_up=self.ops.latents.pack_heads(values.contiguous()),
+        )
+
+    def _read(self, part: str, shape: tuple[int, int]) -> Matrix:
+        return self.matrices.read(f"{self.name}.{part}", shape)
+
+    def _bias(self, part: str, size: int) -> Tensor | None:
+        return self.matrices.checkpoint.read(f"{self.name}.{part}.bias", (size,)) if self.config.qkv_bias else None
+
+    def _norm(self, part: str, size: int) -> Tensor:
+        return self.matrices.checkpoint.read(f"{self.name}.{part}.weight", (size,)).float().to(self.device)
+
+    def _queries(self, part: str, inputs: int) -> Matrix:
+        """The matrix that makes the queries of these heads."""
+        dim, (first, last) = self.latent.query_dim, self.heads
+        shape = (self.config.num_heads * dim, inputs)
+        read = self.matrices.read(f"{self.name}.{part}", shape, rows=(first * dim, last * dim))
+        return self._permuted(read, self._last_elements(last - first, dim))
+
+    def _last_elements(self, heads: int, dim: int) -> Tensor:
+        """Of `heads` of `dim` outputs, in which order they are to lie: the last rope_dim of each are rotated."""
+        rotated = torch.arange(self.latent.rope_dim)
+        if self.latent.interleaved:
+            rotated = torch.cat((rotated[0::2], rotated[1::2]))
+        own = torch.cat((torch.arange(dim - len(rotated)), dim - len(rotated) + rotated))
+        return (torch.arange(heads).unsqueeze(1) * dim + own).flatten()
+
+    def _permuted(self, matrix: Matrix, outputs: Tensor) -> Matrix:
+        if isinstance(matrix, Tensor):
+            return matrix[outputs.to(matrix.device)]
+        return matrix.permuted(outputs)

@@ -1,0 +1,77 @@
+"""The matrices of linear layers on their way from a checkpoint to operations: as numbers, or as codes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.worker.models.checkpoint import TensorSource
+from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
+from services.worker.ops.interface import Ops, PackedLinear
+from services.worker.ops.quantized import Code, QuantizedWeight, quantize, stack_outputs
+
+Matrix = Tensor | QuantizedWeight
+"""[out, in]"""
+
+
+class MatrixLoader:
+    """Reads matrices, and packs them for operations."""
+
+    def __init__(
+        self, checkpoint: TensorSource, ops: Ops, device: torch.device, quantization: Code | None = None
+    ) -> None:
+        """`quantization`: what `pack_linear` rounds to; None: nothing."""
+        self.checkpoint = checkpoint
+        self.quantization = quantization
+        self._ops = ops
+        self._device = device
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Matrix:
+        """A linear layer's weight, or the given range of its outputs or inputs: codes where the checkpoint has them.
+        Raises ModelError where it is missing or misshapen."""
+        if isinstance(self.checkpoint, QuantizedCheckpoint):
+            return self.checkpoint.read_linear(name, shape, rows=rows, columns=columns)
+        return self.checkpoint.read(f"{name}.weight", shape, rows=rows, columns=columns)
+
+    def join(self, parts: list[Matrix]) -> Matrix:
+        """One matrix with all outputs, in codes where all parts have the same kind of them."""
+        codes = [part for part in parts if isinstance(part, QuantizedWeight)]
+        stacked = stack_outputs(codes) if len(codes) == len(parts) else None
+        return torch.cat([self.numbers(part) for part in parts]) if stacked is None else stacked
+
+    def numbers(self, matrix: Matrix) -> Tensor:
+        """The matrix in the dtype of the run."""
+        if isinstance(matrix, Tensor):
+            return matrix
+        assert isinstance(self.checkpoint, QuantizedCheckpoint), "nothing else has codes"
+        return matrix.dequantized(self.checkpoint.dtype)
+
+    def pack_linear(self, matrix: Matrix, bias: Tensor | None) -> PackedLinear:
+        """Rounded to what linear layers are."""
+        return self.pack(matrix, bias, self.quantization)
+
+    def pack_inputs(
+        self, name: str, shape: tuple[int, int], inputs: tuple[int, int], bias: Tensor | None
+    ) -> PackedLinear:
+        """A range of a linear layer's inputs, as `read` and `pack_linear` give them. Raises ModelError."""
+        if self.quantization is None or inputs == (0, shape[1]):
+            return self.pack_linear(self.read(name, shape, columns=inputs), bias)
+        # Rounded as a whole, so that every number of ranks has the same weights.
+        whole = self.checkpoint.read(f"{name}.weight", shape).to(self._device)
+        return self.pack(quantize(whole, self.quantization).part(slice(None), inputs, whole.dtype), bias)
+
+    def pack(self, matrix: Matrix, bias: Tensor | None, code: Code | None = None) -> PackedLinear:
+        """`code`: what the matrix is rounded to; None: it stays as it is."""
+        matrix, bias = matrix.to(self._device), None if bias is None else bias.to(self._device)
+        if isinstance(matrix, QuantizedWeight):
+            return self._ops.pack_quantized(matrix, bias)
+        if code is None:
+            return self._ops.pack_linear(matrix, bias)
+        return self._ops.pack_quantized(quantize(matrix, code), bias)

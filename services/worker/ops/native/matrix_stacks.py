@@ -1,0 +1,47 @@
+"""Several matrices of one shape, and rows that are multiplied with one of them each, in one job of the threads."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.interface import Activation
+from services.worker.ops.native import library
+from services.worker.ops.native.kernels import ACTIVATIONS, PackedMatrix
+
+if TYPE_CHECKING:
+    from services.worker.ops.native.native_ops import NativeOps
+
+
+class MatrixStack(NamedTuple):
+    """One matrix of every expert, or of every head."""
+
+    linears: ctypes.Array[library.Linear]
+    packed: tuple[PackedMatrix, ...]
+
+    @property
+    def out(self) -> int:
+        """Outputs of each matrix."""
+        return self.packed[0].out
+
+
+def pack_stack(ops: NativeOps, stack: Tensor) -> MatrixStack:
+    """`stack` [matrices, out, in] in the library's layout."""
+    packed = tuple(ops.pack_matrix(weight, None) for weight in stack)
+    return MatrixStack((library.Linear * len(packed))(*(each.linear for each in packed)), packed)
+
+
+def multiply_each(ops: NativeOps, x: Tensor, stack: MatrixStack, starts: Tensor, kind: Activation | None) -> Tensor:
+    """Rows starts[e] to starts[e + 1] of x times expert e's matrix; `kind`: gated by it on the way out."""
+    x, number = ops.known(x)
+    to = torch.empty(len(x), stack.out) if kind is None else torch.empty(len(x), stack.out // 2, dtype=ops.dtype)
+    ops.kernels.library.baton_multiply_each(
+        ops.kernels.pool,
+        *(stack.linears, starts.data_ptr(), len(stack.packed), x.data_ptr(), number, *x.shape),
+        *((library.OUT_FLOAT, 0) if kind is None else (library.OUT_GATED, ACTIVATIONS[kind])),
+        *(to.data_ptr(), to.shape[1]),
+    )
+    return to

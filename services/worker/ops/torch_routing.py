@@ -1,0 +1,58 @@
+"""Which experts of a mixture each row goes to, in portable PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.interface import Routing
+
+
+class ExpertRows(NamedTuple):
+    """The rows that chose one expert, and their weights."""
+
+    expert: int
+    rows: Tensor
+    """[m] ascending"""
+    chances: Tensor
+    """[m, 1] float32"""
+
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """logits [n, E] → chances (float32) and numbers of the chosen experts of each row, both [n, chosen]."""
+    logits = logits.float()
+    scores = logits.softmax(dim=-1) if routing.scoring == "softmax" else logits.sigmoid()
+    choosing = scores if routing.bias is None else scores + routing.bias
+    if routing.groups > 1:
+        choosing = choosing.masked_fill(~_in_best_groups(choosing, routing), float("-inf"))
+    experts = choosing.topk(routing.chosen, dim=-1).indices
+    chances = scores.gather(1, experts)
+    if routing.renormalised:
+        chances = chances / chances.sum(dim=-1, keepdim=True)
+    return chances * routing.scale if routing.scale != 1.0 else chances, experts
+
+
+def _in_best_groups(choosing: Tensor, routing: Routing) -> Tensor:
+    """[n, E] → which experts are of the groups that are chosen from."""
+    rows, experts = choosing.shape
+    by_group = choosing.view(rows, routing.groups, -1)
+    worth = by_group.amax(dim=-1) if routing.bias is None else by_group.topk(2, dim=-1).values.sum(dim=-1)
+    best = torch.zeros_like(worth, dtype=torch.bool)
+    best.scatter_(1, worth.topk(routing.chosen_groups, dim=-1).indices, True)
+    return best.repeat_interleave(experts // routing.groups, dim=1)
+
+
+def rows_by_expert(chances: Tensor, experts: Tensor, count: int) -> Iterator[ExpertRows]:
+    """Yields the rows of each of `count` experts that has any, in ascending order. Waits for the device."""
+    chosen = experts.shape[1]
+    order = experts.flatten().argsort(stable=True)
+    rows, sorted_chances = order // chosen, chances.flatten()[order].unsqueeze(1)
+    first = 0
+    for expert, size in enumerate(torch.bincount(experts.flatten(), minlength=count).tolist()):
+        if size:
+            part = slice(first, first + size)
+            yield ExpertRows(expert, rows[part], sorted_chances[part])
+            first += size
