@@ -16,7 +16,7 @@ from services.worker.models.config import ModelConfig
 from services.worker.models.weights import DecoderWeights, DenseMlp, KvCaches, LayerWeights
 from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
 from services.worker.ops.native import library
-from services.worker.ops.native.kernels import ACTIVATIONS, NativeKernels, PackedMatrix, address_of, batch_of, zeroed
+from services.worker.ops.native.kernels import ACTIVATIONS, PackedMatrix, address_of, batch_of, zeroed
 from services.worker.ops.native.native_ops import NativeOps
 
 
@@ -35,23 +35,21 @@ class NativeDecoder:
         self,
         config: ModelConfig,
         weights: DecoderWeights,
-        kernels: NativeKernels,
-        number: int,
-        dtype: torch.dtype,
-        block_size: int,
+        ops: NativeOps,
         eagle: EagleProjection | None = None,
     ) -> None:
-        """`weights` must be whole, and packed as `number` (library.SINGLE or HALF), which holds a `dtype`.
-        `block_size`: of the caches' blocks. `eagle`: the layer is EAGLE's, and runs by `predict_features`."""
-        self._kernels = kernels
+        """`weights` must be whole, and packed by `ops`, which also made the caches. `eagle`: the layer is EAGLE's, and
+        runs by `predict_features`."""
+        self._ops = ops
+        self._kernels = kernels = ops.kernels
         self._weights = weights
         self._vocab_size = config.vocab_size
         assert weights.embedding is not None, "the model is whole"
         assert weights.head is not None
         # The embedding is a bfloat16 or float32 table for the library; a float16 one is converted.
-        self._embedding = weights.embedding.to(dtype).contiguous()
+        self._embedding = weights.embedding.to(ops.dtype).contiguous()
         layers = (library.DecoderLayer * len(weights.layers))(*map(_layer, weights.layers))
-        described = self._config_struct(config, weights.embedding, number, block_size)
+        described = self._config_struct(config, weights.embedding)
         described.final_norm = address_of(weights.final_norm)
         described.head = _linear(weights.head)
         if eagle is not None:
@@ -127,20 +125,19 @@ class NativeDecoder:
             None if given is None else given.data_ptr(),
         )
 
-    def _config_struct(
-        self, config: ModelConfig, embedding: Tensor, number: int, block_size: int
-    ) -> library.DecoderConfig:
+    def _config_struct(self, config: ModelConfig, embedding: Tensor) -> library.DecoderConfig:
         scale = config.embedding_scale
         rounded = 1.0 if scale is None else float(embedding.new_tensor(scale))
         return library.DecoderConfig(
-            number=number,
+            number=self._ops.number,
             layers=config.num_layers,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            page_bits=library.page_bits(block_size),
+            page_bits=library.page_bits(self._ops.block_size),
+            cache_code=self._ops.cache_code,
             vocab=config.vocab_size,
             activation=ACTIVATIONS[config.activation],
             eps=config.norm_eps,
@@ -161,7 +158,7 @@ def native_decoder(
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps) or config.mixture is not None or config.latent is not None:
         return None
-    return NativeDecoder(config, weights, ops.kernels, ops.number, ops.dtype, ops.block_size, eagle)
+    return NativeDecoder(config, weights, ops, eagle)
 
 
 def _layer(layer: LayerWeights) -> library.DecoderLayer:

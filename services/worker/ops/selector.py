@@ -30,8 +30,8 @@ def create_ops(
     Raises OpsUnavailable where those asked for by name cannot be had, or keep no such keys and values.
     """
     ops = _ops_called(name, _Choice(device, dtype, cache, attention, block_size))
-    if cache == "fp8" and ops.name != "triton":
-        raise OpsUnavailable(f"kv_cache_dtype = fp8: only Triton's kernels read such keys and values, not {ops.name}")
+    if cache == "fp8" and ops.name == "torch":
+        raise OpsUnavailable("kv_cache_dtype = fp8: PyTorch's own operations read no such keys and values")
     if attention != "auto" and ops.name != "triton":
         raise OpsUnavailable(f"attention = {attention}: {ops.name} operations have an attention of their own")
     return ops
@@ -44,6 +44,11 @@ class _Choice(NamedTuple):
     attention: AttentionName
     block_size: int
 
+    @property
+    def cache_dtype(self) -> torch.dtype | None:
+        """Of keys and values, where it is not the weights'."""
+        return None if self.cache == "auto" else torch.float8_e4m3fn
+
     def torch(self) -> Ops:
         return TorchOps(self.device, self.dtype, block_size=self.block_size)
 
@@ -52,15 +57,14 @@ class _Choice(NamedTuple):
             from services.worker.ops.native.native_ops import NativeOps
         except ImportError as error:
             raise OpsUnavailable(f"the native operations are not part of this installation ({error})") from None
-        return NativeOps(self.device, self.dtype, block_size=self.block_size)
+        return NativeOps(self.device, self.dtype, block_size=self.block_size, cache_dtype=self.cache_dtype)
 
     def triton(self) -> Ops:
         try:
             from services.worker.ops.triton_ops import TritonOps
         except ImportError as error:
             raise OpsUnavailable(f"Triton is not installed ({error})") from None
-        cache = None if self.cache == "auto" else torch.float8_e4m3fn
-        return TritonOps(self.device, self.dtype, cache, self.attention, block_size=self.block_size)
+        return TritonOps(self.device, self.dtype, self.cache_dtype, self.attention, block_size=self.block_size)
 
 
 def _ops_called(name: OpsName, choice: _Choice) -> Ops:
@@ -83,7 +87,7 @@ def _best(choice: _Choice) -> Ops:
     try:
         return choice.native() if on_cpu else choice.triton()
     except OpsUnavailable as reason:
-        if not on_cpu and (choice.cache != "auto" or choice.attention != "auto"):
+        if choice.cache != "auto" or (not on_cpu and choice.attention != "auto"):
             raise  # PyTorch's have neither, whatever the reason; and that reason is what can be mended
         _log.info("only PyTorch's own operations are available: %s", reason)
         return choice.torch()

@@ -13,7 +13,7 @@ from torch import Tensor
 from services.worker.executor.host_runner import HostRunner
 from services.worker.kv.transfers import Transfers
 from services.worker.models.loaded_model import DtypeChoice
-from services.worker.ops.interface import OpsName, OpsUnavailable
+from services.worker.ops.interface import CacheDtype, OpsName, OpsUnavailable
 from shared.messages.worker import Transfer
 from tests.support.kv.ranks import make_arena, transfer
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
@@ -36,9 +36,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyMode
     return cache(lambda family: make_model(family, tmp_path_factory.mktemp(family)))
 
 
-def runner(model: TinyModel, ops: OpsName, dtype: DtypeChoice, size: int = 16) -> HostRunner:
+def runner(
+    model: TinyModel, ops: OpsName, dtype: DtypeChoice, size: int = 16, cache: CacheDtype = "auto"
+) -> HostRunner:
+    settings = {"kv_memory_bytes": 4 << 20, "max_num_seqs": 4, "block_size": size, "kv_cache_dtype": cache}
     try:
-        return tiny_backend(model.path, dtype=dtype, kv_memory_bytes=4 << 20, max_num_seqs=4, ops=ops, block_size=size)
+        return tiny_backend(model.path, dtype=dtype, ops=ops, **settings)
     except OpsUnavailable as reason:
         pytest.skip(str(reason))
 
@@ -71,6 +74,21 @@ def test_what_was_loaded_serves_as_what_was_computed(
     assert all(torch.equal(one, other) for one, other in zip(logits, recorded[-OUTPUT:], strict=True)), (
         "to the last bit"
     )
+
+
+def test_keys_and_values_in_eight_bits_are_loaded_as_they_were_computed(
+    models: Callable[[str], TinyModel], recorded: list[Tensor], tmp_path: Path
+) -> None:
+    first, second = (runner(models("qwen3"), "native", "float32", cache="fp8") for _ in range(2))
+    assert first.kv.layout.dtype == "float8_e4m3fn"
+    make_arena(tmp_path, first.kv.layout, SAVED)
+    computed = computed_and_saved(first, tmp_path)
+    logits = torch.cat(recorded[-OUTPUT:])
+    assert loaded(second, tmp_path) == computed
+    assert torch.equal(logits, torch.cat(recorded[-OUTPUT:])), "to the last bit"
+    exact = models("qwen3").logits(prompt_of(first) + computed)[-OUTPUT - 1 : -1]
+    error = (logits - exact).abs().mean()
+    assert 1e-4 < error < 0.1 * exact.std(), "near what keys and values in full give, and not the same"
 
 
 def test_without_loading_the_blocks_hold_something_else(models: Callable[[str], TinyModel], tmp_path: Path) -> None:

@@ -91,14 +91,17 @@ class Rank:
         writes: bool = True,
         level: Level | None = None,
     ) -> None:
-        dtype = getattr(torch, layout.dtype)
+        coded = layout.dtype == "float8_e4m3fn"
+        dtype = torch.float32 if coded else getattr(torch, layout.dtype)
         self.layout = layout
         self.first, last = heads or (0, layout.kv_heads)
         self.heads = last - self.first
         self.first_layer, end = layers or (0, layout.layers)
         size = layout.block_size
         self.ops: Ops = (
-            native(dtype, level=level, block_size=size) if kind == "native" else TorchOps(CPU, dtype, block_size=size)
+            native(dtype, level=level, block_size=size, cache_dtype=torch.float8_e4m3fn if coded else None)
+            if kind == "native"
+            else TorchOps(CPU, dtype, block_size=size)
         )
         self.caches = [self._allocated(layout) for _ in range(self.first_layer, end)]
         staged = CudaKvCopier(self.caches, LateBlockStream)

@@ -17,8 +17,15 @@ CPU = torch.device("cpu")
 
 
 @cache
-def native(dtype: torch.dtype, threads: int = 2, level: Level | None = None, block_size: int = BLOCK_SIZE) -> NativeOps:
-    return NativeOps(CPU, dtype, threads=threads, level=level or best_level(), block_size=block_size)
+def native(
+    dtype: torch.dtype,
+    threads: int = 2,
+    level: Level | None = None,
+    block_size: int = BLOCK_SIZE,
+    cache_dtype: torch.dtype | None = None,
+) -> NativeOps:
+    level = level or best_level()
+    return NativeOps(CPU, dtype, threads=threads, level=level, block_size=block_size, cache_dtype=cache_dtype)
 
 
 @dataclass(frozen=True)

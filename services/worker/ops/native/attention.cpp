@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "fp8.h"
 #include "tile.h"
 
 namespace {
@@ -33,18 +34,22 @@ struct Scratch {
     Bf16* weights = nullptr;  // the same, where values are bf16
     float* mixed = nullptr;   // [rows][padded dim], the chunk's
     float* sums = nullptr;    // [rows][padded dim], so far
+    void* pages = nullptr;    // the chunk's keys, then its values, where they are kept as codes
     std::vector<State> states;        // of the task
     std::vector<State> chunk_states;  // of the chunk in hand
 
-    void fit(int rows, int padded) {
+    void fit(int rows, int padded, int64_t coded_items) {
         size_t scores_at = 0, weights_at = scores_at + size_t(rows) * kChunkTokens / kLanes;
         size_t mixed_at = weights_at + size_t(rows) * kChunkTokens / kLanes;
         size_t sums_at = mixed_at + size_t(rows) * padded / kLanes, end = sums_at + size_t(rows) * padded / kLanes;
+        size_t pages_at = end;
+        end += size_t(coded_items) / kLanes;
         if (floats.size() < end) floats.resize(end);
         scores = (float*)(floats.data() + scores_at);
         weights = (Bf16*)(floats.data() + weights_at);
         mixed = (float*)(floats.data() + mixed_at);
         sums = (float*)(floats.data() + sums_at);
+        pages = floats.data() + pages_at;
         if (states.size() < size_t(rows)) states.resize(size_t(rows)), chunk_states.resize(size_t(rows));
     }
 };
@@ -68,17 +73,24 @@ template <class Kind> struct Task {
         return (const Item*)what.queries + at;
     }
     const int* table(int sequence) const { return batch.block_tables + int64_t(sequence) * batch.table_width; }
+    bool coded() const { return cache.code != Code::kPlain; }
+    Item* decoded(int index) const { return (Item*)scratch.pages + index % kChunkPages * cache.page_items(); }
+    const uint8_t* codes(const void* items, int index) const {
+        return (const uint8_t*)items + cache.at(table(task.sequence), task.head, index);
+    }
     const Item* page(const void* items, int index) const {
+        if (coded()) return decoded(index);
         return (const Item*)items + cache.at(table(task.sequence), task.head, index);
     }
-    // Asks for a page: blocks lie anywhere in memory, so the processor cannot guess where it goes on.
-    void fetch(const Item* page) const {
-        const char* from = (const char*)page;
-        for (int64_t byte = 0; byte < cache.page_items() * int64_t(sizeof(Item)); byte += 64) __builtin_prefetch(from + byte, 0, 2);
+    // Asks for a page of a head: blocks lie anywhere in memory, so the processor cannot guess where it goes on.
+    void fetch(const void* items, const int* table, int head, int index) const {
+        int64_t bytes = coded() ? 1 : int64_t(sizeof(Item));
+        const char* from = (const char*)items + cache.at(table, head, index) * bytes;
+        for (int64_t byte = 0; byte < cache.page_items() * bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
     }
     void fetch_next_keys(int index) const {
         if (!next || index >= pages_of(*next)) return;
-        fetch((const Item*)cache.keys + cache.at(table(next->sequence), next->head, next->first_chunk * kChunkPages + index));
+        fetch(cache.keys, table(next->sequence), next->head, next->first_chunk * kChunkPages + index);
     }
     int pages_of(const AttentionTask& other) const {
         int last = batch.positions[other.row + other.rows - 1] / kPageTokens;
@@ -90,6 +102,44 @@ template <class Kind> struct Task {
     }
 };
 
+// Two numbers of each lane as a step of a product has them.
+BATON_INLINE void store_pair(float* to, int distance, F first, F second) {
+    store(to, first);
+    store(to + distance, second);
+}
+BATON_INLINE void store_pair(Bf16* to, int, F first, F second) {  // which have no more bits than bf16
+    U low = bits_of(first), high = bits_of(second);
+    BATON_EACH low.part[i_] = (low.part[i_] >> 16) | (high.part[i_] & 0xffff0000u);
+    store((float*)to, floats_of(low));
+}
+
+// The codes of a page's keys as products read them: words of four elements of one token become two steps of bf16 or four of
+// floats. Done for the first rows of a task, others find them.
+template <class Kind> void decode_keys(const Task<Kind>& t, int index) {
+    const uint8_t* from = t.codes(t.cache.keys, index);
+    auto* to = t.decoded(index);
+    for (int d = 0; d < t.cache.head_dim; d += 4, from += 4 * kPageTokens, to += 4 * kPageTokens) {
+        U words = load_bits(from);
+        Sixteen<RegI> moved;
+        F each[4];
+        for (int i = 0; i < 4; ++i) {
+            BATON_EACH moved.part[i_] = (RegI)(words.part[i_] << (24 - 8 * i)) >> 24;
+            each[i] = floats_of_fp8(moved);
+        }
+        store_pair(to, kPageTokens, each[0], each[1]);
+        store_pair(to + 2 * kPageTokens, kPageTokens, each[2], each[3]);
+    }
+}
+
+// The same of values, two tokens at a time.
+template <class Kind> void decode_values(const Task<Kind>& t, int index) {
+    const uint8_t* from = t.codes(t.cache.values, index);
+    auto* to = t.decoded(index);
+    for (int token = 0; token < kPageTokens; token += 2, from += 2 * t.padded, to += 2 * t.padded)
+        for (int d = 0; d < t.padded; d += kLanes)
+            store_pair(to + d * Kind::kItems, t.padded, floats_of_fp8(from + d), floats_of_fp8(from + t.padded + d));
+}
+
 // Scores of R rows and the keys of C pages.
 template <class Kind, int R, int C> void score_tile(const Task<Kind>& t, int row, int first_page, int to) {
     const typename Kind::Item *x[R], *w[C];
@@ -100,8 +150,10 @@ template <class Kind, int R, int C> void score_tile(const Task<Kind>& t, int row
     }
     for (int c = 0; c < C; ++c) {
         w[c] = t.page(t.cache.keys, first_page + c);
-        if (row == 0) t.fetch(t.page(t.cache.values, first_page + c));
+        if (row == 0) t.fetch(t.cache.values, t.table(t.task.sequence), t.task.head, first_page + c);
     }
+    if (row == 0 && t.coded())
+        for (int c = 0; c < C; ++c) decode_keys(t, first_page + c);
     multiply_tile<Kind, R, C>(x, w, t.cache.head_dim / Kind::kItems, kPageTokens * Kind::kItems, sums);
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) store(t.scratch.scores + (row + r) * kChunkTokens + to + c * kPageTokens, sums[r][c]);
@@ -122,6 +174,7 @@ template <class Kind, int R, int C> void mix_tile(const Task<Kind>& t, int row, 
         for (int c = 0; c < C; ++c) sums[r][c] = zeros();
     for (int b = 0; b * kPageTokens < tokens; ++b) {
         if (row == 0 && column == 0) t.fetch_next_keys(b);
+        if (row == 0 && column == 0 && t.coded()) decode_values(t, first_page + b);
         const typename Kind::Item *x[R], *w[C];
         for (int r = 0; r < R; ++r) x[r] = t.weights(row + r) + b * kPageTokens;
         const auto* values = t.page(t.cache.values, first_page + b) + column * Kind::kItems;
@@ -276,7 +329,7 @@ void attend_kind(Pool& pool, const Attention& what, const Batch& batch, const Ca
     auto run = [&](const std::vector<AttentionTask>& tasks, auto call) {
         pool.run(int(tasks.size()), [&](int index, int) {
             static thread_local Scratch scratch;
-            scratch.fit(tasks[index].rows * group, padded);
+            scratch.fit(tasks[index].rows * group, padded, cache.code == Code::kPlain ? 0 : kChunkPages * cache.page_items());
             const AttentionTask* next = index + 1 < int(tasks.size()) ? &tasks[index + 1] : nullptr;
             call(Task<Kind>{what, batch, cache, tasks[index], next, scratch, group, padded}, partials);
         });

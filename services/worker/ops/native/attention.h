@@ -11,7 +11,8 @@ constexpr int kPageTokens = 16;
 // One layer's caches: blocks of one, two or four pages of 16 tokens for each key/value head, laid out as weights of a
 // product, so that the tiles of linear layers also score keys and mix values. A page's keys are
 // [head_dim / items][16 tokens][items], its values [16 / items][padded head_dim][items], with two items for bf16 and one
-// for floats.
+// for floats. Where they are kept as codes of a byte (kFp8), keys have four items, values one: a page becomes floats or
+// bf16, as they lie for a product, when a chunk of the context is read.
 struct Cache {
     Number number;
     void* keys;
@@ -19,6 +20,8 @@ struct Cache {
     int kv_heads;
     int head_dim;
     int page_bits;  // a block has 1 << page_bits pages
+    Code code;      // kPlain: as `number` says; kFp8
+
 
     int padded_dim() const { return (head_dim + kLanes - 1) / kLanes * kLanes; }
     // Items from one page of a head to its next one.

@@ -1,5 +1,6 @@
 // Weights as codes of a byte or half of one: how they lie, and how they become floats. Knows no scales and no threads.
 #pragma once
+#include "fp8.h"
 #include "linear.h"
 #include "tile.h"
 
@@ -13,14 +14,6 @@ constexpr int code_bytes(Code code) { return code == Code::kInt4 ? kLanes : kCod
 struct Pair {
     F first, second;
 };
-
-// float8_e4m3fn: its bits are a float's, but for the bias of the exponent; subnormal ones come out right, too.
-BATON_INLINE F floats_of_fp8(const uint8_t* codes) {
-    auto bits = load_integers(codes);
-    F r;
-    BATON_EACH r.part[i_] = (RegF)((bits.part[i_] << 20) & int32_t(0x87f00000)) * 0x1p120f;
-    return r;
-}
 
 template <Code code> BATON_INLINE Pair decode(const uint8_t* codes, Bytes zero) {
     if constexpr (code == Code::kInt4) {

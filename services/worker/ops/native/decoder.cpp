@@ -96,7 +96,7 @@ void Decoder::norm_residual(const float* weight, int rows) {
 void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int index) {
     int rows = forward.batch.rows;
     multiply(pool_, layer.input_norm ? rows_of(normed_, rows) : residual(rows), layer.qkv, {Out::kFloat, config_.activation, qkv_.data(), qkv_.stride});
-    Cache cache{config_.number, forward.keys[index], forward.values[index], config_.kv_heads, config_.head_dim, config_.page_bits};
+    Cache cache{config_.number, forward.keys[index], forward.values[index], config_.kv_heads, config_.head_dim, config_.page_bits, config_.cache_code};
     rope_and_store(pool_,
                    {(const float*)qkv_.data(), qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
                     queries_.data(), queries_.stride},

@@ -31,6 +31,7 @@ struct DecoderConfig {
     int kv_heads;
     int head_dim;
     int page_bits;  // of the caches
+    Code cache_code;
     int vocab;
     Activation activation;
     float eps;

@@ -76,7 +76,7 @@ struct Packed {
     int dim;
     int padded;
     int key_words() const { return dim * item_bytes / 4; }
-    bool plain_values() const { return item_bytes == 4 && dim == padded; }  // they are rows of head_dim as they are
+    bool plain_values() const { return item_bytes != 2 && dim == padded; }  // they are rows of head_dim as they are
 
     void keys_out(const char* page, char* rows, int token, int tokens) const {
         transpose((const uint32_t*)page + token, kPageTokens, (uint32_t*)rows, key_words(), tokens);
@@ -86,7 +86,7 @@ struct Packed {
     }
 
     void values_out(const char* page, char* rows, int first, int tokens) const {
-        if (item_bytes == 4) return copy_rows(page + first * padded * 4, padded, rows, dim, tokens);
+        if (item_bytes != 2) return copy_rows(page + first * padded * item_bytes, padded, rows, dim, tokens);
         for (int token = 0; token < tokens; token += 2) {
             const uint16_t* __restrict from = (const uint16_t*)page + (first + token) * padded;
             uint16_t* __restrict even = (uint16_t*)rows + token * dim;
@@ -95,7 +95,7 @@ struct Packed {
         }
     }
     void values_in(char* page, const char* rows) const {
-        if (item_bytes == 4) return copy_rows(rows, dim, page, padded, kPageTokens);
+        if (item_bytes != 2) return copy_rows(rows, dim, page, padded, kPageTokens);
         for (int token = 0; token < kPageTokens; token += 2) {
             uint16_t* __restrict to = (uint16_t*)page + token * padded;
             const uint16_t* __restrict even = (const uint16_t*)rows + token * dim;
@@ -104,7 +104,8 @@ struct Packed {
         }
     }
     void copy_rows(const char* from, int from_stride, char* to, int to_stride, int rows) const {
-        for (int row = 0; row < rows; ++row) memcpy(to + row * to_stride * 4, from + row * from_stride * 4, size_t(dim) * 4);
+        for (int row = 0; row < rows; ++row)
+            memcpy(to + row * to_stride * item_bytes, from + row * from_stride * item_bytes, size_t(dim) * item_bytes);
     }
 };
 

@@ -4,7 +4,7 @@
 
 // A rank's caches, laid out as attention.h says.
 struct KvMemory {
-    int item_bytes;  // 4 or 2
+    int item_bytes;  // 4, 2 or 1
     int layers;
     int kv_heads;
     int head_dim;

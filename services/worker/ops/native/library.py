@@ -6,14 +6,15 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 9
+VERSION = 10
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
 """The values of `Number` in linear.h."""
 
+PLAIN = 0
 CODES = {"int8": 1, "int4": 2, "fp8": 3}
-"""The values of `Code` in linear.h, but for plain numbers."""
+"""The values of `Code` in linear.h; PLAIN for numbers."""
 
 OUT_FLOAT, OUT_GATED = 0, 2
 """`Out::kFloat` and `Out::kGated` of linear.h."""
@@ -54,6 +55,7 @@ class Cache(Structure):
         ("kv_heads", c_int),
         ("head_dim", c_int),
         ("page_bits", c_int),
+        ("code", c_int),
     )
 
 
@@ -137,6 +139,7 @@ class DecoderConfig(Structure):
         ("kv_heads", c_int),
         ("head_dim", c_int),
         ("page_bits", c_int),
+        ("cache_code", c_int),
         ("vocab", c_int),
         ("activation", c_int),
         ("eps", c_float),

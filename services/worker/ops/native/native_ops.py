@@ -66,9 +66,10 @@ class NativeOps:
         level: Level | None = None,
         kernels: NativeKernels | None = None,
         block_size: int = DEFAULT_BLOCK_SIZE,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """`threads`: as many as PyTorch uses, by default; `level`: the best that the machine has. `kernels`: another's,
-        whose threads are shared then."""
+        whose threads are shared then. `cache_dtype`: torch.float8_e4m3fn; None: keys and values are as weights are."""
         if device.type != "cpu":
             raise OpsUnavailable(f"the native operations run on CPUs, not on {device}")
         if dtype not in (torch.bfloat16, torch.float32, torch.float16):
@@ -77,6 +78,8 @@ class NativeOps:
         self.kernels = kernels or NativeKernels(threads or torch.get_num_threads(), level or best_level())
         self.number = library.HALF if dtype == torch.bfloat16 else library.SINGLE
         self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        self.cache_dtype = cache_dtype or self.dtype
+        self._own_cache = cache_dtype
         self._library = self.kernels.library
         self._pool = self.kernels.pool
         self._arena = WeightArena()
@@ -92,7 +95,18 @@ class NativeOps:
         else these."""
         if self.number == library.HALF or not self.kernels.instructions.endswith("bf16"):
             return self
-        return NativeOps(torch.device("cpu"), torch.bfloat16, kernels=self.kernels, block_size=self.block_size)
+        return NativeOps(
+            torch.device("cpu"),
+            torch.bfloat16,
+            kernels=self.kernels,
+            block_size=self.block_size,
+            cache_dtype=self._own_cache,
+        )
+
+    @property
+    def cache_code(self) -> int:
+        """How the library reads keys and values."""
+        return library.CODES["fp8"] if self.cache_dtype == torch.float8_e4m3fn else library.PLAIN
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """A copy of both in the library's layout, in the weights' type."""
@@ -195,13 +209,16 @@ class NativeOps:
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Heads are padded to 16 elements."""
-        return 2 * kv_heads * self.block_size * _padded_head_dim(head_dim) * self.dtype.itemsize
+        return 2 * kv_heads * self.block_size * _padded_head_dim(head_dim) * self.cache_dtype.itemsize
 
     def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Blocks are laid out inside as attention.h says; the last dimension is padded to 16."""
+        """Blocks are laid out inside as attention.h says; the last dimension is padded to 16. Raises OpsUnavailable for
+        heads whose codes do not fill words."""
+        if self.cache_code != library.PLAIN and head_dim % 4:
+            raise OpsUnavailable(f"kv_cache_dtype = fp8: heads of {head_dim} elements are no multiple of 4")
         shape = (num_blocks, kv_heads, self.block_size, _padded_head_dim(head_dim))
         each = num_blocks * self.kv_block_bytes(kv_heads, head_dim) // 2
-        keys, values = (zeroed(each).view(self.dtype).view(shape) for _ in range(2))
+        keys, values = (zeroed(each).view(self.cache_dtype).view(shape) for _ in range(2))
         return keys, values
 
     def kv_copier(self, caches: list[tuple[Tensor, Tensor]], head_dim: int) -> NativeKvCopier:
@@ -266,6 +283,8 @@ class NativeOps:
     @property
     def latents(self) -> NativeLatents:
         """On the same threads, in the weights' type."""
+        if self.cache_code != library.PLAIN:
+            raise OpsUnavailable("kv_cache_dtype = fp8: latents are kept in the model's type")
         return NativeLatents(self)
 
     def verify(self, attempt: DraftAttempt) -> Tensor:
@@ -277,7 +296,8 @@ class NativeOps:
         if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
             raise ValueError(f"heads of {head_dim} elements are not supported")
         return library.Cache(
-            self.number, keys.data_ptr(), values.data_ptr(), keys.shape[1], head_dim, library.page_bits(keys.shape[2])
+            *(self.number, keys.data_ptr(), values.data_ptr(), keys.shape[1], head_dim),
+            *(library.page_bits(keys.shape[2]), self.cache_code),
         )
 
     def _batch_of(self, meta: BatchMeta) -> library.NativeBatch:

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "attention.h"
+#include "fp8.h"
 
 namespace {
 
@@ -39,6 +40,8 @@ void rotate(float* x, const float* cos_sin, int dim) {
 template <class Item> void narrow(Item* to, const float* from, int count) {
     if constexpr (sizeof(Item) == 4) {
         memcpy(to, from, size_t(count) * 4);
+    } else if constexpr (sizeof(Item) == 1) {
+        for (int i = 0; i < count; ++i) to[i] = fp8_of(from[i]);
     } else {
         int i = 0;
         for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
@@ -67,7 +70,7 @@ template <class Item> void store_key(Item* page, int offset, const Item* key, in
 // A pair's second half is cleared with its first where nothing follows yet: what an earlier owner of the page left
 // there must not meet the weight 0 of a token that does not exist, for 0 * infinity is not 0.
 template <class Item> void store_value(Item* page, int offset, const Item* value, int dim, int padded, bool followed) {
-    constexpr int kItems = 4 / int(sizeof(Item));
+    constexpr int kItems = sizeof(Item) == 2 ? 2 : 1;
     Item* to = page + offset / kItems * padded * kItems + offset % kItems;
     bool clear = kItems == 2 && offset % 2 == 0 && !followed;
     for (int d = 0; d < dim; ++d) {
@@ -76,7 +79,7 @@ template <class Item> void store_value(Item* page, int offset, const Item* value
     }
 }
 
-template <class Item> void store_row(const RopeAndStore& what, const Batch& batch, const Cache& cache, int row) {
+template <class Item, class Cached> void store_row(const RopeAndStore& what, const Batch& batch, const Cache& cache, int row) {
     int dim = cache.head_dim;
     const float* from = what.qkv + row * what.qkv_stride;
     const float* cos_sin = what.cos_sin + int64_t(batch.positions[row]) * dim;
@@ -84,13 +87,13 @@ template <class Item> void store_row(const RopeAndStore& what, const Batch& batc
     for (int h = 0; h < what.heads; ++h) prepare(query + h * dim, from + h * dim, what.q_norm, what.eps, cos_sin, dim);
     int slot = batch.slots[row], page = slot / kPageTokens, block = page >> cache.page_bits;
     bool followed = row + 1 < batch.rows && batch.slots[row + 1] == slot + 1;
-    alignas(64) Item item[kMostDim];
+    alignas(64) Cached item[kMostDim];
     for (int h = 0; h < cache.kv_heads; ++h) {
         int64_t at = cache.at(block, h, page - (block << cache.page_bits));
         prepare(item, from + (what.heads + h) * dim, what.k_norm, what.eps, cos_sin, dim);
-        store_key((Item*)cache.keys + at, slot % kPageTokens, item, dim);
+        store_key((Cached*)cache.keys + at, slot % kPageTokens, item, dim);
         narrow(item, from + (what.heads + cache.kv_heads + h) * dim, dim);
-        store_value((Item*)cache.values + at, slot % kPageTokens, item, dim, cache.padded_dim(), followed);
+        store_value((Cached*)cache.values + at, slot % kPageTokens, item, dim, cache.padded_dim(), followed);
     }
 }
 
@@ -100,8 +103,9 @@ void rope_and_store(Pool& pool, const RopeAndStore& what, const Batch& batch, co
     pool.run((batch.rows + kRowsOfTile - 1) / kRowsOfTile, [&](int tile, int) {
         int end = std::min(batch.rows, (tile + 1) * kRowsOfTile);
         for (int row = tile * kRowsOfTile; row < end; ++row) {
-            if (cache.number == Number::kHalf) store_row<Bf16>(what, batch, cache, row);
-            else store_row<float>(what, batch, cache, row);
+            bool half = cache.number == Number::kHalf;
+            if (cache.code == Code::kFp8) half ? store_row<Bf16, uint8_t>(what, batch, cache, row) : store_row<float, uint8_t>(what, batch, cache, row);
+            else half ? store_row<Bf16, Bf16>(what, batch, cache, row) : store_row<float, float>(what, batch, cache, row);
         }
     });
 }

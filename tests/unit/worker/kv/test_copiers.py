@@ -101,6 +101,24 @@ def test_a_cell_of_latents_is_the_latents_and_then_their_rotated_keys(
     assert all(torch.equal(other.block(to), one.block(of)) for to, of in zip([1, 2, 8, 0], SCATTERED, strict=True))
 
 
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 32), (24, 64), (12, 16)])
+def test_eight_bits_go_through_an_arena(tmp_path: Path, head_dim: int, block_size: int) -> None:
+    """[kv_heads][layers][2][tokens][head_dim] there, as Triton's caches of that type lie."""
+    layout = make_layout("float8_e4m3fn", kv_heads=2, head_dim=head_dim, block_size=block_size)
+    arena = make_arena(tmp_path, layout)
+    one, other = rank("native", layout, tmp_path), rank("native", layout, tmp_path)
+    plain = rank("torch", make_layout("float32", kv_heads=2, head_dim=head_dim, block_size=block_size), tmp_path)
+    one.compute()
+    plain.compute()
+    assert one.save(SCATTERED, SLOTS) == "done"
+    expected = torch.stack([torch.stack(halves) for halves in plain.caches])[:, :, 5].movedim(2, 0).contiguous()
+    saved = torch.frombuffer(bytearray(arena.payload(2)), dtype=torch.float8_e4m3fn).float().view(expected.shape)
+    assert torch.equal(saved, expected.to(torch.float8_e4m3fn).float())
+    assert other.load([1, 2, 8, 0], SLOTS) == "done"
+    for place, block in zip([1, 2, 8, 0], SCATTERED, strict=True):
+        assert torch.equal(other.block(place).view(torch.uint8), one.block(block).view(torch.uint8))
+
+
 @pytest.mark.parametrize("level", runnable_levels())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_level_of_instructions_writes_the_same(tmp_path: Path, level: Level, dtype: str) -> None:

@@ -112,8 +112,16 @@ def _decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype) -> Decoder
 class Steps:
     """Runs sequences of random tokens through a decoder, fused or by single operations."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, lengths: list[int], *, fused: bool) -> None:
-        self.decoder = _decoder(config, native(dtype), dtype)
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        lengths: list[int],
+        *,
+        fused: bool,
+        cache: torch.dtype | None = None,
+    ) -> None:
+        self.decoder = _decoder(config, native(dtype, cache_dtype=cache), dtype)
         assert self.decoder._native is not None
         if not fused:
             self.decoder._native = None
@@ -147,16 +155,20 @@ LENGTHS = [32, 7, 101, 8]
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype"),
+    ("config", "dtype", "cache"),
     [
-        (LLAMA, torch.float32),
-        (LLAMA, torch.bfloat16),
-        (LLAMA, torch.float16),
-        (structs.replace(GEMMA, logits_softcap=None), torch.float32),
+        (LLAMA, torch.float32, None),
+        (LLAMA, torch.bfloat16, None),
+        (LLAMA, torch.float16, None),
+        (structs.replace(GEMMA, logits_softcap=None), torch.float32, None),
+        (LLAMA, torch.float32, torch.float8_e4m3fn),
+        (LLAMA, torch.bfloat16, torch.float8_e4m3fn),
     ],
 )
-def test_one_call_equals_single_operations_bit_for_bit(config: ModelConfig, dtype: torch.dtype) -> None:
-    fused, single = (Steps(config, dtype, LENGTHS, fused=fused) for fused in (True, False))
+def test_one_call_equals_single_operations_bit_for_bit(
+    config: ModelConfig, dtype: torch.dtype, cache: torch.dtype | None
+) -> None:
+    fused, single = (Steps(config, dtype, LENGTHS, fused=fused, cache=cache) for fused in (True, False))
     for counts in STEPS:
         assert torch.equal(fused.run(counts), single.run(counts))
 

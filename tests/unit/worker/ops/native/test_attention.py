@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.worker.models.rope import PlainRope, cos_sin_table
+from services.worker.ops.interface import OpsUnavailable
 from services.worker.ops.native.build import Level, runnable_levels
 from services.worker.ops.native.native_ops import NativeOps
 from tests.support.worker.native_batches import (
@@ -22,6 +23,7 @@ from tests.support.worker.native_batches import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
+FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
@@ -82,11 +84,15 @@ class Cached:
         q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
         if self.norms[0] is not None:
             q, k = (_normed(x, norm) for x, norm in zip((q, k), self.norms, strict=True))
-        q, k = (rope_reference(x, self.cos_sin[:end]).to(dtype) for x in (q, k))
+        q, k_exact = (rope_reference(x, self.cos_sin[:end]) for x in (q, k))
+        q, k = q.to(dtype), k_exact.to(dtype)
         scale = shape.dim**-0.5
         window, softcap = kind.window, kind.softcap
+        v = v.to(dtype)
+        if self.ops.cache_dtype == FP8:
+            k, v = (x.float().clamp(-448, 448).to(FP8).float() for x in (k_exact, qkv[:, -shape.kv_heads :]))
         return attention_reference(
-            *(q[first:], k, v.to(dtype)), scale=scale, window=window, softcap=softcap, **kind.of_heads(shape.heads)
+            *(q[first:], k, v), scale=scale, window=window, softcap=softcap, **kind.of_heads(shape.heads)
         )
 
 
@@ -206,3 +212,51 @@ def test_what_an_earlier_owner_left_in_a_block_does_not_reach_its_next(dtype: to
         expected = clean.step(counts, Kind())
         for number, rows in dirty.step(counts, Kind()).items():
             assert torch.equal(rows, expected[number])
+
+
+# ---- keys and values in eight bits
+
+
+def test_numbers_are_rounded_to_eight_bits_as_pytorch_rounds_them() -> None:
+    """To the nearest, ties to even; what is too large becomes the largest."""
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    codes = codes[codes.isfinite()]
+    ties = (codes[1:127] + codes[:126]) / 2
+    odd = torch.tensor([1e30, -1e30, 460.0, 1e-30, -1e-10, float("inf"), float("-inf")])
+    numbers = torch.cat((codes, ties, -ties, odd, random(4096 - len(codes) - 2 * len(ties) - len(odd)) * 20))
+    ops = native(torch.float32, cache_dtype=FP8)
+    cached = Cached(ops, Shape(1, 1, 256), [16])
+    cached.qkv[0][:, -256:] = numbers.view(16, 256)
+    cached.step({0: (0, 16)}, Kind())
+    kept = cached.caches[1][cached.blocks[0][0], 0]
+    assert torch.equal(kept.float(), numbers.clamp(-448, 448).to(FP8).float().view(16, 256))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 32, 64, 80, 256])
+def test_attention_is_that_of_rounded_keys_and_values(dtype: torch.dtype, dim: int) -> None:
+    ops = native(dtype, cache_dtype=FP8)
+    assert ops.kv_block_bytes(2, dim) * dtype.itemsize == native(dtype).kv_block_bytes(2, dim)
+    _check(
+        Cached(ops, Shape(6, 2, dim), [5, 18, 64, 130, 300], norms=dim == 64), Kind(window=100 if dim == 80 else None)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("level", runnable_levels())
+def test_eight_bits_give_the_same_bits_in_every_batch_block_and_thread(level: Level, dtype: torch.dtype) -> None:
+    contexts, kind = [600, 17, 64, 5, 2, 333], Kind(sinks=True)
+    alone: dict[int, Tensor] = {}
+    for threads, size in ((1, 16), (4, 64)):
+        ops = native(dtype, threads, level, size, FP8)
+        cached = Cached(ops, Shape(6, 2, 48), contexts)
+        for first in range(0, 600, 250):
+            here = {number: (first, min(first + 250, end)) for number, end in enumerate(contexts) if first < end}
+            for number, rows in cached.step(here, kind).items():
+                expected = alone.setdefault(number * 1000 + first, rows)
+                assert torch.equal(rows, expected)
+
+
+def test_heads_that_do_not_fill_words_are_refused() -> None:
+    with pytest.raises(OpsUnavailable, match="heads of 6 elements are no multiple of 4"):
+        native(torch.float32, cache_dtype=FP8).allocate_kv(4, 1, 6)
