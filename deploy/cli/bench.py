@@ -34,9 +34,13 @@ DEMO = "demo"
 """How the demo model is called, and as a shape."""
 _CORES = "routing"
 """It measures the coordinator's core in this process."""
-_ENGINES, _DEVICE = ("idle", "speculation"), ("roofline", "kernels")
+_ENGINES, _DEVICE = ("idle", "speculation", "perplexity"), ("roofline", "kernels")
 """What starts single engines, and what measures the device: they need a model, and no stack."""
-_PROMPTS = DEMO_MODEL.with_name("prompts.jsonl")
+_TEXTS = {
+    "speculation": (("--prompts", DEMO_MODEL.with_name("prompts.jsonl")),),
+    "perplexity": (("--text", DEMO_MODEL.with_name("held_out.jsonl")),),
+}
+"""Flags that these are given where they were not typed."""
 _THEIR_USAGE = """
 In a checkout of the repository, through this command:
 
@@ -58,7 +62,7 @@ def bench(
     run_dir: RunDir = None,
 ) -> None:
     """Measure: baton bench serve|latency|throughput|interference|hops|startup|profile|prefixes|kv|idle|
-    speculation|roofline|kernels|routing|peers|gpu.
+    speculation|perplexity|roofline|kernels|routing|peers|gpu.
 
     All other arguments are passed on (baton bench serve --help).
     """
@@ -115,8 +119,8 @@ def with_model(argv: Sequence[str], folder: Path) -> list[str]:
     if argv[0] in _ENGINES:
         directory = model_folder(known.model, known.load_format, folder)
         flags.append(f"--nats-server={_nats_server()}")
-        if argv[0] == "speculation" and not any(each.split("=")[0] == "--prompts" for each in rest):
-            flags.append(f"--prompts={_PROMPTS}")
+        typed = {each.split("=")[0] for each in rest}
+        flags += [f"{flag}={file}" for flag, file in _TEXTS.get(argv[0], ()) if flag not in typed]
     elif known.model is not None:
         directory = model_directory(known.model, weights=False)
     elif known.shape == DEMO or (known.shape is None and argv[0] == "roofline"):

@@ -49,6 +49,9 @@ BENCHMARKS = {
     "speculation": Benchmark(
         "engine.speculation:main", "output tokens per second with each method of drafting and without; starts engines"
     ),
+    "perplexity": Benchmark(
+        "engine.perplexity:main", "how well a model predicts a text with each way to round its weights; starts engines"
+    ),
     "roofline": Benchmark(
         "device.roofline:main", "a model's steps beside the device's limits, measured in the same run; needs no server"
     ),

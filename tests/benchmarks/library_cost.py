@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from transformers import LlamaConfig
 
@@ -37,28 +37,31 @@ SHAPE = {
 }
 
 
-def backend(folder: Path, impl: ModelImpl) -> HostRunner:
+def backend(folder: Path, **settings: Any) -> HostRunner:
+    """`settings`: arguments of `create_backend`."""
     return tiny_backend(
         folder,
-        model_impl=impl,
+        **settings,
         load_format="dummy",
         dtype="bfloat16",
         ops="native",
         max_model_len=512,
         kv_memory_bytes=256 << 20,
         max_batch_tokens=512,
+        max_num_seqs=64,
     )
 
 
-def step_milliseconds(runner: HostRunner, concurrency: int) -> float:
-    """The median step of `concurrency` sequences that all decode."""
+def step_milliseconds(runner: HostRunner, concurrency: int, steps: int) -> float:
+    """The median of `steps` steps of `concurrency` sequences that all decode."""
     runner.reset()
     driver = Driver(runner)
-    sequences = [driver.add(prompt(PROMPT, seed), STEPS + 2) for seed in range(concurrency)]
+    # Whoever comes first decodes while others' prompts are computed.
+    sequences = [driver.add(prompt(PROMPT, seed), steps + 2 + concurrency // 8) for seed in range(concurrency)]
     while not all(sequence.output for sequence in sequences):
         driver.step()
     took = []
-    for _ in range(STEPS - concurrency // 4):
+    for _ in range(steps):
         started = time.process_time()
         driver.step()
         took.append(time.process_time() - started)
@@ -70,12 +73,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         LlamaConfig(**SHAPE).save_pretrained(folder)
-        runners = {impl: backend(folder, impl) for impl in get_args(ModelImpl) if impl != "auto"}
+        runners = {impl: backend(folder, model_impl=impl) for impl in get_args(ModelImpl) if impl != "auto"}
         for concurrency in CONCURRENCIES:
             took: dict[ModelImpl, list[float]] = {impl: [] for impl in runners}
             for _ in range(ROUNDS):
                 for impl, runner in runners.items():
-                    took[impl].append(step_milliseconds(runner, concurrency))
+                    took[impl].append(step_milliseconds(runner, concurrency, STEPS))
             native, library = (statistics.median(took[impl]) for impl in ("native", "transformers"))
             figures = f"native {native:.1f} ms, transformers {library:.1f} ms, {library / native:.2f} ×"
             print(f"{concurrency} sequences: {figures}")

@@ -22,7 +22,7 @@ FILE = DEMO / "prompts.jsonl"
 def prompts() -> Iterator[str]:
     """With the chat template's markers, the same every time."""
     for _, example in zip(range(COUNT), training_examples(SEED), strict=False):
-        yield _text(example)
+        yield text_of(example)
 
 
 def written() -> bytes:
@@ -30,7 +30,8 @@ def written() -> bytes:
     return b"".join(msgspec.json.encode({"prompt": prompt}) + b"\n" for prompt in prompts())
 
 
-def _text(example: Example) -> str:
+def text_of(example: Example) -> str:
+    """What the model is to continue, with the chat template's markers."""
     if isinstance(example, Passage):
         return example.prompt
     said = "" if example.system is None else f"{SYSTEM}{example.system}{END_OF_TURN}"

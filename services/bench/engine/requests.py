@@ -41,8 +41,10 @@ class EngineClient:
         await self.bus.subscribe(topics.gateway_inbox(GATEWAY), self._on_gateway)
         await self.bus.subscribe(topics.engine_results(self.engine), self._on_result)
 
-    async def _publish(self, prompt: list[int], temperature: float, stopping: StopConditions) -> None:
-        """One more request; its number is its seed, too."""
+    async def _publish(
+        self, prompt: list[int], temperature: float, stopping: StopConditions, prompt_logprobs: int | None = None
+    ) -> RequestId:
+        """One more request, whose name it returns; its number is its seed, too."""
         self._number += 1
         request, tokens = RequestId(f"bench-{self._number}"), pack(prompt)
         self._open.add(request)
@@ -54,11 +56,12 @@ class EngineClient:
             tokens=tokens,
             prompt_length=len(prompt),
             block_hashes=b"".join(hash_chain(tokens, None, self.card.block_size)),
-            sampling=SamplingOptions(seed=self._number, temperature=temperature),
+            sampling=SamplingOptions(seed=self._number, temperature=temperature, prompt_logprobs=prompt_logprobs),
             stopping=stopping,
             arrival=time.time(),
         )
         await self.bus.publish(topics.engine_requests(self.engine), GenerateRequest(generation, DETOKENIZER))
+        return request
 
     async def _on_tokens(self, batch: TokenBatch) -> None:
         raise NotImplementedError

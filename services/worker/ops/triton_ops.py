@@ -21,11 +21,14 @@ from services.worker.ops.interface import (
     DraftAttempt,
     OpsUnavailable,
     PackedExperts,
+    PackedLinear,
     Routing,
 )
-from services.worker.ops.torch_ops import TorchOps
+from services.worker.ops.quantized import QuantizedWeight
+from services.worker.ops.torch_ops import QuantizedLinear, TorchOps
 from services.worker.ops.triton.attention.paged_attention import create_attention
 from services.worker.ops.triton.moe.mixture import compile_all, mixture
+from services.worker.ops.triton.quantized_linear import compile_tiles, multiplies, quantized_linear
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
 from services.worker.ops.triton.verification import verify
@@ -58,13 +61,32 @@ class TritonOps(TorchOps):
         _check_device(device)
         self._cache_dtype = cache_dtype or dtype
         self._compiled: set[tuple[object, ...]] = set()
-        """Shapes of mixtures whose kernels are there in all sizes."""
+        """Shapes of mixtures and of quantised weights whose kernels are there in all sizes."""
         self._attend = create_attention(attention, device, dtype, self._cache_dtype)
 
     @property
     def name(self) -> str:
         """The name of this implementation: "triton"."""
         return "triton"
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
+        """The codes. Compiles the kernels of all sizes of tiles when a shape of weight is first seen on a GPU."""
+        packed = super().pack_quantized(weight, bias)
+        assert isinstance(packed, QuantizedLinear)
+        outputs, inputs = weight.codes.shape
+        shape = (weight.code, outputs, inputs, weight.group_size, weight.zeros is None, bias is None)
+        if shape not in self._compiled and self._device.type == "cuda":
+            self._compiled.add(shape)
+            row = torch.zeros(1, inputs, dtype=self._dtype, device=self._device)
+            if multiplies(row, packed.weight):
+                compile_tiles(row, packed.weight, bias)
+        return packed
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """Few rows with codes in one launch; else by cuBLAS, codes as numbers that are made first."""
+        if isinstance(packed, QuantizedLinear) and multiplies(x, packed.weight):
+            return quantized_linear(x, packed.weight, packed.bias)
+        return super().linear(x, packed)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """One launch; in x's dtype."""

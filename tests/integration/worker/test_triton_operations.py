@@ -15,9 +15,11 @@ from torch import Tensor
 
 from services.worker.backend import Backend
 from services.worker.ops.interface import OpsUnavailable
+from services.worker.ops.quantized import Code
 from services.worker.ops.selector import create_ops
 from services.worker.ops.triton_ops import TritonOps
 from tests.support.kernels.kernel_device import DEVICE
+from tests.support.models.rounded_models import SIZES, rounded
 from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.worker.emulated_graphs import RunAgain
 from tests.support.worker.plan_driver import Driver
@@ -65,6 +67,19 @@ def test_models_on_triton_generate_what_the_reference_does(
     assert_near(first[0], model.logits(PROMPTS[0])[-1])
     assert_near(mixed[0], model.logits([*PROMPTS[0], output[0][0]])[-1])
     assert_near(mixed[1], model.logits(PROMPTS[1])[-1])
+
+
+@pytest.mark.parametrize("code", ["int8", "int4"])
+def test_weights_of_few_bits_on_triton_are_the_references_rounded_ones(
+    code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every product by the kernel that reads codes."""
+    model = make_model("qwen2", tmp_path, num_hidden_layers=1, **SIZES)
+    rounded(model.reference, code)
+    logits = record_logits(monkeypatch)
+    output = generated(tiny_runner(model.path, "triton", device=str(DEVICE), dtype="float32", quantization=code))
+    assert output == [model.greedy(prompt, OUTPUT) for prompt in PROMPTS]
+    assert_near(logits[0].cpu()[0], model.logits(PROMPTS[0])[-1])
 
 
 def assert_near(logits: Tensor, expected: Tensor) -> None:

@@ -169,6 +169,12 @@ def _draws() -> Iterator[Launch]:
     return draws()
 
 
+def _quantized() -> Iterator[Launch]:
+    from tests.support.kernels.quantized_launches import products
+
+    return products()
+
+
 def _graphs() -> Iterator[Launch]:
     from tests.support.kernels.graph_launches import graphs
 
@@ -181,7 +187,15 @@ def _copies() -> Iterator[Launch]:
     return copies()
 
 
-FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (_attention, _mixtures, _rows, _draws, _copies, _graphs)
+FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (
+    _attention,
+    _mixtures,
+    _rows,
+    _draws,
+    _copies,
+    _graphs,
+    _quantized,
+)
 """A function for each family of kernels that gives its launches."""
 
 

@@ -23,8 +23,10 @@ from services.worker.batch.rows import RowRuns, rows_of
 from services.worker.batch.staging import packed
 from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
 from services.worker.ops.interface import BatchMeta, Routing
+from services.worker.ops.quantized import quantize
 from services.worker.ops.triton.attention.paged_attention import paged_attention
 from services.worker.ops.triton.moe.mixture import compile_all, mixture
+from services.worker.ops.triton.quantized_linear import MAX_ROWS, compile_tiles, quantized_linear
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
@@ -32,6 +34,7 @@ from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 CONTEXT, MOST_ROWS, CAPTURED = 131072, 4096, 64
 HEADS, KV_HEADS, DIM, HIDDEN = 16, 4, 64, 1024
 CPU = torch.device("cpu")
+WEIGHT = quantize(torch.ones(192, HIDDEN), "int8")
 
 
 class Seen(msgspec.Struct):
@@ -91,6 +94,8 @@ def layer(meta: BatchMeta) -> None:
     add_rms_norm(x, x.clone(), norm, 1e-5)
     gated_act(torch.empty((rows, 2 * HIDDEN), dtype=torch.bfloat16), "silu")
     through_experts(mixture, rows)
+    if rows <= MAX_ROWS:
+        quantized_linear(x, WEIGHT, None)
 
 
 def through_experts(way: Callable[..., object], rows: int) -> None:
@@ -119,6 +124,7 @@ def step(*sequences: tuple[int, int]) -> None:
 def start() -> None:
     """As `torch_backend` does: eagerly first, then captures, then rehearsals of prefills."""
     through_experts(compile_all, 1)
+    compile_tiles(torch.empty((1, HIDDEN), dtype=torch.bfloat16), WEIGHT, None)
     step((1, 1))
     inputs = DecodeInputs(CPU, CAPTURED, CONTEXT // BLOCK_SIZE, CONTEXT, BLOCK_SIZE)
     for size in reversed(capture_sizes(CAPTURED)):

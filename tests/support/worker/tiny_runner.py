@@ -12,7 +12,7 @@ from services.worker.executor.host_runner import HostRunner
 from services.worker.executor.runner import RankState
 from services.worker.graphs.capture import Capture
 from services.worker.graphs.choice import DecodeGraphs
-from services.worker.models.loaded_model import DtypeChoice, LoadedModel, LoadSettings, load_model
+from services.worker.models.loaded_model import DtypeChoice, LoadedModel, LoadSettings, QuantizationChoice, load_model
 from services.worker.ops.interface import CacheDtype, OpsName
 from services.worker.speculation.draft_model import DraftModelProposer, open_draft_model
 from services.worker.speculation.drafter import TargetModel
@@ -33,6 +33,7 @@ def tiny_runner(
     capture: Capture | None = None,
     launching: bool = False,
     drafted_by: Path | None = None,
+    quantization: QuantizationChoice = "auto",
 ) -> HostRunner | DeviceRunner:
     """`capture`: decodes are captured with it; None: nothing is. `launching`: as on a GPU. `drafted_by`: a
     model that drafts two tokens, whose decodes are captured, too."""
@@ -48,6 +49,7 @@ def tiny_runner(
             communicator=SingleRank(),
             pipeline=SingleStage(),
             layers=None,
+            quantization=quantization,
         )
     )
     graphs = DecodeGraphs(loaded.decoder, loaded.settings.device, (max_num_seqs,), loaded.max_model_len, features=False)

@@ -219,6 +219,8 @@ def test_an_engine_is_told_where_a_nats_server_is_and_the_model_of_a_shape(tmp_p
     assert "--model-name=qwen3-0.6b" in told
     assert any(each.startswith("--nats-server=") for each in told)
     assert f"--prompts={DEMO_MODEL.with_name('prompts.jsonl')}" in with_model(["speculation"], tmp_path)
+    assert f"--text={DEMO_MODEL.with_name('held_out.jsonl')}" in with_model(["perplexity"], tmp_path)
+    assert "--text=own.txt" in with_model(["perplexity", "--text=own.txt"], tmp_path)
 
 
 @pytest.mark.parametrize(

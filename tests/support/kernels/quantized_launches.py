@@ -1,0 +1,48 @@
+"""Launches of products with weights that stay codes, for `kernel_launches`: of the shapes of Llama 3.1 8B."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.worker.ops.quantized import INT4_GROUP, Code
+from services.worker.ops.triton.quantized_linear import TILE_ROWS, code_tile, coded_linear_kernel
+from tests.support.kernels.kernel_launches import Launch
+
+_STORED = {"int8": "*i8", "fp8": "*fp8e4nv", "int4": "*u8"}
+_ITEM = {"bf16": 2, "fp32": 4}
+_OUTPUTS, _INPUTS = 6144, 4096
+
+
+def products() -> Iterator[Launch]:
+    """fp8 is for compute capability 8.9 and above."""
+    for code in ("int8", "int4", "fp8"):
+        for rows in TILE_ROWS:
+            yield from _launches(code, rows, "bf16")
+    yield from _launches("int4", TILE_ROWS[-1], "fp32")
+
+
+def _launches(code: Code, rows: int, kind: str) -> Iterator[Launch]:
+    group = INT4_GROUP if code == "int4" else _INPUTS
+    for target in (80, 90):
+        if code == "fp8" and target < 89:
+            continue
+        tile = code_tile(rows, _ITEM[kind], target // 10, group)
+        arguments = {"x": f"*{kind}", "codes": _STORED[code], "scales": "*fp32", "out": f"*{kind}", "rows": "i32"}
+        constants = {"bias": None, "INPUTS": _INPUTS, "OUTPUTS": _OUTPUTS, "GROUP": group, "CODE": code}
+        if code == "int4":
+            arguments["zeros"] = "*u8"
+        else:
+            constants["zeros"] = None
+        yield Launch(
+            f"coded_linear_kernel {code} {kind} tiles of {rows} rows",
+            coded_linear_kernel,
+            {name: arguments[name] for name in coded_linear_kernel.arg_names if name in arguments},
+            constants | {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SWAPPED": tile.swapped},
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            targets=(target,),
+            must=frozenset({"cp.async16"} | ({"mma"} if target == 80 else set())),
+            must_on_hopper=frozenset({"wgmma"}),
+            loads_ahead=True,
+            rare=target < 90 or kind == "fp32",
+        )
