@@ -9,6 +9,7 @@ import msgspec
 
 from services.scheduler.core.events import WorkersLost, WorkersReady
 from shared.ids import EngineId, Incarnation, InstanceId
+from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.lifecycle import Lifecycle, ModelCard, WorkerReport
 from shared.protocol import PROTOCOL
 from shared.registry import InstanceGone, Registry
@@ -81,6 +82,7 @@ class WorkerRanks:
             max_loras=min(report.max_loras for report in reports),
             cache_format=_common(report.cache_format for report in reports) or "",
             layerwise_loads=all(report.layerwise_loads for report in reports),
+            kv_groups=reports[0].kv_groups,
         )
 
     def _ready_by_rank(self) -> dict[int, Lifecycle]:
@@ -99,9 +101,9 @@ class WorkerRanks:
         return None
 
 
-def _comparable(report: WorkerReport) -> tuple[ModelCard, int, int]:
+def _comparable(report: WorkerReport) -> tuple[ModelCard, int, int, tuple[KvCacheGroup, ...]]:
     """The settings that must be equal on all ranks; their start times need not be."""
-    return msgspec.structs.replace(report.model, created=0), report.world_size, report.stages
+    return msgspec.structs.replace(report.model, created=0), report.world_size, report.stages, report.kv_groups
 
 
 def _smallest(values: Iterable[int | None]) -> int | None:

@@ -215,7 +215,7 @@ class WorkerActor(Actor):
             published=self._published,
             max_num_seqs=self._identity.max_num_seqs,
             max_batch_tokens=self._identity.max_batch_tokens,
-            layout=None if self._backend.kv is None else self._backend.kv.layout,
+            layout=None if self._backend.kv is None or self._backend.kv_groups else self._backend.kv.layout,
             transfers=self._ledger.report(),
             max_speculate=self._backend.max_speculate,
             max_jump_ahead=self._backend.max_jump_ahead,
@@ -223,6 +223,7 @@ class WorkerActor(Actor):
             cache_format="" if self._connector is None else self._connector.layout.name,
             layerwise_loads=self._connector is not None and self._connector.layerwise,
             max_loras=self._backend.max_loras,
+            kv_groups=self._backend.kv_groups,
         )
 
     async def _report_missed(self, missed: StepMissed) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from msgspec import Struct
 
+from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import SampledTokens, SequenceFailed, SequencePooled, SequencePromptLogprobs, StepTiming
 from shared.messages.worker import StepPlan
@@ -90,6 +91,10 @@ class Backend(Protocol):
     @property
     def num_blocks(self) -> int:
         """Blocks of KV memory, sized from the memory given after a profiling pass."""
+
+    @property
+    def kv_groups(self) -> tuple[KvCacheGroup, ...]:
+        """Groups of layers with block tables of their own; empty: all layers have one."""
 
     @property
     def device(self) -> str:

@@ -11,6 +11,7 @@ from msgspec import Meta
 from kvstore.connectors.installed import ConnectorExtraConfig, ConnectorName, ConnectorRole, open_connector
 from kvstore.connectors.interface import KVConnectorBase
 from services.worker.guided.limits import GrammarLimits
+from services.worker.kv.layer_groups import HybridKvCache
 from services.worker.sim.accelerator import PROFILES, Accelerator, ProfileName
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
 from shared.config import ModelServiceConfig
@@ -150,6 +151,15 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
         Meta(description="Data type of the KV cache; auto: the model's."),
+        UpOption("Capacity"),
+    ] = "auto"
+    hybrid_kv_cache: Annotated[
+        HybridKvCache,
+        Meta(
+            description="Whether layers of different attention (full, sliding window) have block tables of their own, "
+            "and windows free the blocks behind them. auto: on a CPU without KV store, KV connector and pipeline; on: "
+            "anything else is an error."
+        ),
         UpOption("Capacity"),
     ] = "auto"
     enforce_eager: Annotated[

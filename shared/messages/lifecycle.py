@@ -10,6 +10,7 @@ from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import EngineId, Incarnation, InstanceId, LoraId, ModelName, NodeId, RequestId
 from shared.messages.dialects import Dialect
 from shared.messages.generation import PoolingType
+from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.kvstore import KvLayout
 from shared.messages.scheduler import TransferProgress
 from shared.protocol import SpokenProtocols
@@ -314,7 +315,8 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     max_batch_tokens: int | None = None
     """Most tokens that a step may hold; None: this rank sets no limit. The scheduler respects it."""
     layout: KvLayout | None = None
-    """The layout of this rank's KV blocks; None if they cannot be shared (the simulated device)."""
+    """The layout of this rank's KV blocks; None if they cannot be shared (the simulated device, and layers in groups
+    with block tables of their own)."""
     transfers: TransferProgress | None = None
     """The newest transfer progress; None before the first transfer."""
     max_speculate: int = 0
@@ -332,6 +334,10 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Whether this rank waits for a KV connector's loads layer by layer; see `ConnectorLoad.overlapped`."""
     max_loras: int = 0
     """How many different adapters the sequences that it holds may have; 0 where it serves none."""
+    kv_groups: tuple[KvCacheGroup, ...] = ()
+    """Groups of layers with block tables of their own, which all take their blocks from the `num_blocks`; plans assign
+    blocks to each (`StepPlan`). Empty: one table for all layers, none of which gives blocks back before a sequence
+    ends."""
 
 
 class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):

@@ -41,7 +41,8 @@ class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
     computed: int
     """Number of leading tokens whose keys and values already lie in `blocks` (a prefix-cache hit)."""
     blocks: bytes
-    """Packed uint32 block ids, in order; holds at least `computed` tokens. More come with the work."""
+    """Packed uint32 block ids, in order; holds at least `computed` tokens. More come with the work. See
+    `StepPlan`."""
     sampling: SamplingOptions
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
@@ -61,7 +62,7 @@ class SequenceWork(Struct, frozen=True, array_like=True, gc=False):
     sequence: SequenceId
     count: int
     blocks: bytes
-    """Packed ids of newly assigned blocks, appended to the sequence's block table."""
+    """Packed ids of newly assigned blocks, appended to the sequence's block table. See `StepPlan`."""
     sample: bool
     """Draw a token from the last position; the worker appends it to the sequence itself."""
     speculate: int = 0
@@ -152,6 +153,11 @@ class StepPlan(Struct, frozen=True, array_like=True, kw_only=True):
 
     Order of effect: `released`, then `new`, then `work`. All blocks' contents survive until they are written again.
     A plan may hold nothing but transfers.
+
+    A rank that reports groups of layers (`WorkerReport.kv_groups`) has as many block tables for each sequence. Wherever
+    its plans assign blocks to a sequence, so many ids follow each other for each block of tokens, one for each group;
+    it is NULL_BLOCK where the group needs none. A scheduler that knows no groups assigns too few, which the rank
+    refuses.
     """
 
     epoch: Incarnation

@@ -37,6 +37,7 @@ FEATURES = (
     "federation",
     "LoRA",
     "quantization",
+    "hybrid KV cache",
 )
 HEADING = """\
 # Features together

@@ -37,6 +37,7 @@ from shared.messages import (
     gateway,
     generation,
     kv_events,
+    kv_groups,
     kvstore,
     lifecycle,
     planner,
@@ -95,7 +96,10 @@ ENGINE_REPORT = lifecycle.EngineReport(
     recompute=lifecycle.RecomputeReport(block_bytes=4096, block_seconds=0.5, load_seconds=0.25),
     step_times=lifecycle.StepTimesReport(decodes=lifecycle.StepTimeFit(8.0, 64.0, 0.5, 0.25, 0.125)),
 )
-WORKER_REPORT = lifecycle.WorkerReport(engine=E, rank=0, world_size=1, model=CARD, num_blocks=9, device="cpu")
+KV_GROUPS = (kv_groups.KvCacheGroup(layers=2), kv_groups.KvCacheGroup(layers=2, window=24))
+WORKER_REPORT = lifecycle.WorkerReport(
+    engine=E, rank=0, world_size=1, model=CARD, num_blocks=9, device="cpu", kv_groups=KV_GROUPS
+)
 LOGPROB_TEXT = gateway.LogprobText("a", b"a", -0.5, 9)
 
 STREAM_OPENING = gateway.StreamOpening(
@@ -418,6 +422,7 @@ def test_every_message_is_among_them() -> None:
         gateway,
         generation,
         kv_events,
+        kv_groups,
         kvstore,
         lifecycle,
         planner,

@@ -94,6 +94,8 @@ class EpochSnapshot:
     transfers: int
     """Transfers between the ranks and the KV store that have not finished."""
     blocks_total: int
+    """Blocks of tokens, as the two below: where groups of layers have tables of their own each takes one of the pool
+    for each group."""
     blocks_free: int
     blocks_cached: int
     """How many of the free blocks have cached contents."""

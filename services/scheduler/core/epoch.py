@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from services.scheduler.core.events import ConnectorMatched, RankProgress, SendPlan, WorkersReady
 from services.scheduler.core.health.canary import CANARY_DETOKENIZER
+from services.scheduler.core.hybrid_memory import HybridBlockAllocator
 from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.planning.planner import StepPlanner
@@ -61,9 +62,8 @@ class EpochState:
         self.workers = workers
         self.limits = limits.bounded(workers.max_running, workers.max_batch_tokens, workers.stages, workers.max_loras)
         use, block_size = connector.use, workers.card.block_size
-        self.memory = BlockAllocator(
-            workers.num_blocks, block_size, for_store=store.enabled, for_connector=use is not None and use.saves
-        )
+        self.memory = _allocator(workers, self.limits, for_store=store.enabled, for_connector=bool(use and use.saves))
+        self._tables = self.memory.tables
         self.transfers = BlockTransfers(self.memory.pool, workers.world_size)
         self.costs = RecomputeCosts(workers.layout, block_size)
         self.store_loads = Loads(self.limits, store, self.memory, self.transfers, self.costs)
@@ -93,7 +93,7 @@ class EpochState:
         self.queues = self.planner.queues
         self.isolation = self.planner.isolation
         self.requests = EngineRequests(
-            RequestValidator(workers.card, workers.num_blocks, limits.policy),
+            RequestValidator(workers.card, workers.num_blocks, self.memory.max_tokens, limits.policy),
             self.limits,
             tickets,
             self.grammars,
@@ -167,7 +167,7 @@ class EpochState:
             epoch=self.steps.epoch,
             step=number,
             released=self.queues.take_released() if self.queues.released else (),
-            new=tuple([new_sequence(*start) for start in (*step.started, *step.loading)]),
+            new=tuple([new_sequence(*start, self.memory.tables) for start in (*step.started, *step.loading)]),
             work=tuple(step.work),
             transfers=self.transfers.take_planned(number) if self.transfers.planned else (),
             compile=step.grammars.compile,
@@ -222,7 +222,8 @@ class EpochState:
         expected = steps.finish(len(result.sampled), now)
         self._prefill_budget.record(expected.tokens, steps.last_seconds)
         pool = self.memory.pool
-        self.step_times.record(expected.tokens, pool.total - pool.free, steps.last_seconds, prefills=expected.prefills)
+        used = (pool.total - pool.free) // self._tables
+        self.step_times.record(expected.tokens, used, steps.last_seconds, prefills=expected.prefills)
         if expected.prefills:
             self.costs.record_step(expected.tokens, steps.last_seconds)
         self._sent.popleft()
@@ -301,3 +302,12 @@ class EpochState:
         for save in self.saves.take_outcomes():
             self.hand_overs.record_save(save)
         return self.hand_overs.take_settled() if self.hand_overs.waiting else []
+
+
+def _allocator(workers: WorkersReady, limits: EngineLimits, *, for_store: bool, for_connector: bool) -> BlockAllocator:
+    """For as many groups of layers as the workers have."""
+    if workers.kv_groups:
+        return HybridBlockAllocator(
+            workers.num_blocks, workers.card.block_size, workers.kv_groups, limits.max_batch_tokens
+        )
+    return BlockAllocator(workers.num_blocks, workers.card.block_size, for_store=for_store, for_connector=for_connector)

@@ -9,6 +9,7 @@ from typing import Literal
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, LeaseId, NodeId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
+from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.kvstore import KvLayout, KvStoreReply, KvStoreRequest, Prefetch, Release
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import (
@@ -45,6 +46,8 @@ class WorkersReady:
     """See `WorkerReport.layerwise_loads`; whether all ranks do."""
     max_loras: int = 0
     """See `WorkerReport.max_loras`."""
+    kv_groups: tuple[KvCacheGroup, ...] = ()
+    """See `WorkerReport.kv_groups`; equal on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def check(engine: EngineCore) -> None:
     check_memory(state.memory, sequences, [*state.transfers.blocks, *kept])
     _check_queues(state, sequences)
     for sequence in sequences:
-        _check_sequence(sequence, sequence.id in state.queues.introduced, _max_reserved(state))
+        _check_sequence(sequence, state.memory.tables, sequence.id in state.queues.introduced, _max_reserved(state))
         if state.steps.in_flight == 0:
             _hold(not sequence.tokens.in_flight, f"{sequence.id} awaits a token, but no step is in flight")
     if state.steps.in_flight == 0 and not state.planner.waits_elsewhere and engine.plan_due is None:
@@ -44,7 +44,7 @@ def check_memory(memory: BlockAllocator, sequences: list[Sequence], copied: list
     nothing is shared that is not known to the index. Raises BrokenInvariant."""
     pool, index = memory.pool, memory.index
     blank, cached = list(pool.blank), list(pool.cached)
-    tables = Counter(block for sequence in sequences for block in sequence.blocks.numbers)
+    tables = Counter(memory.blocks_in_use(sequences))
     used = tables + Counter(copied)
     _hold(len(blank) + len(cached) + len(used) == pool.total, "free + cached + in use differs from the total")
     _hold(len({*blank, *cached, *used}) == pool.total, "a block is in two places")
@@ -53,7 +53,7 @@ def check_memory(memory: BlockAllocator, sequences: list[Sequence], copied: list
         _hold(tables[block] < 2 or block in index.hash_of, f"block {block} is in two tables, but was never shared")
     _hold(all(b in index.hash_of for b in cached), "a cached block is not in the index")
     _hold(not any(b in index.hash_of for b in blank), "a blank block is in the index")
-    _hold({h: b for b, h in index.hash_of.items()} == index.block_of, "the index's two sides differ")
+    _hold(index.is_consistent, "the index's two sides differ")
 
 
 def _check_queues(state: EpochState, sequences: list[Sequence]) -> None:
@@ -90,9 +90,9 @@ def _max_reserved(state: EpochState) -> int:
     return max(workers.max_speculate, workers.max_jump_ahead) * (state.limits.plans_ahead + 1)
 
 
-def _check_sequence(sequence: Sequence, introduced: bool, max_reserved: int) -> None:
+def _check_sequence(sequence: Sequence, tables: int, introduced: bool, max_reserved: int) -> None:
     name, tokens = f"sequence {sequence.id}", sequence.tokens
-    known, full, size = len(tokens.known), len(sequence.blocks.numbers), tokens.block_size
+    known, full, size = len(tokens.known), len(sequence.blocks.numbers) // tables, tokens.block_size
     _hold(known <= tokens.length <= tokens.limit, f"{name}: lengths {known}, {tokens.length}, {tokens.limit}")
     _hold(tokens.planned <= sequence.blocks.capacity == full * size, f"{name}: planned beyond its blocks")
     if sequence.phase == "loading":

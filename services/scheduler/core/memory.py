@@ -49,6 +49,11 @@ class PrefixIndex:
         del self.block_of[hash_]
         self.changes.removed(hash_)
 
+    @property
+    def is_consistent(self) -> bool:
+        """Whether both sides of the map agree."""
+        return {hash_: block for block, hash_ in self.hash_of.items()} == self.block_of
+
 
 class NoFreeBlock(Exception):
     """A block was allocated from an empty pool; callers look at `free` first, so this is a bug."""
@@ -134,17 +139,56 @@ class BlockAllocator:
     """Owns the pool, the index, and every sequence's block table. A shared block is never written to."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, for_store: bool = False, for_connector: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        for_store: bool = False,
+        for_connector: bool = False,
+        index: PrefixIndex | None = None,
     ) -> None:
+        """`index`: an empty one; None: it makes one."""
         self.block_size = block_size
         """Tokens of a block."""
-        self.index = PrefixIndex()
+        self.index = PrefixIndex() if index is None else index
         self.pool = BlockPool(num_blocks, self.index)
         self._for_store = for_store
         self._for_connector = for_connector
         self._newly_named: list[NamedBlock] = []
         self.filled: list[FilledBlock] = []
         """Blocks named since the last `take_filled`; only this class writes it."""
+
+    @property
+    def tables(self) -> int:
+        """Block tables of each sequence: ids of the pool that a block of its tokens takes."""
+        return 1
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of tokens that can be added to tables."""
+        return self.pool.free
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence that all of the pool has room for."""
+        return self.pool.total * self.block_size
+
+    def blocks_in_use(self, sequences: Iterable[Sequence]) -> list[int]:
+        """The pool's blocks in the tables of `sequences`, one for each reference that these hold."""
+        return [block for sequence in sequences for block in sequence.blocks.numbers]
+
+    def fits(self, sequence: Sequence, cached: list[int], coming: Iterable[Sequence], spare: int) -> bool:
+        """Whether all known tokens of a sequence without blocks fit, of which the `cached` ones are there, beside all
+        known tokens of those that are `coming`, and `spare` blocks of tokens."""
+        size, references = self.block_size, self.pool.references
+        promised = sum(blocks_for(s.tokens.length, size) - len(s.blocks.numbers) for s in coming)
+        # Cached blocks that are free are taken from the pool, too.
+        in_use = sum(1 for block in cached if references[block])
+        return blocks_for(sequence.tokens.length, size) - in_use + promised + spare <= self.pool.free
+
+    def reclaim(self, sequence: Sequence) -> None:
+        """Releases what no step behind those planned reads of the sequence's blocks: nothing where every layer sees
+        all tokens."""
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
         """Leading blocks of `sequence` that lie computed in the pool.

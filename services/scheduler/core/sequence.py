@@ -183,10 +183,14 @@ class BlockTable:
     """The blocks of KV memory that one sequence holds. Only `BlockAllocator` writes its fields."""
 
     numbers: list[int] = field(default_factory=list)
+    """Where layers have tables of their own, all tables' ids for each block of tokens (`HybridBlockAllocator`)."""
     capacity: int = 0
     """Tokens that the blocks have room for."""
     indexed: int = 0
     """Number of leading blocks that were offered to the prefix index."""
+    given_back: list[int] = field(default_factory=list)
+    """For each table of its own the number of leading blocks that lie behind the window; empty where there is one
+    table for all layers."""
 
 
 class TransferState:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from services.worker.batch.batch import Batch, BrokenPlan
-from services.worker.batch.rows import Int32s
+from services.worker.batch.rows import Int32s, in_groups
 from services.worker.batch.sequences import SequenceTable
 from services.worker.sampling.parameters import SamplingBatch
 from shared.blocks import blocks_for
@@ -75,6 +75,9 @@ class DecodeReuse:
     ) -> Batch:
         batch, old, size = before.batch, before.batch.rows, before.batch.rows.block_size
         seq_indices, positions, kv_slots, whole = old.seq_indices, old.positions + 1, old.kv_slots + 1, before.whole - 1
+        blocks, at_boundary = self._sequences.blocks, whole < 0
+        if blocks.windows and (at_boundary or tables_changed):
+            blocks.forget_behind(seq_indices, positions)
         if whole < 0:
             first = np.flatnonzero(positions % size == 0)
             kv_slots[first] = self._sequences.block_tables[seq_indices[first], positions[first] // size] * size
@@ -92,6 +95,10 @@ class DecodeReuse:
             block_tables=tables,
             max_context=old.max_context + 1,
         )
+        if old.others and (at_boundary or tables is not old.block_tables):
+            rows = in_groups(rows, blocks.others)
+        elif old.others:
+            rows = rows._replace(others=tuple(each._replace(kv_slots=each.kv_slots + 1) for each in old.others))
         choices = before.choices.later(1)
         moved = Batch(
             rows=rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,26 @@ class Rows(NamedTuple):
     last_rows: Int32s
     """[U] the last row of each unit, in the order that the units were given in."""
     block_size: int
+    others: tuple[GroupRows, ...] = ()
+    """Of the groups of layers behind the first."""
+
+
+class GroupRows(NamedTuple):
+    """What differs between groups of layers; fields as in `Rows`."""
+
+    kv_slots: Int32s
+    block_tables: Int32s
+
+
+def in_groups(rows: Rows, tables: Sequence[Int32s]) -> Rows:
+    """`rows` with those of further groups of layers; `tables`: theirs, by sequence index."""
+    block, offset = np.divmod(rows.positions, rows.block_size)
+    units = rows.seq_indices[rows.query_starts[:-1]]
+    width = rows.block_tables.shape[1]
+    others = [
+        GroupRows(each[rows.seq_indices, block] * rows.block_size + offset, each[units, :width]) for each in tables
+    ]
+    return rows._replace(others=tuple(others))
 
 
 def rows_of(units: RowRuns, block_tables: Int32s, tokens: Int32s, block_size: int) -> Rows:

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from services.worker.batch.batch import Batch, BrokenPlan, DraftTokens, ScheduledWork
 from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledHead, PromptPool, pooled_rows
 from services.worker.batch.prompt_rows import PromptRows, ScoredPrompt, merge_logits_rows, prompt_rows
-from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, rows_of
+from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, in_groups, rows_of
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
 from shared.blocks import blocks_for
 from shared.ids import LoraId, SequenceId
+from shared.messages.kv_groups import NULL_BLOCK, KvCacheGroup
 from shared.messages.worker import NewSequence, SequenceWork
 
 _WIRE = np.dtype("<u4")
@@ -35,8 +36,10 @@ class SequenceTable:
         vocab_size: int,
         block_size: int,
         classifier: PooledHead | None = None,
+        groups: tuple[KvCacheGroup, ...] = (),
     ) -> None:
-        """`classifier`: makes logits of what is pooled of a prompt."""
+        """`classifier`: makes logits of what is pooled of a prompt. `groups`: of layers with block tables of their
+        own; empty: all layers have one."""
         self._classifier = classifier
         self._indices: dict[SequenceId, int] = {}
         self._free = list(range(max_sequences - 1, -1, -1))
@@ -52,11 +55,12 @@ class SequenceTable:
         self.generations: NDArray[np.int64] = np.zeros(max_sequences, dtype=np.int64)
         """[sequences] a number that changes when a sequence leaves, so that what is drawn for one that has left is not
         taken for the next one's."""
-        self.blocks = BlockTables(max_sequences, blocks_for(max_model_len + 1, block_size), num_blocks, block_size)
+        width = blocks_for(max_model_len + 1, block_size)
+        self.blocks = BlockTables(max_sequences, width, num_blocks, block_size, groups)
         self.block_size = block_size
         """Tokens of a block."""
         self.block_tables = self.blocks.ids
-        """[sequences, blocks] the blocks of each sequence in their order."""
+        """[sequences, blocks] the blocks of each sequence in their order, for the first group of layers."""
         self._parameters = ParameterTable(max_sequences, vocab_size)
         self.lora_numbers: Mapping[LoraId, int] = {}
         """Which number sequences with an adapter have in `loras`; set by whoever serves adapters."""
@@ -172,7 +176,11 @@ class SequenceTable:
         share, ahead = expand_drafts(drafted)
         seq_indices = scheduled.seq_indices[share]
         units = RowRuns(share, seq_indices, self._computed[seq_indices] + ahead, scheduled.counts[share])
+        if self.blocks.windows:
+            self.blocks.forget_behind(scheduled.seq_indices, self._computed[scheduled.seq_indices])
         rows = rows_of(units, self.block_tables, self.tokens, self.block_size)
+        if self.blocks.others:
+            rows = in_groups(rows, self.blocks.others)
         sampling = np.flatnonzero(scheduled.samples)
         sampled_indices, drafted = scheduled.seq_indices[sampling], drafted[sampling]
         owner, behind = expand_drafts(drafted)
@@ -286,11 +294,23 @@ class SequenceTable:
 class BlockTables:
     """Owned by the sequence table: a row for each sequence index. Untouched pages take no memory."""
 
-    def __init__(self, max_sequences: int, width: int, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        max_sequences: int,
+        width: int,
+        num_blocks: int,
+        block_size: int,
+        groups: tuple[KvCacheGroup, ...] = (),
+    ) -> None:
         self._num_blocks = num_blocks
         self._block_size = np.int32(block_size)
         self.ids: Int32s = np.zeros((max_sequences, width), dtype=np.int32)
-        """[sequences, width]"""
+        """[sequences, width] of the first group of layers."""
+        self.others: tuple[Int32s, ...] = tuple(np.zeros_like(self.ids) for _ in groups[1:])
+        """[sequences, width] of each group behind it."""
+        tables = (self.ids, *self.others)
+        self.windows = [(each, group) for each, group in zip(tables, groups, strict=False) if group.window is not None]
+        """Tables of layers that do not see all tokens."""
         self.held: Int32s = np.zeros(max_sequences, dtype=np.int32)
         """[sequences] blocks in each table."""
 
@@ -299,15 +319,28 @@ class BlockTables:
         self.held[seq_index] = 0
 
     def append(self, seq_index: int, sequence: SequenceId, packed: bytes) -> None:
-        """Raises BrokenPlan where they are too many, or not of this worker's memory."""
+        """Raises BrokenPlan where they are too many, not of this worker's memory, or not as many for each group."""
         blocks = np.frombuffer(packed, dtype=_WIRE)
-        held = int(self.held[seq_index])
-        if held + len(blocks) > self.ids.shape[1]:
-            raise BrokenPlan(f"sequence {sequence}: {held + len(blocks)} blocks are more than its context fills")
+        held, groups = int(self.held[seq_index]), 1 + len(self.others)
+        count, rest = divmod(len(blocks), groups)
+        if rest:
+            raise BrokenPlan(f"sequence {sequence}: {len(blocks)} block ids for {groups} groups of layers")
+        if held + count > self.ids.shape[1]:
+            raise BrokenPlan(f"sequence {sequence}: {held + count} blocks are more than its context fills")
         if len(blocks) and int(blocks.max()) >= self._num_blocks:
             raise BrokenPlan(f"sequence {sequence}: block {blocks.max()} of {self._num_blocks}")
-        self.ids[seq_index, held : held + len(blocks)] = blocks
-        self.held[seq_index] = held + len(blocks)
+        for number, table in enumerate((self.ids, *self.others)):
+            table[seq_index, held : held + count] = blocks[number::groups]
+        self.held[seq_index] = held + count
+
+    def forget_behind(self, seq_indices: Indices, positions: Int32s) -> None:
+        """What no row from `positions` [Q] on reads may be somebody else's by now: the null block takes its place, so
+        that nothing of others is looked at even where it counts for nothing."""
+        for table, group in self.windows:
+            for seq_index, position in zip(seq_indices.tolist(), positions.tolist(), strict=True):
+                needed = group.first_needed(position, int(self._block_size))
+                if needed and table[seq_index, needed - 1] != NULL_BLOCK:
+                    table[seq_index, :needed] = NULL_BLOCK
 
     def room(self, seq_indices: Indices | int) -> Int32s:
         """Tokens that each one's blocks hold."""

@@ -7,6 +7,7 @@ again only when what it held has left it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -165,7 +166,8 @@ class PackedRows(NamedTuple):
 
 
 def packed(rows: Rows, logits_rows: Int32s) -> PackedRows:
-    """Where everything goes. `write` is still to be called."""
+    """Where everything goes. `write` is still to be called. Not for groups of layers, which only CPUs have."""
+    assert not rows.others, "a device has one table for all layers"
     arrays = (
         rows.ids,
         rows.positions,
@@ -206,4 +208,10 @@ def rows_in_place(rows: Rows, logits_rows: Int32s) -> tuple[Tensor, BatchMeta]:
         block_size=rows.block_size,
         every_row=len(logits_rows) == len(rows.ids) and bool((logits_rows == np.arange(len(rows.ids))).all()),
     )
+    if rows.others:
+        others = [
+            replace(meta, block_tables=torch.from_numpy(each.block_tables), slots=torch.from_numpy(each.kv_slots))
+            for each in rows.others
+        ]
+        meta = replace(meta, others=tuple(others))
     return torch.from_numpy(rows.ids), meta

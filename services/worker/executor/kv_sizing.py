@@ -17,6 +17,7 @@ from services.worker.kv.device_memory import free_bytes, gib, own_bytes, peak_by
 from services.worker.kv.kept_peaks import kept_peak
 from services.worker.models.config import ModelError
 from shared.blocks import blocks_for
+from shared.messages.kv_groups import KvCacheGroup, longest_sequence, most_blocks
 
 _ROWS_ON_CPU = 128
 """A CPU takes a minute for the largest batch of a large model. Activations grow with the rows, so fewer will do. With
@@ -52,7 +53,8 @@ def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: RankGraphs, mo
 def _of_step(parts: RunnerParts, rows: int) -> int:
     """Bytes that a step of so many rows takes beside weights and KV memory."""
     length = parts.card.max_model_len
-    probe = parts.runner(blocks_for(min(rows, length), parts.card.block_size) + 1, length)
+    tables = max(1, len(parts.groups))
+    probe = parts.runner((blocks_for(min(rows, length), parts.card.block_size) + 1) * tables, length)
     return peak_bytes(parts.device, lambda: warm_up(probe, rows=rows, sequences=parts.max_num_seqs))
 
 
@@ -113,11 +115,28 @@ class KvDemand(Struct, frozen=True, kw_only=True):
     """Bytes that the user set; None: a default share of the free memory."""
     gpu_share: float = 0.9
     """Share of the whole GPU memory that this worker may take for everything; ignored if bytes are given."""
+    groups: tuple[KvCacheGroup, ...] = ()
+    """Of layers, each of which has blocks of its own; empty: a block is of all layers."""
+    step_tokens: int = 1
+    """Most tokens of a step."""
+
+    @property
+    def sequence_blocks(self) -> int:
+        """Blocks of a sequence that fills its context; with groups also the null block, which all share."""
+        if not self.groups:
+            return blocks_for(self.max_model_len, self.block_size)
+        return 1 + most_blocks(self.groups, self.max_model_len, self.block_size, self.step_tokens)
 
     @property
     def sequence_bytes(self) -> int:
         """Bytes of a sequence that fills its context."""
-        return blocks_for(self.max_model_len, self.block_size) * self.block_bytes
+        return self.sequence_blocks * self.block_bytes
+
+    def longest(self, num_blocks: int) -> int:
+        """Tokens of the longest sequence that so many blocks hold."""
+        if not self.groups:
+            return num_blocks * self.block_size
+        return longest_sequence(self.groups, num_blocks, self.block_size, self.step_tokens)
 
 
 class DeviceMemory(Struct, frozen=True, kw_only=True):
@@ -165,14 +184,14 @@ class KvSize(Struct, frozen=True):
 def size_kv(demand: KvDemand, memory: DeviceMemory) -> KvSize:
     """Blocks that `memory` allows. Raises ModelError for too few."""
     num_blocks = _bytes(demand, memory) // demand.block_bytes
-    per_sequence = blocks_for(demand.max_model_len, demand.block_size)
-    if num_blocks < 1 or (demand.explicit_model_len and num_blocks < per_sequence):
+    longest = demand.longest(num_blocks)
+    if longest < 1 or (demand.explicit_model_len and num_blocks < demand.sequence_blocks):
         raise ModelError(
             f"one sequence of {demand.max_model_len} tokens needs {gib(demand.sequence_bytes)} of KV "
             f"memory and there are {gib(num_blocks * demand.block_bytes)}: give more KV memory"
-            + (f", or lower the maximum model length to {num_blocks * demand.block_size}" if num_blocks else "")
+            + (f", or lower the maximum model length to {longest}" if longest else "")
         )
-    return KvSize(num_blocks, min(demand.max_model_len, num_blocks * demand.block_size))
+    return KvSize(num_blocks, min(demand.max_model_len, longest))
 
 
 def _bytes(demand: KvDemand, memory: DeviceMemory) -> int:

@@ -35,6 +35,7 @@ from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.sampler import SamplerOutput, sample, undefined_rows
 from services.worker.speculation.proposer import NO_DRAFTS, DraftSettings, Proposer
 from services.worker.speculation.verification import AcceptedTokens, VerifiedDrafts, verify_batch
+from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import SampledTokens, SequenceFailed, StepTiming
 from shared.messages.worker import StepPlan
@@ -68,11 +69,13 @@ class RankState:
         replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None = None,
         classifier: PooledHead | None = None,
         loras: LoraSlots | None = None,
+        groups: tuple[KvCacheGroup, ...] = (),
     ) -> None:
         """`digest` tells this model's keys and values from those of any other. `grammars`: given to the rank that
         samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none. `replaying`: captures
         what can be replayed of the decoder's forward pass on these caches. `classifier`: see
-        `LoadedModel.classifier`. `loras`: the adapters that are served."""
+        `LoadedModel.classifier`. `loras`: the adapters that are served. `groups`: of layers, as the decoder uses
+        them."""
         self.card = card
         self.device = device
         self.decoder = decoder
@@ -97,10 +100,12 @@ class RankState:
             vocab_size=card.vocab_size,
             block_size=card.block_size,
             classifier=classifier,
+            groups=groups,
         )
         self.loras = loras
         if loras is not None:
             self.sequences.lora_numbers = loras.numbers
+        self.groups = groups
         self.guided = None if grammars is None else GuidedSequences(grammars)
         self.drafting = RankDrafting(
             drafting, proposer, self.sequences, self.guided, communicator, self.pipeline, device
@@ -183,6 +188,7 @@ class StepRunner:
         self.card = rank.card
         """The card of the model that is served."""
         self.num_blocks = rank.num_blocks
+        self.kv_groups = rank.groups
         self.device = str(rank.device)
         """PyTorch's name of it: "cpu", "cuda:1"."""
         self.kv: RankKvCache = rank.kv

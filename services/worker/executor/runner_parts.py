@@ -19,6 +19,7 @@ from services.worker.models.decoder import CausalLm
 from services.worker.models.lora.slots import LoraSlots
 from services.worker.speculation.drafter import Drafter, ReplaysDecodes
 from services.worker.speculation.proposer import DraftSettings, Proposer
+from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.lifecycle import ModelCard
 
 Runner = HostRunner | DeviceRunner
@@ -42,6 +43,8 @@ class RunnerParts:
     classifier: PooledHead | None = None
     """See `LoadedModel.classifier`."""
     loras: LoraSlots | None = None
+    groups: tuple[KvCacheGroup, ...] = ()
+    """Of layers, as the decoder uses them; empty: all layers have one block table."""
 
     @property
     def kv_block_bytes(self) -> int:
@@ -72,6 +75,7 @@ class RunnerParts:
             replaying=replaying,
             classifier=self.classifier,
             loras=self.loras,
+            groups=self.groups,
         )
         return DeviceRunner(rank) if self.launches else HostRunner(rank)
 

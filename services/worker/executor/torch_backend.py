@@ -20,6 +20,7 @@ from services.worker.graphs.choice import NO_GRAPHS, RankGraphs, why_eager
 from services.worker.guided.library import GrammarLibrary
 from services.worker.guided.limits import DEFAULT_LIMITS, GrammarLimits
 from services.worker.guided.protocol import ServerSettings
+from services.worker.kv.layer_groups import HybridKvCache, group_layers, why_one_group
 from services.worker.models.config import ModelError
 from services.worker.models.loaded_model import (
     DtypeChoice,
@@ -39,6 +40,7 @@ from services.worker.speculation.proposer import NO_DRAFTS
 from services.worker.speculation.settings import SpeculationSettings
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
+from shared.messages.kv_groups import KvCacheGroup
 from shared.telemetry.startup import STARTUP
 
 _WARM_UP_ROWS = 64
@@ -81,6 +83,9 @@ def create_backend(
     grammar_limits: GrammarLimits = DEFAULT_LIMITS,
     on_layer: Callable[[int], None] | None = None,
     loras: LoraSettings = NO_LORAS,
+    hybrid_kv_cache: HybridKvCache = "off",
+    kv_store: bool = False,
+    kv_connector: bool = False,
 ) -> Runner:
     """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
 
@@ -88,6 +93,7 @@ def create_backend(
     the machine's cores. `layers`: of each stage of `pipeline`; None: as even as can be. `gpu_memory_utilization`: the
     share of all of a GPU's memory that may be taken. `enforce_eager`: no graphs of decodes. `block_size`: tokens of a
     KV block. `loras`: adapters that are served beside the model. `on_layer`: see `LayerwiseDecoder`; only for CPUs.
+    `hybrid_kv_cache`: see `_layer_groups`. `kv_store`, `kv_connector`: there is one.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
     """
@@ -121,16 +127,17 @@ def create_backend(
     )
     with _enough_memory("weights were loaded: end what else is on the GPU, or use more ranks"):
         loaded = load_model(wanted)
+        groups = _layer_groups(loaded, hybrid_kv_cache, speculation, store=kv_store, connector=kv_connector)
         slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, loras, model_name)
     eager = why_eager(loaded.decoder, place, communicator, pipeline, enforced=enforce_eager)
     limits = f"steps of {max_num_seqs} and {max_batch_tokens}, decodes {'captured' if eager is None else 'run eagerly'}"
     adapters = "" if slots is None else f", {slots.max_loras} of {[card.id.hex() for card in slots.cards]}"
     check_agreement(communicator, f"{loaded.fingerprint}, {limits}{adapters}")
     with _enough_memory("what drafts was loaded: use more ranks"):
-        parts = _parts(loaded, model_name, max_num_seqs, speculation, grammar_limits, slots)
+        parts = _parts(loaded, model_name, max_num_seqs, speculation, grammar_limits, slots, groups)
     graphs = RankGraphs.of(parts) if eager is None else NO_GRAPHS
     with STARTUP.stage("profile"):
-        named = f"{loaded.fingerprint}, drafts {speculation}"
+        named = f"{loaded.fingerprint}, drafts {speculation}" + (f", {groups}" if groups else "")
         memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs, model=named)
     demand = KvDemand(
         block_bytes=parts.kv_block_bytes,
@@ -140,6 +147,8 @@ def create_backend(
         explicit_model_len=max_model_len is not None,
         given=kv_memory_bytes,
         gpu_share=gpu_memory_utilization,
+        groups=groups,
+        step_tokens=max_batch_tokens,
     )
     size = _agreed(size_kv(demand, memory), communicator)
     with STARTUP.stage("warm_up"):
@@ -155,6 +164,7 @@ def _parts(
     speculation: SpeculationSettings | None,
     limits: GrammarLimits,
     loras: LoraSlots | None,
+    groups: tuple[KvCacheGroup, ...],
 ) -> RunnerParts:
     """With grammars and a drafter on the ranks that need them. Raises ModelError."""
     folder, config, wanted = loaded.settings.folder, loaded.config, loaded.settings
@@ -182,7 +192,39 @@ def _parts(
         drafting=drafting,
         classifier=loaded.classifier,
         loras=loras,
+        groups=groups,
     )
+
+
+def _layer_groups(
+    loaded: LoadedModel,
+    wanted: HybridKvCache,
+    speculation: SpeculationSettings | None,
+    *,
+    store: bool,
+    connector: bool,
+) -> tuple[KvCacheGroup, ...]:
+    """The groups that the decoder uses from here on; empty where all layers have one block table. Raises ModelError
+    where groups are insisted on and cannot be."""
+    groups = None if wanted == "off" else group_layers(loaded.decoder.windows, loaded.max_model_len)
+    if groups is None:
+        return ()
+    settings = loaded.settings
+    reason = why_one_group(
+        device=settings.device.type,
+        stages=settings.pipeline.stages,
+        drafts=None if speculation is None else speculation.method,
+        connector=connector or settings.on_layer is not None,
+        store=store,
+    )
+    if reason is not None and wanted == "on":
+        raise ModelError(f"hybrid_kv_cache = on: {reason}")
+    if reason is not None:
+        _log.info("layers share one block table, and windows free no blocks: %s", reason)
+        return ()
+    loaded.decoder.use_groups(groups)
+    _log.info("layers have block tables in %d groups: %s", len(groups.groups), groups.groups)
+    return groups.groups
 
 
 def _agreed(size: KvSize, communicator: Communicator) -> KvSize:

@@ -34,11 +34,12 @@ _RANDOM = SamplingOptions(seed=0, top_p=0.9)
 def warm_up(backend: Backend, *, rows: int, sequences: int) -> None:
     """A prefill step of about `rows` rows over at most `sequences` sequences, then a decode step of each, with
     everything that can be asked of the sampler; then a row that asks for little. Leaves no sequence behind."""
+    tables = max(1, len(backend.kv_groups))
     lengths, size = _lengths(rows, sequences, _longest(backend)), backend.card.block_size
-    run_step(backend, _prefills(lengths, size))
+    run_step(backend, _prefills(lengths, size, tables=tables))
     run_step(backend, _decodes(len(lengths), backend.max_speculate))
     backend.reset()
-    run_step(backend, _prefills([1], size, _RANDOM))
+    run_step(backend, _prefills([1], size, _RANDOM, tables=tables))
     backend.reset()
 
 
@@ -54,7 +55,8 @@ def warm_up_shapes(backend: Backend, *, rows: int) -> None:
 
 def _longest(backend: Backend) -> int:
     """Tokens of a prompt, behind which another one can be drawn."""
-    return min(backend.card.max_model_len, backend.num_blocks * backend.card.block_size) - 1
+    tables = max(1, len(backend.kv_groups))
+    return min(backend.card.max_model_len, backend.num_blocks // tables * backend.card.block_size) - 1
 
 
 def _doubling(most: int) -> list[int]:
@@ -82,8 +84,9 @@ def _lengths(rows: int, sequences: int, longest: int) -> list[int]:
     return [max(1, min(longest, rows - even * (count - 1))), *[even] * (count - 1)]
 
 
-def _prefills(lengths: list[int], block_size: int, sampling: SamplingOptions = _EVERYTHING) -> StepPlan:
-    """Every sequence writes to the same blocks, the first of the pool: what is computed is nobody's business."""
+def _prefills(lengths: list[int], block_size: int, sampling: SamplingOptions = _EVERYTHING, *, tables: int) -> StepPlan:
+    """Every sequence writes to the same blocks, the first of the pool: what is computed is nobody's business. Each has
+    so many block tables."""
     scored = _scored(lengths) if sampling is _EVERYTHING else set()
     new = [
         NewSequence(
@@ -91,7 +94,7 @@ def _prefills(lengths: list[int], block_size: int, sampling: SamplingOptions = _
             tokens=pack([0] * length),
             prompt_length=length,
             computed=0,
-            blocks=pack(range(blocks_for(length + 1, block_size))),
+            blocks=pack(range(blocks_for(length + 1, block_size) * tables)),
             sampling=_SCORED if number in scored else sampling,
         )
         for number, length in enumerate(lengths)

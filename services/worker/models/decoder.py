@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
 from services.worker.kv.copier import RankKvCache
+from services.worker.kv.layer_groups import LayerGroups
 from services.worker.models.config import ModelConfig
 from services.worker.models.latent.attention import LatentAttention
 from services.worker.models.native_decoder import NativeDecoder, native_decoder
@@ -41,6 +42,14 @@ class CausalLm(Protocol):
     @property
     def wire(self) -> str:
         """How rows pass between ranks; all ranks must say the same."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Positions that each of its layers sees; None: all."""
+
+    def use_groups(self, groups: LayerGroups) -> None:
+        """From here on groups of layers have block tables of their own (`BatchMeta.others`), and layers at the same
+        place in their groups one cache. Called before caches are allocated for good."""
 
     def allocate_kv(self, num_blocks: int) -> KvCaches:
         """Caches of `num_blocks` blocks for every layer of this rank."""
@@ -83,6 +92,7 @@ class Decoder:
             self._latent = LatentAttention(config.latent, ops, share.num_heads, config.attention_scale)
         alone = communicator.world_size == self._pipeline.stages == 1
         self._native = native_decoder(config, weights, ops) if alone else None
+        self._groups: LayerGroups | None = None
 
     @property
     def ops_name(self) -> str:
@@ -110,8 +120,12 @@ class Decoder:
         return self._native
 
     def on(self, ops: Ops) -> Decoder:
-        """The same model with the same weights on other operations, which can do with them as they are packed."""
-        return Decoder(self._config, self._weights, self._share, ops, self._communicator, self._pipeline)
+        """The same model with the same weights on other operations, which can do with them as they are packed, and the
+        same groups of layers."""
+        decoder = Decoder(self._config, self._weights, self._share, ops, self._communicator, self._pipeline)
+        if self._groups is not None:
+            decoder.use_groups(self._groups)
+        return decoder
 
     @property
     def device(self) -> torch.device:
@@ -133,22 +147,35 @@ class Decoder:
         """How rows pass between ranks; all ranks must say the same."""
         return f"rows of {self._ops.empty_rows(1, 1).dtype}"
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """See `CausalLm.windows`."""
+        return tuple(layer.window for layer in self._weights.layers)
+
+    def use_groups(self, groups: LayerGroups) -> None:
+        """See `CausalLm.use_groups`."""
+        self._groups = groups
+        if self._native is not None:
+            self._native.use_groups(groups.group_of)
+
     def allocate_kv(self, num_blocks: int) -> KvCaches:
         """Caches of `num_blocks` blocks for every layer."""
         latent, heads, dim = self._config.latent, self._share.num_kv_heads, self._config.head_dim
-        if latent is not None:
-            return [
-                self._ops.latents.allocate(num_blocks, latent.kv_rank, latent.rope_dim) for _ in self._weights.layers
-            ]
-        return [self._ops.allocate_kv(num_blocks, heads, dim) for _ in self._weights.layers]
+
+        def allocate() -> tuple[Tensor, Tensor]:
+            if latent is not None:
+                return self._ops.latents.allocate(num_blocks, latent.kv_rank, latent.rope_dim)
+            return self._ops.allocate_kv(num_blocks, heads, dim)
+
+        return allocate_caches(len(self._weights.layers), self._groups, allocate)
 
     def share_kv(self, caches: KvCaches, model: str) -> RankKvCache:
         """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights."""
         first, last = self._share.kv_heads
         latent, keys = self._config.latent, caches[0][0]
-        copier = (
-            self._ops.kv_copier(caches, self._config.head_dim) if latent is None else self._ops.latents.copier(caches)
-        )
+        different = caches if self._groups is None else distinct(caches)
+        dim = self._config.head_dim
+        copier = self._ops.kv_copier(different, dim) if latent is None else self._ops.latents.copier(different)
         return RankKvCache(
             layout=KvLayout(
                 model=model,
@@ -179,7 +206,7 @@ class Decoder:
             per_layer = self._ops.latents.block_bytes(latent.kv_rank, latent.rope_dim)
         else:
             per_layer = self._ops.kv_block_bytes(self._share.num_kv_heads, self._config.head_dim)
-        return per_layer * len(self._weights.layers)
+        return per_layer * (len(self._weights.layers) if self._groups is None else self._groups.caches)
 
     def empty_features(self, rows: int) -> Tensor:
         """[rows, hidden] of memory that `forward` fills with features."""
@@ -193,13 +220,15 @@ class Decoder:
         normed."""
         if self._native is not None:
             return self._native.forward(ids, meta, caches, features)
-        layers = self._weights.layers
+        layers, step = self._weights.layers, meta
         residual = self._input_rows(ids)
         x = self._ops.rms_norm(residual, layers[0].input_norm, self._config.norm_eps)
-        for layer, following, cache in zip(layers[:-1], layers[1:], caches[:-1], strict=True):
+        for number, (layer, following, cache) in enumerate(zip(layers[:-1], layers[1:], caches[:-1], strict=True)):
+            meta = step if self._groups is None else step.of_group(self._groups.group_of[number])
             x = self._attend(layer, self._queries(layer, x, meta, cache), meta, cache)
             x, residual = self._mlp(layer, x, residual, following.input_norm)
         last, cache = layers[-1], caches[-1]
+        meta = step if self._groups is None else step.of_group(self._groups.group_of[-1])
         queries = self._queries(last, x, meta, cache)
         if self._weights.final_norm is None:
             x, residual = self._mlp_output(last, self._attend(last, queries, meta, cache), residual)
@@ -330,6 +359,19 @@ class LayerwiseDecoder(Decoder):
         queries = super()._queries(layer, x, meta, cache)
         self._on_layer(self._numbers[id(layer)])
         return queries
+
+
+def allocate_caches(layers: int, groups: LayerGroups | None, allocate: Callable[[], tuple[Tensor, Tensor]]) -> KvCaches:
+    """A cache for each layer, which those at the same place in their `groups` share; None: no layers share any."""
+    if groups is None:
+        return [allocate() for _ in range(layers)]
+    shared = [allocate() for _ in range(groups.caches)]
+    return [shared[number] for number in groups.cache_of]
+
+
+def distinct(caches: KvCaches) -> KvCaches:
+    """Each cache once, however many layers share it."""
+    return list({id(cache): cache for cache in caches}.values())
 
 
 def _round_scale(scale: float | None, embedding: Tensor | None) -> float | None:

@@ -60,6 +60,11 @@ class NativeDecoder:
         self._decoder: int = kernels.library.baton_decoder(kernels.pool, ctypes.byref(described), layers)
         self._caches: tuple[KvCaches, object, object] | None = None
         self._logits = torch.empty(0)
+        self._group_of: ctypes.Array[ctypes.c_int] | None = None
+
+    def use_groups(self, group_of: tuple[int, ...]) -> None:
+        """See `CausalLm.use_groups`; `group_of`: each layer's group."""
+        self._group_of = (ctypes.c_int * len(group_of))(*group_of)
 
     def __del__(self) -> None:
         if getattr(self, "_decoder", None):
@@ -118,12 +123,16 @@ class NativeDecoder:
             array = ctypes.c_void_p * len(caches)
             keys, values = (array(*(cache[half].data_ptr() for cache in caches)) for half in range(2))
             self._caches = (caches, keys, values)
-        return library.Forward(
+        request = library.Forward(
             *(ids.data_ptr(), batch_of(meta), meta.logits_rows.data_ptr(), rows, *self._caches[1:]),
             self._logits.data_ptr(),
             None if features is None else features.data_ptr(),
             None if given is None else given.data_ptr(),
         )
+        if self._group_of is not None:
+            each = [batch_of(meta), *map(batch_of, meta.others)]
+            request.group_of, request.batches = self._group_of, (library.NativeBatch * len(each))(*each)
+        return request
 
     def _config_struct(self, config: ModelConfig, embedding: Tensor) -> library.DecoderConfig:
         scale = config.embedding_scale

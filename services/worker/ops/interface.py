@@ -77,6 +77,13 @@ class BatchMeta:
     """Tokens of a block."""
     every_row: bool = False
     """Whether it is known that `logits_rows` are all rows in their order."""
+    others: tuple[BatchMeta, ...] = ()
+    """The same step for each group of layers behind the first: block tables and slots differ, nothing else does. Empty
+    where all layers have one table. What lies behind a window may be block 0 in a table: its contents are finite."""
+
+    def of_group(self, group: int) -> BatchMeta:
+        """The step for the layers of this group, counted from 0."""
+        return self.others[group - 1] if group else self
 
 
 class LatentCache(NamedTuple):

@@ -19,6 +19,7 @@ from services.worker.sim.tokens import SimSpeculation, drawn, printable_tokens
 from shared.blocks import blocks_for
 from shared.ids import ModelName, SequenceId
 from shared.messages.generation import TokenLogprobs
+from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import SampledTokens, SequencePromptLogprobs, StepTiming
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
@@ -79,6 +80,7 @@ class SimBackend:
     ) -> None:
         self.card = card
         self.num_blocks = num_blocks
+        self.kv_groups: tuple[KvCacheGroup, ...] = ()
         self.device = device
         self.kv = kv
         self.grammars = None

@@ -11,6 +11,8 @@ import torch
 from services.scheduler.core.limits import EngineLimits
 from services.worker.models.config import ModelError
 from services.worker.ops.quantized import Code
+from tests.integration.worker.test_hybrid_kv_cache import LIMITS as HYBRID
+from tests.integration.worker.test_hybrid_kv_cache import agrees
 from tests.support.models.library_models import library_model
 from tests.support.models.rounded_models import rounded
 from tests.support.worker.library_situations import LENGTHS, OUTPUT, prompt
@@ -53,6 +55,12 @@ def test_two_ranks_share_the_weights_that_one_would_have_rounded(
     engine.run()
     expected = model.logits(PROMPTS[0] + request.tokens)[len(PROMPTS[0]) - 1 : -1]
     assert torch.tensor(engine.logits).sub(expected).abs().max() < 1e-3
+
+
+def test_layers_with_windows_have_block_tables_of_their_own(ranks: RankProcesses, tmp_path: Path) -> None:
+    """With sinks, and fewer layers that see all than with windows."""
+    model = library_model("GptOss", tmp_path)
+    agrees(ranks.serve(model.path, ops="native", limits=HYBRID, hybrid="on"), model, [None, 24, 24])
 
 
 class SecondOfThree:

@@ -31,6 +31,7 @@ from services.scheduler.core.limits import EngineLimits
 from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, InstanceId, RequestId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.generation import Grammar
+from shared.messages.kv_groups import KvCacheGroup, longest_sequence
 from shared.messages.scheduler import Cancel, GenerateRequest, StepFinished, StepMissed, StopMatched, TokenBatchLost
 from shared.messages.worker import StepPlan
 from shared.packing import unpack
@@ -42,6 +43,16 @@ SELDOM = st.integers(0, 9).map(lambda n: n == 7)
 
 OPENINGS = [[], [5] * 16, list(range(4, 20)), [*range(4, 20), *[6] * 16]]
 """Beginnings that prompts share, so that prefix hits are common."""
+
+FULL = KvCacheGroup(layers=2)
+GROUPS = [
+    (),
+    (),
+    (FULL, KvCacheGroup(layers=2, window=20)),
+    (KvCacheGroup(layers=2, window=17),),
+    (FULL, *[KvCacheGroup(layers=2, window=5)] * 2, KvCacheGroup(layers=1, window=33)),
+    (KvCacheGroup(layers=2, window=1), KvCacheGroup(layers=2, window=16)),
+]
 
 
 @dataclass
@@ -74,6 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 0, 1, 3, 6]),
         speculation=st.sampled_from(["dynamic", "fixed"]),
         stages=st.sampled_from([1, 1, 2, 3]),
+        groups=st.sampled_from(GROUPS),
         luck=st.randoms(use_true_random=False),
     )
     def start(
@@ -86,6 +98,7 @@ class EngineMachine(RuleBasedStateMachine):
         drafts: int,
         speculation: str,
         stages: int,
+        groups: tuple[KvCacheGroup, ...],
         luck: Random,
     ) -> None:
         limits = EngineLimits(
@@ -97,11 +110,13 @@ class EngineMachine(RuleBasedStateMachine):
             speculation=speculation,  # type: ignore[arg-type]
         )
         self.drafts, self.stages, self.luck = drafts, stages, luck
-        self.begin(blocks, EngineCore(EngineId("e"), Incarnation(1), limits))
+        self.begin(blocks, EngineCore(EngineId("e"), Incarnation(1), limits), groups)
 
-    def begin(self, blocks: int, engine: EngineCore) -> None:
-        self.blocks = blocks
-        self.context = min(90, blocks * 16)
+    def begin(self, blocks: int, engine: EngineCore, groups: tuple[KvCacheGroup, ...] = ()) -> None:
+        self.groups = groups
+        self.blocks = 1 + blocks * len(groups) if groups else blocks
+        room = longest_sequence(groups, self.blocks, 16, engine.limits.max_batch_tokens) if groups else blocks * 16
+        self.context = min(90, room)
         self.engine = engine
         self.sent: dict[tuple[RequestId, Attempt], Sent] = {}
         self.newest: dict[RequestId, Sent] = {}
@@ -289,8 +304,11 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.epoch_state is None)
     @rule()
     def workers_come(self) -> None:
-        self.worker = HonestWorker(self.blocks, accepts=self.accepts)
-        self.tell(WorkersReady(card(90), self.blocks, max_speculate=self.drafts, stages=self.stages))
+        self.worker = HonestWorker(self.blocks, accepts=self.accepts, groups=self.groups)
+        ready = WorkersReady(
+            card(90), self.blocks, max_speculate=self.drafts, stages=self.stages, kv_groups=self.groups
+        )
+        self.tell(ready)
 
     # ---- what the engine says
 
@@ -354,7 +372,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert all(sent.over for sent in self.sent.values()), "a request was left without a final word"
         if self.engine.epoch_state is not None:
             pool = self.engine.epoch_state.memory.pool
-            assert pool.free == pool.total
+            assert pool.free == pool.total - bool(self.groups), "but for the null block"
 
 
 def _prompt(request: GenerateRequest) -> list[int]:

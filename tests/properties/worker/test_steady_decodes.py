@@ -17,6 +17,7 @@ from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.blocks import blocks_for
 from shared.ids import SequenceId
 from shared.messages.generation import SamplingOptions
+from shared.messages.kv_groups import NULL_BLOCK, KvCacheGroup
 from shared.messages.worker import NewSequence, SequenceWork
 from shared.packing import pack
 
@@ -29,9 +30,21 @@ PARAMS = (
 )
 
 
-def table() -> SequenceTable:
+GROUPS = (
+    (),
+    (KvCacheGroup(layers=2, window=17),),
+    (KvCacheGroup(layers=2), KvCacheGroup(layers=2, window=1), KvCacheGroup(layers=1, window=40)),
+)
+
+
+def table(groups: tuple[KvCacheGroup, ...]) -> SequenceTable:
     return SequenceTable(
-        max_sequences=MOST, max_model_len=LONGEST, num_blocks=1000, vocab_size=VOCABULARY, block_size=BLOCK_SIZE
+        max_sequences=MOST,
+        max_model_len=LONGEST,
+        num_blocks=3000,
+        vocab_size=VOCABULARY,
+        block_size=BLOCK_SIZE,
+        groups=groups,
     )
 
 
@@ -39,17 +52,17 @@ def table() -> SequenceTable:
 class Ranks:
     """One that makes every batch anew, and one that does not; both are told the same."""
 
-    anew: SequenceTable = field(default_factory=table)
-    steady: SequenceTable = field(default_factory=table)
+    groups: tuple[KvCacheGroup, ...] = ()
     lengths: dict[SequenceId, int] = field(default_factory=dict)
     """Tokens that are known, or on their way."""
     computed: dict[SequenceId, int] = field(default_factory=dict)
     held: dict[SequenceId, int] = field(default_factory=dict)
     moved_on: int = 0
     _number: int = 0
-    _block: int = 0
+    _block: int = 1
 
     def __post_init__(self) -> None:
+        self.anew, self.steady = table(self.groups), table(self.groups)
         self.decodes = DecodeReuse(self.steady)
 
     def add(self, prompt: int, params: SamplingOptions, min_tokens: int) -> None:
@@ -80,8 +93,9 @@ class Ranks:
         missing = max(0, blocks_for(self.computed[sequence], BLOCK_SIZE) + early - self.held[sequence])
         missing = min(missing, blocks_for(LONGEST + 1, BLOCK_SIZE) - self.held[sequence])
         self.held[sequence] += missing
-        self._block += missing
-        blocks = pack(range(self._block - missing, self._block))
+        ids = missing * max(1, len(self.groups))
+        self._block += ids
+        blocks = pack(range(self._block - ids, self._block))
         return SequenceWork(sequence, count, blocks, self.computed[sequence] == self.lengths[sequence], speculate)
 
     def step(self, work: tuple[SequenceWork, ...], known: bool, drawn: int) -> None:
@@ -100,7 +114,7 @@ class Ranks:
             self.decodes.remember(work, batch)
         else:
             self.moved_on += 1
-        assert shown(batch) == shown(expected)
+        assert shown(batch, self.groups) == shown(expected, self.groups)
         tokens = (drawn + np.arange(len(batch.sampled), dtype=np.int32)) % VOCABULARY
         for each in (self.anew, self.steady):
             each.fill(batch.sampled_indices, each.advance(batch.sampled_indices), tokens)
@@ -110,10 +124,23 @@ class Ranks:
         assert (self.steady.tokens[rows.seq_indices, rows.positions] == expected.rows.ids).all()
 
 
-def shown(batch: Batch) -> list[object]:
-    """All of it but the tokens, which may not be known yet."""
+def shown(batch: Batch, groups: tuple[KvCacheGroup, ...]) -> list[object]:
+    """All of it but the tokens, which may not be known yet, and blocks behind windows, which nobody reads."""
     rows = batch.rows._replace(ids=batch.rows.positions)
-    parts = [*rows, batch.logits_rows, batch.sampled, batch.sampled_indices, batch.drafted, batch.drawn_rows]
+    tables = [each.copy() for each in (rows.block_tables, *(other.block_tables for other in rows.others))]
+    for group, each in zip(groups, tables, strict=False):
+        for unit, position in zip(each, rows.positions[rows.query_starts[:-1]].tolist(), strict=True):
+            unit[: group.first_needed(position, BLOCK_SIZE)] = NULL_BLOCK
+    parts = [
+        *rows._replace(others=(), block_tables=tables[0]),
+        *tables[1:],
+        *(other.kv_slots for other in rows.others),
+        batch.logits_rows,
+        batch.sampled,
+        batch.sampled_indices,
+        batch.drafted,
+        batch.drawn_rows,
+    ]
     return [_plain(part) for part in parts] + [_choices(batch.choices), batch.prompts, batch.merged]
 
 
@@ -136,9 +163,11 @@ event = st.one_of(
 )
 
 
-@given(st.lists(event, min_size=3, max_size=14), st.integers(1, 60))
-def test_steps_of_decodes_are_the_same_either_way(events: list[tuple[str, int, int]], chunk: int) -> None:
-    ranks = Ranks()
+@given(st.lists(event, min_size=3, max_size=14), st.integers(1, 60), st.sampled_from(GROUPS))
+def test_steps_of_decodes_are_the_same_either_way(
+    events: list[tuple[str, int, int]], chunk: int, groups: tuple[KvCacheGroup, ...]
+) -> None:
+    ranks = Ranks(groups)
     ranks.add(5, PARAMS[0], 0)
     known, drawn = False, 0
 
@@ -165,8 +194,9 @@ def test_steps_of_decodes_are_the_same_either_way(events: list[tuple[str, int, i
             step(everybody, speculate=number)
 
 
-def test_most_steps_only_move_on() -> None:
-    ranks = Ranks()
+@pytest.mark.parametrize("groups", GROUPS)
+def test_most_steps_only_move_on(groups: tuple[KvCacheGroup, ...]) -> None:
+    ranks = Ranks(groups)
     for prompt in (5, 16, 31):
         ranks.add(prompt, PARAMS[1], 0)
     for number in range(40):
@@ -182,6 +212,26 @@ def test_who_has_filled_its_context_is_left_out(prompts: tuple[int, ...]) -> Non
     for number in range(40):
         ranks.step(tuple(ranks.work(each, 60, 0, 0) for each in ranks.lengths), number > 0, number)
     assert max(ranks.lengths.values()) == LONGEST + 1
+
+
+def test_a_scheduler_that_knows_no_groups_is_refused() -> None:
+    ranks = Ranks(GROUPS[2])
+    ranks.add(5, PARAMS[0], 0)
+    with pytest.raises(BrokenPlan, match="1 block ids for 3 groups of layers"):
+        ranks.steady.scheduled((SequenceWork(SequenceId(1), 5, pack([7]), True),))
+
+
+def test_what_lies_behind_a_window_is_not_looked_at() -> None:
+    """The scheduler may have given it to somebody else."""
+    ranks = Ranks(GROUPS[2])
+    ranks.add(60, PARAMS[0], 0)
+    for number in range(20):
+        ranks.step(tuple(ranks.work(each, 60, 0, 0) for each in ranks.lengths), number > 0, number)
+    assert ranks.computed == {SequenceId(1): 79}
+    whole, narrow, wide = (table[0, :5].tolist() for table in (ranks.steady.block_tables, *ranks.steady.blocks.others))
+    assert [block != NULL_BLOCK for block in whole] == [True] * 5
+    assert [block != NULL_BLOCK for block in narrow] == [False] * 4 + [True], "position 78 is in the fifth block"
+    assert [block != NULL_BLOCK for block in wide] == [False] + [True] * 4, "as the last block began it saw 25 to 64"
 
 
 def test_blocks_that_are_missing_are_a_broken_plan() -> None:

@@ -27,6 +27,7 @@ from shared.ids import (
     SequenceId,
 )
 from shared.messages.generation import Generation, Grammar, PoolingOptions, SamplingOptions, StopConditions
+from shared.messages.kv_groups import NULL_BLOCK, KvCacheGroup
 from shared.messages.lifecycle import LoraCard, ModelCard, PoolingCard
 from shared.messages.scheduler import (
     GenerateRequest,
@@ -160,6 +161,9 @@ class HonestWorker:
 
     What is to be loaded lies there as rubbish until the last rank has copied it, and what is to be saved is read only
     then: who uses the blocks too early, or gives them away, is found out.
+
+    With `groups` of layers each has a table of its own, and other keys and values than the rest. What lies behind its
+    window it does not read.
     """
 
     def __init__(
@@ -168,8 +172,11 @@ class HonestWorker:
         store: HonestStore | None = None,
         ranks: int = 1,
         accepts: Callable[[int], int] | None = None,
+        groups: tuple[KvCacheGroup, ...] = (),
     ) -> None:
         self._accepts = accepts
+        self._groups = groups or (KvCacheGroup(layers=1),)
+        self._has_null_block = bool(groups)
         self.computed_tokens = 0
         self.compiling: list[Grammar] = []
         """Those that were requested, and are not answered."""
@@ -191,7 +198,7 @@ class HonestWorker:
         for new in plan.new:
             assert new.sequence not in self._held, "a sequence is sent twice"
             assert new.computed < len(unpack(new.tokens)), "nothing is left to compute"
-            assert len(unpack(new.blocks)) == -(-new.computed // BLOCK_SIZE)
+            assert len(unpack(new.blocks)) == -(-new.computed // BLOCK_SIZE) * len(self._groups)
             assert new.grammar is None or new.grammar.key in self._compiled, "its grammar was never compiled"
             assert new.pooling is None or not new.pooling.computes_all or not new.computed, "hidden states are missing"
             self._held[new.sequence] = _Held(unpack(new.tokens), unpack(new.blocks), new.computed, new.pooling)
@@ -289,19 +296,23 @@ class HonestWorker:
         assert work.count > 0
         end = held.computed + work.count
         assert end <= len(held.tokens), "a token is computed before it is known"
-        fit = -(-(end + work.speculate) // BLOCK_SIZE)
+        fit = -(-(end + work.speculate) // BLOCK_SIZE) * len(self._groups)
         assert len(held.blocks) >= fit if self._accepts else len(held.blocks) == fit, "blocks do not fit the work"
         assert not work.speculate or (self._accepts and work.sample and work.count == 1), "drafts beside a prompt"
-        for position, expected in enumerate(digests(held.tokens[: held.computed])):
-            block, offset = held.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
-            assert self._memory[block][offset] == expected, f"position {position} was overwritten"
-        places = set()
         assert work.sample == (end == len(held.tokens)), "a sample is drawn exactly when all tokens are computed"
         right = digests(held.tokens + continuation(held.tokens, accepted))
-        for position in range(held.computed, end + work.speculate):
-            block, offset = held.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
-            self._memory[block][offset] = right[position] if position < end + accepted else None
-            places.add((block, offset))
+        places = set()
+        for number, group in enumerate(self._groups):
+            table = held.blocks[number :: len(self._groups)]
+            first = 0 if group.window is None else max(0, held.computed - group.window + 1)
+            for position in range(first, held.computed):
+                block, offset = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+                assert self._memory[block][offset] == right[position] + number, f"position {position} was overwritten"
+            for position in range(held.computed, end + work.speculate):
+                block, offset = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+                assert block != NULL_BLOCK or not self._has_null_block, "the null block is written to"
+                self._memory[block][offset] = right[position] + number if position < end + accepted else None
+                places.add((block, offset))
         held.computed = end + accepted
         self.computed_tokens += work.count
         return places

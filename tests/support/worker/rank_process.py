@@ -25,12 +25,14 @@ from services.worker.distributed.communicator import SingleRank, SingleStage
 from services.worker.distributed.torch_ranks import RankTopology, join
 from services.worker.executor.device_runner import DeviceRunner
 from services.worker.executor.host_runner import HostRunner
+from services.worker.kv.layer_groups import HybridKvCache
 from services.worker.models.decoder import Decoder
 from services.worker.models.loaded_model import QuantizationChoice
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import Incarnation, ModelName
+from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import SampledTokens
 from shared.messages.worker import StepPlan
@@ -63,6 +65,7 @@ class Serve(Struct, frozen=True, tag=True):
     quantization: QuantizationChoice = "auto"
     launched: bool = False
     """Step after step is begun before the tokens of the one before are known."""
+    hybrid: HybridKvCache = "off"
 
     @property
     def world_size(self) -> int:
@@ -84,6 +87,7 @@ class Serving(Struct, frozen=True):
     block_bytes: int
     max_speculate: int
     max_loras: int
+    kv_groups: tuple[KvCacheGroup, ...] = ()
 
 
 class Drew(Struct, frozen=True):
@@ -134,6 +138,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
         block_size=asked.block_size,
         loras=LoraSettings(tuple((ModelName(n), Path(f)) for n, f in asked.loras), asked.max_loras, 32),
         quantization=asked.quantization,
+        hybrid_kv_cache=asked.hybrid,
         speculation=asked.speculation
         or (SpeculationSettings(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None),
     )
@@ -153,6 +158,7 @@ def serving(backend: HostRunner) -> Serving:
         block_bytes=decoder.kv_block_bytes,
         max_speculate=backend.max_speculate,
         max_loras=backend.max_loras,
+        kv_groups=backend.kv_groups,
     )
 
 
@@ -221,7 +227,7 @@ def main(rank: str) -> None:
     decoder = msgspec.msgpack.Decoder(Serve)
     plans = msgspec.msgpack.Decoder(StepPlan)
     while (payload := read(sys.stdin.buffer)) is not None:
-        if payload[0] >> 4 == 0x8:  # a map: `Serve`; plans are arrays
+        if payload[0] >> 4 == 0x8 or payload[0] == 0xDE:  # a map: `Serve`; plans are arrays
             write(sys.stdout.buffer, this.serve(decoder.decode(payload)))
         else:
             this.step(plans.decode(payload))

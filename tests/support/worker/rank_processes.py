@@ -26,6 +26,7 @@ from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.events import Output, SendPlan, SendTokens, WorkersReady
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits
+from services.worker.kv.layer_groups import HybridKvCache
 from services.worker.models.loaded_model import QuantizationChoice
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
@@ -82,6 +83,7 @@ class RankProcesses:
         loras: tuple[tuple[str, str], ...] = (),
         max_loras: int = 2,
         quantization: QuantizationChoice = "auto",
+        hybrid: HybridKvCache = "off",
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces the one before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
@@ -92,6 +94,7 @@ class RankProcesses:
             launched=launched,
             loras=loras,
             max_loras=max_loras,
+            hybrid=hybrid,
         )
         for process in self._processes:
             write(_pipe(process.stdin), asked)
@@ -166,6 +169,7 @@ class EngineOfRanks:
                 stages=asked.stages,
                 max_speculate=min(one.max_speculate for one in serving),
                 max_loras=min(one.max_loras for one in serving),
+                kv_groups=serving[0].kv_groups,
             )
         )
 

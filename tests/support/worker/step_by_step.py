@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from services.worker.backend import ExecutionMode, StepOutput
+from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.worker import StepPlan
 
 
@@ -12,6 +13,7 @@ class StepByStep:
     """Says in `step` what a plan comes to, and has nothing to prepare."""
 
     mode: ExecutionMode = "sequential"
+    kv_groups: tuple[KvCacheGroup, ...] = ()
 
     def step(self, plan: StepPlan) -> StepOutput:
         raise NotImplementedError

@@ -40,7 +40,8 @@ class Preemption:
         Everybody behind `sequence` is still without work in this step, because decodes are planned in the order of
         the queue and prefills after them: so nothing that is planned is taken back.
         """
-        while self._memory.pool.free == 0:
+        self._memory.reclaim(sequence)
+        while self._memory.free_blocks == 0:
             ends = (self._queues.decoding.last, self._queues.prefilling.last)
             victim = max((end for end in ends if end is not None), key=lambda end: end.queue_key)
             self._preempt(victim)
@@ -146,9 +147,11 @@ class DecodePlanner:
         nothing beyond the limit: until results say less, all that is in flight counts as accepted."""
         tokens = sequence.tokens
         wanted = min(self._speculation.drafts_for(sequence), tokens.limit - tokens.length - 1, step.drafts)
-        missing = blocks_for(tokens.length + wanted, tokens.block_size) - len(sequence.blocks.numbers)
-        if missing > 0 and self._memory.pool.free - missing < self._queues.running:
-            wanted = sequence.blocks.capacity - tokens.length
+        missing = tokens.length + wanted - sequence.blocks.capacity
+        if missing > 0:
+            self._memory.reclaim(sequence)
+            if self._memory.free_blocks - blocks_for(missing, tokens.block_size) < self._queues.running:
+                wanted = sequence.blocks.capacity - tokens.length
         return max(0, wanted)
 
     def _speculate(self, sequence: Sequence, extra: int, step: StepBuilder) -> SequenceWork:

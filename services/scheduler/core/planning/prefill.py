@@ -16,7 +16,6 @@ from services.scheduler.core.queue.shared_prompts import SharedPrompts
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.loads import BlockLoads
 from services.scheduler.core.transfer.remote_prefills import RemotePrefills
-from shared.blocks import blocks_for
 from shared.messages.worker import SequenceWork
 from shared.packing import pack
 
@@ -60,8 +59,9 @@ class PrefillPlanner:
 
     def prefill(self, sequence: Sequence, step: StepBuilder) -> None:
         """Adds as many of the sequence's tokens as budget and free blocks allow, which may be none."""
-        tokens = sequence.tokens
-        room = sequence.blocks.capacity - tokens.planned + self._memory.pool.free * self._memory.block_size
+        tokens, memory = sequence.tokens, self._memory
+        memory.reclaim(sequence)
+        room = sequence.blocks.capacity - tokens.planned + memory.free_blocks * memory.block_size
         count = min(tokens.length - tokens.planned, step.budget, room)
         if sequence.scored:
             logprobs = 1 + (sequence.generation.sampling.prompt_logprobs or 0)
@@ -80,7 +80,7 @@ class PrefillPlanner:
                 return
             step.start(sequence)
             self._queues.introduce(sequence)
-        new_blocks = self._memory.grow(sequence, tokens.planned + count)
+        new_blocks = memory.grow(sequence, tokens.planned + count)
         whole = tokens.plan_prefill(count)
         step.budget -= count
         step.work.append(SequenceWork(sequence.id, count, pack(new_blocks), whole))
@@ -208,10 +208,7 @@ class Admission:
         Admitting by the first chunk alone would fill memory with prompts of which none can be finished; and without
         the block for each, a new sequence would be preempted within the next few steps.
         """
-        pool, queues, size = self._memory.pool, self._queues, self._memory.block_size
-        coming = (*queues.prefilling, *queues.loading.values())
-        promised = sum(blocks_for(s.tokens.length, size) - len(s.blocks.numbers) for s in coming) + queues.running
-        # Cached blocks that are free are taken from the pool, too.
-        in_use = sum(1 for block in cached if pool.references[block])
+        queues = self._queues
         _, kept = self._remote.room_besides(sequence.generation.request)
-        return blocks_for(sequence.tokens.length, size) - in_use + promised + kept <= pool.free
+        coming = (*queues.prefilling, *queues.loading.values())
+        return self._memory.fits(sequence, cached, coming, queues.running + kept)

@@ -95,9 +95,10 @@ def _new_bytes(sequence: Sequence) -> int:
     return len(tokens.known) * TOKEN_BYTES + 5 * ids + 15 * len(sampling.logit_bias) + words
 
 
-def new_sequence(sequence: Sequence, cached: int) -> NewSequence:
+def new_sequence(sequence: Sequence, cached: int, tables: int = 1) -> NewSequence:
     """The message that makes a sequence known to the workers. Of its tokens, the first `cached` lie computed in
-    its first blocks. Log-probabilities of its prompt are left out where the client has them already."""
+    its first blocks, of which each has an id in so many `tables`. Log-probabilities of its prompt are left out where
+    the client has them already."""
     generation, tokens = sequence.generation, sequence.tokens
     sampling = generation.sampling
     if sampling.prompt_logprobs is not None and not sequence.scored:
@@ -107,7 +108,7 @@ def new_sequence(sequence: Sequence, cached: int) -> NewSequence:
         tokens=pack(tokens.known),
         prompt_length=tokens.prompt_length,
         computed=cached,
-        blocks=pack(sequence.blocks.numbers[: blocks_for(cached, tokens.block_size)]),
+        blocks=pack(sequence.blocks.numbers[: blocks_for(cached, tokens.block_size) * tables]),
         sampling=sampling,
         min_tokens=generation.stopping.min_tokens,
         stop_token_ids=tuple(sorted(tokens.stops)),

@@ -36,11 +36,12 @@ class RequestValidator:
     """Knows one model on one engine's memory; holds no state of requests. A request that this engine can never serve is
     refused at once instead of waiting for ever."""
 
-    def __init__(self, card: ModelCard, num_blocks: int, policy: QueuePolicy) -> None:
+    def __init__(self, card: ModelCard, num_blocks: int, max_tokens: int, policy: QueuePolicy) -> None:
+        """`max_tokens`: of a sequence that takes all of the `num_blocks`."""
         self._card = card
         self._policy = policy
         size = self._block_size = card.block_size
-        self.context = min(card.max_model_len, num_blocks * size)
+        self.context = min(card.max_model_len, max_tokens)
         """Tokens that a sequence may reach: the model's context, or all of KV memory where that is less."""
         self._bound = (
             f"this model's maximum context length is {card.max_model_len} tokens"

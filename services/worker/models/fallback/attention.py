@@ -69,14 +69,22 @@ class PagedLayers:
     """Attention of one step over the paged cache, of which each call has a part of its own."""
 
     def __init__(
-        self, calls: tuple[AttentionCall, ...], ops: Ops, meta: BatchMeta, caches: KvCaches, unrotated: Tensor
+        self,
+        calls: tuple[AttentionCall, ...],
+        ops: Ops,
+        meta: BatchMeta,
+        caches: KvCaches,
+        unrotated: Tensor,
+        group_of: tuple[int, ...] = (),
     ) -> None:
-        """`unrotated` [positions, D]: cosines of 1 and sines of 0, as the library rotates by itself."""
+        """`unrotated` [positions, D]: cosines of 1 and sines of 0, as the library rotates by itself. `group_of`: each
+        layer's group; empty: all have one block table."""
         self._calls = calls
         self._ops = ops
         self._meta = meta
         self._caches = caches
         self._unrotated = unrotated
+        self._group_of = group_of
         self._next = 0
 
     def attend(self, call: AttentionCall, biases: HeadBiases, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -84,15 +92,16 @@ class PagedLayers:
         number, self._next = self._next, self._next + 1
         if number >= len(self._calls) or self._calls[number] != call:
             raise ModelError(f"attention {number} of the model differs from pass to pass: {call}")
+        meta = self._meta.of_group(self._group_of[number]) if self._group_of else self._meta
         rows, heads, dim = query.shape
         if call.value_dim < dim:
             value = F.pad(value, (0, dim - call.value_dim))
         joined = torch.cat((query, key, value), dim=1).reshape(rows, -1)
         queries = self._ops.rope_and_store(
-            joined, self._meta, self._unrotated, *self._caches[number], heads=heads, q_norm=None, k_norm=None, eps=0.0
+            joined, meta, self._unrotated, *self._caches[number], heads=heads, q_norm=None, k_norm=None, eps=0.0
         )
         mixed = self._ops.paged_attention(
-            *(queries, *self._caches[number], self._meta),
+            *(queries, *self._caches[number], meta),
             scale=call.scale,
             window=call.window,
             softcap=call.softcap,

@@ -11,7 +11,9 @@ import transformers
 from torch import Tensor, nn
 
 from services.worker.kv.copier import RankKvCache
+from services.worker.kv.layer_groups import LayerGroups
 from services.worker.models.config import ModelError
+from services.worker.models.decoder import allocate_caches, distinct
 from services.worker.models.fallback.attention import (
     AttentionCall,
     AttentionLayers,
@@ -55,6 +57,7 @@ class LibraryDecoder:
         self._base: nn.Module | None = None
         """The module whose output the head reads: some heads call a part of the base model."""
         self._calls = self._recorded_calls()
+        self._groups: LayerGroups | None = None
         dim = self._calls[0].key_dim
         self._unrotated = torch.cat(
             (torch.ones(max_model_len, dim // 2), torch.zeros(max_model_len, dim - dim // 2)), dim=1
@@ -120,9 +123,19 @@ class LibraryDecoder:
         """What its layers ask of attention, in the order of a pass."""
         return self._calls
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """See `CausalLm.windows`."""
+        return tuple(call.window for call in self._calls)
+
+    def use_groups(self, groups: LayerGroups) -> None:
+        """See `CausalLm.use_groups`."""
+        self._groups = groups
+
     def allocate_kv(self, num_blocks: int) -> KvCaches:
         """Caches of `num_blocks` blocks for every layer."""
-        return [self._ops.allocate_kv(num_blocks, call.kv_heads, call.key_dim) for call in self._calls]
+        heads, dim = self._calls[0].kv_heads, self._calls[0].key_dim
+        return allocate_caches(len(self._calls), self._groups, lambda: self._ops.allocate_kv(num_blocks, heads, dim))
 
     def share_kv(self, caches: KvCaches, model: str) -> RankKvCache:
         """See :meth:`services.worker.models.decoder.Decoder.share_kv`."""
@@ -141,7 +154,7 @@ class LibraryDecoder:
             num_heads=heads,
             writes=self._place.split or self._place.rank == 0,
             num_blocks=len(keys),
-            copier=self._ops.kv_copier(caches, dim),
+            copier=self._ops.kv_copier(caches if self._groups is None else distinct(caches), dim),
             first_layer=0,
             num_layers=len(caches),
         )
@@ -149,7 +162,9 @@ class LibraryDecoder:
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        return sum(self._ops.kv_block_bytes(call.kv_heads, call.key_dim) for call in self._calls)
+        first = self._calls[0]
+        caches = len(self._calls) if self._groups is None else self._groups.caches
+        return caches * self._ops.kv_block_bytes(first.kv_heads, first.key_dim)
 
     def empty_features(self, rows: int) -> Tensor:
         """[rows, hidden]."""
@@ -157,7 +172,8 @@ class LibraryDecoder:
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """See `Decoder.forward`; every rank computes the head."""
-        layers = PagedLayers(self._calls, self._ops, meta, caches, self._unrotated)
+        group_of = () if self._groups is None else self._groups.group_of
+        layers = PagedLayers(self._calls, self._ops, meta, caches, self._unrotated, group_of)
         with self._hidden_states(features):
             logits = self._run(ids, meta.positions, meta.logits_rows, layers)
         layers.check_complete()

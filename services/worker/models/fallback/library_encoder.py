@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
 from services.worker.kv.copier import RankKvCache
+from services.worker.kv.layer_groups import LayerGroups
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.library_config import LibraryConfig, first_line, settings_digest, weights_dtype
 from services.worker.models.fallback.library_model import pack_products
@@ -250,6 +251,15 @@ class LibraryEncoder:
     def fastest_pass(self) -> ForwardPass:
         """`forward`."""
         return self.forward
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the one cache that it has."""
+        return (None,)
+
+    def use_groups(self, groups: LayerGroups) -> None:
+        """Raises ValueError: nothing is kept of a prompt, so no layers differ in what they keep."""
+        raise ValueError(f"an encoder has no {groups}")
 
     def allocate_kv(self, num_blocks: int) -> KvCaches:
         """A cache that nothing is written to."""

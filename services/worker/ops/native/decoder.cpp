@@ -100,12 +100,12 @@ void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int i
     rope_and_store(pool_,
                    {(const float*)qkv_.data(), qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
                     queries_.data(), queries_.stride},
-                   forward.batch, cache);
+                   forward.of_layer(index), cache);
     if (index + 1 == config_.layers && forward.logits == 0 && !forward.features) return;
     attend(pool_,
            {queries_.data(), queries_.stride, config_.heads, config_.attention_scale, layer.window, config_.attention_softcap,
             mixed_.data(), mixed_.stride},
-           forward.batch, cache, plan(forward.batch, layer.window));
+           forward.of_layer(index), cache, plan(forward.batch, layer.window));
 }
 
 // Keeps the rows whose logits are wanted: the last layer computes no others.

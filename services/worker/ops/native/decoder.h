@@ -57,6 +57,10 @@ struct Forward {
     float* to;  // [logits, vocab]
     float* features;  // [rows, hidden]: the last hidden state of every row, normed; null where nobody wants them
     const float* given;  // [rows, hidden]: what `joined` joins; may be `features`
+    const int* group_of;  // of each layer the group that it is in; null: there is one group
+    const Batch* batches;  // of each group: block tables and slots differ, nothing else does
+
+    const Batch& of_layer(int index) const { return group_of ? batches[group_of[index]] : batch; }
 };
 
 // Used from one thread. Keeps its workspace, which grows to the largest batch seen.

@@ -167,6 +167,8 @@ class Forward(Structure):
         ("to", c_void_p),
         ("features", c_void_p),
         ("given", c_void_p),
+        ("group_of", POINTER(c_int)),
+        ("batches", POINTER(NativeBatch)),
     )
 
 

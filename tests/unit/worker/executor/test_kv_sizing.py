@@ -11,6 +11,7 @@ import torch
 from services.worker.executor.kv_sizing import DeviceMemory, KvDemand, KvSize, size_kv
 from services.worker.kv.device_memory import free_bytes, peak_bytes
 from services.worker.models.config import ModelError
+from shared.messages.kv_groups import MAX_TOKENS, KvCacheGroup
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -128,3 +129,26 @@ def test_the_peak_of_a_piece_of_work_is_measured_even_after_a_higher_one() -> No
     work(256 * MIB)
     assert 50 * MIB < peak_bytes(CPU, lambda: work(64 * MIB)) < 128 * MIB
     assert free_bytes(CPU) > 0
+
+
+GROUPS = (KvCacheGroup(layers=4), *[KvCacheGroup(layers=4, window=64)] * 5)
+
+
+def test_groups_of_layers_need_blocks_for_windows_only() -> None:
+    """Of 256 blocks of tokens a window of 64 has those of 63 + 32 tokens at a time, and one more that it begins in."""
+    grouped = demand(groups=GROUPS, step_tokens=32, given=3 * GIB)
+    assert grouped.sequence_blocks == 1 + 256 + 5 * 7
+    assert grouped.sequence_bytes == grouped.sequence_blocks * MIB
+    assert size_kv(grouped, cpu(8 * GIB, GIB)) == KvSize(3072, 4096)
+
+
+def test_the_longest_sequence_is_what_all_groups_have_room_for() -> None:
+    assert demand(groups=GROUPS, step_tokens=32).longest(1 + 100 + 35) == 1600
+    assert demand(groups=GROUPS, step_tokens=32).longest(1 + 5 * 6) == 5 * 16, "shorter than the window: all have all"
+    assert demand(groups=GROUPS[1:], step_tokens=32).longest(1 + 35) == MAX_TOKENS, "windows alone have no end"
+    assert demand(groups=GROUPS, step_tokens=32).longest(1 + 5) == 0
+
+
+def test_a_context_that_does_not_fit_in_groups_says_which_would() -> None:
+    with pytest.raises(ModelError, match="lower the maximum model length to 1600"):
+        size_kv(demand(groups=GROUPS, step_tokens=32, explicit_model_len=True, given=136 * MIB), cpu(8 * GIB))

@@ -9,6 +9,7 @@ import torch
 
 from services.worker.executor import torch_backend
 from services.worker.models.config import ModelError
+from tests.support.models.tiny_models import make_model
 from tests.support.worker.tiny_backend import tiny_settings
 
 
@@ -23,3 +24,17 @@ def test_weights_that_do_not_fit_after_all_are_refused_with_what_to_do(
     monkeypatch.setattr(torch_backend, "load_model", full)
     with pytest.raises(ModelError, match=r"memory ran out while weights were loaded: .* use more ranks"):
         torch_backend.create_backend(tmp_path, **tiny_settings())
+
+
+def test_groups_of_layers_that_are_insisted_on_are_had_or_refused(tmp_path: Path) -> None:
+    make_model("gemma3", tmp_path)
+    settings = tiny_settings()
+    with pytest.raises(ModelError, match="hybrid_kv_cache = on: the KV store knows one block for all layers"):
+        torch_backend.create_backend(tmp_path, **settings, hybrid_kv_cache="on", kv_store=True)
+    with pytest.raises(ModelError, match="hybrid_kv_cache = on: a KV connector knows one block for all layers"):
+        torch_backend.create_backend(tmp_path, **settings, hybrid_kv_cache="on", kv_connector=True)
+    tables = [
+        len(torch_backend.create_backend(tmp_path, **settings, hybrid_kv_cache="auto", kv_store=store).kv_groups)
+        for store in (True, False)
+    ]
+    assert tables == [0, 3]

@@ -1,0 +1,85 @@
+"""Which layers share a block table, and which a cache."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.worker.kv.layer_groups import MAX_GROUPS, LayerGroups, group_layers, why_one_group
+from shared.messages.kv_groups import KvCacheGroup
+
+LONGEST = 4096
+
+
+def groups_of(windows: list[int | None]) -> LayerGroups:
+    groups = group_layers(windows, LONGEST)
+    assert groups is not None
+    check(groups, windows)
+    return groups
+
+
+def check(groups: LayerGroups, windows: list[int | None]) -> None:
+    """Each layer is in a group with its window; those of one group have different caches, which are all in use."""
+    assert [groups.groups[number].window for number in groups.group_of] == windows
+    places = list(zip(groups.group_of, groups.cache_of, strict=True))
+    assert len(set(places)) == len(windows)
+    assert [group.layers for group in groups.groups] == [groups.group_of.count(i) for i in range(len(groups.groups))]
+    assert set(groups.cache_of) == set(range(groups.caches))
+
+
+def test_one_layer_of_six_sees_everything() -> None:
+    """Gemma 3: five groups of windows for one of whole layers, as many layers in each."""
+    groups = groups_of(([512] * 5 + [None]) * 4)
+    assert groups.groups == (KvCacheGroup(layers=4), *[KvCacheGroup(layers=4, window=512)] * 5)
+    assert groups.caches == 4
+
+
+def test_the_last_group_of_a_kind_may_be_smaller() -> None:
+    groups = groups_of([512, 512, 512, 512, 512, None, None])
+    assert [(group.layers, group.window) for group in groups.groups] == [(2, None), (2, 512), (2, 512), (1, 512)]
+
+
+def test_kinds_with_nearly_as_many_layers_are_a_group_each() -> None:
+    """Thirteen layers and eleven: two groups with some memory unused, not one of eleven and one of two besides."""
+    groups = groups_of([512] * 13 + [None] * 11)
+    assert [(group.layers, group.window) for group in groups.groups] == [(11, None), (13, 512)]
+    assert groups.caches == 13
+
+
+def test_windows_of_different_widths_are_different_kinds() -> None:
+    groups = groups_of([64, 128, None, 64, 128, None])
+    assert [(group.layers, group.window) for group in groups.groups] == [(2, None), (2, 64), (2, 128)]
+
+
+def test_windows_alone_are_one_group() -> None:
+    assert groups_of([512] * 3).groups == (KvCacheGroup(layers=3, window=512),)
+
+
+def test_nothing_is_grouped_where_all_see_all() -> None:
+    assert group_layers([None] * 4, LONGEST) is None
+    assert group_layers([LONGEST, None, 2 * LONGEST], LONGEST) is None, "a window that no sequence outgrows is none"
+
+
+def test_groups_are_few() -> None:
+    groups = groups_of([512] * 99 + [None])
+    assert len(groups.groups) <= MAX_GROUPS
+
+
+@pytest.mark.features("hybrid KV cache", "pipeline parallel", refused=True)
+@pytest.mark.features("hybrid KV cache", "KV connector", refused=True)
+@pytest.mark.features("hybrid KV cache", "prefill/decode", refused=True)
+@pytest.mark.parametrize(
+    ("different", "reason"),
+    [
+        ({}, None),
+        ({"drafts": "ngram"}, None),
+        ({"device": "cuda"}, "groups of layers are not supported on cuda"),
+        ({"stages": 2}, "a pipeline's stages have different layers"),
+        ({"drafts": "eagle"}, "drafts by eagle have keys and values in the same blocks"),
+        ({"connector": True}, "a KV connector knows one block for all layers"),
+        ({"store": True}, "the KV store knows one block for all layers (--kvstore-memory 0: without one)"),
+    ],
+)
+def test_why_all_layers_have_one_table(different: dict[str, object], reason: str | None) -> None:
+    """With hybrid_kv_cache = on each is an error at start; pools hand over through the store."""
+    usual = {"device": "cpu", "stages": 1, "drafts": None, "connector": False, "store": False}
+    assert why_one_group(**{**usual, **different}) == reason  # type: ignore[arg-type]
