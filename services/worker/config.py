@@ -231,6 +231,14 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     max_lora_rank: Annotated[
         int, Meta(ge=1, le=512, description="Maximum rank of a LoRA adapter."), UpOption("Capacity")
     ] = 16
+    logits_processors: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Logits processors of installed packages (docs/plugins.md), comma-separated, in the order in "
+            "which they are applied; requests ask for them by vllm_xargs."
+        ),
+        UpOption("Model"),
+    ] = ()
     grammar_compile_s: Annotated[
         float, Meta(gt=0, description="Seconds of processor time that a client's grammar may take to compile.")
     ] = 10.0
@@ -294,6 +302,9 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             raise ValueError("lora: the simulated device has no weights to adapt")
         if self.kv_connector is not None and self.device == "sim":
             raise ValueError(f"kv_connector = {self.kv_connector}: the simulated device has no KV memory of layers")
+        if self.logits_processors and self.device == "sim":
+            names = ",".join(self.logits_processors)
+            raise ValueError(f"logits_processors = {names}: the simulated device has no logits")
         if self.speculative is not None:
             check_supported(read_speculation(self.speculative), device=self.device, stages=self.pp)
         for name in ("sim_bandwidth", "sim_link", "sim_host_link"):

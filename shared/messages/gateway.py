@@ -11,7 +11,7 @@ from shared.messages.dialects import Thinking
 from shared.messages.generation import FinishReason
 
 ErrorKind = Literal["invalid_request", "too_large", "overloaded", "unavailable", "poisoned"]
-"""poisoned: processes died of the request, so that it is not computed again."""
+"""poisoned: processes died of the request, or a logits processor failed for it, so that it is not computed again."""
 
 Death = Literal["beside others", "alone"]
 """How a request was there when a process died: among others, each of which may be the cause, or with no other one."""

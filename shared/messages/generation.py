@@ -78,6 +78,8 @@ class SamplingOptions(Struct, frozen=True, array_like=True, kw_only=True):
     """The tokens that close the reasoning; empty without a `thinking_budget`."""
     thinking_start: tuple[TokenId, ...] = ()
     """Reasoning begins behind the first occurrence of these tokens in the output; empty: at the start of the output."""
+    extra_args: bytes = b""
+    """What logits processors of plug-ins are asked for, a JSON object; empty: nothing."""
 
 
 PoolingType = Literal["last", "mean", "cls"]

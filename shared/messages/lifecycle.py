@@ -85,6 +85,9 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
         """The adapter that clients call `name`; None where there is none."""
         return next((each for each in self.loras if each.name == name), None)
 
+    extra_args: tuple[str, ...] = ()
+    """What requests may have in `vllm_xargs`: the arguments of the engine's logits processors."""
+
 
 Role = Literal["mixed", "prefill", "decode"]
 """mixed: an engine that computes prompts and decodes. prefill: it computes prompts and hands them over. decode: it

@@ -161,8 +161,9 @@ being compiled; later it may be. lost: nothing holds it any more, by no fault of
 killed, or did not answer; nobody knows why, so it may be the grammar's doing."""
 
 
-SequenceFault = Literal["refused", "busy", "lost", "died", "nan"]
-"""A `GrammarFault` of the sequence's grammar. nan: the model computed no number for its next token."""
+SequenceFault = Literal["refused", "busy", "lost", "died", "nan", "invalid_args", "processor"]
+"""A `GrammarFault` of the sequence's grammar. nan: the model computed no number for its next token. invalid_args: a
+logits processor does not take its `extra_args`. processor: a logits processor failed for it."""
 
 
 class SequenceFailed(Struct, frozen=True, array_like=True):

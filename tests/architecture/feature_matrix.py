@@ -38,6 +38,7 @@ FEATURES = (
     "LoRA",
     "quantization",
     "hybrid KV cache",
+    "logits processors",
 )
 HEADING = """\
 # Features together

@@ -13,7 +13,10 @@ from tests.fuzz.mutations import changed, spoilt_bytes
 
 MAX_DEPTH = 4
 MAX_OPTIONAL = 5
-REFUSED = ("model", "prompt_embeds", "logits_processors", "guided_whitespace_pattern", "functions", "function_call")
+REFUSED = (
+    *("model", "prompt_embeds", "logits_processors", "vllm_xargs"),
+    *("guided_whitespace_pattern", "functions", "function_call"),
+)
 """Fields that make a body useless unless their values are certain ones; most bodies have none of them."""
 TIMEOUT = 240.0
 """Seconds for one answer, on a machine that is busy with all the others."""

@@ -44,8 +44,8 @@ KNOWN_FIELDS = {
     "chat": frozenset(ChatFields.__struct_fields__),
     "completion": frozenset(CompletionFields.__struct_fields__),
 }
-BATON_FIELDS = frozenset({"enable_prefix_caching", "early_stopping", "return_prompt_text"})
-"""Those that vLLM does not have."""
+BATON_FIELDS = frozenset({"enable_prefix_caching", "early_stopping", "return_prompt_text", "vllm_xargs"})
+"""Those that vLLM does not have, or whose values are for what is installed here."""
 STREAM_FIELDS: dict[ProviderDialect, frozenset[str]] = {
     "openai": frozenset({"include_usage"}),
     "vllm": frozenset({"include_usage", "continuous_usage_stats"}),

@@ -258,6 +258,7 @@ class CommonFields(Struct, kw_only=True):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
+    vllm_xargs: dict[str, Any] | None = None
     # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
     prompt_embeds: Any = None
     logits_processors: Any = None
@@ -266,7 +267,7 @@ class CommonFields(Struct, kw_only=True):
 
 _UNSUPPORTED = {
     "prompt_embeds": "a prompt as embeddings",
-    "logits_processors": "a logits processor of the client's",
+    "logits_processors": "a logits processor of the client's (vllm_xargs asks for one of the engine's)",
     "guided_whitespace_pattern": "a pattern for white space",
 }
 

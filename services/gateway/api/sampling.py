@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from services.gateway.api.errors import abbreviated, invalid, not_allowed
+import msgspec
+
+from services.gateway.api.errors import abbreviated, check_packable, invalid, not_allowed
 from services.gateway.api.generation import (
     BeamSearchParams,
     CommonFields,
@@ -24,6 +26,9 @@ from shared.messages.tokenizer import Prompt
 MIN_TEMPERATURE = 0.01
 """Between 0 and this, division overflows; vLLM raises such values to this one too."""
 
+MAX_EXTRA_ARGS_BYTES = 16 * 2**10
+"""Size of the arguments of logits processors: they travel with the request and its plan."""
+
 _NEUTRAL_IN_BEAM_SEARCH = {
     "temperature": (0.0,),
     "top_p": (1.0,),
@@ -37,7 +42,7 @@ _NEUTRAL_IN_BEAM_SEARCH = {
 """Values without effect. Any other would have to be ignored, as hypotheses are ranked by the model's probabilities."""
 _EXCLUDED_BY_BEAM_SEARCH = (
     *("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids", "prompt_logprobs", "thinking_token_budget"),
-    *("stop", "stop_token_ids", "stream", "echo", "response_format", "structured_outputs"),
+    *("vllm_xargs", "stop", "stop_token_ids", "stream", "echo", "response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 
@@ -121,7 +126,21 @@ def sampling_params(
         logprob_token_ids=logprobs.token_ids,
         prompt_logprobs=logprobs.of_prompt,
         thinking_budget=fields.thinking_token_budget,
+        extra_args=_extra_args(fields.vllm_xargs, card) if fields.vllm_xargs else b"",
     )
+
+
+def _extra_args(given: dict[str, Any], card: ModelCard) -> bytes:
+    """Whether the values are allowed, only the processors know."""
+    for name in given:
+        if name not in card.extra_args:
+            known = f"one of {', '.join(card.extra_args)} is" if card.extra_args else "no logits processor is loaded"
+            raise not_allowed("vllm_xargs", name, known)
+    check_packable("vllm_xargs", given)
+    packed = msgspec.json.encode(given)
+    if len(packed) > MAX_EXTRA_ARGS_BYTES:
+        raise invalid("vllm_xargs", f"{len(packed)} bytes are not allowed; at most {MAX_EXTRA_ARGS_BYTES}")
+    return packed
 
 
 def _allowed_token_ids(ids: list[int], card: ModelCard) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from services.worker.executor.simulated import simulated_device
 from services.worker.models.weight_files import read_ahead
 from shared.machine.numa import Cpus, allowed_cpus
 from shared.models.model_files import ModelNotFound, resolve_model
+from shared.plugins.entry_points import PluginError
 from shared.telemetry.startup import STARTUP
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
         from services.worker.models.config import ModelError
         from services.worker.models.lora.slots import LoraSettings
         from services.worker.ops.interface import OpsUnavailable
+        from services.worker.sampling.plugins.request_processors import load_processors
 
     with STARTUP.stage("device"):
         device = torch_device(config, torch.cuda.is_available(), torch.cuda.device_count())
@@ -100,7 +102,10 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
             hybrid_kv_cache=config.hybrid_kv_cache,
             kv_store=config.kvstore_dir is not None,
             kv_connector=config.kv_connector is not None,
+            processors=load_processors(config.logits_processors),
         )
+    except PluginError as error:
+        raise BackendError(f"logits_processors = {','.join(config.logits_processors)}: {error}") from None
     except (ModelError, OpsUnavailable) as error:
         raise BackendError(str(error)) from None
 

@@ -152,7 +152,7 @@ class DeviceRunner(StepRunner):
             generations=rank.sequences.generations[batch.sampled_indices],
             marks=StepMarks(begun, forwarded, self._clock.mark()),
             trial=trial,
-            failed=rank.guided.take_failed() if rank.guided else (),
+            failed=rank.take_failed(),
         )
         self._pending.add(step.launched, rank.sequences.assume(batch.sampled_indices, batch.drafted))
 

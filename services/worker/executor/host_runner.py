@@ -163,6 +163,10 @@ class HostRunner(StepRunner):
         elif choices is None:
             step.verdict = NO_TOKENS
         else:
+            if (processors := rank.processors or None) is not None:
+                if logits is not None:
+                    choices = processors.process(logits, choices, rank.sequences.history, rank.sequences.generations)
+                step.failed += processors.take_failed()
             drawn = self.sample(batch, logits, choices, rank.sequences.history)
             step.verdict = self._accept(step.inputs, drawn)
             step.failed += undefined_sequences(batch, drawn.undefined)

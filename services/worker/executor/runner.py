@@ -32,6 +32,7 @@ from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import to_device
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
+from services.worker.sampling.plugins.request_processors import RequestProcessors
 from services.worker.sampling.sampler import SamplerOutput, sample, undefined_rows
 from services.worker.speculation.proposer import NO_DRAFTS, DraftSettings, Proposer
 from services.worker.speculation.verification import AcceptedTokens, VerifiedDrafts, verify_batch
@@ -70,10 +71,11 @@ class RankState:
         classifier: PooledHead | None = None,
         loras: LoraSlots | None = None,
         groups: tuple[KvCacheGroup, ...] = (),
+        processors: RequestProcessors | None = None,
     ) -> None:
-        """`digest` tells this model's keys and values from those of any other. `grammars`: given to the rank that
-        samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none. `replaying`: captures
-        what can be replayed of the decoder's forward pass on these caches. `classifier`: see
+        """`digest` tells this model's keys and values from those of any other. `grammars`, `processors`: given to the
+        rank that samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none. `replaying`:
+        captures what can be replayed of the decoder's forward pass on these caches. `classifier`: see
         `LoadedModel.classifier`. `loras`: the adapters that are served. `groups`: of layers, as the decoder uses
         them."""
         self.card = card
@@ -106,6 +108,8 @@ class RankState:
         if loras is not None:
             self.sequences.lora_numbers = loras.numbers
         self.groups = groups
+        self.processors = processors
+        """What plug-ins change logits by; None on ranks that have none."""
         self.guided = None if grammars is None else GuidedSequences(grammars)
         self.drafting = RankDrafting(
             drafting, proposer, self.sequences, self.guided, communicator, self.pipeline, device
@@ -128,6 +132,8 @@ class RankState:
         self.sequences.clear()
         if self.guided is not None:
             self.guided.clear()
+        if self.processors is not None:
+            self.processors.clear()
         if self.drafting.proposer is not None:
             self.drafting.proposer.clear()
 
@@ -137,6 +143,8 @@ class RankState:
             seq_index = self.sequences.release(sequence)
             if self.guided:
                 self.guided.release(seq_index)
+            if self.processors:
+                self.processors.release(seq_index)
         proposer = self.drafting.proposer
         if proposer is not None:
             for transfer in plan.transfers:
@@ -151,6 +159,8 @@ class RankState:
                 proposer.start_sequence(seq_index, new.computed, self.sequences)
             if self.guided is not None and new.grammar is not None:
                 self.guided.add(seq_index, new, new.grammar)
+            if self.processors is not None and new.sampling.extra_args:
+                self.processors.add(seq_index, new)
         return seq_indices
 
     def forward(self, ids: Tensor, meta: BatchMeta, batch: Batch | None = None) -> tuple[Tensor | None, Tensor | None]:
@@ -170,6 +180,11 @@ class RankState:
     def verified(self, batch: Batch, ids: Tensor, rows: Tensor | None, drawn: Tensor) -> VerifiedDrafts | None:
         """Which of a step's drafts are accepted, on the device; see `verify_batch`. None where no sequence had any."""
         return verify_batch(self.decoder.ops, batch, ids, rows, drawn) if batch.drafted.any() else None
+
+    def take_failed(self) -> tuple[SequenceFailed, ...]:
+        """The sequences that no grammar or no processor goes on with, each once."""
+        failed = self.guided.take_failed() if self.guided else ()
+        return (*failed, *self.processors.take_failed()) if self.processors else failed
 
     def request_masks(self, guided: GuidedSequences, batch: Batch) -> None:
         """Has made what `masked` needs; `guided`: this rank's. Best called before the device computes."""

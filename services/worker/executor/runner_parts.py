@@ -17,6 +17,7 @@ from services.worker.graphs.replayed_decodes import Replaying
 from services.worker.guided.library import GrammarLibrary
 from services.worker.models.decoder import CausalLm
 from services.worker.models.lora.slots import LoraSlots
+from services.worker.sampling.plugins.request_processors import RequestProcessors
 from services.worker.speculation.drafter import Drafter, ReplaysDecodes
 from services.worker.speculation.proposer import DraftSettings, Proposer
 from shared.messages.kv_groups import KvCacheGroup
@@ -40,6 +41,10 @@ class RunnerParts:
     grammars: GrammarLibrary | None
     drafter: Drafter | None
     drafting: DraftSettings
+    processors: RequestProcessors | None = None
+    """See `RankState`."""
+    processed: bool = False
+    """Whether the engine has logits processors, on one of its ranks."""
     classifier: PooledHead | None = None
     """See `LoadedModel.classifier`."""
     loras: LoraSlots | None = None
@@ -76,6 +81,7 @@ class RunnerParts:
             classifier=self.classifier,
             loras=self.loras,
             groups=self.groups,
+            processors=self.processors,
         )
         return DeviceRunner(rank) if self.launches else HostRunner(rank)
 
@@ -92,5 +98,5 @@ class RunnerParts:
 
     @property
     def launches(self) -> bool:
-        """Whether the device works by itself, and nobody needs what is drawn in main memory."""
-        return self.device.type == "cuda" and self.pipeline.stages == 1
+        """Whether the device works by itself, and nobody needs what is drawn in main memory; logits processors do."""
+        return self.device.type == "cuda" and self.pipeline.stages == 1 and not self.processed

@@ -34,6 +34,13 @@ from services.worker.models.loaded_model import (
 from services.worker.models.lora.slots import NO_LORAS, LoraSettings, LoraSlots, open_loras
 from services.worker.models.pooling.sentence_transformers import PoolingChoice
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
+from services.worker.sampling.plugins.interface import ProcessorConfig
+from services.worker.sampling.plugins.request_processors import (
+    NO_PROCESSORS,
+    ProcessorClasses,
+    RequestProcessors,
+    argument_names,
+)
 from services.worker.speculation.choice import draft_settings, open_drafter
 from services.worker.speculation.drafter import TargetModel
 from services.worker.speculation.proposer import NO_DRAFTS
@@ -86,6 +93,7 @@ def create_backend(
     hybrid_kv_cache: HybridKvCache = "off",
     kv_store: bool = False,
     kv_connector: bool = False,
+    processors: ProcessorClasses = NO_PROCESSORS,
 ) -> Runner:
     """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
 
@@ -94,6 +102,7 @@ def create_backend(
     share of all of a GPU's memory that may be taken. `enforce_eager`: no graphs of decodes. `block_size`: tokens of a
     KV block. `loras`: adapters that are served beside the model. `on_layer`: see `LayerwiseDecoder`; only for CPUs.
     `hybrid_kv_cache`: see `_layer_groups`. `kv_store`, `kv_connector`: there is one.
+    `processors`: logits processors of plug-ins.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
     """
@@ -132,9 +141,9 @@ def create_backend(
     eager = why_eager(loaded.decoder, place, communicator, pipeline, enforced=enforce_eager)
     limits = f"steps of {max_num_seqs} and {max_batch_tokens}, decodes {'captured' if eager is None else 'run eagerly'}"
     adapters = "" if slots is None else f", {slots.max_loras} of {[card.id.hex() for card in slots.cards]}"
-    check_agreement(communicator, f"{loaded.fingerprint}, {limits}{adapters}")
+    check_agreement(communicator, f"{loaded.fingerprint}, {limits}{adapters}, {', '.join(processors)}")
     with _enough_memory("what drafts was loaded: use more ranks"):
-        parts = _parts(loaded, model_name, max_num_seqs, speculation, grammar_limits, slots, groups)
+        parts = _parts(loaded, model_name, max_num_seqs, speculation, grammar_limits, slots, groups, processors)
     graphs = RankGraphs.of(parts) if eager is None else NO_GRAPHS
     with STARTUP.stage("profile"):
         named = f"{loaded.fingerprint}, drafts {speculation}" + (f", {groups}" if groups else "")
@@ -165,8 +174,9 @@ def _parts(
     limits: GrammarLimits,
     loras: LoraSlots | None,
     groups: tuple[KvCacheGroup, ...],
+    processors: ProcessorClasses,
 ) -> RunnerParts:
-    """With grammars and a drafter on the ranks that need them. Raises ModelError."""
+    """With grammars, processors and a drafter on the ranks that need them. Raises ModelError, PluginError."""
     folder, config, wanted = loaded.settings.folder, loaded.config, loaded.settings
     communicator, pipeline = wanted.communicator, wanted.pipeline
     samples = loaded.stage.is_last and communicator.rank == 0
@@ -179,8 +189,13 @@ def _parts(
         )
         drafter = open_drafter(speculation, target) if communicator.rank == 0 else None
     following = ServerSettings(str(folder), config.vocab_size, tuple(config.eos_token_ids), limits)
+    made_for = ProcessorConfig(config.vocab_size, max_num_seqs, wanted.device, folder)
     return RunnerParts(
-        card=replace(loaded.card(name), loras=() if loras is None else loras.cards),
+        card=replace(
+            loaded.card(name),
+            loras=() if loras is None else loras.cards,
+            extra_args=argument_names(processors),
+        ),
         device=wanted.device,
         decoder=loaded.decoder,
         digest=loaded.digest,
@@ -193,6 +208,8 @@ def _parts(
         classifier=loaded.classifier,
         loras=loras,
         groups=groups,
+        processors=RequestProcessors(processors, made_for) if samples else None,
+        processed=bool(processors),
     )
 
 

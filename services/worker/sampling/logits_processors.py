@@ -29,17 +29,16 @@ _HELD_AT_ONCE = 1 << 21
 """Tokens of histories looked at in one go; all that is made of one takes some 50 bytes."""
 
 _BANS = Feature.MIN_TOKENS | Feature.BAD_WORDS
-LOGITS_FEATURES = Feature.ALLOWED | Feature.GRAMMAR | Feature.BIAS | _BANS | Feature.PENALTIES | Feature.THINKING
+_MASKS = Feature.PROCESSED | Feature.ALLOWED | Feature.GRAMMAR
+LOGITS_FEATURES = _MASKS | Feature.BIAS | _BANS | Feature.PENALTIES | Feature.THINKING
 
 
 def process_logits(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> Tensor:
     """logits float32 [R, vocab] as they are drawn from, but for temperature and cuts; overwrites them."""
     features = choices.features
-    if features & Feature.ALLOWED:
-        rows = choices.rows_with(Feature.ALLOWED)
-        _mask(logits, rows, choices.table.allowed[choices.seq_indices[rows]])
-    if choices.mask is not None and len(choices.mask.rows):
-        _mask(logits, *choices.mask)
+    if choices.processed is not None and len(choices.processed.rows):
+        logits.index_copy_(0, to_device(choices.processed.rows, logits.device), choices.processed.values)
+    mask_forbidden(logits, choices)
     if features & Feature.BIAS:
         _bias(logits, choices)
     if features & _BANS:
@@ -48,6 +47,16 @@ def process_logits(logits: Tensor, choices: SamplingBatch, history: HistoryLooku
         _penalise(logits, choices, history)
     if features & Feature.THINKING:
         _force(logits, choices, history)
+    return logits
+
+
+def mask_forbidden(logits: Tensor, choices: SamplingBatch) -> Tensor:
+    """logits float32 [R, vocab] with -inf for what `allowed_token_ids` and grammars forbid; overwrites them."""
+    if choices.features & Feature.ALLOWED:
+        rows = choices.rows_with(Feature.ALLOWED)
+        _mask(logits, rows, choices.table.allowed[choices.seq_indices[rows]])
+    if choices.mask is not None and len(choices.mask.rows):
+        _mask(logits, *choices.mask)
     return logits
 
 

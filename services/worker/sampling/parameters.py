@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntFlag, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,22 @@ class Feature(IntFlag):
     """Log-probabilities of chosen tokens instead of the likeliest."""
     GRAMMAR = auto()
     """A mask that comes with the batch: see `SamplingBatch.masked`."""
+    PROCESSED = auto()
+    """Logits of logits processors that come with the batch: see `SamplingBatch.with_processed`."""
+
+
+class ProcessedRows(NamedTuple):
+    """Logits that take the place of the model's, for some of a batch's rows."""
+
+    rows: NDArray[np.intp]
+    """[M] in rising order, each once."""
+    values: Tensor
+    """float32 [M, vocab]"""
+
+    def part(self, first: int, last: int) -> ProcessedRows:
+        """Those of the batch's rows from `first` up to `last`, which count from 0 then."""
+        begin, end = np.searchsorted(self.rows, (first, last))
+        return ProcessedRows(self.rows[begin:end] - first, self.values[begin:end])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,8 @@ class SamplingBatch:
     """The tokens that grammars allow, for the rows with Feature.GRAMMAR; None without any."""
     rejected: RejectedDrafts | None = None
     """[R] by how much `position` is too high, where the host cannot know."""
+    processed: ProcessedRows | None = None
+    """What logits processors of plug-ins made, for the rows with Feature.PROCESSED; None without any."""
 
     def rows_with(self, feature: Feature) -> NDArray[np.intp]:
         """The numbers of the rows that ask for any of `feature`."""
@@ -80,6 +98,24 @@ class SamplingBatch:
         by_row = self.by_row.copy()
         by_row[mask.rows] |= int(Feature.GRAMMAR)
         return replace(self, features=self.features | Feature.GRAMMAR, by_row=by_row, mask=mask)
+
+    def with_processed(self, processed: ProcessedRows) -> SamplingBatch:
+        """The same rows, some of which are drawn from other logits than the model's."""
+        by_row = self.by_row.copy()
+        by_row[processed.rows] |= int(Feature.PROCESSED)
+        return replace(self, features=self.features | Feature.PROCESSED, by_row=by_row, processed=processed)
+
+    def of_rows(self, rows: NDArray[np.intp]) -> SamplingBatch:
+        """Only these `rows` [P], in rising order, which count from 0 then; before anything is processed, and where the
+        host knows all positions."""
+        assert self.processed is None
+        assert self.rejected is None
+        by_row, mask = self.by_row[rows], self.mask
+        if mask is not None:
+            own = np.isin(mask.rows, rows)
+            mask = TokenMask(np.searchsorted(rows, mask.rows[own]), mask.bits[own])
+        features = Feature(int(np.bitwise_or.reduce(by_row)))
+        return SamplingBatch(features, by_row, self.position[rows], self.seq_indices[rows], self.table, mask)
 
     def later(self, tokens: int) -> SamplingBatch:
         """The same rows so many tokens later, where `ParameterTable.position_independent` says so."""
@@ -108,9 +144,9 @@ class SamplingBatch:
         features = Feature(int(np.bitwise_or.reduce(by_row)))
         mask = None if self.mask is None else self.mask.part(first, last)
         short = None if self.rejected is None else self.rejected.part(first, last)
-        return SamplingBatch(
-            features, by_row, self.position[first:last], self.seq_indices[first:last], self.table, mask, short
-        )
+        processed = None if self.processed is None else self.processed.part(first, last)
+        position, seq_indices = self.position[first:last], self.seq_indices[first:last]
+        return SamplingBatch(features, by_row, position, seq_indices, self.table, mask, short, processed)
 
 
 class ParameterTable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from tests.support.cluster.conversations import client_of
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.models.tiny_adapters import demo_reference, write_adapter
+from tests.support.paths import REPOSITORY
+from tests.support.plugin_packages import pip_installed
 
 Answers = dict[str, Any]
 LONG = "Ada lives in Oslo. Ben has a green boat and seven red hens. " * 12
@@ -157,6 +160,25 @@ async def relevance(client: AsyncOpenAI, model: str) -> Any:
     return [each["index"] for each in answer["results"]], answer["usage"]
 
 
+async def processed(client: AsyncOpenAI, model: str) -> Any:
+    """Output that a logits processor begins with what the model would not say: plain with everything that is told of
+    tokens, guided, and where calls are possible."""
+    question = {"model": model, "prompt": "Paris is", "add_special_tokens": False}
+    tokens: Any = await client.post(str(client.base_url.join("/tokenize")), body=question, cast_to=object)
+    body: dict[str, Any] = {"vllm_xargs": {"begin_with": tokens["tokens"]}}
+    more: dict[str, Any] = {"max_tokens": 24, "logprobs": True, "top_logprobs": 1, "n": 2}
+    answer = await ask(client, model, f"{LONG} Where?", **more, extra_body={**body, "prompt_logprobs": 0})
+    texts = [choice.message.content for choice in answer.choices]
+    assert [text.startswith("Paris is") for text in texts] == [True, True]
+    guided = {"structured_outputs": {"regex": r"(Paris|Rome) (is|was) the capital of (France|Italy)\."}}
+    under = await ask(client, model, "What is the capital of Italy?", extra_body={**body, **guided}, max_tokens=40)
+    assert under.choices[0].message.content.startswith("Paris is the capital of ")
+    beside = await ask(client, model, "What is the weather in Oslo?", tools=[WEATHER], extra_body=body, max_tokens=40)
+    assert beside.choices[0].message.content.startswith("Paris is")
+    said = [each.choices[0].message.content for each in (under, beside)]
+    return texts, [likelihoods_in(choice) for choice in answer.choices], prompt_scores(answer.model_extra), said
+
+
 REQUESTS: dict[str, Callable[[AsyncOpenAI, str], Awaitable[Any]]] = {
     "story": story,
     "long prompt": long_prompt,
@@ -168,10 +190,11 @@ REQUESTS: dict[str, Callable[[AsyncOpenAI, str], Awaitable[Any]]] = {
     "prompt likelihoods": prompt_likelihoods,
     "beams": beams,
     "relevance": relevance,
+    "processed": processed,
 }
 
 
-OF_THE_ADAPTER = ("document", "tool", "several", "beams", "relevance")
+OF_THE_ADAPTER = ("document", "tool", "several", "beams", "relevance", "processed")
 """Requests that name the adapter in the model's place."""
 
 
@@ -195,12 +218,21 @@ async def crowd(stack: RunningStack, size: int) -> None:
 ADAPTER = "adapter"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A package with a logits processor is installed where stacks look for packages."""
+    packages = pip_installed("sequence-processors", tmp_path_factory.mktemp("package"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(packages), str(REPOSITORY))))
+        yield
+
+
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Options of every stack: embeddings are served, and an adapter that changes what is said a little."""
     folder = tmp_path_factory.mktemp("adapter")
     write_adapter(demo_reference(), folder, strength=0.02)
-    return "--pooling-type=last", f"--lora={ADAPTER}={folder}"
+    return "--pooling-type=last", f"--lora={ADAPTER}={folder}", PROCESSES
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +268,7 @@ def connector(folder: Path) -> tuple[str, str]:
 
 
 INT8 = "--quantization=int8"
+PROCESSES = "--logits-processors=begin_with"
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
 
 
@@ -255,6 +288,7 @@ NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
     "KV connector",
     "pooling",
     "LoRA",
+    "logits processors",
 )
 async def test_two_ranks_that_draft_in_small_steps_and_little_memory(
     plain: Answers, more: tuple[str, ...], tmp_path: Path
@@ -286,6 +320,7 @@ async def test_two_ranks_that_draft_in_small_steps_and_little_memory(
     "KV connector",
     "pooling",
     "LoRA",
+    "logits processors",
     "quantization",
 )
 async def test_two_stages_of_two_ranks(rounded: Answers, more: tuple[str, ...], tmp_path: Path) -> None:
@@ -310,6 +345,7 @@ async def test_two_stages_of_two_ranks(rounded: Answers, more: tuple[str, ...], 
     "tool calls",
     "pooling",
     "LoRA",
+    "logits processors",
     "quantization",
 )
 async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(
@@ -371,6 +407,7 @@ def federated(folder: Path, more: Sequence[str], **shape: Any) -> Iterator[Feder
     "tool calls",
     "pooling",
     "LoRA",
+    "logits processors",
     "federation",
 )
 def test_another_clusters_pools_and_a_decoding_engine_that_dies(
@@ -409,6 +446,7 @@ async def answered_while_an_engine_dies(clusters: Federated, plain: Answers) -> 
     "tool calls",
     "pooling",
     "LoRA",
+    "logits processors",
     "quantization",
 )
 def test_another_clusters_stages_with_a_connector(rounded: Answers, more: tuple[str, ...], tmp_path: Path) -> None:
@@ -444,3 +482,8 @@ async def test_beams_call_no_tools(sim: RunningStack) -> None:
 @pytest.mark.features("beam search", "prompt logprobs", refused=True)
 async def test_beams_score_no_prompts(sim: RunningStack) -> None:
     assert await refusal(sim, use_beam_search=True, prompt_logprobs=1) == "prompt_logprobs"
+
+
+@pytest.mark.features("beam search", "logits processors", refused=True)
+async def test_no_processor_changes_beams(sim: RunningStack) -> None:
+    assert await refusal(sim, use_beam_search=True, vllm_xargs={"begin_with": [7]}) == "vllm_xargs"

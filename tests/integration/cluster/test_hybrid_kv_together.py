@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.integration.cluster.test_features_together import (
     INT8,
     NGRAM,
     OF_THE_ADAPTER,
+    PROCESSES,
     REQUESTS,
     SMALL_STEPS,
     Answers,
@@ -29,6 +31,8 @@ from tests.support.cluster.ports import free_port
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.models.tiny_adapters import demo_reference, write_adapter
 from tests.support.models.windowed_demo import write_windowed_demo
+from tests.support.paths import REPOSITORY
+from tests.support.plugin_packages import pip_installed
 
 ENGINES = (EngineId("engine-1"), EngineId("engine-2"))
 
@@ -52,13 +56,15 @@ ENGINES = (EngineId("engine-1"), EngineId("engine-2"))
     "LoRA",
     "quantization",
     "hybrid KV cache",
+    "logits processors",
 )
 def test_another_clusters_windows_in_little_memory_and_an_engine_that_dies(tmp_path: Path) -> None:
     """The first cluster answers itself, with one table; then its engine is drained, and the other one answers."""
     model = write_windowed_demo(tmp_path / "windowed")
     write_adapter(demo_reference(), tmp_path / "adapter", strength=0.02)
-    both = [f"--lora={ADAPTER}={tmp_path}/adapter", "--pooling-type=last", INT8]
-    with federated(tmp_path, model, both) as (home, other):
+    both = [f"--lora={ADAPTER}={tmp_path}/adapter", "--pooling-type=last", INT8, PROCESSES]
+    packages = pip_installed("sequence-processors", tmp_path / "package")
+    with federated(tmp_path, model, packages, both) as (home, other):
         expected = asyncio.run(all_at_once(home))
         done = home.baton("drain", ENGINES[0], "--force")
         assert done.returncode == 0, done.stderr
@@ -68,10 +74,13 @@ def test_another_clusters_windows_in_little_memory_and_an_engine_that_dies(tmp_p
 
 
 @contextlib.contextmanager
-def federated(folder: Path, model: Path, both: Sequence[str]) -> Iterator[tuple[RunningStack, RunningStack]]:
+def federated(
+    folder: Path, model: Path, packages: Path, both: Sequence[str]
+) -> Iterator[tuple[RunningStack, RunningStack]]:
     """One with a table for all layers, and one of two engines of two ranks with groups, drafts and little memory."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     secret = {"BATON_FEDERATION_SECRET": "known to both clusters and to nobody else"}
+    secret["PYTHONPATH"] = os.pathsep.join((str(packages), str(REPOSITORY)))
     both_have: dict[str, Any] = {"model": model, "kvstore": "0", "environment": secret}
     home = [*both, "--cluster=home", f"--federation-address={addresses[0]}", "--hybrid-kv-cache=off"]
     other = [*both, "--cluster=other", f"--federation-address={addresses[1]}", f"--federate={addresses[0]}"]

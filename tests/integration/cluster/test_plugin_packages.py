@@ -1,4 +1,4 @@
-"""A real stack with plug-ins of a package of its own, installed by pip into a folder that only the stack has."""
+"""A real stack with plug-ins of packages of their own, installed by pip into folders that only the stack has."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import RunningStack, running_stack
@@ -21,9 +22,10 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Rome?
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    packages = pip_installed("bracket-parsers", tmp_path_factory.mktemp("parsers"))
-    environment = {"PYTHONPATH": os.pathsep.join((str(packages), str(REPOSITORY)))}
-    more = ["--tool-call-parser=brackets"]
+    examples = ("bracket-parsers", "sequence-processors")
+    packages = [str(pip_installed(each, tmp_path_factory.mktemp(each))) for each in examples]
+    environment = {"PYTHONPATH": os.pathsep.join((*packages, str(REPOSITORY)))}
+    more = ["--tool-call-parser=brackets", "--logits-processors=begin_with"]
     with running_stack(tmp_path_factory.mktemp("stack"), more=more, environment=environment) as stack:
         yield stack
 
@@ -40,3 +42,28 @@ async def test_calls_are_forced_and_read_in_the_markup_of_a_package(stack: Runni
         written = {"structured_outputs": {"choice": ['[[get_weather {"city": "Rome"}]]']}}
         free = await client.chat.completions.create(**fields, extra_body=written)
         assert free.choices[0].message.content == '[[get_weather {"city": "Rome"}]]', "no tools, no calls"
+
+
+async def test_a_package_changes_logits_of_the_requests_that_ask_and_another_reads_what_comes(
+    stack: RunningStack,
+) -> None:
+    async with client_of(stack.url) as client:
+        text = '[[get_weather {"city": "Rome"}]]'
+        question = {"model": stack.model, "prompt": text, "add_special_tokens": False}
+        begun: Any = await client.post(str(client.base_url.join("/tokenize")), body=question, cast_to=object)
+        fields: dict[str, Any] = {"model": stack.model, "messages": QUESTION, "temperature": 0.8, "seed": 3}
+        fields |= {"max_tokens": len(begun["tokens"]), "tools": TOOLS}
+        asking = {"vllm_xargs": {"begin_with": begun["tokens"]}}
+        plain, forced, again = [
+            await client.chat.completions.create(**fields, extra_body=body) for body in ({}, asking, {})
+        ]
+        (call,) = forced.choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Rome"}')
+        assert plain.choices[0].message == again.choices[0].message
+        for args, why in [
+            ({"begin_with": "Rome"}, "vllm_xargs: begin_with = 'Rome': a list of token ids is expected"),
+            ({"begin_wit": []}, "vllm_xargs: 'begin_wit' is not allowed; one of begin_with is"),
+        ]:
+            with pytest.raises(BadRequestError) as refused:
+                await client.chat.completions.create(**fields, extra_body={"vllm_xargs": args})
+            assert (refused.value.param, why in str(refused.value)) == ("vllm_xargs", True), refused.value

@@ -255,7 +255,10 @@ class EngineRequests:
         sequence = self._queues.by_id.get(failed.sequence)
         if sequence is None:
             return
-        if failed.fault == "nan":
+        if failed.fault == "invalid_args" or failed.fault == "processor":
+            self.end(sequence, tell_detokenizer=True)
+            self._outbox.send_to_gateway(sequence.generation, _refused_args(sequence.generation, failed))
+        elif failed.fault == "nan":
             self._queues.forget_names(sequence)
             self.end(sequence, tell_detokenizer=True)
             generation = sequence.generation
@@ -294,3 +297,13 @@ def _refused_grammar(generation: Generation, error: str) -> RequestRejected:
     """Which of the client's fields the grammar came from, the gateway knows."""
     request, attempt = generation.request, generation.attempt
     return RequestRejected(request=request, attempt=attempt, kind="invalid_request", message=error, field="grammar")
+
+
+def _refused_args(generation: Generation, failed: SequenceFailed) -> RequestRejected:
+    """Another attempt would have the same arguments, and the same processor."""
+    request, attempt = generation.request, generation.attempt
+    if failed.fault == "invalid_args":
+        return RequestRejected(
+            request=request, attempt=attempt, kind="invalid_request", message=failed.error, field="vllm_xargs"
+        )
+    return RequestRejected(request=request, attempt=attempt, kind="poisoned", message=failed.error)

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from services.gateway.api.chat import read_chat
 from services.gateway.api.completions import read_completion
@@ -56,6 +57,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": 2049}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": 2.5}, "truncate_prompt_tokens"),
+    ({"vllm_xargs": {"begin": [7]}}, "vllm_xargs"),
+    ({"vllm_xargs": [7]}, "vllm_xargs"),
     ({"thinking_token_budget": -1}, "thinking_token_budget"),
     ({"thinking_token_budget": 2**63}, "thinking_token_budget"),
     ({"thinking_token_budget": []}, "thinking_token_budget"),
@@ -85,6 +88,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_beam_search": True, "prompt_logprobs": 0}, "prompt_logprobs"),
     ({"use_beam_search": True, "logprob_token_ids": [1]}, "logprob_token_ids"),
     ({"use_beam_search": True, "thinking_token_budget": 0}, "thinking_token_budget"),
+    ({"use_beam_search": True, "vllm_xargs": {"begin": [7]}}, "vllm_xargs"),
     ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "response_format"),
 ]
 ONLY_OF_CHATS: list[tuple[dict[str, Any], str]] = [
@@ -234,3 +238,29 @@ def test_a_beam_search_takes_what_changes_nothing(read: Any) -> None:
     assert (job.n, job.beam_search) == (4, BeamSearchParams(0.5, "never"))
     assert read(use_beam_search=True).beam_search == BeamSearchParams(1.0, False)
     assert read(use_beam_search=False, length_penalty=1.0, early_stopping=False).beam_search is None
+
+
+def test_arguments_of_logits_processors_are_those_that_the_engine_has() -> None:
+    card = replace(CARD, extra_args=("begin", "end"))
+
+    def read(**args: Any) -> GenerationRequest:
+        return read_completion(msgspec.json.encode({"prompt": "hi", "vllm_xargs": args}), [card], RequestLimits())
+
+    assert msgspec.json.decode(read(begin=[7, 8.5], end="x").sampling.extra_args) == {"begin": [7, 8.5], "end": "x"}
+    assert read().sampling.extra_args == b""
+    nested: Any = 1
+    for _ in range(200):
+        nested = [nested]
+    for args, why in [
+        ({"start": 1}, "'start' is not allowed; one of begin, end is"),
+        ({"begin": "x" * 20_000}, "at most 16384"),
+        ({"begin": nested}, "nested too deeply"),
+        ({"begin": 2**70}, "integers must be"),
+    ]:
+        with pytest.raises(RequestError) as refused:
+            read(**args)
+        assert (refused.value.status, refused.value.message.startswith("vllm_xargs")) == (400, True)
+        assert why in refused.value.message
+    with pytest.raises(RequestError) as none:
+        completion(vllm_xargs={"begin": 1})
+    assert none.value.message == "vllm_xargs: 'begin' is not allowed; no logits processor is loaded"

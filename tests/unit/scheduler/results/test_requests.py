@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+from msgspec.structs import replace
+
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.events import (
     GatewayGone,
@@ -9,8 +12,11 @@ from services.scheduler.core.events import (
     WorkersReady,
 )
 from services.scheduler.core.limits import EngineLimits
-from shared.ids import EngineId, Incarnation
+from shared.ids import EngineId, Incarnation, RequestId
+from shared.messages.gateway import RequestRejected
+from shared.messages.scheduler import SequenceFailed, SequenceFault
 from tests.support.engines.checking_worker import GATEWAY, card, generate
+from tests.support.engines.single_engine import PROMPT, Ring, told
 
 ENGINE = EngineId("e")
 
@@ -30,3 +36,21 @@ def test_a_gateway_that_is_gone_takes_its_requests_along() -> None:
     assert isinstance(tokens, SendTokens)
     assert [a.request for a in tokens.batch.abandoned] == ["a"]
     assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "field"), [("invalid_args", "invalid_request", "vllm_xargs"), ("processor", "poisoned", None)]
+)
+def test_what_a_logits_processor_refuses_or_fails_for_ends_for_good(
+    fault: SequenceFault, kind: str, field: str | None
+) -> None:
+    ring = Ring(EngineLimits(run_ahead=0))
+    for name in "ab":
+        ring.send(generate(name, PROMPT, max_tokens=5, ignore_eos=True))
+    sequence = ring.engine.requests[RequestId("a")].id
+    result = ring.worker.step(ring.plans.pop(0))
+    (word,) = told(ring.send(replace(result, failed=(SequenceFailed(sequence, "begin: 7 is not", fault),))))
+    assert isinstance(word, RequestRejected), "so it is not tried again"
+    assert (word.request, word.kind, word.message, word.field) == ("a", kind, "begin: 7 is not", field)
+    ring.finish()
+    assert len(ring.output_of("b")) == 5
