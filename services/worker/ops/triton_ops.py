@@ -13,20 +13,24 @@ from torch import Tensor
 from triton import knobs
 
 from services.worker.kv.copier import KvCopier
-from services.worker.ops.gpu import why_no_triton
+from services.worker.ops.gpu import sm_count, why_no_triton
 from services.worker.ops.interface import (
     Activation,
     AttentionName,
     BatchMeta,
     DraftAttempt,
+    LatentCache,
     OpsUnavailable,
     PackedExperts,
     PackedLinear,
     Routing,
 )
 from services.worker.ops.quantized import QuantizedWeight
-from services.worker.ops.torch_ops import QuantizedLinear, TorchOps
+from services.worker.ops.torch_latent import LatentAttentionStep
+from services.worker.ops.torch_ops import QuantizedLinear, TorchLatents, TorchOps
+from services.worker.ops.triton.attention.latent_decode import latent_decode, latent_tile
 from services.worker.ops.triton.attention.paged_attention import create_attention
+from services.worker.ops.triton.attention.tiles import decode_splits
 from services.worker.ops.triton.moe.mixture import compile_all, mixture
 from services.worker.ops.triton.quantized_linear import compile_tiles, multiplies, quantized_linear
 from services.worker.ops.triton.rotary import rope_and_store
@@ -177,9 +181,30 @@ class TritonOps(TorchOps):
             alibi_slopes=alibi_slopes,
         )
 
+    @property
+    def latents(self) -> TritonLatents:
+        """Decodes by a kernel, the rest by PyTorch."""
+        return TritonLatents(self, self._device, self._dtype)
+
     def verify(self, attempt: DraftAttempt) -> Tensor:
         """Verifies drafts in one kernel launch; see `Ops.verify`."""
         return verify(attempt)
+
+
+class TritonLatents(TorchLatents):
+    """See :class:`services.worker.ops.interface.LatentOps`."""
+
+    def attention(self, q: Tensor, cache: LatentCache, meta: BatchMeta, *, scale: float) -> Tensor:
+        """Decodes by one launch or two, without waiting for the device; then prefills, one after the other."""
+        decodes = meta.num_decodes
+        parts = []
+        if decodes:
+            tile = latent_tile(cache.latents.element_size())
+            splits = decode_splits(decodes, q.shape[1], 1, meta.max_context, tile, sm_count(self._device))
+            tables, lengths = meta.block_tables[:decodes], meta.context_lens[:decodes]
+            parts.append(latent_decode(q[:decodes], cache, tables, lengths, scale=scale, splits=splits))
+        parts += LatentAttentionStep(q, cache, meta, scale).prefills()
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _check_device(device: torch.device) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from services.worker.ops.gpu import generation_of
 from services.worker.ops.triton.attention.decode import decode_kernel
-from services.worker.ops.triton.attention.paged_context import MERGED_AT_ONCE, merge_kernel
+from services.worker.ops.triton.attention.latent_decode import latent_decode_kernel, latent_tile
+from services.worker.ops.triton.attention.paged_context import merge_kernel, merged_at_once, merged_pad
 from services.worker.ops.triton.attention.prefill import prefill_kernel
 from services.worker.ops.triton.attention.tiles import decode_tile, padded, prefill_tile
 from tests.support.kernels.kernel_launches import Instruction, Launch
@@ -44,6 +45,8 @@ def attention() -> Iterator[Launch]:
             for rows, split in ((64, True), (8192, False))
             for target in shape.targets
         )
+    yield from (_latent_decode(heads, split) for heads, split in ((16, True), (16, False), (128, True)))
+    yield _merge(512, decodes=True, rare=True)
     yield _merge(128, decodes=True, rare=False)
     yield from (_merge(dim, decodes, rare=True) for dim in (64, 80, 128, 256) for decodes in (False, True))
 
@@ -137,6 +140,25 @@ class AttentionShape:
         return shape | {"WINDOW": self.window, "SOFTCAP": self.softcap} | scales | none
 
 
+def _latent_decode(heads: int, split: bool) -> Launch:
+    """DeepSeek-V2-Lite's, or V3's on one rank."""
+    tile = latent_tile(2)
+    pointers = dict.fromkeys(("q", "latents", "rotated", "out"), "*bf16")
+    return Launch(
+        f"latent decode, {heads} heads, split {split}",
+        latent_decode_kernel,
+        pointers
+        | {"tables": "*i32", "lengths": "*i32", "shares": "*fp32", "weights": "*fp32"}
+        | {"width": "i32", "splits": "i32", "scale": "fp32"},
+        {"HEADS": heads, "BLOCK": 16, "RANK": 512, "RANK_PAD": 512, "ROPE": 64, "ROPE_PAD": 64}
+        | {"ROWS": tile.rows, "TILE": tile.tokens, "SPLIT": split},
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        must=frozenset({"mma", "cp.async16", "store16"}),
+        rare=True,
+    )
+
+
 def _merge(dim: int, decodes: bool, rare: bool) -> Launch:
 
     return Launch(
@@ -145,7 +167,7 @@ def _merge(dim: int, decodes: bool, rare: bool) -> Launch:
         {"shares": "*fp32", "weights": "*fp32", "out": "*bf16", "splits": "i32"}
         | ({"lengths": "*i32"} if decodes else {}),
         ({} if decodes else {"lengths": None})
-        | {"DIM": dim, "PAD": padded(dim), "TILE": 64, "WINDOW": None, "AT_ONCE": MERGED_AT_ONCE},
+        | {"DIM": dim, "PAD": merged_pad(dim), "TILE": 64, "WINDOW": None, "AT_ONCE": merged_at_once(dim)},
         must=frozenset({"load16"}),
         rare=rare,
     )

@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "decoder.h"
 #include "kv_copy.h"
+#include "latent.h"
 #include "linear.h"
 #include "probe.h"
 #include "rows.h"
@@ -10,7 +11,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 10; }
+int baton_version() { return 11; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -60,6 +61,12 @@ void baton_rope_and_store(Pool* pool, const RopeAndStore* what, const Batch* bat
 }
 void baton_attend(Pool* pool, const Attention* what, const Batch* batch, const Cache* cache) {
     attend(*pool, *what, *batch, *cache, plan_attention(*batch, pool->threads(), what->heads, cache->kv_heads, what->window));
+}
+void baton_store_latents(Pool* pool, const StoreLatents* what, const Batch* batch, const LatentCache* cache) {
+    store_latents(*pool, *what, *batch, *cache);
+}
+void baton_attend_latents(Pool* pool, const LatentAttention* what, const Batch* batch, const LatentCache* cache) {
+    attend_latents(*pool, *what, *batch, *cache, plan_attention(*batch, pool->threads(), what->heads, 1, 0));
 }
 Decoder* baton_decoder(Pool* pool, const DecoderConfig* config, const DecoderLayer* layers) {
     return new Decoder(*pool, *config, layers);

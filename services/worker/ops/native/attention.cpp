@@ -3,29 +3,19 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "fp8.h"
+#include "softmax.h"
 #include "tile.h"
 
 namespace {
 
-// Tokens of a chunk. A chunk's scores are 1 kB for each row and its keys and values 64 kB for heads of 64: they stay in
-// the second-level cache. Part of the results' definition: sums are merged at its bounds.
-constexpr int kChunkTokens = 256;
 constexpr int kChunkPages = kChunkTokens / kPageTokens;
 // Query rows (times heads of a group) of a task: enough to use each key and value often, few enough to spread.
 constexpr int kTaskRows = 48;
-constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr float kCount[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 int first_seen(int position, int window) { return window > 0 ? std::max(0, position - window + 1) : 0; }
-
-// The state of one row's softmax: exp(score - greatest) summed up, and the values mixed by that.
-struct State {
-    float greatest;
-    float total;
-};
 
 // What a thread works on; grows once and is kept.
 struct Scratch {
@@ -196,11 +186,6 @@ template <class Kind, int R> void mix_rows(const Task<Kind>& t, int row, int fir
     for (; column < t.padded; column += kLanes) mix_tile<Kind, R, 1>(t, row, first_page, tokens, column);
 }
 
-template <class Kind, class Call, int R = kTileRows> void by_rows(int rows, const Call& call, int row = 0) {
-    for (; row + R <= rows; row += R) call(row, std::integral_constant<int, R>());
-    if constexpr (R > 1) by_rows<Kind, Call, R - 1>(rows, call, row);
-}
-
 // Turns a row's scores into weights exp(score - greatest); the row sees the chunk's tokens [low, high) of `tokens`, of
 // which the first is the sequence's token `start`.
 template <class Kind> State soften(const Task<Kind>& t, int row, int start, int low, int high, int tokens) {
@@ -233,28 +218,12 @@ template <class Kind> void clear_weights(const Task<Kind>& t, int row, int token
     }
 }
 
-// state, sums: those of all chunks so far and of one more.
-void merge(State& state, float* sums, State chunk, const float* mixed, int padded) {
-    if (state.total == 0) {
-        state = chunk;
-        memcpy(sums, mixed, size_t(padded) * 4);
-        return;
-    }
-    float most = std::max(state.greatest, chunk.greatest);
-    F shrink = exp(all(state.greatest - most)), other = exp(all(chunk.greatest - most));
-    float keep[kLanes], add[kLanes];
-    store(keep, shrink);
-    store(add, other);
-    state = {most, state.total * keep[0] + chunk.total * add[0]};
-    for (int d = 0; d < padded; d += kLanes) store(sums + d, load(sums + d) * shrink + load(mixed + d) * other);
-}
-
 template <class Kind> void run_chunk(const Task<Kind>& t, int chunk) {
     int count = t.count(), start = chunk * kChunkTokens, first_page = chunk * kChunkPages;
     // Tokens up to the last row's own: rows before it see fewer.
     int tokens = std::min(kChunkTokens, t.position(count - 1) + 1 - start);
     int pages = (tokens + kPageTokens - 1) / kPageTokens, padded_tokens = pages * kPageTokens;
-    by_rows<Kind>(count, [&](int row, auto rows) { score_rows<Kind, decltype(rows)::value>(t, row, first_page, pages); });
+    by_rows(count, [&](int row, auto rows) { score_rows<Kind, decltype(rows)::value>(t, row, first_page, pages); });
     auto& chunk_states = t.scratch.chunk_states;
     for (int row = 0; row < count; ++row) {
         int low = std::max(0, first_seen(t.position(row), t.what.window) - start);
@@ -263,7 +232,7 @@ template <class Kind> void run_chunk(const Task<Kind>& t, int chunk) {
         if (low < high) chunk_states[row] = soften(t, row, start, low, high, padded_tokens);
         else clear_weights(t, row, padded_tokens);
     }
-    by_rows<Kind>(count, [&](int row, auto rows) { mix_rows<Kind, decltype(rows)::value>(t, row, first_page, tokens); });
+    by_rows(count, [&](int row, auto rows) { mix_rows<Kind, decltype(rows)::value>(t, row, first_page, tokens); });
     for (int row = 0; row < count; ++row) {
         if (chunk_states[row].greatest == kNone) continue;
         merge(t.scratch.states[row], t.scratch.sums + row * t.padded, chunk_states[row], t.scratch.mixed + row * t.padded, t.padded);

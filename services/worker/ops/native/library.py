@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 10
+VERSION = 11
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -106,6 +106,39 @@ class Attention(Structure):
         ("sinks", c_void_p),
         ("alibi_slopes", c_void_p),
     )
+
+
+class NativeLatentCache(Structure):
+    """`LatentCache` of latent.h: one layer's latents and rotated keys."""
+
+    _fields_ = (
+        ("number", c_int),
+        ("latents", c_void_p),
+        ("rotated", c_void_p),
+        ("rank", c_int),
+        ("rope_dim", c_int),
+        ("page_bits", c_int),
+    )
+
+
+class StoreLatents(Structure):
+    """`StoreLatents` of latent.h: the arguments of `LatentOps.rope_and_store`."""
+
+    _fields_ = (
+        ("latents", c_void_p),
+        ("queries", c_void_p),
+        ("heads", c_int),
+        ("query_dim", c_int),
+        ("cos_sin", c_void_p),
+        ("norm", c_void_p),
+        ("eps", c_float),
+    )
+
+
+class NativeLatentAttention(Structure):
+    """`LatentAttention` of latent.h: the arguments of `LatentOps.attention`."""
+
+    _fields_ = (("queries", c_void_p), ("heads", c_int), ("scale", c_float), ("out", c_void_p))
 
 
 class DecoderLayer(Structure):
@@ -228,6 +261,14 @@ _SIGNATURES = {
     "baton_gate": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p)),
     "baton_rope_and_store": (None, (c_void_p, POINTER(RopeAndStore), POINTER(NativeBatch), POINTER(Cache))),
     "baton_attend": (None, (c_void_p, POINTER(Attention), POINTER(NativeBatch), POINTER(Cache))),
+    "baton_store_latents": (
+        None,
+        (c_void_p, POINTER(StoreLatents), POINTER(NativeBatch), POINTER(NativeLatentCache)),
+    ),
+    "baton_attend_latents": (
+        None,
+        (c_void_p, POINTER(NativeLatentAttention), POINTER(NativeBatch), POINTER(NativeLatentCache)),
+    ),
     "baton_decoder": (c_void_p, (c_void_p, POINTER(DecoderConfig), POINTER(DecoderLayer))),
     "baton_decoder_free": (None, (c_void_p,)),
     "baton_kv_save": (c_int, (POINTER(NativeKvCaches), POINTER(KvArena), POINTER(KvBlocks))),

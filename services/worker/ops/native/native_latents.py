@@ -1,7 +1,9 @@
-"""Latent attention with the C++ library's matrices; see :class:`services.worker.ops.interface.LatentOps`."""
+"""Latent attention by the C++ library; see :class:`services.worker.ops.interface.LatentOps`."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,13 +11,16 @@ from torch import Tensor
 
 from services.worker.kv.plain_copier import PlainKvCopier
 from services.worker.ops.interface import BatchMeta, LatentCache, PackedHeads
+from services.worker.ops.native import library
 from services.worker.ops.native.kernels import zeroed
 from services.worker.ops.native.matrix_stacks import MatrixStack, multiply_each, pack_stack
-from services.worker.ops.torch_latent import latent_attention, store_latents
-from services.worker.ops.torch_ops import rotate
 
 if TYPE_CHECKING:
     from services.worker.ops.native.native_ops import NativeOps
+
+
+MAX_HEAD_DIM = 1024
+"""`kMostDim` of rope.cpp."""
 
 
 class NativeLatents:
@@ -66,14 +71,31 @@ class NativeLatents:
         norm: Tensor,
         eps: float,
     ) -> Tensor:
-        """Row by row, rotated in float32."""
-        rank, rope_dim = len(norm), cos_sin.shape[1]
-        rows = cos_sin.index_select(0, meta.positions).unsqueeze(1)
-        normed = self._ops.rms_norm(latents[:, :rank].contiguous(), norm, eps)
-        store_latents(normed, rotate(latents[:, rank:].unsqueeze(1), rows).squeeze(1), meta, cache)
-        q[:, :, -rope_dim:] = rotate(q[:, :, -rope_dim:], rows)
+        """Queries in float32. Raises ValueError for rotated keys that the library does not know."""
+        if cos_sin.shape[1] > MAX_HEAD_DIM:
+            raise ValueError(f"rotated keys of {cos_sin.shape[1]} elements are not supported")
+        q, latents = q.float().contiguous(), latents.float().contiguous()
+        what = library.StoreLatents(
+            *(latents.data_ptr(), q.data_ptr(), q.shape[1], q.shape[2], cos_sin.data_ptr(), norm.data_ptr(), eps)
+        )
+        self._call(self._ops.kernels.library.baton_store_latents, what, meta, cache)
         return q
 
     def attention(self, q: Tensor, cache: LatentCache, meta: BatchMeta, *, scale: float) -> Tensor:
-        """In the weights' type."""
-        return latent_attention(q, cache, meta, scale)
+        """In float32; a row's result does not depend on the others."""
+        q = q.float().contiguous()
+        rows, heads, _ = q.shape
+        to = torch.empty(rows, heads, cache.latents.shape[3])
+        what = library.NativeLatentAttention(q.data_ptr(), heads, scale, to.data_ptr())
+        self._call(self._ops.kernels.library.baton_attend_latents, what, meta, cache)
+        return to
+
+    def _call(self, function: Callable[..., None], what: ctypes.Structure, meta: BatchMeta, cache: LatentCache) -> None:
+        """`function` with one layer's cache."""
+        latents, rotated = cache
+        given = library.NativeLatentCache(
+            *(self._ops.number, latents.data_ptr(), rotated.data_ptr(), latents.shape[3], rotated.shape[3]),
+            library.page_bits(latents.shape[2]),
+        )
+        batch = self._ops.batch_of(meta)
+        function(self._ops.kernels.pool, ctypes.byref(what), ctypes.byref(batch), ctypes.byref(given))

@@ -42,7 +42,7 @@ from services.worker.ops.native.kernels import (
 )
 from services.worker.ops.native.matrix_stacks import MatrixStack, multiply_each, pack_stack
 from services.worker.ops.native.native_kv import NativeKvCopier
-from services.worker.ops.native.native_latents import NativeLatents
+from services.worker.ops.native.native_latents import MAX_HEAD_DIM, NativeLatents
 from services.worker.ops.quantized import QuantizedWeight
 from services.worker.ops.torch_ops import verify_drafts
 from services.worker.ops.torch_routing import route
@@ -51,7 +51,6 @@ from shared.blocks import DEFAULT_BLOCK_SIZE
 _LANES = 16
 _GROUP_OUTPUTS = 64
 """`kGroupOutputs` of linear.h."""
-_MAX_HEAD_DIM = 1024
 
 
 class NativeOps:
@@ -249,7 +248,7 @@ class NativeOps:
         )
         cache = self._cache_of(k_cache, v_cache, head_dim)
         self._library.baton_rope_and_store(
-            self._pool, ctypes.byref(what), ctypes.byref(self._batch_of(meta)), ctypes.byref(cache)
+            self._pool, ctypes.byref(what), ctypes.byref(self.batch_of(meta)), ctypes.byref(cache)
         )
         return queries
 
@@ -276,7 +275,7 @@ class NativeOps:
         )
         cache = self._cache_of(k_cache, v_cache, head_dim)
         self._library.baton_attend(
-            self._pool, ctypes.byref(what), ctypes.byref(self._batch_of(meta)), ctypes.byref(cache)
+            self._pool, ctypes.byref(what), ctypes.byref(self.batch_of(meta)), ctypes.byref(cache)
         )
         return to
 
@@ -293,14 +292,14 @@ class NativeOps:
 
     def _cache_of(self, keys: Tensor, values: Tensor, head_dim: int) -> library.Cache:
         """One layer's caches, for the library."""
-        if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
+        if head_dim % 2 or head_dim > MAX_HEAD_DIM:
             raise ValueError(f"heads of {head_dim} elements are not supported")
         return library.Cache(
             *(self.number, keys.data_ptr(), values.data_ptr(), keys.shape[1], head_dim),
             *(library.page_bits(keys.shape[2]), self.cache_code),
         )
 
-    def _batch_of(self, meta: BatchMeta) -> library.NativeBatch:
+    def batch_of(self, meta: BatchMeta) -> library.NativeBatch:
         """`meta` for the library; made once for all layers of a step."""
         if self._batch is None or self._batch[0] is not meta:
             self._batch = (meta, batch_of(meta))

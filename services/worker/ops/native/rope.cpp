@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "attention.h"
 #include "fp8.h"
+#include "latent.h"
 
 namespace {
 
@@ -97,15 +97,43 @@ template <class Item, class Cached> void store_row(const RopeAndStore& what, con
     }
 }
 
+template <class Item> void store_latent(const StoreLatents& what, const Batch& batch, const LatentCache& cache, int row) {
+    int rank = cache.rank, rope = cache.rope_dim;
+    const float* cos_sin = what.cos_sin + int64_t(batch.positions[row]) * rope;
+    for (int h = 0; h < what.heads; ++h)
+        rotate(what.queries + (int64_t(row) * what.heads + h + 1) * what.query_dim - rope, cos_sin, rope);
+    const float* from = what.latents + int64_t(row) * (rank + rope);
+    Item* latent = (Item*)cache.latents + int64_t(batch.slots[row]) * rank;
+    float scale = 1.0f / std::sqrt(sum_of_squares(from, rank) / float(rank) + what.eps);
+    alignas(64) float x[kLanes];
+    for (int first = 0; first < rank; first += kLanes) {
+        int count = std::min(kLanes, rank - first);
+        for (int i = 0; i < count; ++i) x[i] = from[first + i] * scale * what.norm[first + i];
+        narrow(latent + first, x, count);
+    }
+    prepare((Item*)cache.rotated + int64_t(batch.slots[row]) * rope, from + rank, nullptr, 0, cos_sin, rope);
+}
+
+template <class Call> void by_tiles(Pool& pool, int rows, const Call& call) {
+    pool.run((rows + kRowsOfTile - 1) / kRowsOfTile, [&](int tile, int) {
+        int end = std::min(rows, (tile + 1) * kRowsOfTile);
+        for (int row = tile * kRowsOfTile; row < end; ++row) call(row);
+    });
+}
+
 }  // namespace
 
+void store_latents(Pool& pool, const StoreLatents& what, const Batch& batch, const LatentCache& cache) {
+    by_tiles(pool, batch.rows, [&](int row) {
+        if (cache.number == Number::kHalf) store_latent<Bf16>(what, batch, cache, row);
+        else store_latent<float>(what, batch, cache, row);
+    });
+}
+
 void rope_and_store(Pool& pool, const RopeAndStore& what, const Batch& batch, const Cache& cache) {
-    pool.run((batch.rows + kRowsOfTile - 1) / kRowsOfTile, [&](int tile, int) {
-        int end = std::min(batch.rows, (tile + 1) * kRowsOfTile);
-        for (int row = tile * kRowsOfTile; row < end; ++row) {
-            bool half = cache.number == Number::kHalf;
-            if (cache.code == Code::kFp8) half ? store_row<Bf16, uint8_t>(what, batch, cache, row) : store_row<float, uint8_t>(what, batch, cache, row);
-            else half ? store_row<Bf16, Bf16>(what, batch, cache, row) : store_row<float, float>(what, batch, cache, row);
-        }
+    by_tiles(pool, batch.rows, [&](int row) {
+        bool half = cache.number == Number::kHalf;
+        if (cache.code == Code::kFp8) half ? store_row<Bf16, uint8_t>(what, batch, cache, row) : store_row<float, uint8_t>(what, batch, cache, row);
+        else half ? store_row<Bf16, Bf16>(what, batch, cache, row) : store_row<float, float>(what, batch, cache, row);
     });
 }

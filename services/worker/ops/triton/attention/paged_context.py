@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.triton.attention.tiles import padded
-
 ALIGNED = tl.constexpr(16)
 """Where a window begins its first share is rounded down to so many tokens, which divide a block of any size."""
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -91,6 +89,8 @@ def with_sinks(sinks, heads, there, mine):
 
 MERGED_AT_ONCE = 32
 """Shares that the kernel loads at once: as many as most launches have."""
+_MERGED_ELEMENTS = 32 * 256
+"""What it holds in registers at the most: latents have more elements than heads."""
 
 
 @triton.jit
@@ -150,6 +150,16 @@ def merge_kernel(
     tl.store(out + head * DIM + dims, mixed.to(out.dtype.element_ty), mask=dims < DIM)
 
 
+def merged_pad(dim: int) -> int:
+    """Elements of a tile of shares with `dim` each."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def merged_at_once(dim: int) -> int:
+    """Shares that the kernel loads at once."""
+    return min(MERGED_AT_ONCE, _MERGED_ELEMENTS // merged_pad(dim))
+
+
 def merge_shares(
     shares: Tensor, weights: Tensor, out: Tensor, lengths: Tensor | None, *, window: int | None, tile: int
 ) -> None:
@@ -165,9 +175,9 @@ def merge_shares(
         out,
         splits,
         DIM=dim,
-        PAD=padded(dim),
+        PAD=merged_pad(dim),
         TILE=tile,
         WINDOW=window,
-        AT_ONCE=MERGED_AT_ONCE,
+        AT_ONCE=merged_at_once(dim),
         num_warps=4,
     )
