@@ -81,6 +81,14 @@ class ServiceConfig(Struct, frozen=True, kw_only=True):
         UpOption("Capacity"),
         ContainerVariable(),
     ] = DEFAULT_BLOCK_SIZE
+    lora_registry: Annotated[
+        Path | None,
+        Meta(
+            description="JSON file of the LoRA adapters that operators load and unload at run time; gateways write it, "
+            "workers follow it. None: adapters are those of `lora` alone."
+        ),
+        UpOption("Model"),
+    ] = None
     drain_timeout: Annotated[
         float,
         Meta(ge=0, description="Seconds that open requests get to finish when the process stops."),

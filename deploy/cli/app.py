@@ -98,6 +98,11 @@ COMMANDS: Mapping[str, Listed] = {
         "deploy.cli.hosts.cluster",
         "Show the clusters of a federation, or switch one: baton cluster list, drain NAME, undrain NAME, secret.",
     ),
+    "lora": Listed(
+        OPERATE,
+        "deploy.cli.operate",
+        "Show a stack's LoRA adapters, or change them: baton lora list, load NAME FOLDER, unload NAME.",
+    ),
     "nats-env": Listed(
         OPERATE, "deploy.cli.operate", 'Print what the `nats` command needs: eval "$(baton nats-env)"; nats micro ls.'
     ),

@@ -53,9 +53,20 @@ def stream_chat(url: str, key: str | None, body: dict[str, Any]) -> Iterator[str
 
 def served_models(url: str, key: str | None) -> Sequence[str]:
     """Names under GET /v1/models. Raises CommandError."""
+    return [str(model["id"]) for model in listed_models(url, key)]
+
+
+def listed_models(url: str, key: str | None) -> Sequence[dict[str, Any]]:
+    """The models under GET /v1/models, adapters too. Raises CommandError."""
     with contextlib.closing(_connection(url)) as connection:
-        answer = json.loads(_answer(connection, "GET", "/v1/models", key, None).read())
-        return [str(model["id"]) for model in answer["data"]]
+        found: Sequence[dict[str, Any]] = json.loads(_answer(connection, "GET", "/v1/models", key, None).read())["data"]
+        return found
+
+
+def post(url: str, key: str | None, path: str, body: dict[str, Any]) -> str:
+    """The text of the answer. Raises CommandError with the server's own words."""
+    with contextlib.closing(_connection(url)) as connection:
+        return _post(connection, path, key, body).read().decode(errors="replace")
 
 
 def _connection(url: str) -> http.client.HTTPConnection:

@@ -1,14 +1,18 @@
-"""Commands that change a running stack, and how other NATS programs reach it: down, drain, undrain, scale, nats-env."""
+"""Commands that change a running stack, and how other NATS programs reach it: down, drain, undrain, scale, lora,
+nats-env."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import shlex
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from deploy.cli.gateway_client import listed_models, post
 from deploy.cli.running_stack import (
     DEFAULT,
     AsJson,
@@ -151,3 +155,47 @@ def nats_env(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = No
         return
     for name, value in known.items():
         print(f"export {name}={shlex.quote(value)}")
+
+
+class LoraAction(StrEnum):
+    """What `baton lora` does."""
+
+    LIST = "list"
+    LOAD = "load"
+    UNLOAD = "unload"
+
+
+def lora(
+    action: Annotated[LoraAction, typer.Argument(help="list, load or unload.")],
+    adapter: Annotated[str | None, typer.Argument(help="Name of the adapter.")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Its folder, as PEFT writes it; of load.")] = None,
+    name: Name = DEFAULT,
+    run_dir: RunDir = None,
+    url: Annotated[str | None, typer.Option(help="Any server's URL, in place of a stack of this machine.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="API key with the scope admin.", envvar="BATON_API_KEY", show_default=False)
+    ] = None,
+) -> None:
+    """Show a stack's LoRA adapters, or change them: baton lora list, load NAME FOLDER, unload NAME.
+
+    The stack must have been started with --lora-registry. Every engine has an adapter when load returns, and so has
+    each that is started later; requests of an adapter that is unloaded end as if it was still there.
+    """
+    if url is None:
+        state = running_stack(name, run_dir)
+        url, api_key = state.url, api_key or state.api_key
+    url = url.rstrip("/").removesuffix("/v1")
+    match action:
+        case LoraAction.LIST:
+            for model in listed_models(url, api_key):
+                if model.get("parent") is not None:
+                    print(f"{model['id']:<30} {model['parent']}")
+        case LoraAction.LOAD:
+            if adapter is None or folder is None:
+                raise CommandError("baton lora load NAME FOLDER: a name and a folder are expected", status=2)
+            body = {"lora_name": adapter, "lora_path": str(folder.expanduser().absolute())}
+            print(post(url, api_key, "/v1/load_lora_adapter", body))
+        case LoraAction.UNLOAD:
+            if adapter is None or folder is not None:
+                raise CommandError("baton lora unload NAME: a name is expected", status=2)
+            print(post(url, api_key, "/v1/unload_lora_adapter", {"lora_name": adapter}))

@@ -54,6 +54,7 @@ from shared.messages.gateway import (
     UsageReport,
 )
 from shared.messages.lifecycle import Lifecycle, Phase
+from shared.models.lora_registry import LoraRegistry
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ class Gateway(Actor):
             access=AccessControl(self.keys, self._limiter, share_prefixes=config.share_prefixes),
             cors_origins=config.cors_origins,
             provider=self.provider,
+            lora_registry=None if config.lora_registry is None else LoraRegistry(config.lora_registry),
         )
 
     def _body_context(self, parsers: ParserChoice | None, kind: BodyKind) -> BodyContext:

@@ -22,6 +22,7 @@ from services.scheduler.core.events import (
     ForwardControl,
     GatewayGone,
     HandOverRefused,
+    LorasChanged,
     Output,
     PeerChanged,
     RankProgress,
@@ -129,6 +130,8 @@ class SchedulerActor(Actor):
         self._alarm_at: float | None = None
         self._plan_lost: tuple[Incarnation, float] | None = None
         """The epoch of a plan that found no worker, and when."""
+        self._loras = LorasChanged(())
+        """As the core knows them."""
         self._had_waiting = False
         """Whether requests waited since the last report that none does."""
         self._room_reported_at = -math.inf
@@ -375,6 +378,14 @@ class SchedulerActor(Actor):
         elif report is not None and self._ranks.is_member(life):
             progress = RankProgress(report.rank, report.epoch, report.received, report.published, report.transfers)
             await self._decide(progress)
+            await self._follow_loras()
+
+    async def _follow_loras(self) -> None:
+        """Says at once which adapters have come or gone: operators wait for it."""
+        if (loras := self._ranks.loras()) != self._loras:
+            self._loras = loras
+            await self._decide(loras)
+            await self.publish_lifecycle()
 
     async def _assemble(self) -> None:
         workers = self._ranks.assemble()
@@ -387,6 +398,8 @@ class SchedulerActor(Actor):
             if self._connector is not None:
                 self._connector.set_layout(workers.cache_format, workers.world_size, workers.card.block_size)
             await self._decide(workers)
+            self._loras = LorasChanged(workers.card.loras)
+            await self._follow_loras()
 
     async def _lose_workers(self, lost: WorkersLost | None) -> None:
         if lost is not None and self.core.epoch is not None:

@@ -7,10 +7,10 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from services.scheduler.core.events import WorkersLost, WorkersReady
+from services.scheduler.core.events import LorasChanged, WorkersLost, WorkersReady
 from shared.ids import EngineId, Incarnation, InstanceId
 from shared.messages.kv_groups import KvCacheGroup
-from shared.messages.lifecycle import Lifecycle, ModelCard, WorkerReport
+from shared.messages.lifecycle import Lifecycle, LoraCard, ModelCard, WorkerReport
 from shared.protocol import PROTOCOL
 from shared.registry import InstanceGone, Registry
 
@@ -70,7 +70,7 @@ class WorkerRanks:
             return UnequalRanks(" / ".join(sorted(map(str, cards))))
         self._members = {life.instance: life.incarnation for life in by_rank.values()}
         return WorkersReady(
-            card=reports[0].model,
+            card=msgspec.structs.replace(reports[0].model, loras=_common_loras(reports)),
             num_blocks=min(report.num_blocks for report in reports),
             max_running=_smallest(report.max_num_seqs for report in reports),
             max_batch_tokens=_smallest(report.max_batch_tokens for report in reports),
@@ -84,6 +84,14 @@ class WorkerRanks:
             layerwise_loads=all(report.layerwise_loads for report in reports),
             kv_groups=reports[0].kv_groups,
         )
+
+    def loras(self) -> LorasChanged:
+        """The adapters of the ranks that the engine works with, as they reported last."""
+        lives = (self._registry.get("worker", instance) for instance in self._members)
+        reports = [life.worker for life in lives if life is not None and life.worker is not None]
+        reports.sort(key=lambda report: report.rank)
+        refusals = {each.name: each for report in reports for each in report.lora_refusals}
+        return LorasChanged(_common_loras(reports), tuple(refusals.values()))
 
     def _ready_by_rank(self) -> dict[int, Lifecycle]:
         """Where two claim one rank the one that started later counts: the other is about to be found dead."""
@@ -102,8 +110,15 @@ class WorkerRanks:
 
 
 def _comparable(report: WorkerReport) -> tuple[ModelCard, int, int, tuple[KvCacheGroup, ...]]:
-    """The settings that must be equal on all ranks; their start times need not be."""
-    return msgspec.structs.replace(report.model, created=0), report.world_size, report.stages, report.kv_groups
+    """The settings that must be equal on all ranks; their start times need not be, nor adapters that just came."""
+    card = msgspec.structs.replace(report.model, created=0, loras=())
+    return card, report.world_size, report.stages, report.kv_groups
+
+
+def _common_loras(reports: list[WorkerReport]) -> tuple[LoraCard, ...]:
+    """The adapters that all ranks serve, in the order of the first one."""
+    others = [set(report.model.loras) for report in reports[1:]]
+    return tuple(lora for lora in (reports[0].model.loras if reports else ()) if all(lora in one for one in others))
 
 
 def _smallest(values: Iterable[int | None]) -> int | None:

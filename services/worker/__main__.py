@@ -13,12 +13,14 @@ from services.worker.config import WorkerConfig
 from services.worker.executor.backend_choice import device_name, make_backend
 from services.worker.flops import FlopsMeter, peak_flops
 from services.worker.kv.connector_thread import ConnectorThread
+from services.worker.lora_watcher import LoraWatcher
 from services.worker.sim.shape import read_shape
 from services.worker.watchdog import StepHung
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
 from shared.error_groups import innermost
+from shared.models.lora_registry import LoraRegistry
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ async def build(config: WorkerConfig, bus: Bus) -> WorkerActor:
         lambda: make_backend(config, on_layer),
         lambda backend: make_meter(config, backend),
         connector,
+        None if config.lora_registry is None else LoraWatcher(LoraRegistry(config.lora_registry)),
     )
 
 

@@ -19,6 +19,7 @@ from services.worker.flops import FlopsMeter
 from services.worker.guided.outbox import CompileOutbox
 from services.worker.kv.connector_thread import ConnectorThread, ConnectorUnusable
 from services.worker.kv.copy_thread import CopyThread, TransferLedger
+from services.worker.lora_watcher import LoraWatcher
 from services.worker.watchdog import CHECK_EVERY, StepWatchdog
 from shared import topics
 from shared.actor import Actor, TopicSubscription
@@ -50,8 +51,10 @@ class WorkerActor(Actor):
         make_backend: Callable[[], Backend],
         make_meter: Callable[[Backend], FlopsMeter | None] = lambda _: None,
         connector: ConnectorThread | None = None,
+        loras: LoraWatcher | None = None,
     ) -> None:
-        """`connector`: what works for a KV connector; None: there is none. `make_meter`: what estimates the operations
+        """`connector`: what works for a KV connector; None: there is none. `loras`: what follows the file of adapters
+        that come at run time; None: none come. `make_meter`: what estimates the operations
         of its steps; None where the model's shape is not known."""
         super().__init__(bus, instance)
         self._identity = identity
@@ -64,6 +67,7 @@ class WorkerActor(Actor):
         self._backend: Backend | None = None
         self._make_meter = make_meter
         self._meter: FlopsMeter | None = None
+        self._loras = loras
         self._ledger = TransferLedger(identity.rank)
         self._grammars = CompileOutbox()
         self._watchdog = StepWatchdog(identity.min_step_timeout, identity.first_step_timeout)
@@ -92,6 +96,8 @@ class WorkerActor(Actor):
         except asyncio.CancelledError:
             self._plans.end()  # the thread has nothing to compute once it has made the backend
             raise
+        if self._loras is not None and self._backend.adapters is not None:
+            await self._loras.follow(self._backend.adapters)  # before it is ready: requests for them wait for it
         self._watchdog.compiles_kernels = self._backend.mode == "launched"
         self._meter = self._make_meter(self._backend)
         metrics.PEAK_FLOPS.set((self._meter and self._meter.peak) or 0.0)
@@ -132,6 +138,8 @@ class WorkerActor(Actor):
                 reports.create_task(self._report_transfers(self._connector))
             reports.create_task(self._report_grammars())
             reports.create_task(self._watch_steps())
+            if self._loras is not None and self._backend is not None and self._backend.adapters is not None:
+                reports.create_task(self._loras.run(self._backend.adapters, self.publish_lifecycle))
 
     async def _watch_steps(self) -> None:
         while True:
@@ -202,12 +210,13 @@ class WorkerActor(Actor):
         """What the lifecycle message says of this rank; None before its backend is made."""
         if self._backend is None:
             return None
+        card, adapters = self._backend.card, self._backend.adapters
         return WorkerReport(
             engine=self._identity.engine,
             rank=self._identity.rank,
             world_size=self._identity.world_size,
             stages=self._identity.stages,
-            model=self._backend.card,
+            model=card if adapters is None else replace(card, loras=adapters.cards),
             num_blocks=self._backend.num_blocks,
             device=self._backend.device,
             epoch=self._plans.epoch,
@@ -224,6 +233,7 @@ class WorkerActor(Actor):
             layerwise_loads=self._connector is not None and self._connector.layerwise,
             max_loras=self._backend.max_loras,
             kv_groups=self._backend.kv_groups,
+            lora_refusals=() if self._loras is None else self._loras.refusals,
         )
 
     async def _report_missed(self, missed: StepMissed) -> None:

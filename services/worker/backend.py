@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from msgspec import Struct
 
+from shared.ids import ModelName
 from shared.messages.kv_groups import KvCacheGroup
-from shared.messages.lifecycle import ModelCard
+from shared.messages.lifecycle import LoraCard, ModelCard
 from shared.messages.scheduler import SampledTokens, SequenceFailed, SequencePooled, SequencePromptLogprobs, StepTiming
 from shared.messages.worker import StepPlan
 
@@ -72,6 +74,20 @@ class Step(Protocol):
         thread than the rest: it touches nothing that later steps are prepared or launched with."""
 
 
+class AdapterStore(Protocol):
+    """LoRA adapters that come and go while steps are computed."""
+
+    @property
+    def cards(self) -> tuple[LoraCard, ...]:
+        """Those that are served."""
+
+    def add(self, name: ModelName, folder: Path) -> LoraCard:
+        """Reads an adapter and serves it from now on; on any one thread. Raises AdapterRefused."""
+
+    def remove(self, name: ModelName) -> None:
+        """New sequences have it no longer; a plan says when it can be forgotten."""
+
+
 class Backend(Protocol):
     """Owns token history, block tables, KV memory and sampling state of one rank's sequences.
 
@@ -111,6 +127,10 @@ class Backend(Protocol):
     @property
     def max_loras(self) -> int:
         """How many different adapters a step may have; 0 where none is served."""
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        """Its adapters; None where it can have none."""
 
     @property
     def max_jump_ahead(self) -> int:

@@ -298,8 +298,9 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             name, _, folder = each.partition("=")
             if not (name and folder):
                 raise ValueError(f"lora = {each}: must be NAME=FOLDER")
-        if self.lora and self.device == "sim":
-            raise ValueError("lora: the simulated device has no weights to adapt")
+        if (self.lora or self.lora_registry) and self.device == "sim":
+            name = "lora" if self.lora else "lora_registry"
+            raise ValueError(f"{name}: the simulated device has no weights to adapt")
         if self.kv_connector is not None and self.device == "sim":
             raise ValueError(f"kv_connector = {self.kv_connector}: the simulated device has no KV memory of layers")
         if self.logits_processors and self.device == "sim":

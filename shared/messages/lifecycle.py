@@ -62,6 +62,16 @@ class LoraCard(Struct, frozen=True, array_like=True, kw_only=True):
     rank: int
 
 
+class LoraRefusal(Struct, frozen=True, array_like=True):
+    """Why an adapter of the registry's file is not served."""
+
+    name: ModelName
+    path: str
+    reason: str
+    missing: bool = False
+    """Whether there is no adapter at this path."""
+
+
 class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """What an engine publishes about the model that it serves."""
 
@@ -220,6 +230,8 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """None before the first few steps, and of a release that does not measure them."""
     loras: tuple[LoraId, ...] = ()
     """The adapters that its ranks have on their devices, so far as the scheduler knows; those used last at the end."""
+    lora_refusals: tuple[LoraRefusal, ...] = ()
+    """Of the registry's file, those that some rank does not serve."""
 
     @property
     def suspect(self) -> str | None:
@@ -341,6 +353,8 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Groups of layers with block tables of their own, which all take their blocks from the `num_blocks`; plans assign
     blocks to each (`StepPlan`). Empty: one table for all layers, none of which gives blocks back before a sequence
     ends."""
+    lora_refusals: tuple[LoraRefusal, ...] = ()
+    """Of the registry's file, those that this rank does not serve."""
 
 
 class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):

@@ -172,3 +172,5 @@ class StepPlan(Struct, frozen=True, array_like=True, kw_only=True):
     """Compiled grammars that no sequence follows any more."""
     connector: ConnectorPlan | None = None
     """None: nothing for the KV connector, or there is none."""
+    forget_loras: tuple[LoraId, ...] = ()
+    """Adapters that are served no longer, and that no sequence has any more."""

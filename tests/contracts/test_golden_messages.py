@@ -95,6 +95,7 @@ ENGINE_REPORT = lifecycle.EngineReport(
     latency=lifecycle.LatencySums(9, 0.5, 10, 0.25),
     recompute=lifecycle.RecomputeReport(block_bytes=4096, block_seconds=0.5, load_seconds=0.25),
     step_times=lifecycle.StepTimesReport(decodes=lifecycle.StepTimeFit(8.0, 64.0, 0.5, 0.25, 0.125)),
+    lora_refusals=(lifecycle.LoraRefusal(ModelName("pirate"), "/a", "r = 0", True),),
 )
 KV_GROUPS = (kv_groups.KvCacheGroup(layers=2), kv_groups.KvCacheGroup(layers=2, window=24))
 WORKER_REPORT = lifecycle.WorkerReport(

@@ -350,7 +350,10 @@ class Coordinator:
         return self._reject_overdue(queued, at)
 
     def _refusal(self, generation: Generation) -> RequestRejected | None:
-        """The rejection of a request that its model's context cannot hold; None where it fits, or that is not known."""
+        """The rejection of a request that its model's context cannot hold, or whose adapter is gone; None where it
+        fits, or that is not known."""
+        if self.fleet.lacks_lora(generation):
+            return _lora_gone(generation)
         length = self.fleet.max_model_len(generation.model)
         return None if length is None or fits(generation, length) else _context_exceeded(generation, length)
 
@@ -387,6 +390,16 @@ class Coordinator:
             retry_after=float(min(MAX_RETRY_AFTER, max(1, math.ceil(waited)))),
         )
         return [NotifyGateway(generation.gateway, rejected)]
+
+
+def _lora_gone(generation: Generation) -> RequestRejected:
+    return RequestRejected(
+        request=generation.request,
+        attempt=generation.attempt,
+        kind="invalid_request",
+        message="model: the adapter has been unloaded",
+        field="model",
+    )
 
 
 def _context_exceeded(generation: Generation, max_model_len: int) -> RequestRejected:

@@ -201,6 +201,14 @@ class EngineFleet:
         context = self._context(model)
         return None if context is None else context[1]
 
+    def lacks_lora(self, generation: Generation) -> bool:
+        """Whether engines of the model are ready, but none that is known serves the request's adapter."""
+        lora, model = generation.lora, generation.model
+        if lora is None or not self._ready_names(model) or lora in self._common_loras(model):
+            return False
+        cards = (engine.report.model for engine in self._engines.values())
+        return not any(each.id == lora for card in cards if card.name == model for each in card.loras)
+
     def ready(self, model: ModelName) -> list[EngineLoad]:
         """The engines that may take requests for `model`, full or not, by name: without those that are ejected."""
         return [self._engines[instance] for instance in self._ready_names(model)]

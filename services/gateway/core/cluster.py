@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from services.gateway.core.remote_clusters import Room
-from shared.ids import ModelName
+from shared.ids import InstanceId, ModelName
 from shared.messages.dialects import Dialect
-from shared.messages.lifecycle import Lifecycle, ModelCard, Service
+from shared.messages.lifecycle import EngineReport, Lifecycle, LoraCard, ModelCard, Service
 from shared.registry import InstanceGone, Registry
 
 REQUIRED_SERVICES: tuple[Service, ...] = ("tokenizer", "coordinator", "scheduler", "detokenizer")
@@ -40,6 +42,12 @@ class ClusterView:
         self._cards: dict[ModelName, tuple[ModelCard, float]] = {}
         self._dialects: dict[ModelName, Dialect] = {}
         """The dialect of each model, from its tokenizers' lifecycles; kept as long as the model's card."""
+        self._loras: dict[ModelName, dict[InstanceId, tuple[LoraCard, ...]]] = {}
+        """The adapters of each live engine, by model. Engines need not have the same."""
+        self._united: dict[ModelName, tuple[LoraCard, ...]] = {}
+        """The adapters of all of them."""
+        self._ended: set[InstanceId] = set()
+        """Engines in `_loras` that serve no longer: only where no other engine of their model does."""
         self._ready: Counter[ServiceKind] = Counter()
         """How many instances of each kind are ready, kept up to date: each of many engines says every second how it is,
         and to look at all of them then would cost their square."""
@@ -49,11 +57,13 @@ class ClusterView:
     def record_lifecycle(self, message: Lifecycle, now: float) -> InstanceGone | None:
         """Takes an instance's lifecycle message. Returns the instance that it ends or replaces, if any."""
         if message.engine is not None:
-            self._cards[message.engine.model.name] = (message.engine.model, now)
+            self._cards[message.engine.model.name] = (self._merged(message.instance, message.engine.model), now)
         if message.tokenizer is not None:
             self._dialects[message.tokenizer.model] = message.tokenizer.dialect
         before = self._registry.get(message.service, message.instance)
         gone = self._registry.record_lifecycle(message, now)
+        if message.service == "scheduler" and (message.engine is None or message.phase in ("stopped", "failed")):
+            self._end_loras(message.instance)
         self._count_ready(self._registry.get(message.service, message.instance), 1)
         self._count_ready(before, -1)
         if before is not None and before.phase == "ready" and not self._ready[_kind(before)]:
@@ -74,7 +84,40 @@ class ClusterView:
         gone = self._registry.expire(now)
         for each in gone:
             self._count_ready(each.last, -1)
+            self._end_loras(each.last.instance)
         return gone
+
+    def _merged(self, engine: InstanceId, card: ModelCard) -> ModelCard:
+        """The card with the adapters of all live engines of the model."""
+        loras = self._loras.setdefault(card.name, {})
+        if loras.get(engine) != card.loras or engine in self._ended:
+            self._ended.discard(engine)
+            loras[engine] = card.loras
+            self._unite(card.name)
+        united = self._united[card.name]
+        return card if united == card.loras else replace(card, loras=united)
+
+    def _end_loras(self, engine: InstanceId) -> None:
+        """The engine serves no longer. What the last one of a model had stays known: its requests wait."""
+        for model, loras in self._loras.items():
+            if engine in loras:
+                self._ended.add(engine)
+                self._unite(model)
+
+    def _unite(self, model: ModelName) -> None:
+        loras = self._loras[model]
+        if not self._ended.issuperset(loras):
+            for engine in self._ended.intersection(loras):
+                del loras[engine]
+                self._ended.discard(engine)
+        first = next(iter(loras.values()))
+        named = {lora.name: lora for each in loras.values() for lora in each}
+        same = all(each == first for each in loras.values())
+        self._united[model] = first if same else tuple(named[name] for name in sorted(named))
+
+    def ready_engines(self) -> list[EngineReport]:
+        """Returns what the engines that are ready reported last."""
+        return [life.engine for life in self._registry.all("scheduler", "ready") if life.engine is not None]
 
     def _count_ready(self, life: Lifecycle | None, change: int) -> None:
         if life is not None and life.phase == "ready":

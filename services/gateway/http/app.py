@@ -20,12 +20,14 @@ from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
 from services.gateway.http.endpoints import Endpoint, GenerationEndpoint, Handler, InfoEndpoints, StreamSettings
+from services.gateway.http.loras import LoraEndpoints
 from services.gateway.http.overflow import Overflow
 from services.gateway.http.pooling import PooledEndpoint, PooledKind
 from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from services.gateway.resumable_streams import ResumableStreams
+from shared.models.lora_registry import LoraRegistry
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +46,11 @@ def build_app(
     access: AccessControl,
     cors_origins: Sequence[str],
     provider: OverflowProvider | None = None,
+    lora_registry: LoraRegistry | None = None,
 ) -> Starlette:
-    """Returns the ASGI application. `provider`: gets what cannot be served here in time."""
+    """Returns the ASGI application. `provider`: gets what cannot be served here in time. `lora_registry`: None: no
+    adapter can be loaded at run time."""
+    loras = LoraEndpoints(table.cluster, lora_registry)
     info = InfoEndpoints(table, parser, access, peers, provider)
     overflow = (
         None if provider is None else Overflow(provider, table.cluster, access, settings.read_timeout, table.clusters)
@@ -79,6 +84,8 @@ def build_app(
             route("GET", "/version", info.version, "read-only"),
             route("GET", "/openapi.json", info.openapi, None),
             route("GET", "/admin/keys", info.keys, "admin"),
+            route("POST", "/v1/load_lora_adapter", loras.load, "admin"),
+            route("POST", "/v1/unload_lora_adapter", loras.unload, "admin"),
             route("GET", "/health", info.health, None),
             route("GET", "/ping", info.health, None),
             route("POST", "/ping", info.health, None),

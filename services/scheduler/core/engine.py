@@ -17,6 +17,7 @@ from services.scheduler.core.events import (
     Event,
     GatewayGone,
     HandOverRefused,
+    LorasChanged,
     Output,
     PeerChanged,
     RankProgress,
@@ -100,6 +101,9 @@ class EngineCore:
                 self._handle_connector_reply(event, now)
             case WorkersReady():
                 self._start_epoch(event)
+            case LorasChanged():
+                if self.epoch_state is not None:
+                    self.epoch_state.record_loras(event)
             case WorkersLost():
                 self._end_epoch(event.reason, died=event.died)
             case TimePassed():
@@ -247,6 +251,7 @@ class EngineCore:
             recompute=None if self.epoch_state is None else self.epoch_state.costs.report(),
             step_times=None if self.epoch_state is None else self.epoch_state.step_times.report(),
             loras=() if self.epoch_state is None else self.epoch_state.queues.adapters.recent,
+            lora_refusals=() if self.epoch_state is None else self.epoch_state.lora_refusals,
         )
 
     @property

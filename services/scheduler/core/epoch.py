@@ -5,10 +5,13 @@ It plans steps as far ahead as allowed, processes their results, and moves block
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator
 
-from services.scheduler.core.events import ConnectorMatched, RankProgress, SendPlan, WorkersReady
+from msgspec.structs import replace
+
+from services.scheduler.core.events import ConnectorMatched, LorasChanged, RankProgress, SendPlan, WorkersReady
 from services.scheduler.core.health.canary import CANARY_DETOKENIZER
 from services.scheduler.core.hybrid_memory import HybridBlockAllocator
 from services.scheduler.core.limits import EngineLimits
@@ -34,6 +37,7 @@ from services.scheduler.core.transfer.saves import Saves
 from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Incarnation, SequenceId
 from shared.messages.kvstore import Commit, Find, KvStoreReply, Reserve
+from shared.messages.lifecycle import LoraRefusal
 from shared.messages.scheduler import StepFinished, TransferProgress
 from shared.messages.worker import StepPlan
 
@@ -92,8 +96,11 @@ class EpochState:
         )
         self.queues = self.planner.queues
         self.isolation = self.planner.isolation
+        self._validator = RequestValidator(workers.card, workers.num_blocks, self.memory.max_tokens, limits.policy)
+        self.lora_refusals: tuple[LoraRefusal, ...] = ()
+        """See `EngineReport.lora_refusals`."""
         self.requests = EngineRequests(
-            RequestValidator(workers.card, workers.num_blocks, self.memory.max_tokens, limits.policy),
+            self._validator,
             self.limits,
             tickets,
             self.grammars,
@@ -173,9 +180,18 @@ class EpochState:
             compile=step.grammars.compile,
             forget=step.grammars.forget,
             connector=None if self.connector_saves is None else self.connector_saves.plan(now),
+            forget_loras=self.queues.adapters.take_unused(self.requests.held.values()),
         )
         self._sent.append(plan)
         self._outbox.add(SendPlan(plan))
+
+    def record_loras(self, changed: LorasChanged) -> None:
+        """Takes which adapters there are from now on. Sequences of one that is gone go on; no more are accepted."""
+        before, card = {lora.id for lora in self.workers.card.loras}, replace(self.workers.card, loras=changed.loras)
+        self.queues.adapters.retire(before - {lora.id for lora in card.loras}, card.loras)
+        self.workers = dataclasses.replace(self.workers, card=card)
+        self._validator.card = card
+        self.lora_refusals = changed.refusals
 
     def _open(self, sequence: Sequence, cached: int) -> None:
         """Its prompt is being computed, but for the first `cached` tokens."""

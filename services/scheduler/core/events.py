@@ -11,7 +11,7 @@ from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.kvstore import KvLayout, KvStoreReply, KvStoreRequest, Prefetch, Release
-from shared.messages.lifecycle import ModelCard
+from shared.messages.lifecycle import LoraCard, LoraRefusal, ModelCard
 from shared.messages.scheduler import (
     Cancel,
     GenerateRequest,
@@ -48,6 +48,16 @@ class WorkersReady:
     """See `WorkerReport.max_loras`."""
     kv_groups: tuple[KvCacheGroup, ...] = ()
     """See `WorkerReport.kv_groups`; equal on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class LorasChanged:
+    """Adapters came or went while the ranks work."""
+
+    loras: tuple[LoraCard, ...]
+    """Those that every rank serves."""
+    refusals: tuple[LoraRefusal, ...] = ()
+    """Those that some rank does not, and was to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +159,7 @@ Event = (
     | SchedulerControl
     | WorkerResult
     | WorkersReady
+    | LorasChanged
     | WorkersLost
     | RankProgress
     | DetokenizerGone

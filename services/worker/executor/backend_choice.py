@@ -98,7 +98,9 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
             attention=config.attention,
             grammar_limits=config.grammar_limits(),
             on_layer=on_layer,
-            loras=LoraSettings(config.lora_folders(), config.max_loras, config.max_lora_rank),
+            loras=LoraSettings(
+                config.lora_folders(), config.max_loras, config.max_lora_rank, config.lora_registry is not None
+            ),
             hybrid_kv_cache=config.hybrid_kv_cache,
             kv_store=config.kvstore_dir is not None,
             kv_connector=config.kv_connector is not None,

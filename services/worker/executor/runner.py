@@ -130,6 +130,8 @@ class RankState:
         if least != most:
             raise RanksApart(f"of the epoch before, {least} steps at the least and {most} at the most are computed")
         self.sequences.clear()
+        if self.loras is not None:
+            self.loras.forget_unserved()
         if self.guided is not None:
             self.guided.clear()
         if self.processors is not None:
@@ -145,6 +147,8 @@ class RankState:
                 self.guided.release(seq_index)
             if self.processors:
                 self.processors.release(seq_index)
+        if plan.forget_loras and self.loras is not None:
+            self.loras.forget_unserved(plan.forget_loras)
         proposer = self.drafting.proposer
         if proposer is not None:
             for transfer in plan.transfers:
@@ -208,6 +212,7 @@ class StepRunner:
         """PyTorch's name of it: "cpu", "cuda:1"."""
         self.kv: RankKvCache = rank.kv
         self.grammars = rank.grammars
+        self.adapters = rank.loras
         self.max_loras = 0 if rank.loras is None else rank.loras.max_loras
         self.max_speculate = rank.drafting.settings.max_tokens
         self.max_jump_ahead = rank.drafting.max_jump_ahead

@@ -88,6 +88,7 @@ class SimBackend:
         self.max_speculate = self._speculation.most
         self.max_jump_ahead = 0
         self.max_loras = 0
+        self.adapters = None
         self._seconds = seconds
         """None: a step takes no time at all."""
         self._vocabulary = vocabulary

@@ -38,6 +38,7 @@ def ring(adapters: dict[str, TinyModel], tmp_path_factory: pytest.TempPathFactor
         more=[
             *("--itl-target-ms=100", "--long-prefill-token-threshold=64", "--pooling-type=last"),
             *(f"--lora={name}={adapter.path}" for name, adapter in adapters.items()),
+            f"--lora-registry={tmp_path_factory.mktemp('registry')}/loras.json",
         ],
     ) as stack:
         yield stack

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
-from tests.support.cluster.conversations import client_of
+from tests.support.cluster.conversations import DEADLINE, client_of
 from tests.support.cluster.stack import RunningStack
+from tests.support.models.tiny_adapters import demo_reference, write_adapter
 from tests.support.models.tiny_models import TinyModel
 from tests.support.paths import DEMO_MODEL
 
@@ -64,6 +67,83 @@ async def test_adapters_are_listed_with_their_parent(client: AsyncOpenAI, stack:
     assert (await client.models.retrieve("org/poet")).id == "org/poet"
     with pytest.raises(openai.NotFoundError, match="The model `admiral` does not exist"):
         await client.completions.create(model="admiral", prompt="Hello")
+
+
+async def manage(stack: RunningStack, action: str, **body: object) -> tuple[int, str]:
+    """Status and text of the answer."""
+    async with httpx2.AsyncClient(base_url=stack.url, timeout=DEADLINE) as http:
+        answer = await http.post(f"/v1/{action}_lora_adapter", json=body)
+    return answer.status_code, answer.text
+
+
+async def complete_once_known(client: AsyncOpenAI, model: str) -> str:
+    """By whichever gateway, which may know it a moment later than the one that was told to load it."""
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            try:
+                return (await complete(client, model, PROMPT))[0]
+            except openai.NotFoundError:
+                await asyncio.sleep(0.05)
+
+
+async def until_unknown(client: AsyncOpenAI, model: str) -> None:
+    """By whichever gateway. Where one has not heard of it yet, the engine or a coordinator refuses."""
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            try:
+                await complete(client, model, "Hello")
+            except openai.NotFoundError:
+                return
+            except openai.BadRequestError as error:
+                if error.param != "model":
+                    raise
+
+
+async def test_an_adapter_is_loaded_outlives_its_engine_and_is_unloaded(
+    client: AsyncOpenAI, stack: RunningStack, tmp_path: Path
+) -> None:
+    late = write_adapter(demo_reference(), tmp_path / "late", r=4, seed=3, strength=0.1)
+    added = (200, "Success: LoRA adapter 'late' added successfully.")
+    assert await manage(stack, "load", lora_name="late", lora_path=str(late.path)) == added
+    text = wanted(late, PROMPT)
+    assert await complete_once_known(client, "late") == text
+    status, said = await manage(stack, "load", lora_name="late", lora_path=str(late.path))
+    assert (status, "has already been loaded" in said) == (400, True)
+
+    pid = stack.kill("engine-1-rank0")
+    stack.replaced("engine-1-rank0", pid)
+    assert await complete_once_known(client, "late") == text
+    listed = await asyncio.to_thread(stack.baton, "lora", "list")
+    assert [line.split() for line in listed.stdout.splitlines() if line.startswith("late")] == [["late", stack.model]]
+    done = await asyncio.to_thread(stack.baton, "lora", "unload", "late")
+    assert "removed successfully" in done.stdout, done.stderr
+    await until_unknown(client, "late")
+
+
+async def test_what_cannot_be_loaded_is_refused_and_leaves_nothing_behind(
+    stack: RunningStack, adapters: dict[str, TinyModel], tmp_path: Path
+) -> None:
+    wide = write_adapter(demo_reference(), tmp_path / "wide", r=32, modules=("q_proj",))
+    for status, complaint, body in (
+        (404, "adapter_config.json: there is no such file", {"lora_name": "a", "lora_path": str(tmp_path / "none")}),
+        (400, "r = 32 is not supported; 1 to max_lora_rank", {"lora_name": "a", "lora_path": str(wide.path)}),
+        (400, "the model itself has this name", {"lora_name": stack.model, "lora_path": "/x"}),
+        (400, "lora_path", {"lora_name": "a"}),
+        (400, "load_inplace", {"lora_name": "a", "lora_path": "/x", "load_inplace": True}),
+    ):
+        found, said = await manage(stack, "load", **body)
+        assert (found, complaint in said) == (status, True), said
+    status, said = await manage(stack, "unload", lora_name="a")
+    assert (status, "The lora adapter 'a' cannot be found." in said) == (404, True)
+    status, said = await manage(stack, "unload", lora_name="pirate")
+    assert (status, "was given by --lora" in said) == (400, True)
+    text = await asyncio.to_thread(stack.baton, "lora", "load", "a", str(wide.path))
+    assert (text.returncode, "r = 32 is not supported" in text.stderr) == (1, True)
+
+
+async def test_without_a_registry_nothing_is_loaded_at_run_time(pools: RunningStack) -> None:
+    status, said = await manage(pools, "load", lora_name="a", lora_path="/x")
+    assert (status, "--lora-registry allows it" in said) == (404, True)
 
 
 @pytest.mark.features("LoRA", "prefill/decode", "chunked prefill")

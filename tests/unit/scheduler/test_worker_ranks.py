@@ -6,12 +6,13 @@ import pytest
 from msgspec.structs import replace
 
 from services.scheduler.core.events import (
+    LorasChanged,
     WorkersLost,
     WorkersReady,
 )
 from services.scheduler.worker_ranks import UnequalRanks, WorkerRanks
-from shared.ids import EngineId, Incarnation, InstanceId
-from shared.messages.lifecycle import Lifecycle, Phase, WorkerReport
+from shared.ids import EngineId, Incarnation, InstanceId, ModelName
+from shared.messages.lifecycle import Lifecycle, LoraCard, LoraRefusal, Phase, WorkerReport
 from shared.protocol import PROTOCOL
 from tests.support.engines.checking_worker import card
 
@@ -122,3 +123,23 @@ def test_a_member_that_falls_silent_is_lost_once() -> None:
     ranks.record_lifecycle(life(0), 2.5)
     assert ranks.expire(2.6) == WorkersLost("worker e-rank1: silent for 2 s")
     assert ranks.expire(9.0) is None
+
+
+def test_the_engine_serves_the_adapters_that_all_its_ranks_have() -> None:
+    ranks, (one, two, *_) = WorkerRanks(ENGINE, None), CARD.loras
+    refusal = LoraRefusal(ModelName("x"), "/x", "no")
+
+    def report(rank: int, *loras: LoraCard, refusals: tuple[LoraRefusal, ...] = ()) -> None:
+        said = life(rank)
+        assert said.worker is not None
+        worker = replace(said.worker, model=replace(CARD, loras=loras), lora_refusals=refusals)
+        ranks.record_lifecycle(replace(said, worker=worker), 0.0)
+
+    report(0, one, two)
+    report(1, two)
+    ready = ranks.assemble()
+    assert isinstance(ready, WorkersReady)
+    assert ready.card.loras == (two,)
+    assert ranks.loras() == LorasChanged((two,))
+    report(1, two, one, refusals=(refusal,))
+    assert ranks.loras() == LorasChanged((one, two), (refusal,))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 
 from services.scheduler.core.sequence import Sequence
 from shared.ids import LoraId
+from shared.messages.lifecycle import LoraCard
 
 
 class AdapterSlots:
@@ -16,11 +18,29 @@ class AdapterSlots:
         self._max_loras = max_loras
         self._used: Counter[LoraId] = Counter()
         self._recent: OrderedDict[LoraId, None] = OrderedDict()
+        self._retired: set[LoraId] = set()
+        """Those that are served no longer, and that the ranks have not been told to forget."""
 
     @property
     def recent(self) -> tuple[LoraId, ...]:
         """As many of the adapters as the ranks hold, those used last at the end."""
         return tuple(self._recent)
+
+    def retire(self, gone: Iterable[LoraId], served: Iterable[LoraCard]) -> None:
+        """No more sequences come of the adapters that are `gone`. Those that are served (again) stay."""
+        self._retired.update(gone)
+        self._retired.difference_update([each.id for each in served])
+
+    def take_unused(self, sequences: Iterable[Sequence]) -> tuple[LoraId, ...]:
+        """The adapters that the ranks can forget: those that are gone, and that none of the engine's `sequences` has.
+        Each is returned once."""
+        if not self._retired:
+            return ()
+        unused = self._retired - {each.generation.lora for each in sequences if each.generation.lora is not None}
+        self._retired -= unused
+        for lora in unused:
+            self._recent.pop(lora, None)
+        return tuple(sorted(unused))
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether the sequence may run beside those that do: it has no adapter, one of theirs, or there is a slot."""

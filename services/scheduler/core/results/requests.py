@@ -38,7 +38,8 @@ class RequestValidator:
 
     def __init__(self, card: ModelCard, num_blocks: int, max_tokens: int, policy: QueuePolicy) -> None:
         """`max_tokens`: of a sequence that takes all of the `num_blocks`."""
-        self._card = card
+        self.card = card
+        """The model's, with the adapters that there are now."""
         self._policy = policy
         size = self._block_size = card.block_size
         self.context = min(card.max_model_len, max_tokens)
@@ -65,7 +66,7 @@ class RequestValidator:
                 code=invalid.code,
             )
         priority = generation.priority if self._policy == "priority" else 0
-        eos = () if generation.stopping.ignore_eos else self._card.eos_token_ids
+        eos = () if generation.stopping.ignore_eos else self.card.eos_token_ids
         stops = frozenset((*generation.stopping.stop_token_ids, *eos))
         return Sequence(generate, QueueKey(priority, generation.arrival, ticket), limit, stops, self._block_size)
 
@@ -76,11 +77,11 @@ class RequestValidator:
         hashed = count // self._block_size if generation.prefix_caching else 0
         if len(generation.block_hashes) != hashed * HASH_BYTES:
             raise _InvalidRequest("prompt", "block hashes do not match the prompt")
-        if generation.lora is not None and all(each.id != generation.lora for each in self._card.loras):
+        if generation.lora is not None and all(each.id != generation.lora for each in self.card.loras):
             raise _InvalidRequest("model", f"model: the adapter {generation.lora.hex()} is not served by this engine")
         if not math.isfinite(generation.arrival):
             raise _InvalidRequest(None, "arrival must be a finite number")
-        vocabulary = self._card.vocab_size
+        vocabulary = self.card.vocab_size
         for field, ids in (
             ("prompt", unpack(generation.tokens)),
             ("stop_token_ids", generation.stopping.stop_token_ids),
@@ -112,10 +113,10 @@ class RequestValidator:
 
     def _pooled_limit(self, prompt: int, pooling: PoolingOptions) -> int:
         """One more than the prompt: planning takes the vector for the one token that is drawn behind it."""
-        if self._card.pooling is None:
+        if self.card.pooling is None:
             raise _InvalidRequest("model", "model: this engine makes no embeddings")
-        if pooling.dimensions > self._card.pooling.size:
-            allowed = f"dimensions: {pooling.dimensions} is not allowed; 1 to {self._card.pooling.size} are"
+        if pooling.dimensions > self.card.pooling.size:
+            allowed = f"dimensions: {pooling.dimensions} is not allowed; 1 to {self.card.pooling.size} are"
             raise _InvalidRequest("dimensions", allowed)
         if prompt > self.context:
             message = f"{self._bound}; the prompt has {prompt}"

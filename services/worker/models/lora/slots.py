@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,16 +24,15 @@ from services.worker.models.lora.adapted_ops import (
     LoraWeights,
     LowRankProduct,
 )
-from services.worker.models.lora.adapter_files import LoraAdapter, LoraPair, read_adapter
+from services.worker.models.lora.adapter_files import CONFIG, LoraAdapter, LoraPair, read_adapter
 from services.worker.models.sharding import LayerShard
 from services.worker.models.weights import DenseMlp, KvCaches, LayerWeights
 from services.worker.ops.interface import BatchMeta, PackedLinear
 from services.worker.ops.transfer import to_device
 from shared.ids import LoraId, ModelName
 from shared.messages.lifecycle import LoraCard
+from shared.models.lora_registry import MAX_REGISTERED_LORAS, AdapterRefused
 
-MAX_ADAPTERS = 256
-"""Adapters of one engine: each of its heartbeats names them all."""
 NO_ADAPTER = -1
 
 
@@ -43,24 +43,34 @@ class LoraSettings(NamedTuple):
     """Each adapter's name, and where it lies."""
     max_loras: int = 8
     max_rank: int = 16
+    at_run_time: bool = False
+    """Whether more may come once it serves."""
 
 
 NO_LORAS = LoraSettings()
 
 
 class LoraSlots:
-    """Owns the registered adapters and the slots of the device. Used from the thread that computes, but for
-    `numbers`."""
+    """Owns the registered adapters and the slots of the device. Used from the thread that computes, but for `add` and
+    `remove`; what these change the others read in one go."""
 
     def __init__(self, decoder: Decoder, config: ModelConfig, dtype: torch.dtype, settings: LoraSettings) -> None:
         """Reads all adapters. Raises ModelError where one cannot be served."""
         self._decoder, self._config, self._dtype = decoder, config, dtype
-        self._share, self._max_loras = decoder.share, settings.max_loras
+        self._max_loras, self._max_rank = settings.max_loras, settings.max_rank
         self._ops = AdaptedOps(decoder.ops)
         self._adapted = decoder.on(self._ops)
-        self._adapters = _read_all(settings, config)
-        self.numbers: dict[LoraId, int] = {each.id: number for number, each in enumerate(self._adapters)}
+        self._cards: dict[ModelName, LoraCard] = {}
+        """Those that are served, by name; several names may have one adapter."""
+        self._adapters: dict[int, LoraAdapter] = {}
+        """By number; of those that are served no longer, too, while sequences may have them."""
+        self._next = 0
+        self._changing = threading.Lock()
+        """Held while something is served, or freed: an adapter may be loaded again as it is being forgotten."""
+        self.numbers: dict[LoraId, int] = {}
         """Which number sequences of an adapter have here."""
+        for adapter in _read_all(settings, config):
+            self._serve(adapter)
         self._slots: OrderedDict[int, LoraWeights] = OrderedDict()
         """The adapters on the device by number, those used last at the end."""
         self._memory = _slot_memory(decoder, config, dtype, settings)
@@ -69,7 +79,7 @@ class LoraSlots:
     @property
     def cards(self) -> tuple[LoraCard, ...]:
         """What the other services know of the adapters."""
-        return tuple(LoraCard(name=each.name, id=each.id, rank=each.rank) for each in self._adapters)
+        return tuple(self._cards.values())
 
     @property
     def max_loras(self) -> int:
@@ -80,6 +90,41 @@ class LoraSlots:
     def loaded(self) -> list[LoraId]:
         """The adapters on the device, those used last at the end."""
         return [self._adapters[number].id for number in self._slots]
+
+    def add(self, name: ModelName, folder: Path) -> LoraCard:
+        """See `AdapterStore.add`."""
+        if name in self._cards:
+            raise AdapterRefused(f"lora_name = {name}: there is an adapter of this name")
+        if len(self._cards) >= MAX_REGISTERED_LORAS:
+            raise AdapterRefused(f"lora_name = {name}: at most {MAX_REGISTERED_LORAS} adapters are allowed")
+        folder = folder.expanduser()
+        try:
+            return self._serve(read_adapter(name, folder, self._config, self._max_rank))
+        except ModelError as error:
+            raise AdapterRefused(str(error), missing=not (folder / CONFIG).is_file()) from None
+
+    def remove(self, name: ModelName) -> None:
+        """See `AdapterStore.remove`."""
+        self._cards.pop(name, None)
+
+    def forget_unserved(self, loras: Sequence[LoraId] | None = None) -> None:
+        """Frees what is served no longer: of `loras`, or None: all of it. No sequence has any."""
+        with self._changing:
+            served = {card.id for card in tuple(self._cards.values())}
+            for lora in [each for each in (tuple(self.numbers) if loras is None else loras) if each not in served]:
+                number = self.numbers.pop(lora, None)
+                if number is not None:
+                    self._leave_slot(number)
+                    del self._adapters[number]
+
+    def _serve(self, adapter: LoraAdapter) -> LoraCard:
+        with self._changing:
+            if adapter.id not in self.numbers:
+                self._adapters[self._next] = adapter
+                self.numbers[adapter.id] = self._next
+                self._next += 1
+            card = self._cards[adapter.name] = LoraCard(name=adapter.name, id=adapter.id, rank=adapter.rank)
+            return card
 
     def batch(self, numbers: NDArray[np.int32], logits_rows: NDArray[np.int32]) -> LoraBatch | None:
         """Whose adapters the rows of a step have, all of them on the device then. `numbers` [n]: of each row's adapter,
@@ -121,10 +166,7 @@ class LoraSlots:
     def _load(self, number: int, wanted: Sequence[int]) -> LoraWeights:
         """To the device, in place of the one that was not used for longest where all slots are taken."""
         if len(self._slots) == self._max_loras:
-            oldest = next(each for each in self._slots if each not in wanted)
-            del self._slots[oldest]
-            if self._memory:
-                self._memory.append(self._memory_of.pop(oldest))
+            self._leave_slot(next(each for each in self._slots if each not in wanted))
         place = None
         if self._memory_of or self._memory:
             place = self._memory_of[number] = self._memory.pop()
@@ -133,12 +175,18 @@ class LoraSlots:
         )
         return weights
 
+    def _leave_slot(self, number: int) -> None:
+        self._slots.pop(number, None)
+        place = self._memory_of.pop(number, None)
+        if place is not None:
+            self._memory.append(place)
+
 
 def open_loras(
     decoder: CausalLm, config: object, dtype: torch.dtype, settings: LoraSettings, name: ModelName
 ) -> LoraSlots | None:
-    """The adapters of `settings` beside the model `name`; None where there are none. Raises ModelError."""
-    if not settings.folders:
+    """The adapters of `settings` beside the model `name`; None where there can be none. Raises ModelError."""
+    if not (settings.folders or settings.at_run_time):
         return None
     if not isinstance(decoder, Decoder) or not isinstance(config, ModelConfig):
         raise ModelError("lora: a model that transformers computes can have no adapters here")
@@ -150,8 +198,8 @@ def open_loras(
 
 
 def _read_all(settings: LoraSettings, config: ModelConfig) -> list[LoraAdapter]:
-    if len(settings.folders) > MAX_ADAPTERS:
-        raise ModelError(f"lora: {len(settings.folders)} adapters; at most {MAX_ADAPTERS} are allowed")
+    if len(settings.folders) > MAX_REGISTERED_LORAS:
+        raise ModelError(f"lora: {len(settings.folders)} adapters; at most {MAX_REGISTERED_LORAS} are allowed")
     names = [name for name, _ in settings.folders]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

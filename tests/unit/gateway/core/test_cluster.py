@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from services.gateway.core.cluster import MODEL_MEMORY_S, REQUIRED_SERVICES, Absence, ClusterView
-from shared.ids import InstanceId, ModelName
-from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard
+from shared.ids import InstanceId, LoraId, ModelName
+from shared.messages.lifecycle import EngineReport, Lifecycle, LoraCard, ModelCard, Phase
 from tests.unit.gateway.core.test_supervisor import life
 
 CARD = ModelCard(name=ModelName("m"), max_model_len=8, vocab_size=9, eos_token_ids=(), dtype="float32", created=1)
@@ -83,3 +83,31 @@ def test_a_model_outlives_its_engines_for_a_while() -> None:
     ring.expire(1.0 + MODEL_MEMORY_S + 0.1)
     assert ring.models() == []
     assert ring.model(ModelName("m")) is None
+
+
+def test_a_model_has_the_adapters_of_all_its_engines() -> None:
+    one, two = (LoraCard(name=ModelName(name), id=LoraId(name.encode() * 8), rank=8) for name in ("l1", "l2"))
+    cluster = ClusterView()
+
+    def report(instance: str, *loras: LoraCard, phase: Phase = "ready") -> None:
+        life = engine(instance)
+        card = replace(CARD, loras=loras)
+        cluster.record_lifecycle(replace(life, phase=phase, engine=replace(REPORT, model=card)), 0.0)
+
+    def known() -> tuple[LoraCard, ...]:
+        (card,) = cluster.models()
+        return card.loras
+
+    report("engine-1", two, one)
+    assert known() == (two, one)
+    report("engine-2", one)
+    report("engine-1", two, one)
+    assert known() == (one, two)
+    assert [len(each.model.loras) for each in cluster.ready_engines()] == [2, 1]
+    report("engine-1", two, one, phase="stopped")
+    report("engine-2", one)
+    assert known() == (one,)
+    cluster.record_lifecycle(replace(engine("engine-2"), engine=None), 0.0)
+    assert known() == (one,), "requests wait for the last engine of a model"
+    report("engine-3", two)
+    assert known() == (two,)

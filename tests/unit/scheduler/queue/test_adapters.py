@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from services.scheduler.core.engine import EngineCore
-from services.scheduler.core.events import SendPlan, SendToGateway, WorkersReady
+from services.scheduler.core.events import LorasChanged, SendPlan, SendToGateway, WorkersReady
 from services.scheduler.core.limits import EngineLimits
-from shared.ids import EngineId, Incarnation, LoraId
+from shared.ids import EngineId, Incarnation, LoraId, ModelName
 from shared.messages.gateway import RequestRejected
+from shared.messages.lifecycle import LoraRefusal
 from shared.messages.worker import StepPlan
 from tests.support.engines.checking_worker import LORAS as KNOWN
 from tests.support.engines.checking_worker import HonestWorker, card, generate
@@ -68,3 +69,40 @@ def test_an_adapter_that_the_workers_do_not_have_is_refused() -> None:
     (refused,) = engine.refused
     assert refused.field == "model"
     assert "is not served by this engine" in refused.message
+
+
+def test_an_adapter_that_is_gone_is_forgotten_behind_its_last_sequence() -> None:
+    engine = Engine(max_loras=1)
+    served = engine.core.report()
+    assert served is not None
+    engine.ask("a", A, tokens=6)
+    engine.ask("b", A, tokens=2)  # waits
+    left = tuple(each for each in served.model.loras if each.id != A)
+    refusal = LoraRefusal(ModelName("x"), "/x", "no")
+    engine.send(LorasChanged(left, (refusal,)))
+    engine.ask("c", A)
+    assert [each.field for each in engine.refused] == ["model"]
+    forgotten: list[tuple[int, LoraId]] = []
+    while engine.plans:
+        plan = engine.plans.pop(0)
+        forgotten += [(len(engine.core.requests), each) for each in plan.forget_loras]
+        engine.send(engine.worker.step(plan))
+    assert engine.started == [A, A]
+    assert forgotten == []
+    engine.ask("d", B, tokens=1)
+    (plan,) = engine.plans
+    assert plan.forget_loras == (A,)
+    report = engine.core.report()
+    assert report is not None
+    assert (report.model.loras, report.lora_refusals) == (left, (refusal,))
+    assert A not in report.loras
+
+
+def test_an_adapter_that_comes_back_is_not_forgotten() -> None:
+    engine = Engine(max_loras=1)
+    whole = card().loras
+    engine.send(LorasChanged(whole[1:]))
+    engine.send(LorasChanged(whole))
+    engine.ask("a", A, tokens=1)
+    (plan,) = engine.plans
+    assert plan.forget_loras == ()

@@ -1,0 +1,162 @@
+"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, in vLLM's shapes: adapters that come and go at run time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Annotated, NoReturn
+
+import msgspec
+from msgspec import Meta, Struct
+
+from services.gateway.api.errors import RequestError, abbreviated, decode_body, not_allowed
+from services.gateway.core.cluster import ClusterView
+from services.gateway.http.call import Call
+from shared.ids import ModelName
+from shared.messages.lifecycle import LoraRefusal
+from shared.models.lora_registry import LoraRegistry, LoraRegistryError
+
+log = logging.getLogger(__name__)
+
+LOAD_SECONDS = 120.0
+"""Within which every engine must have read an adapter."""
+UNLOAD_SECONDS = 30.0
+LOOK_EVERY = 0.02
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+AdapterPath = Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class LoadLoraRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `/v1/load_lora_adapter`."""
+
+    lora_name: Name
+    lora_path: AdapterPath
+    """A folder of the machine that the engines run on."""
+    load_inplace: bool = False
+
+
+class UnloadLoraRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `/v1/unload_lora_adapter`."""
+
+    lora_name: Name
+
+
+_LOAD, _UNLOAD = msgspec.json.Decoder(LoadLoraRequest), msgspec.json.Decoder(UnloadLoraRequest)
+
+
+class LoraEndpoints:
+    """Enters adapters in the registry's file, which engines follow, and answers once all that are ready have: what was
+    answered holds for engines that start later, too."""
+
+    def __init__(self, cluster: ClusterView, registry: LoraRegistry | None) -> None:
+        """`registry`: None: adapters cannot be loaded at run time."""
+        self._cluster, self._registry = cluster, registry
+
+    async def load(self, call: Call) -> None:
+        """Raises RequestError: 404 where this is not allowed or there is no adapter at the path, 400 where it cannot be
+        served or its name is taken, 503 where no engine is ready or one does not answer in time."""
+        registry = self._allowed()
+        wanted = decode_body(await call.body(), _LOAD)
+        name, path = ModelName(wanted.lora_name), wanted.lora_path
+        if wanted.load_inplace:
+            raise not_allowed("load_inplace", True, "unload the adapter first, or give another lora_name")
+        if "\0" in path:
+            raise not_allowed("lora_path", path, "a folder's path has no NUL")
+        for card in self._cluster.models():
+            if card.name == name:
+                raise not_allowed("lora_name", name, "the model itself has this name")
+            if card.lora(name) is not None:
+                raise _bad(f"The lora adapter '{_shown(name)}' has already been loaded.")
+        if not self._cluster.ready_engines():
+            raise RequestError(503, "no engine is ready", retry_after=1.0)
+        await self._add(registry, name, path)
+        try:
+            loaded = await _until(lambda: self._everywhere(name) or self._refusal(name, path) is not None, LOAD_SECONDS)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(registry.remove, name)
+            raise
+        refusal = self._refusal(name, path)
+        if refusal is not None or not loaded:
+            await self._give_up(registry, name, path, refusal)
+        log.info("adapter loaded", extra={"adapter": name, "path": path})
+        await call.respond(f"Success: LoRA adapter '{_shown(name)}' added successfully.".encode(), content_type=_TEXT)
+
+    async def unload(self, call: Call) -> None:
+        """Requests that have begun go on. Raises RequestError: 404 where this is not allowed or there is no such
+        adapter, 400 where it was not loaded at run time, 503 where an engine does not answer in time."""
+        registry = self._allowed()
+        name = ModelName(decode_body(await call.body(), _UNLOAD).lora_name)
+        try:
+            removed = await asyncio.to_thread(registry.remove, name)
+        except LoraRegistryError as error:
+            raise RequestError(503, str(error)) from None
+        if not removed:
+            if any(card.lora(name) is not None for card in self._cluster.models()):
+                raise _bad(f"The lora adapter '{_shown(name)}' was given by --lora, and stays as long as its engines.")
+            raise RequestError(404, f"The lora adapter '{_shown(name)}' cannot be found.", param="lora_name")
+        if not await _until(lambda: not self._anywhere(name), UNLOAD_SECONDS):
+            raise RequestError(503, f"some engine has not unloaded it within {UNLOAD_SECONDS:g} s, and will")
+        log.info("adapter unloaded", extra={"adapter": name})
+        await call.respond(f"Success: LoRA adapter '{_shown(name)}' removed successfully.".encode(), content_type=_TEXT)
+
+    def _allowed(self) -> LoraRegistry:
+        if self._registry is None:
+            raise RequestError(
+                404, "adapters cannot be loaded at run time here; the server's --lora-registry allows it"
+            )
+        return self._registry
+
+    async def _add(self, registry: LoraRegistry, name: ModelName, path: str) -> None:
+        try:
+            await asyncio.to_thread(registry.add, name, path)
+        except LoraRegistryError as error:
+            raise _bad(str(error)) from None
+
+    async def _give_up(
+        self, registry: LoraRegistry, name: ModelName, path: str, refusal: LoraRefusal | None
+    ) -> NoReturn:
+        """Takes the adapter out again, and waits until no engine speaks of it, so that a next attempt starts clean."""
+        await asyncio.to_thread(registry.remove, name)
+        await _until(lambda: not self._anywhere(name) and self._refusal(name, path) is None, UNLOAD_SECONDS)
+        if refusal is None:
+            raise RequestError(503, f"some engine has not loaded the adapter within {LOAD_SECONDS:g} s; it is given up")
+        raise RequestError(404 if refusal.missing else 400, refusal.reason, param="lora_path")
+
+    def _everywhere(self, name: ModelName) -> bool:
+        """Whether every ready engine serves it, and requests find it by its name."""
+        engines = self._cluster.ready_engines()
+        known = any(card.lora(name) is not None for card in self._cluster.models())
+        return known and all(each.model.lora(name) is not None for each in engines)
+
+    def _anywhere(self, name: ModelName) -> bool:
+        engines = self._cluster.ready_engines()
+        known = engines and any(card.lora(name) is not None for card in self._cluster.models())
+        return bool(known) or any(each.model.lora(name) is not None for each in engines)
+
+    def _refusal(self, name: ModelName, path: str) -> LoraRefusal | None:
+        refusals = (one for each in self._cluster.ready_engines() for one in each.lora_refusals)
+        return next((one for one in refusals if (one.name, one.path) == (name, path)), None)
+
+
+_TEXT = b"text/plain; charset=utf-8"
+
+
+async def _until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether it came true within that time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(LOOK_EVERY)
+    return True
+
+
+def _bad(message: str) -> RequestError:
+    return RequestError(400, message, param="lora_name")
+
+
+def _shown(name: str) -> str:
+    return abbreviated(name)[1:-1]

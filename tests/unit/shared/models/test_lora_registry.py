@@ -1,0 +1,46 @@
+"""The file of adapters: entries come and go as a whole, and what is wrong with it is said in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shared.ids import ModelName
+from shared.models.lora_registry import MAX_REGISTERED_LORAS, NO_FILE, LoraRegistry, LoraRegistryError
+
+
+def test_what_was_added_is_read_until_it_is_removed(tmp_path: Path) -> None:
+    registry, other = (LoraRegistry(tmp_path / "loras.json") for _ in range(2))
+    assert (registry.version(), registry.read()) == (NO_FILE, {})
+    registry.add(ModelName("poet"), "/a/poet")
+    before = other.version()
+    other.add(ModelName("org/pirate"), "/a/pirate")
+    assert registry.version() not in (before, NO_FILE)
+    assert list(registry.read().items()) == [("poet", "/a/poet"), ("org/pirate", "/a/pirate")]
+    with pytest.raises(LoraRegistryError, match=r"lora_name = poet: .* has an adapter of this name"):
+        registry.add(ModelName("poet"), "/elsewhere")
+    assert registry.remove(ModelName("poet"))
+    assert not registry.remove(ModelName("poet"))
+    assert other.read() == {"org/pirate": "/a/pirate"}
+    assert not list(tmp_path.glob(".loras.json.*"))
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    registry = LoraRegistry(tmp_path / "loras.json")
+    full = {str(number): "/a" for number in range(MAX_REGISTERED_LORAS)}
+    registry.path.write_bytes(msgspec.json.encode({"loras": full}))
+    with pytest.raises(LoraRegistryError, match="it has 256 adapters, as many as are allowed"):
+        registry.add(ModelName("one more"), "/a")
+    for text, complaint in (
+        ("{", "truncated"),
+        ('{"lora": {}}', "unknown field `lora`"),
+        ('{"loras": {"a": 3}}', r"Expected `str`, got `int` - at `\$.loras\[...\]`"),
+        (msgspec.json.encode({"loras": {**full, "x": "/a"}}).decode(), "257 adapters; at most 256"),
+    ):
+        registry.path.write_text(text)
+        with pytest.raises(LoraRegistryError, match=complaint):
+            registry.read()
+    with pytest.raises(LoraRegistryError, match="No such file or directory"):
+        LoraRegistry(tmp_path / "missing" / "loras.json").add(ModelName("a"), "/a")
