@@ -55,7 +55,7 @@ COMMANDS: Mapping[str, Listed] = {
         USE,
         "deploy.cli.bench",
         "Measure: baton bench serve|latency|throughput|interference|hops|startup|profile|prefixes|kv|idle|"
-        "speculation|roofline|kernels|routing|peers|gpu.",
+        "speculation|perplexity|roofline|kernels|routing|peers|gpu.",
         PASSED_ON,
     ),
     "simulate": Listed(
