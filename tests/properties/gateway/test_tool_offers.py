@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from services.gateway.api.chat import AssistantMessage, read_chat
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
+from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
-from shared.messages.dialects import Dialect
 from shared.messages.lifecycle import ModelCard
 
 CARD = ModelCard(
@@ -53,18 +53,17 @@ CHOICES = st.one_of(
     st.just({"type": "function", "function": {"name": "f"}}),
     JSON,
 )
-DIALECTS = st.builds(
-    Dialect,
+DIALECTS = st.tuples(
     st.sampled_from([None, "hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"]),
     st.sampled_from([None, "qwen3", "mistral"]),
-)
+).map(lambda formats: OutputDialect(*formats))
 OUTPUT = "<think>x</think>[f(a=1)]<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 
 
 @settings(max_examples=120, deadline=None)
 @given(tools=TOOLS | JSON, choice=CHOICES, parallel=st.none() | st.booleans(), dialect=DIALECTS, guided=st.booleans())
 def test_tools_are_refused_by_their_field_or_served(
-    tools: Any, choice: Any, parallel: bool | None, dialect: Dialect, guided: bool
+    tools: Any, choice: Any, parallel: bool | None, dialect: OutputDialect, guided: bool
 ) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "tool_choice": choice}
     body |= {"parallel_tool_calls": parallel}
@@ -82,7 +81,7 @@ def test_tools_are_refused_by_their_field_or_served(
         assert speech.body()["role"] == "assistant"
 
 
-def _job(body: dict[str, Any], dialect: Dialect) -> GenerationRequest | RequestError:
+def _job(body: dict[str, Any], dialect: OutputDialect) -> GenerationRequest | RequestError:
     try:
         return read_chat(msgspec.json.encode(body), [CARD], RequestLimits(), lambda _: dialect)
     except RequestError as error:
