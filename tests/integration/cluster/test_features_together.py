@@ -167,7 +167,8 @@ async def processed(client: AsyncOpenAI, model: str) -> Any:
     tokens: Any = await client.post(str(client.base_url.join("/tokenize")), body=question, cast_to=object)
     body: dict[str, Any] = {"vllm_xargs": {"begin_with": tokens["tokens"]}}
     more: dict[str, Any] = {"max_tokens": 24, "logprobs": True, "top_logprobs": 1, "n": 2}
-    answer = await ask(client, model, f"{LONG} Where?", **more, extra_body={**body, "prompt_logprobs": 0})
+    short = "Ada lives in Oslo. Ben has a green boat. Where does Ada live?"
+    answer = await ask(client, model, short, **more, extra_body={**body, "prompt_logprobs": 0})
     texts = [choice.message.content for choice in answer.choices]
     assert [text.startswith("Paris is") for text in texts] == [True, True]
     guided = {"structured_outputs": {"regex": r"(Paris|Rome) (is|was) the capital of (France|Italy)\."}}
