@@ -51,6 +51,10 @@ NEW_IN_PLAN, FORGET_IN_PLAN, GRAMMAR_IN_NEW, GRAMMAR_IN_REPLY = 3, 7, 8, 2
 """Where plans and replies name grammars; `forget` is new in version 3, and so is what is behind it."""
 POOLED_IN_BATCH, POOLING_IN_GENERATION = 8, 22
 """Where messages say of vectors, since version 5."""
+SAMPLING_IN_NEW, SAMPLING_IN_GENERATION = 5, 7
+LORA_IN_NEW, LORA_IN_GENERATION, FORGET_LORAS_IN_PLAN, EXTRA_ARGS_IN_SAMPLING, VALUE_DIM_IN_LAYOUT = 10, 23, 9, 17, 6
+"""Where messages say of adapters, of logits processors' arguments, and of parts of a block that differ in size, since
+version 6."""
 GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_PLACED_FIELDS = 6
@@ -83,14 +87,36 @@ class JournalNames:
         return name, content
 
 
-class Vectorless(JournalNames):
+class AdapterFree(JournalNames):
+    """Version 5: nobody had an adapter or a logits processor, and keys were as large as values."""
+
+    def output(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """Plans, hand-overs and requests for arenas without their newest fields; other outputs as they are."""
+        if name not in ("SendPlan", "SendHandOver", "SendStoreRequest"):
+            return name, content
+        output = _decode(content)
+        if name == "SendPlan":
+            del output["plan"][FORGET_LORAS_IN_PLAN:]
+            for new in output["plan"][NEW_IN_PLAN]:
+                del new[LORA_IN_NEW:]
+                del new[SAMPLING_IN_NEW][EXTRA_ARGS_IN_SAMPLING:]
+        elif name == "SendHandOver":
+            generation = output["generate"][1]
+            del generation[LORA_IN_GENERATION:]
+            del generation[SAMPLING_IN_GENERATION][EXTRA_ARGS_IN_SAMPLING:]
+        elif output["request"][0] == "Attach":
+            del output["request"][1][VALUE_DIM_IN_LAYOUT:]
+        return name, _encode(output)
+
+
+class Vectorless(AdapterFree):
     """Version 4: no prompt became a vector."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
         """Plans, tokens and hand-overs without their fields about vectors; other outputs as they are."""
         if name not in ("SendPlan", "SendTokens", "SendHandOver"):
-            return name, content
-        output = _decode(content)
+            return super().output(name, content)
+        output = _decode(super().output(name, content)[1])
         if name == "SendTokens":
             del output["batch"][POOLED_IN_BATCH:]
         elif name == "SendPlan":
@@ -108,7 +134,7 @@ class UnsizedLayouts(Vectorless):
         """A request for an arena without the newest field of its layout; other outputs as they were in version 4."""
         if name != "SendStoreRequest":
             return super().output(name, content)
-        output = _decode(content)
+        output = _decode(super().output(name, content)[1])
         if output["request"][0] == "Attach":
             del output["request"][1][LAYOUT_FIELDS:]
         return name, _encode(output)
@@ -216,5 +242,7 @@ def names_of(version: int) -> JournalNames:
             return UnsizedLayouts()
         case 4:
             return Vectorless()
+        case 5:
+            return AdapterFree()
         case _:
             return JournalNames()

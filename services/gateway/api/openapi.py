@@ -10,6 +10,7 @@ import msgspec
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.completions import CompletionFields
 from services.gateway.api.generation import RANGES, AllowedRange, CommonFields
+from services.gateway.api.loras import LoadLoraRequest, UnloadLoraRequest
 from services.gateway.api.pooling.classification import ClassificationFields
 from services.gateway.api.pooling.embeddings import EmbeddingFields, PoolingFields
 from services.gateway.api.pooling.scores import RerankFields, ScoreFields
@@ -67,6 +68,10 @@ OPERATIONS = (
     Operation("GET", "/version", "The version of the server."),
     Operation("GET", "/openapi.json", "This page.", with_key=False),
     Operation("GET", "/admin/keys", "The API keys by name; needs the scope admin."),
+    Operation("POST", "/v1/load_lora_adapter", "Serve one more adapter; needs the scope admin.", LoadLoraRequest),
+    Operation(
+        "POST", "/v1/unload_lora_adapter", "Serve an adapter no longer; needs the scope admin.", UnloadLoraRequest
+    ),
     Operation("GET", "/health", "Whether requests can be served.", with_key=False),
     Operation("GET", "/ping", "The same as /health.", with_key=False),
     Operation("POST", "/ping", "The same as /health.", with_key=False),

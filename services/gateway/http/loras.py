@@ -6,12 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
 import msgspec
-from msgspec import Meta, Struct
 
 from services.gateway.api.errors import RequestError, abbreviated, decode_body, not_allowed
+from services.gateway.api.loras import LoadLoraRequest, UnloadLoraRequest
 from services.gateway.core.cluster import ClusterView
 from services.gateway.http.call import Call
 from shared.ids import ModelName
@@ -24,25 +24,6 @@ LOAD_SECONDS = 120.0
 """Within which every engine must have read an adapter."""
 UNLOAD_SECONDS = 30.0
 LOOK_EVERY = 0.02
-
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-AdapterPath = Annotated[str, Meta(min_length=1, max_length=4096)]
-
-
-class LoadLoraRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `/v1/load_lora_adapter`."""
-
-    lora_name: Name
-    lora_path: AdapterPath
-    """A folder of the machine that the engines run on."""
-    load_inplace: bool = False
-
-
-class UnloadLoraRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `/v1/unload_lora_adapter`."""
-
-    lora_name: Name
-
 
 _LOAD, _UNLOAD = msgspec.json.Decoder(LoadLoraRequest), msgspec.json.Decoder(UnloadLoraRequest)
 

@@ -47,8 +47,9 @@ class NatsServer:
         )
         deadline = time.monotonic() + START_DEADLINE
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=0.2):
-                return
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as probe:
+                if probe.recv(4) == b"INFO":  # before that it listens, but may still close what has connected
+                    return
             time.sleep(0.02)
         raise RuntimeError(f"nats-server did not listen on {self.port} within {START_DEADLINE} s")
 

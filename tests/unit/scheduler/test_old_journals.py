@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from services.scheduler.journal import EVENTS, Decision
 from services.scheduler.old_journals import RENAMED, names_of
 from services.scheduler.replay import replay
-from shared.journals.journal import Journal
+from shared.journals.journal import JOURNAL_VERSION, Journal
 
 JOURNALS = Path(__file__).parents[2] / "data" / "journals"
 """Of a prefill and a decode engine, recorded with the former names: hand-overs, one that nobody took, a client's trace
@@ -42,7 +43,25 @@ def test_no_former_name_stands_for_two_of_today() -> None:
 
 
 def test_todays_journals_are_read_as_they_are() -> None:
-    assert names_of(5).event("Generate", b"\x90") == ("Generate", b"\x90")
+    assert names_of(JOURNAL_VERSION).event("Generate", b"\x90") == ("Generate", b"\x90")
+    assert names_of(JOURNAL_VERSION).output("SendPlan", b"\x90") == ("SendPlan", b"\x90")
+
+
+def test_version_5_says_nothing_of_adapters() -> None:
+    """Nor of logits processors, nor of blocks whose parts differ in size."""
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    new: list[Any] = list(range(11))
+    new[5] = list(range(18))
+    _, plan = names_of(5).output("SendPlan", encode({"plan": [1, 0, [], [new], [], [], [], [], None, [b"x"]]}))
+    kept: list[Any] = list(range(10))
+    kept[5] = list(range(17))
+    assert decode(plan) == {"plan": [1, 0, [], [kept], [], [], [], [], None]}
+    generation: list[Any] = list(range(24))
+    generation[7] = list(range(18))
+    _, passed = names_of(5).output("SendHandOver", encode({"generate": ["GenerateRequest", generation]}))
+    assert [len(decode(passed)["generate"][1]), len(decode(passed)["generate"][1][7])] == [23, 17]
+    _, asked = names_of(5).output("SendStoreRequest", encode({"request": ["Attach", list(range(7))]}))
+    assert decode(asked) == {"request": ["Attach", list(range(6))]}
     assert names_of(5).output("SendTokens", b"\x90") == ("SendTokens", b"\x90")
 
 
@@ -51,10 +70,11 @@ def test_version_4_says_nothing_of_vectors() -> None:
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
     _, tokens = names_of(4).output("SendTokens", encode({"batch": list(range(9))}))
     assert decode(tokens) == {"batch": list(range(8))}
-    _, plan = names_of(4).output("SendPlan", encode({"plan": [1, 0, [], [list(range(10))], []]}))
-    assert decode(plan) == {"plan": [1, 0, [], [list(range(9))], []]}
-    _, passed = names_of(4).output("SendHandOver", encode({"generate": ["GenerateRequest", list(range(23))]}))
-    assert decode(passed) == {"generate": ["GenerateRequest", list(range(22))]}
+    _, plan = names_of(4).output("SendPlan", encode({"plan": [1, 0, [], [[*range(5), [], *range(6, 10)]], []]}))
+    assert decode(plan) == {"plan": [1, 0, [], [[*range(5), [], *range(6, 9)]], []]}
+    generation = [*range(7), [], *range(8, 23)]
+    _, passed = names_of(4).output("SendHandOver", encode({"generate": ["GenerateRequest", generation]}))
+    assert decode(passed) == {"generate": ["GenerateRequest", generation[:22]]}
 
 
 def test_a_ranks_report_of_its_transfers_is_read_under_its_former_name() -> None:
