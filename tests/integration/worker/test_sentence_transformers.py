@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,22 @@ import httpx2
 import pytest
 import torch
 from openai import OpenAI
-from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.models.tiny_encoders import LONGEST, make_encoder
 
 TEXTS = ["w5 w6 w7", " ".join(f"w{4 + i}" for i in range(LONGEST - 2)), "w9", "w30 w20 w10 w5"]
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    """Imported here, as every run of tests reads this file, and that takes seconds."""
+    return import_module("sentence_transformers")
+
+
+@pytest.fixture(scope="module")
+def modules(library: Any) -> Any:
+    return import_module(f"{library.__name__}.sentence_transformer.modules")
 
 
 def post(stack: RunningStack, path: str, **fields: Any) -> Any:
@@ -26,15 +36,22 @@ def post(stack: RunningStack, path: str, **fields: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [("Bert", "mean"), ("Roberta", "cls"), ("ModernBert", "mean"), ("Gemma3Text", "mean")],
+    [
+        pytest.param("Bert", "mean", marks=pytest.mark.slow),
+        pytest.param("Roberta", "cls", marks=pytest.mark.slow),
+        pytest.param("ModernBert", "mean", marks=pytest.mark.slow),
+        ("Gemma3Text", "mean"),
+    ],
 )
-def test_embeddings_are_those_of_sentence_transformers(kind: str, mode: str, tmp_path: Path) -> None:
+def test_embeddings_are_those_of_sentence_transformers(
+    kind: str, mode: str, library: Any, modules: Any, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     make_encoder(kind, folder)
-    modules: list[Any] = [Transformer(str(folder)), Pooling(48, pooling_mode=mode)]
+    parts: list[Any] = [modules.Transformer(str(folder)), modules.Pooling(48, pooling_mode=mode)]
     if kind == "Gemma3Text":  # as EmbeddingGemma has it
-        modules += [Dense(*sizes, bias=False, activation_function=None) for sizes in ((48, 96), (96, 48))]
-    reference = SentenceTransformer(modules=[*modules, Normalize()], device="cpu")
+        parts += [modules.Dense(*sizes, bias=False, activation_function=None) for sizes in ((48, 96), (96, 48))]
+    reference = library.SentenceTransformer(modules=[*parts, modules.Normalize()], device="cpu")
     reference.save(str(folder))
     wanted = reference.encode(TEXTS, batch_size=1)
     with running_stack(tmp_path, model=folder) as stack:
@@ -47,11 +64,11 @@ def test_embeddings_are_those_of_sentence_transformers(kind: str, mode: str, tmp
         assert "it serves /v1/embeddings" in refused["message"]
 
 
-@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
-def test_scores_are_those_of_a_cross_encoder(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Bert", pytest.param("Roberta", marks=pytest.mark.slow)])
+def test_scores_are_those_of_a_cross_encoder(kind: str, library: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_encoder(kind, folder, labels=1)
-    reference = CrossEncoder(str(folder), device="cpu")
+    reference = library.CrossEncoder(str(folder), device="cpu")
     documents = ["w5 w6 w7", "w9 " * 40, "w30 w20 w10 w5"]
     wanted = reference.rank("w5 w50", documents, batch_size=1)
     with running_stack(tmp_path, model=folder) as stack:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sentence_transformers.sentence_transformer import modules
 
 from services.worker.models.config import ModelError
 from services.worker.models.pooling.sentence_transformers import read_pooling, read_projections
@@ -87,6 +87,7 @@ def test_what_we_do_not_compute_is_refused(
 
 def write_dense(folder: Path, sizes: tuple[int, int], activation: Any, *, bias: bool = True) -> Any:
     """The module of sentence-transformers that was written."""
+    modules: Any = import_module("sentence_transformers.sentence_transformer.modules")
     module = modules.Dense(*sizes, bias=bias, activation_function=activation)
     folder.mkdir()
     module.save(str(folder))
