@@ -58,7 +58,7 @@ def _factory(name: str) -> Any:
 
         return SharedMemoryConnector
     try:
-        return load_plugin(GROUP, name, built_in=(SHARED_MEMORY,))
+        return load_plugin(GROUP, name, built_in=(SHARED_MEMORY,)).value
     except PluginError as error:
         raise ConnectorRefused(f"kv_connector = {name}: {error}") from None
 

@@ -19,7 +19,7 @@ from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, is_sound
 from kvstore.tiers.interface import LowerTier
 from shared.blocks import BlockHash
 from shared.messages.lifecycle import TierReport
-from shared.plugins.entry_points import PluginError, described, find_plugin, load_plugin
+from shared.plugins.entry_points import PluginError, load_plugin
 from shared.reliability.retry import Backoff, CircuitBreaker
 
 log = logging.getLogger(__name__)
@@ -53,14 +53,14 @@ def plugin_tier(url: str) -> PluginTier:
     if scheme in BUILT_IN:
         raise PluginRefused(f"{scheme}://…: that tier has an option of its own")
     try:
-        factory: TierFactory = load_plugin(GROUP, scheme)
-        entry = find_plugin(GROUP, scheme)
+        plugin = load_plugin(GROUP, scheme)
     except PluginError as error:
         raise PluginRefused(f"{scheme}://…: {error}") from None
+    factory: TierFactory = plugin.value
     try:
         return PluginTier(scheme, factory(url))
     except Exception as error:  # whatever a foreign package raises
-        raise PluginRefused(f"{scheme}://…, {described(entry)}: {error!r}") from None
+        raise PluginRefused(f"{scheme}://…, {plugin.where}: {error!r}") from None
 
 
 class PluginTier:

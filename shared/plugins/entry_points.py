@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 
 class PluginError(Exception):
     """A plug-in that cannot be had: the text says which distribution and entry point, and why."""
+
+
+class LoadedPlugin(NamedTuple, Generic[T]):
+    """What an entry point names, imported."""
+
+    value: T
+    where: str
+    """The entry point and its distribution, for errors."""
 
 
 def plugin_names(group: str) -> list[str]:
@@ -43,19 +51,18 @@ def find_plugin(group: str, name: str, *, built_in: Sequence[str] = ()) -> Entry
     return next(iter(found.values()))
 
 
-def load_plugin(group: str, name: str, *, built_in: Sequence[str] = ()) -> Any:
-    """What the entry point names, imported. Raises PluginError with what the import raised."""
+def load_plugin(group: str, name: str, *, built_in: Sequence[str] = ()) -> LoadedPlugin[Any]:
+    """The plug-in of that name. Raises PluginError with what the import raised."""
     entry = find_plugin(group, name, built_in=built_in)
     try:
-        return entry.load()
+        return LoadedPlugin(entry.load(), described(entry))
     except (Exception, SystemExit) as error:  # whatever a foreign package raises while it is imported
         raise PluginError(f"{described(entry)}: {error!r}") from None
 
 
-def load_class(group: str, name: str, base: type[T], *, built_in: Sequence[str] = ()) -> type[T]:
+def load_class(group: str, name: str, base: type[T], *, built_in: Sequence[str] = ()) -> LoadedPlugin[type[T]]:
     """Like `load_plugin`, for plug-ins that are subclasses of `base`. Raises PluginError."""
-    found = load_plugin(group, name, built_in=built_in)
+    found, where = load_plugin(group, name, built_in=built_in)
     if not (isinstance(found, type) and issubclass(found, base)):
-        where = described(find_plugin(group, name))
         raise PluginError(f"{where}: a subclass of {base.__name__} is expected, not {found!r:.80}")
-    return found
+    return LoadedPlugin(found, where)

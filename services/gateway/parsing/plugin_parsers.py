@@ -11,7 +11,7 @@ from services.gateway.parsing.interface import ReasoningParser, ToolParser
 from services.gateway.parsing.output_dialect import CallTemplate, Schemas
 from services.gateway.parsing.text_cursor import NotAToolCall, OutputEnd, Reading, TextCursor
 from shared.messages.dialects import ReasoningFormat, Thinking, ThinkingMarks, ToolFormat
-from shared.plugins.entry_points import PluginError, described, find_plugin, load_class
+from shared.plugins.entry_points import PluginError, load_class
 
 TOOL_PARSERS = "baton.tool_parsers"
 REASONING_PARSERS = "baton.reasoning_parsers"
@@ -25,7 +25,7 @@ class ParserFailed(Exception):
 @cache
 def tool_parser(name: str) -> type[ToolParser]:
     """The class of the plug-in of that name. Raises PluginError where it is none, or says of itself what cannot be."""
-    found = load_class(TOOL_PARSERS, name, ToolParser, built_in=(*DETECTED, *get_args(ToolFormat)))
+    found, where = load_class(TOOL_PARSERS, name, ToolParser, built_in=(*DETECTED, *get_args(ToolFormat)))
     openings = getattr(found, "openings", None)
     texts = (*openings.anywhere, *openings.line_start) if isinstance(openings, CallOpenings) else ()
     try:
@@ -36,17 +36,18 @@ def tool_parser(name: str) -> type[ToolParser]:
         if found.call_template:
             CallTemplate.parse(found.call_template)
     except ValueError as error:
-        raise PluginError(f"{described(find_plugin(TOOL_PARSERS, name))}: {error}") from None
+        raise PluginError(f"{where}: {error}") from None
     return found
 
 
 @cache
 def reasoning_parser(name: str) -> type[ReasoningParser]:
     """The class of the plug-in of that name. Raises PluginError where it is none, or says of itself what cannot be."""
-    found = load_class(REASONING_PARSERS, name, ReasoningParser, built_in=(*DETECTED, *get_args(ReasoningFormat)))
+    found, where = load_class(
+        REASONING_PARSERS, name, ReasoningParser, built_in=(*DETECTED, *get_args(ReasoningFormat))
+    )
     marks = getattr(found, "marks", None)
     if not isinstance(marks, ThinkingMarks) or not all(isinstance(mark, str) and mark for mark in marks):
-        where = described(find_plugin(REASONING_PARSERS, name))
         raise PluginError(f"{where}: marks: ThinkingMarks with two texts is expected")
     return found
 

@@ -67,7 +67,6 @@ class EpochState:
         self.limits = limits.bounded(workers.max_running, workers.max_batch_tokens, workers.stages, workers.max_loras)
         use, block_size = connector.use, workers.card.block_size
         self.memory = _allocator(workers, self.limits, for_store=store.enabled, for_connector=bool(use and use.saves))
-        self._tables = self.memory.tables
         self.transfers = BlockTransfers(self.memory.pool, workers.world_size)
         self.costs = RecomputeCosts(workers.layout, block_size)
         self.store_loads = Loads(self.limits, store, self.memory, self.transfers, self.costs)
@@ -238,7 +237,7 @@ class EpochState:
         expected = steps.finish(len(result.sampled), now)
         self._prefill_budget.record(expected.tokens, steps.last_seconds)
         pool = self.memory.pool
-        used = (pool.total - pool.free) // self._tables
+        used = (pool.total - pool.free) // self.memory.tables
         self.step_times.record(expected.tokens, used, steps.last_seconds, prefills=expected.prefills)
         if expected.prefills:
             self.costs.record_step(expected.tokens, steps.last_seconds)

@@ -69,7 +69,7 @@ class LatentAttentionStep(NamedTuple):
 
 
 def latent_attention(q: Tensor, cache: LatentCache, meta: BatchMeta, scale: float) -> Tensor:
-    """See `Ops.latent_attention`: decodes together, prefills one after the other; scores in float32."""
+    """See `LatentOps.attention`: decodes together, prefills one after the other; scores in float32."""
     step = LatentAttentionStep(q, cache, meta, scale)
     parts = [*step.decodes(), *step.prefills()]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -77,8 +77,7 @@ class NativeOps:
         self.kernels = kernels or NativeKernels(threads or torch.get_num_threads(), level or best_level())
         self.number = library.HALF if dtype == torch.bfloat16 else library.SINGLE
         self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        self.cache_dtype = cache_dtype or self.dtype
-        self._own_cache = cache_dtype
+        self._cache_dtype = cache_dtype
         self._library = self.kernels.library
         self._pool = self.kernels.pool
         self._arena = WeightArena()
@@ -99,8 +98,13 @@ class NativeOps:
             torch.bfloat16,
             kernels=self.kernels,
             block_size=self.block_size,
-            cache_dtype=self._own_cache,
+            cache_dtype=self._cache_dtype,
         )
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self._cache_dtype or self.dtype
 
     @property
     def cache_code(self) -> int:

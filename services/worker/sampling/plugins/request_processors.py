@@ -39,8 +39,8 @@ def load_processors(names: Sequence[str]) -> ProcessorClasses:
     found: dict[str, type[LogitsProcessor]] = {}
     readers: dict[str, str] = {}
     for name in names:
-        processor = load_class(GROUP, name, LogitsProcessor)  # type: ignore[type-abstract]
-        where, args = described(find_plugin(GROUP, name)), getattr(processor, "extra_args", ())
+        processor, where = load_class(GROUP, name, LogitsProcessor)  # type: ignore[type-abstract]
+        args = getattr(processor, "extra_args", ())
         if not isinstance(args, tuple) or not args or not all(isinstance(each, str) and each for each in args):
             raise PluginError(f"{where}: extra_args: the names that it reads of vllm_xargs are expected, as a tuple")
         if other := next((readers[each] for each in args if each in readers), None):
