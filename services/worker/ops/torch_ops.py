@@ -23,6 +23,8 @@ from services.worker.ops.interface import (
     BatchMeta,
     DraftAttempt,
     LatentCache,
+    LowRankProducts,
+    LowRankShape,
     PackedExperts,
     PackedHeads,
     PackedLinear,
@@ -31,6 +33,7 @@ from services.worker.ops.interface import (
 from services.worker.ops.quantized import QuantizedWeight, pack_nibbles, unpack_nibbles
 from services.worker.ops.torch_attention import PagedAttentionStep
 from services.worker.ops.torch_latent import latent_attention, store_latents
+from services.worker.ops.torch_low_rank import StackedLowRank
 from services.worker.ops.torch_routing import route, rows_by_expert
 from shared.blocks import DEFAULT_BLOCK_SIZE
 
@@ -89,6 +92,10 @@ class TorchOps:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
             return product
         return F.linear(x, packed.weight, packed.bias)
+
+    def low_rank_products(self, shape: LowRankShape) -> LowRankProducts:
+        """Adapter after adapter."""
+        return StackedLowRank(shape, self._device, self._dtype)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """In the table's dtype."""

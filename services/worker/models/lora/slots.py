@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,18 +15,11 @@ from torch import Tensor
 
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.decoder import CausalLm, Decoder
-from services.worker.models.lora.adapted_ops import (
-    AdaptedOps,
-    EmbeddingProduct,
-    LoraBatch,
-    LoraGroup,
-    LoraWeights,
-    LowRankProduct,
-)
-from services.worker.models.lora.adapter_files import CONFIG, LoraAdapter, LoraPair, read_adapter
-from services.worker.models.sharding import LayerShard
-from services.worker.models.weights import DenseMlp, KvCaches, LayerWeights
-from services.worker.ops.interface import BatchMeta, PackedLinear
+from services.worker.models.lora.adapted_matrices import adapted_matrices, rank_rows
+from services.worker.models.lora.adapted_ops import AdaptedOps, EmbeddingProduct, LoraBatch
+from services.worker.models.lora.adapter_files import CONFIG, LoraAdapter, read_adapter
+from services.worker.models.weights import KvCaches
+from services.worker.ops.interface import AdapterRows, AdapterSpan, BatchMeta, Ops
 from services.worker.ops.transfer import to_device
 from shared.ids import LoraId, ModelName
 from shared.messages.lifecycle import LoraCard
@@ -58,8 +50,13 @@ class LoraSlots:
         """Reads all adapters. Raises ModelError where one cannot be served."""
         self._decoder, self._config, self._dtype = decoder, config, dtype
         self._max_loras, self._max_rank = settings.max_loras, settings.max_rank
-        self._ops = AdaptedOps(decoder.ops)
-        self._adapted = decoder.on(self._ops)
+        adapters = _read_all(settings, config)
+        self._matrices = adapted_matrices(decoder, config, settings.max_loras, settings.max_rank)
+        self._embeddings: dict[int, EmbeddingProduct] = {}
+        """By slot."""
+        products = {id(matrix.packed): matrix.products for matrix in self._matrices}
+        self._ops = AdaptedOps(decoder.ops, products, self._embeddings)
+        self._adapted = decoder.on(cast(Ops, self._ops))
         self._cards: dict[ModelName, LoraCard] = {}
         """Those that are served, by name; several names may have one adapter."""
         self._adapters: dict[int, LoraAdapter] = {}
@@ -69,12 +66,12 @@ class LoraSlots:
         """Held while something is served, or freed: an adapter may be loaded again as it is being forgotten."""
         self.numbers: dict[LoraId, int] = {}
         """Which number sequences of an adapter have here."""
-        for adapter in _read_all(settings, config):
+        self._slots: OrderedDict[int, int] = OrderedDict()
+        """The slots of the adapters on the device, by their numbers; those used last at the end."""
+        self._free = list(reversed(range(settings.max_loras)))
+        self._embedding_memory = self._reserve_embeddings()
+        for adapter in adapters:
             self._serve(adapter)
-        self._slots: OrderedDict[int, LoraWeights] = OrderedDict()
-        """The adapters on the device by number, those used last at the end."""
-        self._memory = _slot_memory(decoder, config, dtype, settings)
-        self._memory_of: dict[int, Tensor] = {}
 
     @property
     def cards(self) -> tuple[LoraCard, ...]:
@@ -139,8 +136,10 @@ class LoraSlots:
         for number in wanted:
             if number in self._slots:
                 self._slots.move_to_end(number)
-        weights = {number: self._slots.get(number) or self._load(number, wanted) for number in wanted}
-        return LoraBatch(len(numbers), self._groups(weights, numbers), self._groups(weights, numbers[logits_rows]))
+        for number in wanted:
+            if number not in self._slots:
+                self._load(number, wanted)
+        return LoraBatch(self._rows(numbers), self._rows(numbers[logits_rows]))
 
     def forward(
         self, batch: LoraBatch, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None
@@ -149,37 +148,58 @@ class LoraSlots:
         self._ops.batch = batch
         return self._adapted.forward(ids, meta, caches, features)
 
-    def _groups(self, weights: dict[int, LoraWeights], numbers: NDArray[np.int32]) -> tuple[LoraGroup, ...]:
-        groups = []
-        for number, of in weights.items():
-            rows = np.flatnonzero(numbers == number)
-            if not len(rows):
-                continue
-            first, last = int(rows[0]), int(rows[-1])
-            follow = last - first + 1 == len(rows)
-            device = self._decoder.device
-            groups.append(LoraGroup(of, slice(first, last + 1) if follow else to_device(rows, device)))
-        return tuple(groups)
+    def _rows(self, numbers: NDArray[np.int32]) -> AdapterRows:
+        slots = np.full(len(numbers), NO_ADAPTER, dtype=np.int32)
+        for number, slot in self._slots.items():
+            slots[numbers == number] = slot
+        order = np.argsort(slots, kind="stable").astype(np.int32)
+        order = order[np.searchsorted(slots[order], 0) :]
+        found, counts = np.unique(slots[order], return_counts=True)
+        ends = np.cumsum(counts)
+        spans = tuple(map(AdapterSpan, found.tolist(), (ends - counts).tolist(), ends.tolist()))
+        device = self._decoder.device
+        return AdapterRows(to_device(slots, device), to_device(order, device), spans)
 
     # ---- slots
 
-    def _load(self, number: int, wanted: Sequence[int]) -> LoraWeights:
+    def _load(self, number: int, wanted: Sequence[int]) -> None:
         """To the device, in place of the one that was not used for longest where all slots are taken."""
-        if len(self._slots) == self._max_loras:
+        if not self._free:
             self._leave_slot(next(each for each in self._slots if each not in wanted))
-        place = None
-        if self._memory_of or self._memory:
-            place = self._memory_of[number] = self._memory.pop()
-        self._slots[number] = weights = _Placing(self._decoder, self._config, self._dtype, place).weights(
-            self._adapters[number]
-        )
-        return weights
+        slot = self._slots[number] = self._free.pop()
+        adapter = self._adapters[number]
+        for matrix in self._matrices:
+            matrix.load(slot, adapter, self._on_device)
+        if self._decoder.weights.embedding is not None and adapter.embedding is not None:
+            a, b = adapter.embedding
+            share = self._decoder.share
+            words = self._on_device(rank_rows(a.T, share.vocab, share.padded_vocab))
+            if self._embedding_memory is not None:
+                words = self._embedding_memory[slot, : words.numel()].view(words.shape).copy_(words)
+            self._embeddings[slot] = EmbeddingProduct(words, self._decoder.ops.pack_linear(self._on_device(b), None))
+
+    def _reserve_embeddings(self) -> Tensor | None:
+        """[slots, words times ranks] of a GPU: it is taken before KV memory is sized, which takes the rest."""
+        if (
+            self._decoder.device.type == "cpu"
+            or self._decoder.weights.embedding is None
+            or self._config.tied_embeddings
+        ):
+            return None
+        words = self._decoder.share.padded_vocab * self._max_rank
+        return torch.empty(self._max_loras, words, dtype=self._dtype, device=self._decoder.device)
 
     def _leave_slot(self, number: int) -> None:
-        self._slots.pop(number, None)
-        place = self._memory_of.pop(number, None)
-        if place is not None:
-            self._memory.append(place)
+        slot = self._slots.pop(number, None)
+        if slot is not None:
+            self._free.append(slot)
+            self._embeddings.pop(slot, None)
+            for matrix in self._matrices:
+                matrix.products.clear(slot)
+
+    def _on_device(self, weight: Tensor) -> Tensor:
+        """Contiguous, in the model's type."""
+        return weight.to(self._decoder.device, self._dtype).contiguous()
 
 
 def open_loras(
@@ -205,100 +225,3 @@ def _read_all(settings: LoraSettings, config: ModelConfig) -> list[LoraAdapter]:
     if twice is not None:
         raise ModelError(f"lora = {twice}: this name is given twice")
     return [read_adapter(name, folder.expanduser(), config, settings.max_rank) for name, folder in settings.folders]
-
-
-class _Placing:
-    """Puts one rank's share of an adapter on its device: columns and rows as those of the base model's matrices."""
-
-    def __init__(self, decoder: Decoder, config: ModelConfig, dtype: torch.dtype, place: Tensor | None) -> None:
-        """`place`: memory of the device for it, flat; None: wherever there is some."""
-        self._decoder, self._config, self._dtype, self._place = decoder, config, dtype, place
-        self._used = 0
-
-    def weights(self, adapter: LoraAdapter) -> LoraWeights:
-        """The adapter's products of this rank's layers."""
-        weights, share = self._decoder.weights, self._decoder.share
-        products: dict[int, LowRankProduct] = {}
-        for number, layer in enumerate(weights.layers):
-            for packed, product in self._layer(adapter, weights.first_layer + number, layer, share):
-                products[id(packed)] = product
-        if weights.head is not None and adapter.head is not None:
-            rows = _rows(adapter.head.b, share.vocab, share.padded_vocab)
-            products[id(weights.head)] = LowRankProduct(self._pack(adapter.head.a), self._pack(rows))
-        embedding = None
-        if weights.embedding is not None and adapter.embedding is not None:
-            words = _rows(adapter.embedding.a.T, share.vocab, share.padded_vocab)
-            embedding = EmbeddingProduct(self._put(words), self._pack(adapter.embedding.b))
-        return LoraWeights(products, embedding)
-
-    def _layer(
-        self, adapter: LoraAdapter, number: int, layer: LayerWeights, share: LayerShard
-    ) -> list[tuple[PackedLinear, LowRankProduct]]:
-        dim = self._config.head_dim
-        heads, kv = ((first * dim, end * dim) for first, end in (share.heads, share.kv_heads))
-
-        def pair(module: str) -> LoraPair | None:
-            return adapter.layers.get((number, module))
-
-        attention = [("q", heads), ("k", kv), ("v", kv)]
-        fused = [(layer.qkv, [(pair(f"self_attn.{part}_proj"), rows) for part, rows in attention])]
-        single = [(layer.output, pair("self_attn.o_proj"), heads)]
-        if isinstance(layer.mlp, DenseMlp):
-            fused.append((layer.mlp.gate_up, [(pair(f"mlp.{part}_proj"), share.mlp) for part in ("gate", "up")]))
-            single.append((layer.mlp.down, pair("mlp.down_proj"), share.mlp))
-        found = [(packed, self._fused(parts)) for packed, parts in fused if any(each for each, _ in parts)]
-        for packed, each, (first, end) in single:
-            if each is not None:
-                found.append((packed, LowRankProduct(self._pack(each.a[:, first:end]), self._pack(each.b))))
-        return found
-
-    def _fused(self, parts: list[tuple[LoraPair | None, tuple[int, int]]]) -> LowRankProduct:
-        """Of a matrix that several projections are one below the other in; `parts`: each one's rows of this rank."""
-        below = torch.cat([pair.a.float() for pair, _ in parts if pair is not None])
-        diagonal = torch.zeros(sum(end - first for _, (first, end) in parts), len(below))
-        row = column = 0
-        for pair, (first, end) in parts:
-            if pair is not None:
-                rank = len(pair.a)
-                diagonal[row : row + end - first, column : column + rank] = pair.b[first:end]
-                column += rank
-            row += end - first
-        return LowRankProduct(self._pack(below), self._pack(diagonal))
-
-    def _pack(self, weight: Tensor) -> PackedLinear:
-        return self._decoder.ops.pack_linear(self._put(weight), None)
-
-    def _put(self, weight: Tensor) -> Tensor:
-        """Contiguous on the device, in the model's type."""
-        if self._place is None:
-            return weight.to(self._decoder.device, self._dtype).contiguous()
-        put = self._place[self._used : self._used + weight.numel()].view(weight.shape)
-        self._used += -(-weight.numel() // _ALIGNED) * _ALIGNED
-        return put.copy_(weight)
-
-
-_ALIGNED = 64
-"""Numbers that the start of a matrix is a multiple of, in a slot's memory."""
-
-
-def _rows(table: Tensor, rows: tuple[int, int], padded: int) -> Tensor:
-    """This rank's rows, padded with zeros to as many as every rank has."""
-    own = table[rows[0] : rows[1]].float()
-    return torch.cat((own, own.new_zeros(padded - len(own), own.shape[1]))) if padded > len(own) else own
-
-
-def _slot_memory(decoder: Decoder, config: ModelConfig, dtype: torch.dtype, settings: LoraSettings) -> list[Tensor]:
-    """Memory for each slot, for an adapter of all modules and the highest rank: on a GPU it is taken before KV memory
-    is sized, which takes the rest. None on a CPU, where a slot takes what its adapter needs."""
-    if decoder.device.type == "cpu":
-        return []
-    share, hidden, rank = decoder.share, config.hidden_size, settings.max_rank
-    heads = (share.heads[1] - share.heads[0]) * config.head_dim
-    kv = (share.kv_heads[1] - share.kv_heads[0]) * config.head_dim
-    mlp = share.mlp[1] - share.mlp[0]
-    shapes = [(3 * rank, hidden), (heads + 2 * kv, 3 * rank), (rank, heads), (hidden, rank)]
-    shapes += [(2 * rank, hidden), (2 * mlp, 2 * rank), (rank, mlp), (hidden, rank)]
-    shapes *= len(decoder.weights.layers)
-    shapes += 2 * [(share.padded_vocab, rank), (hidden, rank)]
-    numbers = sum(-(-math.prod(shape) // _ALIGNED) * _ALIGNED for shape in shapes)
-    return [torch.empty(numbers, dtype=dtype, device=decoder.device) for _ in range(settings.max_loras)]

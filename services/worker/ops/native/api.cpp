@@ -4,6 +4,7 @@
 #include "kv_copy.h"
 #include "latent.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "probe.h"
 #include "rows.h"
 #include "threads.h"
@@ -11,7 +12,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 11; }
+int baton_version() { return 12; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -45,6 +46,10 @@ void baton_multiply_each(Pool* pool, const Linear* linears, const int64_t* start
                          int count, int64_t stride, int kind, int activation, void* to, int64_t to_stride) {
     multiply_each(*pool, {x, Number(number), stride, count}, linears, starts, linear_count,
                   {Out(kind), Activation(activation), to, to_stride});
+}
+void baton_add_low_rank(Pool* pool, const LowRankTable* table, const void* x, int number, int count, int64_t stride, const int* slots,
+                        float* to, int64_t to_stride) {
+    add_low_rank(*pool, {x, Number(number), stride, count}, *table, slots, to, to_stride);
 }
 int baton_embed(Pool* pool, const int* ids, int count, int number, const void* table, int vocab, int hidden, float* to) {
     return embed(*pool, ids, count, Number(number), table, vocab, hidden, 1.0f, to, hidden);

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 11
+VERSION = 12
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -33,6 +33,24 @@ class Linear(Structure):
         ("scaled", c_int),
         ("scales", c_void_p),
         ("zeros", c_void_p),
+    )
+
+
+class LowRank(Structure):
+    """`LowRank` of low_rank.h: one adapter's product of one part of a matrix; rank 0 for none."""
+
+    _fields_ = (("rank", c_int), ("a", c_void_p), ("b", c_void_p))
+
+
+class LowRankTable(Structure):
+    """`LowRankTable` of low_rank.h: the products of all slots beside one matrix."""
+
+    _fields_ = (
+        ("number", c_int),
+        ("in_", c_int),
+        ("parts", c_int),
+        ("starts", POINTER(c_int)),
+        ("products", POINTER(LowRank)),
     )
 
 
@@ -255,6 +273,10 @@ _SIGNATURES = {
     "baton_multiply_each": (
         None,
         (c_void_p, POINTER(Linear), c_void_p, c_int, c_void_p, c_int, c_int, c_int64, c_int, c_int, c_void_p, c_int64),
+    ),
+    "baton_add_low_rank": (
+        None,
+        (c_void_p, POINTER(LowRankTable), c_void_p, c_int, c_int, c_int64, c_void_p, c_void_p, c_int64),
     ),
     "baton_embed": (c_int, (c_void_p, c_void_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p)),
     "baton_norm": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_float, c_int, c_void_p)),

@@ -24,6 +24,7 @@ from services.worker.ops.interface import (
     Activation,
     BatchMeta,
     DraftAttempt,
+    LowRankShape,
     OpsUnavailable,
     PackedExperts,
     PackedLinear,
@@ -43,6 +44,7 @@ from services.worker.ops.native.kernels import (
 from services.worker.ops.native.matrix_stacks import MatrixStack, multiply_each, pack_stack
 from services.worker.ops.native.native_kv import NativeKvCopier
 from services.worker.ops.native.native_latents import MAX_HEAD_DIM, NativeLatents
+from services.worker.ops.native.native_low_rank import NativeLowRank
 from services.worker.ops.quantized import QuantizedWeight
 from services.worker.ops.torch_ops import verify_drafts
 from services.worker.ops.torch_routing import route
@@ -153,6 +155,10 @@ class NativeOps:
             *(library.OUT_FLOAT, 0, to.data_ptr(), packed.out),
         )
         return to
+
+    def low_rank_products(self, shape: LowRankShape) -> NativeLowRank:
+        """All adapters in one call; a row's result does not depend on the others."""
+        return NativeLowRank(self, shape)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """float32 [n, hidden]. Raises IndexError for an id outside of the table."""
