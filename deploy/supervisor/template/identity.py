@@ -6,7 +6,7 @@ Both are ranges of the process's own memory, laid out when the template was exec
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +53,16 @@ class ShownMemory(NamedTuple):
         if not before or value.count(b"\0") != 1 or len(name.encode()) >= len(value):
             raise OSError(f"{NAME_MARK} cannot become {name}")
         _write(end - len(value), name.encode(), len(value))
+
+    def replace(self, environment: Mapping[str, str]) -> None:
+        """Shows another environment, NAME_MARK last with all the room that is left. Raises OSError where it does not
+        fit."""
+        start, end = self.environment
+        lines = [f"{name}={value}" for name, value in environment.items() if name != NAME_MARK]
+        content = "\0".join([*lines, f"{NAME_MARK}={environment[NAME_MARK]}"]).encode()
+        if len(content) >= end - start:
+            raise OSError(f"an environment of {len(content)} bytes does not fit into {end - start}")
+        _write(start, content.ljust(end - start - 1, _PADDING.encode()), end - start)
 
     def show(self, argv: Sequence[str]) -> None:
         """Shows another command line, as much of it as there is room for."""

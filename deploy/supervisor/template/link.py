@@ -95,15 +95,8 @@ class TemplateProcess:
         argv = [sys.executable, "-m", __package__, str(theirs.fileno()), modules, *flags, padding]
         with ours, theirs, contextlib.suppress(OSError):
             with open(log_file, "ab", opener=private_opener) as output:
-                self._process = subprocess.Popen(
-                    argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env={**environment, "OPENBLAS_NUM_THREADS": "1", NAME_MARK: padded(self.name)},
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
+                whole = {**environment, "OPENBLAS_NUM_THREADS": "1", NAME_MARK: padded(self.name)}
+                self._process = launched(argv, whole, output.fileno(), theirs.fileno())
             self._control = ours.dup()
             self._control.setblocking(False)
             asyncio.get_running_loop().add_reader(self._control, self._readable)
@@ -181,6 +174,19 @@ class TemplateProcess:
     def _readable(self) -> None:
         self.read()
         self._notify()
+
+
+def launched(argv: Sequence[str], environment: Mapping[str, str], output: int, control: int) -> subprocess.Popen[bytes]:
+    """The template's process, which has the descriptor `control` and writes to `output`. Raises OSError."""
+    return subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        pass_fds=(control,),
+        start_new_session=True,
+    )
 
 
 class ForkedProcess:

@@ -34,6 +34,7 @@ from deploy.supervisor.state_file import MemberRecord, StackState, read_state
 from shared.bus import Bus
 from shared.messages.lifecycle import Lifecycle
 from tests.support.paths import REPOSITORY
+from tests.support.warm.processes import baton_up
 
 START_DEADLINE = 200.0
 CHANGE_DEADLINE = 60.0
@@ -61,8 +62,9 @@ class RunningStack:
         self._said = run_dir / "up.out"
         self._pids: set[int] = set()
         timeout = [] if any(each.startswith("--orphan-timeout") for each in argv) else [ORPHAN_TIMEOUT]
-        self._argv = [*within, sys.executable, "-m", "deploy.cli", "up", "--run-dir", str(run_dir), *argv, *timeout]
         self._environment = {**os.environ, **(environment or {})}
+        baton = [sys.executable, "-m", "deploy.cli"] if within else baton_up(self._environment)
+        self._argv = [*within, *baton, "up", "--run-dir", str(run_dir), *argv, *timeout]
         self.own_connections: set[int | None] = set()
         """Ids of connections to its bus by which a test says what is to be refused."""
         self.supervisor = self._started()

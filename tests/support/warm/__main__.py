@@ -1,0 +1,92 @@
+"""`python -m tests.support.warm SOCKET services|worker PADDING`: imports what such a template does, then forks one for
+whoever asks. Ends with its standard input."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from runpy import run_module
+
+from deploy.supervisor.template.identity import ShownMemory
+from shared.config import replace_environment
+from tests.support.warm.protocol import MAX_MESSAGE_BYTES, ForkTemplate, decode
+
+SERVICES = ("gateway", "tokenizer", "coordinator", "scheduler", "detokenizer")
+
+
+def import_all(kind: str) -> None:
+    with suppress(ImportError):
+        import_module("uvloop")
+    import_module("deploy.supervisor.template.__main__")
+    del sys.modules["deploy.supervisor.template.__main__"]  # it is run under that name
+    if kind == "worker":
+        for module in (
+            "services.worker.preload",
+            "services.worker.sim.backend",
+            "services.worker.executor.torch_backend",
+        ):
+            import_module(module)
+        return
+    for program in (*(f"services.{service}.__main__" for service in SERVICES), "kvstore.__main__"):
+        import_module(program)
+        del sys.modules[program]
+
+
+def become_template(request: ForkTemplate, descriptors: list[int], shown: ShownMemory) -> None:
+    """What `exec` would do, for a process that is there already."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    control, output = descriptors
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nowhere, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(nowhere)
+    os.close(output)
+    os.chdir(request.folder)
+    replace_environment(request.environment)
+    shown.replace(request.environment)
+    shown.show([sys.executable, "-m", "deploy.supervisor.template"])
+    sys.argv[1:] = [str(control), *request.argv]
+    run_module("deploy.supervisor.template", run_name="__main__", alter_sys=True)
+
+
+def main() -> None:
+    path, kind = sys.argv[1:3]
+    shown = ShownMemory.own()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen(16)
+    import_all(kind)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads: forking is not safe"
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    Path(path).with_suffix(".ready").touch()
+    while True:
+        readable, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in readable:
+            return
+        with listener.accept()[0] as connection:
+            data, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
+            if not data:
+                continue
+            if not (pid := os.fork()):
+                connection.close()
+                break
+            connection.send(str(pid).encode())
+        for descriptor in descriptors:
+            os.close(descriptor)
+    listener.close()
+    become_template(decode(data), descriptors, shown)
+
+
+if __name__ == "__main__":
+    main()
