@@ -428,15 +428,15 @@ def _weight_bytes(
     dtype: Dtype,
     method: QuantizationMethod | None,
 ) -> int:
-    """Bytes of the weights of all ranks of a stage together, experts counted as they are where others are rounded."""
+    """Bytes of the weights of all ranks of a stage together."""
     quantization = settings.quantization
-    if method is not None and config.mixture is None:
+    if method is not None:
         stored = sum(path.stat().st_size for path in checkpoint_files(settings.folder))
         return stored * stage.num_layers // config.num_layers
     table, item = config.vocab_size * config.hidden_size, _DTYPES[dtype].itemsize
     own_head = stage.is_last and not (config.tied_embeddings and stage.is_first)
     layers = config.layers[stage.first_layer : stage.end_layer]
     parameters = config.layer_parameters(layers)
-    if quantization == "auto" or config.mixture is not None:
+    if quantization == "auto":
         return (parameters + table * (stage.is_first + own_head)) * item
     return int(parameters * _QUANTIZED_BYTES[quantization]) + table * (stage.is_first * item + stage.is_last)

@@ -1,21 +1,14 @@
-"""Builds a rank's weights from a checkpoint: names, shapes and shards of the Hugging Face layout.
-
-Experts are laid out in two ways. Checkpoints on the Hub have tensors for each expert,
-`mlp.experts.0.gate_proj.weight` or Mixtral's `block_sparse_moe.experts.0.w1.weight`. transformers 5 computes with all
-experts of a layer in one tensor, `mlp.experts.gate_up_proj`, and writes them so on request
-(`save_pretrained(save_original_format=False)`).
-"""
+"""Builds a rank's weights from a checkpoint: names, shapes and shards of the Hugging Face layout."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from services.worker.models.checkpoint import BatchedTensorSource, TensorPart, TensorSource, read_exactly
+from services.worker.models.checkpoint import TensorSource, read_exactly
 from services.worker.models.config import LatentConfig, LayerConfig, Mixture, ModelConfig
 from services.worker.models.latent.loading import LatentLoader
+from services.worker.models.mixture.loading import read_experts
 from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.rope import Rope, cos_sin_table
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
@@ -36,8 +29,8 @@ def load_weights(
 ) -> DecoderWeights:
     """This rank's weights on `device`, packed by `ops`. Raises ModelError where a tensor is missing or misshapen.
 
-    `stage`: None: all layers. `quantization`: what the matrices of attention, dense MLPs and shared experts are rounded
-    to; the head is rounded to int8 then. Embeddings, routers and experts are not."""
+    `stage`: None: all layers. `quantization`: what the matrices of attention, MLPs and experts are rounded to; the head
+    is rounded to int8 then. Embeddings and routers are not."""
     loader = _Loader(checkpoint, config, share, ops, device, max_model_len, quantization)
     return loader.weights(stage or stage_of(config, 0, 1))
 
@@ -147,7 +140,7 @@ class _Loader:
     def _mixture(self, name: str) -> MixtureMlp:
         mixture, hidden = self._config.mixture, self._config.hidden_size
         assert mixture is not None, "a layer mixes"
-        read = read_experts(self._checkpoint, name, mixture, hidden, self._share.experts, self._device)
+        read = read_experts(self._matrices, name, mixture, hidden, self._share.experts)
         return MixtureMlp(
             router=self._matrices.pack(read.router, None),
             experts=self._ops.pack_experts(read.gate_up, read.down),
@@ -212,78 +205,3 @@ class _Loader:
 
 def _columns_of_heads(heads: tuple[int, int], head_dim: int) -> tuple[int, int]:
     return heads[0] * head_dim, heads[1] * head_dim
-
-
-class ExpertTensors(NamedTuple):
-    """One rank's columns of a layer's experts."""
-
-    router: Tensor
-    """[E, hidden]"""
-    gate_up: Tensor
-    """[E, 2 * I, hidden]: gates, then ups."""
-    down: Tensor
-    """[E, hidden, I]"""
-
-
-class _Names(NamedTuple):
-    """What a layer's tensors are called."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
-_QWEN = _Names("mlp", "gate_proj", "up_proj", "down_proj")
-_MIXTRAL = _Names("block_sparse_moe", "w1", "w3", "w2")
-
-
-def read_experts(
-    tensors: TensorSource, layer: str, mixture: Mixture, hidden: int, columns: tuple[int, int], device: torch.device
-) -> ExpertTensors:
-    """`columns` of every expert of `layer` ("model.layers.0"), on `device`. Raises ModelError."""
-    names = _MIXTRAL if f"{layer}.{_MIXTRAL.block}.gate.weight" in tensors else _QWEN
-    block = f"{layer}.{names.block}"
-    router = tensors.read(f"{block}.gate.weight", (mixture.experts, hidden)).to(device)
-    reading = _Reading(tensors, f"{block}.experts", names, mixture, hidden, columns)
-    together = f"{block}.experts.gate_up_proj" in tensors
-    gate_up, down = reading.stacks() if together else reading.each()
-    return ExpertTensors(router, gate_up.to(device), down.to(device))
-
-
-class _Reading(NamedTuple):
-    tensors: TensorSource
-    experts: str
-    names: _Names
-    mixture: Mixture
-    hidden: int
-    columns: tuple[int, int]
-
-    def stacks(self) -> tuple[Tensor, Tensor]:
-        """Gates and ups, and downs, read from tensors that have all experts."""
-        count, size, (first, end) = self.mixture.experts, self.mixture.intermediate_size, self.columns
-        gates_and_ups = [
-            self.tensors.read(f"{self.experts}.gate_up_proj", (count, 2 * size, self.hidden), columns=part)
-            for part in ((first, end), (size + first, size + end))
-        ]
-        down = self.tensors.read(f"{self.experts}.down_proj", (count, self.hidden, size))
-        return torch.cat(gates_and_ups, dim=1), down[:, :, first:end].contiguous()
-
-    def each(self) -> tuple[Tensor, Tensor]:
-        """Gates and ups, and downs, read from tensors of one expert each."""
-        count, size, own = self.mixture.experts, self.mixture.intermediate_size, self.columns[1] - self.columns[0]
-        gates_and_ups, downs = [], []
-        for expert in range(count):
-            name = f"{self.experts}.{expert}"
-            for part in (self.names.gate, self.names.up):
-                gates_and_ups.append(TensorPart(f"{name}.{part}.weight", (size, self.hidden), rows=self.columns))
-            downs.append(TensorPart(f"{name}.{self.names.down}.weight", (self.hidden, size), columns=self.columns))
-        gate_up, down = self._together(gates_and_ups), self._together(downs)
-        return gate_up.view(count, 2 * own, self.hidden), down.view(count, self.hidden, own)
-
-    def _together(self, parts: list[TensorPart]) -> Tensor:
-        """Flat: one behind the other."""
-        if isinstance(self.tensors, BatchedTensorSource):
-            return self.tensors.read_together(parts)
-        read = self.tensors.read
-        return torch.cat([read(part.name, part.shape, rows=part.rows, columns=part.columns).view(-1) for part in parts])

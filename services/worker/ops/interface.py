@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, NewType, Protocol
 
 from torch import Tensor
 
-from services.worker.ops.quantized import QuantizedWeight
+from services.worker.ops.quantized import QuantizedWeight, WeightStack
 
 if TYPE_CHECKING:
     from services.worker.kv.copier import KvCopier
@@ -274,8 +274,9 @@ class Ops(Protocol):
     def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
         """gate_up [n, 2 * I] (gate, then up) → act(gate) * up [n, I]."""
 
-    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
-        """`gate_up` [E, 2 * I, hidden] (gates, then ups) and `down` [E, hidden, I] made ready for `mixture`."""
+    def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
+        """`gate_up` [E, 2 * I, hidden] (gates, then ups) and `down` [E, hidden, I] made ready for `mixture`, each in as
+        many bits as it has."""
 
     def mixture(
         self, x: Tensor, logits: Tensor, experts: PackedExperts, *, routing: Routing, kind: Activation

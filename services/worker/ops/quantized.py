@@ -88,6 +88,35 @@ class QuantizedWeight(NamedTuple):
         return QuantizedWeight(self.code, self.codes.to(device), self.scales.to(device), zeros)
 
 
+class QuantizedStack(NamedTuple):
+    """Matrices of one shape as codes: of a mixture's experts."""
+
+    weight: QuantizedWeight
+    """[matrices * out, in]: the outputs of one behind those of the other."""
+    matrix_count: int
+    """Matrices."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[matrices, out, in]"""
+        outputs, inputs = self.weight.codes.shape
+        return self.matrix_count, outputs // self.matrix_count, inputs
+
+    @property
+    def matrices(self) -> list[QuantizedWeight]:
+        """One after the other, in the memory of all."""
+        count, out, _ = self.shape
+        return [self._rows(slice(first, first + out)) for first in range(0, count * out, out)]
+
+    def _rows(self, rows: slice) -> QuantizedWeight:
+        codes, scales, zeros = self.weight.codes[rows], self.weight.scales[rows], self.weight.zeros
+        return QuantizedWeight(self.weight.code, codes, scales, None if zeros is None else zeros[rows])
+
+
+WeightStack = Tensor | QuantizedStack
+"""[matrices, out, in]"""
+
+
 def quantize(weight: Tensor, code: Code) -> QuantizedWeight:
     """weight [out, in] rounded to the nearest codes. int8 and fp8 have a scale for each output; int4 has one and a zero
     point for each 128 inputs, or for 64 or 32 where these divide them; where none does, int8 takes its place."""

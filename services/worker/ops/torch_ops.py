@@ -30,7 +30,7 @@ from services.worker.ops.interface import (
     PackedLinear,
     Routing,
 )
-from services.worker.ops.quantized import QuantizedWeight, pack_nibbles, unpack_nibbles
+from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, WeightStack, pack_nibbles, unpack_nibbles
 from services.worker.ops.torch_attention import PagedAttentionStep
 from services.worker.ops.torch_latent import latent_attention, store_latents
 from services.worker.ops.torch_low_rank import StackedLowRank
@@ -119,10 +119,14 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=1)
         return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
 
-    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
-        """Each expert's matrices by `pack_linear`."""
-        gate_ups, downs = (tuple(self.pack_linear(weight, None) for weight in stack) for stack in (gate_up, down))
-        return PackedExperts(ExpertLinears(gate_ups, downs))
+    def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
+        """Each expert's matrices by `pack_linear` or `pack_quantized`."""
+        return PackedExperts(ExpertLinears(self._pack_each(gate_up), self._pack_each(down)))
+
+    def _pack_each(self, stack: WeightStack) -> tuple[PackedLinear, ...]:
+        if isinstance(stack, QuantizedStack):
+            return tuple(self.pack_quantized(weight, None) for weight in stack.matrices)
+        return tuple(self.pack_linear(weight, None) for weight in stack)
 
     def mixture(
         self, x: Tensor, logits: Tensor, experts: PackedExperts, *, routing: Routing, kind: Activation

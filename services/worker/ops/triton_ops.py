@@ -25,14 +25,16 @@ from services.worker.ops.interface import (
     PackedLinear,
     Routing,
 )
-from services.worker.ops.quantized import QuantizedWeight
+from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, WeightStack
 from services.worker.ops.torch_latent import LatentAttentionStep
 from services.worker.ops.torch_ops import QuantizedLinear, TorchLatents, TorchOps
 from services.worker.ops.triton.attention.latent_decode import latent_decode, latent_tile
 from services.worker.ops.triton.attention.paged_attention import create_attention
 from services.worker.ops.triton.attention.tiles import decode_splits
-from services.worker.ops.triton.moe.mixture import compile_all, mixture
-from services.worker.ops.triton.quantized_linear import compile_tiles, multiplies, quantized_linear
+from services.worker.ops.triton.moe.coded_experts import CodedStack, code_stack, mix_coded_rows, numbers_of
+from services.worker.ops.triton.moe.mixture import choose_experts, compile_all, mixture
+from services.worker.ops.triton.moe.routing import one_by_one
+from services.worker.ops.triton.quantized_linear import compile_tiles, knows_fp8, multiplies, quantized_linear
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
 from services.worker.ops.triton.verification import verify
@@ -40,8 +42,8 @@ from shared.blocks import DEFAULT_BLOCK_SIZE
 
 
 class _Experts(NamedTuple):
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | CodedStack
+    down: Tensor | CodedStack
 
 
 class TritonOps(TorchOps):
@@ -104,20 +106,46 @@ class TritonOps(TorchOps):
         """One launch; in the dtype of `gate_up`."""
         return gated_act(gate_up, kind)
 
-    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
-        """The stacks themselves, in the model's dtype."""
-        return PackedExperts(_Experts(gate_up, down))
+    def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
+        """The stacks themselves, in the model's dtype or in codes; numbers where no kernel reads those."""
+        return PackedExperts(_Experts(self._readable(gate_up), self._readable(down)))
+
+    def _readable(self, stack: WeightStack) -> Tensor | CodedStack:
+        if isinstance(stack, QuantizedStack) and stack.weight.code == "fp8" and not knows_fp8(self._device):
+            return torch.stack([weight.dequantized(self._dtype) for weight in stack.matrices])
+        return code_stack(stack)
 
     def mixture(
         self, x: Tensor, logits: Tensor, experts: PackedExperts, *, routing: Routing, kind: Activation
     ) -> Tensor:
         """Compiles the kernels of all sizes of tiles when a shape of mixture is first seen on a GPU."""
         assert isinstance(experts, _Experts)
-        shape = (routing.chosen, kind, *experts.down.shape)
+        if isinstance(experts.gate_up, CodedStack) and isinstance(experts.down, CodedStack):
+            return self._coded_mixture(x, logits, experts.gate_up, experts.down, routing, kind)
+        return self._plain_mixture(x, logits, experts, routing, kind)
+
+    def _coded_mixture(
+        self, x: Tensor, logits: Tensor, gate_up: CodedStack, down: CodedStack, routing: Routing, kind: Activation
+    ) -> Tensor:
+        shape = (routing.chosen, kind, gate_up.weight.code, down.weight.code, *down.shape)
         if shape not in self._compiled and self._device.type == "cuda":
             self._compiled.add(shape)
-            compile_all(x, logits, *experts, routing=routing, kind=kind)
-        return mixture(x, logits, *experts, routing=routing, kind=kind)
+            mix_coded_rows(x[:1], choose_experts(logits[:1], routing), gate_up, down, kind=kind)
+            self._plain_mixture(x[:1], logits[:1], _Experts(gate_up, down), routing, kind)
+        if one_by_one(len(x), routing.chosen, len(logits[0])):
+            return mix_coded_rows(x, choose_experts(logits, routing), gate_up, down, kind=kind)
+        return self._plain_mixture(x, logits, _Experts(gate_up, down), routing, kind)
+
+    def _plain_mixture(
+        self, x: Tensor, logits: Tensor, experts: _Experts, routing: Routing, kind: Activation
+    ) -> Tensor:
+        """Of numbers, which are made of codes first."""
+        gate_up, down = numbers_of(experts.gate_up, x.dtype), numbers_of(experts.down, x.dtype)
+        shape = (routing.chosen, kind, *down.shape)
+        if shape not in self._compiled and self._device.type == "cuda":
+            self._compiled.add(shape)
+            compile_all(x, logits, gate_up, down, routing=routing, kind=kind)
+        return mixture(x, logits, gate_up, down, routing=routing, kind=kind)
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Keys and values are kept in the caches' dtype."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from services.worker.models.config import ModelError
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
-from services.worker.ops.quantized import quantize
 from shared.ids import ModelName
+from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import record_logits
@@ -60,15 +60,12 @@ def test_variants_are_as_the_reference_has_them(
 
 
 @pytest.mark.parametrize("ops", ["torch", "native"])
-def test_rounded_weights_are_those_of_all_but_experts_and_what_latents_are_multiplied_with(
+def test_rounded_weights_are_those_of_all_but_what_latents_are_multiplied_with(
     tmp_path: Path, recorded: list[Tensor], ops: OpsName
 ) -> None:
     model = make_model("deepseek-v3", tmp_path)
     exact = model.logits(PROMPT)
-    with torch.no_grad():
-        for name, module in model.reference.named_modules():
-            if isinstance(module, nn.Linear) and not name.endswith("kv_b_proj"):
-                module.weight = nn.Parameter(quantize(module.weight, "int8").dequantized(torch.float32))
+    rounded(model.reference, "int8")
     agrees(model, recorded, ops=ops, quantization="int8")
     assert (model.logits(PROMPT) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
 

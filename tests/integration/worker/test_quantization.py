@@ -46,6 +46,28 @@ def test_logits_are_those_of_the_rounded_weights(
 
 
 @pytest.mark.parametrize(
+    ("family", "code", "ops"),
+    [
+        ("qwen3-moe", "int4", "native"),
+        ("qwen2-moe", "fp8", "native"),
+        ("mixtral", "int8", "native"),
+        ("qwen2-moe", "int4", "torch"),
+        ("deepseek-v2", "int4", "native"),
+    ],
+)
+def test_experts_are_rounded_too(
+    family: str, code: Code, ops: OpsName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs of groups of int4, and others whose experts have int8 in their place."""
+    model = make_model(family, tmp_path, **SIZES)
+    exact = model.logits(PROMPT)
+    rounded(model.reference, code)
+    drawn, expected = logits_of(model, record_logits(monkeypatch), ops=ops, quantization=code)
+    assert (drawn - expected).abs().max() < 1e-3
+    assert (model.logits(PROMPT) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
+
+
+@pytest.mark.parametrize(
     ("architecture", "ops"), [("GPTNeoX", "torch"), ("GPT2", "native"), ("Cohere2", "native"), ("Falcon", "native")]
 )
 def test_a_model_of_transformers_is_rounded_too(

@@ -12,11 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from services.worker.models.checkpoint import open_checkpoint
+from services.worker.models.checkpoint import CPU, open_checkpoint
 from services.worker.models.config import ModelError
+from services.worker.models.hf_config import read_model_config
+from services.worker.models.mixture.loading import read_experts
+from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.quantization.method import read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
-from services.worker.ops.quantized import QuantizedWeight
+from services.worker.ops.quantized import QuantizedStack, QuantizedWeight
+from services.worker.ops.torch_ops import TorchOps
 from tests.support.models.rounded_models import SIZES
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.plan_driver import Driver
@@ -148,11 +152,11 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
 }
 
 
-def quantised(path: Path, method: str, family: str = "qwen2") -> TinyModel:
+def quantised(path: Path, method: str, family: str = "qwen2", **changes: Any) -> TinyModel:
     """A checkpoint of `method`, and a reference with what its weights stand for. The head and one layer's output
     projection are left alone."""
     settings, write = METHODS[method]
-    model = make_model(family, path, **SIZES)
+    model = make_model(family, path, **SIZES, **changes)
     tensors = load_file(path / "model.safetensors")
     with torch.no_grad():
         for name, module in model.reference.named_modules():
@@ -161,6 +165,14 @@ def quantised(path: Path, method: str, family: str = "qwen2") -> TinyModel:
                 del tensors[f"{name}.weight"]
                 tensors |= {f"{name}.{key}": tensor.contiguous() for key, tensor in own.items()}
                 module.weight = nn.Parameter(numbers)
+            elif name.endswith(".experts"):
+                for expert, (gate_up, down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
+                    gate, up = gate_up.chunk(2)
+                    for part, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+                        own, numbers = write(weight.detach().float().clone())
+                        del tensors[f"{name}.{expert}.{part}.weight"]
+                        tensors |= {f"{name}.{expert}.{part}.{key}": each.contiguous() for key, each in own.items()}
+                        weight.copy_(numbers)
     save_file(tensors, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
@@ -172,6 +184,31 @@ def test_logits_are_those_of_the_numbers_that_the_checkpoint_stands_for(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = quantised(tmp_path, method)
+    recorded = record_logits(monkeypatch)
+    driver = Driver(tiny_backend(tmp_path, ops="native", dtype="float32"))
+    recorded.clear()  # what it tried when it was started
+    sequence = driver.add(PROMPT, OUTPUT)
+    driver.run()
+    expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
+    assert (torch.cat(recorded[:OUTPUT]) - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("method", "keeps"),
+    [("gptq", True), ("awq", True), ("packed with zero points", True), ("int8", True), ("fp8 of blocks", False)],
+)
+def test_experts_stay_codes_where_products_know_their_groups(
+    method: str, keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantised(tmp_path, method, "qwen3-moe", moe_intermediate_size=64)
+    config, found = read_model_config(tmp_path, quantized=True), read_method(tmp_path)
+    assert config.mixture is not None
+    assert found is not None
+    with open_checkpoint(tmp_path, torch.float32) as checkpoint:
+        tensors = QuantizedCheckpoint(checkpoint, found, torch.float32)
+        matrices = MatrixLoader(tensors, TorchOps(CPU, torch.float32), CPU)
+        experts = read_experts(matrices, "model.layers.0", config.mixture, config.hidden_size, (0, 64))
+    assert [isinstance(stack, QuantizedStack) for stack in (experts.gate_up, experts.down)] == [keeps] * 2
     recorded = record_logits(monkeypatch)
     driver = Driver(tiny_backend(tmp_path, ops="native", dtype="float32"))
     recorded.clear()  # what it tried when it was started

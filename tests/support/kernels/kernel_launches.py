@@ -170,9 +170,10 @@ def _draws() -> Iterator[Launch]:
 
 
 def _quantized() -> Iterator[Launch]:
-    from tests.support.kernels.quantized_launches import products
+    from tests.support.kernels.quantized_launches import experts, products
 
-    return products()
+    yield from products()
+    yield from experts()
 
 
 def _graphs() -> Iterator[Launch]:

@@ -1,16 +1,20 @@
-"""Launches of products with weights that stay codes, for `kernel_launches`: of the shapes of Llama 3.1 8B."""
+"""Launches of products with weights that stay codes, for `kernel_launches`: of the shapes of Llama 3.1 8B, and of the
+experts of Qwen3-30B-A3B."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from services.worker.ops.quantized import INT4_GROUP, Code
+from services.worker.ops.triton.moe.coded_experts import coded_down_row_kernel, coded_up_row_kernel, numbers_kernel
+from services.worker.ops.triton.moe.routing import down_row_tile, up_row_tile
 from services.worker.ops.triton.quantized_linear import TILE_ROWS, code_tile, coded_linear_kernel
 from tests.support.kernels.kernel_launches import Launch
 
 _STORED = {"int8": "*i8", "fp8": "*fp8e4nv", "int4": "*u8"}
 _ITEM = {"bf16": 2, "fp32": 4}
 _OUTPUTS, _INPUTS = 6144, 4096
+_HIDDEN, _SIZE, _CHOSEN = 2048, 768, 8
 
 
 def products() -> Iterator[Launch]:
@@ -45,4 +49,35 @@ def _launches(code: Code, rows: int, kind: str) -> Iterator[Launch]:
             must_on_hopper=frozenset({"wgmma"}),
             loads_ahead=True,
             rare=target < 90 or kind == "fp32",
+        )
+
+
+def experts() -> Iterator[Launch]:
+    """Of few rows, and numbers of all. fp8 is for compute capability 8.9 and above."""
+    for code in ("int8", "int4", "fp8"):
+        yield from _experts_of(code)
+
+
+def _experts_of(code: Code) -> Iterator[Launch]:
+    arguments = dict.fromkeys(("x", "gated", "out", "numbers"), "*bf16")
+    arguments |= {"codes": _STORED[code], "scales": "*fp32", "chances": "*fp32", "experts": "*i32"}
+    if code == "int4":
+        arguments["zeros"] = "*u8"
+    shape = {"HIDDEN": _HIDDEN, "SIZE": _SIZE, "CHOSEN": _CHOSEN}
+    up, down = up_row_tile(2), down_row_tile(2)
+    for kernel, inputs, own, num_warps in (
+        (coded_up_row_kernel, _HIDDEN, shape | {"KIND": "silu", "COLUMNS": up.columns, "DEPTH": up.depth}, 1),
+        (coded_down_row_kernel, _SIZE, shape | {"COLUMNS": down.columns, "DEPTH": down.depth}, 1),
+        (numbers_kernel, _HIDDEN, {"INPUTS": _HIDDEN, "AT_ONCE": 1024}, 4),
+    ):
+        constants = own | {"GROUP": INT4_GROUP if code == "int4" else inputs, "CODE": code}
+        yield Launch(
+            f"{kernel.__name__} {code}",
+            kernel,
+            {name: arguments[name] for name in kernel.arg_names if name in arguments},
+            constants if code == "int4" else constants | {"zeros": None},
+            num_warps=num_warps,
+            targets=(90,) if code == "fp8" else (80, 90),
+            must_not=frozenset() if code == "int4" else frozenset({"barrier"}),
+            rare=code != "int8",
         )

@@ -23,8 +23,13 @@ class MatrixLoader:
         """`quantization`: what `pack_linear` rounds to; None: nothing."""
         self.checkpoint = checkpoint
         self.quantization = quantization
+        self.device = device
         self._ops = ops
-        self._device = device
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether `read` may give codes."""
+        return isinstance(self.checkpoint, QuantizedCheckpoint)
 
     def read(
         self,
@@ -64,12 +69,12 @@ class MatrixLoader:
         if self.quantization is None or inputs == (0, shape[1]):
             return self.pack_linear(self.read(name, shape, columns=inputs), bias)
         # Rounded as a whole, so that every number of ranks has the same weights.
-        whole = self.checkpoint.read(f"{name}.weight", shape).to(self._device)
+        whole = self.checkpoint.read(f"{name}.weight", shape).to(self.device)
         return self.pack(quantize(whole, self.quantization).part(slice(None), inputs, whole.dtype), bias)
 
     def pack(self, matrix: Matrix, bias: Tensor | None, code: Code | None = None) -> PackedLinear:
         """`code`: what the matrix is rounded to; None: it stays as it is."""
-        matrix, bias = matrix.to(self._device), None if bias is None else bias.to(self._device)
+        matrix, bias = matrix.to(self.device), None if bias is None else bias.to(self.device)
         if isinstance(matrix, QuantizedWeight):
             return self._ops.pack_quantized(matrix, bias)
         if code is None:

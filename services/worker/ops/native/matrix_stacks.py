@@ -11,6 +11,7 @@ from torch import Tensor
 from services.worker.ops.interface import Activation
 from services.worker.ops.native import library
 from services.worker.ops.native.kernels import ACTIVATIONS, PackedMatrix
+from services.worker.ops.quantized import QuantizedStack, WeightStack
 
 if TYPE_CHECKING:
     from services.worker.ops.native.native_ops import NativeOps
@@ -28,9 +29,12 @@ class MatrixStack(NamedTuple):
         return self.packed[0].out
 
 
-def pack_stack(ops: NativeOps, stack: Tensor) -> MatrixStack:
+def pack_stack(ops: NativeOps, stack: WeightStack) -> MatrixStack:
     """`stack` [matrices, out, in] in the library's layout."""
-    packed = tuple(ops.pack_matrix(weight, None) for weight in stack)
+    if isinstance(stack, QuantizedStack):
+        packed = tuple(ops.pack_codes(weight, None) for weight in stack.matrices)
+    else:
+        packed = tuple(ops.pack_matrix(weight, None) for weight in stack)
     return MatrixStack((library.Linear * len(packed))(*(each.linear for each in packed)), packed)
 
 

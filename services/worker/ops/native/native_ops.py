@@ -45,7 +45,7 @@ from services.worker.ops.native.matrix_stacks import MatrixStack, multiply_each,
 from services.worker.ops.native.native_kv import NativeKvCopier
 from services.worker.ops.native.native_latents import MAX_HEAD_DIM, NativeLatents
 from services.worker.ops.native.native_low_rank import NativeLowRank
-from services.worker.ops.quantized import QuantizedWeight
+from services.worker.ops.quantized import QuantizedWeight, WeightStack
 from services.worker.ops.torch_ops import verify_drafts
 from services.worker.ops.torch_routing import route
 from shared.blocks import DEFAULT_BLOCK_SIZE
@@ -129,6 +129,10 @@ class NativeOps:
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
         """The codes in the library's layout; they become floats in registers, or, for many rows, in the cache."""
+        return PackedLinear(self.pack_codes(weight, bias))
+
+    def pack_codes(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedMatrix:
+        """See `pack_quantized`."""
         out, inputs = weight.codes.shape
         code, codes = library.CODES[weight.code], weight.codes.contiguous()
         floats = None if bias is None else bias.float().contiguous()
@@ -141,7 +145,7 @@ class NativeOps:
             *(self.number, out, inputs, groups.data_ptr(), address_of(floats)),
             *(code, scaled, scales.data_ptr(), address_of(zeros)),
         )
-        return PackedLinear(PackedMatrix(linear, groups, floats, out, inputs, scales, zeros))
+        return PackedMatrix(linear, groups, floats, out, inputs, scales, zeros)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """float32 [n, out]; a row's result does not depend on the others."""
@@ -205,9 +209,9 @@ class NativeOps:
         )
         return to
 
-    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
+    def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
         """Each expert's matrices in the library's layout."""
-        return PackedExperts(_pack_experts(self, gate_up, down))
+        return PackedExperts(NativeExperts(pack_stack(self, gate_up), pack_stack(self, down)))
 
     def mixture(
         self, x: Tensor, logits: Tensor, experts: PackedExperts, *, routing: Routing, kind: Activation
@@ -350,10 +354,6 @@ class NativeExperts(NamedTuple):
 
     gate_up: MatrixStack
     down: MatrixStack
-
-
-def _pack_experts(ops: NativeOps, gate_up: Tensor, down: Tensor) -> NativeExperts:
-    return NativeExperts(pack_stack(ops, gate_up), pack_stack(ops, down))
 
 
 def _mix(

@@ -66,11 +66,12 @@ def code_tile(rows: int, itemsize: int, generation: int, group: int) -> CodeTile
 
 def multiplies(x: Tensor, weight: QuantizedWeight) -> bool:
     """Whether the kernel does the product of `x` with packed `weight` here, and as fast as any other way."""
-    return len(x) <= MAX_ROWS and (weight.code != "fp8" or _knows_fp8(x.device))
+    return len(x) <= MAX_ROWS and (weight.code != "fp8" or knows_fp8(x.device))
 
 
 @cache
-def _knows_fp8(device: torch.device) -> bool:
+def knows_fp8(device: torch.device) -> bool:
+    """Whether kernels read float8 there."""
     if device.type != "cuda":
         return True
     major, minor = torch.cuda.get_device_capability(device)
@@ -102,7 +103,7 @@ def _launch(
     tile = code_tile(tile_rows, x.element_size(), generation(x.device), product.group)
     columns = triton.cdiv(product.outputs, tile.columns)
     coded_linear_kernel[(columns * triton.cdiv(len(x), tile.rows),)](
-        *(x, _typed(weight), weight.scales, weight.zeros, bias, out, len(x)),
+        *(x, typed_codes(weight), weight.scales, weight.zeros, bias, out, len(x)),
         INPUTS=product.inputs,
         OUTPUTS=product.outputs,
         GROUP=product.group,
@@ -116,7 +117,7 @@ def _launch(
     )
 
 
-def _typed(weight: QuantizedWeight) -> Tensor:
+def typed_codes(weight: QuantizedWeight) -> Tensor:
     """The codes as what they are numbers of."""
     match weight.code:
         case "int8":

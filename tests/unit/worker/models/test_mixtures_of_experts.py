@@ -16,14 +16,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.worker.backend import BackendError
-from services.worker.models.checkpoint import TensorPart, model_digest, open_checkpoint
+from services.worker.models.checkpoint import TensorPart, TensorSource, model_digest, open_checkpoint
 from services.worker.models.config import Mixture, ModelConfig, ModelError
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.hf_config import read_model_config
-from services.worker.models.loading import ExpertTensors, load_weights, read_experts
+from services.worker.models.loading import load_weights
+from services.worker.models.mixture.loading import ExpertTensors, read_experts
+from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.sharding import shard_of
 from services.worker.ops.interface import Ops, OpsUnavailable, Routing
 from services.worker.ops.native.native_ops import NativeOps
+from services.worker.ops.quantized import Code, QuantizedStack, WeightStack, quantize, stack_outputs
 from services.worker.ops.torch_ops import TorchOps
 from services.worker.ops.torch_routing import route
 from services.worker.sim.shape import read_shape
@@ -175,6 +178,43 @@ def test_the_simulation_names_what_cannot_be(tmp_path: Path) -> None:
         read_shape(folder, "auto")
 
 
+def plain(tensors: TensorSource, code: Code | None = None) -> MatrixLoader:
+    return MatrixLoader(tensors, TorchOps(CPU, torch.float32), CPU, code)
+
+
+def numbers(stack: WeightStack) -> Tensor:
+    if isinstance(stack, Tensor):
+        return stack
+    return torch.stack([each.dequantized(torch.float32) for each in stack.matrices])
+
+
+@pytest.mark.parametrize("code", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_ranks_share_experts_that_were_rounded_as_a_whole(
+    tiny: Callable[[str], TinyModel], family: str, code: Code
+) -> None:
+    """Downs of 16 columns a rank are no group of int4: they are the numbers of the codes."""
+    config = read_model_config(tiny(family).path)
+    mixture = config.mixture
+    assert mixture is not None
+    size = mixture.intermediate_size
+    with open_checkpoint(tiny(family).path, torch.float32) as checkpoint:
+        exact = read_experts(plain(checkpoint), "model.layers.0", mixture, 48, (0, size))
+        whole, *halves = (
+            read_experts(plain(checkpoint, code), "model.layers.0", mixture, 48, part)
+            for part in ((0, size), (0, size // 2), (size // 2, size))
+        )
+    assert isinstance(whole.gate_up, QuantizedStack)
+    assert isinstance(whole.down, QuantizedStack)
+    for found, given in ((whole.gate_up, exact.gate_up), (whole.down, exact.down)):
+        expected = torch.stack([quantize(each, code).dequantized(torch.float32) for each in given])
+        assert torch.equal(numbers(found), expected)
+    assert torch.equal(numbers(whole.down), torch.cat([numbers(half.down) for half in halves], dim=2))
+    gates_and_ups = [numbers(half.gate_up).view(len(exact.router), 2, -1, 48) for half in halves]
+    expected = torch.cat(gates_and_ups, dim=2).view(len(exact.router), -1, 48)
+    assert torch.equal(numbers(whole.gate_up), expected)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
 def test_both_layouts_of_checkpoints_give_the_same_weights(
     tiny: Callable[[str], TinyModel], tmp_path: Path, family: str
@@ -191,7 +231,7 @@ def test_both_layouts_of_checkpoints_give_the_same_weights(
             with open_checkpoint(folder, torch.float32) as checkpoint:
                 assert ("model.layers.0.mlp.experts.gate_up_proj" in checkpoint) == (folder == tmp_path)
                 columns = shard_of(config, rank, 2).experts
-                experts.append(read_experts(checkpoint, "model.layers.0", mixture, 48, columns, CPU))
+                experts.append(read_experts(plain(checkpoint), "model.layers.0", mixture, 48, columns))
         assert experts[0].gate_up.shape == (mixture.experts, mixture.intermediate_size, 48)
         assert all(torch.equal(one, other) for one, other in zip(*experts, strict=True))
     assert model_digest(tmp_path, config) != model_digest(model.path, config), "it samples tensors as they are there"
@@ -212,7 +252,7 @@ def test_tensors_read_together_lie_one_behind_the_other(tmp_path: Path, other: t
 def test_made_up_experts_are_the_same_for_ranks_of_any_number(tmp_path: Path) -> None:
     mixture = Mixture(experts=3, chosen=1, intermediate_size=8, renormalised=True)
     made = DummyTensors(torch.float32, CPU)
-    whole, *halves = (read_experts(made, "l", mixture, 16, part, CPU) for part in ((0, 8), (0, 4), (4, 8)))
+    whole, *halves = (read_experts(plain(made), "l", mixture, 16, part) for part in ((0, 8), (0, 4), (4, 8)))
     assert torch.equal(whole.down, torch.cat([half.down for half in halves], dim=2))
     gates_and_ups = [half.gate_up.view(3, 2, 4, 16) for half in halves]
     assert torch.equal(whole.gate_up.view(3, 2, 8, 16), torch.cat(gates_and_ups, dim=2))
@@ -223,9 +263,9 @@ def test_a_checkpoint_without_an_expert_is_told_so(tiny: Callable[[str], TinyMod
     more = Mixture(experts=7, chosen=2, intermediate_size=32, renormalised=True)
     with open_checkpoint(tiny("qwen3-moe").path, torch.float32) as checkpoint:
         with pytest.raises(ModelError, match=r"mlp\.gate\.weight has shape \[6, 48\], the config asks for \[7, 48\]"):
-            read_experts(checkpoint, "model.layers.0", more, config.hidden_size, (0, 32), CPU)
+            read_experts(plain(checkpoint), "model.layers.0", more, config.hidden_size, (0, 32))
         with pytest.raises(ModelError, match=r"no tensor model\.layers\.1\.mlp\.gate\.weight"):
-            read_experts(checkpoint, "model.layers.1", more, config.hidden_size, (0, 32), CPU)
+            read_experts(plain(checkpoint), "model.layers.1", more, config.hidden_size, (0, 32))
 
 
 class Mixed:
@@ -237,10 +277,16 @@ class Mixed:
         self.gate_up = torch.randn(experts, 2 * size, hidden, generator=generator) / hidden**0.5
         self.down = torch.randn(experts, hidden, size, generator=generator) / size**0.5
         self.x = torch.randn(rows, hidden, generator=generator)
+        self.codes: tuple[WeightStack, ...] = ()
+
+    def rounded(self, code: Code) -> None:
+        """From now on, weights are codes."""
+        self.codes = tuple(_stacked(stack, code) for stack in (self.gate_up, self.down))
+        self.gate_up, self.down = (numbers(stack) for stack in self.codes)
 
     def by(self, ops: Ops, x: Tensor, chosen: int, renormalised: bool) -> Tensor:
         logits = ops.linear(x, ops.pack_linear(self.router, None))
-        packed = ops.pack_experts(self.gate_up, self.down)
+        packed = ops.pack_experts(*(self.codes or (self.gate_up, self.down)))
         return ops.mixture(x, logits, packed, routing=Routing(chosen, renormalised), kind="silu")
 
     def exactly(self, chosen: int, renormalised: bool) -> Tensor:
@@ -252,6 +298,12 @@ class Mixed:
         every = torch.einsum("nei,ehi->neh", F.silu(gate) * up, self.down.double())
         taken = every.gather(1, experts.unsqueeze(-1).expand(-1, -1, x.shape[1]))
         return (taken * chances.unsqueeze(-1)).sum(dim=1)
+
+
+def _stacked(stack: Tensor, code: Code) -> QuantizedStack:
+    together = stack_outputs([quantize(each, code) for each in stack])
+    assert together is not None
+    return QuantizedStack(together, len(stack))
 
 
 def kinds_of_ops() -> list[Ops]:
@@ -270,14 +322,29 @@ def test_a_mixture_is_what_it_is_in_float64(mixed: Mixed, chosen: int, renormali
         assert found.sub(expected).abs().max() < 1e-5, ops.name
 
 
+@pytest.mark.parametrize("code", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("size", [64, 96], ids=["gated on their way out", "gated behind"])
+def test_a_mixture_of_codes_is_that_of_their_numbers(code: Code, size: int) -> None:
+    mixed = Mixed(hidden=128, size=size, rows=40)
+    mixed.rounded(code)
+    expected = mixed.exactly(2, True)
+    for ops in kinds_of_ops():
+        assert mixed.by(ops, mixed.x, 2, True).sub(expected).abs().max() < 1e-5, ops.name
+
+
+@pytest.mark.parametrize("code", [None, "int8", "int4"])
 @pytest.mark.parametrize("size", [40, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_native_operations_does_not_depend_on_the_others(dtype: torch.dtype, size: int) -> None:
+def test_a_row_of_native_operations_does_not_depend_on_the_others(
+    dtype: torch.dtype, size: int, code: Code | None
+) -> None:
     try:
         ops = NativeOps(CPU, dtype, threads=2)
     except OpsUnavailable as reason:
         pytest.skip(str(reason))
     mixed = Mixed(size=size, rows=600)
+    if code is not None:
+        mixed.rounded(code)
     x = mixed.x.to(dtype)
     together = mixed.by(ops, x, 3, True)
     for row in (0, 7, 32, 599):

@@ -1,0 +1,148 @@
+"""Reads one layer's experts from a checkpoint, for some of their columns: as numbers, or as codes.
+
+Experts are laid out in two ways. Checkpoints on the Hub have tensors for each expert,
+`mlp.experts.0.gate_proj.weight` or Mixtral's `block_sparse_moe.experts.0.w1.weight`. transformers 5 computes with all
+experts of a layer in one tensor, `mlp.experts.gate_up_proj`, and writes them so on request
+(`save_pretrained(save_original_format=False)`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.worker.models.checkpoint import BatchedTensorSource, TensorPart
+from services.worker.models.hf_layers.mixture import Mixture
+from services.worker.models.quantization.matrices import Matrix, MatrixLoader
+from services.worker.ops.quantized import Code, QuantizedStack, QuantizedWeight, WeightStack, quantize, stack_outputs
+
+
+class ExpertTensors(NamedTuple):
+    """One rank's columns of a layer's experts."""
+
+    router: Tensor
+    """[E, hidden]"""
+    gate_up: WeightStack
+    """[E, 2 * I, hidden]: gates, then ups."""
+    down: WeightStack
+    """[E, hidden, I]"""
+
+
+class _Names(NamedTuple):
+    """What a layer's tensors are called."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+_QWEN = _Names("mlp", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL = _Names("block_sparse_moe", "w1", "w3", "w2")
+
+
+def read_experts(
+    matrices: MatrixLoader, layer: str, mixture: Mixture, hidden: int, columns: tuple[int, int]
+) -> ExpertTensors:
+    """`columns` of every expert of `layer` ("model.layers.0"), on the device, rounded to what `matrices` are. Raises
+    ModelError."""
+    tensors = matrices.checkpoint
+    names = _MIXTRAL if f"{layer}.{_MIXTRAL.block}.gate.weight" in tensors else _QWEN
+    block = f"{layer}.{names.block}"
+    router = tensors.read(f"{block}.gate.weight", (mixture.experts, hidden)).to(matrices.device)
+    reading = _Reading(matrices, f"{block}.experts", names, mixture, hidden, columns)
+    return ExpertTensors(router, reading.gates_and_ups(), reading.downs())
+
+
+class _Reading(NamedTuple):
+    matrices: MatrixLoader
+    experts: str
+    names: _Names
+    mixture: Mixture
+    hidden: int
+    columns: tuple[int, int]
+
+    @property
+    def _together(self) -> bool:
+        """Whether there are tensors of all experts."""
+        return f"{self.experts}.gate_up_proj" in self.matrices.checkpoint
+
+    def gates_and_ups(self) -> WeightStack:
+        """[E, 2 * I, hidden]"""
+        if self.matrices.has_codes and not self._together:
+            return self._stack([self._gate_and_up_of(expert) for expert in range(self.mixture.experts)])
+        read = self._gates_and_ups_together() if self._together else self._gates_and_ups_of_each()
+        read = read.to(self.matrices.device)
+        code = self.matrices.quantization
+        return read if code is None else self._stack(_rounded(read, code))
+
+    def downs(self) -> WeightStack:
+        """[E, hidden, I]"""
+        code, size = self.matrices.quantization, self.mixture.intermediate_size
+        if self.matrices.has_codes and not self._together:
+            return self._stack([self._down_of(expert) for expert in range(self.mixture.experts)])
+        if code is None:
+            return self._down_numbers(self.columns).to(self.matrices.device)
+        # Rounded as a whole, so that every number of ranks has the same weights.
+        whole = self._down_numbers((0, size)).to(self.matrices.device)
+        return self._stack([each.part(slice(None), self.columns, whole.dtype) for each in _rounded(whole, code)])
+
+    def _stack(self, parts: Sequence[Matrix]) -> WeightStack:
+        """Codes where all parts have the same kind of them, on the device."""
+        codes = [part for part in parts if isinstance(part, QuantizedWeight)]
+        stacked = stack_outputs(codes) if len(codes) == len(parts) else None
+        if stacked is not None:
+            return QuantizedStack(stacked.to(self.matrices.device), len(parts))
+        return torch.stack([self.matrices.numbers(part) for part in parts]).to(self.matrices.device)
+
+    def _gate_and_up_of(self, expert: int) -> Matrix:
+        shape = (self.mixture.intermediate_size, self.hidden)
+        names = (f"{self.experts}.{expert}.{part}" for part in (self.names.gate, self.names.up))
+        return self.matrices.join([self.matrices.read(name, shape, rows=self.columns) for name in names])
+
+    def _down_of(self, expert: int) -> Matrix:
+        shape = (self.hidden, self.mixture.intermediate_size)
+        return self.matrices.read(f"{self.experts}.{expert}.{self.names.down}", shape, columns=self.columns)
+
+    def _gates_and_ups_together(self) -> Tensor:
+        count, size, (first, end) = self.mixture.experts, self.mixture.intermediate_size, self.columns
+        parts = [
+            self.matrices.checkpoint.read(f"{self.experts}.gate_up_proj", (count, 2 * size, self.hidden), columns=part)
+            for part in ((first, end), (size + first, size + end))
+        ]
+        return torch.cat(parts, dim=1)
+
+    def _gates_and_ups_of_each(self) -> Tensor:
+        size, own = self.mixture.intermediate_size, self.columns[1] - self.columns[0]
+        parts = [
+            TensorPart(f"{self.experts}.{expert}.{part}.weight", (size, self.hidden), rows=self.columns)
+            for expert in range(self.mixture.experts)
+            for part in (self.names.gate, self.names.up)
+        ]
+        return self._read_together(parts).view(self.mixture.experts, 2 * own, self.hidden)
+
+    def _down_numbers(self, columns: tuple[int, int]) -> Tensor:
+        count, size, own = self.mixture.experts, self.mixture.intermediate_size, columns[1] - columns[0]
+        if self._together:
+            down = self.matrices.checkpoint.read(f"{self.experts}.down_proj", (count, self.hidden, size))
+            return down[:, :, slice(*columns)].contiguous()
+        names = [f"{self.experts}.{expert}.{self.names.down}.weight" for expert in range(count)]
+        parts = [TensorPart(name, (self.hidden, size), columns=columns) for name in names]
+        return self._read_together(parts).view(count, self.hidden, own)
+
+    def _read_together(self, parts: list[TensorPart]) -> Tensor:
+        """Flat: one behind the other."""
+        tensors = self.matrices.checkpoint
+        if isinstance(tensors, BatchedTensorSource):
+            return tensors.read_together(parts)
+        return torch.cat(
+            [tensors.read(part.name, part.shape, rows=part.rows, columns=part.columns).view(-1) for part in parts]
+        )
+
+
+def _rounded(stack: Tensor, code: Code) -> list[QuantizedWeight]:
+    """Each matrix by itself: float32 of all would take several times the memory of the layer."""
+    return [quantize(matrix, code) for matrix in stack]

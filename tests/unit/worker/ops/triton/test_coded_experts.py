@@ -1,0 +1,65 @@
+"""Mixtures whose experts stay codes, as Triton kernels, against float64."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+from services.worker.ops.interface import Routing
+from services.worker.ops.quantized import Code, QuantizedStack, QuantizedWeight, quantize, stack_outputs
+from services.worker.ops.triton.moe.coded_experts import code_stack, numbers_of
+from services.worker.ops.triton_ops import TritonOps
+from tests.support.kernels.kernel_device import DEVICE
+from tests.support.models.expert_mixtures import MixedExperts, Shape
+
+CODES: tuple[Code, ...] = get_args(Code)
+
+
+def coded(stack: Tensor, code: Code) -> QuantizedStack:
+    together = stack_outputs([quantize(each, code) for each in stack])
+    assert together is not None
+    return QuantizedStack(together, len(stack))
+
+
+def exactly(stack: QuantizedStack) -> Tensor:
+    return torch.stack([each.dequantized(torch.float32) for each in stack.matrices])
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (9, torch.float32)], ids=["codes", "half", "numbers"]
+)
+@pytest.mark.parametrize("code", CODES)
+def test_a_mixture_of_codes_is_that_of_their_numbers(code: Code, rows: int, dtype: torch.dtype) -> None:
+    mixed = MixedExperts(Shape(hidden=32, size=32, dtype=dtype), rows)
+    gate_up, down = (coded(stack, code) for stack in (mixed.gate_up, mixed.down))
+    mixed.gate_up, mixed.down = exactly(gate_up), exactly(down)
+    ops = TritonOps(DEVICE, dtype)
+    packed = ops.pack_experts(gate_up, down)
+    mixed.check(ops.mixture(mixed.x, mixed.logits, packed, routing=Routing(2, True), kind="silu"))
+
+
+def test_codes_and_numbers_may_be_side_by_side() -> None:
+    mixed = MixedExperts(Shape(hidden=64, size=32), 1)
+    gate_up = coded(mixed.gate_up, "int4")
+    mixed.gate_up = exactly(gate_up)
+    ops = TritonOps(DEVICE, torch.float32)
+    packed = ops.pack_experts(gate_up, mixed.down)
+    mixed.check(ops.mixture(mixed.x, mixed.logits, packed, routing=Routing(2, True), kind="silu"))
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_numbers_are_those_of_the_codes_to_the_last_bit(code: Code) -> None:
+    stack = coded(torch.randn(3, 10, 128, generator=torch.Generator().manual_seed(1)).to(DEVICE), code)
+    assert torch.equal(numbers_of(code_stack(stack), torch.float16), exactly(stack).half())
+
+
+def test_groups_without_zero_points_have_eight_for_zero() -> None:
+    codes = torch.randint(0, 16, (12, 64), dtype=torch.uint8, device=DEVICE)
+    weight = QuantizedWeight("int4", codes, torch.rand(12, 2, device=DEVICE))
+    stack = QuantizedStack(weight, 3)
+    assert torch.equal(numbers_of(code_stack(stack), torch.float32), exactly(stack))
