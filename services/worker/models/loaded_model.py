@@ -254,6 +254,8 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
         return _library_encoder(settings)
     library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code)
     config = library.config
+    if library.has_codes and settings.quantization != "auto":
+        raise _already_quantized(settings, "mxfp4")
     pooling = _pooling(settings, config.hidden_size)
     dtype = dtype_of(settings.dtype, config, settings.device)
     length = _model_len(config, settings.max_model_len)
@@ -414,11 +416,15 @@ def _method_of(settings: LoadSettings) -> QuantizationMethod | None:
     """How the checkpoint is quantised; None where it is not. Raises ModelError for what cannot be read."""
     method = None if settings.load_format == "dummy" else read_method(settings.folder)
     if method is not None and settings.quantization != "auto":
-        raise ModelError(
-            f"quantization {settings.quantization}: the checkpoint is quantised already, by {method.name}; "
-            "auto reads it as it is"
-        )
+        raise _already_quantized(settings, method.name)
     return method
+
+
+def _already_quantized(settings: LoadSettings, method: str) -> ModelError:
+    return ModelError(
+        f"quantization {settings.quantization}: the checkpoint is quantised already, by {method}; "
+        "auto reads it as it is"
+    )
 
 
 def _weight_bytes(

@@ -75,11 +75,18 @@ def library_config(folder: Path, *, trust_remote_code: bool) -> tuple[LibraryCon
     ), config
 
 
+def has_mxfp4(config: PretrainedConfig) -> bool:
+    """Whether experts are kept as blocks of four bits (OCP Microscaling Formats, as gpt-oss has them)."""
+    quantization = getattr(config, "quantization_config", None)
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+
+
 def _refuse_unsupported(config: PretrainedConfig) -> None:
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None and not has_mxfp4(config):
         raise ModelError(
-            "quantization_config is set: of models that transformers computes, no quantized checkpoints; --model-impl "
-            "native reads those of our own families, and --quantization rounds the original when it is loaded"
+            "quantization_config is set: of models that transformers computes, quantized checkpoints only of "
+            "quant_method mxfp4; --model-impl native reads those of our own families, and --quantization rounds the "
+            "original when it is loaded"
         )
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
         raise ModelError(

@@ -17,7 +17,7 @@ from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import PLAIN_PRODUCTS, adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
-from services.worker.models.fallback.library_config import first_line, library_config
+from services.worker.models.fallback.library_config import first_line, has_mxfp4, library_config
 from services.worker.models.fallback.library_decoder import HeadPlace, LibraryDecoder
 from services.worker.models.fallback.tensor_parallel import RoundedShare, shard_model
 from services.worker.ops.interface import Ops, PackedLinear
@@ -35,6 +35,11 @@ class LibraryModel:
         self._folder = folder
         self._trusts = trust_remote_code
         self.config, self._own = library_config(folder, trust_remote_code=trust_remote_code)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the checkpoint is quantised."""
+        return has_mxfp4(self._own)
 
     @torch.inference_mode()
     def decoder(
@@ -54,7 +59,8 @@ class LibraryModel:
         if dummy:
             model = _dummy_model(self._own, dtype, trust_remote_code=self._trusts)
         else:
-            with open_checkpoint(self._folder, dtype):  # files that are cut short are found before memory is taken
+            with open_checkpoint(self._folder, dtype) as files:  # cut files are found before memory is taken
+                _check_blocks(self._folder, set(files.names))
                 model = _read_model(self._folder, self._own, dtype, trust_remote_code=self._trusts)
         adapt(model, self._own)
         split_heads = communicator.world_size > 1 and shard_model(model, communicator, quantization)
@@ -67,6 +73,14 @@ class LibraryModel:
         return made
 
 
+def _check_blocks(folder: Path, names: set[str]) -> None:
+    """Raises ModelError where weights in blocks of four bits have no scales, which the library would not name."""
+    for name in sorted(names):
+        scales = f"{name.removesuffix('_blocks')}_scales"
+        if name.endswith("_blocks") and scales not in names:
+            raise ModelError(f"{folder}: the checkpoint has no tensor {scales}")
+
+
 def _read_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
     """The model with the weights of `folder`, on the CPU. Raises ModelError where a weight is missing or of another
     shape: the library would make one up."""
@@ -77,6 +91,8 @@ def _read_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, t
         model, info = own.AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
+            # Of blocks of four bits, numbers are made as they are read: the library's products of them need a GPU.
+            quantization_config=own.Mxfp4Config(dequantize=True) if has_mxfp4(config) else None,
             dtype=dtype,
             attn_implementation=implementation(config),
             local_files_only=True,
