@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from kvstore.connectors.installed import ConnectorExtraConfig, ConnectorName, ConnectorRole, open_connector
 from kvstore.connectors.interface import KVConnectorBase
-from services.worker.guided.limits import GrammarLimits
+from services.worker.guided.limits import GrammarBackendName, GrammarLimits
 from services.worker.kv.layer_groups import HybridKvCache
 from services.worker.sim.accelerator import PROFILES, Accelerator, ProfileName
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
@@ -239,6 +239,12 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         ),
         UpOption("Model"),
     ] = ()
+    grammar_backend: Annotated[
+        GrammarBackendName,
+        Meta(description="Library that follows grammars; auto: xgrammar, and llguidance for what that refuses."),
+        UpOption("Model"),
+        ContainerVariable(),
+    ] = "auto"
     grammar_compile_s: Annotated[
         float, Meta(gt=0, description="Seconds of processor time that a client's grammar may take to compile.")
     ] = 10.0

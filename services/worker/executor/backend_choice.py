@@ -97,6 +97,7 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
             block_size=config.block_size,
             attention=config.attention,
             grammar_limits=config.grammar_limits(),
+            grammar_backend=config.grammar_backend,
             on_layer=on_layer,
             loras=LoraSettings(
                 config.lora_folders(), config.max_loras, config.max_lora_rank, config.lora_registry is not None

@@ -18,7 +18,7 @@ from services.worker.executor.runner_parts import Runner, RunnerParts
 from services.worker.executor.warm_up import warm_up, warm_up_shapes
 from services.worker.graphs.choice import NO_GRAPHS, RankGraphs, why_eager
 from services.worker.guided.library import GrammarLibrary
-from services.worker.guided.limits import DEFAULT_LIMITS, GrammarLimits
+from services.worker.guided.limits import DEFAULT_LIMITS, GrammarBackendName, GrammarLimits
 from services.worker.guided.protocol import ServerSettings
 from services.worker.kv.layer_groups import HybridKvCache, group_layers, why_one_group
 from services.worker.models.config import ModelError
@@ -88,6 +88,7 @@ def create_backend(
     block_size: int = DEFAULT_BLOCK_SIZE,
     attention: AttentionName = "auto",
     grammar_limits: GrammarLimits = DEFAULT_LIMITS,
+    grammar_backend: GrammarBackendName = "auto",
     on_layer: Callable[[int], None] | None = None,
     loras: LoraSettings = NO_LORAS,
     hybrid_kv_cache: HybridKvCache = "off",
@@ -143,7 +144,8 @@ def create_backend(
     adapters = "" if slots is None else f", {slots.max_loras} of {[card.id.hex() for card in slots.cards]}"
     check_agreement(communicator, f"{loaded.fingerprint}, {limits}{adapters}, {', '.join(processors)}")
     with _enough_memory("what drafts was loaded: use more ranks"):
-        parts = _parts(loaded, model_name, max_num_seqs, speculation, grammar_limits, slots, groups, processors)
+        grammars = _grammar_settings(loaded, grammar_limits, grammar_backend)
+        parts = _parts(loaded, model_name, max_num_seqs, speculation, grammars, slots, groups, processors)
     graphs = RankGraphs.of(parts) if eager is None else NO_GRAPHS
     with STARTUP.stage("profile"):
         named = f"{loaded.fingerprint}, drafts {speculation}" + (f", {groups}" if groups else "")
@@ -166,12 +168,17 @@ def create_backend(
     return ready
 
 
+def _grammar_settings(loaded: LoadedModel, limits: GrammarLimits, backend: GrammarBackendName) -> ServerSettings:
+    config = loaded.config
+    return ServerSettings(str(loaded.settings.folder), config.vocab_size, tuple(config.eos_token_ids), limits, backend)
+
+
 def _parts(
     loaded: LoadedModel,
     name: ModelName,
     max_num_seqs: int,
     speculation: SpeculationSettings | None,
-    limits: GrammarLimits,
+    grammars: ServerSettings,
     loras: LoraSlots | None,
     groups: tuple[KvCacheGroup, ...],
     processors: ProcessorClasses,
@@ -188,7 +195,6 @@ def _parts(
             *(loaded.torch_dtype, loaded.max_model_len, communicator.world_size),
         )
         drafter = open_drafter(speculation, target) if communicator.rank == 0 else None
-    following = ServerSettings(str(folder), config.vocab_size, tuple(config.eos_token_ids), limits)
     made_for = ProcessorConfig(config.vocab_size, max_num_seqs, wanted.device, folder)
     return RunnerParts(
         card=replace(
@@ -202,7 +208,7 @@ def _parts(
         max_num_seqs=max_num_seqs,
         communicator=communicator,
         pipeline=pipeline,
-        grammars=GrammarLibrary(following) if samples else None,
+        grammars=GrammarLibrary(grammars) if samples else None,
         drafter=drafter,
         drafting=drafting,
         classifier=loaded.classifier,

@@ -1,6 +1,6 @@
 """A process that starts a process for each grammar of a rank, see `processes.ServerLink`.
 
-It loads xgrammar and the vocabulary once, seconds that are then shared by all: a grammar's process is a fork, in
+It loads the back ends and the vocabulary once, seconds that are then shared by all: a grammar's process is a fork, in
 milliseconds, with a few MB of its own. This process runs nothing of a client's. One thread, so that forking is safe.
 """
 
@@ -40,7 +40,7 @@ class ForkServer:
         """`control`: a socket that keeps messages apart."""
         self._control = control
         self._limits = settings.limits
-        self._compiler = GrammarCompiler(settings.folder, settings.vocab_size, settings.stops)
+        self._compiler = GrammarCompiler(settings.folder, settings.vocab_size, settings.stops, settings.backend)
         self._numbers: dict[int, int] = {}
         """By process id."""
         self._decode = msgspec.msgpack.Decoder(ToServer).decode

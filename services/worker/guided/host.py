@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from services.worker.guided.automaton import AutomatonFailed, Bits, CompiledGrammar
 from services.worker.guided.compiler import GrammarCompiler
 from services.worker.guided.limits import GrammarLimits
-from services.worker.guided.matcher import Bits, GrammarMatcher, allows, make_matcher
+from services.worker.guided.matcher import GrammarMatcher, allows, make_matcher
 from services.worker.guided.protocol import (
     Accept,
     Channel,
@@ -44,9 +44,6 @@ from services.worker.guided.schema.keywords import GrammarRefused
 from services.worker.sampling.masks import mask_words
 from shared.messages.generation import Grammar
 from shared.packing import unpack
-
-if TYPE_CHECKING:
-    import xgrammar
 
 TRIED_JUMP = 16
 """Forced tokens that a grammar is tried with: as many as a step may draft."""
@@ -84,7 +81,7 @@ class GrammarHost:
         self._followed: dict[int, _Followed] = {}
         self._failed: list[Failure] = []
         """Not reported yet."""
-        self._compiled: xgrammar.CompiledGrammar | None = None
+        self._compiled: CompiledGrammar | None = None
 
     def run(self) -> None:
         """Until the other end closes the channel. Raises OutOfMemory; beyond other limits the process ends."""
@@ -136,13 +133,18 @@ class GrammarHost:
         error = self._compile_error(grammar)
         signal.setitimer(signal.ITIMER_PROF, 0)
         self._channel.send(Compiled(error))
-        if error is not None:
-            return
+        if error is None:
+            self._channel.send(Tried(self._trial_error()))
+
+    def _trial_error(self) -> str | None:
         with self._within(TRIED_JUMP):
-            matcher = self._matcher((), "")
-            matcher.fill(np.empty((1, self._words), dtype=np.int32))
-            matcher.jump_forward(TRIED_JUMP)
-        self._channel.send(Tried())
+            try:
+                matcher = self._matcher((), "")
+                matcher.fill(np.empty((1, self._words), dtype=np.int32))
+                matcher.jump_forward(TRIED_JUMP)
+            except AutomatonFailed as failed:
+                return str(failed)
+        return None
 
     def _compile_error(self, grammar: Grammar) -> str | None:
         try:
@@ -158,9 +160,9 @@ class GrammarHost:
         return make_matcher(self._compiled, stops or self._compiler.stops, after, self._compiler.spelling())
 
     def _start(self, start: StartMatching) -> None:
-        matcher = self._matcher(start.stops, start.after)
-        self._followed[start.number] = _Followed(matcher)
-        matcher.replay(unpack(start.output))
+        followed = self._followed[start.number] = _Followed(self._matcher(start.stops, start.after))
+        with self._failing(start.number):
+            followed.matcher.replay(unpack(start.output))
 
     def _accept(self, message: Accept) -> None:
         for number, tokens in message.drawn:
@@ -169,8 +171,9 @@ class GrammarHost:
                 continue
             begun = time.process_time()
             mask, followed.mask = followed.mask, None
-            for ahead, token in enumerate(tokens):
-                followed.matcher.accept(token, allowed=mask is not None and allows(mask[ahead], token))
+            with self._failing(number):
+                for ahead, token in enumerate(tokens):
+                    followed.matcher.accept(token, allowed=mask is not None and allows(mask[ahead], token))
             self._charge(number, followed, begun, tokens=0)
 
     def _fill(self, message: Fill) -> None:
@@ -183,9 +186,10 @@ class GrammarHost:
                 continue
             since = time.process_time()
             followed.mask = np.empty((1 + len(drafts), self._words), dtype=np.int32)
-            followed.matcher.fill(followed.mask, drafts)
-            bound.append((number, len(followed.mask)))
-            masks.append(followed.mask)
+            with self._failing(number):
+                followed.matcher.fill(followed.mask, drafts)
+                bound.append((number, len(followed.mask)))
+                masks.append(followed.mask)
             self._charge(number, followed, since, tokens=len(followed.mask))
         failed, self._failed = tuple(self._failed), []
         matchers = [followed.matcher for followed in self._followed.values()]
@@ -204,18 +208,30 @@ class GrammarHost:
         followed = self._followed.get(number)
         if followed is None:
             return []
-        begun = time.process_time()
-        tokens = followed.matcher.jump_forward(most)
+        begun, tokens = time.process_time(), []
+        with self._failing(number):
+            tokens = followed.matcher.jump_forward(most)
         self._charge(number, followed, begun, tokens=0)
         return tokens
+
+    @contextmanager
+    def _failing(self, number: int) -> Iterator[None]:
+        """A sequence whose grammar the back end cannot follow any further is followed no longer."""
+        try:
+            yield
+        except AutomatonFailed as failed:
+            self._fail(number, str(failed))
+
+    def _fail(self, number: int, error: str) -> None:
+        self._followed.pop(number, None)
+        self._failed.append((number, error))
 
     def _charge(self, number: int, followed: _Followed, begun: float, *, tokens: int) -> None:
         """What was done since `begun` is on the sequence's account; over its limit it is followed no longer."""
         spent = time.process_time() - begun
         followed.debt = max(0.0, followed.debt + spent - tokens * self._limits.step_seconds)
-        if followed.debt > self._limits.burst_seconds:
-            self._followed.pop(number, None)
-            self._failed.append((number, self._limits.too_slow_to_follow()))
+        if followed.debt > self._limits.burst_seconds and number in self._followed:
+            self._fail(number, self._limits.too_slow_to_follow())
 
 
 def confine(limits: GrammarLimits, parent: int) -> None:

@@ -227,7 +227,10 @@ class GrammarLibrary:
                 job.process.compiled = True
                 if error is not None:
                     self._abort(job, error, "refused")
-            case Tried():
+            case Tried(error):
+                if error is not None:
+                    self._abort(job, error, "refused")
+                    return
                 self._leave(job)
                 self._processes[job.key] = job.process
                 metrics.PROCESSES.set(len(self._processes))

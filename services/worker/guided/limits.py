@@ -1,8 +1,13 @@
-"""What a client's grammar may cost: processor time, memory. A process that goes beyond ends (docs/adr/0020)."""
+"""Which library follows a client's grammar, and what it may cost: processor time, memory (docs/adr/0020)."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
+
+GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
+"""auto: xgrammar, and llguidance for what that refuses."""
 
 BURST = 25
 """Steps' worth of processor time that a sequence's grammar may take beyond its due, in one step or in many."""

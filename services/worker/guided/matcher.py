@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from services.worker.guided.automaton import Automaton, Bits, CompiledGrammar
 from services.worker.sampling.masks import mask_bits
 
-if TYPE_CHECKING:
-    import xgrammar
-
-Bits = NDArray[np.int32]
 Stage = Literal["free", "binding", "ending", "ended"]
 """free: the text behind which the grammar binds has not come. ending: only stop tokens may follow. ended: one did."""
 
@@ -48,9 +42,7 @@ class TokenPieces(NamedTuple):
 class GrammarMatcher:
     """Owns the state of one sequence's grammar."""
 
-    def __init__(
-        self, automaton: xgrammar.GrammarMatcher, stops: tuple[int, ...], after: bytes, spelling: TokenPieces
-    ) -> None:
+    def __init__(self, automaton: Automaton, stops: tuple[int, ...], after: bytes, spelling: TokenPieces) -> None:
         """`automaton` ends with any of `stops`. It binds behind `after`, at once where that is empty."""
         self._automaton = automaton
         self._stops = stops
@@ -114,10 +106,7 @@ class GrammarMatcher:
         """Up to `most` tokens that spell text which alone can follow: the model will probably draw them."""
         if self.stage != "binding":
             return []
-        try:
-            text = self._automaton.find_jump_forward_string()
-        except UnicodeDecodeError:  # what is forced begins or ends within a character
-            return []
+        text = self._automaton.forced_text()
         tokens = self._spelling.encode(text) if text else []
         if b"".join(map(self._spelling.of, tokens)) != text.encode():
             return []
@@ -136,7 +125,7 @@ class GrammarMatcher:
             case "ending":
                 bits[:] = mask_bits(self._stops, len(bits) * 32) if self._stops else -1
             case "binding":
-                self._automaton.fill_next_token_bitmask(bits[np.newaxis], 0)
+                self._automaton.fill(bits)
                 if self._tail and self._tail[-1] in self._spelling.barred:
                     bits &= self._spelling.barred[self._tail[-1]]
                 if not bits.any():
@@ -187,7 +176,7 @@ class GrammarMatcher:
             return 0
         self._tail = self._tail[place + len(self._after) :]
         self._enter("binding")
-        return int(bool(self._tail) and self._automaton.accept_string(self._tail))
+        return self._automaton.accept_bytes(self._tail) if self._tail else 0
 
 
 def allows(bits: Bits, token: int) -> bool:
@@ -196,10 +185,7 @@ def allows(bits: Bits, token: int) -> bool:
 
 
 def make_matcher(
-    compiled: xgrammar.CompiledGrammar, stops: tuple[int, ...], after: str, spelling: TokenPieces
+    compiled: CompiledGrammar, stops: tuple[int, ...], after: str, spelling: TokenPieces
 ) -> GrammarMatcher:
-    """A matcher at its start, see `GrammarMatcher`. `compiled` is made by xgrammar, which is loaded by now."""
-    import xgrammar
-
-    automaton = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stops) or None)
-    return GrammarMatcher(automaton, tuple(stops), after.encode(), spelling)
+    """A matcher at its start, see `GrammarMatcher`. Raises AutomatonFailed."""
+    return GrammarMatcher(compiled.automaton(stops), tuple(stops), after.encode(), spelling)

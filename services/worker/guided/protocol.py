@@ -10,7 +10,7 @@ from threading import Lock
 import msgspec
 from msgspec import Struct
 
-from services.worker.guided.limits import GrammarLimits
+from services.worker.guided.limits import GrammarBackendName, GrammarLimits
 from shared.messages.generation import Grammar
 
 # ---- the rank to the process of one grammar; the first message is `Compile`
@@ -71,7 +71,9 @@ class Compiled(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Tried(Struct, frozen=True, array_like=True, tag=True):
-    """A matcher has made its first step within the limits: sequences may follow it."""
+    """A matcher has made its first step within the limits: sequences may follow it; or why it cannot."""
+
+    error: str | None = None
 
 
 Failure = tuple[int, str]
@@ -111,6 +113,7 @@ class ServerSettings(Struct, frozen=True):
     vocab_size: int
     stops: tuple[int, ...]
     limits: GrammarLimits
+    backend: GrammarBackendName = "auto"
 
 
 class Fork(Struct, frozen=True, array_like=True, tag=True):

@@ -90,3 +90,22 @@ def _pieces(space: str) -> Callable[[str], bytes]:
         return bytes([int(byte[1], 16)]) if byte else letters.replace(space, " ").encode()
 
     return spell
+
+
+# What clients send as JSON, for each back end alike.
+
+
+def parsed_json(text: str) -> Any:
+    """Raises GrammarRefused."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarRefused(f"not valid JSON ({error})") from None
+
+
+def choices_of(text: str) -> list[str]:
+    """The strings of a choice. Raises GrammarRefused."""
+    choices = parsed_json(text)
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise GrammarRefused("a choice is a list of strings, at least one")
+    return choices

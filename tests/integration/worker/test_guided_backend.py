@@ -25,6 +25,7 @@ SCHEMA = {
         "unit": {"enum": ["celsius", "fahrenheit"]},
         "days": {"type": "integer", "minimum": 1, "maximum": 14},
     },
+    "additionalProperties": False,
     "required": ["location", "unit", "days"],
 }
 FORCING = Grammar("json", json.dumps(SCHEMA), compact=True)
@@ -158,6 +159,28 @@ def test_state_rebuilt_by_replay_equals_the_live_one(
     engine.run()
     drafting.run()
     assert [sequence.output for sequence in (*preempted.values(), *resumed)] == [live.output] * 2 * len(cuts)
+
+
+def test_grammars_of_the_other_back_end_are_drafted_ahead_and_replayed_alike(path: Path) -> None:
+    """What forced tokens, n-grams and preemption leave of a document is what one step after another writes."""
+    ngrams = SpeculationSettings(method="ngram", num_speculative_tokens=4)
+    plain, drafting = (
+        GuidedEngine(guided_backend(path, method, "llguidance"), speculate=ahead)
+        for method, ahead in ((None, 0), (ngrams, 8))
+    )
+    live = [plain.add(PROMPT, FORCING, sampling) for sampling in (GREEDY, RANDOM)]
+    plain.run()
+    drafted = [drafting.add(PROMPT, FORCING, sampling) for sampling in (GREEDY, RANDOM)]
+    drafting.driver.step()
+    drafting.driver.step()
+    drafting.driver.preempt(drafted[0])
+    driver = drafting.driver
+    drafting.run()
+    assert [sequence.output for sequence in drafted] == [sequence.output for sequence in live]
+    assert driver.drafted > 0
+    assert all(json.loads(plain.text(sequence) or "")["days"] in range(1, 15) for sequence in live)
+    with pytest.raises(GrammarRefused, match="structural tags need --grammar-backend xgrammar or auto"):
+        plain.add(PROMPT, Grammar("structural_tag", "{}"), GREEDY)
 
 
 def test_everything_else_that_a_request_asks_for_holds_beside_the_grammar(engine: GuidedEngine) -> None:

@@ -20,7 +20,7 @@ DEADLINE = 120.0
 
 def compiler_of(settings: ServerSettings) -> GrammarCompiler:
     """What the library's server compiles with, in this process."""
-    return GrammarCompiler(settings.folder, settings.vocab_size, settings.stops)
+    return GrammarCompiler(settings.folder, settings.vocab_size, settings.stops, settings.backend)
 
 
 @contextmanager

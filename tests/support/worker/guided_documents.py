@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.guided.compiler import GrammarCompiler
+from services.worker.guided.limits import GrammarBackendName
 from services.worker.guided.matcher import GrammarMatcher, make_matcher
 from services.worker.sampling.masks import mask_words
 from shared.messages.generation import Grammar
@@ -61,7 +62,7 @@ def _read(name: str, validator: type[jsonschema.protocols.Validator]) -> Iterato
 class RandomWriter:
     """Draws tokens of a small byte-level vocabulary, any that the grammar allows, with a leaning to come to an end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, backend: GrammarBackendName = "xgrammar") -> None:
         tokenizer = byte_level()
         write_model(folder, tokenizer)
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -69,7 +70,7 @@ class RandomWriter:
         assert eos is not None
         self.eos = eos
         self.folder = folder
-        self.compiler = GrammarCompiler(folder, self.vocab_size, (self.eos,))
+        self.compiler = GrammarCompiler(folder, self.vocab_size, (self.eos,), backend)
         self.tokenizer = tokenizer
         self._pieces = self.compiler.spelling().pieces
         self._closing = np.array([piece[:1] in (b'"', b"]", b"}", b",") for piece in self._pieces])

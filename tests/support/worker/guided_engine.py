@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.worker.executor.host_runner import HostRunner
+from services.worker.guided.limits import GrammarBackendName
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import GrammarKey
 from shared.messages.generation import Grammar, SamplingOptions
@@ -30,7 +31,9 @@ def tiny_model(folder: Path) -> Path:
     return path
 
 
-def guided_backend(path: Path, speculation: SpeculationSettings | None = None) -> HostRunner:
+def guided_backend(
+    path: Path, speculation: SpeculationSettings | None = None, grammar_backend: GrammarBackendName = "auto"
+) -> HostRunner:
     return tiny_backend(
         path,
         dtype="float32",
@@ -38,6 +41,7 @@ def guided_backend(path: Path, speculation: SpeculationSettings | None = None) -
         max_num_seqs=AT_ONCE,
         max_batch_tokens=1024,
         speculation=speculation,
+        grammar_backend=grammar_backend,
     )
 
 

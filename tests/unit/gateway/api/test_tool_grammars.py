@@ -21,8 +21,8 @@ from services.gateway.api.tool_grammars import (
 )
 from services.gateway.api.tools import ToolDefinition, ToolOptions
 from services.gateway.parsing.output_dialect import OutputDialect
-from services.worker.guided.compiler import normalize_structural_tag
 from services.worker.guided.schema.keywords import GrammarRefused
+from services.worker.guided.xgrammar_backend import normalize_structural_tag
 from shared.messages.dialects import ToolFormat
 from shared.messages.generation import Grammar
 from shared.models.structural_tags import Format, tagged

@@ -25,13 +25,15 @@ from tests.support.models.tiny_tokenizers import (
 )
 from tests.support.worker.guided_documents import RandomWriter
 
-OBJECT = Grammar("json", '{"properties":{"name":{"enum":["ä","b"]},"other":{"type":"integer"}},"required":["name"]}')
+OBJECT = Grammar(
+    "json", '{"type":"object","properties":{"name":{"enum":["ä","b"]},"other":{"type":"integer"}},"required":["name"]}'
+)
 COMPACT = Grammar(OBJECT.kind, OBJECT.text, compact=True)
 
 
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> RandomWriter:
-    return RandomWriter(tmp_path_factory.mktemp("bytes"))
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def writer(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> RandomWriter:
+    return RandomWriter(tmp_path_factory.mktemp("bytes"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +240,7 @@ def test_broken_texts_of_every_kind_are_refused(writer: RandomWriter) -> None:
         Grammar("choice", "[1]"),
         Grammar("structural_tag", "{"),
         Grammar("structural_tag", '{"type": "structural_tag", "format": {"type": "other"}}'),
-        Grammar("grammar", "root ::="),
+        Grammar("grammar", "root ::= ("),
         Grammar("grammar", 'other ::= "a"'),
         Grammar("grammar", "root ::= é"),
         Grammar("json", json.dumps({"items": {"type": "foo"}})),

@@ -8,8 +8,8 @@ import json
 from random import Random
 from typing import Any
 
+import jsonschema
 import pytest
-import xgrammar
 
 from services.worker.guided.schema.keywords import GrammarRefused
 from services.worker.guided.schema.normal_form import normal_form
@@ -27,31 +27,38 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> RandomWriter:
     return RandomWriter(tmp_path_factory.mktemp("bytes"))
 
 
-def test_no_document_that_a_schema_rules_out_fits_its_grammar(writer: RandomWriter) -> None:
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def either(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> RandomWriter:
+    """By either back end: llguidance reads schemas itself."""
+    return RandomWriter(tmp_path_factory.mktemp("either"), request.param)
+
+
+def test_no_document_that_a_schema_rules_out_fits_its_grammar(either: RandomWriter) -> None:
     compiled = 0
     for case in cases():
         try:
-            grammar = writer.compiler.compile(case.grammar())
+            grammar = either.compiler.compile(case.grammar())
         except GrammarRefused:
             continue
         compiled += 1
         for document, valid in case.documents:
-            matcher = xgrammar.GrammarMatcher(grammar)
-            fits = matcher.accept_string(json.dumps(document, ensure_ascii=False)) and matcher.is_completed()
+            automaton = grammar.automaton((either.eos,))
+            text = json.dumps(document, ensure_ascii=False).encode()
+            fits = automaton.accept_bytes(text) and automaton.accept_token(either.eos)
             assert valid or not fits, (case.name, case.schema, document)
-    assert compiled > 400
+    assert compiled > 380
 
 
-def test_every_document_written_under_a_grammar_satisfies_the_schema(writer: RandomWriter) -> None:
+def test_every_document_written_under_a_grammar_satisfies_the_schema(either: RandomWriter) -> None:
     random = Random(7)
     written = cut = 0
     for case in cases():
         try:
-            writer.compiler.compile(case.grammar())
+            either.compiler.compile(case.grammar())
         except GrammarRefused:
             continue
         for number in range(DOCUMENTS):
-            _, text = writer.write(case.grammar(compact=number > 0), random)
+            _, text = either.write(case.grammar(compact=number > 0), random)
             if text is None:
                 cut += 1
                 continue
@@ -64,6 +71,27 @@ def test_every_document_written_under_a_grammar_satisfies_the_schema(writer: Ran
 def test_every_schema_that_people_write_compiles(writer: RandomWriter) -> None:
     for case in practical():
         writer.compiler.compile(case.grammar())
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": INTEGER}, "patternProperties": {"^x": STRING}, "additionalProperties": False},
+        {"type": "string", "pattern": "^[a-z]+$", "minLength": 2, "maxLength": 4},
+        {"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 9},
+    ],
+)
+def test_what_one_back_end_refuses_the_other_may_take(
+    writer: RandomWriter, tmp_path_factory: pytest.TempPathFactory, schema: Any
+) -> None:
+    grammar = Grammar("json", json.dumps(schema))
+    with pytest.raises(GrammarRefused):
+        writer.compiler.compile(grammar)
+    auto, random = RandomWriter(tmp_path_factory.mktemp("auto"), "auto"), Random(3)
+    texts = [text for _ in range(8) if (text := auto.write(grammar, random)[1]) is not None]
+    assert texts
+    for text in texts:
+        jsonschema.validate(json.loads(text), schema)
 
 
 REFUSED: list[tuple[Any, str]] = [

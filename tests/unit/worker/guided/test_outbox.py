@@ -25,7 +25,8 @@ async def test_every_grammar_of_a_plan_is_answered_and_forgotten_when_a_later_on
             answers = [await outbox.next_result(), await outbox.next_result()]
         assert {answer.grammar: answer.error for answer in answers} == {
             GOOD.key: None,
-            BAD.key: "Regex parsing error at position 2: The parenthesis is not closed.",
+            BAD.key: "Regex parsing error at position 2: The parenthesis is not closed. "
+            "(llguidance: error: unclosed group)",
         }
         assert {answer.epoch for answer in answers} == {EPOCH}
         assert library.process(GOOD.key) is not None
