@@ -7,6 +7,7 @@ their overhead: about seventy calls and as many allocations and wake-ups for eac
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from services.worker.models.config import ModelConfig
 from services.worker.models.weights import DecoderWeights, DenseMlp, KvCaches, LayerWeights
-from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
+from services.worker.ops.interface import BatchMeta, LowRankProducts, Ops, PackedLinear
 from services.worker.ops.native import library
 from services.worker.ops.native.kernels import ACTIVATIONS, PackedMatrix, address_of, batch_of, zeroed
+from services.worker.ops.native.native_low_rank import NativeLowRank
 from services.worker.ops.native.native_ops import NativeOps
 
 
@@ -26,6 +28,28 @@ class EagleProjection(NamedTuple):
     joined: PackedLinear
     """[hidden, 2 * hidden]: a row begins as this of its token's embedding and of the feature given with it."""
     has_input_norm: bool
+
+
+class NativeAdapters:
+    """What adapters add to the products of a whole pass."""
+
+    def __init__(self, weights: DecoderWeights, products: Mapping[int, LowRankProducts]) -> None:
+        """`products`: by the `id` of the matrix beside which they are."""
+        matrices: list[PackedLinear | None] = []
+        for layer in weights.layers:
+            assert isinstance(layer.mlp, DenseMlp), "native_decoder refuses mixtures"
+            matrices += (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+        found = [products.get(id(matrix)) for matrix in (*matrices, weights.head)]
+        self._products = found  # which own what the tables point to
+        pointer = ctypes.POINTER(library.LowRankTable)
+        self._tables = (pointer * len(found))(
+            *(ctypes.pointer(each.table) if isinstance(each, NativeLowRank) else pointer() for each in found)
+        )
+
+    def of(self, slots: Tensor, logits_slots: Tensor) -> library.Adapters:
+        """For a pass whose rows have the adapters of `slots` (int32, -1: none), those whose logits are wanted of
+        `logits_slots`."""
+        return library.Adapters(self._tables, slots.data_ptr(), logits_slots.data_ptr())
 
 
 class NativeDecoder:
@@ -79,11 +103,15 @@ class NativeDecoder:
         *,
         given: Tensor | None = None,
         wants_logits: bool = True,
+        adapters: library.Adapters | None = None,
     ) -> Tensor | None:
         """See `Decoder.forward`; the logits are overwritten by the next call. `given` [n, hidden]: the features that an
-        EAGLE layer begins with. Raises IndexError where a token is outside of the vocabulary."""
+        EAGLE layer begins with. `adapters`: which the rows have, but for those of the embedding. Raises IndexError
+        where a token is outside of the vocabulary."""
         rows = len(meta.logits_rows) if wants_logits else 0
         request = self._request(ids, meta, caches, features, given, rows)
+        if adapters is not None:
+            request.adapters = ctypes.pointer(adapters)
         if not self._kernels.library.baton_decoder_run(self._decoder, ctypes.byref(request)):
             raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")
         return self._logits[:rows] if rows else None

@@ -20,6 +20,8 @@ from services.worker.ops.interface import (
     BatchMeta,
     DraftAttempt,
     LatentCache,
+    LowRankProducts,
+    LowRankShape,
     OpsUnavailable,
     PackedExperts,
     PackedLinear,
@@ -31,6 +33,7 @@ from services.worker.ops.torch_ops import QuantizedLinear, TorchLatents, TorchOp
 from services.worker.ops.triton.attention.latent_decode import latent_decode, latent_tile
 from services.worker.ops.triton.attention.paged_attention import create_attention
 from services.worker.ops.triton.attention.tiles import decode_splits
+from services.worker.ops.triton.low_rank import GatheredLowRank, RowTiling
 from services.worker.ops.triton.moe.coded_experts import CodedStack, code_stack, mix_coded_rows, numbers_of
 from services.worker.ops.triton.moe.mixture import choose_experts, compile_all, mixture
 from services.worker.ops.triton.moe.routing import one_by_one
@@ -67,7 +70,8 @@ class TritonOps(TorchOps):
         _check_device(device)
         self._cache_dtype = cache_dtype or dtype
         self._compiled: set[tuple[object, ...]] = set()
-        """Shapes of mixtures and of quantised weights whose kernels are there in all sizes."""
+        """Shapes of mixtures, quantised weights and low-rank products whose kernels are there in all sizes."""
+        self._tiling = RowTiling()
         self._attend = create_attention(attention, device, dtype, self._cache_dtype)
 
     @property
@@ -93,6 +97,14 @@ class TritonOps(TorchOps):
         if isinstance(packed, QuantizedLinear) and multiplies(x, packed.weight):
             return quantized_linear(x, packed.weight, packed.bias)
         return super().linear(x, packed)
+
+    def low_rank_products(self, shape: LowRankShape) -> LowRankProducts:
+        """All adapters in two launches, which are compiled when a shape is first seen on a GPU."""
+        products = GatheredLowRank(shape, self._device, self._dtype, self._tiling)
+        if shape not in self._compiled and self._device.type == "cuda":
+            self._compiled.add(shape)
+            products.compile()
+        return products
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """One launch; in x's dtype."""

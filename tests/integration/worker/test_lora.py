@@ -17,7 +17,7 @@ from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName, OpsUnavailable
 from services.worker.speculation.settings import read_speculation
 from shared.ids import LoraId, ModelName
-from tests.support.models.tiny_adapters import ALL_LINEAR, write_adapter
+from tests.support.models.tiny_adapters import ALL_LINEAR, peft_adapter, write_adapter
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.launched_rank import DriverAhead, launching
 from tests.support.worker.plan_driver import GREEDY, Driver
@@ -59,16 +59,25 @@ def adapters(model: TinyModel, folder: Path) -> dict[str, TinyModel]:
     return made
 
 
-def serve(family: str, folder: Path, *, max_loras: int = 5, ops: OpsName = "torch", **different: object) -> Served:
+def serve(
+    family: str,
+    folder: Path,
+    *,
+    made: Callable[[TinyModel, Path], dict[str, TinyModel]] = adapters,
+    max_loras: int = 5,
+    max_rank: int = 32,
+    ops: OpsName = "torch",
+    **different: object,
+) -> Served:
     model = make_model(family, folder / family)
-    made = adapters(model, folder)
-    folders = tuple((ModelName(name), each.path) for name, each in made.items())
+    references = made(model, folder)
+    folders = tuple((ModelName(name), each.path) for name, each in references.items())
     try:
-        settings = LoraSettings(folders, max_loras, 32)
+        settings = LoraSettings(folders, max_loras, max_rank)
         backend = tiny_backend(model.path, ops=ops, dtype="float32", loras=settings, **different)
     except OpsUnavailable as reason:
         pytest.skip(str(reason))
-    return Served(backend, {BASE: model, **made}, {card.name: card.id for card in backend.card.loras})
+    return Served(backend, {BASE: model, **references}, {card.name: card.id for card in backend.card.loras})
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +116,26 @@ def test_an_adapter_alone_gives_the_same_bits_as_in_a_mixed_batch(served: Callab
         return [one.logprob for one in sequences[0].logprobs]
 
     assert logprobs(["all"]) == logprobs(["all", BASE, "rank-stable", "all", "words", "narrow"])
+
+
+def peft_adapters(model: TinyModel, folder: Path) -> dict[str, TinyModel]:
+    """Of ranks from 8 to 256, and one with embedding and head."""
+    made = {f"rank-{rank}": peft_adapter(model, folder / f"rank-{rank}", r=rank) for rank in (8, 64, 256)}
+    words = (*ALL_LINEAR, "embed_tokens", "lm_head")
+    return {**made, "words": peft_adapter(model, folder / "words", r=8, modules=words)}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # what PEFT asks transformers
+@pytest.mark.parametrize("ops", ["torch", "native"])
+def test_what_peft_writes_gives_what_peft_merges(ops: OpsName, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="of the extra dev")
+    each = serve("llama", tmp_path, made=peft_adapters, max_loras=4, max_rank=256, ops=ops)
+    driver = Driver(each.backend)
+    sequences = {name: driver.add(prompt(13), 12, lora=each.lora(name)) for name in each.references}
+    driver.run()
+    for name, sequence in sequences.items():
+        assert sequence.output == each.references[name].greedy(prompt(13), 12), name
+    assert len({tuple(sequence.output) for sequence in sequences.values()}) == len(sequences)
 
 
 def test_more_adapters_than_slots_take_turns(tmp_path: Path) -> None:

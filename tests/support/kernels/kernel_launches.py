@@ -176,6 +176,12 @@ def _quantized() -> Iterator[Launch]:
     yield from experts()
 
 
+def _low_rank() -> Iterator[Launch]:
+    from tests.support.kernels.low_rank_launches import products
+
+    return products()
+
+
 def _graphs() -> Iterator[Launch]:
     from tests.support.kernels.graph_launches import graphs
 
@@ -196,6 +202,7 @@ FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (
     _copies,
     _graphs,
     _quantized,
+    _low_rank,
 )
 """A function for each family of kernels that gives its launches."""
 

@@ -22,9 +22,10 @@ from triton.runtime.jit import JITFunction
 from services.worker.batch.rows import RowRuns, rows_of
 from services.worker.batch.staging import packed
 from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
-from services.worker.ops.interface import BatchMeta, Routing
+from services.worker.ops.interface import AdapterRows, AdapterSpan, BatchMeta, LowRankPart, LowRankShape, Routing
 from services.worker.ops.quantized import quantize
 from services.worker.ops.triton.attention.paged_attention import paged_attention
+from services.worker.ops.triton.low_rank import GatheredLowRank, RowTiling
 from services.worker.ops.triton.moe.mixture import compile_all, mixture
 from services.worker.ops.triton.quantized_linear import MAX_ROWS, compile_tiles, quantized_linear
 from services.worker.ops.triton.rotary import rope_and_store
@@ -35,6 +36,9 @@ CONTEXT, MOST_ROWS, CAPTURED = 131072, 4096, 64
 HEADS, KV_HEADS, DIM, HIDDEN = 16, 4, 64, 1024
 CPU = torch.device("cpu")
 WEIGHT = quantize(torch.ones(192, HIDDEN), "int8")
+
+ADAPTED = GatheredLowRank(LowRankShape(2, 16, HIDDEN, (128, 64, 64)), CPU, torch.bfloat16, RowTiling())
+ADAPTED.put(1, [None, LowRankPart(torch.ones(8, HIDDEN), torch.ones(64, 8)), None])
 
 
 class Seen(msgspec.Struct):
@@ -94,6 +98,9 @@ def layer(meta: BatchMeta) -> None:
     add_rms_norm(x, x.clone(), norm, 1e-5)
     gated_act(torch.empty((rows, 2 * HIDDEN), dtype=torch.bfloat16), "silu")
     through_experts(mixture, rows)
+    numbers = torch.arange(rows, dtype=torch.int32)
+    adapted = AdapterRows(torch.ones_like(numbers), numbers, (AdapterSpan(1, 0, rows),))
+    ADAPTED.add(torch.empty((rows, 256), dtype=torch.bfloat16), x, adapted)
     if rows <= MAX_ROWS:
         quantized_linear(x, WEIGHT, None)
 
@@ -124,6 +131,7 @@ def step(*sequences: tuple[int, int]) -> None:
 def start() -> None:
     """As `torch_backend` does: eagerly first, then captures, then rehearsals of prefills."""
     through_experts(compile_all, 1)
+    ADAPTED.compile()
     compile_tiles(torch.empty((1, HIDDEN), dtype=torch.bfloat16), WEIGHT, None)
     step((1, 1))
     inputs = DecodeInputs(CPU, CAPTURED, CONTEXT // BLOCK_SIZE, CONTEXT, BLOCK_SIZE)

@@ -1,4 +1,5 @@
-"""Random LoRA adapters as PEFT writes them, and the same merged into a reference by the formula of its paper."""
+"""Random LoRA adapters as PEFT writes them, and the same merged into a reference: by the formula of its paper, or by
+PEFT."""
 
 from __future__ import annotations
 
@@ -63,3 +64,20 @@ def write_adapter(
     fields |= {"target_modules": list(modules), "bias": "none", "lora_dropout": 0.0, "init_lora_weights": True}
     (folder / "adapter_config.json").write_text(json.dumps(fields | config))
     return TinyModel(model.family, folder, merged)
+
+
+def peft_adapter(model: TinyModel, folder: Path, *, r: int, modules: Sequence[str] = ALL_LINEAR) -> TinyModel:
+    """Has PEFT write an adapter of `modules` to `folder`; the model with it merged, by PEFT."""
+    from peft import LoraConfig, get_peft_model  # of the extra dev
+
+    torch.manual_seed(r)
+    config = LoraConfig(
+        r=r, lora_alpha=2.0 * r**0.5, use_rslora=True, target_modules=list(modules), task_type="CAUSAL_LM"
+    )
+    adapted = get_peft_model(copy.deepcopy(model.reference), config)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_(0, 0.15)
+    adapted.save_pretrained(folder, save_embedding_layers=any("embed" in module for module in modules))
+    return TinyModel(model.family, folder, adapted.merge_and_unload().eval())

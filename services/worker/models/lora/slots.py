@@ -18,6 +18,7 @@ from services.worker.models.decoder import CausalLm, Decoder
 from services.worker.models.lora.adapted_matrices import adapted_matrices, rank_rows
 from services.worker.models.lora.adapted_ops import AdaptedOps, EmbeddingProduct, LoraBatch
 from services.worker.models.lora.adapter_files import CONFIG, LoraAdapter, read_adapter
+from services.worker.models.native_decoder import NativeAdapters
 from services.worker.models.weights import KvCaches
 from services.worker.ops.interface import AdapterRows, AdapterSpan, BatchMeta, Ops
 from services.worker.ops.transfer import to_device
@@ -56,6 +57,7 @@ class LoraSlots:
         """By slot."""
         products = {id(matrix.packed): matrix.products for matrix in self._matrices}
         self._ops = AdaptedOps(decoder.ops, products, self._embeddings)
+        self._native = None if decoder.native is None else NativeAdapters(decoder.weights, products)
         self._adapted = decoder.on(cast(Ops, self._ops))
         self._cards: dict[ModelName, LoraCard] = {}
         """Those that are served, by name; several names may have one adapter."""
@@ -145,6 +147,10 @@ class LoraSlots:
         self, batch: LoraBatch, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None
     ) -> Tensor | None:
         """See `Decoder.forward`, with the adapters of `batch`."""
+        native = self._decoder.native
+        if native is not None and self._native is not None and not self._adapts_embedding(batch):
+            adapters = self._native.of(batch.all.slots, batch.drawn.slots)
+            return native.forward(ids, meta, caches, features, adapters=adapters)
         self._ops.batch = batch
         return self._adapted.forward(ids, meta, caches, features)
 
@@ -159,6 +165,9 @@ class LoraSlots:
         spans = tuple(map(AdapterSpan, found.tolist(), (ends - counts).tolist(), ends.tolist()))
         device = self._decoder.device
         return AdapterRows(to_device(slots, device), to_device(order, device), spans)
+
+    def _adapts_embedding(self, batch: LoraBatch) -> bool:
+        return any(span.slot in self._embeddings for span in batch.all.spans)
 
     # ---- slots
 

@@ -35,6 +35,8 @@ bool Decoder::run(const Forward& forward) {
     int rows = forward.batch.rows;
     fit(rows);
     windows_[0] = windows_[1] = -1;
+    adapted_ = forward.adapters ? forward.adapters->tables : nullptr;
+    slots_ = forward.adapters ? forward.adapters->slots : nullptr;
     if (!begin(forward)) return false;
     norm_residual(layers_[0].input_norm, rows);
     for (int i = 0; i < config_.layers; ++i) {
@@ -44,8 +46,8 @@ bool Decoder::run(const Forward& forward) {
         bool every = !last || forward.features;
         if (!every && forward.logits == 0) return true;
         if (!every && forward.logits < rows) pick(forward), rows = forward.logits;
-        add_output(rows_of(mixed_, rows), layer.output, layer.attention_post_norm);
-        mlp(layer, rows, last ? config_.final_norm : layers_[i + 1].input_norm);
+        add_output(rows_of(mixed_, rows), layer.output, layer.attention_post_norm, 4 * i + 1);
+        mlp(layer, i, rows, last ? config_.final_norm : layers_[i + 1].input_norm);
     }
     if (forward.features) give_features(forward);
     if (forward.logits) logits(forward);
@@ -95,7 +97,9 @@ void Decoder::norm_residual(const float* weight, int rows) {
 // From the normed rows to the mixed values; keys and values are in the cache then.
 void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int index) {
     int rows = forward.batch.rows;
-    multiply(pool_, layer.input_norm ? rows_of(normed_, rows) : residual(rows), layer.qkv, {Out::kFloat, config_.activation, qkv_.data(), qkv_.stride});
+    Rows x = layer.input_norm ? rows_of(normed_, rows) : residual(rows);
+    multiply(pool_, x, layer.qkv, {Out::kFloat, config_.activation, qkv_.data(), qkv_.stride});
+    adapt(4 * index, x, (float*)qkv_.data(), qkv_.stride);
     Cache cache{config_.number, forward.keys[index], forward.values[index], config_.kv_heads, config_.head_dim, config_.page_bits, config_.cache_code};
     rope_and_store(pool_,
                    {(const float*)qkv_.data(), qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
@@ -118,6 +122,7 @@ void Decoder::pick(const Forward& forward) {
     };
     copy(mixed_, queries_, size_);
     copy(residual_, output_, 4);
+    if (adapted_) slots_ = forward.adapters->logits_slots;
 }
 
 // What every row ends with; the head reads on only where logits are wanted.
@@ -146,12 +151,22 @@ void Decoder::give_features(const Forward& forward) {
     std::swap(normed_, output_);
 }
 
+// Adds what the rows' adapters make of x. `adapted`: which of their tables.
+void Decoder::adapt(int adapted, const Rows& x, float* to, int64_t stride) {
+    if (adapts(adapted)) add_low_rank(pool_, x, *adapted_[adapted], slots_, to, stride);
+}
+
 // residual += x * linear, normed first where the model says so.
-void Decoder::add_output(const Rows& x, const Linear& linear, const float* post_norm) {
-    if (!post_norm) return multiply(pool_, x, linear, {Out::kAdded, config_.activation, residual_.data(), residual_.stride});
+void Decoder::add_output(const Rows& x, const Linear& linear, const float* post_norm, int adapted) {
+    // With what adapters add, sums come before the residual, as by single operations.
+    if (!post_norm && !adapts(adapted))
+        return multiply(pool_, x, linear, {Out::kAdded, config_.activation, residual_.data(), residual_.stride});
     multiply(pool_, x, linear, {Out::kFloat, config_.activation, output_.data(), output_.stride});
-    Rows out{output_.data(), Number::kSingle, output_.stride, x.count};
-    norm(pool_, out, nullptr, 0, {post_norm, config_.eps, config_.hidden}, Number::kSingle, output_.data(), output_.stride);
+    adapt(adapted, x, (float*)output_.data(), output_.stride);
+    if (post_norm) {
+        Rows out{output_.data(), Number::kSingle, output_.stride, x.count};
+        norm(pool_, out, nullptr, 0, {post_norm, config_.eps, config_.hidden}, Number::kSingle, output_.data(), output_.stride);
+    }
     float* residual = (float*)residual_.data();
     const float* from = (const float*)output_.data();
     pool_.run(x.count, [&](int row, int) {
@@ -159,22 +174,27 @@ void Decoder::add_output(const Rows& x, const Linear& linear, const float* post_
     });
 }
 
-void Decoder::mlp(const DecoderLayer& layer, int rows, const float* following_norm) {
+void Decoder::mlp(const DecoderLayer& layer, int index, int rows, const float* following_norm) {
     norm_residual(layer.mlp_norm, rows);
-    if (can_gate(layer.gate_up)) {
+    // What adapters add comes before the gates are activated.
+    if (can_gate(layer.gate_up) && !adapts(4 * index + 2)) {
         multiply(pool_, rows_of(normed_, rows), layer.gate_up, {Out::kGated, config_.activation, gated_.data(), gated_.stride});
     } else {
         gate_up_.fit(rows, 2 * config_.intermediate, 4);
         multiply(pool_, rows_of(normed_, rows), layer.gate_up, {Out::kFloat, config_.activation, gate_up_.data(), gate_up_.stride});
+        adapt(4 * index + 2, rows_of(normed_, rows), (float*)gate_up_.data(), gate_up_.stride);
         gate(pool_, {(const float*)gate_up_.data(), Number::kSingle, gate_up_.stride, rows}, config_.intermediate, config_.activation,
              config_.number, gated_.data(), gated_.stride);
     }
-    add_output(rows_of(gated_, rows), layer.down, layer.mlp_post_norm);
+    add_output(rows_of(gated_, rows), layer.down, layer.mlp_post_norm, 4 * index + 3);
     norm_residual(following_norm, rows);
 }
 
 void Decoder::logits(const Forward& forward) {
-    multiply(pool_, config_.final_norm ? rows_of(normed_, forward.logits) : residual(forward.logits), config_.head, {Out::kFloat, config_.activation, forward.to, config_.vocab});
+    Rows x = config_.final_norm ? rows_of(normed_, forward.logits) : residual(forward.logits);
+    multiply(pool_, x, config_.head, {Out::kFloat, config_.activation, forward.to, config_.vocab});
+    if (adapted_) slots_ = forward.adapters->logits_slots;
+    adapt(4 * config_.layers, x, forward.to, config_.vocab);
     float cap = config_.logits_softcap;
     if (cap == 0) return;
     pool_.run(forward.logits, [&](int row, int) {

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "rows.h"
 #include "threads.h"
 
@@ -47,6 +48,14 @@ struct DecoderConfig {
     Linear joined;
 };
 
+// Whose adapters a pass's rows have, and what these add: to each layer's qkv, output, gates and ups, and down, and to the
+// logits behind the last layer's; null tables: nothing.
+struct Adapters {
+    const LowRankTable* const* tables;  // [4 * layers + 1]
+    const int* slots;                   // of each row
+    const int* logits_slots;            // of each row whose logits are wanted
+};
+
 struct Forward {
     const int* ids;
     Batch batch;
@@ -59,6 +68,7 @@ struct Forward {
     const float* given;  // [rows, hidden]: what `joined` joins; may be `features`
     const int* group_of;  // of each layer the group that it is in; null: there is one group
     const Batch* batches;  // of each group: block tables and slots differ, nothing else does
+    const Adapters* adapters;  // null: no row has one
 
     const Batch& of_layer(int index) const { return group_of ? batches[group_of[index]] : batch; }
 };
@@ -90,8 +100,10 @@ class Decoder {
     void attention(const DecoderLayer& layer, const Forward& forward, int index);
     void pick(const Forward& forward);
     void give_features(const Forward& forward);
-    void mlp(const DecoderLayer& layer, int rows, const float* following_norm);
-    void add_output(const Rows& x, const Linear& linear, const float* post_norm);
+    void mlp(const DecoderLayer& layer, int index, int rows, const float* following_norm);
+    void add_output(const Rows& x, const Linear& linear, const float* post_norm, int adapted);
+    bool adapts(int adapted) const { return adapted_ && adapted_[adapted]; }
+    void adapt(int adapted, const Rows& x, float* to, int64_t stride);
     void norm_residual(const float* weight, int rows);
     void logits(const Forward& forward);
     const AttentionPlan& plan(const Batch& batch, int window);
@@ -104,5 +116,7 @@ class Decoder {
     int size_;  // bytes of an item
     Buffer pairs_, residual_, normed_, qkv_, queries_, mixed_, gate_up_, gated_, output_;
     AttentionPlan plans_[2];
+    const LowRankTable* const* adapted_ = nullptr;  // of the batch in hand
+    const int* slots_ = nullptr;                    // of the rows in hand
     int windows_[2] = {-1, -1};  // of the plans made for the batch in hand
 };

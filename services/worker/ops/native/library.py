@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 12
+VERSION = 13
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -205,6 +205,12 @@ class DecoderConfig(Structure):
     )
 
 
+class Adapters(Structure):
+    """`Adapters` of decoder.h: whose adapters a pass's rows have, and what they add."""
+
+    _fields_ = (("tables", POINTER(POINTER(LowRankTable))), ("slots", c_void_p), ("logits_slots", c_void_p))
+
+
 class Forward(Structure):
     """`Forward` of decoder.h: one pass. `to` and `features` are written; `given` is read where it is not null."""
 
@@ -220,6 +226,7 @@ class Forward(Structure):
         ("given", c_void_p),
         ("group_of", POINTER(c_int)),
         ("batches", POINTER(NativeBatch)),
+        ("adapters", POINTER(Adapters)),
     )
 
 

@@ -29,7 +29,8 @@ class NativeLowRank:
         self._ops, self._parts = ops, len(shape.outputs)
         self._products = (library.LowRank * (shape.slots * self._parts))()
         starts = (ctypes.c_int * (self._parts + 1))(*accumulate(shape.outputs, initial=0))
-        self._table = library.LowRankTable(ops.number, shape.inputs, self._parts, starts, self._products)
+        self.table = library.LowRankTable(ops.number, shape.inputs, self._parts, starts, self._products)
+        """What the library reads, as long as this object lives."""
         self._held: dict[int, list[Tensor]] = {}
         """What the table points to, by slot."""
 
@@ -54,7 +55,7 @@ class NativeLowRank:
         x, number = self._ops.known(x)
         self._ops.kernels.library.baton_add_low_rank(
             self._ops.kernels.pool,
-            ctypes.byref(self._table),
+            ctypes.byref(self.table),
             *(x.data_ptr(), number, len(x), x.shape[1]),
             *(rows.slots.data_ptr(), product.data_ptr(), product.shape[1]),
         )
