@@ -224,7 +224,7 @@ class WorkerActor(Actor):
             published=self._published,
             max_num_seqs=self._identity.max_num_seqs,
             max_batch_tokens=self._identity.max_batch_tokens,
-            layout=None if self._backend.kv is None or self._backend.kv_groups else self._backend.kv.layout,
+            layout=None if self._backend.kv is None else self._backend.kv.layout,
             transfers=self._ledger.report(),
             max_speculate=self._backend.max_speculate,
             max_jump_ahead=self._backend.max_jump_ahead,

@@ -1,4 +1,5 @@
-"""What fits into KV memory with one block table for all layers, and with one for each group of layers: a table.
+"""What fits into KV memory with one block table for all layers, and with one for each group of layers, and what of a
+prompt goes through the KV store: two tables.
 
 python -m tests.benchmarks.hybrid_kv_memory
 
@@ -7,16 +8,21 @@ It is counted, not measured, by the arithmetic with which ranks size their memor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.worker.kv.layer_groups import group_layers
 from shared.blocks import blocks_for
-from shared.messages.kv_groups import longest_sequence, most_blocks
+from shared.messages.kv_groups import KvCacheGroup, longest_sequence, most_blocks
 
 MEMORY = 16 << 30
 BLOCK_SIZE = 16
 STEP_TOKENS = 2048
 CONTEXTS = (8_192, 32_768, 131_072)
+
+
+HANDED_OVER = 32_768
+"""Tokens of a prompt."""
 
 
 class Shape(NamedTuple):
@@ -30,6 +36,16 @@ class Shape(NamedTuple):
     kv_heads: int
     head_dim: int
 
+    @property
+    def windows(self) -> list[int | None]:
+        """Of each layer."""
+        return [None if (i + 1) % self.full_every == 0 else self.window for i in range(self.layers)]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of a block of one layer."""
+        return 2 * 2 * BLOCK_SIZE * self.kv_heads * self.head_dim
+
 
 SHAPES = (
     Shape("Gemma 3 27B", 62, 6, 1024, 16, 128),
@@ -40,23 +56,38 @@ SHAPES = (
 
 
 def main() -> None:
-    """Prints the table as it is in docs/models.md."""
+    """Prints the tables as they are in docs/models.md."""
     print(
         "| model | block tables | longest context | " + " | ".join(f"sequences of {each:,}" for each in CONTEXTS) + " |"
     )
     print("|---|---|---|" + "---|" * len(CONTEXTS))
     for shape in SHAPES:
-        windows = [None if (i + 1) % shape.full_every == 0 else shape.window for i in range(shape.layers)]
-        layer_bytes = 2 * 2 * BLOCK_SIZE * shape.kv_heads * shape.head_dim
-        blocks = MEMORY // (layer_bytes * shape.layers)
+        blocks = MEMORY // (shape.layer_bytes * shape.layers)
         counts = [blocks // blocks_for(each, BLOCK_SIZE) for each in CONTEXTS]
         print(_row(shape.name, "one", blocks * BLOCK_SIZE, counts))
-        groups = group_layers(windows, 1 << 30)
+        groups = group_layers(shape.windows, 1 << 30)
         assert groups is not None, "each has windows"
-        blocks = MEMORY // (layer_bytes * groups.caches)
+        blocks = MEMORY // (shape.layer_bytes * groups.caches)
         counts = [(blocks - 1) // most_blocks(groups.groups, each, BLOCK_SIZE, STEP_TOKENS) for each in CONTEXTS]
         longest = longest_sequence(groups.groups, blocks, BLOCK_SIZE, STEP_TOKENS)
         print(_row("", f"{len(groups.groups)} groups of {groups.caches}", longest, counts))
+    print(f"\n| model | block tables | saved of {HANDED_OVER:,} tokens | loaded, or sent to another node |")
+    print("|---|---|---|---|")
+    for shape in SHAPES:
+        whole = KvCacheGroup(layers=shape.layers)
+        print(f"| {shape.name} | one | {_gib(shape, shape.layers, [whole])} | {_gib(shape, shape.layers, [whole])} |")
+        groups = group_layers(shape.windows, 1 << 30)
+        assert groups is not None, "each has windows"
+        saved = _gib(shape, groups.caches, [whole] * len(groups.groups))
+        loaded = _gib(shape, groups.caches, groups.groups)
+        print(f"|  | {len(groups.groups)} groups of {groups.caches} | {saved} | {loaded} |")
+
+
+def _gib(shape: Shape, layers: int, groups: Sequence[KvCacheGroup]) -> str:
+    """Of a prompt's blocks of so many layers that each of the groups needs to go on behind it."""
+    blocks = blocks_for(HANDED_OVER, BLOCK_SIZE)
+    records = sum(blocks - group.first_needed(HANDED_OVER, BLOCK_SIZE) for group in groups)
+    return f"{records * layers * shape.layer_bytes / (1 << 30):.2f} GiB"
 
 
 def _row(name: str, tables: str, longest: int, counts: list[int]) -> str:

@@ -68,7 +68,7 @@ class EpochState:
         use, block_size = connector.use, workers.card.block_size
         self.memory = _allocator(workers, self.limits, for_store=store.enabled, for_connector=bool(use and use.saves))
         self.transfers = BlockTransfers(self.memory.pool, workers.world_size)
-        self.costs = RecomputeCosts(workers.layout, block_size)
+        self.costs = RecomputeCosts(workers.layout, block_size, _records(workers))
         self.store_loads = Loads(self.limits, store, self.memory, self.transfers, self.costs)
         self.connector_loads = ConnectorLoads(
             self.limits, connector, self.memory, self.transfers, self.costs, layerwise=workers.layerwise_loads
@@ -77,7 +77,7 @@ class EpochState:
         self.connector_saves = None if use is None else ConnectorSaves(connector, self.memory, self.transfers)
         self.remote = RemotePrefills(store)
         self.saves = Saves(store, self.memory, self.transfers)
-        self.hand_overs = HandOvers(self.saves)
+        self.hand_overs = HandOvers(self.saves, self.memory)
         self.grammars = Grammars(limits.compile_timeout, limits.max_grammars, store.counters)
         speculation = SpeculationBudget(workers.max_speculate, workers.max_jump_ahead, limits.speculation)
         self._prefill_budget = PrefillBudget(self.limits.itl_target)
@@ -200,7 +200,9 @@ class EpochState:
         prompt = sequence.tokens.prompt_length
         self._counters.prompt_tokens += prompt
         self._counters.cached_tokens += min(prompt, cached)
-        if sequence.transfer.decode_node is not None and (ahead := self._sender.prefetch(sequence)) is not None:
+        if sequence.transfer.decode_node is None:
+            return
+        if (ahead := self._sender.prefetch(sequence, self.memory)) is not None:
             self._outbox.add(ahead)
 
     def _pass_on(self, sequence: Sequence) -> None:
@@ -319,10 +321,19 @@ class EpochState:
         return self.hand_overs.take_settled() if self.hand_overs.waiting else []
 
 
+def _records(workers: WorkersReady) -> int:
+    """Records of the store that a block of a long prompt is loaded from: those of groups that see all tokens."""
+    return max(1, sum(1 for group in workers.kv_groups if group.window is None))
+
+
 def _allocator(workers: WorkersReady, limits: EngineLimits, *, for_store: bool, for_connector: bool) -> BlockAllocator:
     """For as many groups of layers as the workers have."""
     if workers.kv_groups:
         return HybridBlockAllocator(
-            workers.num_blocks, workers.card.block_size, workers.kv_groups, limits.max_batch_tokens
+            workers.num_blocks,
+            workers.card.block_size,
+            workers.kv_groups,
+            limits.max_batch_tokens,
+            for_store=for_store,
         )
     return BlockAllocator(workers.num_blocks, workers.card.block_size, for_store=for_store, for_connector=for_connector)

@@ -49,6 +49,10 @@ class PrefixIndex:
         del self.block_of[hash_]
         self.changes.removed(hash_)
 
+    def find(self, name: BlockHash) -> int | None:
+        """The block of this name, whoever's it is."""
+        return self.block_of.get(name)
+
     @property
     def is_consistent(self) -> bool:
         """Whether both sides of the map agree."""
@@ -115,10 +119,12 @@ class BlockPool:
 
 
 class NamedBlock(NamedTuple):
-    """The name of a full block, and the name of the block before it in the chain."""
+    """The name of a block, and the name of the block before it in the chain."""
 
     hash: BlockHash
     parent: bytes
+    place: int
+    """Where its id stands in a sequence's block table."""
 
 
 class FilledBlock(NamedTuple):
@@ -132,7 +138,7 @@ class FilledBlock(NamedTuple):
 
 def chain(hashes: list[BlockHash], first: int, end: int) -> list[NamedBlock]:
     """Blocks `first` to `end` (exclusive) of a sequence, each with the one before it."""
-    return [NamedBlock(hashes[i], hashes[i - 1] if i else NO_PARENT) for i in range(first, end)]
+    return [NamedBlock(hashes[i], hashes[i - 1] if i else NO_PARENT, i) for i in range(first, end)]
 
 
 class BlockAllocator:
@@ -204,6 +210,25 @@ class BlockAllocator:
             found.append(block)
         return found
 
+    def needed(self, sequence: Sequence, first: int, tokens: int, partial: BlockHash | None) -> list[NamedBlock]:
+        """The blocks from the sequence's block `first` on that whoever goes on behind its first `tokens` needs, by
+        name, in the order of block tables. `partial`: what the last one is called, if these do not fill it."""
+        hashes, full = sequence.tokens.hashes, tokens // self.block_size
+        if tokens % self.block_size == 0:
+            return chain(hashes, first, full)
+        assert partial is not None, "a block that is not full has no name of its own"
+        return chain([*hashes[:full], partial], first, full + 1)
+
+    def start_load(self, sequence: Sequence, cached: list[int], tokens: int) -> list[int]:
+        """Starts the sequence's block table with blocks that are computed already, and adds those that are to be
+        loaded: what is `needed` behind them for its first `tokens`. Returns these."""
+        self.adopt(sequence, cached)
+        return self.grow(sequence, tokens)
+
+    def name_loaded(self, place: int, name: BlockHash, block: int) -> None:
+        """A block that was loaded has its name now; `place`: see `NamedBlock`."""
+        self.index.add(name, block)
+
     def adopt(self, sequence: Sequence, cached: list[int]) -> None:
         """Starts the sequence's block table with blocks that are computed already."""
         for block in cached:
@@ -230,7 +255,7 @@ class BlockAllocator:
         sequence.blocks.indexed = tokens // self.block_size
 
     def shrink(self, sequence: Sequence) -> None:
-        """Releases the blocks that hold nothing of the sequence."""
+        """Releases the blocks that hold nothing of the sequence: a load has failed."""
         table = sequence.blocks
         kept = blocks_for(sequence.tokens.planned, self.block_size)
         self.pool.release(reversed(table.numbers[kept:]))
@@ -248,6 +273,10 @@ class BlockAllocator:
         table.numbers = []
         table.capacity = table.indexed = 0
         sequence.tokens.set_planned(0)
+
+    def names(self, sequence: Sequence) -> list[BlockHash]:
+        """Under which the full blocks that it holds were indexed, or equal ones of others."""
+        return sequence.tokens.hashes[: sequence.blocks.indexed]
 
     def forget_names(self, sequence: Sequence) -> None:
         """Takes the names off the blocks that only this sequence uses, so that nobody finds them once it has ended."""

@@ -103,7 +103,6 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
                 config.lora_folders(), config.max_loras, config.max_lora_rank, config.lora_registry is not None
             ),
             hybrid_kv_cache=config.hybrid_kv_cache,
-            kv_store=config.kvstore_dir is not None,
             kv_connector=config.kv_connector is not None,
             processors=load_processors(config.logits_processors),
         )

@@ -92,7 +92,6 @@ def create_backend(
     on_layer: Callable[[int], None] | None = None,
     loras: LoraSettings = NO_LORAS,
     hybrid_kv_cache: HybridKvCache = "off",
-    kv_store: bool = False,
     kv_connector: bool = False,
     processors: ProcessorClasses = NO_PROCESSORS,
 ) -> Runner:
@@ -102,8 +101,7 @@ def create_backend(
     the machine's cores. `layers`: of each stage of `pipeline`; None: as even as can be. `gpu_memory_utilization`: the
     share of all of a GPU's memory that may be taken. `enforce_eager`: no graphs of decodes. `block_size`: tokens of a
     KV block. `loras`: adapters that are served beside the model. `on_layer`: see `LayerwiseDecoder`; only for CPUs.
-    `hybrid_kv_cache`: see `_layer_groups`. `kv_store`, `kv_connector`: there is one.
-    `processors`: logits processors of plug-ins.
+    `hybrid_kv_cache`: see `_layer_groups`. `kv_connector`: there is one. `processors`: logits processors of plug-ins.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
     """
@@ -137,7 +135,7 @@ def create_backend(
     )
     with _enough_memory("weights were loaded: end what else is on the GPU, or use more ranks"):
         loaded = load_model(wanted)
-        groups = _layer_groups(loaded, hybrid_kv_cache, speculation, store=kv_store, connector=kv_connector)
+        groups = _layer_groups(loaded, hybrid_kv_cache, speculation, connector=kv_connector)
         slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, loras, model_name)
     eager = why_eager(loaded.decoder, place, communicator, pipeline, enforced=enforce_eager)
     limits = f"steps of {max_num_seqs} and {max_batch_tokens}, decodes {'captured' if eager is None else 'run eagerly'}"
@@ -224,7 +222,6 @@ def _layer_groups(
     wanted: HybridKvCache,
     speculation: SpeculationSettings | None,
     *,
-    store: bool,
     connector: bool,
 ) -> tuple[KvCacheGroup, ...]:
     """The groups that the decoder uses from here on; empty where all layers have one block table. Raises ModelError
@@ -238,7 +235,6 @@ def _layer_groups(
         stages=settings.pipeline.stages,
         drafts=None if speculation is None else speculation.method,
         connector=connector or settings.on_layer is not None,
-        store=store,
     )
     if reason is not None and wanted == "on":
         raise ModelError(f"hybrid_kv_cache = on: {reason}")

@@ -7,6 +7,7 @@ rarest kind has. Layers at the same place in their groups share one cache, in wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Literal, NamedTuple
 
 from shared.messages.kv_groups import KvCacheGroup
@@ -33,6 +34,10 @@ class LayerGroups(NamedTuple):
         """Number of caches: layers of the largest group."""
         return max(self.cache_of) + 1
 
+    def digest(self, model: str) -> str:
+        """What tells the keys and values of a model, of digest `model`, in these groups from those in any others."""
+        return blake2b(f"{model} {self}".encode(), digest_size=len(model) // 2 or 1).hexdigest()
+
 
 def group_layers(windows: Sequence[int | None], max_model_len: int) -> LayerGroups | None:
     """Groups of layers with these windows, in positions; None: all. None where every layer sees all tokens of a
@@ -56,7 +61,7 @@ def group_layers(windows: Sequence[int | None], max_model_len: int) -> LayerGrou
     return LayerGroups(tuple(groups), tuple(group_of), tuple(cache_of))
 
 
-def why_one_group(*, device: str, stages: int, drafts: str | None, connector: bool, store: bool) -> str | None:
+def why_one_group(*, device: str, stages: int, drafts: str | None, connector: bool) -> str | None:
     """Why layers must have one block table; None: they need not. `drafts`: the method of speculation."""
     if device != "cpu":
         return f"groups of layers are not supported on {device}"
@@ -66,6 +71,4 @@ def why_one_group(*, device: str, stages: int, drafts: str | None, connector: bo
         return f"drafts by {drafts} have keys and values in the same blocks"
     if connector:
         return "a KV connector knows one block for all layers"
-    if store:
-        return "the KV store knows one block for all layers (--kvstore-memory 0: without one)"
     return None

@@ -173,14 +173,16 @@ class Decoder:
         """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights."""
         first, last = self._share.kv_heads
         latent, keys = self._config.latent, caches[0][0]
-        different = caches if self._groups is None else distinct(caches)
+        different, layers = caches, self._config.num_layers
+        if self._groups is not None:  # a record is a block of one group
+            different, layers, model = distinct(caches), self._groups.caches, self._groups.digest(model)
         dim = self._config.head_dim
         copier = self._ops.kv_copier(different, dim) if latent is None else self._ops.latents.copier(different)
         return RankKvCache(
             layout=KvLayout(
                 model=model,
                 dtype=str(keys.dtype).removeprefix("torch."),
-                layers=self._config.num_layers,
+                layers=layers,
                 kv_heads=self._config.num_kv_heads,
                 head_dim=self._config.head_dim if latent is None else latent.kv_rank,
                 block_size=self._ops.block_size,
@@ -192,7 +194,7 @@ class Decoder:
             num_blocks=len(keys),
             copier=copier,
             first_layer=self._weights.first_layer,
-            num_layers=len(caches),
+            num_layers=len(different),
             caches=caches,
             operations=self._ops.name,
             device=keys.device.type,

@@ -17,9 +17,10 @@ from services.scheduler.core.events import StoreGone, StoreReady
 from services.scheduler.core.limits import EngineLimits
 from shared.ids import Attempt, EngineId, LeaseId, RequestId
 from shared.messages.gateway import RequestFailed, RequestRejected
+from shared.messages.kv_groups import KvCacheGroup, longest_sequence
 from shared.messages.kvstore import LeaseOwner
 from shared.messages.scheduler import Cancel, GenerateRequest, StopMatched
-from tests.properties.scheduler.test_scheduler_machine import OPENINGS, SELDOM
+from tests.properties.scheduler.test_scheduler_machine import GROUPS, OPENINGS, SELDOM
 from tests.support.engines.checking_worker import generate, right_output
 from tests.support.engines.engines_and_store import EnginesAndStore, Side
 
@@ -35,10 +36,19 @@ class HandOverMachine(RuleBasedStateMachine):
         run_ahead=st.integers(0, 2),
         slots=st.integers(2, 24),
         drafts=st.sampled_from([0, 2, 5]),
+        groups=st.sampled_from(GROUPS),
         luck=st.randoms(use_true_random=False),
     )
     def start(
-        self, blocks: int, budget: int, running: int, run_ahead: int, slots: int, drafts: int, luck: Random
+        self,
+        blocks: int,
+        budget: int,
+        running: int,
+        run_ahead: int,
+        slots: int,
+        drafts: int,
+        groups: tuple[KvCacheGroup, ...],
+        luck: Random,
     ) -> None:
         limits = EngineLimits(
             max_batch_tokens=budget,
@@ -49,17 +59,20 @@ class HandOverMachine(RuleBasedStateMachine):
             step_timeout=1e9,
             speculation="fixed",
         )
+        tables = max(1, len(groups))
+        blocks = blocks * tables + bool(groups)
         self.engines = EnginesAndStore(
             "p",
             "d",
             limits=limits,
             blocks=blocks,
             ranks=RANKS,
-            slots=slots,
+            slots=slots * tables,
             drafts=drafts,
+            groups=groups,
             accepts=lambda drafted: luck.randint(0, drafted),
         )
-        self.context = blocks * 16
+        self.context = longest_sequence(groups, blocks, 16, budget) if groups else blocks * 16
         self.asked: dict[tuple[RequestId, Attempt], GenerateRequest] = {}
         self.called_off: set[tuple[RequestId, Attempt]] = set()
         self.left: set[tuple[LeaseOwner, LeaseId]] = set()
@@ -128,7 +141,7 @@ class HandOverMachine(RuleBasedStateMachine):
         holders = [side for side in self.engines.sides.values() if request in side.engine.requests]
         return holders or ([self.engines.sides[stream.engine]] if stream is not None else [])
 
-    @rule(slot=st.integers(0, 23))
+    @rule(slot=st.integers(0, 71))
     def a_block_is_evicted(self, slot: int) -> None:
         if slot < len(self.engines.store.slots):
             self.engines.store.evict(slot)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.core.hybrid_memory import GroupedPrefixIndex, HybridBlockAllocator
+from services.scheduler.core.hybrid_memory import GroupedPrefixIndex, HybridBlockAllocator, name_in
 from services.scheduler.core.sequence import QueueKey, Sequence
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.blocks import blocks_for
@@ -35,10 +35,11 @@ def sequence(prompt: tuple[int, int], number: int) -> Sequence:
 def longest(memory: HybridBlockAllocator, groups: tuple[KvCacheGroup, ...], member: Sequence) -> int:
     """The longest prefix, tried one after the other."""
     assert isinstance(memory.index, GroupedPrefixIndex)
-    hashes, held = member.tokens.hashes, memory.index.blocks_of
+    hashes, find = member.tokens.hashes, memory.index.find
     for count in range(member.reusable_blocks, 0, -1):
         first = [group.first_needed(count * BLOCK_SIZE, BLOCK_SIZE) for group in groups]
-        if all(set(hashes[begin:count]) <= has.keys() for begin, has in zip(first, held, strict=True)):
+        needed = [name_in(number, name) for number, begin in enumerate(first) for name in hashes[begin:count]]
+        if None not in map(find, needed):
             return count
     return 0
 

@@ -27,8 +27,9 @@ from services.scheduler.core.events import (
 )
 from services.scheduler.core.limits import EngineLimits, EngineRole, QueuePolicy
 from shared.ids import EngineId, Incarnation, InstanceId, LeaseId, NodeId
+from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.kvstore import KvStoreReply, KvStoreRequest, LeaseOwner
-from tests.properties.scheduler.test_scheduler_machine import OPENINGS, SELDOM, EngineMachine
+from tests.properties.scheduler.test_scheduler_machine import GROUPS, OPENINGS, SELDOM, EngineMachine
 from tests.support.engines.checking_store import LAYOUT, HonestStore
 from tests.support.engines.checking_worker import HonestWorker, card, generate
 
@@ -55,6 +56,7 @@ class StoreMachine(EngineMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         slots=st.integers(2, 24),
         drafts=st.sampled_from([0, 0, 2, 5]),
+        groups=st.sampled_from(GROUPS),
         luck=st.randoms(use_true_random=False),
     )
     def start(
@@ -66,6 +68,7 @@ class StoreMachine(EngineMachine):
         policy: QueuePolicy,
         slots: int,
         drafts: int,
+        groups: tuple[KvCacheGroup, ...],
         luck: Random,
     ) -> None:
         limits = EngineLimits(
@@ -78,17 +81,26 @@ class StoreMachine(EngineMachine):
             speculation="fixed",
         )
         self.drafts, self.luck = drafts, luck
-        self.store = HonestStore(slots, LEASE_SECONDS)
+        self.store = HonestStore(slots * max(1, len(groups)), LEASE_SECONDS)
         self.asked: list[Asked] = []
         self.left: set[LeaseId] = set()
         """Leases under which something was being copied when an epoch ended: left to run out."""
-        self.begin(blocks, EngineCore(EngineId("e"), Incarnation(1), limits, EngineRole("mixed", NodeId("n"), OWNER)))
+        role = EngineRole("mixed", NodeId("n"), OWNER)
+        self.begin(blocks, EngineCore(EngineId("e"), Incarnation(1), limits, role), groups)
         self.tell(StoreReady(self.store.incarnation))
         self.answer_all()
 
     def workers_come(self) -> None:
-        self.worker = HonestWorker(self.blocks, self.store, RANKS, self.accepts)
-        self.tell(WorkersReady(card(90), self.blocks, world_size=RANKS, layout=LAYOUT, max_speculate=self.drafts))
+        self.worker = HonestWorker(self.blocks, self.store, RANKS, self.accepts, self.groups)
+        ready = WorkersReady(
+            card(90),
+            self.blocks,
+            world_size=RANKS,
+            layout=LAYOUT,
+            max_speculate=self.drafts,
+            kv_groups=self.groups,
+        )
+        self.tell(ready)
 
     def hear(self, output: Output) -> None:
         match output:
@@ -186,7 +198,7 @@ class StoreMachine(EngineMachine):
 
     # ---- what happens to the store
 
-    @rule(slot=st.integers(0, 23))
+    @rule(slot=st.integers(0, 71))
     def a_block_is_evicted(self, slot: int) -> None:
         if slot < len(self.store.slots):
             self.store.evict(slot)

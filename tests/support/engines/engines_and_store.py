@@ -32,6 +32,7 @@ from services.scheduler.core.limits import EngineLimits, EngineRole
 from shared.ids import Attempt, EngineId, Incarnation, InstanceId, NodeId, RequestId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
+from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.kvstore import KvStoreReply, KvStoreRequest, LeaseOwner
 from shared.messages.scheduler import GenerateRequest
 from shared.messages.worker import StepPlan
@@ -81,8 +82,15 @@ class Side:
     def new_workers(self) -> None:
         self.plans.clear()
         engines = self.engines
-        self.worker = HonestWorker(self.blocks, engines.store, self.ranks, engines.accepts)
-        ready = WorkersReady(card(256), self.blocks, world_size=self.ranks, layout=LAYOUT, max_speculate=engines.drafts)
+        self.worker = HonestWorker(self.blocks, engines.store, self.ranks, engines.accepts, engines.groups)
+        ready = WorkersReady(
+            card(256),
+            self.blocks,
+            world_size=self.ranks,
+            layout=LAYOUT,
+            max_speculate=engines.drafts,
+            kv_groups=engines.groups,
+        )
         self.send(ready)
 
     def send(self, event: Event) -> list[Output]:
@@ -148,9 +156,10 @@ class EnginesAndStore:
         lease_seconds: float = 10.0,
         drafts: int = 0,
         accepts: Callable[[int], int] | None = None,
+        groups: tuple[KvCacheGroup, ...] = (),
     ) -> None:
-        """`drafts`: at most so many for a sequence and step; `accepts`: see `HonestWorker`."""
-        self.drafts, self.accepts = drafts, accepts
+        """`drafts`: at most so many for a sequence and step; `accepts`, `groups`: see `HonestWorker`."""
+        self.drafts, self.accepts, self.groups = drafts, accepts, groups
         self.now = 0.0
         self.turns = 0
         self.store = HonestStore(slots, lease_seconds)
@@ -267,7 +276,7 @@ class EnginesAndStore:
     def check_nothing_is_held(self) -> None:
         for side in self.sides.values():
             assert side.engine.idle, f"{side.id} is not done"
-            assert side.free == side.blocks, f"{side.id} holds blocks"
+            assert side.free == (side.blocks - bool(self.groups)) // max(1, len(self.groups)), f"{side.id} holds blocks"
             assert not side.engine.store.held, f"{side.id} holds leases"
         assert not self.store.pinned, "blocks are pinned for nobody"
         assert not self.store.reserved, "slots are reserved for nobody"

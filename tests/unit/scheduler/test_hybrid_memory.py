@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.core.hybrid_memory import GroupedPrefixIndex, HybridBlockAllocator
+from services.scheduler.core.hybrid_memory import GroupedPrefixIndex, HybridBlockAllocator, name_in
 from services.scheduler.core.sequence import QueueKey, Sequence
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.messages.kv_groups import NULL_BLOCK, KvCacheGroup
@@ -84,7 +84,7 @@ def test_a_shorter_prefix_counts_where_a_window_has_lost_its_last_blocks() -> No
     blocks, member = memory(), sequence(100)
     compute(blocks, member)
     blocks.release(member)
-    lost = index_of(blocks).blocks_of[1][member.tokens.hashes[5]]
+    lost = index_of(blocks).of_others[name_in(1, member.tokens.hashes[5])]
     blocks.pool.cached.move_to_end(lost, last=False)
     while blocks.pool.blank:
         blocks.pool.allocate()

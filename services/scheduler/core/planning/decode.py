@@ -53,7 +53,7 @@ class Preemption:
         """Takes all its blocks. It waits again, once the token in flight (if any) is known."""
         self.count += 1
         sequence.transfer.preempt()
-        unsaved = self._saves.hurry(sequence.tokens.hashes[: sequence.blocks.indexed])
+        unsaved = self._saves.hurry(self._memory.names(sequence))
         self._queues.release(sequence, last=unsaved)
         if sequence.tokens.in_flight:
             sequence.move("returning")

@@ -126,8 +126,9 @@ class ConnectorLoads(BlockLoads):
         if (asked := self._replied(lease)) is None:
             return None
         sequence, load = asked
-        names = sequence.tokens.hashes[load.first : sequence.reusable_blocks]
-        found = [FoundBlock(name, 0, 0) for name in names[: max(0, tokens) // self._memory.block_size]]
+        size = self._memory.block_size
+        found = [FoundBlock(each.hash, 0, 0, each.place) for each in load.wanted[: max(0, tokens) // size]]
+        load.tokens = (load.first + len(found)) * size
         if found:
             self._awaited[lease] = awaited
         self._record_found(sequence, load, found, now)
@@ -189,7 +190,7 @@ class ConnectorLoads(BlockLoads):
         else:
             self._client.send(ConnectorReport(request, "received" if done else "failed"))
 
-    def _ask(self, sequence: Sequence, first: int, hashes: list[BlockHash]) -> LeaseId:
+    def _ask(self, sequence: Sequence, first: int, blocks: int, hashes: list[BlockHash]) -> LeaseId:
         return self._client.look_up(sequence, first * self._memory.block_size, self._limits.store_deadline)
 
     def _copy(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from services.scheduler.core.events import ForwardControl, HandOverRefused, SendHandOver, SendPrefetch
-from services.scheduler.core.memory import NamedBlock, chain
+from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.saves import SaveOutcome, Saves
 from services.scheduler.core.transfer.store_client import StoreClient
@@ -33,6 +33,8 @@ class _HandOver:
     """Leases of saves that are not over yet."""
     partial: BlockHash | None
     partial_lease: LeaseId | None
+    needed: frozenset[BlockHash] = frozenset()
+    """What the decode engine loads."""
     good: bool = True
 
 
@@ -48,33 +50,37 @@ class SettledHandOver(NamedTuple):
 class HandOvers:
     """Owns the sequences of one epoch that wait for their saves before they are handed over."""
 
-    def __init__(self, saves: Saves) -> None:
+    def __init__(self, saves: Saves, memory: BlockAllocator) -> None:
         self.waiting: dict[SequenceId, _HandOver] = {}
         """The waiting hand-overs by sequence; only this class writes it."""
         self._saves = saves
+        self._memory = memory
 
     def start(self, sequence: Sequence) -> None:
-        """Saves all blocks of a fully planned sequence at once, including the last, partial one."""
+        """Saves all blocks that a fully planned sequence is decoded with at once, including the last, partial one."""
         if not self._saves.possible:
             self.waiting[sequence.id] = _HandOver(sequence, set(), None, None, good=False)
             return
-        hashes = sequence.tokens.hashes
-        full, rest = divmod(sequence.tokens.planned, sequence.tokens.block_size)
-        leases = self._saves.save_now(chain(hashes, 0, full))
-        partial = lease = None
+        planned = sequence.tokens.planned
+        full, rest = divmod(planned, sequence.tokens.block_size)
+        partial = partial_hash(sequence.generation.request, sequence.generation.attempt) if rest else None
+        needed = self._memory.needed(sequence, 0, planned, partial)
+        behind = full * self._memory.tables
+        leases = self._saves.save_now([each for each in needed if each.place < behind])
+        lease = None
         if rest:
-            partial = partial_hash(sequence.generation.request, sequence.generation.attempt)
-            parent = chain([*hashes[:full], partial], full, full + 1)[0].parent
-            lease = self._saves.save_partial(NamedBlock(partial, parent), rest, sequence.blocks.numbers[full])
+            last = [each for each in needed if each.place >= behind]
+            lease = self._saves.save_partial(last, rest, [sequence.blocks.numbers[each.place] for each in last])
             leases.add(lease)
-        self.waiting[sequence.id] = _HandOver(sequence, leases, partial, lease)
+        names = frozenset([each.hash for each in needed])
+        self.waiting[sequence.id] = _HandOver(sequence, leases, partial, lease, names)
 
     def record_save(self, save: SaveOutcome) -> None:
         """Records the end of a save for all sequences that wait for it."""
         for hand_over in self.waiting.values():
             if save.lease in hand_over.leases:
                 hand_over.leases.remove(save.lease)
-                hand_over.good = hand_over.good and save.good
+                hand_over.good = hand_over.good and save.good and hand_over.needed.isdisjoint(save.missing)
 
     def take_settled(self) -> list[SettledHandOver]:
         """Returns and forgets the hand-overs that are settled: all is saved and the token is known, or something could
@@ -170,7 +176,7 @@ class HandOverSender:
         """Whether a request can be handed over to `engine` at present."""
         return self._store.attached and engine != self._engine and self.takes_over(engine)
 
-    def prefetch(self, sequence: Sequence) -> SendPrefetch | None:
+    def prefetch(self, sequence: Sequence, memory: BlockAllocator) -> SendPrefetch | None:
         """Has the store of the node where the sequence will be decoded copy its blocks while they are computed, the
         partial one included; None where that is this node's store, or blocks cannot be saved."""
         node, tokens, layout = sequence.transfer.decode_node, sequence.tokens, self._store.layout
@@ -178,11 +184,9 @@ class HandOverSender:
             return None
         if len(tokens.known) + 1 >= tokens.limit:  # its only token is drawn here
             return None
-        full, rest = divmod(len(tokens.known), tokens.block_size)
-        hashes = tokens.hashes[:full]
-        if rest:
-            hashes = [*hashes, partial_hash(sequence.generation.request, sequence.generation.attempt)]
-        return SendPrefetch(node, Prefetch(layout=layout, source=self._store.node, hashes=b"".join(hashes)))
+        partial = partial_hash(sequence.generation.request, sequence.generation.attempt)
+        names = [each.hash for each in memory.needed(sequence, 0, len(tokens.known), partial)]
+        return SendPrefetch(node, Prefetch(layout=layout, source=self._store.node, hashes=b"".join(names)))
 
     def send(self, settled: SettledHandOver) -> SendHandOver | None:
         """The message that hands the request over, with its tokens and its blocks' node. None if it stays here, because

@@ -6,17 +6,18 @@ turn comes it gets blocks, is loaded beside the others' steps, and computes only
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from services.scheduler.core.counters import EngineCounters
 from services.scheduler.core.limits import EngineLimits
-from services.scheduler.core.memory import BlockAllocator
+from services.scheduler.core.memory import BlockAllocator, NamedBlock
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.block_transfers import BlockCopy, BlockTransfers
 from services.scheduler.core.transfer.recompute_costs import RecomputeCosts
 from services.scheduler.core.transfer.store_client import StoreArena, StoreClient
-from shared.blocks import BlockHash
+from shared.blocks import HASH_BYTES, BlockHash, blocks_for
 from shared.ids import LeaseId, SequenceId
 from shared.messages.kvstore import FindReply, KvStoreReply
 from shared.packing import unpack, unpack_generations
@@ -50,6 +51,16 @@ class FoundBlock(NamedTuple):
     hash: BlockHash
     slot: int
     generation: int
+    place: int
+    """See `NamedBlock`."""
+
+
+class _LoadedBlock(NamedTuple):
+    """A full block that is being copied, and where it will be."""
+
+    place: int
+    hash: BlockHash
+    block: int
 
 
 @dataclass(slots=True)
@@ -64,16 +75,18 @@ class PendingLoad:
     state: LoadState = "requested"
     history: list[LoadState] = field(default_factory=lambda: ["requested"])
     arena: StoreArena | None = None
+    wanted: list[NamedBlock] = field(default_factory=list)
+    """What the source was asked for, in this order."""
     found: list[FoundBlock] = field(default_factory=list)
+    """All that the first `tokens` need from its block `first` on."""
     found_at: float = 0.0
-    names: list[tuple[BlockHash, int]] = field(default_factory=list)
-    """Full blocks that are being copied, and where they will be."""
+    names: list[_LoadedBlock] = field(default_factory=list)
     tokens: int = 0
-    """How many of the sequence's tokens are computed when they are."""
+    """How many of the sequence's tokens are computed when what is wanted, or then found, is loaded."""
     computed: int = 0
     """How many tokens behind those the plan that loads them computes."""
     drop: bytes = b""
-    """The partial block among them, which the store may drop then."""
+    """The names of the partial blocks among them, which the store may drop then."""
     awaited_by: list[Sequence] = field(default_factory=list)
 
     def move(self, state: LoadState) -> None:
@@ -148,22 +161,28 @@ class BlockLoads:
         sequence.transfer.seek()
         if not self._source.attached or len(self._asked) >= MAX_LOOKUPS_IN_FLIGHT:
             return False
+        return self._look_up(sequence, _loadable(sequence))
+
+    def _look_up(self, sequence: Sequence, tokens: int) -> bool:
+        """Asks for what the first `tokens` need."""
         first = len(self._memory.cached_blocks(sequence))
-        hashes = _wanted(sequence, first)
+        wanted = self._memory.needed(sequence, first, tokens, sequence.transfer.partial)
         before = self.lookups.get(sequence.id)
         lookups = 0 if before is None else before.lookups
-        if not hashes or lookups >= MAX_LOOKUPS:
+        if tokens <= first * self._memory.block_size or lookups >= MAX_LOOKUPS:
             return False
         if before is not None:
             before.move("over")
             self._source.release(before.lease)
-        lease = self._ask(sequence, first, hashes)
-        self.lookups[sequence.id] = PendingLoad(lease, sequence, first, lookups + 1)
+        blocks = blocks_for(tokens, self._memory.block_size) - first
+        lease = self._ask(sequence, first, blocks, [each.hash for each in wanted])
+        self.lookups[sequence.id] = PendingLoad(lease, sequence, first, lookups + 1, wanted=wanted, tokens=tokens)
         self._asked[lease] = sequence
         return True
 
-    def _ask(self, sequence: Sequence, first: int, hashes: list[BlockHash]) -> LeaseId:
-        """Asks for the blocks `hashes` of the sequence, the first of which is its block `first`."""
+    def _ask(self, sequence: Sequence, first: int, blocks: int, hashes: list[BlockHash]) -> LeaseId:
+        """Asks for so many `blocks` of the sequence's tokens from its block `first` on, which the source knows as
+        `hashes`."""
         raise NotImplementedError
 
     def _replied(self, lease: LeaseId) -> tuple[Sequence, PendingLoad] | None:
@@ -200,7 +219,7 @@ class BlockLoads:
         stale = not self._source.holds(load.lease) or now - load.found_at > self._source.usable_seconds
         if stale or cached < load.first:  # of what was before it, our own memory has lost some
             return "look again"
-        missing = load.found[cached - load.first :]
+        missing = self._missing(load, cached)
         if not missing:
             return "compute"
         if missing[0].hash in self._coming:
@@ -208,6 +227,10 @@ class BlockLoads:
         if not self._pays(now):
             return "compute"
         return "load" if self._transfers.room > 0 else "compute"
+
+    def _missing(self, load: PendingLoad, cached: int) -> list[FoundBlock]:
+        """What was found behind the first `cached` blocks."""
+        return load.found[bisect_left(load.found, cached * self._memory.tables, key=_place) :]
 
     def _pays(self, now: float) -> bool:
         """Whether loading is sooner than computing; counted where it is not."""
@@ -218,7 +241,7 @@ class BlockLoads:
     def await_other(self, sequence: Sequence, cached: int) -> None:
         """The sequence waits until the load under way of the first block that it lacks has ended."""
         load = self.lookups[sequence.id]
-        self._copying[self._coming[load.found[cached - load.first].hash]].awaited_by.append(sequence)
+        self._copying[self._coming[self._missing(load, cached)[0].hash]].awaited_by.append(sequence)
 
     def overlap(self, sequence: Sequence, cached: int, budget: int, now: float) -> int:
         """How many tokens, `budget` at most, the plan that loads the sequence's blocks may compute behind them; 0: it
@@ -230,18 +253,16 @@ class BlockLoads:
         tokens behind those in the same plan. Returns how many are in the blocks once they are filled."""
         load = self.lookups.pop(sequence.id)
         load.move("copying")
-        found = load.found[len(cached) - load.first :]
-        self._memory.adopt(sequence, cached)
-        load.tokens = min((len(cached) + len(found)) * self._memory.block_size, sequence.reusable)
+        blocks = self._memory.start_load(sequence, cached, load.tokens)
+        copies = list(zip(blocks, self._missing(load, len(cached)), strict=True))
         load.computed = overlap
-        blocks = self._memory.grow(sequence, load.tokens)
-        self._copy(load, sequence, len(cached), list(zip(blocks, found, strict=True)), now)
-        load.names = [(each.hash, block) for block, each in zip(blocks, found, strict=True)]
-        if load.tokens % self._memory.block_size:
-            load.drop, _ = load.names.pop()
+        self._copy(load, sequence, len(cached), copies, now)
+        behind = load.tokens // self._memory.block_size * self._memory.tables
+        load.names = [_LoadedBlock(each.place, each.hash, block) for block, each in copies if each.place < behind]
+        load.drop = b"".join([each.hash for _, each in copies if each.place >= behind])
         sequence.transfer.forget_partial()
         self.record_return(sequence, loaded=True)
-        self._coming.update((hash_, load.lease) for hash_, _ in load.names)
+        self._coming.update((each.hash, load.lease) for each in load.names)
         self._copying[load.lease] = load
         return load.tokens
 
@@ -262,14 +283,14 @@ class BlockLoads:
         blocks."""
         load = self._copying.pop(lease)
         load.move("over")
-        for hash_, block in load.names:
+        for place, hash_, block in load.names:
             if self._coming.get(hash_) == lease:
                 del self._coming[hash_]
             if done:
-                self._memory.index.add(hash_, block)
+                self._memory.name_loaded(place, hash_, block)
         counters = self._source.counters
         if done:
-            counters.blocks_loaded += len(load.names) + bool(load.drop)
+            counters.blocks_loaded += len(load.names) + len(load.drop) // HASH_BYTES
         else:
             counters.loads_failed += 1
         self._source.release(lease, load.drop)
@@ -285,16 +306,15 @@ class BlockLoads:
             found = load.state == "found"
             load.move("over")
             if found:  # else it is released when the reply comes
-                partial = sequence.transfer.partial
-                drop = partial if any(each.hash == partial for each in load.found) else None
-                self._source.release(load.lease, drop or b"")
+                partial = self._missing(load, load.tokens // self._memory.block_size)
+                self._source.release(load.lease, b"".join([each.hash for each in partial]))
         sequence.transfer.forget_partial()
 
     def give_up(self, lease: LeaseId) -> LoadOutcome:
         """Nobody waits for the load any longer, as if it had failed. The copying goes on."""
         load = self._copying[lease]
-        for hash_, _ in load.names:
-            del self._coming[hash_]
+        for each in load.names:
+            del self._coming[each.hash]
         others = [sequence for sequence in load.awaited_by if sequence.phase == "seeking"]
         outcome = LoadOutcome(load.sequence, None, others)
         load.sequence, load.awaited_by = None, []
@@ -340,17 +360,30 @@ class Loads(BlockLoads):
         found: list[FoundBlock] = []
         if isinstance(reply, FindReply) and (arena := self._store.arena(reply)) is not None:
             load.arena = arena
-            found = _found_blocks(_wanted(sequence, load.first), reply)
+            found = _found_blocks(load.wanted, reply)
+            if len(found) < len(load.wanted):
+                load.tokens = load.wanted[len(found)].place // self._memory.tables * self._memory.block_size
+                found = self._usable(sequence, load, found)
+                if not found and self._look_up(sequence, load.tokens):
+                    return None
         self._record_found(sequence, load, found, now)
         return sequence
 
-    def _ask(self, sequence: Sequence, first: int, hashes: list[BlockHash]) -> LeaseId:
+    def _usable(self, sequence: Sequence, load: PendingLoad, found: list[FoundBlock]) -> list[FoundBlock]:
+        """What the first tokens need of what was found for more of them; nothing where it is not all there. A window
+        before fewer tokens begins earlier, at blocks that were not asked for."""
+        places = {each.place: each for each in found}
+        needed = self._memory.needed(sequence, load.first, load.tokens, None)
+        return [places[each.place] for each in needed] if all(each.place in places for each in needed) else []
+
+    def _ask(self, sequence: Sequence, first: int, blocks: int, hashes: list[BlockHash]) -> LeaseId:
         source = sequence.transfer.kv_source
         remote = source is not None and source != self._store.node
         deadline = self._limits.store_deadline
         if remote:  # no longer than computing them would take
-            deadline = max(deadline, self._costs.deadline(len(hashes), self._limits.remote_deadline))
-        return self._store.find(hashes, deadline, source if remote else None, self._costs.block_seconds)
+            deadline = max(deadline, self._costs.deadline(blocks, self._limits.remote_deadline))
+        each = None if self._costs.block_seconds is None else self._costs.block_seconds * blocks / len(hashes)
+        return self._store.find(hashes, deadline, source if remote else None, each)
 
     def _copy(
         self, load: PendingLoad, sequence: Sequence, first: int, copies: list[tuple[int, FoundBlock]], now: float
@@ -360,19 +393,24 @@ class Loads(BlockLoads):
         self._transfers.add("load", load.lease, load.arena, slots, now)
 
 
-def _wanted(sequence: Sequence, first: int) -> list[BlockHash]:
-    """From block `first` on: full blocks, then the partial one that was handed over with the sequence."""
-    hashes = sequence.tokens.hashes[first : sequence.reusable_blocks]
-    partial = sequence.transfer.partial
-    if partial is not None and sequence.reusable % sequence.tokens.block_size:
-        hashes.append(partial)
-    return hashes
+def _loadable(sequence: Sequence) -> int:
+    """Tokens in its full blocks that need not be computed, with those of the partial one that was handed over with
+    it."""
+    full = min(sequence.reusable_blocks, len(sequence.tokens.hashes))
+    whole = full == sequence.reusable_blocks and sequence.transfer.partial is not None
+    return sequence.reusable if whole else full * sequence.tokens.block_size
 
 
-def _found_blocks(hashes: list[BlockHash], found: FindReply) -> list[FoundBlock]:
-    """The leading blocks of `hashes` that the reply contains. Raises ValueError if the reply contradicts itself."""
+def _found_blocks(wanted: list[NamedBlock], found: FindReply) -> list[FoundBlock]:
+    """The leading ones of what is `wanted` that the reply contains. Raises ValueError if the reply contradicts
+    itself."""
     slots = unpack(found.slots)
     generations = unpack_generations(found.generations)
     if len(slots) != len(generations):
         raise ValueError(f"{len(slots)} slots have {len(generations)} generations")
-    return [FoundBlock(*each) for each in zip(hashes, slots, generations, strict=False)]
+    triples = zip(wanted, slots, generations, strict=False)
+    return [FoundBlock(each.hash, slot, generation, each.place) for each, slot, generation in triples]
+
+
+def _place(found: FoundBlock) -> int:
+    return found.place

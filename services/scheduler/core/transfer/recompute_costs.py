@@ -20,11 +20,12 @@ LOAD_MEMORY = 10.0
 class RecomputeCosts:
     """Owns the measured seconds of a computed token and of a loaded block. Knows no clock."""
 
-    def __init__(self, layout: KvLayout | None, block_size: int) -> None:
+    def __init__(self, layout: KvLayout | None, block_size: int, records: int = 1) -> None:
         """`layout`: of the engine's blocks, of `block_size` tokens; None where they cannot be shared, and none are
-        loaded."""
+        loaded. `records`: how many of the store hold a block for all layers."""
         self._block_size = block_size
-        self.block_bytes = _block_bytes(layout)
+        self._records = records
+        self.block_bytes = _block_bytes(layout) * records
         self._token_seconds: float | None = None
         self._load_seconds: float | None = None
         self._loaded_at = 0.0
@@ -35,10 +36,11 @@ class RecomputeCosts:
             self._token_seconds = _mean(self._token_seconds, seconds / tokens)
 
     def record_load(self, blocks: int, seconds: float, now: float) -> None:
-        """So many blocks were copied from the arena to every rank, in so many seconds."""
+        """So many records were copied from the arena to every rank, in so many seconds."""
         if blocks > 0 and seconds > 0.0:
             old = now - self._loaded_at > LOAD_MEMORY
-            self._load_seconds = _mean(None if old else self._load_seconds, seconds / blocks)
+            each = seconds / blocks * self._records
+            self._load_seconds = _mean(None if old else self._load_seconds, each)
             self._loaded_at = now
 
     @property

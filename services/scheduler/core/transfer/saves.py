@@ -21,8 +21,9 @@ from shared.packing import unpack, unpack_generations
 from shared.reliability.transitions import extend_history
 
 MAX_BLOCKS = 512
-"""Most blocks on their way to the store; also at most a quarter of KV memory, since a block cannot be reused while it
-is copied."""
+"""Most blocks of all layers on their way to the store; also at most a quarter of KV memory, since a block cannot be
+reused while it is copied. This and the numbers below count blocks of tokens: where layers have tables of their own,
+each has as many records as there are tables."""
 MAX_OFFERED = 1024
 """Most blocks that wait to be reserved; further computed blocks are not saved."""
 MAX_RESERVATIONS = 8
@@ -63,8 +64,8 @@ class _Save:
 
     lease: LeaseId
     hashes: list[BlockHash]
-    block: int | None = None
-    """The number of a partial block; None for full blocks, which the prefix index finds."""
+    partial: dict[BlockHash, int] = field(default_factory=dict)
+    """The number of a partial block; none for full blocks, which the prefix index finds."""
     state: SaveState = "reserving"
     history: list[SaveState] = field(default_factory=lambda: ["reserving"])
     arena: StoreArena | None = None
@@ -75,8 +76,8 @@ class _Save:
     copying: int = 0
     """Number of its transfers in flight."""
     failed: bool = False
-    complete: bool = True
-    """Whether every block was still there to be copied."""
+    missing: list[BlockHash] = field(default_factory=list)
+    """Blocks that were not there any more when they were to be copied."""
     wanted: bool = True
 
     def move(self, state: SaveState) -> None:
@@ -86,10 +87,12 @@ class _Save:
 
 
 class SaveOutcome(NamedTuple):
-    """The end of a save: all blocks of the lease are in the store or, if not `good`, some may be missing."""
+    """The end of a save: all blocks of the lease but those `missing` are in the store or, if not `good`, any may not
+    be."""
 
     lease: LeaseId
     good: bool
+    missing: tuple[BlockHash, ...]
 
 
 class Saves:
@@ -101,7 +104,8 @@ class Saves:
         self._store = store
         self._memory = memory
         self._transfers = transfers
-        self._max_blocks = max(1, min(MAX_BLOCKS, memory.pool.total // 4))
+        self._tables = memory.tables
+        self._max_blocks = max(1, min(MAX_BLOCKS * self._tables, memory.pool.total // 4))
         self._offered: dict[BlockHash, bytes] = {}
         """The hash of each offered block and its parent's hash."""
         self._offered_since = 0.0
@@ -139,7 +143,7 @@ class Saves:
             return
         if not self._offered:
             self._offered_since = now
-        room = max(0, MAX_OFFERED - len(self._offered))
+        room = max(0, MAX_OFFERED * self._tables - len(self._offered))
         for block in blocks[:room]:
             if block.hash not in self._under_way:
                 self._offered[block.hash] = block.parent
@@ -147,25 +151,26 @@ class Saves:
 
     def reserve(self, now: float, *, idle: bool) -> None:
         """Requests slots if enough blocks are gathered, or have waited long enough, or the engine is idle."""
+        most = MIN_BATCH * self._tables
         while self._offered and self._reserving < MAX_RESERVATIONS:
-            count = min(len(self._offered), MIN_BATCH, self._max_blocks - self._blocks)
-            due = len(self._offered) >= MIN_BATCH or idle or now - self._offered_since >= MAX_GATHER_SECONDS
+            count = min(len(self._offered), most, self._max_blocks - self._blocks)
+            due = len(self._offered) >= most or idle or now - self._offered_since >= MAX_GATHER_SECONDS
             if count <= 0 or not due:
                 return
-            batch = [NamedBlock(hash_, self._offered.pop(hash_)) for hash_ in list(self._offered)[:count]]
+            batch = {hash_: self._offered.pop(hash_) for hash_ in list(self._offered)[:count]}
             self._offered_since = now
             if self._store.attached:
-                self._reserve(batch, bytes([self._memory.block_size]) * len(batch), None)
+                self._reserve(batch)
 
     def save_now(self, blocks: list[NamedBlock]) -> set[LeaseId]:
-        """Saves all full blocks of a sequence that is to be handed over, ahead of others. Returns the leases to wait
+        """Saves full blocks of a sequence that is to be handed over, ahead of others. Returns the leases to wait
         for."""
         leases = {self._under_way[block.hash] for block in blocks if block.hash in self._under_way}
-        rest = [block for block in blocks if block.hash not in self._under_way]
-        for block in rest:
-            self._offered.pop(block.hash, None)
+        rest = {block.hash: block.parent for block in blocks if block.hash not in self._under_way}
+        for hash_ in rest:
+            self._offered.pop(hash_, None)
         if rest:
-            leases.add(self._reserve(rest, bytes([self._memory.block_size]) * len(rest), None))
+            leases.add(self._reserve(rest))
         return leases
 
     def hurry(self, hashes: list[BlockHash]) -> set[BlockHash]:
@@ -176,18 +181,23 @@ class Saves:
         count = max(0, self._max_blocks - self._blocks)
         waiting = [hash_ for hash_ in hashes if hash_ in self._offered][:count]
         if waiting and self._reserving < MAX_RESERVATIONS:
-            batch = [NamedBlock(hash_, self._offered.pop(hash_)) for hash_ in waiting]
-            self._reserve(batch, bytes([self._memory.block_size]) * len(batch), None)
+            self._reserve({hash_: self._offered.pop(hash_) for hash_ in waiting})
         return {hash_ for hash_ in hashes if hash_ in self._under_way}
 
-    def save_partial(self, name: NamedBlock, tokens: int, block: int) -> LeaseId:
-        """Saves a block that is not full. The caller must keep `block` until the lease is over, or call it off."""
-        return self._reserve([name], bytes([tokens]), block)
+    def save_partial(self, named: list[NamedBlock], tokens: int, blocks: list[int]) -> LeaseId:
+        """Saves the block of `tokens`, not full, of every table. The caller must keep `blocks` until the lease is over,
+        or call it off."""
+        partial = {each.hash: block for each, block in zip(named, blocks, strict=True)}
+        return self._reserve({each.hash: each.parent for each in named}, tokens, partial)
 
-    def _reserve(self, batch: list[NamedBlock], tokens: bytes, block: int | None) -> LeaseId:
-        hashes = [each.hash for each in batch]
-        lease = self._store.reserve(hashes, [each.parent for each in batch], tokens)
-        self._saves[lease] = _Save(lease, hashes, block)
+    def _reserve(
+        self, batch: dict[BlockHash, bytes], tokens: int | None = None, partial: dict[BlockHash, int] | None = None
+    ) -> LeaseId:
+        """`batch`: hashes, each with its parent's; `tokens`: of each block; None: full ones."""
+        hashes = list(batch)
+        counts = bytes([tokens or self._memory.block_size]) * len(hashes)
+        lease = self._store.reserve(hashes, list(batch.values()), counts)
+        self._saves[lease] = _Save(lease, hashes, partial or {})
         self._under_way.update((hash_, lease) for hash_ in hashes)
         self._blocks += len(hashes)
         self._reserving += 1
@@ -203,16 +213,17 @@ class Saves:
         if isinstance(reply, ReserveReply) and save.wanted and self._store.holds(lease):
             save.arena, save.reserved_at = self._store.arena(reply), now
             save.reserved.extend(_reserved_blocks(save.hashes, reply))
-        if save.arena is not None and save.reserved:
+        if save.arena is not None and save.reserved and len(save.reserved) >= len(save.partial):
             save.move("ready")
             self.ready.append(save)
         else:  # all of it is there already or being written, or there is no room: the latter, for a partial block
-            self._finish(save, good=save.arena is not None and save.block is None)
+            self._finish(save, good=save.arena is not None and not save.partial)
 
     # ---- copying
 
     def plan(self, max_blocks: int, now: float) -> None:
-        """Adds transfers to the plan that is being made, at most `max_blocks` blocks together."""
+        """Adds transfers to the plan that is being made, at most `max_blocks` blocks of tokens together."""
+        max_blocks *= self._tables
         while self.ready and max_blocks > 0 and self._transfers.room > 0:
             save = self.ready[0]
             if not self._store.holds(save.lease) or now - save.reserved_at > self._store.usable_seconds:
@@ -229,9 +240,9 @@ class Saves:
         copies: list[BlockCopy] = []
         while save.reserved and len(copies) < max_blocks:
             each = save.reserved.popleft()
-            block = self._memory.index.block_of.get(each.hash) if save.block is None else save.block
+            block = save.partial[each.hash] if save.partial else self._memory.index.find(each.hash)
             if block is None:
-                save.complete = False
+                save.missing.append(each.hash)
             else:
                 copies.append(BlockCopy(block, each.slot, each.generation))
         if copies:
@@ -253,11 +264,13 @@ class Saves:
         if save.copying:
             if save.state != "copying":
                 save.move("copying")
-        elif save.wanted and not save.failed and save.copied and self._store.holds(save.lease):
+        elif not save.wanted or save.failed or not self._store.holds(save.lease):
+            self._finish(save, good=False)
+        elif save.copied:
             save.move("committing")
             self._store.commit(save.lease)
-        else:
-            self._finish(save, good=False)
+        else:  # every one of them is missing
+            self._finish(save, good=True)
 
     def record_commit(self, lease: LeaseId, reply: KvStoreReply | None) -> None:
         """The store shows the lease's blocks to others now; None: it has not replied in time."""
@@ -265,7 +278,7 @@ class Saves:
         if save is not None:
             shown = reply.blocks if isinstance(reply, CommitReply) else 0
             self._store.counters.blocks_saved += shown
-            self._finish(save, good=save.complete and shown >= save.copied)
+            self._finish(save, good=shown >= save.copied)
 
     def _finish(self, save: _Save, *, good: bool) -> None:
         save.move("over")
@@ -274,7 +287,8 @@ class Saves:
         for hash_ in save.hashes:
             del self._under_way[hash_]
         self._blocks -= len(save.hashes)
-        self._outcomes.append(SaveOutcome(save.lease, good))
+        self._store.counters.blocks_unsaved += len(save.missing)
+        self._outcomes.append(SaveOutcome(save.lease, good, tuple(save.missing)))
 
     # ---- the end
 

@@ -140,12 +140,14 @@ class LibraryDecoder:
     def share_kv(self, caches: KvCaches, model: str) -> RankKvCache:
         """See :meth:`services.worker.models.decoder.Decoder.share_kv`."""
         heads, dim = self._calls[0].kv_heads, self._calls[0].key_dim
-        keys = caches[0][0]
+        keys, different = caches[0][0], caches
+        if self._groups is not None:
+            different, model = distinct(caches), self._groups.digest(model)
         return RankKvCache(
             layout=KvLayout(
                 model=model,
                 dtype=str(keys.dtype).removeprefix("torch."),
-                layers=len(caches),
+                layers=len(different),
                 kv_heads=heads * self._place.world_size if self._place.split else heads,
                 head_dim=dim,
                 block_size=self._ops.block_size,
@@ -154,9 +156,9 @@ class LibraryDecoder:
             num_heads=heads,
             writes=self._place.split or self._place.rank == 0,
             num_blocks=len(keys),
-            copier=self._ops.kv_copier(caches if self._groups is None else distinct(caches), dim),
+            copier=self._ops.kv_copier(different, dim),
             first_layer=0,
-            num_layers=len(caches),
+            num_layers=len(different),
         )
 
     @property

@@ -29,12 +29,10 @@ def test_weights_that_do_not_fit_after_all_are_refused_with_what_to_do(
 def test_groups_of_layers_that_are_insisted_on_are_had_or_refused(tmp_path: Path) -> None:
     make_model("gemma3", tmp_path)
     settings = tiny_settings()
-    with pytest.raises(ModelError, match="hybrid_kv_cache = on: the KV store knows one block for all layers"):
-        torch_backend.create_backend(tmp_path, **settings, hybrid_kv_cache="on", kv_store=True)
     with pytest.raises(ModelError, match="hybrid_kv_cache = on: a KV connector knows one block for all layers"):
         torch_backend.create_backend(tmp_path, **settings, hybrid_kv_cache="on", kv_connector=True)
     tables = [
-        len(torch_backend.create_backend(tmp_path, **settings, hybrid_kv_cache="auto", kv_store=store).kv_groups)
-        for store in (True, False)
+        len(torch_backend.create_backend(tmp_path, **settings, hybrid_kv_cache="auto", kv_connector=given).kv_groups)
+        for given in (True, False)
     ]
     assert tables == [0, 3]

@@ -66,7 +66,6 @@ def test_groups_are_few() -> None:
 
 @pytest.mark.features("hybrid KV cache", "pipeline parallel", refused=True)
 @pytest.mark.features("hybrid KV cache", "KV connector", refused=True)
-@pytest.mark.features("hybrid KV cache", "prefill/decode", refused=True)
 @pytest.mark.parametrize(
     ("different", "reason"),
     [
@@ -76,10 +75,9 @@ def test_groups_are_few() -> None:
         ({"stages": 2}, "a pipeline's stages have different layers"),
         ({"drafts": "eagle"}, "drafts by eagle have keys and values in the same blocks"),
         ({"connector": True}, "a KV connector knows one block for all layers"),
-        ({"store": True}, "the KV store knows one block for all layers (--kvstore-memory 0: without one)"),
     ],
 )
 def test_why_all_layers_have_one_table(different: dict[str, object], reason: str | None) -> None:
-    """With hybrid_kv_cache = on each is an error at start; pools hand over through the store."""
-    usual = {"device": "cpu", "stages": 1, "drafts": None, "connector": False, "store": False}
+    """With hybrid_kv_cache = on each is an error at start."""
+    usual = {"device": "cpu", "stages": 1, "drafts": None, "connector": False}
     assert why_one_group(**{**usual, **different}) == reason  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""A model with latent attention on a whole stack: handed over to two ranks, guided, resumed where an engine dies."""
+"""Models with caches of another kind on a whole stack, latents and groups of layers with windows: handed over to two
+ranks, guided, resumed where an engine dies."""
 
 from __future__ import annotations
 
@@ -19,10 +20,15 @@ OUTPUT = 48
 EXPRESSION = r"(ab|ba){3}"
 
 
-def written(folder: Path) -> TinyModel:
+LAYERS = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+"""Of Gemma 3; its windows have 24 tokens."""
+
+
+def written(family: str, folder: Path, different: dict[str, Any]) -> TinyModel:
     """Random weights over a byte-level vocabulary; no end token among them, so that texts have one length."""
     tokenizer = byte_level()
-    model = make_model("deepseek-v3", folder, vocab_size=tokenizer.get_vocab_size(with_added_tokens=True))
+    words = tokenizer.get_vocab_size(with_added_tokens=True)
+    model = make_model(family, folder, vocab_size=words, **different)
     config = (folder / "config.json").read_text()
     write_model(folder, tokenizer)
     (folder / "config.json").write_text(config)
@@ -30,13 +36,19 @@ def written(folder: Path) -> TinyModel:
 
 
 @pytest.mark.faults
-async def test_latents_are_handed_over_and_an_engine_that_dies_changes_no_token(tmp_path: Path) -> None:
-    model = written(tmp_path / "model")
+@pytest.mark.features(
+    "hybrid KV cache", "prefill/decode", "tensor parallel", "re-dispatch", "guided", "chunked prefill"
+)
+@pytest.mark.parametrize(("family", "different"), [("deepseek-v3", {}), ("gemma3", LAYERS)])
+async def test_they_are_handed_over_and_an_engine_that_dies_changes_no_token(
+    tmp_path: Path, family: str, different: dict[str, Any]
+) -> None:
+    model = written(family, tmp_path / "model", different)
     common = [5 + 7 * i % 90 for i in range(50)]
     prompts = [common + [20 + i] * (i + 1) for i in range(4)]
     expected = [model.greedy(prompt, OUTPUT) for prompt in prompts]
     settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
-    more = ["--tp-decode=2", "--max-num-seqs=16", "--max-batch-tokens=48"]
+    more = ["--tp-decode=2", "--max-num-seqs=16", "--max-batch-tokens=48", "--hybrid-kv-cache=on"]
     shape: dict[str, Any] = {"prefill": 1, "decode": 1, "kvstore": "64MiB"}
     with running_stack(tmp_path / "run", model=model.path, settings=settings, more=more, **shape) as stack:
         async with client_of(stack.url) as client:

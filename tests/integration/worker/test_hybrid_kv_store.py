@@ -1,0 +1,217 @@
+"""Real ranks whose layers have block tables of their own, a real KV store, and the scheduler's cores of two engines:
+what is saved, handed over and loaded says what `transformers` says."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvstore.node.node_store import NodeStore
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.events import (
+    Event,
+    Output,
+    ReleaseLease,
+    SendHandOver,
+    SendPlan,
+    SendStoreRequest,
+    SendTokens,
+    StoreReady,
+    StoreReplied,
+    WorkersReady,
+)
+from services.scheduler.core.invariants import check
+from services.scheduler.core.limits import EngineLimits, EngineRole
+from services.worker.backend import run_step
+from services.worker.kv.copy_thread import TransferLedger, around
+from services.worker.kv.layer_groups import HybridKvCache
+from services.worker.kv.transfers import Transfers
+from shared.ids import EngineId, Incarnation, InstanceId
+from shared.messages.kvstore import Attach, Commit, Find, KvStoreReply, KvStoreRequest, LeaseOwner, Reserve
+from shared.messages.scheduler import GenerateRequest, StepFinished
+from shared.messages.worker import StepPlan, Transfer
+from shared.packing import unpack
+from tests.support.engines.checking_worker import TIMING, generate
+from tests.support.kv.arenas import NODE, Clock, new_directory, remove, store_in
+from tests.support.models.tiny_models import TinyModel, make_model
+from tests.support.worker.library_situations import prompt
+from tests.support.worker.plan_driver import GREEDY
+from tests.support.worker.tiny_backend import tiny_backend
+
+OUTPUT = 24
+LENGTHS = (1, 25, 100, 150)
+"""Of prompts; windows have 24 tokens, blocks 16."""
+LIMITS = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=40, max_running=4)
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Five layers with windows for one that sees all."""
+    different: dict[str, Any] = {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    }
+    return make_model("gemma3", tmp_path_factory.mktemp("gemma3"), **different)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    directory = new_directory()
+    yield directory
+    remove(directory)
+
+
+class Engine:
+    """A core, its one rank, and the store, whose replies come with the next turn."""
+
+    def __init__(self, name: str, model: TinyModel, store: NodeStore, folder: Path, hybrid: HybridKvCache) -> None:
+        self.store = store
+        settings: dict[str, Any] = {"kv_memory_bytes": 2 << 20, "max_num_seqs": 4, "max_batch_tokens": 40}
+        self.backend = tiny_backend(model.path, dtype="float32", ops="native", hybrid_kv_cache=hybrid, **settings)
+        self.transfers, self.ledger = Transfers(self.backend.kv, folder), TransferLedger(0)
+        self.turns: deque[Event | StepPlan | Transfer] = deque()
+        self.tokens: dict[str, list[int]] = {}
+        self.computed = self.loaded = self.saved = 0
+        self.handed: list[GenerateRequest] = []
+        owner = LeaseOwner(InstanceId(name), Incarnation(1))
+        self.core = EngineCore(EngineId(name), Incarnation(1), LIMITS, EngineRole("mixed", NODE, owner))
+        self.now = 0.0
+        self.send(
+            WorkersReady(
+                self.backend.card,
+                self.backend.num_blocks,
+                max_running=4,
+                max_batch_tokens=40,
+                layout=self.backend.kv.layout,
+                kv_groups=self.backend.kv_groups,
+            )
+        )
+        self.send(StoreReady(Incarnation(1)))
+        self.run()
+
+    def send(self, event: Event) -> None:
+        self.now += 0.1
+        for output in self.core.handle(event, self.now):
+            self._hear(output)
+        check(self.core)
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        while self.turns:
+            match self.turns.popleft():
+                case StepPlan() as plan:
+                    self._step(plan)
+                case Transfer() as transfer:
+                    self._copy(transfer)
+                case event:
+                    self.send(event)
+
+    def _step(self, plan: StepPlan) -> None:
+        if plan.step == 0:
+            self.backend.reset()
+        self.ledger.record(plan)
+        before, behind = around(plan.transfers)
+        for transfer in before:
+            self._copy(transfer)
+        output = run_step(self.backend, plan)
+        self.turns.extend(behind)
+        self.computed += sum(work.count for work in plan.work)
+        self.send(StepFinished(epoch=plan.epoch, step=plan.step, sampled=output.sampled, timing=TIMING))
+
+    def _copy(self, transfer: Transfer) -> None:
+        assert self.transfers.run(transfer, lambda: False) == "done"
+        count = len(unpack(transfer.blocks))
+        self.loaded += count * (transfer.kind == "load")
+        self.saved += count * (transfer.kind == "save")
+        state = self.core.epoch_state
+        assert state is not None
+        report = self.ledger.finish(state.steps.epoch, transfer.number, failed=False)
+        assert report is not None
+        self.turns.append(report)
+
+    def _hear(self, output: Output) -> None:
+        match output:
+            case SendPlan(plan):
+                self.turns.append(plan)
+            case SendStoreRequest(request):
+                self.turns.append(StoreReplied(request, self._reply(request)))
+            case ReleaseLease(release):
+                self.store.release(release)
+            case SendTokens(_, batch):
+                for entry in batch.entries:
+                    self.tokens.setdefault(entry.request, []).extend(entry.tokens)
+            case SendHandOver(_, request):
+                self.handed.append(request)
+
+    def _reply(self, request: KvStoreRequest) -> KvStoreReply:
+        match request:
+            case Attach():
+                return self.store.attach(request)
+            case Find():
+                return self.store.find(request)
+            case Reserve():
+                return self.store.reserve(request)
+            case Commit():
+                return self.store.commit(request)
+
+
+def right(model: TinyModel, tokens: list[int], said: list[int]) -> list[int]:
+    """What the library would say after the prompt and each beginning of what was said: in one pass, it is quick."""
+    chosen: list[int] = model.logits(tokens + said[:-1])[len(tokens) - 1 :].argmax(-1).tolist()
+    return chosen
+
+
+def asked(name: str, tokens: list[int], **more: Any) -> GenerateRequest:
+    request = generate(name, tokens, max_tokens=OUTPUT, ignore_eos=True, **more)
+    return replace(request, generation=replace(request.generation, sampling=GREEDY))
+
+
+@pytest.mark.features("hybrid KV cache", "prefill/decode", "chunked prefill", "prefix cache")
+def test_what_each_group_saved_is_handed_over_and_loaded(gemma3: TinyModel, directory: Path) -> None:
+    """The decode engine computes what was drawn; a third one continues prefixes of two lengths."""
+    store = store_in(directory, 32 << 20, Clock())
+    prefill, decode = (Engine(name, gemma3, store, directory, "auto") for name in ("prefill", "decode"))
+    assert [group.window for group in prefill.backend.kv_groups] == [None] + [24] * 5
+    assert prefill.backend.kv.layout.layers == 1, "a record is a block of one group"
+    prompts = {f"r{seed}": prompt(length, seed) for seed, length in enumerate(LENGTHS)}
+    for name, tokens in prompts.items():
+        prefill.send(asked(name, tokens, decode_on=EngineId("decode")))
+    prefill.run()
+    assert [request.generation.request for request in prefill.handed] == list(prompts)
+    for request in prefill.handed:
+        decode.send(request)
+    decode.run()
+    for name, tokens in prompts.items():
+        said = prefill.tokens[name] + decode.tokens[name]
+        assert len(said) == OUTPUT
+        assert said == right(gemma3, tokens, said)
+    assert prefill.computed == sum(LENGTHS)
+    assert decode.computed == len(LENGTHS) * (OUTPUT - 1)
+    blocks = sum(-(-length // 16) for length in LENGTHS)
+    assert decode.loaded == blocks + 5 * sum(-(-length // 16) - max(0, length - 23) // 16 for length in LENGTHS)
+    third, longest = Engine("third", gemma3, store, directory, "auto"), prompts["r3"]
+    for name, tokens in {"same": longest, "shorter": longest[:100] + prompt(30, 9)}.items():
+        before = third.computed
+        third.send(asked(name, tokens))
+        third.run()
+        assert third.tokens[name] == right(gemma3, tokens, third.tokens[name])
+        kept = 144 if name == "same" else 96
+        assert third.computed - before == len(tokens) - kept + OUTPUT - 1
+
+
+def test_engines_of_one_table_share_nothing_with_those_of_groups(gemma3: TinyModel, directory: Path) -> None:
+    """Their records are others: what one has saved is a miss for the other, and is computed."""
+    store = store_in(directory, 32 << 20, Clock())
+    grouped, plain = Engine("one", gemma3, store, directory, "on"), Engine("two", gemma3, store, directory, "off")
+    tokens = prompt(100, 1)
+    for engine in (grouped, plain):
+        engine.send(asked("r", tokens))
+        engine.run()
+        assert engine.tokens["r"] == right(gemma3, tokens, engine.tokens["r"])
+        assert engine.computed == 100 + OUTPUT - 1
+        assert engine.saved > 0
