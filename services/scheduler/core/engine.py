@@ -197,7 +197,7 @@ class EngineCore:
         state = self.epoch_state
         if state is None:
             return EngineSnapshot(replace(self.counters), 0, None, self.health.suspicion.report)
-        held, queues, pool, tables = state.requests.held, state.queues, state.memory.pool, state.memory.tables
+        held, queues, memory = state.requests.held, state.queues, state.memory
         requests, running = self.load, queues.running - self.health.running(held)
         epoch = EpochSnapshot(
             epoch=state.steps.epoch,
@@ -208,9 +208,9 @@ class EngineCore:
             compiling=len(queues.compiling),
             prefill_tokens=sum(max(0, len(s.tokens.known) - s.tokens.planned) for s in held.values()),
             transfers=len(state.transfers.in_flight),
-            blocks_total=pool.total // tables,
-            blocks_free=pool.free // tables,
-            blocks_cached=len(pool.cached) // tables,
+            blocks_total=memory.blocks,
+            blocks_free=memory.free_blocks,
+            blocks_cached=len(memory.pool.cached) // memory.tables,
             steps=state.steps.finished,
             step_deadline=state.steps.seconds_allowed(state.limits.step_timeout),
             preemptions=state.planner.preemption.count,

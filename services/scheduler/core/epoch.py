@@ -238,8 +238,7 @@ class EpochState:
             return f"the result of step {steps.finished} never came"
         expected = steps.finish(len(result.sampled), now)
         self._prefill_budget.record(expected.tokens, steps.last_seconds)
-        pool = self.memory.pool
-        used = (pool.total - pool.free) // self.memory.tables
+        used = self.memory.blocks - self.memory.free_blocks
         self.step_times.record(expected.tokens, used, steps.last_seconds, prefills=expected.prefills)
         if expected.prefills:
             self.costs.record_step(expected.tokens, steps.last_seconds)

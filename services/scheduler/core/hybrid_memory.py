@@ -110,6 +110,11 @@ class HybridBlockAllocator(BlockAllocator):
         return len(self._groups)
 
     @property
+    def blocks(self) -> int:
+        """See `BlockAllocator.blocks`; the null block is none."""
+        return (self.pool.total - 1) // len(self._groups)
+
+    @property
     def free_blocks(self) -> int:
         """See `BlockAllocator.free_blocks`."""
         return self.pool.free // len(self._groups)

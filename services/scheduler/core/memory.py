@@ -170,6 +170,11 @@ class BlockAllocator:
         return 1
 
     @property
+    def blocks(self) -> int:
+        """Blocks of tokens that tables have room for, free and in use."""
+        return self.pool.total
+
+    @property
     def free_blocks(self) -> int:
         """Blocks of tokens that can be added to tables."""
         return self.pool.free

@@ -34,6 +34,7 @@ from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.kvstore import KvStoreReply, KvStoreRequest, LeaseOwner
+from shared.messages.lifecycle import EngineReport
 from shared.messages.scheduler import GenerateRequest
 from shared.messages.worker import StepPlan
 from tests.support.engines.checking_store import LAYOUT, HonestStore
@@ -133,10 +134,14 @@ class Side:
                 self.send(RankProgress(rank, report.epoch, 10**9, 0, report))
 
     @property
-    def free(self) -> int:
+    def report(self) -> EngineReport:
         report = self.engine.report()
         assert report is not None
-        return report.blocks_free
+        return report
+
+    @property
+    def free(self) -> int:
+        return self.report.blocks_free
 
     @property
     def phases(self) -> list[str]:
@@ -276,7 +281,7 @@ class EnginesAndStore:
     def check_nothing_is_held(self) -> None:
         for side in self.sides.values():
             assert side.engine.idle, f"{side.id} is not done"
-            assert side.free == (side.blocks - bool(self.groups)) // max(1, len(self.groups)), f"{side.id} holds blocks"
+            assert side.free == side.report.blocks_total, f"{side.id} holds blocks"
             assert not side.engine.store.held, f"{side.id} holds leases"
         assert not self.store.pinned, "blocks are pinned for nobody"
         assert not self.store.reserved, "slots are reserved for nobody"
