@@ -157,7 +157,7 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         HybridKvCache,
         Meta(
             description="Whether layers of different attention (full, sliding window) have block tables of their own, "
-            "and windows free the blocks behind them. auto: on a CPU without KV connector and pipeline; on: "
+            "and windows free the blocks behind them. auto: on a CPU without KV connector; on: "
             "anything else is an error."
         ),
         UpOption("Capacity"),

@@ -33,6 +33,7 @@ from services.worker.models.loaded_model import (
 )
 from services.worker.models.lora.slots import NO_LORAS, LoraSettings, LoraSlots, open_loras
 from services.worker.models.pooling.sentence_transformers import PoolingChoice
+from services.worker.models.sharding import stage_of
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
 from services.worker.sampling.plugins.interface import ProcessorConfig
 from services.worker.sampling.plugins.request_processors import (
@@ -226,13 +227,15 @@ def _layer_groups(
 ) -> tuple[KvCacheGroup, ...]:
     """The groups that the decoder uses from here on; empty where all layers have one block table. Raises ModelError
     where groups are insisted on and cannot be."""
-    groups = None if wanted == "off" else group_layers(loaded.decoder.windows, loaded.max_model_len)
+    if wanted == "off":
+        return ()
+    settings, stage = loaded.settings, loaded.stage
+    stages = [stage_of(loaded.config, each, stage.count, settings.layers).num_layers for each in range(stage.count)]
+    groups = group_layers(loaded.decoder.windows, loaded.max_model_len, stages if stage.count > 1 else (), stage.index)
     if groups is None:
         return ()
-    settings = loaded.settings
     reason = why_one_group(
         device=settings.device.type,
-        stages=settings.pipeline.stages,
         drafts=None if speculation is None else speculation.method,
         connector=connector or settings.on_layer is not None,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from shared.messages.kv_groups import KvCacheGroup
@@ -22,51 +23,100 @@ NEARLY_EQUAL = 1.25
 
 
 class LayerGroups(NamedTuple):
-    """The groups of a model's layers, one that sees all tokens first; the two below have an entry for each layer."""
+    """The groups of a model's layers, one that sees all tokens first, and how one pipeline stage has them; the two
+    below have an entry for each layer of the stage."""
 
     groups: tuple[KvCacheGroup, ...]
+    """Of all stages together."""
     group_of: tuple[int, ...]
     cache_of: tuple[int, ...]
-    """Which of the caches it has; layers of one group have different ones."""
+    """Which of the stage's caches it has; layers of one group have different ones."""
+    stages: tuple[int, ...]
+    """Caches of each stage: its layers of the largest group."""
+    stage: int
 
     @property
     def caches(self) -> int:
-        """Number of caches: layers of the largest group."""
-        return max(self.cache_of) + 1
+        """Number of this stage's caches."""
+        return self.stages[self.stage]
+
+    @property
+    def first_cache(self) -> int:
+        """Number of caches of the stages before."""
+        return sum(self.stages[: self.stage])
 
     def digest(self, model: str) -> str:
-        """What tells the keys and values of a model, of digest `model`, in these groups from those in any others."""
-        return blake2b(f"{model} {self}".encode(), digest_size=len(model) // 2 or 1).hexdigest()
+        """What tells the keys and values of a model, of digest `model`, in these groups from those in any others; the
+        same on all stages."""
+        told = f"{model} {self.groups} {self.stages}"
+        return blake2b(told.encode(), digest_size=len(model) // 2 or 1).hexdigest()
 
 
-def group_layers(windows: Sequence[int | None], max_model_len: int) -> LayerGroups | None:
-    """Groups of layers with these windows, in positions; None: all. None where every layer sees all tokens of a
-    sequence: then there is nothing to give back."""
+def group_layers(
+    windows: Sequence[int | None], max_model_len: int, stages: Sequence[int] = (), stage: int = 0
+) -> LayerGroups | None:
+    """Groups of a model's layers with these windows, in positions; None: all. `stages`: how many layers each has, as
+    many as there are; empty: all are of one. None where every layer sees all tokens of a sequence: then there is
+    nothing to give back.
+
+    All stages have as many groups of a kind as the one that needs most, because they share block tables; a stage may
+    have no layer of some group.
+    """
     seen = [None if window is None or window >= max_model_len else window for window in windows]
     kinds = sorted(set(seen), key=lambda window: (window is not None, window))
     if kinds == [None]:
         return None
-    counts = [seen.count(kind) for kind in kinds]
-    size = max(counts) if max(counts) <= NEARLY_EQUAL * min(counts) else min(counts)
-    while sum(-(-count // size) for count in counts) > MAX_GROUPS:
-        size += 1
-    groups, group_of, cache_of = list[KvCacheGroup](), [0] * len(seen), [0] * len(seen)
-    for kind in kinds:
-        members = [number for number, window in enumerate(seen) if window == kind]
-        for first in range(0, len(members), size):
-            part = members[first : first + size]
-            for place, number in enumerate(part):
-                group_of[number], cache_of[number] = len(groups), place
-            groups.append(KvCacheGroup(layers=len(part), window=kind))
-    return LayerGroups(tuple(groups), tuple(group_of), tuple(cache_of))
+    parts = _parts(seen, stages or (len(seen),))
+    counts = [[part.count(kind) for kind in kinds] for part in parts]
+    numbers = _groups_of_kinds(counts)
+    sizes = [max(-(-count // number) for count, number in zip(each, numbers, strict=True)) for each in counts]
+    members = [_members(part, kinds, numbers, size) for part, size in zip(parts, sizes, strict=True)]
+    of_kinds = [kind for kind, number in zip(kinds, numbers, strict=True) for _ in range(number)]
+    groups = [
+        KvCacheGroup(layers=sum(len(each[number]) for each in members), window=kind)
+        for number, kind in enumerate(of_kinds)
+    ]
+    group_of, cache_of = [0] * len(parts[stage]), [0] * len(parts[stage])
+    for number, layers in enumerate(members[stage]):
+        for place, layer in enumerate(layers):
+            group_of[layer], cache_of[layer] = number, place
+    return LayerGroups(tuple(groups), tuple(group_of), tuple(cache_of), tuple(sizes), stage)
 
 
-def why_one_group(*, device: str, stages: int, drafts: str | None, connector: bool) -> str | None:
+def _parts(seen: list[int | None], stages: Sequence[int]) -> list[list[int | None]]:
+    ends = list(accumulate(stages))
+    return [seen[end - size : end] for size, end in zip(stages, ends, strict=True)]
+
+
+def _groups_of_kinds(counts: list[list[int]]) -> list[int]:
+    """How many groups there are of each kind; `counts`: layers of each kind on each stage."""
+    sizes = [_group_size([count for count in each if count]) for each in counts]
+    while True:
+        pairs = list(zip(counts, sizes, strict=True))
+        numbers = [max(-(-each[kind] // size) for each, size in pairs) for kind in range(len(counts[0]))]
+        if sum(numbers) <= MAX_GROUPS:
+            return numbers
+        sizes = [size + 1 for size in sizes]
+
+
+def _group_size(counts: list[int]) -> int:
+    """Layers of the rarest kind, or of the most frequent where that is little more."""
+    return max(counts) if max(counts) <= NEARLY_EQUAL * min(counts) else min(counts)
+
+
+def _members(part: list[int | None], kinds: Sequence[int | None], numbers: list[int], size: int) -> list[list[int]]:
+    """The layers of a stage in each group, at most `size`."""
+    members: list[list[int]] = []
+    for kind, number in zip(kinds, numbers, strict=True):
+        layers = [layer for layer, window in enumerate(part) if window == kind]
+        members += [layers[first * size : (first + 1) * size] for first in range(number)]
+    return members
+
+
+def why_one_group(*, device: str, drafts: str | None, connector: bool) -> str | None:
     """Why layers must have one block table; None: they need not. `drafts`: the method of speculation."""
     if device != "cpu":
         return f"groups of layers are not supported on {device}"
-    if stages > 1:
-        return "a pipeline's stages have different layers"
     if drafts not in (None, "ngram"):
         return f"drafts by {drafts} have keys and values in the same blocks"
     if connector:

@@ -45,7 +45,7 @@ class CausalLm(Protocol):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Positions that each of its layers sees; None: all."""
+        """Positions that each layer of the model sees, those of other stages included; None: all."""
 
     def use_groups(self, groups: LayerGroups) -> None:
         """From here on groups of layers have block tables of their own (`BatchMeta.others`), and layers at the same
@@ -150,7 +150,7 @@ class Decoder:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """See `CausalLm.windows`."""
-        return tuple(layer.window for layer in self._weights.layers)
+        return tuple(layer.window for layer in self._config.layers)
 
     def use_groups(self, groups: LayerGroups) -> None:
         """See `CausalLm.use_groups`."""
@@ -173,9 +173,10 @@ class Decoder:
         """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights."""
         first, last = self._share.kv_heads
         latent, keys = self._config.latent, caches[0][0]
-        different, layers = caches, self._config.num_layers
+        different, layers, first_layer = caches, self._config.num_layers, self._weights.first_layer
         if self._groups is not None:  # a record is a block of one group
-            different, layers, model = distinct(caches), self._groups.caches, self._groups.digest(model)
+            different, model = distinct(caches), self._groups.digest(model)
+            layers, first_layer = sum(self._groups.stages), self._groups.first_cache
         dim = self._config.head_dim
         copier = self._ops.kv_copier(different, dim) if latent is None else self._ops.latents.copier(different)
         return RankKvCache(
@@ -193,7 +194,7 @@ class Decoder:
             writes=self._share.first_of_kv_heads,
             num_blocks=len(keys),
             copier=copier,
-            first_layer=self._weights.first_layer,
+            first_layer=first_layer,
             num_layers=len(different),
             caches=caches,
             operations=self._ops.name,

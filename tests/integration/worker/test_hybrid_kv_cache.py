@@ -49,6 +49,18 @@ def test_every_context_says_what_the_library_does(ranks: RankProcesses, gemma3: 
     )
 
 
+@pytest.mark.features("hybrid KV cache", "pipeline parallel", "prefix cache", "chunked prefill")
+def test_stages_share_tables_for_layers_of_their_own(ranks: RankProcesses, gemma3: TinyModel) -> None:
+    """The first has windows alone, four of the five; of the layer that sees everything it has blocks all the same."""
+    engine = ranks.serve(gemma3.path, stages=2, layers=(4, 2), ops="native", limits=LIMITS, hybrid="on")
+    assert [group.layers for group in engine.serving[0].kv_groups] == [1, 5]
+    assert [one.block_bytes for one in engine.serving] == [
+        4 * engine.serving[1].block_bytes,
+        engine.serving[1].block_bytes,
+    ]
+    agrees(engine, gemma3, [None, 24])
+
+
 def agrees(engine: EngineOfRanks, model: TinyModel, windows: list[int | None]) -> None:
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     assert [group.window for group in engine.serving[0].kv_groups] == windows

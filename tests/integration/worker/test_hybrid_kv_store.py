@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from kvstore.node.node_store import NodeStore
@@ -28,9 +29,12 @@ from services.scheduler.core.events import (
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits, EngineRole
 from services.worker.backend import run_step
+from services.worker.distributed.communicator import SingleRank, SingleStage
+from services.worker.kv.copier import RankKvCache
 from services.worker.kv.copy_thread import TransferLedger, around
-from services.worker.kv.layer_groups import HybridKvCache
+from services.worker.kv.layer_groups import HybridKvCache, group_layers
 from services.worker.kv.transfers import Transfers
+from services.worker.models.loaded_model import LoadSettings, load_model
 from shared.ids import EngineId, Incarnation, InstanceId
 from shared.messages.kvstore import Attach, Commit, Find, KvStoreReply, KvStoreRequest, LeaseOwner, Reserve
 from shared.messages.scheduler import GenerateRequest, StepFinished
@@ -38,6 +42,7 @@ from shared.messages.worker import StepPlan, Transfer
 from shared.packing import unpack
 from tests.support.engines.checking_worker import TIMING, generate
 from tests.support.kv.arenas import NODE, Clock, new_directory, remove, store_in
+from tests.support.kv.ranks import make_arena, transfer
 from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.worker.library_situations import prompt
 from tests.support.worker.plan_driver import GREEDY
@@ -106,8 +111,8 @@ class Engine:
             match self.turns.popleft():
                 case StepPlan() as plan:
                     self._step(plan)
-                case Transfer() as transfer:
-                    self._copy(transfer)
+                case Transfer() as copy:
+                    self._copy(copy)
                 case event:
                     self.send(event)
 
@@ -116,21 +121,21 @@ class Engine:
             self.backend.reset()
         self.ledger.record(plan)
         before, behind = around(plan.transfers)
-        for transfer in before:
-            self._copy(transfer)
+        for each in before:
+            self._copy(each)
         output = run_step(self.backend, plan)
         self.turns.extend(behind)
         self.computed += sum(work.count for work in plan.work)
         self.send(StepFinished(epoch=plan.epoch, step=plan.step, sampled=output.sampled, timing=TIMING))
 
-    def _copy(self, transfer: Transfer) -> None:
-        assert self.transfers.run(transfer, lambda: False) == "done"
-        count = len(unpack(transfer.blocks))
-        self.loaded += count * (transfer.kind == "load")
-        self.saved += count * (transfer.kind == "save")
+    def _copy(self, asked: Transfer) -> None:
+        assert self.transfers.run(asked, lambda: False) == "done"
+        count = len(unpack(asked.blocks))
+        self.loaded += count * (asked.kind == "load")
+        self.saved += count * (asked.kind == "save")
         state = self.core.epoch_state
         assert state is not None
-        report = self.ledger.finish(state.steps.epoch, transfer.number, failed=False)
+        report = self.ledger.finish(state.steps.epoch, asked.number, failed=False)
         assert report is not None
         self.turns.append(report)
 
@@ -215,3 +220,55 @@ def test_engines_of_one_table_share_nothing_with_those_of_groups(gemma3: TinyMod
         assert engine.tokens["r"] == right(gemma3, tokens, engine.tokens["r"])
         assert engine.computed == 100 + OUTPUT - 1
         assert engine.saved > 0
+
+
+class _Stage(SingleStage):
+    """Which computes nothing."""
+
+    stages = 2
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+
+
+def shared_by(model: TinyModel, stage: int, seed: int) -> RankKvCache:
+    """The KV memory of a stage, full of noise."""
+    settings = LoadSettings(
+        folder=model.path,
+        device=torch.device("cpu"),
+        dtype="float32",
+        max_model_len=None,
+        load_format="auto",
+        ops="torch",
+        cache="auto",
+        communicator=SingleRank(),
+        pipeline=_Stage(stage),
+        layers=(4, 2),
+    )
+    decoder = load_model(settings).decoder
+    groups = group_layers(decoder.windows, 4096, (4, 2), stage)
+    assert groups is not None
+    decoder.use_groups(groups)
+    caches = decoder.allocate_kv(3)
+    generator = torch.Generator().manual_seed(seed + stage)
+    for cache in (cache for halves in caches for cache in halves):
+        cache.normal_(generator=generator)
+    return decoder.share_kv(caches, "ab" * 16)
+
+
+@pytest.mark.features("hybrid KV cache", "pipeline parallel", "prefill/decode")
+def test_stages_write_their_own_layers_of_a_record(gemma3: TinyModel, tmp_path: Path) -> None:
+    """Four caches, and one: both write to a slot, and the same stages of another engine read what is theirs."""
+    writers = [shared_by(gemma3, stage, 1) for stage in range(2)]
+    readers = [shared_by(gemma3, stage, 7) for stage in range(2)]
+    layout = writers[0].layout
+    assert [share.layout for share in (*writers, *readers)] == [layout] * 4
+    assert (layout.layers, [(share.first_layer, share.num_layers) for share in writers]) == (5, [(0, 4), (4, 1)])
+    make_arena(tmp_path, layout, 1)
+    for share in writers:
+        assert Transfers(share, tmp_path).run(transfer("save", [2], [0]), lambda: False) == "done"
+    for writer, reader in zip(writers, readers, strict=True):
+        assert Transfers(reader, tmp_path).run(transfer("load", [1], [0]), lambda: False) == "done"
+        for written, read in zip(writer.caches, reader.caches, strict=True):
+            assert all(torch.equal(one[2], other[1]) for one, other in zip(written, read, strict=True))
+            assert not torch.equal(written[0][1], read[0][1])

@@ -59,12 +59,43 @@ def test_nothing_is_grouped_where_all_see_all() -> None:
     assert group_layers([LONGEST, None, 2 * LONGEST], LONGEST) is None, "a window that no sequence outgrows is none"
 
 
+def test_stages_have_the_same_groups_of_different_layers() -> None:
+    """Gemma 3 27B on two stages, and seven layers on three: where a stage has no layer of a group it has its blocks all
+    the same."""
+    first, second = of_stages(([1024] * 5 + [None]) * 10 + [1024] * 2, (31, 31))
+    assert [group.layers for group in first.groups] == [10, 10, 10, 10, 10, 10, 2]
+    assert (first.stages, first.first_cache, second.first_cache) == ((5, 5), 0, 5)
+    one, two, three = of_stages([512, 512, 512, 512, None, 512, 512], (2, 3, 2))
+    assert [(group.layers, group.window) for group in one.groups] == [(1, None), (3, 512), (3, 512)]
+    assert (one.caches, two.caches, three.caches) == (1, 1, 1)
+    assert 0 not in one.group_of, "which is of the layer that sees everything"
+
+
+def of_stages(windows: list[int | None], stages: tuple[int, ...]) -> list[LayerGroups]:
+    """Of each stage; what all share must be equal, and each layer have a place of its own."""
+    found = [group_layers(windows, LONGEST, stages, stage) for stage in range(len(stages))]
+    members = [0] * MAX_GROUPS
+    for stage, groups in enumerate(found):
+        assert groups is not None
+        assert found[0] is not None
+        assert (groups.groups, groups.stages) == (found[0].groups, found[0].stages)
+        assert groups.digest("ab" * 8) == found[0].digest("ab" * 8)
+        first = sum(stages[:stage])
+        assert [groups.groups[number].window for number in groups.group_of] == windows[first : first + stages[stage]]
+        assert len(set(zip(groups.group_of, groups.cache_of, strict=True))) == stages[stage]
+        assert max(groups.cache_of) < groups.caches
+        for number in groups.group_of:
+            members[number] += 1
+    assert found[0] is not None
+    assert members[: len(found[0].groups)] == [group.layers for group in found[0].groups]
+    return [groups for groups in found if groups is not None]
+
+
 def test_groups_are_few() -> None:
     groups = groups_of([512] * 99 + [None])
     assert len(groups.groups) <= MAX_GROUPS
 
 
-@pytest.mark.features("hybrid KV cache", "pipeline parallel", refused=True)
 @pytest.mark.features("hybrid KV cache", "KV connector", refused=True)
 @pytest.mark.parametrize(
     ("different", "reason"),
@@ -72,12 +103,11 @@ def test_groups_are_few() -> None:
         ({}, None),
         ({"drafts": "ngram"}, None),
         ({"device": "cuda"}, "groups of layers are not supported on cuda"),
-        ({"stages": 2}, "a pipeline's stages have different layers"),
         ({"drafts": "eagle"}, "drafts by eagle have keys and values in the same blocks"),
         ({"connector": True}, "a KV connector knows one block for all layers"),
     ],
 )
 def test_why_all_layers_have_one_table(different: dict[str, object], reason: str | None) -> None:
     """With hybrid_kv_cache = on each is an error at start."""
-    usual = {"device": "cpu", "stages": 1, "drafts": None, "connector": False}
+    usual = {"device": "cpu", "drafts": None, "connector": False}
     assert why_one_group(**{**usual, **different}) == reason  # type: ignore[arg-type]
