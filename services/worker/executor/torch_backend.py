@@ -235,6 +235,7 @@ def _layer_groups(
     if groups is None:
         return ()
     reason = why_one_group(
+        groups,
         device=settings.device.type,
         drafts=None if speculation is None else speculation.method,
         connector=connector or settings.on_layer is not None,

@@ -113,12 +113,16 @@ def _members(part: list[int | None], kinds: Sequence[int | None], numbers: list[
     return members
 
 
-def why_one_group(*, device: str, drafts: str | None, connector: bool) -> str | None:
+_DRAFTS_WITH_CACHES = ("draft", "eagle")
+"""Methods that keep keys and values of all tokens in blocks of the first group."""
+
+
+def why_one_group(groups: LayerGroups, *, device: str, drafts: str | None, connector: bool) -> str | None:
     """Why layers must have one block table; None: they need not. `drafts`: the method of speculation."""
     if device != "cpu":
         return f"groups of layers are not supported on {device}"
-    if drafts not in (None, "ngram"):
-        return f"drafts by {drafts} have keys and values in the same blocks"
+    if drafts in _DRAFTS_WITH_CACHES and groups.groups[0].window is not None:
+        return f"drafts by {drafts} see all tokens, and no layer of the model does"
     if connector:
         return "a KV connector knows one block for all layers"
     return None

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from services.scheduler.core.limits import EngineLimits
 from services.worker.kv.layer_groups import HybridKvCache
+from services.worker.speculation.settings import SpeculationSettings
+from tests.support.models.tiny_drafters import make_eagle
 from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.worker.library_situations import prompt
 from tests.support.worker.rank_processes import EngineOfRanks, RankProcesses, rank_processes
@@ -59,6 +61,24 @@ def test_stages_share_tables_for_layers_of_their_own(ranks: RankProcesses, gemma
         engine.serving[1].block_bytes,
     ]
     agrees(engine, gemma3, [None, 24])
+
+
+@pytest.mark.features("hybrid KV cache", "speculative", "prefix cache", "chunked prefill")
+@pytest.mark.parametrize("method", ["draft", "eagle"])
+def test_drafts_are_kept_where_layers_see_everything(
+    ranks: RankProcesses, gemma3: TinyModel, tmp_path: Path, method: Literal["draft", "eagle"]
+) -> None:
+    """A draft model, which is the model itself, and a layer that predicts the next state of Qwen2's."""
+    model, folder = (gemma3, gemma3.path) if method == "draft" else with_eagle(tmp_path)
+    drafts = SpeculationSettings(method=method, num_speculative_tokens=3, model=str(folder))
+    engine = ranks.serve(model.path, ops="native", limits=LIMITS, speculation=drafts, hybrid="on")
+    agrees(engine, model, [None] + [24] * (5 if method == "draft" else 2))
+    assert engine.accepted
+
+
+def with_eagle(folder: Path) -> tuple[TinyModel, Path]:
+    model = make_model("qwen2-yarn-sliding", folder / "model")
+    return model, make_eagle(model, folder / "eagle")
 
 
 def agrees(engine: EngineOfRanks, model: TinyModel, windows: list[int | None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from services.worker.kv.layer_groups import MAX_GROUPS, LayerGroups, group_layers, why_one_group
@@ -103,11 +105,14 @@ def test_groups_are_few() -> None:
         ({}, None),
         ({"drafts": "ngram"}, None),
         ({"device": "cuda"}, "groups of layers are not supported on cuda"),
-        ({"drafts": "eagle"}, "drafts by eagle have keys and values in the same blocks"),
+        ({"drafts": "eagle"}, None),
+        ({"drafts": "eagle", "windows": [512] * 4}, "drafts by eagle see all tokens, and no layer of the model does"),
+        ({"drafts": "medusa", "windows": [512] * 4}, None),
         ({"connector": True}, "a KV connector knows one block for all layers"),
     ],
 )
-def test_why_all_layers_have_one_table(different: dict[str, object], reason: str | None) -> None:
+def test_why_all_layers_have_one_table(different: dict[str, Any], reason: str | None) -> None:
     """With hybrid_kv_cache = on each is an error at start."""
+    windows = different.pop("windows", [512, None])
     usual = {"device": "cpu", "drafts": None, "connector": False}
-    assert why_one_group(**{**usual, **different}) == reason  # type: ignore[arg-type]
+    assert why_one_group(groups_of(windows), **{**usual, **different}) == reason  # type: ignore[arg-type]
