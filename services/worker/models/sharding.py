@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.config import ModelConfig, ModelDescription, ModelError
 
 
 class LayerShard(Struct, frozen=True):
@@ -112,7 +112,7 @@ class PipelineStage(Struct, frozen=True):
         return self.end_layer - self.first_layer
 
 
-def stage_of(config: ModelConfig, index: int, count: int, split: Sequence[int] | None = None) -> PipelineStage:
+def stage_of(config: ModelDescription, index: int, count: int, split: Sequence[int] | None = None) -> PipelineStage:
     """The layers of stage `index`. `split`: layers of each stage, where they are not to be as even as can be.
 
     Raises ModelError where they cannot be split so.
