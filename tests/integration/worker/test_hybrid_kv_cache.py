@@ -12,6 +12,7 @@ import pytest
 from services.scheduler.core.limits import EngineLimits
 from services.worker.kv.layer_groups import HybridKvCache
 from services.worker.speculation.settings import SpeculationSettings
+from tests.support.models.library_models import library_model
 from tests.support.models.tiny_drafters import make_eagle
 from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.worker.library_situations import prompt
@@ -61,6 +62,13 @@ def test_stages_share_tables_for_layers_of_their_own(ranks: RankProcesses, gemma
         engine.serving[1].block_bytes,
     ]
     agrees(engine, gemma3, [None, 24])
+
+
+@pytest.mark.features("hybrid KV cache", "prefix cache", "chunked prefill")
+def test_chunks_are_freed_as_windows_of_their_length(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Llama 4: two layers whose tokens see their own 32 positions, and one that sees everything."""
+    model = library_model("Llama4Text", tmp_path)
+    agrees(ranks.serve(model.path, ops="native", limits=LIMITS, hybrid="on"), model, [None, 32, 32])
 
 
 @pytest.mark.features("hybrid KV cache", "speculative", "prefix cache", "chunked prefill")

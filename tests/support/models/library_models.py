@@ -98,6 +98,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1": {**_SHAPE, "num_experts": 4, "moe_topk": 2},
     "Jais2": _SHAPE,
     "JetMoe": {**_SHAPE, "kv_channels": 16, "num_key_value_heads": 2, **_EXPERTS},
+    "Llama4Text": {
+        **_SHAPE,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 96,
+        "attention_chunk_size": 32,
+        "no_rope_layer_interval": 3,
+        "interleave_moe_layer_step": 2,
+        "floor_scale": 20,
+        "attn_scale": 0.5,
+    },
     "Ministral": {**_SHAPE, "sliding_window": 24},
     "Mpt": {
         "vocab_size": VOCABULARY,

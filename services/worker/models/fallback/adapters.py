@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from services.worker.models.fallback.attention import ADAPTED_NAME, NAME, attended
+from services.worker.models.fallback.attention import ADAPTED_NAME, NAME, AttentionTemperature, attended
 
 PLAIN_PRODUCTS = frozenset({"FalconLinear"})
 """Subclasses of `nn.Linear` that compute what it does."""
@@ -43,6 +43,9 @@ def implementation(config: PretrainedConfig) -> str:
 
 def adapt(model: nn.Module, config: PretrainedConfig) -> None:
     """Has the attention of `model` ask ours, where its family does not by itself. Weights are there already."""
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", None):
+            _take_temperature(module)
     adapter = _ADAPTERS.get(config.model_type)
     if adapter is None:
         return
@@ -51,6 +54,13 @@ def adapt(model: nn.Module, config: PretrainedConfig) -> None:
     for module in model.modules():
         if type(module).__name__ == adapter.attention:
             setattr(module, adapter.attribute, adapter.made(module, config))
+
+
+def _take_temperature(module: Any) -> None:
+    """Llama 4 counts positions in its batch, where ours has many sequences: ours is told what to multiply by."""
+    if not module.use_rope:
+        module.baton_temperature = AttentionTemperature(float(module.floor_scale), float(module.attn_scale))
+    module.attn_temperature_tuning = False
 
 
 def _of(module: nn.Module) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from services.worker.models.config import ModelError
+from services.worker.models.fallback.chunked_attention import in_chunks
 from services.worker.models.weights import KvCaches
 from services.worker.ops.interface import BatchMeta, Ops
 
@@ -25,6 +26,19 @@ NAME = "baton"
 
 ADAPTED_NAME = "baton-adapted"
 """The same, for models that do not ask for it by this name; see `adapters`."""
+
+
+class AttentionTemperature(NamedTuple):
+    """How queries grow with their position (arXiv:2501.19399), in Llama 4's layers without rotation."""
+
+    floor_scale: float
+    """Positions of a step."""
+    scale: float
+
+    def applied(self, query: Tensor, positions: Tensor) -> Tensor:
+        """query [n, H, D], positions [n] → [n, H, D]."""
+        steps = torch.floor((positions.float() + 1.0) / self.floor_scale)
+        return (query * (torch.log1p(steps) * self.scale + 1.0).view(-1, 1, 1)).to(query.dtype)
 
 
 class AttentionCall(NamedTuple):
@@ -37,6 +51,9 @@ class AttentionCall(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    chunk: int | None = None
+    """A row sees its own chunk of so many positions; see `chunked_attention`."""
+    temperature: AttentionTemperature | None = None
 
 
 class HeadBiases(NamedTuple):
@@ -85,6 +102,8 @@ class PagedLayers:
         self._caches = caches
         self._unrotated = unrotated
         self._group_of = group_of
+        self._chunked: dict[tuple[int, int], BatchMeta] = {}
+        """The step in chunks, by its group and their size."""
         self._next = 0
 
     def attend(self, call: AttentionCall, biases: HeadBiases, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -92,8 +111,11 @@ class PagedLayers:
         number, self._next = self._next, self._next + 1
         if number >= len(self._calls) or self._calls[number] != call:
             raise ModelError(f"attention {number} of the model differs from pass to pass: {call}")
-        meta = self._meta.of_group(self._group_of[number]) if self._group_of else self._meta
+        group = self._group_of[number] if self._group_of else 0
+        meta = self._meta.of_group(group)
         rows, heads, dim = query.shape
+        if call.temperature is not None:
+            query = call.temperature.applied(query, meta.positions)
         if call.value_dim < dim:
             value = F.pad(value, (0, dim - call.value_dim))
         joined = torch.cat((query, key, value), dim=1).reshape(rows, -1)
@@ -101,7 +123,7 @@ class PagedLayers:
             joined, meta, self._unrotated, *self._caches[number], heads=heads, q_norm=None, k_norm=None, eps=0.0
         )
         mixed = self._ops.paged_attention(
-            *(queries, *self._caches[number], meta),
+            *(queries, *self._caches[number], self._seen(meta, group, call.chunk)),
             scale=call.scale,
             window=call.window,
             softcap=call.softcap,
@@ -109,6 +131,14 @@ class PagedLayers:
             alibi_slopes=biases.alibi_slopes,
         )
         return mixed.view(rows, heads, dim)[..., : call.value_dim].to(query.dtype)
+
+    def _seen(self, meta: BatchMeta, group: int, chunk: int | None) -> BatchMeta:
+        """The step as a layer's attention sees it."""
+        if chunk is None:
+            return meta
+        if (group, chunk) not in self._chunked:
+            self._chunked[group, chunk] = in_chunks(meta, chunk)
+        return self._chunked[group, chunk]
 
     def check_complete(self) -> None:
         """Raises ModelError where the pass has left layers out."""
@@ -179,6 +209,8 @@ def attended(
         scale=dim**-0.5 if scale is None else float(scale),
         window=window,
         softcap=softcap,
+        chunk=_chunk_of(module),
+        temperature=getattr(module, "baton_temperature", None),
     )
     if call.value_dim > dim:
         raise ModelError(f"{type(module).__name__}: values of {call.value_dim} are longer than keys of {dim}")
@@ -187,6 +219,16 @@ def attended(
     )
     mixed = layers.attend(call, biases, *(each[0].transpose(0, 1) for each in (query, key, value)))
     return mixed.unsqueeze(0)
+
+
+def _chunk_of(module: nn.Module) -> int | None:
+    """Positions of a chunk, where the module's layer sees only its own."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or layer is None or kinds[layer] != "chunked_attention":
+        return None
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    return chunk
 
 
 _SENT_BESIDE = {

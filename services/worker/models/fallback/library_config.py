@@ -19,6 +19,7 @@ from services.worker.models.hf_config import stop_tokens
 
 NO_INTERFACE = "{} does not take its attention from transformers' attention interface"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _BLOOM_POSITIONS = 2048
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "eos_token_id", "dtype", "torch_dtype")
 """Keys on which keys and values of tokens do not depend, beside the dtype, which the digest of a layout has."""
@@ -97,8 +98,8 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"model_type {config.model_type!r} is an encoder with a decoder: only decoders can be served")
     for kind in getattr(text, "layer_types", None) or ():
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ModelError(f"layer_types {kind!r} is not supported; supported: full_attention, sliding_attention")
+        if kind not in _LAYER_TYPES:
+            raise ModelError(f"layer_types {kind!r} is not supported; supported: {', '.join(_LAYER_TYPES)}")
 
 
 def weights_dtype(config: PretrainedConfig) -> Dtype:

@@ -84,6 +84,9 @@ class LibraryDecoder:
             raise ModelError(NO_INTERFACE.format(name))
         if len({(call.kv_heads, call.key_dim) for call in recorded.calls}) > 1:
             raise ModelError(f"{name}: layers with different heads are not supported")
+        size = self._ops.block_size
+        if (odd := next((each.chunk for each in recorded.calls if each.chunk and each.chunk % size), None)) is not None:
+            raise ModelError(f"{name}: attention_chunk_size {odd} is not a multiple of block_size {size}")
         if recorded.calls[0].key_dim % 2:
             raise ModelError(f"{name}: heads of {recorded.calls[0].key_dim} elements are not supported")
         return tuple(recorded.calls)
@@ -125,8 +128,8 @@ class LibraryDecoder:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """See `CausalLm.windows`."""
-        return tuple(call.window for call in self._calls)
+        """See `CausalLm.windows`. Nobody sees further back than a chunk is long."""
+        return tuple(call.window or call.chunk for call in self._calls)
 
     def use_groups(self, groups: LayerGroups) -> None:
         """See `CausalLm.use_groups`."""
