@@ -77,18 +77,19 @@ def test_another_clusters_windows_in_little_memory_and_an_engine_that_dies(tmp_p
 def federated(
     folder: Path, model: Path, packages: Path, both: Sequence[str]
 ) -> Iterator[tuple[RunningStack, RunningStack]]:
-    """One with a table for all layers, and one of two engines of two ranks with groups, drafts and little memory."""
+    """One with a table for all layers, and one of two engines of two ranks with groups, drafts, a KV store and little
+    memory."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     secret = {"BATON_FEDERATION_SECRET": "known to both clusters and to nobody else"}
     secret["PYTHONPATH"] = os.pathsep.join((str(packages), str(REPOSITORY)))
-    both_have: dict[str, Any] = {"model": model, "kvstore": "0", "environment": secret}
+    both_have: dict[str, Any] = {"model": model, "environment": secret}
     home = [*both, "--cluster=home", f"--federation-address={addresses[0]}", "--hybrid-kv-cache=off"]
     other = [*both, "--cluster=other", f"--federation-address={addresses[1]}", f"--federate={addresses[0]}"]
     other += [*SMALL_STEPS, NGRAM, "--hybrid-kv-cache=on", "--max-model-len=1024", "--kv-memory=2MiB"]
     plain = ("scheduler.run_ahead=0",)
     with (
-        running_stack(folder / "home", more=home, settings=plain, **both_have) as one,
-        running_stack(folder / "other", engines=2, tp=2, more=other, **both_have) as two,
+        running_stack(folder / "home", more=home, settings=plain, kvstore="0", **both_have) as one,
+        running_stack(folder / "other", engines=2, tp=2, kvstore="64MiB", more=other, **both_have) as two,
     ):
         yield one, two
 

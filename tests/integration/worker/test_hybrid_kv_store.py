@@ -43,6 +43,7 @@ from shared.packing import unpack
 from tests.support.engines.checking_worker import TIMING, generate
 from tests.support.kv.arenas import NODE, Clock, new_directory, remove, store_in
 from tests.support.kv.ranks import make_arena, transfer
+from tests.support.models.library_models import library_model
 from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.worker.library_situations import prompt
 from tests.support.worker.plan_driver import GREEDY
@@ -207,6 +208,22 @@ def test_what_each_group_saved_is_handed_over_and_loaded(gemma3: TinyModel, dire
         assert third.tokens[name] == right(gemma3, tokens, third.tokens[name])
         kept = 144 if name == "same" else 96
         assert third.computed - before == len(tokens) - kept + OUTPUT - 1
+
+
+@pytest.mark.features("hybrid KV cache", "prefill/decode")
+def test_chunks_that_transformers_attends_to_are_handed_over(directory: Path, tmp_path: Path) -> None:
+    """Llama 4: of two layers what their last chunk, taken for a window of 32, still sees."""
+    model, store = library_model("Llama4Text", tmp_path), store_in(directory, 32 << 20, Clock())
+    prefill, decode = (Engine(name, model, store, directory, "on") for name in ("prefill", "decode"))
+    tokens = prompt(110, 3)
+    prefill.send(asked("r", tokens, decode_on=EngineId("decode")))
+    prefill.run()
+    [handed] = prefill.handed
+    decode.send(handed)
+    decode.run()
+    said = prefill.tokens["r"] + decode.tokens["r"]
+    assert said == right(model, tokens, said)
+    assert (decode.computed, decode.loaded) == (OUTPUT - 1, 7 + 2 * 3)
 
 
 def test_engines_of_one_table_share_nothing_with_those_of_groups(gemma3: TinyModel, directory: Path) -> None:
