@@ -169,7 +169,7 @@ class BlockLoads:
         wanted = self._memory.needed(sequence, first, tokens, sequence.transfer.partial)
         before = self.lookups.get(sequence.id)
         lookups = 0 if before is None else before.lookups
-        if tokens <= first * self._memory.block_size or lookups >= MAX_LOOKUPS:
+        if not wanted or tokens <= first * self._memory.block_size or lookups >= MAX_LOOKUPS:
             return False
         if before is not None:
             before.move("over")
