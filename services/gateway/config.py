@@ -15,7 +15,7 @@ from services.gateway.core.open_request import RetryPolicy
 from services.gateway.core.overflow import OverflowLimits
 from services.gateway.core.remote_clusters import OwnCluster
 from services.gateway.http.call import BodyBudget, BodyLimits
-from services.gateway.http.endpoints import StreamSettings
+from services.gateway.http.generation import StreamSettings
 from services.gateway.overflow_provider import OverflowSettings
 from services.gateway.parsing.output_parser import ParserChoice
 from shared.addresses import is_loopback

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, assert_never
 
+from services.gateway.api.anthropic.blocks import MessageBlocks
 from services.gateway.api.chat import AssistantMessage, repeatable_ids
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import ChoiceRequest, GenerationRequest, RequestLimits
@@ -447,7 +448,9 @@ def _choice_state(
     its tool calls are to have the same ids again."""
     prompt = choice.position // generation.n
     state = ChoiceState(choice.position, prompt, only_echo=generation.only_echo)
-    if generation.parser_options is not None:
+    if generation.kind == "messages":
+        state.message = MessageBlocks(generation.parser_options)
+    elif generation.parser_options is not None:
         mistral = generation.parser_options.dialect.tools == "mistral"
         new_id = None if resumable is None else repeatable_ids(resumable, mistral)
         state.message = AssistantMessage(generation.parser_options, new_id)

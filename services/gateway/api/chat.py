@@ -13,6 +13,7 @@ import msgspec
 from services.gateway.api.errors import abbreviated, check_packable, decode_body, invalid, unsupported
 from services.gateway.api.generation import (
     CommonFields,
+    GenerationKind,
     GenerationRequest,
     RequestLimits,
     check_common_fields,
@@ -75,7 +76,17 @@ def read_chat(
     """Reads and checks a body. `cards` are the models that are served; `dialect_of` gives the formats in which a model
     writes tool calls and reasoning. None: the answer is what the model writes, and tools are only shown to the chat
     template. Raises RequestError."""
-    fields = decode_body(body, _decoder)
+    return chat_request(decode_body(body, _decoder), cards, limits, dialect_of)
+
+
+def chat_request(
+    fields: ChatFields,
+    cards: list[ModelCard],
+    limits: RequestLimits,
+    dialect_of: Callable[[ModelName], OutputDialect] | None,
+    kind: GenerationKind = "chat",
+) -> GenerationRequest:
+    """The same for a body that was read; `kind`: of the API that it came by. Raises RequestError."""
     card = check_generates(choose_model(fields.model, cards))
     check_common_fields(fields, 1, limits)
     for name in ("functions", "function_call"):
@@ -108,7 +119,7 @@ def read_chat(
         fields,
         card,
         limits,
-        kind="chat",
+        kind=kind,
         prompts=(chat_prompt(fields.messages, fields, limits),),
         max_tokens=fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens,
         logprobs=chat_logprobs_request(fields, fields.logprobs, fields.top_logprobs, card, limits),

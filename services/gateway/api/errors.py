@@ -86,6 +86,7 @@ T = TypeVar("T")
 
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]+)`")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 MAX_DEPTH = 64
 """Levels of nested arrays and objects in a field that is forwarded unchanged."""
@@ -148,6 +149,9 @@ def _mistyped(body: bytes, text: str) -> RequestError:
     if missing := _MISSING.search(what):
         field = f"{path.lstrip('.')}.{missing['field']}".lstrip(".")
         return invalid(field, "this field is required")
+    if unknown := _UNKNOWN.search(what):
+        field = f"{path.lstrip('.')}.{unknown['field']}".lstrip(".")
+        return RequestError(400, f"{field}: this field is not known", param=field, code="unsupported_parameter")
     if not path:
         return invalid("body", what[:1].lower() + what[1:])
     value = _value_at(body, path)

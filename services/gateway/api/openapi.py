@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from services.gateway.api.anthropic.request import MessagesFields, MessagesTokensFields
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.completions import CompletionFields
 from services.gateway.api.generation import RANGES, AllowedRange, CommonFields
@@ -47,12 +48,18 @@ class Operation(NamedTuple):
     """Of a successful response."""
     with_key: bool = True
     """Whether it needs an API key where there are any."""
+    resumable: bool = False
+    """Whether its streams may be resumed."""
 
 
 GENERATED = ("application/json", "text/event-stream")
 OPERATIONS = (
-    Operation("POST", "/v1/chat/completions", "Generate the next message of a chat.", ChatFields, GENERATED),
-    Operation("POST", "/v1/completions", "Continue texts or token ids.", CompletionFields, GENERATED),
+    Operation(
+        "POST", "/v1/chat/completions", "Generate the next message of a chat.", ChatFields, GENERATED, resumable=True
+    ),
+    Operation("POST", "/v1/completions", "Continue texts or token ids.", CompletionFields, GENERATED, resumable=True),
+    Operation("POST", "/v1/messages", "The same as Anthropic's API has it.", MessagesFields, GENERATED),
+    Operation("POST", "/v1/messages/count_tokens", "How many tokens such a prompt has.", MessagesTokensFields),
     Operation("POST", "/v1/embeddings", "Vectors of texts or token ids.", EmbeddingFields),
     Operation("POST", "/pooling", "Vectors or probabilities, whichever the model makes.", PoolingFields),
     Operation("POST", "/classify", "The labels of texts or token ids.", ClassificationFields),
@@ -117,7 +124,7 @@ def _description(operation: Operation) -> dict[str, Any]:
         description["security"] = [{}, {"key": []}]
     if "{name}" in operation.path:
         description["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if operation.content_types is GENERATED:
+    if operation.resumable:
         resumed = {"name": "Last-Event-ID", "in": "header", "required": False, "schema": {"type": "string"}}
         description["parameters"] = [resumed]
     if operation.body is not None:

@@ -6,11 +6,10 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from services.gateway.api.chat import AssistantMessage
 from services.gateway.api.errors import STATUS, RequestError
 from services.gateway.api.generation import GenerationKind, ResponseOptions
 from services.gateway.api.logprobs import (
@@ -24,6 +23,7 @@ from services.gateway.api.logprobs import (
     prompt_logprobs,
 )
 from services.gateway.metrics import ModelMeters
+from services.gateway.parsing.output_parser import OutputParser
 from services.gateway.parsing.plugin_parsers import ParserFailed
 from shared.ids import RequestId
 from shared.messages.gateway import Delta, PositionLogprobs, PromptLogprobsDelta, RequestRejected, StreamOpened
@@ -39,7 +39,7 @@ ResponseOutcome = Literal["finished", "failed", "client left", "client too slow"
 client gets the overflow provider's answer."""
 
 
-PROMPT_FIELDS = {"chat": "messages", "completion": "prompt"}
+PROMPT_FIELDS = {"chat": "messages", "messages": "messages", "completion": "prompt"}
 """The client's names of what is tokenized."""
 
 
@@ -64,6 +64,21 @@ class ResponseHeader(NamedTuple):
             "model": self.model,
             "system_fingerprint": FINGERPRINT,
         }
+
+
+class ParsedMessage(Protocol):
+    """Reads one choice's output as more than text, in the shape of one API."""
+
+    parser: OutputParser
+
+    def feed(self, text: str, finish: FinishReason | None) -> Any:
+        """Returns what new output adds to a stream; empty where nothing is decided yet."""
+
+    def finish_reason(self, reason: FinishReason) -> str:
+        """Returns `tool_calls` where the output stopped after one, otherwise `reason`."""
+
+    def body(self) -> Any:
+        """Returns the message, as far as it has arrived."""
 
 
 @dataclass(slots=True)
@@ -101,7 +116,7 @@ class ChoiceState:
     """Where the client wants them. In a stream: until they were sent."""
     token_ids: list[int] = field(default_factory=list)
     """Output tokens, where the client wants them. In a stream: those not sent yet."""
-    message: AssistantMessage | None = None
+    message: ParsedMessage | None = None
     """Parses a chat's output, where it is more than text."""
     only_echo: bool = False
     """The client wants no output."""

@@ -47,10 +47,11 @@ class AccessControl:
         RequestError: 401 without a valid key, 403 where it lacks `scope`, 429 above a limit."""
         if not self._keys.required:
             return
-        kind, _, secret = call.headers.get(b"authorization", b"").partition(b" ")
-        key = self._keys.ring.find(secret.strip()) if kind.lower() == b"bearer" else None
+        secret = sent_key(call)
+        key = None if secret is None else self._keys.ring.find(secret)
         if key is None:
-            raise RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            text = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+            raise RequestError(401, text, code="invalid_api_key")
         call.key = key
         if not key.allows(scope):
             text = f"the key {key.name!r} has the scopes {', '.join(sorted(key.scopes))}; this needs {scope}"
@@ -156,6 +157,14 @@ class AccessControl:
             "tokens_left": limits.tokens.remaining if limits and limits.tokens else None,
             "requests_open": limits.open if limits else None,
         }
+
+
+def sent_key(call: Call) -> bytes | None:
+    """Returns the key that a client sends, as OpenAI's do or as Anthropic's do."""
+    kind, _, secret = call.headers.get(b"authorization", b"").partition(b" ")
+    if kind.lower() == b"bearer":
+        return secret.strip()
+    return call.headers.get(b"x-api-key")
 
 
 def check_model(model: ModelName, key: ApiKey) -> None:

@@ -14,12 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from services.gateway.api.anthropic.answer import error_body
 from services.gateway.api.errors import RequestError
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.http.access import AccessControl
+from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEndpoint
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
-from services.gateway.http.endpoints import Endpoint, GenerationEndpoint, Handler, InfoEndpoints, StreamSettings
+from services.gateway.http.endpoints import Endpoint, Handler, InfoEndpoints
+from services.gateway.http.generation import GenerationEndpoint, StreamSettings
 from services.gateway.http.loras import LoraEndpoints
 from services.gateway.http.overflow import Overflow
 from services.gateway.http.pooling import PooledEndpoint, PooledKind
@@ -62,6 +65,9 @@ def build_app(
     def generation(kind: Literal["chat", "completion"]) -> Handler:
         return GenerationEndpoint(table, kind, parser, access, streams, settings, overflow)
 
+    def anthropic(path: str, handler: Handler) -> Route:
+        return Route(path, Endpoint(handler, path, "inference", access, bodies, error_body), methods=["POST"])
+
     def pooled(kind: PooledKind) -> Handler:
         return PooledEndpoint(kind, table, parser, access, settings.read_timeout)
 
@@ -69,6 +75,8 @@ def build_app(
         routes=[
             route("POST", "/v1/chat/completions", generation("chat"), "inference"),
             route("POST", "/v1/completions", generation("completion"), "inference"),
+            anthropic("/v1/messages", MessagesEndpoint(table, parser, access, streams, settings)),
+            anthropic("/v1/messages/count_tokens", CountTokensEndpoint(table, parser)),
             route("POST", "/v1/embeddings", pooled("embedding"), "inference"),
             route("POST", "/pooling", pooled("pooling"), "inference"),
             route("POST", "/classify", pooled("classification"), "inference"),

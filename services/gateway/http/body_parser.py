@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Literal
 
 from msgspec import Struct
 
+from services.gateway.api.anthropic.request import read_count_tokens, read_messages
 from services.gateway.api.chat import read_chat
 from services.gateway.api.completions import read_completion
 from services.gateway.api.errors import RequestError
@@ -50,7 +51,7 @@ TOO_MUCH_MEMORY = "body: reading it takes too much memory; send fewer values in 
 LENGTH_BYTES = 8
 """Size of the number before each message on a pipe."""
 
-BodyKind = Literal[GenerationKind, "cohere_rerank", "tokenize", "detokenize"]
+BodyKind = Literal[GenerationKind, "cohere_rerank", "count_tokens", "tokenize", "detokenize"]
 
 
 class BodyContext(Struct, frozen=True):
@@ -61,6 +62,11 @@ class BodyContext(Struct, frozen=True):
     limits: RequestLimits
     dialects: dict[ModelName, OutputDialect] | None
     """The format of each model's tool calls and reasoning; None: outputs are not parsed."""
+
+    @property
+    def dialect_of(self) -> Callable[[ModelName], OutputDialect] | None:
+        """Returns a model's."""
+        return None if self.dialects is None else self.dialects.__getitem__
 
 
 class Refused(Struct, frozen=True):
@@ -78,8 +84,11 @@ def read_body(body: bytes, context: BodyContext) -> Any:
     """Returns the request that a body makes. Raises RequestError."""
     match context.kind:
         case "chat":
-            dialect_of = None if context.dialects is None else context.dialects.__getitem__
-            return read_chat(body, context.cards, context.limits, dialect_of)
+            return read_chat(body, context.cards, context.limits, context.dialect_of)
+        case "messages":
+            return read_messages(body, context.cards, context.limits, context.dialect_of)
+        case "count_tokens":
+            return read_count_tokens(body, context.cards, context.limits)
         case "completion":
             return read_completion(body, context.cards, context.limits)
         case "embedding":

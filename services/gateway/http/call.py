@@ -44,6 +44,8 @@ LINGER_BYTES = 64 * 2**20
 """How long, and how much of, a refused body is still read."""
 
 Headers = Iterable[tuple[bytes, bytes]]
+ErrorBody = Callable[[RequestError], bytes]
+"""Returns the JSON of an error."""
 
 
 class BodyBudget:
@@ -179,8 +181,16 @@ class ClientConnection(Protocol):
 class Call:
     """Owns one request and its response, as ASGI passes them between uvicorn and an endpoint."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits) -> None:
-        self.scope, self._receive, self.send = scope, receive, send
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        limits: BodyLimits,
+        error_body: ErrorBody = RequestError.body,
+    ) -> None:
+        """`error_body`: how its API shows errors."""
+        self.scope, self._receive, self.send, self._error_body = scope, receive, send, error_body
         self._limits = limits
         self._lease = BodyLease()
         self.connection: ClientConnection = scope["extensions"][EXTENSION]
@@ -274,7 +284,7 @@ class Call:
         await self.respond(msgspec.json.encode(value), status, JSON, headers)
 
     async def refuse(self, error: RequestError) -> None:
-        """Sends an error as OpenAI's clients expect it. Where the body was not read to its end, the connection
+        """Sends an error as clients of the call's API expect it. Where the body was not read to its end, the connection
         closes."""
         ERRORS.labels(str(error.status)).inc()
         headers: list[tuple[bytes, bytes]] = []
@@ -283,9 +293,9 @@ class Call:
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         if error.status not in (408, 413):
-            await self.respond(error.body(), error.status, JSON, headers)
+            await self.respond(self._error_body(error), error.status, JSON, headers)
             return
-        body = error.body()
+        body = self._error_body(error)
         headers += [(b"connection", b"close"), (b"content-length", str(len(body)).encode())]
         await self.start(error.status, JSON, headers)
         await self.send({"type": "http.response.body", "body": body, "more_body": True})

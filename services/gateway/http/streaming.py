@@ -119,25 +119,18 @@ def error_frame(error: RequestError) -> bytes:
     return b"data: %b\n\n" % error.body()
 
 
-class StreamWriter(ResponseWriter):
+class EventWriter(ResponseWriter):
     """Owns what a stream has not written yet.
 
     Frames are collected until the response has been started; from then on each is written to the connection at once. A
     client that leaves more than `unread_limit` bytes unread is reported as too slow.
     """
 
-    def __init__(
-        self,
-        frames: SseFrames,
-        connection: ClientConnection,
-        *,
-        include_usage: bool,
-        keep_alive: float,
-        unread_limit: int,
-        now: float,
-    ) -> None:
-        self._frames, self._connection = frames, connection
-        self._include_usage = include_usage
+    keep_alive_frame = KEEP_ALIVE
+    """What shows that the connection lives."""
+
+    def __init__(self, connection: ClientConnection, *, keep_alive: float, unread_limit: int, now: float) -> None:
+        self._connection = connection
         self._keep_alive, self._unread_limit = keep_alive, unread_limit
         self._pending: list[bytes] | None = []
         """None once the response has been started."""
@@ -147,10 +140,6 @@ class StreamWriter(ResponseWriter):
 
     def write(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
         """Writes new output. Returns False where the client reads too slowly."""
-        if delta.logprobs:
-            choice.logprobs.extend(delta.logprobs)
-        if self._frames.with_token_ids:
-            choice.token_ids.extend(delta.tokens)
         if not delta.text and delta.finish is None:
             return True  # half a character, or perhaps the start of a stop string
         if not (frames := self.frames(choice, delta)):
@@ -160,40 +149,31 @@ class StreamWriter(ResponseWriter):
         return self._connection.unread() <= self._unread_limit
 
     def frames(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
-        """Returns the events of new output: the role before the first, none where nothing is decided yet."""
-        if choice.message is not None:
-            parsed = choice.message.feed(delta.text, delta.finish)
-            if not parsed and delta.finish is None:
-                return []
-            role = b"" if choice.started else self._frames.role(choice)
-            frame = self._frames.delta(choice, parsed)
-        elif choice.started:
-            return [self._frames.text(choice, delta.text)]
-        else:
-            choice.text_offset = len(choice.echo)
-            role = self._frames.role(choice)
-            frame = self._frames.text(choice, choice.echo + delta.text)
-        choice.started = True
-        return [role, frame] if role else [frame]
+        """Returns the events of new output; none where nothing is decided yet."""
+        raise NotImplementedError
+
+    def last_frames(self, choices: list[ChoiceState]) -> list[bytes]:
+        """Returns the last events."""
+        raise NotImplementedError
+
+    def error_frames(self, error: RequestError) -> bytes:
+        """Returns the events that end a stream with an error."""
+        raise NotImplementedError
 
     def complete(self, choices: list[ChoiceState]) -> None:
         """Writes the last events."""
         self._write(b"".join(self.last_frames(choices)))
 
-    def last_frames(self, choices: list[ChoiceState]) -> list[bytes]:
-        """Returns the last events: the usage if the client requested it, and the end."""
-        return [self._frames.usage(choices), DONE] if self._include_usage else [DONE]
-
     def fail(self, error: RequestError) -> None:
         """Writes the error as an event, once the response has started; before, the endpoint makes it a response."""
         if self._pending is None:
-            self._write(error_frame(error) + DONE)
+            self._write(self.error_frames(error))
 
     def tick(self, now: float) -> None:
-        """Writes a comment after `keep_alive` seconds without an event."""
+        """Writes a sign of life after `keep_alive` seconds without an event."""
         if now - self._written_at >= self._keep_alive:
             self._written_at = now
-            self._write(KEEP_ALIVE)
+            self._write(self.keep_alive_frame)
 
     def _write(self, data: bytes) -> None:
         if self._pending is None:
@@ -217,3 +197,53 @@ class StreamWriter(ResponseWriter):
         waiting, self._pending = self._pending, None
         if waiting:
             self._connection.write_chunk(b"".join(waiting))
+
+
+class StreamWriter(EventWriter):
+    """Writes the stream of a chat or a completion, as OpenAI's API has it."""
+
+    def __init__(
+        self,
+        frames: SseFrames,
+        connection: ClientConnection,
+        *,
+        include_usage: bool,
+        keep_alive: float,
+        unread_limit: int,
+        now: float,
+    ) -> None:
+        super().__init__(connection, keep_alive=keep_alive, unread_limit=unread_limit, now=now)
+        self._frames, self._include_usage = frames, include_usage
+
+    def write(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
+        """Writes new output. Returns False where the client reads too slowly."""
+        if delta.logprobs:
+            choice.logprobs.extend(delta.logprobs)
+        if self._frames.with_token_ids:
+            choice.token_ids.extend(delta.tokens)
+        return super().write(choice, delta, now)
+
+    def frames(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
+        """Returns the events of new output: the role before the first, none where nothing is decided yet."""
+        if choice.message is not None:
+            parsed = choice.message.feed(delta.text, delta.finish)
+            if not parsed and delta.finish is None:
+                return []
+            role = b"" if choice.started else self._frames.role(choice)
+            frame = self._frames.delta(choice, parsed)
+        elif choice.started:
+            return [self._frames.text(choice, delta.text)]
+        else:
+            choice.text_offset = len(choice.echo)
+            role = self._frames.role(choice)
+            frame = self._frames.text(choice, choice.echo + delta.text)
+        choice.started = True
+        return [role, frame] if role else [frame]
+
+    def last_frames(self, choices: list[ChoiceState]) -> list[bytes]:
+        """Returns the last events: the usage if the client requested it, and the end."""
+        return [self._frames.usage(choices), DONE] if self._include_usage else [DONE]
+
+    def error_frames(self, error: RequestError) -> bytes:
+        """Returns the error as an event, and the end."""
+        return error_frame(error) + DONE

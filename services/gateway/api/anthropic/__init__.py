@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its requests as chats, and the answers in its shape."""

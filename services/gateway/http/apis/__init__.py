@@ -1,0 +1,1 @@
+"""Endpoints of other APIs than OpenAI's, each over the same requests."""

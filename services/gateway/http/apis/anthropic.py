@@ -1,0 +1,105 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's API."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from services.gateway.api.anthropic.answer import ending, error_body, message, message_body, usage
+from services.gateway.api.anthropic.blocks import MessageBlocks
+from services.gateway.api.errors import RequestError
+from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
+from services.gateway.http.access import check_model
+from services.gateway.http.body_parser import BodyParser
+from services.gateway.http.call import Call, ClientConnection
+from services.gateway.http.generation import GeneratingEndpoint
+from services.gateway.http.streaming import EventWriter
+from services.gateway.request_table import RequestTable
+from shared.messages.gateway import Delta
+from shared.messages.tokenizer import EncodeReply
+from shared.packing import unpack
+
+
+class MessagesWriter(EventWriter):
+    """Writes a message as a stream of blocks."""
+
+    keep_alive_frame = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(
+        self, header: ResponseHeader, connection: ClientConnection, *, keep_alive: float, unread_limit: int, now: float
+    ) -> None:
+        super().__init__(connection, keep_alive=keep_alive, unread_limit=unread_limit, now=now)
+        self._header = header
+
+    def frames(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
+        """Returns the events of new output: the message's start before the first, none where nothing is decided yet."""
+        blocks = choice.message
+        assert isinstance(blocks, MessageBlocks)
+        events = [_event(each) for each in blocks.feed(delta.text, delta.finish)]
+        if events and not choice.started:
+            events.insert(0, self._start(choice))
+        return events
+
+    def last_frames(self, choices: list[ChoiceState]) -> list[bytes]:
+        """Returns why it ended and what it took, and the end."""
+        [choice] = choices
+        start = [] if choice.started else [self._start(choice)]
+        ended = {"type": "message_delta", "delta": ending(choice), "usage": usage(choice)}
+        return [*start, _event(ended), _event({"type": "message_stop"})]
+
+    def error_frames(self, error: RequestError) -> bytes:
+        """Returns the error as an event."""
+        return b"event: error\ndata: %b\n\n" % error_body(error)
+
+    def _start(self, choice: ChoiceState) -> bytes:
+        choice.started = True
+        begun = ChoiceState(0, 0, prompt_tokens=choice.prompt_tokens, cached_tokens=choice.cached_tokens)
+        return _event({"type": "message_start", "message": message(self._header, begun, [])})
+
+
+class MessagesEndpoint(GeneratingEndpoint):
+    """Answers `/v1/messages`."""
+
+    async def __call__(self, call: Call) -> None:
+        """Generates and responds. Raises RequestError as long as no response was started."""
+        generation, _ = await self._admitted(call, "messages")
+        details = await self._table.tokenizer.prompt_details(generation)
+        header = ResponseHeader("messages", f"msg_{secrets.token_hex(12)}", int(time.time()), generation.served_name)
+        self._log(call, generation, header)
+        settings = self._settings
+        if generation.stream is None:
+            response = await self._table.open(generation, header, ResponseWriter(), details)
+            if await self._whole(call, response):
+                await self._finish(call, call.respond(message_body(header, response.choices)))
+            return
+        writer = MessagesWriter(
+            header,
+            call.connection,
+            keep_alive=settings.keep_alive,
+            unread_limit=settings.unread_limit,
+            now=time.monotonic(),
+        )
+        await self._streamed(call, await self._table.open(generation, header, writer, details), writer)
+
+
+class CountTokensEndpoint:
+    """Answers `/v1/messages/count_tokens`."""
+
+    def __init__(self, table: RequestTable, parser: BodyParser) -> None:
+        self._table, self._parser = table, parser
+
+    async def __call__(self, call: Call) -> None:
+        """Answers how many tokens the prompt has. Raises RequestError."""
+        with self._table.arriving():
+            card, question = await self._parser.read("count_tokens", await call.body())
+        call.record.model = card.name
+        check_model(card.name, call.key)
+        encoded = await self._table.tokenizer.ask(card, question, EncodeReply)
+        await call.respond_json({"input_tokens": len(unpack(encoded.tokens))})
+
+
+def _event(event: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))

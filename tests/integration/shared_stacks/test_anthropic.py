@@ -1,0 +1,83 @@
+"""Anthropic's API on the whole stack, by its own SDK: the same model says the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import jsonschema
+import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+
+from tests.support.cluster.conversations import QUESTIONS
+from tests.support.cluster.stack import RunningStack
+
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 24}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def stack(ring: RunningStack) -> RunningStack:
+    return ring
+
+
+@pytest.fixture
+async def anthropic(stack: RunningStack) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(base_url=stack.url, api_key="unused", max_retries=0) as client:
+        yield client
+
+
+async def test_answers_and_counts_are_those_of_chats(
+    stack: RunningStack, client: AsyncOpenAI, anthropic: AsyncAnthropic
+) -> None:
+    for question in QUESTIONS[:3]:
+        messages: Any = [{"role": "user", "content": question}]
+        chat = await client.chat.completions.create(model=stack.model, messages=messages, temperature=0, max_tokens=40)
+        asked: Any = {"model": stack.model, "messages": messages, "max_tokens": 40, "extra_body": {"temperature": 0}}
+        message = await anthropic.messages.create(**asked)
+        async with anthropic.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+        counted = await anthropic.messages.count_tokens(model=stack.model, messages=messages)
+        text = (chat.choices[0].message.content or "").strip()
+        assert [block.text.strip() for block in message.content] == [text]  # type: ignore[union-attr]
+        assert [block.text.strip() for block in streamed.content] == [text]  # type: ignore[union-attr]
+        assert chat.usage is not None
+        for usage in (message.usage, streamed.usage):
+            assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == chat.usage.prompt_tokens
+            assert usage.output_tokens == chat.usage.completion_tokens
+        assert counted.input_tokens == chat.usage.prompt_tokens
+        ends = {"stop": "end_turn", "length": "max_tokens"}
+        assert message.stop_reason == streamed.stop_reason == ends[chat.choices[0].finish_reason]
+
+
+async def test_a_stop_sequence_is_named(stack: RunningStack, anthropic: AsyncAnthropic) -> None:
+    question: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    message = await anthropic.messages.create(
+        model=stack.model, messages=question, max_tokens=40, stop_sequences=["Paris"], extra_body={"temperature": 0}
+    )
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "Paris")
+    assert "Paris" not in str(message.content)
+
+
+async def test_tools_are_called_and_answers_match_their_schema(stack: RunningStack, anthropic: AsyncAnthropic) -> None:
+    question: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
+    asked: Any = {"model": stack.model, "messages": question, "max_tokens": 100, "extra_body": {"temperature": 0}}
+    tools: Any = [{"name": "get_weather", "input_schema": CITY}]
+    message = await anthropic.messages.create(**asked, tools=tools, tool_choice={"type": "any"})
+    assert message.stop_reason == "tool_use"
+    [call] = [block for block in message.content if block.type == "tool_use"]
+    jsonschema.validate(call.input, CITY)
+    result: Any = [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}]
+    turns: Any = [*question, {"role": "assistant", "content": message.content}, {"role": "user", "content": result}]
+    answer = await anthropic.messages.create(**(asked | {"messages": turns}), tools=tools)
+    assert answer.content
+    described: Any = {"format": {"type": "json_schema", "schema": CITY}}
+    structured = await anthropic.messages.create(**asked, output_config=described)
+    [block] = structured.content
+    jsonschema.validate(json.loads(block.text), CITY)  # type: ignore[union-attr]

@@ -1,0 +1,208 @@
+"""Anthropic's API without a server: bodies read as chats, and blocks of an output that is cut anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.gateway.api.anthropic.blocks import MessageBlocks
+from services.gateway.api.anthropic.request import read_count_tokens, read_messages
+from services.gateway.api.errors import RequestError
+from services.gateway.api.generation import GenerationRequest, RequestLimits
+from services.gateway.parsing.output_dialect import OutputDialect
+from services.gateway.parsing.output_parser import ParserOptions
+from shared.ids import ModelName
+from shared.messages.lifecycle import ModelCard
+from shared.messages.tokenizer import ChatPrompt
+from tests.support.gateway.tool_calls import Call, written
+
+CARD = ModelCard(name=ModelName("m"), created=17, max_model_len=64, vocab_size=100, eos_token_ids=(2,), dtype="float32")
+WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+THINKS = OutputDialect(tools="hermes", reasoning="qwen3")
+
+
+def body(**fields: Any) -> bytes:
+    default = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
+    return msgspec.json.encode({name: value for name, value in (default | fields).items() if value is not ...})
+
+
+def read(dialect: OutputDialect = THINKS, **fields: Any) -> GenerationRequest:
+    return read_messages(body(**fields), [CARD], RequestLimits(), lambda _: dialect)
+
+
+def messages(generation: GenerationRequest) -> Any:
+    [prompt] = generation.prompts
+    assert isinstance(prompt, ChatPrompt)
+    return msgspec.json.decode(prompt.messages)
+
+
+def test_a_conversation_with_tools_becomes_the_messages_of_a_chat() -> None:
+    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Rome"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "sunny"}]}
+    conversation = [
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "and?", "cache_control": {"type": "ephemeral"}}]},
+    ]
+    generation = read(messages=conversation, system=[{"type": "text", "text": "Be short."}], tools=[WEATHER])
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    assert messages(generation) == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Rome?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "toolu_1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "sunny"},
+        {"role": "user", "content": "and?"},
+    ]
+    assert generation.parser_options is not None
+    assert set(generation.parser_options.schemas) == {"weather"}
+    _, question = read_count_tokens(
+        body(messages=conversation, system="Be short.", tools=[WEATHER], max_tokens=...), [CARD], RequestLimits()
+    )
+    assert question.prompt == generation.prompts[0], "both count the same prompt"
+
+
+def test_fields_have_the_effect_that_they_have_in_a_chat() -> None:
+    generation = read(
+        stop_sequences=["END"], temperature=0.5, top_p=0.9, top_k=5, thinking={"type": "enabled", "budget_tokens": 3}
+    )
+    sampling, stopping = generation.sampling, generation.stopping
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 5)
+    assert (stopping.max_tokens, stopping.stop) == (8, ("END",))
+    assert sampling.thinking_budget == 3
+    [prompt] = generation.prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.template_kwargs == {"enable_thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"max_tokens": ...}, "max_tokens", "required"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role", "goes into system"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type", "image"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "at least one block"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type", "bash_20250124"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "required"),
+        ({"tools": [WEATHER | {"input_schema": {"type": "array"}}]}, "tools[0].input_schema.type", "'object'"),
+        ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name", "a-z"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice", "name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "without tools"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "required"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type", "adaptive"),
+        ({"stop_sequences": ["x" * 9999]}, "stop_sequences", "characters"),
+        ({"container": "c"}, "container", "not known"),
+        ({"output_config": {"speed": 1}}, "output_config.speed", "not known"),
+        ({"service_tier": "gold"}, "service_tier", "standard_only"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: str, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(**fields)
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert said in caught.value.message
+    assert caught.value.message.startswith(param.split(".")[0].split("[")[0])
+
+
+def test_a_model_that_does_not_reason_cannot_be_told_to() -> None:
+    with pytest.raises(RequestError, match="writes no reasoning"):
+        read(OutputDialect(), thinking={"type": "enabled", "budget_tokens": 9})
+
+
+ROME, OSLO = Call("weather", {"city": "Rome"}), Call("weather", {"city": "Oslo"})
+OUTPUTS = {
+    "text": "  Hello, you.\n",
+    "thoughts": "<think>Let me\nsee.</think>\n\nHello.",
+    "calls": "<think>hm</think>\n\n" + written("hermes", [ROME, OSLO]),
+    "text and calls": "Well.\n" + written("hermes", [ROME]) + "\nThat is it.",
+    "no call": "Look: <tool_call>\nnothing\n</tool_call> done",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_events_of_a_stream_add_up_to_the_blocks_wherever_the_text_is_cut(name: str) -> None:
+    text = OUTPUTS[name]
+    whole = _blocks()
+    whole.feed(text, "stop")
+    expected = _without_ids(whole.body())
+    for at in range(len(text) + 1):
+        blocks = _blocks()
+        events = [*blocks.feed(text[:at], None), *blocks.feed(text[at:], "stop")]
+        assert _without_ids(blocks.body()) == expected
+        assert _without_ids(_added_up(events)) == expected
+    pieces = _blocks()
+    events = [event for character in text for event in pieces.feed(character, None)]
+    assert _without_ids(_added_up([*events, *pieces.feed("", "stop")])) == expected
+
+
+def test_blocks_are_what_the_output_says() -> None:
+    blocks = _blocks()
+    blocks.feed(OUTPUTS["text and calls"], "stop")
+    first, call, last = blocks.body()
+    assert first == {"type": "text", "text": "Well."}
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Rome"})
+    assert call["id"].startswith("toolu_")
+    assert last["text"].strip() == "That is it."
+    assert blocks.finish_reason("stop") == "tool_calls"
+    thinking = _blocks()
+    thinking.feed(OUTPUTS["thoughts"], "stop")
+    assert [block["type"] for block in thinking.body()] == ["thinking", "text"]
+    assert thinking.body()[0]["thinking"].strip() == "Let me\nsee."
+
+
+def test_arguments_that_the_limit_cuts_off_are_no_object() -> None:
+    blocks = _blocks()
+    blocks.feed('<tool_call>\n{"name": "weather", "arguments": {"city": "Ro', "length")
+    [call] = blocks.body()
+    assert (call["name"], call["input"]) == ("weather", {})
+
+
+def _blocks() -> MessageBlocks:
+    return MessageBlocks(ParserOptions(THINKS, {"weather": WEATHER["input_schema"]}))
+
+
+def _without_ids(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in block.items() if name != "id"} for block in blocks]
+
+
+def _added_up(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As a client does it: blocks are open one at a time, and numbered."""
+    blocks: list[dict[str, Any]] = []
+    arguments = ""
+    is_open = False
+    for event in events:
+        match event:
+            case {"type": "content_block_start", "index": index, "content_block": block}:
+                assert not is_open
+                assert index == len(blocks)
+                blocks.append(dict(block))
+                is_open, arguments = True, ""
+            case {"type": "content_block_delta", "index": index, "delta": delta}:
+                assert is_open
+                assert index == len(blocks) - 1
+                match delta:
+                    case {"type": "text_delta", "text": text}:
+                        blocks[-1]["text"] += text
+                    case {"type": "thinking_delta", "thinking": text}:
+                        blocks[-1]["thinking"] += text
+                    case {"type": "input_json_delta", "partial_json": text}:
+                        arguments += text
+                    case {"type": "signature_delta"}:
+                        assert blocks[-1]["type"] == "thinking"
+            case {"type": "content_block_stop", "index": index}:
+                assert index == len(blocks) - 1
+                is_open = False
+                if arguments:
+                    blocks[-1]["input"] = msgspec.json.decode(arguments)
+    assert not is_open
+    return blocks
