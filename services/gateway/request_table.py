@@ -14,6 +14,7 @@ from services.gateway.api.anthropic.blocks import MessageBlocks
 from services.gateway.api.chat import AssistantMessage, repeatable_ids
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import ChoiceRequest, GenerationRequest, RequestLimits
+from services.gateway.api.ollama.answer import OllamaMessage
 from services.gateway.api.response import (
     ChoiceState,
     GenerationResponse,
@@ -450,6 +451,8 @@ def _choice_state(
     state = ChoiceState(choice.position, prompt, only_echo=generation.only_echo)
     if generation.kind == "messages":
         state.message = MessageBlocks(generation.parser_options)
+    elif generation.kind == "ollama":
+        state.message = OllamaMessage(generation.parser_options)
     elif generation.parser_options is not None:
         mistral = generation.parser_options.dialect.tools == "mistral"
         new_id = None if resumable is None else repeatable_ids(resumable, mistral)

@@ -37,7 +37,16 @@ _decoder = msgspec.json.Decoder(CompletionFields)
 
 def read_completion(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> GenerationRequest:
     """Reads and checks a body. `cards` are the models that are served. Raises RequestError."""
-    fields = decode_body(body, _decoder)
+    return completion_request(decode_body(body, _decoder), cards, limits)
+
+
+def completion_request(
+    fields: CompletionFields,
+    cards: list[ModelCard],
+    limits: RequestLimits,
+    default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
+) -> GenerationRequest:
+    """The same for a body that was read. Raises RequestError."""
     card = check_generates(choose_model(fields.model, cards))
     only_echo = bool(fields.echo) and fields.max_tokens == 0
     prompts = completion_prompts(fields.prompt, card, add_special_tokens=fields.add_special_tokens is not False)
@@ -52,7 +61,7 @@ def read_completion(body: bytes, cards: list[ModelCard], limits: RequestLimits) 
         limits,
         kind="completion",
         prompts=prompts,
-        max_tokens=1 if only_echo else DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens,
+        max_tokens=1 if only_echo else default_max_tokens if fields.max_tokens is None else fields.max_tokens,
         logprobs=logprobs,
         echo_logprobs=logprobs.most_likely if echo and with_logprobs else None,
         echo=echo,

@@ -25,7 +25,9 @@ INT64 = 2**63
 SEED_MASK = INT64 - 1
 
 
-GenerationKind = Literal["chat", "completion", "messages", "embedding", "pooling", "classification", "score", "rerank"]
+GenerationKind = Literal[
+    "chat", "completion", "messages", "ollama", "embedding", "pooling", "classification", "score", "rerank"
+]
 """The family of endpoints that a request comes from, as metrics and logs name it."""
 
 

@@ -12,6 +12,7 @@ from services.gateway.api.chat import ChatFields
 from services.gateway.api.completions import CompletionFields
 from services.gateway.api.generation import RANGES, AllowedRange, CommonFields
 from services.gateway.api.loras import LoadLoraRequest, UnloadLoraRequest
+from services.gateway.api.ollama.request import OllamaChatFields, OllamaGenerateFields, ShowFields
 from services.gateway.api.pooling.classification import ClassificationFields
 from services.gateway.api.pooling.embeddings import EmbeddingFields, PoolingFields
 from services.gateway.api.pooling.scores import RerankFields, ScoreFields
@@ -53,6 +54,7 @@ class Operation(NamedTuple):
 
 
 GENERATED = ("application/json", "text/event-stream")
+LINES = ("application/x-ndjson", "application/json")
 OPERATIONS = (
     Operation(
         "POST", "/v1/chat/completions", "Generate the next message of a chat.", ChatFields, GENERATED, resumable=True
@@ -60,6 +62,12 @@ OPERATIONS = (
     Operation("POST", "/v1/completions", "Continue texts or token ids.", CompletionFields, GENERATED, resumable=True),
     Operation("POST", "/v1/messages", "The same as Anthropic's API has it.", MessagesFields, GENERATED),
     Operation("POST", "/v1/messages/count_tokens", "How many tokens such a prompt has.", MessagesTokensFields),
+    Operation("POST", "/api/chat", "The same as Ollama's API has it.", OllamaChatFields, LINES),
+    Operation("POST", "/api/generate", "Go on from one prompt, as Ollama's API has it.", OllamaGenerateFields, LINES),
+    Operation("GET", "/api/tags", "All models that generate, as Ollama's API lists them."),
+    Operation("GET", "/api/ps", "The same, as models that are loaded."),
+    Operation("POST", "/api/show", "One of them.", ShowFields),
+    Operation("GET", "/api/version", "The version of the server, for Ollama's clients."),
     Operation("POST", "/v1/embeddings", "Vectors of texts or token ids.", EmbeddingFields),
     Operation("POST", "/pooling", "Vectors or probabilities, whichever the model makes.", PoolingFields),
     Operation("POST", "/classify", "The labels of texts or token ids.", ClassificationFields),

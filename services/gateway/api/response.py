@@ -39,7 +39,7 @@ ResponseOutcome = Literal["finished", "failed", "client left", "client too slow"
 client gets the overflow provider's answer."""
 
 
-PROMPT_FIELDS = {"chat": "messages", "messages": "messages", "completion": "prompt"}
+PROMPT_FIELDS = {"chat": "messages", "messages": "messages", "ollama": "messages", "completion": "prompt"}
 """The client's names of what is tokenized."""
 
 

@@ -14,14 +14,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.gateway.api.anthropic.answer import error_body
+from services.gateway.api.anthropic.answer import error_body as anthropic_error
 from services.gateway.api.errors import RequestError
+from services.gateway.api.ollama.answer import AnswerShape
+from services.gateway.api.ollama.answer import error_body as ollama_error
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.http.access import AccessControl
 from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEndpoint
+from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
-from services.gateway.http.endpoints import Endpoint, Handler, InfoEndpoints
+from services.gateway.http.endpoints import VERSION, Endpoint, Handler, InfoEndpoints
 from services.gateway.http.generation import GenerationEndpoint, StreamSettings
 from services.gateway.http.loras import LoraEndpoints
 from services.gateway.http.overflow import Overflow
@@ -34,7 +37,7 @@ from shared.models.lora_registry import LoraRegistry
 
 log = logging.getLogger(__name__)
 
-SERVED = ("/v1/", "/v2/", "/pooling", "/classify", "/score", "/rerank", "/tokenize", "/detokenize")
+SERVED = ("/v1/", "/v2/", "/api/", "/pooling", "/classify", "/score", "/rerank", "/tokenize", "/detokenize")
 """Beginnings of the paths that clients send requests to."""
 
 
@@ -54,6 +57,7 @@ def build_app(
     """Returns the ASGI application. `provider`: gets what cannot be served here in time. `lora_registry`: None: no
     adapter can be loaded at run time."""
     loras = LoraEndpoints(table.cluster, lora_registry)
+    models = OllamaInfo(table, VERSION)
     info = InfoEndpoints(table, parser, access, peers, provider)
     overflow = (
         None if provider is None else Overflow(provider, table.cluster, access, settings.read_timeout, table.clusters)
@@ -66,7 +70,13 @@ def build_app(
         return GenerationEndpoint(table, kind, parser, access, streams, settings, overflow)
 
     def anthropic(path: str, handler: Handler) -> Route:
-        return Route(path, Endpoint(handler, path, "inference", access, bodies, error_body), methods=["POST"])
+        return Route(path, Endpoint(handler, path, "inference", access, bodies, anthropic_error), methods=["POST"])
+
+    def ollama(method: str, path: str, handler: Handler, scope: KeyScope = "read-only") -> Route:
+        return Route(path, Endpoint(handler, path, scope, access, bodies, ollama_error), methods=[method])
+
+    def ollama_generation(shape: AnswerShape) -> Handler:
+        return OllamaEndpoint(shape, table, parser, access, streams, settings)
 
     def pooled(kind: PooledKind) -> Handler:
         return PooledEndpoint(kind, table, parser, access, settings.read_timeout)
@@ -77,6 +87,12 @@ def build_app(
             route("POST", "/v1/completions", generation("completion"), "inference"),
             anthropic("/v1/messages", MessagesEndpoint(table, parser, access, streams, settings)),
             anthropic("/v1/messages/count_tokens", CountTokensEndpoint(table, parser)),
+            ollama("POST", "/api/chat", ollama_generation("chat"), "inference"),
+            ollama("POST", "/api/generate", ollama_generation("generate"), "inference"),
+            ollama("GET", "/api/tags", models.tags),
+            ollama("GET", "/api/ps", models.running),
+            ollama("POST", "/api/show", models.show),
+            ollama("GET", "/api/version", models.version),
             route("POST", "/v1/embeddings", pooled("embedding"), "inference"),
             route("POST", "/pooling", pooled("pooling"), "inference"),
             route("POST", "/classify", pooled("classification"), "inference"),

@@ -27,6 +27,7 @@ from services.gateway.api.chat import read_chat
 from services.gateway.api.completions import read_completion
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationKind, RequestLimits
+from services.gateway.api.ollama.request import read_ollama_chat, read_ollama_generate
 from services.gateway.api.pooling.classification import read_classification
 from services.gateway.api.pooling.embeddings import read_embedding, read_pooling_request
 from services.gateway.api.pooling.scores import read_rerank, read_score
@@ -51,7 +52,9 @@ TOO_MUCH_MEMORY = "body: reading it takes too much memory; send fewer values in 
 LENGTH_BYTES = 8
 """Size of the number before each message on a pipe."""
 
-BodyKind = Literal[GenerationKind, "cohere_rerank", "count_tokens", "tokenize", "detokenize"]
+BodyKind = Literal[
+    GenerationKind, "cohere_rerank", "count_tokens", "ollama_chat", "ollama_generate", "tokenize", "detokenize"
+]
 
 
 class BodyContext(Struct, frozen=True):
@@ -91,6 +94,10 @@ def read_body(body: bytes, context: BodyContext) -> Any:
             return read_count_tokens(body, context.cards, context.limits)
         case "completion":
             return read_completion(body, context.cards, context.limits)
+        case "ollama_chat":
+            return read_ollama_chat(body, context.cards, context.limits, context.dialect_of)
+        case "ollama_generate":
+            return read_ollama_generate(body, context.cards, context.limits, context.dialect_of)
         case "embedding":
             return read_embedding(body, context.cards, context.limits)
         case "pooling":

@@ -9,11 +9,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from services.gateway.api.errors import RequestError, invalid
 from services.gateway.api.event_ids import EventId
-from services.gateway.api.generation import GenerationKind, GenerationRequest, StreamOptions
+from services.gateway.api.generation import GenerationRequest, StreamOptions
 from services.gateway.api.response import (
     GenerationResponse,
     ResponseHeader,
@@ -24,7 +24,7 @@ from services.gateway.api.response import (
 from services.gateway.beam_search import BeamSearchRunner, PromptSearch, open_searches
 from services.gateway.core.stream_records import StreamRecord
 from services.gateway.http.access import AccessControl
-from services.gateway.http.body_parser import BodyParser
+from services.gateway.http.body_parser import BodyKind, BodyParser
 from services.gateway.http.call import Call
 from services.gateway.http.overflow import Overflow
 from services.gateway.http.resumable import ResumableWriter
@@ -66,17 +66,20 @@ class GeneratingEndpoint:
         self._table, self._parser, self._access = table, parser, access
         self._streams, self._settings = streams, settings
 
-    async def _admitted(self, call: Call, kind: GenerationKind) -> tuple[GenerationRequest, bytes]:
-        """The request as its key may make it, and its body; room for it is taken. Raises RequestError."""
-        table = self._table
-        with table.arriving():
+    async def _read(self, call: Call, kind: BodyKind) -> tuple[Any, bytes]:
+        """What the body asks for, and the body. Raises RequestError."""
+        with self._table.arriving():
             body = await call.body()
-            generation: GenerationRequest = await self._parser.read(kind, body)
+            return await self._parser.read(kind, body), body
+
+    def _admitted(self, call: Call, generation: GenerationRequest) -> GenerationRequest:
+        """The request as its key may make it; room for it is taken. Raises RequestError."""
+        table = self._table
         call.record.model = generation.served_name
         generation = self._access.bound(generation, call.key)
         table.admit(generation.sequences, generation.model.name)
         self._access.reserve(call, generation, table.free)
-        return generation, body
+        return generation
 
     def _log(
         self, call: Call, generation: GenerationRequest, header: ResponseHeader, last: EventId | None = None
@@ -131,13 +134,15 @@ class GeneratingEndpoint:
             raise response.error
         return outcome == "finished"
 
-    async def _streamed(self, call: Call, response: GenerationResponse, writer: EventWriter) -> None:
+    async def _streamed(
+        self, call: Call, response: GenerationResponse, writer: EventWriter, content_type: bytes = EVENT_STREAM
+    ) -> None:
         """Responds with the events of `writer`. Raises the response's error as long as nothing was sent."""
         response.ended.add_done_callback(lambda _: writer.wake())
         async with self._open_for(call, response):
             await writer.first
             if started := writer.waiting:
-                await call.start(200, EVENT_STREAM, STREAM_HEADERS)
+                await call.start(200, content_type, STREAM_HEADERS)
                 writer.start()
             outcome = await response.ended
         if not started and response.error is not None:
@@ -187,7 +192,8 @@ class GenerationEndpoint(GeneratingEndpoint):
 
     async def _generate(self, call: Call) -> None:
         table = self._table
-        generation, body = await self._admitted(call, self._kind)
+        generation, body = await self._read(call, self._kind)
+        generation = self._admitted(call, generation)
         if self._overflow is not None and await self._overflow.ahead_of(call, self._kind, generation):
             return
         searches, details = None, list[PromptDetails]()
