@@ -10,11 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, assert_never
 
-from services.gateway.api.anthropic.blocks import MessageBlocks
-from services.gateway.api.chat import AssistantMessage, repeatable_ids
 from services.gateway.api.errors import RequestError
-from services.gateway.api.generation import ChoiceRequest, GenerationRequest, RequestLimits
-from services.gateway.api.ollama.answer import OllamaMessage
+from services.gateway.api.generation import GenerationRequest, RequestLimits
 from services.gateway.api.response import (
     ChoiceState,
     GenerationResponse,
@@ -26,10 +23,11 @@ from services.gateway.api.response import (
 )
 from services.gateway.core.cluster import Absence, ClusterView
 from services.gateway.core.effects import AttemptRetry, CancelAttempt, DispatchAttempt, Effect, ProbeEngine
-from services.gateway.core.open_request import FIRST_ATTEMPT, EmittedOutput, NoAnswer, RetryPolicy, choice_requests
+from services.gateway.core.open_request import EmittedOutput, NoAnswer, RetryPolicy, choice_requests
 from services.gateway.core.remote_clusters import RemoteClusters
 from services.gateway.core.stream_records import StreamRecord, StreamRecords, newest_attempt
 from services.gateway.core.supervisor import RequestSupervisor
+from services.gateway.dispatches import choice_state, first_dispatch
 from services.gateway.engine_prober import PROBE_TIMEOUT, EngineProber
 from services.gateway.metrics import DISCONNECTS, METERS, OPEN, REQUESTS, RETRIES, STREAMS, ModelMeters
 from services.gateway.tokenizer_client import PromptDetails, TokenizerClient
@@ -182,8 +180,8 @@ class RequestTable:
         messages: dict[RequestId, Tokenize] = {}
         requests = choice_requests(header.id, generation.sequences)
         for request, choice in zip(requests, generation.choices(seed), strict=True):
-            choices[request] = _choice_state(generation, choice, details, None if record is None else request)
-            messages[request] = _tokenize(generation, choice, request, self._gateway, arrival, max_model_len)
+            choices[request] = choice_state(generation, choice, details, None if record is None else request)
+            messages[request] = first_dispatch(generation, choice, request, self._gateway, arrival, max_model_len)
         grammar = generation.output_grammar
         response = GenerationResponse(
             header,
@@ -440,64 +438,3 @@ class RequestTable:
         now = self._bus.liveness_now()
         probe = sent.probe
         await self._perform(self._supervisor.record_probe_reply(probe.request, probe.attempt, reply, now))
-
-
-def _choice_state(
-    generation: GenerationRequest, choice: ChoiceRequest, details: list[PromptDetails], resumable: RequestId | None
-) -> ChoiceState:
-    """The state of a choice to which nothing has been sent. `details`: see `RequestTable.open`. `resumable`: set where
-    its tool calls are to have the same ids again."""
-    prompt = choice.position // generation.n
-    state = ChoiceState(choice.position, prompt, only_echo=generation.only_echo)
-    if generation.kind == "messages":
-        state.message = MessageBlocks(generation.parser_options)
-    elif generation.kind == "ollama":
-        state.message = OllamaMessage(generation.parser_options)
-    elif generation.parser_options is not None:
-        mistral = generation.parser_options.dialect.tools == "mistral"
-        new_id = None if resumable is None else repeatable_ids(resumable, mistral)
-        state.message = AssistantMessage(generation.parser_options, new_id)
-    if details:
-        text, state.prompt_ids = details[prompt].text, details[prompt].token_ids
-        state.echo, state.prompt_text = text if generation.echo else "", text
-        state.echo_first_token = (
-            details[prompt].first_token if generation.response_options.echo_logprobs is not None else None
-        )
-    return state
-
-
-def _tokenize(
-    generation: GenerationRequest,
-    choice: ChoiceRequest,
-    request: RequestId,
-    gateway: GatewayId,
-    arrival: float,
-    max_model_len: int,
-) -> Tokenize:
-    """The first dispatch of a choice."""
-    grammar, parser = generation.output_grammar, generation.parser_options
-    marks = None if parser is None else parser.dialect.marks
-    return Tokenize(
-        request=request,
-        attempt=FIRST_ATTEMPT,
-        gateway=gateway,
-        model=generation.model.name,
-        prompt=choice.prompt,
-        sampling=choice.sampling,
-        stopping=generation.stopping,
-        skip_special_tokens=generation.skip_special_tokens,
-        priority=generation.priority,
-        arrival=arrival,
-        cache_salt=generation.cache_salt,
-        key=generation.key,
-        weight=generation.weight,
-        prefix_caching=generation.prefix_caching,
-        pooling=generation.pooling,
-        lora=None if generation.lora is None else generation.lora.id,
-        grammar=grammar.grammar if grammar is not None else None,
-        bad_words=generation.bad_words,
-        truncate_prompt_tokens=generation.truncate_prompt_tokens,
-        max_model_len=max_model_len,
-        keep_markup=parser is not None,
-        thinking_end="" if marks is None else marks.end,
-    )

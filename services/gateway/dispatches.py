@@ -1,0 +1,81 @@
+"""What a request to generate comes to: for each choice its state, and the message that has it generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.gateway.api.anthropic.blocks import MessageBlocks
+from services.gateway.api.chat import AssistantMessage, repeatable_ids
+from services.gateway.api.generation import ChoiceRequest, GenerationKind, GenerationRequest
+from services.gateway.api.ollama.answer import OllamaMessage
+from services.gateway.api.response import ChoiceState, ParsedMessage
+from services.gateway.core.open_request import FIRST_ATTEMPT
+from services.gateway.parsing.output_parser import ParserOptions
+from services.gateway.tokenizer_client import PromptDetails
+from shared.ids import GatewayId, RequestId
+from shared.messages.tokenizer import Tokenize
+
+_MESSAGES: dict[GenerationKind, Callable[[ParserOptions | None], ParsedMessage]] = {
+    "messages": MessageBlocks,
+    "ollama": OllamaMessage,
+}
+"""Of the APIs that always parse their outputs."""
+
+
+def choice_state(
+    generation: GenerationRequest, choice: ChoiceRequest, details: list[PromptDetails], resumable: RequestId | None
+) -> ChoiceState:
+    """Returns the state of a choice to which nothing has been sent. `details`: see `RequestTable.open`. `resumable`:
+    set where its tool calls are to have the same ids again."""
+    prompt = choice.position // generation.n
+    state = ChoiceState(choice.position, prompt, only_echo=generation.only_echo)
+    if shape := _MESSAGES.get(generation.kind):
+        state.message = shape(generation.parser_options)
+    elif generation.parser_options is not None:
+        mistral = generation.parser_options.dialect.tools == "mistral"
+        new_id = None if resumable is None else repeatable_ids(resumable, mistral)
+        state.message = AssistantMessage(generation.parser_options, new_id)
+    if details:
+        text, state.prompt_ids = details[prompt].text, details[prompt].token_ids
+        state.echo, state.prompt_text = text if generation.echo else "", text
+        state.echo_first_token = (
+            details[prompt].first_token if generation.response_options.echo_logprobs is not None else None
+        )
+    return state
+
+
+def first_dispatch(
+    generation: GenerationRequest,
+    choice: ChoiceRequest,
+    request: RequestId,
+    gateway: GatewayId,
+    arrival: float,
+    max_model_len: int,
+) -> Tokenize:
+    """Returns the first dispatch of a choice."""
+    grammar, parser = generation.output_grammar, generation.parser_options
+    marks = None if parser is None else parser.dialect.marks
+    return Tokenize(
+        request=request,
+        attempt=FIRST_ATTEMPT,
+        gateway=gateway,
+        model=generation.model.name,
+        prompt=choice.prompt,
+        sampling=choice.sampling,
+        stopping=generation.stopping,
+        skip_special_tokens=generation.skip_special_tokens,
+        priority=generation.priority,
+        arrival=arrival,
+        cache_salt=generation.cache_salt,
+        key=generation.key,
+        weight=generation.weight,
+        prefix_caching=generation.prefix_caching,
+        pooling=generation.pooling,
+        lora=None if generation.lora is None else generation.lora.id,
+        grammar=grammar.grammar if grammar is not None else None,
+        bad_words=generation.bad_words,
+        truncate_prompt_tokens=generation.truncate_prompt_tokens,
+        max_model_len=max_model_len,
+        keep_markup=parser is not None,
+        thinking_end="" if marks is None else marks.end,
+    )
