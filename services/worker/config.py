@@ -89,11 +89,11 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         ContainerVariable(),
     ] = "auto"
     pooling_type: Annotated[
-        Literal["auto", "none", "last", "mean", "cls"],
+        Literal["auto", "none", "last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean"],
         Meta(
-            description="Which hidden states of a prompt make its embedding: the last token's, their mean, or the "
-            "first token's (cls). auto: what the checkpoint's sentence-transformers files say; without these, and "
-            "with none, /v1/embeddings is not served."
+            description="Which hidden states of a prompt make its embedding: the last token's, their mean, the first "
+            "token's (cls), or others of sentence-transformers' poolings. auto: what the checkpoint's "
+            "sentence-transformers files say; without these, and with none, /v1/embeddings is not served."
         ),
         UpOption("Model"),
         ContainerVariable(),

@@ -1,7 +1,7 @@
 """Which rows of a step belong to prompts that become vectors, and the vectors that they come to.
 
 The arithmetic is that of sentence-transformers: `1_Pooling` in float32, then the cut to a number of dimensions, then
-`2_Normalize`. A prompt may come in chunks: a mean is summed over them.
+`2_Normalize`. A prompt may come in chunks: a mean is summed over them, and a maximum goes on.
 """
 
 from __future__ import annotations
@@ -44,18 +44,37 @@ class PromptPool:
         match self.options.pooling:
             case "last":
                 self._state = hidden[-1].float()
-            case "mean":
-                total = hidden.float().sum(dim=0)
-                self._state = total if self._state is None else self._state + total
+            case "mean" | "mean_sqrt_len":
+                self._sum(hidden.float().sum(dim=0))
+            case "weighted_mean":
+                weights = torch.arange(computed + 1, computed + len(hidden) + 1, device=hidden.device)
+                self._sum(weights.float() @ hidden.float())
+            case "max":
+                largest = hidden.amax(dim=0).float()
+                self._state = largest if self._state is None else torch.maximum(self._state, largest)
             case "cls" if computed == 0:
                 self._state = hidden[0].float()
         if computed + len(hidden) < self.prompt_length:
             return None
         state, self._state = self._state, None
         assert state is not None, "nothing of a prompt whose tokens are all pooled comes from a cache"
-        if self.options.pooling == "mean":
-            state = state / self.prompt_length
+        state = state / self._divisor()
         return state if self._head is None else self._head(state)
+
+    def _sum(self, chunk: Tensor) -> None:
+        self._state = chunk if self._state is None else self._state + chunk
+
+    def _divisor(self) -> float:
+        """Of the whole prompt's state."""
+        match self.options.pooling:
+            case "mean":
+                return self.prompt_length
+            case "mean_sqrt_len":
+                return self.prompt_length**0.5
+            case "weighted_mean":
+                return self.prompt_length * (self.prompt_length + 1) / 2
+            case "last" | "cls" | "max":
+                return 1.0
 
 
 class _PooledSpan(NamedTuple):

@@ -31,13 +31,20 @@ from tests.support.worker.plan_driver import Driver
 from tests.support.worker.tiny_backend import tiny_backend
 
 SIZE = 48
-POOLINGS: tuple[PoolingType, ...] = ("last", "mean", "cls")
+POOLINGS: tuple[PoolingType, ...] = ("last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean")
 FAMILIES = ("llama", "qwen3", "gemma2", "qwen3-moe")
 
 
 def pooled(hidden: Tensor, options: PoolingOptions) -> Tensor:
     """As sentence-transformers computes it: `1_Pooling`, the cut, and `2_Normalize`. hidden [n, size] → [dimensions]"""
-    vector = {"last": hidden[-1], "mean": hidden.sum(0) / len(hidden), "cls": hidden[0]}[options.pooling]
+    vector = {
+        "last": hidden[-1],
+        "mean": hidden.sum(0) / len(hidden),
+        "cls": hidden[0],
+        "max": hidden.max(0).values,
+        "mean_sqrt_len": hidden.sum(0) / len(hidden) ** 0.5,
+        "weighted_mean": sum(i * row for i, row in enumerate(hidden, 1)) / sum(range(1, len(hidden) + 1)),
+    }[options.pooling]
     vector = vector[: options.dimensions]
     return torch.nn.functional.normalize(vector, dim=0) if options.normalize else vector
 

@@ -17,7 +17,7 @@ from services.worker.models.pooling.classification import ClassifierHead
 from shared.messages.generation import PoolingType
 from shared.messages.lifecycle import PoolingCard
 
-PoolingChoice = Literal["auto", "none", "last", "mean", "cls"]
+PoolingChoice = Literal["auto", "none", "last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean"]
 """auto: what the checkpoint says; where it says nothing it makes no vectors, as with none."""
 
 MODULES = "modules.json"
@@ -83,9 +83,19 @@ _MODES: dict[str, PoolingType] = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
 }
 
-_NAMES = {"lasttoken": "pooling_mode_lasttoken", "mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
+_NAMES = {
+    "lasttoken": "pooling_mode_lasttoken",
+    "mean": "pooling_mode_mean_tokens",
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+}
 
 
 def read_pooling(folder: Path, choice: PoolingChoice, hidden_size: int) -> PoolingCard | None:

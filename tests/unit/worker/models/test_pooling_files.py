@@ -36,6 +36,9 @@ def write(folder: Path, modules: list[dict[str, Any]] | None, pooling: dict[str,
         ({"pooling_mode_mean_tokens": True}, "mean"),
         ({"pooling_mode_cls_token": True}, "cls"),
         ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode_max_tokens": True}, "max"),
+        ({"pooling_mode": "mean_sqrt_len_tokens"}, "mean_sqrt_len"),
+        ({"pooling_mode": "weightedmean"}, "weighted_mean"),
     ],
 )
 def test_the_files_say_how(tmp_path: Path, pooling: dict[str, Any], kind: str) -> None:
@@ -65,7 +68,7 @@ def test_a_model_without_files_is_pooled_where_that_is_asked_for(tmp_path: Path)
         ([TRANSFORMER, POOLING, DENSE], {"pooling_mode_mean_tokens": True}, {}, "2_Dense/config.json does not exist"),
         ([TRANSFORMER], {}, {}, "it names no Pooling"),
         ([TRANSFORMER | {"path": "0_Transformer"}, POOLING], {"pooling_mode_mean_tokens": True}, {}, "0_Transformer"),
-        ([TRANSFORMER, POOLING], {"pooling_mode_max_tokens": True}, {}, "pooling_mode_max_tokens is not supported"),
+        ([TRANSFORMER, POOLING], {"pooling_mode": "mode"}, {}, "mode is not supported"),
         ([TRANSFORMER, POOLING], {}, {}, "no pooling_mode is not supported"),
         (
             [TRANSFORMER, POOLING],
