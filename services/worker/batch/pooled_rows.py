@@ -7,6 +7,7 @@ The arithmetic is that of sentence-transformers: `1_Pooling` in float32, then th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -70,7 +71,7 @@ class PromptPool:
             case "mean":
                 return self.prompt_length
             case "mean_sqrt_len":
-                return self.prompt_length**0.5
+                return sqrt(self.prompt_length)
             case "weighted_mean":
                 return self.prompt_length * (self.prompt_length + 1) / 2
             case "last" | "cls" | "max":

@@ -101,6 +101,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     mixture: Mixture | None = None
     latent: LatentConfig | None = None
     """Attention is of this kind; None: of the usual one."""
+    plugin: str | None = None
+    """The package that brings the architecture, with its version; None: it is ours."""
 
     @property
     def rotated_dim(self) -> int:

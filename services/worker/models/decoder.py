@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -83,16 +84,22 @@ class Decoder:
         self._config = config
         self._weights = weights
         self._share = share
-        self._ops = ops
         self._communicator = communicator
         self._pipeline = pipeline or SingleStage()
         self._embedding_scale = _round_scale(config.embedding_scale, weights.embedding)
+        self._groups: LayerGroups | None = None
+        self._compute_by(ops)
+
+    def _compute_by(self, ops: Ops) -> None:
+        """Whoever overrides a part of the pass is not computed by the C++ library's, which is one call."""
+        self._ops, config = ops, self._config
         self._latent: LatentAttention | None = None
         if config.latent is not None:
-            self._latent = LatentAttention(config.latent, ops, share.num_heads, config.attention_scale)
-        alone = communicator.world_size == self._pipeline.stages == 1
-        self._native = native_decoder(config, weights, ops) if alone else None
-        self._groups: LayerGroups | None = None
+            self._latent = LatentAttention(config.latent, ops, self._share.num_heads, config.attention_scale)
+        alone = self._communicator.world_size == self._pipeline.stages == 1
+        self._native = native_decoder(config, self._weights, ops) if alone and type(self) is Decoder else None
+        if self._native is not None and self._groups is not None:
+            self._native.use_groups(self._groups.group_of)
 
     @property
     def ops_name(self) -> str:
@@ -122,9 +129,8 @@ class Decoder:
     def on(self, ops: Ops) -> Decoder:
         """The same model with the same weights on other operations, which can do with them as they are packed, and the
         same groups of layers."""
-        decoder = Decoder(self._config, self._weights, self._share, ops, self._communicator, self._pipeline)
-        if self._groups is not None:
-            decoder.use_groups(self._groups)
+        decoder = copy(self)
+        decoder._compute_by(ops)
         return decoder
 
     @property
@@ -224,32 +230,32 @@ class Decoder:
         if self._native is not None:
             return self._native.forward(ids, meta, caches, features)
         layers, step = self._weights.layers, meta
-        residual = self._input_rows(ids)
+        residual = self.input_rows(ids)
         x = self._ops.rms_norm(residual, layers[0].input_norm, self._config.norm_eps)
         for number, (layer, following, cache) in enumerate(zip(layers[:-1], layers[1:], caches[:-1], strict=True)):
             meta = step if self._groups is None else step.of_group(self._groups.group_of[number])
-            x = self._attend(layer, self._queries(layer, x, meta, cache), meta, cache)
+            x = self.attend(layer, self.queries(layer, x, meta, cache), meta, cache)
             x, residual = self._mlp(layer, x, residual, following.input_norm)
         last, cache = layers[-1], caches[-1]
         meta = step if self._groups is None else step.of_group(self._groups.group_of[-1])
-        queries = self._queries(last, x, meta, cache)
+        queries = self.queries(last, x, meta, cache)
         if self._weights.final_norm is None:
-            x, residual = self._mlp_output(last, self._attend(last, queries, meta, cache), residual)
+            x, residual = self.mlp_output(last, self.attend(last, queries, meta, cache), residual)
             self._pipeline.send(residual.add_(x))
             return None
         if features is not None:
-            x, _ = self._mlp(last, self._attend(last, queries, meta, cache), residual, self._weights.final_norm)
+            x, _ = self._mlp(last, self.attend(last, queries, meta, cache), residual, self._weights.final_norm)
             features.copy_(x)
-            return self._logits(x.index_select(0, meta.logits_rows)) if len(meta.logits_rows) else None
+            return self.logits(x.index_select(0, meta.logits_rows)) if len(meta.logits_rows) else None
         if not len(meta.logits_rows):
             return None
-        x = self._attend(last, queries, meta, cache, meta.logits_rows)
+        x = self.attend(last, queries, meta, cache, meta.logits_rows)
         if len(meta.logits_rows) < len(ids):
             residual = residual.index_select(0, meta.logits_rows)
         x, _ = self._mlp(last, x, residual, self._weights.final_norm)
-        return self._logits(x)
+        return self.logits(x)
 
-    def _input_rows(self, ids: Tensor) -> Tensor:
+    def input_rows(self, ids: Tensor) -> Tensor:
         """[n, hidden] that this stage's layers begin with."""
         embedding = self._weights.embedding
         if embedding is None:
@@ -266,7 +272,7 @@ class Decoder:
         x = self._ops.embed(own.clamp_(0, len(embedding) - 1), embedding)
         return self._communicator.sum(x.mul_(inside.unsqueeze(1)))
 
-    def _queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
         """x [n, hidden] → queries [n, H, D]; keys and values, or latents, are in the cache then."""
         if self._latent is not None:
             return self._latent.queries(layer, x, meta, cache)
@@ -281,7 +287,7 @@ class Decoder:
             eps=self._config.norm_eps,
         )
 
-    def _attend(
+    def attend(
         self,
         layer: LayerWeights,
         queries: Tensor,
@@ -310,10 +316,10 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, x: Tensor, residual: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
         """The attention's output and the residual → (the next block's normed input, the residual)."""
-        x, residual = self._mlp_output(layer, x, residual)
+        x, residual = self.mlp_output(layer, x, residual)
         return self._ops.add_rms_norm(x, residual, following_norm, self._config.norm_eps)
 
-    def _mlp_output(self, layer: LayerWeights, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def mlp_output(self, layer: LayerWeights, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The attention's output and the residual → (the MLP's output, the residual to add it to)."""
         eps = self._config.norm_eps
         x, residual = self._ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
@@ -322,7 +328,8 @@ class Decoder:
             x = self._ops.rms_norm(x, layer.mlp_post_norm, eps)
         return x, residual
 
-    def _logits(self, x: Tensor) -> Tensor | None:
+    def logits(self, x: Tensor) -> Tensor | None:
+        """x [R, hidden], normed → [R, vocab] on rank 0, else None."""
         assert self._weights.head is not None, "only the last stage comes here"
         parts = self._communicator.gather(self._ops.linear(x, self._weights.head))
         if not parts:
@@ -348,18 +355,12 @@ class LayerwiseDecoder(Decoder):
     ) -> None:
         """`on_layer`: called with each layer's number on this rank, in their order, on the thread that computes."""
         super().__init__(config, weights, share, ops, communicator, pipeline)
-        self._native = None  # its pass is one call, in which nobody hears of layers
         self._on_layer = on_layer
         self._numbers = {id(layer): number for number, layer in enumerate(weights.layers)}
 
-    def on(self, ops: Ops) -> Decoder:
-        """See `Decoder.on`; it says of layers what this one does."""
-        return LayerwiseDecoder(
-            *(self._config, self._weights, self._share, ops, self._communicator, self._pipeline, self._on_layer)
-        )
-
-    def _queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
-        queries = super()._queries(layer, x, meta, cache)
+    def queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
+        """See `Decoder.queries`; keys and values are said to be there."""
+        queries = super().queries(layer, x, meta, cache)
         self._on_layer(self._numbers[id(layer)])
         return queries
 

@@ -142,12 +142,13 @@ class _RawGenerationConfig(Struct, kw_only=True):
     eos_token_id: int | list[int] | None = None
 
 
-def read_model_config(model_dir: Path, *, quantized: bool = False) -> ModelConfig:
+def read_model_config(model_dir: Path, *, quantized: bool = False, described: bytes | None = None) -> ModelConfig:
     """The configuration in `model_dir`. Raises ModelError where it is missing, broken or asks for more than we do.
 
-    `quantized`: whether the checkpoint may be; who reads it then asks `quantization.method` how it is."""
+    `quantized`: whether the checkpoint may be; who reads it then asks `quantization.method` how it is. `described`: is
+    read in place of `config.json`."""
     path = model_dir / "config.json"
-    raw = _decode(path, _RawConfig)
+    raw = _decode(path, _RawConfig, described)
     headless = not any(each in _FAMILIES for each in raw.architectures)
     raw.architectures = [_BASES.get(each, each) for each in raw.architectures]
     if headless:
@@ -161,9 +162,9 @@ def read_model_config(model_dir: Path, *, quantized: bool = False) -> ModelConfi
         raise ModelError(f"{path}: {error}") from None
 
 
-def _decode(path: Path, kind: type[_T]) -> _T:
+def _decode(path: Path, kind: type[_T], text: bytes | None = None) -> _T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind, strict=True)
+        return msgspec.json.decode(path.read_bytes() if text is None else text, type=kind, strict=True)
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist: a Hugging Face model directory is expected") from None
     except msgspec.MsgspecError as error:
@@ -186,9 +187,14 @@ def is_native(model_dir: Path) -> bool:
     )
 
 
+def architectures_of(model_dir: Path) -> list[str]:
+    """Those that the configuration names. Raises ModelError."""
+    return _decode(model_dir / "config.json", _RawArchitectures).architectures
+
+
 def has_head(model_dir: Path) -> bool:
     """Whether a model that is read here has a language model head. Raises ModelError."""
-    return any(each in _FAMILIES for each in _decode(model_dir / "config.json", _RawArchitectures).architectures)
+    return any(each in _FAMILIES for each in architectures_of(model_dir))
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

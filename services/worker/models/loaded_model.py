@@ -29,6 +29,8 @@ from services.worker.models.decoder import CausalLm, Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.loading import load_weights
+from services.worker.models.plugins.architectures import PluginModel, find_plugin_model
+from services.worker.models.plugins.interface import DecoderParts
 from services.worker.models.pooling.classification import (
     DECODER_HEAD,
     ClassifierHead,
@@ -153,16 +155,20 @@ def load_model(settings: LoadSettings) -> LoadedModel:
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where its operations cannot be
     had."""
-    if settings.impl == "transformers" or (settings.impl == "auto" and not is_native(settings.folder)):
+    plugin = None if settings.impl == "transformers" else find_plugin_model(settings.folder)
+    ours = plugin is not None or is_native(settings.folder)
+    if settings.impl == "transformers" or (settings.impl == "auto" and not ours):
         return _library_model(settings)
-    config = read_model_config(settings.folder, quantized=True)
+    config = read_model_config(settings.folder, quantized=True) if plugin is None else plugin.config
     if config.latent is not None:
         _check_latent(settings)
     method = _method_of(settings)
+    if plugin is not None:
+        _check_plugin(settings, plugin, method)
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
     dtype = dtype_of(settings.dtype, config, settings.device)
     length = _model_len(config, settings.max_model_len)
-    generates = has_head(settings.folder)
+    generates = plugin is not None or has_head(settings.folder)
     pooling = _pooling(settings, config.hidden_size)
     if pooling is None and not generates:
         raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
@@ -173,7 +179,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         free_bytes(settings.device),
     )
     digest = _digest(settings, config)
-    decoder, classifier = _decoder(settings, config, stage, _DTYPES[dtype], length, pooling, method)
+    decoder, classifier = _decoder(settings, config, stage, _DTYPES[dtype], length, pooling, method, plugin)
     return LoadedModel(
         settings=settings,
         config=config,
@@ -294,17 +300,20 @@ def _decoder(
     max_model_len: int,
     pooling: PoolingCard | None,
     method: QuantizationMethod | None,
+    plugin: PluginModel | None,
 ) -> tuple[Decoder, ClassifierHead | None]:
     """With the classification head on the last stage of a classifier."""
     communicator = settings.communicator
     share = shard_of(config, communicator.rank, communicator.world_size)
     with STARTUP.stage("kernels"):
         ops = _ops(settings, dtype)
-    with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype, method) as tensors:
+    with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype, method, plugin) as tensors:
         weights = load_weights(
             *(tensors, config, share, ops, settings.device, max_model_len, stage), quantization=_code_of(settings)
         )
         head = _head_of(settings, tensors, config, pooling) if stage.is_last else None
+    if plugin is not None:
+        return plugin.decoder(DecoderParts(config, weights, share, ops, communicator, settings.pipeline)), head
     if settings.on_layer is not None:
         layerwise = LayerwiseDecoder(config, weights, share, ops, communicator, settings.pipeline, settings.on_layer)
         return layerwise, head
@@ -321,14 +330,21 @@ def _head_of(
 
 @contextmanager
 def _tensors(
-    settings: LoadSettings, config: ModelConfig, dtype: torch.dtype, method: QuantizationMethod | None
+    settings: LoadSettings,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    method: QuantizationMethod | None,
+    plugin: PluginModel | None,
 ) -> Iterator[TensorSource]:
     """The checkpoint's tensors, or dummy weights."""
     if settings.load_format == "dummy":
         yield DummyTensors(dtype, settings.device, norm_offset=config.norm_offset)
         return
     with open_checkpoint(settings.folder, dtype, device=settings.device, base="model.") as checkpoint:
-        yield checkpoint if method is None else QuantizedCheckpoint(checkpoint, method, dtype)
+        if plugin is not None:
+            yield plugin.tensors(checkpoint)
+        else:
+            yield checkpoint if method is None else QuantizedCheckpoint(checkpoint, method, dtype)
 
 
 def _library_encoder(settings: LoadSettings) -> LoadedModel:
@@ -396,6 +412,16 @@ def _check_latent(settings: LoadSettings) -> None:
         raise ModelError(f"kv_cache_dtype {settings.cache}: latents are kept in the model's dtype")
     if settings.attention == "flash-attn":
         raise ModelError("attention flash-attn: it knows no latents, which have kernels of their own; choose auto")
+
+
+def _check_plugin(settings: LoadSettings, plugin: PluginModel, method: QuantizationMethod | None) -> None:
+    """Raises ModelError for what models of packages are not served with."""
+    if settings.on_layer is not None:
+        raise ModelError(f"a layer-wise KV connector is not told of the layers of a model of {plugin.where}")
+    if method is not None:
+        raise ModelError(f"quantization_config: a model of {plugin.where} is read from weights that are not quantised")
+    if settings.classifier_from_token:
+        raise ModelError(f"classifier_from_token: not allowed for a model of {plugin.where}")
 
 
 def _code_of(settings: LoadSettings) -> Code | None:

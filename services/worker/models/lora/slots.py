@@ -221,6 +221,8 @@ def open_loras(
         raise ModelError("lora: a model that transformers computes can have no adapters here")
     if config.latent is not None:
         raise ModelError(f"lora: adapters of {config.architecture} are not supported: its attention is latent")
+    if config.plugin is not None:
+        raise ModelError(f"lora: a model of {config.plugin} can have no adapters")
     if any(each == name for each, _ in settings.folders):
         raise ModelError(f"lora = {name}: the model itself has this name")
     return LoraSlots(decoder, config, dtype, settings)

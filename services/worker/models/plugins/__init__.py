@@ -1,0 +1,1 @@
+"""Model architectures that packages bring, by the entry point group `baton.models`."""
