@@ -82,10 +82,11 @@ class SamplingOptions(Struct, frozen=True, array_like=True, kw_only=True):
     """What logits processors of plug-ins are asked for, a JSON object; empty: nothing."""
 
 
-PoolingType = Literal["last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean"]
+PoolingType = Literal["last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean", "all"]
 """Which hidden states of a prompt become its vector. last: that of its last token. mean: their mean. cls: that of its
 first token. max: the largest of each element. mean_sqrt_len: their sum, divided by the square root of their number.
-weighted_mean: their mean, where the first counts once, the second twice, and so on."""
+weighted_mean: their mean, where the first counts once, the second twice, and so on. all: each becomes a vector of its
+own; these follow one another in the prompt's order."""
 
 
 class PoolingOptions(Struct, frozen=True, array_like=True, kw_only=True):

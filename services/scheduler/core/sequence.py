@@ -352,9 +352,12 @@ class Sequence:
 
     @property
     def vector_bytes(self) -> int:
-        """Size of the vector that its prompt becomes; at most what one plan may report."""
+        """Size of the vector, or vectors, that its prompt becomes; at most what one plan may report."""
         pooling = self.generation.pooling
-        return 0 if pooling is None else min(pooling.dimensions * FLOAT_BYTES, MAX_POOLED_BYTES_PER_PLAN)
+        if pooling is None:
+            return 0
+        vectors = self.generation.prompt_length if pooling.pooling == "all" else 1
+        return min(vectors * pooling.dimensions * FLOAT_BYTES, MAX_POOLED_BYTES_PER_PLAN)
 
     @property
     def scored(self) -> bool:

@@ -38,10 +38,12 @@ class PromptPool:
         self.sequence, self.prompt_length, self.options = sequence, prompt_length, options
         self._head = head
         self._state: Tensor | None = None
+        self._tokens: list[Tensor] = []
+        """The vectors of tokens so far, where each has one."""
 
     def add(self, hidden: Tensor, computed: int) -> Tensor | None:
-        """Takes the hidden states [n, size] of the tokens behind the `computed` first ones; the vector [size], or
-        the logits [labels], in float32 where these are the prompt's last, else None."""
+        """Takes the hidden states [n, size] of the tokens behind the `computed` first ones; where these are the
+        prompt's last, the vectors [1, size], or [tokens, size], in float32, else None. Of a classifier: logits."""
         match self.options.pooling:
             case "last":
                 self._state = hidden[-1].float()
@@ -55,12 +57,22 @@ class PromptPool:
                 self._state = largest if self._state is None else torch.maximum(self._state, largest)
             case "cls" if computed == 0:
                 self._state = hidden[0].float()
+            case "all":
+                self._tokens.append(self._judged(hidden.float()))
         if computed + len(hidden) < self.prompt_length:
             return None
+        if self.options.pooling == "all":
+            tokens, self._tokens = self._tokens, []
+            return torch.cat(tokens)
         state, self._state = self._state, None
         assert state is not None, "nothing of a prompt whose tokens are all pooled comes from a cache"
-        state = state / self._divisor()
-        return state if self._head is None else self._head(state)
+        return self._judged((state / self._divisor()).unsqueeze(0))
+
+    def _judged(self, states: Tensor) -> Tensor:
+        """states [k, size] → what the head makes of each. A copy: what they lie in is written to again."""
+        if self._head is None:
+            return states.clone()
+        return torch.stack([self._head(state) for state in states])
 
     def _sum(self, chunk: Tensor) -> None:
         self._state = chunk if self._state is None else self._state + chunk
@@ -74,7 +86,7 @@ class PromptPool:
                 return sqrt(self.prompt_length)
             case "weighted_mean":
                 return self.prompt_length * (self.prompt_length + 1) / 2
-            case "last" | "cls" | "max":
+            case "last" | "cls" | "max" | "all":
                 return 1.0
 
 
@@ -92,11 +104,13 @@ class PooledVectors(NamedTuple):
 
     prompts: tuple[PromptPool, ...] = ()
     values: Tensor | None = None
-    """[len(prompts), size] in float32; None without any."""
+    """[vectors, size] in float32, those of one prompt behind those of another; None without any."""
+    counts: tuple[int, ...] = ()
+    """Vectors of each prompt."""
 
     def on_host(self) -> PooledVectors:
         """These vectors copied to the host; see `transfer.to_host`."""
-        return self if self.values is None else PooledVectors(self.prompts, to_host(self.values))
+        return self if self.values is None else PooledVectors(self.prompts, to_host(self.values), self.counts)
 
     def messages(self) -> tuple[tuple[SequencePooled, ...], tuple[SequenceId, ...]]:
         """The vectors, cut and normalized, as messages; and the sequences whose vector is no number. They must be on
@@ -104,12 +118,13 @@ class PooledVectors(NamedTuple):
         if self.values is None:
             return (), ()
         pooled, undefined = [], []
-        for prompt, whole in zip(self.prompts, self.values.numpy(), strict=True):
-            vector = whole[: prompt.options.dimensions]
+        ends = np.cumsum(self.counts)[:-1]
+        for prompt, whole in zip(self.prompts, np.split(self.values.numpy(), ends), strict=True):
+            vectors = whole[:, : prompt.options.dimensions]
             if prompt.options.normalize:
-                vector = vector / max(float(np.linalg.norm(vector)), MIN_NORM)
-            if np.isfinite(vector).all():
-                pooled.append(SequencePooled(prompt.sequence, vector.astype("<f4").tobytes()))
+                vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), MIN_NORM)
+            if np.isfinite(vectors).all():
+                pooled.append(SequencePooled(prompt.sequence, vectors.astype("<f4").tobytes()))
             else:
                 undefined.append(prompt.sequence)
         return tuple(pooled), tuple(undefined)
@@ -128,7 +143,8 @@ class PooledRows(NamedTuple):
             if vector is not None:
                 whole.append(prompt)
                 vectors.append(vector)
-        return PooledVectors(tuple(whole), torch.stack(vectors) if vectors else None)
+        counts = tuple(len(each) for each in vectors)
+        return PooledVectors(tuple(whole), torch.cat(vectors) if vectors else None, counts)
 
 
 NO_POOLED_ROWS = PooledRows()

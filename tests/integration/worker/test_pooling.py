@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
@@ -31,22 +32,24 @@ from tests.support.worker.plan_driver import Driver
 from tests.support.worker.tiny_backend import tiny_backend
 
 SIZE = 48
-POOLINGS: tuple[PoolingType, ...] = ("last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean")
+POOLINGS: tuple[PoolingType, ...] = ("last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean", "all")
 FAMILIES = ("llama", "qwen3", "gemma2", "qwen3-moe")
 
 
 def pooled(hidden: Tensor, options: PoolingOptions) -> Tensor:
-    """As sentence-transformers computes it: `1_Pooling`, the cut, and `2_Normalize`. hidden [n, size] → [dimensions]"""
+    """As sentence-transformers computes it: `1_Pooling`, the cut, and `2_Normalize`. hidden [n, size] → [dimensions],
+    or [n · dimensions]"""
     vector = {
         "last": hidden[-1],
         "mean": hidden.sum(0) / len(hidden),
         "cls": hidden[0],
         "max": hidden.max(0).values,
         "mean_sqrt_len": hidden.sum(0) / len(hidden) ** 0.5,
+        "all": hidden,
         "weighted_mean": sum(i * row for i, row in enumerate(hidden, 1)) / sum(range(1, len(hidden) + 1)),
     }[options.pooling]
-    vector = vector[: options.dimensions]
-    return torch.nn.functional.normalize(vector, dim=0) if options.normalize else vector
+    vector = vector[..., : options.dimensions]
+    return (torch.nn.functional.normalize(vector, dim=-1) if options.normalize else vector).flatten()
 
 
 @torch.inference_mode()
@@ -217,11 +220,14 @@ def test_logits_of_labels_are_the_librarys(family: str, how: str, tmp_path: Path
     options = PoolingOptions(pooling="last", dimensions=3, normalize=False)
     prompts = [[3 + (i * 7 + n) % 150 for i in range(n)] for n in (1, 20, 50)]
     asked = [driver.add(prompt, 0, pooling=options) for prompt in prompts]
+    each = [driver.add(prompt, 0, pooling=replace(options, pooling="all")) for prompt in prompts]
     driver.run()
-    for sequence, prompt in zip(asked, prompts, strict=True):
+    for sequence, tokens, prompt in zip(asked, each, prompts, strict=True):
         with torch.inference_mode():
             wanted = reference(torch.tensor([prompt])).logits[0]
+            of_tokens = reference.score(hidden_states(reference, prompt)).flatten()
         torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(driver.vectors[tokens.id]), of_tokens, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])

@@ -115,6 +115,25 @@ def test_a_plan_reports_no_more_vectors_than_the_bus_takes() -> None:
     assert max(sizes) <= most
 
 
+def test_vectors_of_all_tokens_count_by_their_number_and_are_refused_where_no_plan_reports_them() -> None:
+    ring = PoolingRing()
+    most = MAX_POOLED_BYTES_PER_PLAN // (4 * 2**15)
+    ring.send(embed("most", [5] * most, "all", dimensions=2**15))
+    ring.send(embed("one", [6], "all", dimensions=2**15))
+    (answer,) = told(ring.send(embed("more", [5] * (most + 1), "all", dimensions=2**15)))
+    assert isinstance(answer, RequestRejected)
+    assert (answer.field, answer.message) == (
+        "input",
+        f"input: vectors of {most + 1} tokens are not allowed; of 32768 numbers each, {most} are",
+    )
+    sizes = []
+    while ring.plans:
+        known = len(ring.vectors)
+        ring.step()
+        sizes.append(len(ring.vectors) - known)
+    assert (len(ring.vectors), max(sizes)) == (2, 1)
+
+
 def test_a_prompt_may_fill_the_context_and_no_more() -> None:
     ring = PoolingRing(max_model_len=64)
     ring.send(embed("whole", [5] * 64))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from services.gateway.api.errors import decode_body, not_allowed, unsupported
 from services.gateway.api.generation import GenerationRequest, RequestLimits, choose_model
@@ -50,6 +51,8 @@ class EmbeddingRequest(NamedTuple):
     encoding: EncodingFormat
     activation: LogitActivation = "none"
     """What the elements of each vector go through."""
+    each_token: bool = False
+    """Whether an input has a vector for each of its tokens."""
 
     @property
     def prompt_field(self) -> str:
@@ -64,10 +67,14 @@ class EmbeddingRequest(NamedTuple):
     def element(self, number: int, choices: Sequence[ChoiceState]) -> bytes:
         """Returns the JSON of one element of `data`."""
         choice = choices[number]
-        numbers = activated(vector_of(choice), self.activation)
-        data: Any = numbers
+        pooling = self.generation.pooling
+        assert pooling is not None, "that is what was asked for"
+        width, whole = pooling.dimensions, vector_of(choice)
+        vectors = [activated(whole[at : at + width], self.activation) for at in range(0, len(whole), width)]
+        data: Any = vectors if self.each_token else vectors[0]
         if self.encoding == "base64":
-            data = base64.b64encode(choice.vector if self.activation == "none" else packed_floats(numbers)).decode()
+            plain = self.activation == "none"
+            data = base64.b64encode(choice.vector if plain else b"".join(map(packed_floats, vectors))).decode()
         kind, field = ("embedding", "embedding") if self.generation.kind == "embedding" else ("pooling", "data")
         return msgspec.json.encode({"object": kind, "index": choice.index, field: data})
 
@@ -96,11 +103,9 @@ def read_pooling_request(body: bytes, cards: list[ModelCard], limits: RequestLim
     fields = decode_body(body, _pooling_decoder)
     card = choose_model(fields.model, cards)
     pooling = pooling_of(card)
-    task = "classify" if pooling.labels else "embed"
-    if fields.task in ("token_embed", "token_classify"):
-        raise unsupported("task", f"a vector of each token ({fields.task})")
-    if fields.task not in (None, task):
-        raise not_allowed("task", fields.task, f"this model serves {task!r}")
+    tasks = ("classify", "token_classify") if pooling.labels else ("embed", "token_embed")
+    if fields.task not in (None, *tasks):
+        raise not_allowed("task", fields.task, f"this model serves {tasks[0]!r} and {tasks[1]!r}")
     prompts = input_prompts(fields, card, limits)
     if pooling.labels:
         for name in ("dimensions", "normalize"):
@@ -111,5 +116,7 @@ def read_pooling_request(body: bytes, cards: list[ModelCard], limits: RequestLim
     else:
         normalize = fields.use_activation if fields.normalize is None else fields.normalize
         options, activation = embedding_options(fields.dimensions, normalize, pooling), "none"
+    if fields.task == tasks[1]:
+        options = replace(options, pooling="all")
     generation = pooled_generation("pooling", prompts, options, fields, card, limits)
-    return EmbeddingRequest(generation, fields.encoding_format or "float", activation)
+    return EmbeddingRequest(generation, fields.encoding_format or "float", activation, fields.task == tasks[1])

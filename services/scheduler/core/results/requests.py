@@ -10,7 +10,7 @@ from services.scheduler.core.limits import EngineLimits, QueuePolicy
 from services.scheduler.core.queue.grammars import GrammarOutcome, Grammars
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.results.outbox import EngineOutbox, token_entry
-from services.scheduler.core.sequence import QueueKey, Sequence
+from services.scheduler.core.sequence import FLOAT_BYTES, QueueKey, Sequence
 from services.scheduler.core.transfer.connector import ConnectorSaves
 from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender
 from services.scheduler.core.transfer.remote_prefills import RemotePrefills
@@ -20,6 +20,7 @@ from shared.messages.gateway import Death, RequestFailed, RequestRejected
 from shared.messages.generation import Generation, PoolingOptions
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import Cancel, GenerateRequest, GrammarFault, SequenceFailed, StopMatched
+from shared.messages.worker import MAX_POOLED_BYTES_PER_PLAN
 from shared.packing import TOKEN_BYTES, unpack
 
 OVERLOADED_RETRY = 1.0
@@ -121,6 +122,10 @@ class RequestValidator:
         if prompt > self.context:
             message = f"{self._bound}; the prompt has {prompt}"
             raise _InvalidRequest("prompt", message, "context_length_exceeded")
+        most = MAX_POOLED_BYTES_PER_PLAN // (FLOAT_BYTES * pooling.dimensions)
+        if pooling.pooling == "all" and prompt > most:
+            allowed = f"vectors of {prompt} tokens are not allowed; of {pooling.dimensions} numbers each, {most} are"
+            raise _InvalidRequest("input", f"input: {allowed}")
         return prompt + 1
 
 

@@ -44,7 +44,7 @@ def refusal(card: ModelCard = CARD, **fields: Any) -> RequestError:
 
 
 def test_nothing_is_generated_and_vectors_are_whole_by_default() -> None:
-    generation, encoding, _ = read()
+    generation, encoding, *_ = read()
     assert (generation.kind, generation.prompts, generation.stream) == ("embedding", (TextPrompt("hi"),), None)
     assert generation.pooling == PoolingOptions(pooling="mean", dimensions=8, normalize=True)
     assert generation.stopping.expected_tokens == 0
@@ -65,7 +65,7 @@ def test_inputs_are_texts_or_token_ids(given: Any, prompts: Any) -> None:
 
 
 def test_fields_have_their_effects() -> None:
-    generation, encoding, _ = read(
+    generation, encoding, *_ = read(
         dimensions=3,
         normalize=False,
         encoding_format="base64",

@@ -63,6 +63,16 @@ def answer(asked: PooledRequest, *vectors: Sequence[float]) -> Any:
     return msgspec.json.decode(asked.body(header, choices, [asked.element(i, choices) for i in range(asked.elements)]))
 
 
+def test_tokens_have_vectors_of_their_own() -> None:
+    asked = read(read_pooling_request, EMBEDDINGS, input=["a", "b"], task="token_embed", dimensions=2)
+    assert asked.generation.pooling == PoolingOptions(pooling="all", dimensions=2, normalize=False)
+    body = answer(asked, (1.0, 2.0, 3.0, 4.0), (5.0, 6.0))
+    assert [each["data"] for each in body["data"]] == [[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0]]]
+    asked = read(read_pooling_request, THREE, input="a", task="token_classify", encoding_format="base64")
+    (found,) = answer(asked, (0.0, 0.0, 0.0, 9.0, 9.0, 9.0))["data"]
+    assert struct.unpack("<6f", base64.b64decode(found["data"])) == pytest.approx([1 / 3] * 6)
+
+
 def test_labels_have_probabilities() -> None:
     asked = read(read_classification, THREE, input=["a", "b"])
     assert asked.generation.pooling == PoolingOptions(pooling="last", dimensions=3, normalize=False)
@@ -156,7 +166,13 @@ def test_coheres_second_version_has_meta_and_no_documents() -> None:
         (read_score, NEITHER, {"text_1": "a", "text_2": "b"}, "model", "--pooling-type"),
         (read_score, THREE, {"text_1": "a", "text_2": "b"}, "model", "3 labels, and a score needs one; it serves"),
         (read_pooling_request, THREE, {"input": "a", "task": "embed"}, "task", "this model serves 'classify'"),
-        (read_pooling_request, EMBEDDINGS, {"input": "a", "task": "token_embed"}, "task", "each token"),
+        (
+            read_pooling_request,
+            EMBEDDINGS,
+            {"input": "a", "task": "token_classify"},
+            "task",
+            "'embed' and 'token_embed'",
+        ),
         (read_pooling_request, THREE, {"input": "a", "dimensions": 2}, "dimensions", "not supported"),
         (read_score, ONE, {"text_2": "b"}, "text_1", "this field is required"),
         (read_score, ONE, {"text_1": "a", "text_2": []}, "text_2", "at least one text is needed"),
