@@ -39,7 +39,6 @@ FEATURES = (
     "quantization",
     "hybrid KV cache",
     "logits processors",
-    "plug-in models",
 )
 HEADING = """\
 # Features together

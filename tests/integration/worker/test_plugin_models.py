@@ -82,7 +82,6 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return library_model("Granite", tmp_path_factory.mktemp("model"), embedding_multiplier=3.0)
 
 
-@pytest.mark.features("plug-in models", "prefix cache", "chunked prefill", "preemption")
 @pytest.mark.parametrize("ops", ["torch", "native"])
 def test_an_architecture_of_a_package_says_what_the_library_does(granite: TinyModel, ops: str) -> None:
     backend = tiny_backend(granite.path, ops=ops)
@@ -96,14 +95,12 @@ def test_an_architecture_of_a_package_says_what_the_library_does(granite: TinyMo
     assert library.kv.layout.model != backend.kv.layout.model, "nobody takes the blocks of the one for the other's"
 
 
-@pytest.mark.features("plug-in models", "speculative")
 def test_it_is_launched_ahead_and_verifies_drafts(granite: TinyModel) -> None:
     check_mixed_batch(granite, launching(tiny_backend(granite.path)))
     ngrams = SpeculationSettings(method="ngram", num_speculative_tokens=3)
     check_mixed_batch(granite, tiny_backend(granite.path, speculation=ngrams))
 
 
-@pytest.mark.features("plug-in models", "tensor parallel", "pipeline parallel")
 def test_ranks_and_stages_say_the_same(granite: TinyModel, tmp_path: Path) -> None:
     limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
     asked = [prompt(length, seed) for seed, length in enumerate((7, 33, 60))]
@@ -150,7 +147,6 @@ def test_what_a_package_does_wrong_is_said_by_its_name(name: str, why: str, tmp_
         tiny_backend(model.path)
 
 
-@pytest.mark.features("plug-in models", "LoRA", refused=True)
 def test_what_it_is_not_served_with_is_refused(granite: TinyModel) -> None:
     with pytest.raises(ModelError, match=r"lora: a model of granite-model 1.0 \(.*\) can have no adapters"):
         tiny_backend(granite.path, loras=LoraSettings(folders=((ModelName("a"), granite.path),)))
