@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+from hashlib import blake2b
 from pathlib import Path
 
 from deploy.errors import CommandError
 from services.worker.measure.roofline.wire import shape_file, shape_names
+from shared.config import process_environment
 from shared.ids import ModelName
-from shared.models.model_files import ModelNotFound, resolve_model
+from shared.models.model_files import ModelNotFound, is_gguf, resolve_model
 
 DEMO_MODEL = Path(__file__).with_name("demo") / "model"
 DEMO_NAME = "baton-demo"
+_CONVERSION = 1
+"""Raised with any change to what is made of a GGUF file."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -21,6 +27,8 @@ def model_directory(model: str | None, *, weights: bool = True) -> Path:
         raise CommandError("--model is empty; a directory or a Hugging Face id is expected", status=2)
     if model is None and not (DEMO_MODEL / "config.json").is_file():
         raise CommandError(f"the demo model is not in {DEMO_MODEL}; name a model with --model")
+    if model is not None and is_gguf(model) and Path(model).expanduser().is_file():
+        return _converted(Path(model).expanduser().resolve())
     try:
         return resolve_model(model or str(DEMO_MODEL), weights=weights)
     except ModelNotFound as error:
@@ -34,7 +42,26 @@ def served_name(model: str | None, name: str | None) -> ModelName:
     if model is None:
         return ModelName(DEMO_NAME)
     folder = Path(model).expanduser()
+    if folder.is_file() and is_gguf(model):
+        return ModelName(folder.stem)
     return ModelName(folder.resolve().name if folder.is_dir() else model)
+
+
+def _converted(file: Path) -> Path:
+    """The model directory made of a GGUF file, in the user's cache; made once for each state of the file. Raises
+    CommandError."""
+    stat = file.stat()
+    state = f"{_CONVERSION} {file} {stat.st_size} {stat.st_mtime_ns}"
+    base = process_environment().get("XDG_CACHE_HOME")
+    cache = (Path(base) if base else Path.home() / ".cache") / "baton" / "gguf"
+    folder = cache / f"{file.stem}-{blake2b(state.encode(), digest_size=8).hexdigest()}"
+    if not folder.is_dir():
+        # In a process of its own: here, nothing imports torch.
+        command = [sys.executable, "-m", "services.worker.models.gguf", str(file), str(folder)]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise CommandError((done.stderr.strip().splitlines() or ["the conversion was killed"])[-1])
+    return folder
 
 
 def model_folder(model: str | None, load_format: str | None, run_dir: Path) -> Path:

@@ -11,6 +11,11 @@ class ModelNotFound(Exception):
     """Neither a directory with a config.json nor a repository that could be fetched; the text says what to do."""
 
 
+def is_gguf(model: str) -> bool:
+    """Whether `model` names a file of llama.cpp's."""
+    return model.endswith(".gguf")
+
+
 def resolve_model(model: str, *, weights: bool) -> Path:
     """The directory of `model`, downloading it from the hub when it names a repository.
 
@@ -21,6 +26,11 @@ def resolve_model(model: str, *, weights: bool) -> Path:
         if not (folder / "config.json").is_file():
             raise ModelNotFound(f"{folder}: no config.json there; a Hugging Face model directory is needed")
         return folder.resolve()
+    if folder.is_file() and is_gguf(model):
+        raise ModelNotFound(
+            f"{folder}: a GGUF file; baton makes a directory of it where it takes --model, and so does "
+            "python -m services.worker.models.gguf FILE FOLDER"
+        )
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelNotFound(f"{model}: no such directory")
     return _download(model, WANTED if weights else [p for p in WANTED if p != "*.safetensors"])

@@ -1,0 +1,103 @@
+"""One GGUF file: what it says of its model, and its tensors as codes or as numbers.
+
+The format is that of ggml (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md); `transformers` reads it.
+"""
+
+from __future__ import annotations
+
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.worker.models.config import ModelError
+
+_Q4_0, _Q8_0 = 2, 8
+"""ggml's numbers of the types whose codes stay codes: whole numbers times a scale for each 32 inputs."""
+_SCALE_BYTES = 2
+_NIBBLE = 4
+
+
+class GgufCodes(NamedTuple):
+    """A matrix as codes."""
+
+    bits: int
+    codes: Tensor
+    """uint8 [out, in]; of eight bits two's complement, of four less 8."""
+    scales: Tensor
+    """float16 [out, in / 32]"""
+
+
+class GgufFile:
+    """An open file. Reads tensors only when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError for a file that is broken, cut short, or of types that cannot be read."""
+        try:
+            # Only who converts a file pays for the import.
+            from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict, read_gguf_metadata
+        except ImportError:
+            raise ModelError(f"{path}: the transformers that is installed reads no GGUF; 5.23 does") from None
+        self.path = path
+        try:
+            header = GgufHeader.from_file(str(path))
+            self.metadata: dict[str, Any] = read_gguf_metadata(str(path))[0]
+        except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, struct.error) as error:
+            raise ModelError(f"{path}: no GGUF file that can be read: {error}") from None
+        self.architecture: str = header.architecture
+        self.types: dict[str, int] = header.ggml_types
+        self.shapes: dict[str, tuple[int, ...]] = {each.name: each.shape for each in header.tensors}
+        end = max((header.data_start + each.offset + each.nbytes for each in header.tensors), default=0)
+        if end > path.stat().st_size:
+            raise ModelError(f"{path}: cut short: its tensors end at byte {end}, the file at {path.stat().st_size}")
+        self._tensors = load_gguf_state_dict(header)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any tensor has blocks of codes."""
+        return any(self._is_blocks(name) for name in self.types)
+
+    @property
+    def tokenizer(self) -> tuple[str, dict[str, Any]]:
+        """`tokenizer.json`, and what belongs into `tokenizer_config.json`. Raises ModelError for a kind that cannot be
+        made of it."""
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+
+        try:
+            architecture, parts, settings = get_gguf_tokenizer(str(self.path))
+            made, _ = convert_gguf_tokenizer(architecture, parts)
+        except (KeyError, ValueError, TypeError, IndexError) as error:
+            raise ModelError(f"{self.path}: no tokenizer can be made of it: {error}") from None
+        return made.to_str(), {key: value for key, value in settings.items() if value is not None}
+
+    def numbers(self, name: str) -> Tensor:
+        """The tensor in the type that it has; in float32 where it has codes."""
+        if not self._is_blocks(name):
+            return self._tensors[name][...]
+        from transformers.integrations.gguf.dequant import dequantize
+
+        flat: Tensor = dequantize(self._tensors[name][...].flatten(), self.types[name])
+        return flat.view(self.shapes[name])
+
+    def codes(self, name: str) -> GgufCodes | None:
+        """The matrix as codes; None where its type has others than whole numbers, scaled by 32 inputs."""
+        shape = self.shapes[name]
+        if len(shape) != 2 or self.types[name] not in (_Q4_0, _Q8_0):
+            return None
+        blocks = self._tensors[name][...].view(shape[0], shape[1] // 32, -1)
+        scales = blocks[..., :_SCALE_BYTES].contiguous().view(torch.float16).view(shape[0], -1)
+        kept = blocks[..., _SCALE_BYTES:]
+        if self.types[name] == _Q8_0:
+            return GgufCodes(8, kept.reshape(shape), scales)
+        # The first half of a block's inputs is in the low bits, the second in the high ones.
+        return GgufCodes(4, torch.cat((kept & 15, kept >> _NIBBLE), dim=2).view(shape), scales)
+
+    def size(self, name: str) -> int:
+        """Elements of the tensor."""
+        return prod(self.shapes[name])
+
+    def _is_blocks(self, name: str) -> bool:
+        return self._tensors[name].data.nbytes < 2 * self.size(name)

@@ -1,0 +1,126 @@
+"""Files of llama.cpp (GGUF) as models, against `transformers` with the numbers that llama.cpp's package reads there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from tokenizers import Tokenizer
+
+from deploy.errors import CommandError
+from deploy.model_choice import model_directory, served_name
+from services.worker.models.checkpoint import open_checkpoint
+from services.worker.models.config import ModelError
+from services.worker.models.gguf.conversion import convert
+from services.worker.models.quantization.method import read_method
+from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
+from services.worker.ops.quantized import QuantizedWeight
+from tests.support.models.gguf_files import gguf_model
+from tests.support.models.tiny_tokenizers import TEXT, byte_level
+from tests.support.worker.plan_driver import Driver
+from tests.support.worker.recorded_logits import record_logits
+from tests.support.worker.tiny_backend import tiny_backend
+
+PROMPT = [3 + 7 * i % 600 for i in range(40)]
+OUTPUT = 5
+LLAMA_3 = {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+}
+
+
+def converted(file: Path) -> Path:
+    """In this process: another one has PyTorch to import first."""
+    folder = file.with_suffix("")
+    convert(file, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "changes"),
+    [
+        ("llama", Kind.Q8_0, {}),
+        ("llama", Kind.Q4_0, LLAMA_3),
+        ("qwen2", Kind.Q8_0, {}),
+        ("qwen3", Kind.Q4_K, {}),
+        ("qwen2", Kind.F16, {}),
+    ],
+    ids=["llama-q8_0", "llama3-q4_0", "qwen2-q8_0", "qwen3-q4_k", "qwen2-f16"],
+)
+def test_logits_are_those_of_the_numbers(
+    family: str, kind: Kind, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = gguf_model(family, tmp_path, kind, byte_level(), **changes)
+    folder = converted(file)
+    recorded = record_logits(monkeypatch)
+    driver = Driver(tiny_backend(folder, ops="native", dtype="float32"))
+    recorded.clear()  # what it tried when it was started
+    sequence = driver.add(PROMPT, OUTPUT)
+    driver.run()
+    expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
+    assert (torch.cat(recorded[:OUTPUT]) - expected).abs().max() < 1e-3
+    assert expected.std() > 0.3, "a reference this flat would agree with anything"
+
+
+def test_codes_stay_codes_and_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cache = tmp_path / "cache" / "baton" / "gguf"
+    _, file = gguf_model("llama", tmp_path, Kind.Q8_0, byte_level())
+    folder = model_directory(str(file))
+    assert (folder.parent, served_name(str(file), None)) == (cache, "llama")
+    assert [each.name for each in cache.iterdir()] == [folder.name]
+    made = (folder / "config.json").stat()
+    assert model_directory(str(file)) == folder
+    assert (folder / "config.json").stat() == made
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CommandError, match=r"llama\.gguf: cut short"):
+        model_directory(str(file))
+    assert [each.name for each in cache.iterdir()] == [folder.name]
+    method = read_method(folder)
+    assert method is not None
+    with open_checkpoint(folder, torch.float32) as checkpoint:
+        tensors = QuantizedCheckpoint(checkpoint, method, torch.float32)
+        down = tensors.read_linear("model.layers.0.mlp.down_proj", (256, 256))
+    assert isinstance(down, QuantizedWeight)
+    assert (down.code, down.group_size) == ("int8", 32)
+
+
+def test_its_tokenizer_is_the_one_that_was_written(tmp_path: Path) -> None:
+    _, file = gguf_model("qwen2", tmp_path, Kind.F16, byte_level())
+    folder = converted(file)
+    made, original = Tokenizer.from_file(str(folder / "tokenizer.json")), byte_level()
+    text = f"{TEXT.replace('好', '')}<|im_start|>user\n<tool> 1234"  # but for an added token that no letters spell
+    assert made.encode(text).ids == original.encode(text).ids
+    assert made.decode(original.encode(text).ids) == text.replace("<|im_start|>", "")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert (settings["eos_token"], settings["chat_template"][:6]) == ("</s>", "{% for")
+    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [original.token_to_id("</s>"), original.token_to_id("<|im_end|>")]
+
+
+def test_what_cannot_be_read_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    _, file = gguf_model("qwen2", tmp_path, Kind.Q8_0, byte_level())
+    whole = file.read_bytes()
+    mamba, _ = gguf_model("llama", tmp_path / "other", Kind.F16, byte_level(), architecture="mamba")
+    for content, complaint in (
+        (whole[:-100_000], "cut short: its tensors end at byte"),
+        (whole[:3000], "no GGUF file that can be read"),
+        (b"{}" * 100, "no GGUF file that can be read: .* GGUF magic bytes"),
+        (whole.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "tensor blk.0.attn_x.weight is not known"),
+        (whole.replace(b"qwen2.block_count", b"qwen2.block_cound"), "qwen2.block_count: one number is expected"),
+        ((mamba.path.parent / "llama.gguf").read_bytes(), "architecture 'mamba'; supported: llama, qwen2, qwen3"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ModelError, match=complaint):
+            convert(file, tmp_path / "made")
+    assert not list(tmp_path.glob("made*"))

@@ -1,0 +1,147 @@
+"""GGUF files of tiny models, written by llama.cpp's own package, and references with the numbers they stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as GgmlType
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from tests.support.models.tiny_models import TinyModel, make_model
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+"""Multiples of a block of 256 weights."""
+_OF_LAYERS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_model(
+    family: str, folder: Path, kind: GgmlType, tokenizer: Tokenizer, *, architecture: str | None = None, **changes: Any
+) -> tuple[TinyModel, Path]:
+    """A reference with what the file's weights stand for, and the file."""
+    model = make_model(family, folder / "original", vocab_size=tokenizer.get_vocab_size(), **SIZES, **changes)
+    path = folder / f"{family}.gguf"
+    writer = gguf.GGUFWriter(path, architecture or family)
+    _write_metadata(writer, model.reference.config)
+    _write_tokenizer(writer, tokenizer)
+    with torch.no_grad():
+        for name, weight in model.reference.named_parameters():
+            _write_tensor(writer, _renamed(name), weight, kind, _rotated_heads(family, name, model.reference.config))
+    if changes.get("rope_parameters", {}).get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _rope_factors(model.reference))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model, path
+
+
+def _write_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(SIZES["head_dim"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+    """As convert_hf_to_gguf.py of llama.cpp writes byte-level ones."""
+    added = tokenizer.get_added_tokens_decoder()
+    tokens = [str(tokenizer.id_to_token(number)) for number in range(tokenizer.get_vocab_size())]
+    kinds = [1 if number not in added else 3 if added[number].special else 4 for number in range(len(tokens))]
+    merges = [" ".join(pair) for pair in _model_of(tokenizer)["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(tokens.index("<s>"))
+    writer.add_eos_token_id(tokens.index("</s>"))
+    writer.add_eot_token_id(tokens.index("<|im_end|>"))
+    writer.add_chat_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+
+
+def _model_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
+    return found
+
+
+def _renamed(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if module in _WHOLE:
+        return f"{_WHOLE[module]}.{kind}"
+    number, _, part = module.removeprefix("model.layers.").partition(".")
+    return f"blk.{number}.{_OF_LAYERS[part]}.{kind}"
+
+
+def _rotated_heads(family: str, name: str, config: Any) -> int | None:
+    """Heads whose outputs llama.cpp's converter lays out for rotation by neighbours."""
+    if family != "llama" or not ("q_proj" in name or "k_proj" in name):
+        return None
+    return int(config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
+
+
+def _permuted(weight: Tensor, heads: int) -> Tensor:
+    return weight.view(heads, 2, len(weight) // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
+
+
+def _write_tensor(writer: gguf.GGUFWriter, name: str, weight: nn.Parameter, kind: GgmlType, heads: int | None) -> None:
+    """And leaves in `weight` what was written."""
+    if weight.ndim == 1:
+        written = weight if heads is None else _permuted(weight, heads)
+        writer.add_tensor(name, written.detach().numpy().astype(np.float32))
+        return
+    numbers = (weight if heads is None else _permuted(weight, heads)).detach().numpy().astype(np.float32)
+    blocks = _four_bits(numbers.shape) if kind == GgmlType.Q4_K else gguf.quantize(numbers, kind)
+    writer.add_tensor(name, blocks, raw_dtype=kind)
+    stands_for = torch.from_numpy(gguf.dequantize(blocks, kind).astype(np.float32)).view(weight.shape)
+    if kind == GgmlType.Q4_K:
+        stands_for = stands_for.bfloat16().float()
+    if heads is not None:
+        halves = stands_for.view(heads, len(weight) // heads // 2, 2, -1)
+        stands_for = halves.transpose(1, 2).reshape(weight.shape)
+    weight.copy_(stands_for)
+
+
+def _four_bits(shape: tuple[int, ...]) -> np.ndarray:
+    """Random blocks of Q4_K, which the package reads and does not write."""
+    random = np.random.default_rng(shape[0])
+    blocks = random.integers(0, 256, (shape[0] * shape[1] // 256, 144), dtype=np.uint8)
+    blocks[:, 0:4] = np.array([0.002, 0.015], dtype=np.float16).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+def _rope_factors(reference: Any) -> np.ndarray:
+    """What llama.cpp's converter makes of Llama 3.1's scaling: its frequencies, as parts of those without it."""
+    scaled = reference.model.rotary_emb.inv_freq
+    theta = reference.config.rope_parameters["rope_theta"]
+    plain = 1.0 / theta ** (torch.arange(0, SIZES["head_dim"], 2) / SIZES["head_dim"])
+    return (plain / scaled).numpy().astype(np.float32)
