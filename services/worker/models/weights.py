@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, assert_never
+from typing import NamedTuple, Protocol, assert_never
 
 from torch import Tensor
 
@@ -99,6 +99,14 @@ class DecoderWeights:
     head: PackedLinear | None
     first_layer: int = 0
     """Which of the model's layers the first of `layers` is."""
+
+
+class NamedProduct(NamedTuple):
+    """A matrix that adapters may change, of a model whose modules are known by their names."""
+
+    packed: PackedLinear
+    outputs: int
+    inputs: int
 
 
 class ForwardPass(Protocol):

@@ -17,6 +17,7 @@ from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName, OpsUnavailable
 from services.worker.speculation.settings import read_speculation
 from shared.ids import LoraId, ModelName
+from tests.support.models.library_models import library_model
 from tests.support.models.tiny_adapters import ALL_LINEAR, peft_adapter, write_adapter
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.launched_rank import DriverAhead, launching
@@ -136,6 +137,33 @@ def test_what_peft_writes_gives_what_peft_merges(ops: OpsName, tmp_path: Path) -
     for name, sequence in sequences.items():
         assert sequence.output == each.references[name].greedy(prompt(13), 12), name
     assert len({tuple(sequence.output) for sequence in sequences.values()}) == len(sequences)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # what PEFT asks transformers
+@pytest.mark.parametrize(
+    ("architecture", "modules", "ops"),
+    [
+        ("Cohere2", ALL_LINEAR, "native"),
+        ("GPT2", ("c_attn", "c_proj", "c_fc"), "native"),
+        ("Starcoder2", ("q_proj", "v_proj", "c_fc"), "torch"),
+    ],
+)
+def test_adapters_of_models_that_transformers_computes(
+    architecture: str, modules: tuple[str, ...], ops: OpsName, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft", reason="of the extra dev")
+    model = library_model(architecture, tmp_path / "model")
+    made = {f"rank-{r}": peft_adapter(model, tmp_path / f"rank-{r}", r=r, modules=modules) for r in (4, 24)}
+    folders = tuple((ModelName(name), each.path) for name, each in made.items())
+    backend = tiny_backend(model.path, ops=ops, dtype="float32", loras=LoraSettings(folders, 2, 24))
+    ids = {card.name: card.id for card in backend.card.loras}
+    driver = Driver(backend, budget=33)
+    references = {BASE: model, **made}
+    sequences = {name: driver.add(prompt(14, 40), 10, lora=ids.get(name)) for name in references}
+    driver.run()
+    for name, sequence in sequences.items():
+        assert sequence.output == references[name].greedy(prompt(14, 40), 10), name
+    assert len({tuple(sequence.output) for sequence in sequences.values()}) == 3
 
 
 def test_more_adapters_than_slots_take_turns(tmp_path: Path) -> None:

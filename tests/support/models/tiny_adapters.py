@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from tests.support.models.tiny_models import TinyModel
 from tests.support.paths import DEMO_MODEL
@@ -72,7 +73,12 @@ def peft_adapter(model: TinyModel, folder: Path, *, r: int, modules: Sequence[st
 
     torch.manual_seed(r)
     config = LoraConfig(
-        r=r, lora_alpha=2.0 * r**0.5, use_rslora=True, target_modules=list(modules), task_type="CAUSAL_LM"
+        r=r,
+        lora_alpha=2.0,
+        use_rslora=True,
+        target_modules=list(modules),
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.reference.modules()),
     )
     adapted = get_peft_model(copy.deepcopy(model.reference), config)
     with torch.no_grad():

@@ -22,7 +22,8 @@ from services.worker.models.fallback.attention import (
     answered_by,
 )
 from services.worker.models.fallback.library_config import NO_INTERFACE
-from services.worker.models.weights import ForwardPass, KvCaches
+from services.worker.models.fallback.packed_products import PackedProduct
+from services.worker.models.weights import ForwardPass, KvCaches, NamedProduct
 from services.worker.ops.interface import BatchMeta, Ops
 from shared.messages.kvstore import KvLayout
 
@@ -56,6 +57,8 @@ class LibraryDecoder:
         self._device = device
         self._base: nn.Module | None = None
         """The module whose output the head reads: some heads call a part of the base model."""
+        self._named: dict[str, PackedProduct] = {}
+        """The products that a pass computes once, of every row or of those whose logits are wanted."""
         self._calls = self._recorded_calls()
         self._groups: LayerGroups | None = None
         dim = self._calls[0].key_dim
@@ -68,17 +71,28 @@ class LibraryDecoder:
         ids = torch.zeros(2, dtype=torch.int32, device=self._device)
         owner: Any = self._model
         seen: list[nn.Module] = []
+        rows: dict[nn.Module, list[int]] = {}
 
         def note(module: nn.Module, _inputs: object, output: Any) -> None:
             if isinstance(getattr(output, "last_hidden_state", None), Tensor):
                 seen.append(module)
 
+        def count(module: nn.Module, inputs: tuple[Tensor, ...], _output: object) -> None:
+            rows.setdefault(module, []).append(inputs[0].numel() // inputs[0].shape[-1])
+
         hooks = [each.register_forward_hook(note) for each in {owner.base_model, owner.get_decoder()}]
+        products = {name: each for name, each in self._model.named_modules() if isinstance(each, PackedProduct)}
+        hooks += [each.register_forward_hook(count) for each in products.values()]
         with torch.inference_mode():
             self._run(ids, torch.arange(2, device=self._device), ids[:1], recorded)
         for hook in hooks:
             hook.remove()
         self._base = seen[-1] if seen else None
+        head = None if owner.config.tie_word_embeddings else owner.get_output_embeddings()
+        for name, product in products.items():
+            # Rows of an expert are others in each step, though here they may be all.
+            if rows.get(product) == ([1] if product is head else [2]) and "expert" not in name:
+                self._named[name] = product
         name = type(self._model).__name__
         if not recorded.calls:
             raise ModelError(NO_INTERFACE.format(name))
@@ -125,6 +139,24 @@ class LibraryDecoder:
     def attention_calls(self) -> tuple[AttentionCall, ...]:
         """What its layers ask of attention, in the order of a pass."""
         return self._calls
+
+    def named_products(self) -> dict[str, NamedProduct]:
+        """What adapters may change, by the library's names. Raises ModelError where it is shared by ranks."""
+        if self._place.world_size > 1:
+            raise ModelError(
+                "lora: a model that transformers computes can have adapters on one rank only, without --tp"
+            )
+        return {name: NamedProduct(each.packed, each.outputs, each.inputs) for name, each in self._named.items()}
+
+    def multiply_by(self, ops: Ops) -> None:
+        """Has these products computed by `ops`, which can do with them as they are packed."""
+        for each in self._named.values():
+            each.ops = ops
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self._device
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -23,7 +23,7 @@ from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import LayerGroups
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.library_config import LibraryConfig, first_line, settings_digest, weights_dtype
-from services.worker.models.fallback.library_model import pack_products
+from services.worker.models.fallback.packed_products import pack_products
 from services.worker.models.pooling.classification import ClassifierHead
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta, Ops

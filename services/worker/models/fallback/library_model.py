@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.pytorch_utils import Conv1D
 
 from services.worker.distributed.communicator import Communicator
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import ModelError
-from services.worker.models.fallback.adapters import PLAIN_PRODUCTS, adapt, implementation
+from services.worker.models.fallback.adapters import adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
 from services.worker.models.fallback.library_config import first_line, has_mxfp4, library_config
 from services.worker.models.fallback.library_decoder import HeadPlace, LibraryDecoder
-from services.worker.models.fallback.tensor_parallel import RoundedShare, shard_model
-from services.worker.ops.interface import Ops, PackedLinear
-from services.worker.ops.quantized import Code, quantize
+from services.worker.models.fallback.packed_products import pack_products
+from services.worker.models.fallback.tensor_parallel import shard_model
+from services.worker.ops.interface import Ops
+from services.worker.ops.quantized import Code
 
 _log = logging.getLogger(__name__)
 
@@ -121,57 +121,3 @@ def _dummy_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_c
             config, dtype=dtype, attn_implementation=implementation(config), trust_remote_code=trust_remote_code
         )
     return model.eval().requires_grad_(False)
-
-
-class PackedProduct(nn.Module):
-    """A linear layer whose weight `ops` multiplies."""
-
-    def __init__(self, ops: Ops, packed: PackedLinear, dtype: torch.dtype, outputs: int, device: torch.device) -> None:
-        super().__init__()
-        self._ops = ops
-        self._packed = packed
-        self._outputs = outputs
-        self.weight = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
-        """Empty: some modules ask for its dtype."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out], in x's dtype."""
-        rows = x.reshape(-1, x.shape[-1])
-        if not len(rows):
-            return x.new_empty(*x.shape[:-1], self._outputs)
-        return self._ops.linear(rows.contiguous(), self._packed).to(x.dtype).view(*x.shape[:-1], self._outputs)
-
-
-def pack_products(model: nn.Module, ops: Ops, quantization: Code | None, output: nn.Module | None = None) -> None:
-    """Replaces the linear layers by such as `ops` computes: batch invariant and faster where those are native. A
-    weight that others share, as a tied head's, stays where it is, and is copied. `output`:
-    the head among them, which is rounded to int8 at least."""
-    head = next((name for name, each in model.named_modules() if each is output), None)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, RoundedShare):
-            packed, dtype, outputs = module.pack(ops), module.weight.dtype, module.outputs
-        elif (weight := _weight_of(module)) is not None:
-            own: Any = module
-            code: Code | None = "int8" if quantization and name == head else quantization
-            packed, dtype, outputs = _pack(ops, weight, own.bias, code), weight.dtype, len(weight)
-        else:
-            continue
-        parent, _, last = name.rpartition(".")
-        made = PackedProduct(ops, packed, dtype, outputs, next(module.parameters()).device)
-        setattr(model.get_submodule(parent), last, made)
-
-
-def _weight_of(module: nn.Module) -> Tensor | None:
-    """[out, in] of a linear layer; None: it is none, or has no numbers for weights."""
-    if isinstance(module, nn.Linear) and (type(module) is nn.Linear or type(module).__name__ in PLAIN_PRODUCTS):
-        weight = module.weight.detach()
-    elif type(module) is Conv1D:
-        weight = module.weight.detach().T
-    else:
-        return None
-    return weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
-
-
-def _pack(ops: Ops, weight: Tensor, bias: Tensor | None, code: Code | None) -> PackedLinear:
-    weight, own = weight.contiguous(), None if bias is None else bias.detach()
-    return ops.pack_linear(weight, own) if code is None else ops.pack_quantized(quantize(weight, code), own)

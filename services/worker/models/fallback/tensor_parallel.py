@@ -74,7 +74,7 @@ class RoundedShare(nn.Module):
     def __init__(self, rounded: QuantizedWeight | Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         """`rounded`: [out, this rank's inputs]; numbers where codes could not be split so."""
         super().__init__()
-        self.outputs = rounded.codes.shape[0] if isinstance(rounded, QuantizedWeight) else len(rounded)
+        self.outputs, self.inputs = (rounded.codes if isinstance(rounded, QuantizedWeight) else rounded).shape
         self._rounded = rounded
         self.bias = bias
         self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)

@@ -32,15 +32,18 @@ class LoraBatch(NamedTuple):
     """Of the rows whose logits are wanted, numbered among these."""
 
     def of(self, rows: int) -> AdapterRows:
-        """Of a tensor of so many rows: all of them, or those whose logits are wanted."""
-        return self.all if rows == len(self.all.slots) else self.drawn
+        """Of a tensor of so many rows: all of them, or those whose logits are wanted. Raises ValueError for others."""
+        for each in self:
+            if rows == len(each.slots):
+                return each
+        raise ValueError(f"{rows} rows are neither all nor those whose logits are wanted")
 
 
 class AdaptedOps:
     """See the module and :class:`services.worker.ops.interface.Ops`. `batch` is set before each forward pass by whoever
-    runs it."""
+    runs it; None: no row has an adapter."""
 
-    batch: LoraBatch
+    batch: LoraBatch | None = None
 
     def __init__(
         self, ops: Ops, products: Mapping[int, LowRankProducts], embeddings: Mapping[int, EmbeddingProduct]
@@ -55,18 +58,18 @@ class AdaptedOps:
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """The base model's product, and those of the rows' adapters."""
         product = self._ops.linear(x, packed)
-        rows, added = self.batch.of(len(x)), self._products.get(id(packed))
-        if added is not None and rows.spans:
+        added = self._products.get(id(packed))
+        if added is not None and self.batch is not None and (rows := self.batch.of(len(x))).spans:
             added.add(product, x, rows)
         return product
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """Rows of the table, and what the rows' adapters add to them."""
         product = self._ops.embed(ids, table)
-        rows = self.batch.of(len(ids))
-        for slot, first, end in rows.spans:
+        rows = None if self.batch is None else self.batch.of(len(ids))
+        for slot, first, end in () if rows is None else rows.spans:
             added = self._embeddings.get(slot)
-            if added is not None:
+            if rows is not None and added is not None:
                 chosen = rows.order[first:end]
                 low = added.a.index_select(0, ids.index_select(0, chosen))
                 product.index_add_(0, chosen, self._ops.linear(low, added.b).to(product.dtype))

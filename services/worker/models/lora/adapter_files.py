@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.weights import NamedProduct
 from shared.ids import LoraId, ModelName
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -27,6 +28,7 @@ _NAME = re.compile(
     rf"base_model\.model\.(?:model\.layers\.(\d{{1,4}})\.{_PROJECTION}\.lora_([AB])\.weight"
     rf"|({HEAD})\.lora_([AB])\.weight|model\.({EMBEDDING})\.lora_embedding_([AB]))"
 )
+_ANY_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _BASE_COPY = re.compile(rf"base_model\.model\.(?:model\.{EMBEDDING}|{HEAD})\.(?:base_layer\.)?weight")
 """PEFT writes the base model's own matrix beside an adapter of the embedding or the head."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
@@ -84,10 +86,13 @@ class _PeftConfig(Struct, frozen=True):
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
-def read_adapter(name: ModelName, folder: Path, config: ModelConfig, max_rank: int) -> LoraAdapter:
-    """The adapter in `folder`, for the model of this `config`. Raises ModelError, which names file, field and value,
-    where it cannot be served."""
-    peft = _read_config(folder, max_rank)
+def read_adapter(
+    name: ModelName, folder: Path, config: ModelConfig | Mapping[str, NamedProduct], max_rank: int
+) -> LoraAdapter:
+    """The adapter in `folder`, for the model of this `config`, or with these modules. Raises ModelError, which names
+    file, field and value, where it cannot be served."""
+    # What lies transposed in the base model is no matter where its modules say what they are.
+    peft = _read_config(folder, max_rank, transposed=not isinstance(config, ModelConfig))
     path = folder / WEIGHTS
     if not path.is_file():
         others = ", ".join(sorted(each.name for each in folder.glob("adapter_model.*"))) or "nothing of the kind"
@@ -110,7 +115,7 @@ def read_adapter(name: ModelName, folder: Path, config: ModelConfig, max_rank: i
     )
 
 
-def _read_config(folder: Path, max_rank: int) -> _PeftConfig:
+def _read_config(folder: Path, max_rank: int, *, transposed: bool) -> _PeftConfig:
     path = folder / CONFIG
     try:
         peft = msgspec.json.decode(path.read_bytes(), type=_PeftConfig)
@@ -127,7 +132,7 @@ def _read_config(folder: Path, max_rank: int) -> _PeftConfig:
         ("use_qalora", "false is", not peft.use_qalora),
         ("bias", "none is", peft.bias == "none"),
         ("lora_bias", "false is", not peft.lora_bias),
-        ("fan_in_fan_out", "false is", not peft.fan_in_fan_out),
+        ("fan_in_fan_out", "false is", transposed or not peft.fan_in_fan_out),
         ("init_lora_weights", "what leaves the base model as it is, is", not init.lower().startswith(_CHANGES_BASE)),
         *((each, "none is", not getattr(peft, each)) for each in ("modules_to_save", "rank_pattern", "alpha_pattern")),
         *((each, "null is", not getattr(peft, each)) for each in ("layer_replication", "target_parameters")),
@@ -147,9 +152,52 @@ class _TensorPair(NamedTuple):
     b: str
 
 
-def _modules(path: Path, file: Any, rank: int, config: ModelConfig) -> Iterator[tuple[tuple[int, str], _TensorPair]]:
+def _modules(
+    path: Path, file: Any, rank: int, config: ModelConfig | Mapping[str, NamedProduct]
+) -> Iterator[tuple[tuple[int, str], _TensorPair]]:
     """The names of each module's two tensors, all of the right shape. Raises ModelError."""
-    found: dict[tuple[int, str], dict[str, str]] = {}
+    if isinstance(config, ModelConfig):
+        found = _native_modules(path, file, config)
+    else:
+        found = _named_modules(path, file, config)
+    for key, halves in sorted(found.items()):
+        if len(halves) != 2:
+            raise ModelError(f"{path}: tensor {next(iter(halves.values()))} has no counterpart")
+        if isinstance(config, ModelConfig):
+            inputs, outputs = _sizes(path, config, *key)
+        else:
+            _, outputs, inputs = config[key[1]]
+        for half, wanted in (("A", [rank, inputs]), ("B", [outputs, rank])):
+            part = file.get_slice(halves[half])
+            if part.get_shape() != wanted:
+                text = f"{path}: tensor {halves[half]} has shape {part.get_shape()}, r and the model ask for {wanted}"
+                raise ModelError(text)
+            if part.get_dtype() not in _FLOATS:
+                text = f"{path}: tensor {halves[half]} has dtype {part.get_dtype()}; {', '.join(_FLOATS)} can be read"
+                raise ModelError(text)
+        yield key, _TensorPair(halves["A"], halves["B"])
+
+
+_Halves = dict[tuple[int, str], dict[str, str]]
+"""By layer and module the names of its tensors A and B."""
+
+
+def _named_modules(path: Path, file: Any, products: Mapping[str, NamedProduct]) -> _Halves:
+    """Of a model of the library, whose modules are of no layer here."""
+    found: _Halves = {}
+    head = products.get(HEAD)
+    for name in file.keys():  # noqa: SIM118 - no mapping
+        match = _ANY_NAME.fullmatch(name)
+        if match is not None and match[1] in products:
+            found.setdefault((0, match[1]), {})[match[2]] = name
+        elif head is None or "lora_" in name or file.get_slice(name).get_shape() != [head.outputs, head.inputs]:
+            # Beside an adapter of the head PEFT writes what the model has as head and embedding.
+            raise ModelError(f"{path}: tensor {name} belongs to no module that can have an adapter here")
+    return found
+
+
+def _native_modules(path: Path, file: Any, config: ModelConfig) -> _Halves:
+    found: _Halves = {}
     for name in file.keys():  # noqa: SIM118 - no mapping
         if match := _NAME.fullmatch(name):
             layer, projection, half, head, head_half, embedding, embedding_half = match.groups()
@@ -160,19 +208,7 @@ def _modules(path: Path, file: Any, rank: int, config: ModelConfig) -> Iterator[
         elif (shape := file.get_slice(name).get_shape()) != [config.vocab_size, config.hidden_size]:
             table = [config.vocab_size, config.hidden_size]
             raise ModelError(f"{path}: tensor {name} has shape {shape}, the model's is {table}: words were added")
-    for key, halves in sorted(found.items()):
-        if len(halves) != 2:
-            raise ModelError(f"{path}: tensor {next(iter(halves.values()))} has no counterpart")
-        inputs, outputs = _sizes(path, config, *key)
-        for half, wanted in (("A", [rank, inputs]), ("B", [outputs, rank])):
-            part = file.get_slice(halves[half])
-            if part.get_shape() != wanted:
-                text = f"{path}: tensor {halves[half]} has shape {part.get_shape()}, r and the model ask for {wanted}"
-                raise ModelError(text)
-            if part.get_dtype() not in _FLOATS:
-                text = f"{path}: tensor {halves[half]} has dtype {part.get_dtype()}; {', '.join(_FLOATS)} can be read"
-                raise ModelError(text)
-        yield key, _TensorPair(halves["A"], halves["B"])
+    return found
 
 
 def _sizes(path: Path, config: ModelConfig, layer: int, module: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.decoder import CausalLm, Decoder
-from services.worker.models.lora.adapted_matrices import adapted_matrices, rank_rows
-from services.worker.models.lora.adapted_ops import AdaptedOps, EmbeddingProduct, LoraBatch
-from services.worker.models.lora.adapter_files import CONFIG, LoraAdapter, read_adapter
-from services.worker.models.native_decoder import NativeAdapters
+from services.worker.models.lora.adapted_models import AdaptedDecoder, AdaptedLibraryModel, AdaptedModel, NamedProducts
+from services.worker.models.lora.adapted_ops import LoraBatch
+from services.worker.models.lora.adapter_files import CONFIG, LoraAdapter
 from services.worker.models.weights import KvCaches
-from services.worker.ops.interface import AdapterRows, AdapterSpan, BatchMeta, Ops
+from services.worker.ops.interface import AdapterRows, AdapterSpan, BatchMeta
 from services.worker.ops.transfer import to_device
 from shared.ids import LoraId, ModelName
 from shared.messages.lifecycle import LoraCard
@@ -47,18 +46,10 @@ class LoraSlots:
     """Owns the registered adapters and the slots of the device. Used from the thread that computes, but for `add` and
     `remove`; what these change the others read in one go."""
 
-    def __init__(self, decoder: Decoder, config: ModelConfig, dtype: torch.dtype, settings: LoraSettings) -> None:
+    def __init__(self, model: AdaptedModel, settings: LoraSettings) -> None:
         """Reads all adapters. Raises ModelError where one cannot be served."""
-        self._decoder, self._config, self._dtype = decoder, config, dtype
-        self._max_loras, self._max_rank = settings.max_loras, settings.max_rank
-        adapters = _read_all(settings, config)
-        self._matrices = adapted_matrices(decoder, config, settings.max_loras, settings.max_rank)
-        self._embeddings: dict[int, EmbeddingProduct] = {}
-        """By slot."""
-        products = {id(matrix.packed): matrix.products for matrix in self._matrices}
-        self._ops = AdaptedOps(decoder.ops, products, self._embeddings)
-        self._native = None if decoder.native is None else NativeAdapters(decoder.weights, products)
-        self._adapted = decoder.on(cast(Ops, self._ops))
+        self._model = model
+        self._max_loras = settings.max_loras
         self._cards: dict[ModelName, LoraCard] = {}
         """Those that are served, by name; several names may have one adapter."""
         self._adapters: dict[int, LoraAdapter] = {}
@@ -71,9 +62,8 @@ class LoraSlots:
         self._slots: OrderedDict[int, int] = OrderedDict()
         """The slots of the adapters on the device, by their numbers; those used last at the end."""
         self._free = list(reversed(range(settings.max_loras)))
-        self._embedding_memory = self._reserve_embeddings()
-        for adapter in adapters:
-            self._serve(adapter)
+        for name, folder in settings.folders:
+            self._serve(model.read(name, folder.expanduser()))
 
     @property
     def cards(self) -> tuple[LoraCard, ...]:
@@ -98,7 +88,7 @@ class LoraSlots:
             raise AdapterRefused(f"lora_name = {name}: at most {MAX_REGISTERED_LORAS} adapters are allowed")
         folder = folder.expanduser()
         try:
-            return self._serve(read_adapter(name, folder, self._config, self._max_rank))
+            return self._serve(self._model.read(name, folder))
         except ModelError as error:
             raise AdapterRefused(str(error), missing=not (folder / CONFIG).is_file()) from None
 
@@ -147,12 +137,7 @@ class LoraSlots:
         self, batch: LoraBatch, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None
     ) -> Tensor | None:
         """See `Decoder.forward`, with the adapters of `batch`."""
-        native = self._decoder.native
-        if native is not None and self._native is not None and not self._adapts_embedding(batch):
-            adapters = self._native.of(batch.all.slots, batch.drawn.slots)
-            return native.forward(ids, meta, caches, features, adapters=adapters)
-        self._ops.batch = batch
-        return self._adapted.forward(ids, meta, caches, features)
+        return self._model.forward(batch, ids, meta, caches, features)
 
     def _rows(self, numbers: NDArray[np.int32]) -> AdapterRows:
         slots = np.full(len(numbers), NO_ADAPTER, dtype=np.int32)
@@ -163,11 +148,8 @@ class LoraSlots:
         found, counts = np.unique(slots[order], return_counts=True)
         ends = np.cumsum(counts)
         spans = tuple(map(AdapterSpan, found.tolist(), (ends - counts).tolist(), ends.tolist()))
-        device = self._decoder.device
+        device = self._model.device
         return AdapterRows(to_device(slots, device), to_device(order, device), spans)
-
-    def _adapts_embedding(self, batch: LoraBatch) -> bool:
-        return any(span.slot in self._embeddings for span in batch.all.spans)
 
     # ---- slots
 
@@ -176,39 +158,13 @@ class LoraSlots:
         if not self._free:
             self._leave_slot(next(each for each in self._slots if each not in wanted))
         slot = self._slots[number] = self._free.pop()
-        adapter = self._adapters[number]
-        for matrix in self._matrices:
-            matrix.load(slot, adapter, self._on_device)
-        if self._decoder.weights.embedding is not None and adapter.embedding is not None:
-            a, b = adapter.embedding
-            share = self._decoder.share
-            words = self._on_device(rank_rows(a.T, share.vocab, share.padded_vocab))
-            if self._embedding_memory is not None:
-                words = self._embedding_memory[slot, : words.numel()].view(words.shape).copy_(words)
-            self._embeddings[slot] = EmbeddingProduct(words, self._decoder.ops.pack_linear(self._on_device(b), None))
-
-    def _reserve_embeddings(self) -> Tensor | None:
-        """[slots, words times ranks] of a GPU: it is taken before KV memory is sized, which takes the rest."""
-        if (
-            self._decoder.device.type == "cpu"
-            or self._decoder.weights.embedding is None
-            or self._config.tied_embeddings
-        ):
-            return None
-        words = self._decoder.share.padded_vocab * self._max_rank
-        return torch.empty(self._max_loras, words, dtype=self._dtype, device=self._decoder.device)
+        self._model.load(slot, self._adapters[number])
 
     def _leave_slot(self, number: int) -> None:
         slot = self._slots.pop(number, None)
         if slot is not None:
             self._free.append(slot)
-            self._embeddings.pop(slot, None)
-            for matrix in self._matrices:
-                matrix.products.clear(slot)
-
-    def _on_device(self, weight: Tensor) -> Tensor:
-        """Contiguous, in the model's type."""
-        return weight.to(self._decoder.device, self._dtype).contiguous()
+            self._model.clear(slot)
 
 
 def open_loras(
@@ -217,22 +173,25 @@ def open_loras(
     """The adapters of `settings` beside the model `name`; None where there can be none. Raises ModelError."""
     if not (settings.folders or settings.at_run_time):
         return None
-    if not isinstance(decoder, Decoder) or not isinstance(config, ModelConfig):
-        raise ModelError("lora: a model that transformers computes can have no adapters here")
-    if config.latent is not None:
-        raise ModelError(f"lora: adapters of {config.architecture} are not supported: its attention is latent")
-    if config.plugin is not None:
-        raise ModelError(f"lora: a model of {config.plugin} can have no adapters")
-    if any(each == name for each, _ in settings.folders):
-        raise ModelError(f"lora = {name}: the model itself has this name")
-    return LoraSlots(decoder, config, dtype, settings)
+    _check_names(settings, name)
+    how = (dtype, settings.max_loras, settings.max_rank)
+    if isinstance(decoder, Decoder) and isinstance(config, ModelConfig):
+        if config.latent is not None:
+            raise ModelError(f"lora: adapters of {config.architecture} are not supported: its attention is latent")
+        if config.plugin is not None:
+            raise ModelError(f"lora: a model of {config.plugin} can have no adapters")
+        return LoraSlots(AdaptedDecoder(decoder, config, *how), settings)
+    if isinstance(decoder, NamedProducts):
+        return LoraSlots(AdaptedLibraryModel(decoder, *how), settings)
+    raise ModelError("lora: an encoder can have no adapters")
 
 
-def _read_all(settings: LoraSettings, config: ModelConfig) -> list[LoraAdapter]:
+def _check_names(settings: LoraSettings, model: ModelName) -> None:
     if len(settings.folders) > MAX_REGISTERED_LORAS:
         raise ModelError(f"lora: {len(settings.folders)} adapters; at most {MAX_REGISTERED_LORAS} are allowed")
     names = [name for name, _ in settings.folders]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ModelError(f"lora = {twice}: this name is given twice")
-    return [read_adapter(name, folder.expanduser(), config, settings.max_rank) for name, folder in settings.folders]
+    if model in names:
+        raise ModelError(f"lora = {model}: the model itself has this name")

@@ -121,9 +121,12 @@ def test_what_the_model_cannot_have(tmp_path: Path) -> None:
     write_adapter(tall, tmp_path / "four")
     with pytest.raises(ModelError, match="the model has 3 layers"):
         read(tmp_path / "four", read_model_config(make_model("llama", tmp_path / "three").path))
-    library_model("Olmo2", tmp_path / "library")
-    with pytest.raises(ModelError, match="lora: a model that transformers computes can have no adapters here"):
-        tiny_backend(tmp_path / "library", loras=LoraSettings(((NAME, tmp_path),)))
+    library = library_model("Olmo2", tmp_path / "library")
+    tensors = {f"base_model.model.model.norm.lora_{half}.weight": torch.ones(8, 8) for half in "AB"}
+    write_adapter(library, tmp_path / "norms")
+    save_file(tensors, tmp_path / "norms" / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"norm.lora_A.weight belongs to no module that can have an adapter here"):
+        tiny_backend(library.path, loras=LoraSettings(((NAME, tmp_path / "norms"),)))
 
 
 def test_names_are_the_operators_and_identities_the_contents(

@@ -1,0 +1,178 @@
+"""Models with adapters on their device: our decoder, and what `transformers` computes. They know slots, and not which
+adapter has which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from services.worker.models.config import ModelConfig
+from services.worker.models.decoder import CausalLm, Decoder
+from services.worker.models.lora.adapted_matrices import AdaptedMatrix, Projection, adapted_matrices, rank_rows
+from services.worker.models.lora.adapted_ops import AdaptedOps, EmbeddingProduct, LoraBatch
+from services.worker.models.lora.adapter_files import LoraAdapter, read_adapter
+from services.worker.models.native_decoder import NativeAdapters
+from services.worker.models.weights import KvCaches, NamedProduct
+from services.worker.ops.interface import BatchMeta, LowRankShape, Ops
+from shared.ids import ModelName
+
+
+class AdaptedModel(Protocol):
+    """One rank's share of a model, with places for adapters."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    def read(self, name: ModelName, folder: Path) -> LoraAdapter:
+        """An adapter of this model, into main memory. Raises ModelError, see `read_adapter`."""
+
+    def load(self, slot: int, adapter: LoraAdapter) -> None:
+        """Puts an adapter into a slot of the device."""
+
+    def clear(self, slot: int) -> None:
+        """Frees the slot."""
+
+    def forward(
+        self, batch: LoraBatch, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None
+    ) -> Tensor | None:
+        """See `Decoder.forward`, with the adapters of `batch`."""
+
+
+class AdaptedDecoder:
+    """A native decoder; see `AdaptedModel`."""
+
+    def __init__(
+        self, decoder: Decoder, config: ModelConfig, dtype: torch.dtype, max_loras: int, max_rank: int
+    ) -> None:
+        self._decoder, self._config, self._dtype, self._max_rank = decoder, config, dtype, max_rank
+        self._matrices = adapted_matrices(decoder, config, max_loras, max_rank)
+        self._embeddings: dict[int, EmbeddingProduct] = {}
+        """By slot."""
+        products = {id(matrix.packed): matrix.products for matrix in self._matrices}
+        self._ops = AdaptedOps(decoder.ops, products, self._embeddings)
+        self._native = None if decoder.native is None else NativeAdapters(decoder.weights, products)
+        self._adapted = decoder.on(cast(Ops, self._ops))
+        self._embedding_memory = self._reserve_embeddings(max_loras)
+
+    @property
+    def device(self) -> torch.device:
+        """See `AdaptedModel.device`."""
+        return self._decoder.device
+
+    def read(self, name: ModelName, folder: Path) -> LoraAdapter:
+        """See `AdaptedModel.read`."""
+        return read_adapter(name, folder, self._config, self._max_rank)
+
+    def load(self, slot: int, adapter: LoraAdapter) -> None:
+        """See `AdaptedModel.load`."""
+        for matrix in self._matrices:
+            matrix.load(slot, adapter, self._on_device)
+        if self._decoder.weights.embedding is not None and adapter.embedding is not None:
+            a, b = adapter.embedding
+            share = self._decoder.share
+            words = self._on_device(rank_rows(a.T, share.vocab, share.padded_vocab))
+            if self._embedding_memory is not None:
+                words = self._embedding_memory[slot, : words.numel()].view(words.shape).copy_(words)
+            self._embeddings[slot] = EmbeddingProduct(words, self._decoder.ops.pack_linear(self._on_device(b), None))
+
+    def clear(self, slot: int) -> None:
+        """See `AdaptedModel.clear`."""
+        self._embeddings.pop(slot, None)
+        for matrix in self._matrices:
+            matrix.products.clear(slot)
+
+    def forward(
+        self, batch: LoraBatch, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None
+    ) -> Tensor | None:
+        """See `AdaptedModel.forward`."""
+        native = self._decoder.native
+        if native is not None and self._native is not None and not self._adapts_embedding(batch):
+            adapters = self._native.of(batch.all.slots, batch.drawn.slots)
+            return native.forward(ids, meta, caches, features, adapters=adapters)
+        self._ops.batch = batch
+        return self._adapted.forward(ids, meta, caches, features)
+
+    def _adapts_embedding(self, batch: LoraBatch) -> bool:
+        return any(span.slot in self._embeddings for span in batch.all.spans)
+
+    def _reserve_embeddings(self, max_loras: int) -> Tensor | None:
+        """[slots, words times ranks] of a GPU: it is taken before KV memory is sized, which takes the rest."""
+        untied = self._decoder.weights.embedding is not None and not self._config.tied_embeddings
+        if self.device.type == "cpu" or not untied:
+            return None
+        words = self._decoder.share.padded_vocab * self._max_rank
+        return torch.empty(max_loras, words, dtype=self._dtype, device=self.device)
+
+    def _on_device(self, weight: Tensor) -> Tensor:
+        """Contiguous, in the model's type."""
+        return weight.to(self.device, self._dtype).contiguous()
+
+
+@runtime_checkable
+class NamedProducts(CausalLm, Protocol):
+    """A decoder whose products are known by the names of the modules that make them."""
+
+    def named_products(self) -> Mapping[str, NamedProduct]:
+        """What adapters may change. Raises ModelError where it can have none."""
+
+    def multiply_by(self, ops: Ops) -> None:
+        """Has these products computed by `ops`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+
+
+class AdaptedLibraryModel:
+    """A model that `transformers` computes; see `AdaptedModel`. Its products are computed by adapted operations from
+    now on, which add nothing where no row has an adapter."""
+
+    def __init__(self, decoder: NamedProducts, dtype: torch.dtype, max_loras: int, max_rank: int) -> None:
+        """Raises ModelError where it can have no adapters."""
+        self._decoder, self._dtype, self._max_rank = decoder, dtype, max_rank
+        self._named = decoder.named_products()
+        ops = decoder.ops
+        self._matrices = [
+            AdaptedMatrix(
+                each.packed,
+                (Projection(0, name, (0, each.inputs), (0, each.outputs), each.outputs),),
+                ops.low_rank_products(LowRankShape(max_loras, max_rank, each.inputs, (each.outputs,))),
+            )
+            for name, each in self._named.items()
+        ]
+        self._ops = AdaptedOps(ops, {id(matrix.packed): matrix.products for matrix in self._matrices}, {})
+        decoder.multiply_by(cast(Ops, self._ops))
+
+    @property
+    def device(self) -> torch.device:
+        """See `AdaptedModel.device`."""
+        return self._decoder.device
+
+    def read(self, name: ModelName, folder: Path) -> LoraAdapter:
+        """See `AdaptedModel.read`."""
+        return read_adapter(name, folder, self._named, self._max_rank)
+
+    def load(self, slot: int, adapter: LoraAdapter) -> None:
+        """See `AdaptedModel.load`."""
+        for matrix in self._matrices:
+            matrix.load(slot, adapter, lambda weight: weight.to(self.device, self._dtype).contiguous())
+
+    def clear(self, slot: int) -> None:
+        """See `AdaptedModel.clear`."""
+        for matrix in self._matrices:
+            matrix.products.clear(slot)
+
+    def forward(
+        self, batch: LoraBatch, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None
+    ) -> Tensor | None:
+        """See `AdaptedModel.forward`."""
+        self._ops.batch = batch
+        try:
+            return self._decoder.forward(ids, meta, caches, features)
+        finally:
+            self._ops.batch = None
