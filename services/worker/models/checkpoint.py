@@ -240,11 +240,15 @@ def dummy_digest(config: Struct) -> str:
     ).hexdigest()
 
 
+_ROUNDING = 2
+"""To be raised when a setting rounds other weights, or to other values: cached blocks of before are not found."""
+
+
 def quantized_digest(digest: str, quantization: str) -> str:
     """That of the same model with its weights rounded: its keys and values are others. "auto": `digest`."""
     if quantization == "auto":
         return digest
-    return blake2b(f"{digest} {quantization}".encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return blake2b(f"{digest} {quantization} {_ROUNDING}".encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _without_stop_tokens(config: Struct) -> Struct:

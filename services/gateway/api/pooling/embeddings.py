@@ -42,6 +42,9 @@ class PoolingFields(EmbeddingFields, kw_only=True):
 
     task: str | None = None
     use_activation: bool | None = None
+    # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
 
 
 class EmbeddingRequest(NamedTuple):
@@ -106,6 +109,9 @@ def read_pooling_request(body: bytes, cards: list[ModelCard], limits: RequestLim
     tasks = ("classify", "token_classify") if pooling.labels else ("embed", "token_embed")
     if fields.task not in (None, *tasks):
         raise not_allowed("task", fields.task, f"this model serves {tasks[0]!r} and {tasks[1]!r}")
+    for name in ("step_tag_id", "returned_token_ids"):
+        if getattr(fields, name) is not None:
+            raise unsupported(name, "pooling by steps")
     prompts = input_prompts(fields, card, limits)
     if pooling.labels:
         for name in ("dimensions", "normalize"):

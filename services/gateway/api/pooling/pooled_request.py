@@ -71,7 +71,7 @@ class PooledRequest(Protocol):
 def pooling_of(card: ModelCard, serves: Serves | None = None) -> PoolingCard:
     """Returns how the model makes vectors. Raises RequestError 400 where it makes none, or others than `serves`."""
     if card.pooling is None:
-        text = f"{card.name} is not served for embeddings; its worker needs --pooling-type last, mean or cls"
+        text = f"{card.name} is not served for embeddings; its worker needs --pooling-type"
         raise RequestError(400, f"model: {text}", param="model", code="unsupported_parameter")
     own: Serves = "labels" if card.pooling.labels else "embeddings"
     if serves not in (None, own):

@@ -200,3 +200,10 @@ def test_what_a_refusal_names(reader: Reader, card: ModelCard, fields: dict[str,
         read(reader, card, **fields)
     assert (error.value.status, error.value.param) == (400, param)
     assert text in error.value.message
+
+
+@pytest.mark.parametrize("fields", [{"step_tag_id": 3}, {"returned_token_ids": [1]}])
+def test_pooling_by_steps_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="pooling by steps is not supported") as error:
+        read(read_pooling_request, EMBEDDINGS, input="a", **fields)
+    assert error.value.param == next(iter(fields))
