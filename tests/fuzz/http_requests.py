@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,6 +45,8 @@ NEEDS: dict[str, dict[str, Any]] = {
 }
 """Fields that only mean something beside others."""
 WEIGHTS = {"/v1/chat/completions": 4, "/v1/completions": 3}
+FIELD = re.compile(r"[\w.\[\]-]+: ")
+"""How the text of an error begins that names a field."""
 ROLES = ("system", "user", "assistant", "tool", "developer")
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "BREW", "get")
 HOSTILE_HEADERS = (
@@ -271,7 +274,15 @@ def faults(request: FuzzRequest, answer: bytes | None) -> str | None:
     if b'"type":"server_error"' in answer:
         return "a server's error within a stream"
     if request.proper and status >= 400:
-        error = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]
-        if status == 400 and not isinstance(error["param"], str):
+        page = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])
+        if status == 400 and not names_field(page):
             return "an error that names no field"
     return None
+
+
+def names_field(page: dict[str, Any]) -> bool:
+    """Whether an error says which field is wrong: OpenAI's in `param`, Anthropic's and Ollama's in their text."""
+    error = page["error"]
+    if isinstance(error, str) or page.get("type") == "error":
+        return FIELD.match(error if isinstance(error, str) else error["message"]) is not None
+    return isinstance(error["param"], str)

@@ -19,7 +19,7 @@ from tests.support.cluster.stack import running_stack
 from tests.support.gateway.fake_services import FakeRing
 from tests.support.gateway.gateway_server import gateway_stack
 
-SHARE = 300
+SHARE = 600
 FULL = {"sim": 18_000, "cpu": 2000}
 """By device: the simulated one takes any request as fast as the services do, the real one computes the demo model."""
 AT_A_TIME = 16
