@@ -44,7 +44,7 @@ from services.scheduler.core.transfer.prefill_pulls import PrefillPulls
 from services.scheduler.journal import DecisionJournal, EngineStart, JournalSettings
 from services.scheduler.kv_publisher import KvPublisher
 from services.scheduler.store_requests import StoreRequests
-from services.scheduler.worker_ranks import UnequalRanks, WorkerRanks
+from services.scheduler.worker_ranks import UnequalRanks, UnusableRanks, WorkerRanks
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, PayloadTooLarge, Undelivered
@@ -117,13 +117,13 @@ class SchedulerActor(Actor):
         self._handle_event = self.core.handle if self._journal is None else self._journal.handle
         self._store = StoreRequests(bus, node, self._decide) if node is not None else None
         self._connector = connector and ConnectorHost(connector.connector, limits.store_deadline, self._decide)
-        self._ranks = WorkerRanks(self.engine_id, world_size)
+        self._ranks = WorkerRanks(self.engine_id, world_size, role)
         self._others = Registry(PEER_TIMEOUT)
         """Gateways, detokenizers, other engines and the store."""
         self._pulls = PrefillPulls(limits) if pulls and role == "prefill" else None
         self._totals = PublishedTotals()
         self._kv = KvPublisher(bus, instance)
-        self._unequal_ranks: UnequalRanks | None = None
+        self._refused_ranks: UnequalRanks | UnusableRanks | None = None
         self._outbox: deque[Output] = deque()
         self._sending = False
         self._alarm = asyncio.Event()
@@ -389,10 +389,12 @@ class SchedulerActor(Actor):
 
     async def _assemble(self) -> None:
         workers = self._ranks.assemble()
-        if isinstance(workers, UnequalRanks):
-            if workers != self._unequal_ranks:
+        if isinstance(workers, UnequalRanks | UnusableRanks):
+            if workers != self._refused_ranks and isinstance(workers, UnequalRanks):
                 log.error("ranks differ", extra={"cards": workers.difference})
-            self._unequal_ranks = workers
+            elif workers != self._refused_ranks and isinstance(workers, UnusableRanks):
+                log.error("cannot serve", extra={"reason": workers.reason})
+            self._refused_ranks = workers
         elif workers is not None:
             log.info("workers ready", extra={"blocks": workers.num_blocks, "model": workers.card.name})
             if self._connector is not None:

@@ -10,7 +10,7 @@ import msgspec
 from services.scheduler.core.events import LorasChanged, WorkersLost, WorkersReady
 from shared.ids import EngineId, Incarnation, InstanceId
 from shared.messages.kv_groups import KvCacheGroup
-from shared.messages.lifecycle import Lifecycle, LoraCard, ModelCard, WorkerReport
+from shared.messages.lifecycle import Lifecycle, LoraCard, ModelCard, Role, WorkerReport
 from shared.protocol import PROTOCOL
 from shared.registry import InstanceGone, Registry
 
@@ -23,11 +23,18 @@ class UnequalRanks(NamedTuple):
     difference: str
 
 
+class UnusableRanks(NamedTuple):
+    """The ranks are all there and agree, but their engine cannot do what it was started for."""
+
+    reason: str
+
+
 class WorkerRanks:
     """Owns the registry of the engine's workers, and which of them the engine is working with."""
 
-    def __init__(self, engine: EngineId, world_size: int | None) -> None:
+    def __init__(self, engine: EngineId, world_size: int | None, role: Role = "mixed") -> None:
         self._engine = engine
+        self._role = role
         self._world_size = world_size
         """None: what the workers themselves say."""
         self._registry = Registry()
@@ -53,7 +60,7 @@ class WorkerRanks:
         """Whether the engine works with this process, in this life of it."""
         return self._members.get(message.instance) == message.incarnation
 
-    def assemble(self) -> WorkersReady | UnequalRanks | None:
+    def assemble(self) -> WorkersReady | UnequalRanks | UnusableRanks | None:
         """The complete set of ranks, which the engine then works with; None while one is missing."""
         by_rank = self._ready_by_rank()
         reports = [life.worker for life in by_rank.values() if life.worker is not None]
@@ -68,6 +75,11 @@ class WorkerRanks:
         cards = {_comparable(report) for report in reports}
         if len(cards) > 1:
             return UnequalRanks(" / ".join(sorted(map(str, cards))))
+        if self._role != "mixed" and not all(report.prefix_caching for report in reports):
+            return UnusableRanks(
+                f"no {self._role} engine: requests of {cards.pop()[0].name}, a model with state-space layers, are not "
+                "handed over; start its engines without --prefill and --decode"
+            )
         self._members = {life.instance: life.incarnation for life in by_rank.values()}
         return WorkersReady(
             card=msgspec.structs.replace(reports[0].model, loras=_common_loras(reports)),
@@ -83,6 +95,7 @@ class WorkerRanks:
             cache_format=_common(report.cache_format for report in reports) or "",
             layerwise_loads=all(report.layerwise_loads for report in reports),
             kv_groups=reports[0].kv_groups,
+            prefix_caching=all(report.prefix_caching for report in reports),
         )
 
     def loras(self) -> LorasChanged:

@@ -113,6 +113,10 @@ class Backend(Protocol):
         """Groups of layers with block tables of their own; empty: all layers have one."""
 
     @property
+    def prefix_caching(self) -> bool:
+        """Whether sequences may begin behind blocks that others have computed: not where they have states, too."""
+
+    @property
     def device(self) -> str:
         """Name of the device, for logs and reports."""
 

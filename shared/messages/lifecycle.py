@@ -355,6 +355,9 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     ends."""
     lora_refusals: tuple[LoraRefusal, ...] = ()
     """Of the registry's file, those that this rank does not serve."""
+    prefix_caching: bool = True
+    """Whether a sequence may begin behind blocks that another has computed; not where it also has states, which are of
+    its own tokens alone."""
 
 
 class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):

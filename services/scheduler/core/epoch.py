@@ -95,7 +95,10 @@ class EpochState:
         )
         self.queues = self.planner.queues
         self.isolation = self.planner.isolation
-        self._validator = RequestValidator(workers.card, workers.num_blocks, self.memory.max_tokens, limits.policy)
+        self._validator = RequestValidator(
+            *(workers.card, workers.num_blocks, self.memory.max_tokens, limits.policy),
+            prefix_caching=workers.prefix_caching,
+        )
         self.lora_refusals: tuple[LoraRefusal, ...] = ()
         """See `EngineReport.lora_refusals`."""
         self.requests = EngineRequests(

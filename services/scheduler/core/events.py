@@ -48,6 +48,8 @@ class WorkersReady:
     """See `WorkerReport.max_loras`."""
     kv_groups: tuple[KvCacheGroup, ...] = ()
     """See `WorkerReport.kv_groups`; equal on all ranks."""
+    prefix_caching: bool = True
+    """See `WorkerReport.prefix_caching`; whether all ranks can."""
 
 
 @dataclass(frozen=True, slots=True)

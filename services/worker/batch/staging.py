@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from services.worker.batch.rows import Int32s, Rows
-from services.worker.ops.interface import BatchMeta
+from services.worker.ops.interface import BatchMeta, StateRows
+from services.worker.ops.transfer import to_device
 
 STAGING_BUFFERS = 2
 """Number of buffers: as many steps may be in flight, see `backend.MAX_LAUNCHED_STEPS`."""
@@ -215,3 +216,10 @@ def rows_in_place(rows: Rows, logits_rows: Int32s) -> tuple[Tensor, BatchMeta]:
         ]
         meta = replace(meta, others=tuple(others))
     return torch.from_numpy(rows.ids), meta
+
+
+def state_rows(rows: Rows, device: torch.device) -> StateRows:
+    """Which states a step goes on with: those at the indices of its sequences."""
+    slots = rows.seq_indices[rows.query_starts[:-1]]
+    begins = rows.positions[: rows.num_decodes] == 0
+    return StateRows(to_device(slots, device), to_device(begins, device) if begins.any() else None)

@@ -43,18 +43,22 @@ class RankDrafting:
         communicator: Communicator,
         pipeline: Pipeline,
         device: torch.device,
+        *,
+        rolls_back: bool = True,
     ) -> None:
-        """`proposer`: that of rank 0 of each stage drafts for the others, which need none."""
+        """`proposer`: that of rank 0 of each stage drafts for the others, which need none. `rolls_back`: whether what
+        was computed of drafts can be taken back; not where it went into states."""
         self.settings = settings
         self._sequences = sequences
         self._guided = guided
         self._communicator = communicator
         self._device = device
-        self._single_stage = pipeline.stages == 1
+        self._forces = pipeline.stages == 1 and rolls_back
         self._draws = pipeline.stage + 1 == pipeline.stages
-        self.max_jump_ahead = MAX_JUMP_FORWARD if self._single_stage else 0
+        self.max_jump_ahead = MAX_JUMP_FORWARD if self._forces else 0
         """Forced tokens that one step may yield for a sequence with a grammar. 0 where there are several stages: those
-        before the last have no matchers, and would need the drafts before they are known."""
+        before the last have no matchers, and would need the drafts before they are known; and where no drafts are
+        computed at all."""
         self.steps_without_drafts = 0
         """Steps since drafts were asked for; the same on all ranks. Written by the runner, too."""
         self._forgotten = False
@@ -66,7 +70,7 @@ class RankDrafting:
         self.proposer = self._drafter = proposer
         self.observes = self._draws and proposer is not None and not isinstance(proposer, StatelessProposer)
         """Whether the proposer observes what steps compute."""
-        if self._guided is not None and self._single_stage:
+        if self._guided is not None and self._forces:
             forced = JumpForwardProposer(self._guided)
             self._drafter = forced if proposer is None else ProposerChain((forced, proposer))
 

@@ -100,6 +100,10 @@ _MOST_FILLS_ON_GPU = 4
 only be work for its scheduler: so many times what all sequences can fill is enough."""
 
 
+_MAX_WEIGHTLESS_BLOCKS = 1 << 20
+"""Of a model without attention, whose blocks only count tokens: a sequence of a million tokens has 65,536 of 16."""
+
+
 class KvDemand(Struct, frozen=True, kw_only=True):
     """What keys and values are asked to hold."""
 
@@ -119,6 +123,8 @@ class KvDemand(Struct, frozen=True, kw_only=True):
     """Of layers, each of which has blocks of its own; empty: a block is of all layers."""
     step_tokens: int = 1
     """Most tokens of a step."""
+    state_bytes: int = 0
+    """Bytes of a sequence's states over all layers of this rank, however long it is."""
 
     @property
     def sequence_blocks(self) -> int:
@@ -182,7 +188,12 @@ class KvSize(Struct, frozen=True):
 
 
 def size_kv(demand: KvDemand, memory: DeviceMemory) -> KvSize:
-    """Blocks that `memory` allows. Raises ModelError for too few."""
+    """Blocks that `memory` allows, once as many sequences as a step may hold have their states. Raises ModelError for
+    too few."""
+    demand, memory = _behind_states(demand, memory)
+    if not demand.block_bytes:
+        enough = demand.max_num_seqs * demand.sequence_blocks
+        return KvSize(max(demand.sequence_blocks, min(enough, _MAX_WEIGHTLESS_BLOCKS)), demand.max_model_len)
     num_blocks = _bytes(demand, memory) // demand.block_bytes
     longest = demand.longest(num_blocks)
     if longest < 1 or (demand.explicit_model_len and num_blocks < demand.sequence_blocks):
@@ -192,6 +203,24 @@ def size_kv(demand: KvDemand, memory: DeviceMemory) -> KvSize:
             + (f", or lower the maximum model length to {longest}" if longest else "")
         )
     return KvSize(num_blocks, min(demand.max_model_len, longest))
+
+
+def _behind_states(demand: KvDemand, memory: DeviceMemory) -> tuple[KvDemand, DeviceMemory]:
+    """What is left for blocks."""
+    states = demand.max_num_seqs * demand.state_bytes
+    if not states:
+        return demand, memory
+    room = memory.usable if demand.given is None else demand.given
+    if demand.given is None and memory.kind == "gpu":
+        room = min(room, int(memory.total * demand.gpu_share) - memory.held - memory.activations)
+    if states > room:
+        raise ModelError(
+            f"max_num_seqs {demand.max_num_seqs}: the states of so many sequences take {gib(states)} of KV memory, "
+            f"{gib(demand.state_bytes)} each, and there are {gib(max(0, room))}: lower it"
+            + (", or give more KV memory" if demand.given is not None else "")
+        )
+    left = None if demand.given is None else demand.given - states
+    return replace(demand, given=left), replace(memory, free=memory.free - states, held=memory.held + states)
 
 
 def _bytes(demand: KvDemand, memory: DeviceMemory) -> int:

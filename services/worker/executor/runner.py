@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from services.worker.backend import ExecutionMode, Step, StepOutput
-from services.worker.batch.batch import Batch
+from services.worker.batch.batch import Batch, BrokenPlan
 from services.worker.batch.pooled_rows import NO_VECTORS, PooledHead, PooledVectors
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.sequences import SequenceTable
-from services.worker.batch.staging import staging_for
+from services.worker.batch.staging import staging_for, state_rows
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
 from services.worker.executor.drafting import FORGETS_AFTER, RankDrafting
 from services.worker.guided.guided_sequences import GuidedSequences
@@ -89,9 +89,11 @@ class RankState:
         """Or is of a stage before the last, which is sent later what was drawn."""
         self.grammars = grammars
         self.staging = staging_for(device)
-        self.caches: KvCaches = decoder.allocate_kv(num_blocks)
+        self.caches: KvCaches = decoder.allocate_kv(num_blocks, max_num_seqs)
         """Read and written by steps and copies only, and by measurements without sequences."""
-        self.kv: RankKvCache = decoder.share_kv(self.caches, digest)
+        self.kv: RankKvCache | None = decoder.share_kv(self.caches, digest)
+        self._has_states = decoder.state_bytes > 0
+        """At its index in `sequences`, each has a row of the states of all layers."""
         self.steps = 0
         """Plans of this epoch that were prepared; runners count them."""
         self._forward = self._eager_or(replaying)
@@ -112,7 +114,8 @@ class RankState:
         """What plug-ins change logits by; None on ranks that have none."""
         self.guided = None if grammars is None else GuidedSequences(grammars)
         self.drafting = RankDrafting(
-            drafting, proposer, self.sequences, self.guided, communicator, self.pipeline, device
+            *(drafting, proposer, self.sequences, self.guided, communicator, self.pipeline, device),
+            rolls_back=not self._has_states,
         )
 
     @torch.inference_mode()
@@ -158,6 +161,8 @@ class RankState:
                 proposer.forget_blocks(np.frombuffer(load.run.blocks, dtype="<u4").astype(np.int32))
         seq_indices = []
         for new in plan.new:
+            if self._has_states and new.computed:
+                raise BrokenPlan(f"sequence {new.sequence}: it has no states behind {new.computed} computed tokens")
             seq_indices.append(seq_index := self.sequences.add(new))
             if proposer is not None:
                 proposer.start_sequence(seq_index, new.computed, self.sequences)
@@ -172,6 +177,8 @@ class RankState:
         Without a `batch`, as measurements are, rows are of the base model and none is pooled.
 
         Rows with an adapter are not computed by what was captured, nor by the library's whole pass."""
+        if self._has_states and batch is not None:
+            meta = replace(meta, states=state_rows(batch.rows, self.device))
         pools = batch is not None and bool(batch.pooled.spans)
         drafts = self.drafting.settings.features and self.drafting.steps_without_drafts <= FORGETS_AFTER
         features = self.decoder.empty_features(len(ids)) if drafts or (pools and self.draws) else None
@@ -208,9 +215,10 @@ class StepRunner:
         """The card of the model that is served."""
         self.num_blocks = rank.num_blocks
         self.kv_groups = rank.groups
+        self.prefix_caching = rank.decoder.state_bytes == 0
         self.device = str(rank.device)
         """PyTorch's name of it: "cpu", "cuda:1"."""
-        self.kv: RankKvCache = rank.kv
+        self.kv: RankKvCache | None = rank.kv
         self.grammars = rank.grammars
         self.adapters = rank.loras
         self.max_loras = 0 if rank.loras is None else rank.loras.max_loras

@@ -32,6 +32,7 @@ from services.worker.models.loaded_model import (
     load_model,
 )
 from services.worker.models.lora.slots import NO_LORAS, LoraSettings, LoraSlots, open_loras
+from services.worker.models.mamba.limits import check_states
 from services.worker.models.pooling.sentence_transformers import PoolingChoice
 from services.worker.models.sharding import stage_of
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
@@ -136,6 +137,8 @@ def create_backend(
     )
     with _enough_memory("weights were loaded: end what else is on the GPU, or use more ranks"):
         loaded = load_model(wanted)
+        drafts = None if speculation is None else speculation.method
+        check_states(loaded.config, drafts=drafts, connector=kv_connector or on_layer is not None)
         groups = _layer_groups(loaded, hybrid_kv_cache, speculation, connector=kv_connector)
         slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, loras, model_name)
     eager = why_eager(loaded.decoder, place, communicator, pipeline, enforced=enforce_eager)
@@ -159,6 +162,7 @@ def create_backend(
         gpu_share=gpu_memory_utilization,
         groups=groups,
         step_tokens=max_batch_tokens,
+        state_bytes=loaded.decoder.state_bytes,
     )
     size = _agreed(size_kv(demand, memory), communicator)
     with STARTUP.stage("warm_up"):

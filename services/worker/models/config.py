@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from services.worker.models.hf_layers.latent import LatentConfig as LatentConfig
+from services.worker.models.hf_layers.mamba import MambaConfig as MambaConfig
 from services.worker.models.hf_layers.mixture import Mixture as Mixture
 from services.worker.models.rope import Rope
 from services.worker.ops.interface import Activation
@@ -17,6 +18,15 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 class ModelError(Exception):
     """The model cannot be served as it is; the message says what to change, and names file, key and value."""
+
+
+def dtype_named(name: str | None) -> Dtype:
+    """The one that a config names; None: float32, as configs omit it. Raises ModelError."""
+    match (name or "float32").removeprefix("torch."):
+        case "float32" | "bfloat16" | "float16" as known:
+            return known
+        case other:
+            raise ModelError(f"dtype {other!r} is not supported; supported: float32, bfloat16, float16")
 
 
 class ModelDescription(Protocol):
@@ -63,6 +73,8 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     rope: Rope
     mixes: bool = False
     """The model's mixture takes the place of its MLP."""
+    mamba: bool = False
+    """The model's Mamba-2 mixer takes the place of attention."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,7 +85,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Columns of a dense layer's MLP."""
+    """Columns of a dense layer's MLP; 0: layers have none."""
     num_heads: int
     num_kv_heads: int
     """Heads whose keys and values are cached; 1 where that is a latent."""
@@ -101,13 +113,27 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     mixture: Mixture | None = None
     latent: LatentConfig | None = None
     """Attention is of this kind; None: of the usual one."""
+    mamba: MambaConfig | None = None
+    """The mixer of layers that have one in place of attention; None: there are none."""
+    rotary_dim: int | None = None
+    """So many elements of a head are rotated, the first ones; None: all of them."""
+    residual_scale: float | None = None
+    """What a layer's outputs are multiplied by before they join the residual (Granite)."""
+    logits_divisor: float | None = None
     plugin: str | None = None
     """The package that brings the architecture, with its version; None: it is ours."""
 
     @property
     def rotated_dim(self) -> int:
         """Elements of a head that are rotated."""
+        if self.rotary_dim is not None:
+            return self.rotary_dim
         return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers that all layers together keep of a sequence, however long that is."""
+        return 0 if self.mamba is None else self.mamba.state_elements * sum(layer.mamba for layer in self.layers)
 
     @property
     def num_layers(self) -> int:
@@ -133,7 +159,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def _in_layers(self, layers: Sequence[LayerConfig], experts: int | None) -> int:
         """With so many experts in each of those that mix."""
-        attention = self._attention_parameters()
+        states = sum(layer.mamba for layer in layers)
+        mixers = 0 if self.mamba is None else states * self.mamba.parameters(self.hidden_size)
+        attention = (len(layers) - states) * self._attention_parameters() + mixers
         mixing = sum(layer.mixes for layer in layers)
         columns = (len(layers) - mixing) * self.intermediate_size
         outputs = 0
@@ -141,7 +169,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
             columns += mixing * (experts * self.mixture.intermediate_size + (self.mixture.shared_size or 0))
             gated = self.mixture.shared_size is not None and self.mixture.shared_gated
             outputs = mixing * (self.mixture.experts + gated)
-        return len(layers) * attention + self.hidden_size * (3 * columns + outputs)
+        return attention + self.hidden_size * (3 * columns + outputs)
 
     def _attention_parameters(self) -> int:
         """Of one layer."""

@@ -17,7 +17,7 @@ from services.worker.models.latent.attention import LatentAttention
 from services.worker.models.native_decoder import NativeDecoder, native_decoder
 from services.worker.models.sharding import LayerShard
 from services.worker.models.weights import DecoderWeights, ForwardPass, KvCaches, LayerWeights, apply_mlp
-from services.worker.ops.interface import BatchMeta, Ops
+from services.worker.ops.interface import BatchMeta, Ops, StateCache, StateSpace
 from shared.messages.kvstore import KvLayout
 
 
@@ -52,15 +52,21 @@ class CausalLm(Protocol):
         """From here on groups of layers have block tables of their own (`BatchMeta.others`), and layers at the same
         place in their groups one cache. Called before caches are allocated for good."""
 
-    def allocate_kv(self, num_blocks: int) -> KvCaches:
-        """Caches of `num_blocks` blocks for every layer of this rank."""
+    def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
+        """Caches of `num_blocks` blocks for every layer of this rank; for those with states, of as many `sequences`."""
 
-    def share_kv(self, caches: KvCaches, model: str) -> RankKvCache:
-        """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights."""
+    def share_kv(self, caches: KvCaches, model: str) -> RankKvCache | None:
+        """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights. None
+        where sequences have states, which are not copied."""
 
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block over all layers of this rank."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's states over all layers of this rank, however long it is; 0: no layer has any. If some
+        has, every step has `BatchMeta.states`."""
 
     def empty_features(self, rows: int) -> Tensor:
         """[rows, hidden] of memory that `forward` fills with features."""
@@ -96,6 +102,7 @@ class Decoder:
         self._latent: LatentAttention | None = None
         if config.latent is not None:
             self._latent = LatentAttention(config.latent, ops, self._share.num_heads, config.attention_scale)
+        self._states = ops.states
         alone = self._communicator.world_size == self._pipeline.stages == 1
         self._native = native_decoder(config, self._weights, ops) if alone and type(self) is Decoder else None
         if self._native is not None and self._groups is not None:
@@ -118,8 +125,9 @@ class Decoder:
 
     @property
     def capturable(self) -> bool:
-        """Where attention is not latent: what computes that asks the device how long contexts are."""
-        return self._latent is None
+        """Where attention is not latent, as what computes that asks the device how long contexts are; and where no
+        layer has states."""
+        return self._latent is None and self._config.mamba is None
 
     @property
     def native(self) -> NativeDecoder | None:
@@ -164,8 +172,8 @@ class Decoder:
         if self._native is not None:
             self._native.use_groups(groups.group_of)
 
-    def allocate_kv(self, num_blocks: int) -> KvCaches:
-        """Caches of `num_blocks` blocks for every layer."""
+    def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
+        """See `CausalLm.allocate_kv`."""
         latent, heads, dim = self._config.latent, self._share.num_kv_heads, self._config.head_dim
 
         def allocate() -> tuple[Tensor, Tensor]:
@@ -173,10 +181,15 @@ class Decoder:
                 return self._ops.latents.allocate(num_blocks, latent.kv_rank, latent.rope_dim)
             return self._ops.allocate_kv(num_blocks, heads, dim)
 
-        return allocate_caches(len(self._weights.layers), self._groups, allocate)
+        if self._config.mamba is None:
+            return allocate_caches(len(self._weights.layers), self._groups, allocate)
+        spaces = [layer.space for layer in self._weights.layers]
+        return [allocate() if each is None else empty_states(each, sequences, self.device) for each in spaces]
 
-    def share_kv(self, caches: KvCaches, model: str) -> RankKvCache:
-        """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights."""
+    def share_kv(self, caches: KvCaches, model: str) -> RankKvCache | None:
+        """See `CausalLm.share_kv`."""
+        if self._config.mamba is not None:
+            return None
         first, last = self._share.kv_heads
         latent, keys = self._config.latent, caches[0][0]
         different, layers, first_layer = caches, self._config.num_layers, self._weights.first_layer
@@ -215,7 +228,15 @@ class Decoder:
             per_layer = self._ops.latents.block_bytes(latent.kv_rank, latent.rope_dim)
         else:
             per_layer = self._ops.kv_block_bytes(self._share.num_kv_heads, self._config.head_dim)
-        return per_layer * (len(self._weights.layers) if self._groups is None else self._groups.caches)
+        attending = sum(layer.space is None for layer in self._weights.layers)
+        return per_layer * (attending if self._groups is None else self._groups.caches)
+
+    @property
+    def state_bytes(self) -> int:
+        """See `CausalLm.state_bytes`."""
+        mamba = self._config.mamba
+        spaces = sum(layer.space is not None for layer in self._weights.layers)
+        return 0 if mamba is None else spaces * mamba.state_elements * torch.float32.itemsize
 
     def empty_features(self, rows: int) -> Tensor:
         """[rows, hidden] of memory that `forward` fills with features."""
@@ -273,7 +294,10 @@ class Decoder:
         return self._communicator.sum(x.mul_(inside.unsqueeze(1)))
 
     def queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
-        """x [n, hidden] → queries [n, H, D]; keys and values, or latents, are in the cache then."""
+        """x [n, hidden] → queries [n, H, D]; keys and values, or latents, are in the cache then. Of a state space all
+        that `attend` is to project, [n, H * P]; states are in the cache then."""
+        if layer.space is not None:
+            return self._states.mix(self._ops.linear(x, layer.qkv), layer.space, StateCache(*cache), meta)
         if self._latent is not None:
             return self._latent.queries(layer, x, meta, cache)
         return self._ops.rope_and_store(
@@ -296,7 +320,9 @@ class Decoder:
         rows: Tensor | None = None,
     ) -> Tensor:
         """queries [n, H, D] → the block's output [n, hidden], or that of `rows` only."""
-        if self._latent is not None:
+        if layer.space is not None:
+            mixed = queries
+        elif self._latent is not None:
             mixed = self._latent.attend(layer, queries, meta, cache)
         else:
             mixed = self._ops.paged_attention(
@@ -312,7 +338,11 @@ class Decoder:
         x = self._communicator.sum(self._ops.linear(mixed, layer.output))
         if layer.attention_post_norm is not None:
             x = self._ops.rms_norm(x, layer.attention_post_norm, self._config.norm_eps)
-        return x
+        return self._scaled(x)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """What joins the residual."""
+        return x if self._config.residual_scale is None else x.mul_(self._config.residual_scale)
 
     def _mlp(self, layer: LayerWeights, x: Tensor, residual: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
         """The attention's output and the residual → (the next block's normed input, the residual)."""
@@ -322,11 +352,13 @@ class Decoder:
     def mlp_output(self, layer: LayerWeights, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The attention's output and the residual → (the MLP's output, the residual to add it to)."""
         eps = self._config.norm_eps
+        if layer.mlp is None or layer.mlp_norm is None:
+            return x, residual
         x, residual = self._ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
         x = self._communicator.sum(apply_mlp(self._ops, layer.mlp, x, self._config.activation))
         if layer.mlp_post_norm is not None:
             x = self._ops.rms_norm(x, layer.mlp_post_norm, eps)
-        return x, residual
+        return self._scaled(x), residual
 
     def logits(self, x: Tensor) -> Tensor | None:
         """x [R, hidden], normed → [R, vocab] on rank 0, else None."""
@@ -335,6 +367,8 @@ class Decoder:
         if not parts:
             return None
         logits = parts[0] if len(parts) == 1 else _joined(parts, self._config.vocab_size)
+        if self._config.logits_divisor is not None:
+            logits = logits / self._config.logits_divisor
         cap = self._config.logits_softcap
         return logits if cap is None else cap * (logits / cap).tanh()
 
@@ -371,6 +405,15 @@ def allocate_caches(layers: int, groups: LayerGroups | None, allocate: Callable[
         return [allocate() for _ in range(layers)]
     shared = [allocate() for _ in range(groups.caches)]
     return [shared[number] for number in groups.cache_of]
+
+
+def empty_states(space: StateSpace, sequences: int, device: torch.device) -> StateCache:
+    """One layer's states of so many sequences: zeros, which on a CPU take memory when they are first written to."""
+    kernel, channels = space.conv_weight.shape
+    return StateCache(
+        torch.zeros(sequences, kernel - 1, channels, device=device),
+        torch.zeros(sequences, space.heads, space.head_dim, space.state_dim, device=device),
+    )
 
 
 def distinct(caches: KvCaches) -> KvCaches:

@@ -58,7 +58,7 @@ class DummyTensors:
         if columns is not None:
             ranges[1] = columns
         made = torch.empty([end - start for start, end in ranges], dtype=self._dtype, device=self._device)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "norm_f.weight")):
             return made.fill_(self._norm)
         spread = _BIAS_SPREAD if name.endswith(".bias") else math.sqrt(3 / shape[-1])
         self._fill(made, [self._keys(name, number, *each) for number, each in enumerate(ranges)], spread)

@@ -14,10 +14,12 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
-from services.worker.models.config import Dtype, LayerConfig, ModelConfig, ModelError
+from services.worker.models.config import LayerConfig, ModelConfig, ModelError, dtype_named
 from services.worker.models.hf_layers.latent import LATENT_ARCHITECTURES, LatentConfig, RawLatent, read_latent
+from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import MixtureLayers, read_mixture
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
+from services.worker.models.mamba.reading import mamba_model_config, plain_json
 from services.worker.ops.interface import Activation
 
 _T = TypeVar("_T")
@@ -148,6 +150,10 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     `quantized`: whether the checkpoint may be; who reads it then asks `quantization.method` how it is. `described`: is
     read in place of `config.json`."""
     path = model_dir / "config.json"
+    named = _decode(path, _RawArchitectures, described).architectures
+    mamba = next((each for each in named if each in MAMBA_ARCHITECTURES), None)
+    if mamba is not None:
+        return _mamba_config(path, mamba, described)
     raw = _decode(path, _RawConfig, described)
     headless = not any(each in _FAMILIES for each in raw.architectures)
     raw.architectures = [_BASES.get(each, each) for each in raw.architectures]
@@ -162,9 +168,17 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
         raise ModelError(f"{path}: {error}") from None
 
 
+def _mamba_config(path: Path, architecture: str, described: bytes | None) -> ModelConfig:
+    text = path.read_bytes() if described is None else described
+    try:
+        return mamba_model_config(text, architecture, lambda own: stop_tokens(path.parent, own))
+    except (ModelError, msgspec.MsgspecError) as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
 def _decode(path: Path, kind: type[_T], text: bytes | None = None) -> _T:
     try:
-        return msgspec.json.decode(path.read_bytes() if text is None else text, type=kind, strict=True)
+        return msgspec.json.decode(plain_json(path.read_bytes() if text is None else text), type=kind, strict=True)
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist: a Hugging Face model directory is expected") from None
     except msgspec.MsgspecError as error:
@@ -182,9 +196,8 @@ def is_native(model_dir: Path) -> bool:
     """Whether the model is of an architecture that is read here, as a decoder. Raises ModelError where there is no
     configuration."""
     raw = _decode(model_dir / "config.json", _RawArchitectures)
-    return not raw.use_bidirectional_attention and any(
-        each in _FAMILIES or each in _BASES for each in raw.architectures
-    )
+    known = (*_FAMILIES, *_BASES, *MAMBA_ARCHITECTURES)
+    return not raw.use_bidirectional_attention and any(each in known for each in raw.architectures)
 
 
 def architectures_of(model_dir: Path) -> list[str]:
@@ -194,7 +207,7 @@ def architectures_of(model_dir: Path) -> list[str]:
 
 def has_head(model_dir: Path) -> bool:
     """Whether a model that is read here has a language model head. Raises ModelError."""
-    return any(each in _FAMILIES for each in architectures_of(model_dir))
+    return any(each in _FAMILIES or each in MAMBA_ARCHITECTURES for each in architectures_of(model_dir))
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -212,7 +225,7 @@ def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
     layers = _layers(raw, family, mixing, ropes)
     return ModelConfig(
         architecture=architecture,
-        dtype=_dtype(raw),
+        dtype=dtype_named(raw.dtype or raw.torch_dtype),
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
         intermediate_size=raw.intermediate_size,
@@ -300,15 +313,6 @@ def _default_head_dim(raw: _RawConfig, family: _Family) -> int:
     if raw.hidden_size % raw.num_attention_heads:
         raise ModelError(f"hidden_size {raw.hidden_size} is no multiple of {raw.num_attention_heads} heads")
     return raw.hidden_size // raw.num_attention_heads
-
-
-def _dtype(raw: _RawConfig) -> Dtype:
-    name = (raw.dtype or raw.torch_dtype or "float32").removeprefix("torch.")
-    match name:
-        case "float32" | "bfloat16" | "float16":
-            return name
-        case _:
-            raise ModelError(f"dtype {name!r} is not supported; supported: float32, bfloat16, float16")
 
 
 def _activation(raw: _RawConfig, family: _Family) -> Activation:

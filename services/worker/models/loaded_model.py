@@ -29,6 +29,7 @@ from services.worker.models.decoder import CausalLm, Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.loading import load_weights
+from services.worker.models.mamba.limits import check_ranks
 from services.worker.models.plugins.architectures import PluginModel, find_plugin_model
 from services.worker.models.plugins.interface import DecoderParts
 from services.worker.models.pooling.classification import (
@@ -65,6 +66,8 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _QUANTIZED_BYTES: dict[Code, float] = {"int8": 1.0, "fp8": 1.0, "int4": 0.6}
 """Of a weight, with the scales of groups."""
+DEFAULT_STATE_MODEL_LEN = 32_768
+"""Tokens of the longest sequence of a model without attention, which has no positions and could go on for ever."""
 _SMALL_MODEL = 50_000_000
 """Parameters under which a CPU reads float32 fast enough, and gains results that hardly depend on the batch."""
 
@@ -162,6 +165,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     config = read_model_config(settings.folder, quantized=True) if plugin is None else plugin.config
     if config.latent is not None:
         _check_latent(settings)
+    check_ranks(config, settings.communicator.world_size, settings.pipeline.stages)
     method = _method_of(settings)
     if plugin is not None:
         _check_plugin(settings, plugin, method)
@@ -403,6 +407,8 @@ def _model_len(config: ModelDescription, asked: int | None) -> int:
         raise ModelError(
             f"a maximum model length of {asked} is asked for; the model has {config.max_positions} positions"
         )
+    if asked is None and isinstance(config, ModelConfig) and config.mamba is not None and not config.num_heads:
+        return DEFAULT_STATE_MODEL_LEN
     return asked or config.max_positions
 
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from services.worker.models.checkpoint import TensorSource, read_exactly
 from services.worker.models.config import LatentConfig, LayerConfig, Mixture, ModelConfig
 from services.worker.models.latent.loading import LatentLoader
+from services.worker.models.mamba.loading import MambaLoader
 from services.worker.models.mixture.loading import read_experts
-from services.worker.models.quantization.matrices import MatrixLoader
-from services.worker.models.rope import Rope, cos_sin_table
+from services.worker.models.quantization.matrices import MatrixLoader, permuted
+from services.worker.models.rope import Rope, cos_sin_table, partly_rotated, partly_rotating
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
-from services.worker.models.weights import DecoderWeights, DenseMlp, LayerWeights, MixtureMlp, SharedExpert
-from services.worker.ops.interface import Ops, PackedLinear, Routing
+from services.worker.models.weights import (
+    DecoderWeights,
+    DenseMlp,
+    LatentWeights,
+    LayerWeights,
+    MixtureMlp,
+    SharedExpert,
+)
+from services.worker.ops.interface import Ops, PackedLinear, Routing, StateSpace
 from services.worker.ops.quantized import Code
 
 
@@ -43,6 +53,45 @@ def load_layer(
     return loader.layer(0, config.layers[0])
 
 
+class _LayoutNames(NamedTuple):
+    """What tensors are called that have other names in other families."""
+
+    embedding: str = "model.embed_tokens.weight"
+    layers: str = "model.layers"
+    input_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    final_norm: str = "model.norm.weight"
+    mixer: str = "mamba"
+
+
+_LAYOUTS = {
+    "BambaForCausalLM": _LayoutNames(
+        mlp_norm="pre_ff_layernorm", mlp="feed_forward", final_norm="model.final_layernorm.weight"
+    ),
+    "GraniteMoeHybridForCausalLM": _LayoutNames(mlp="shared_mlp"),
+    "Mamba2ForCausalLM": _LayoutNames(
+        embedding="backbone.embeddings.weight",
+        layers="backbone.layers",
+        input_norm="norm",
+        final_norm="backbone.norm_f.weight",
+        mixer="mixer",
+    ),
+}
+
+
+class _Mixer(NamedTuple):
+    """What a layer has in front of its MLP; see `LayerWeights`."""
+
+    inputs: PackedLinear
+    output: PackedLinear
+    cos_sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    latent: LatentWeights | None = None
+    space: StateSpace | None = None
+
+
 class _Loader:
     def __init__(
         self,
@@ -62,14 +111,15 @@ class _Loader:
         self._max_model_len = max_model_len
         self._matrices = MatrixLoader(checkpoint, ops, device, quantization)
         self._tables: dict[Rope, Tensor] = {}
+        self._names = _LAYOUTS.get(config.architecture, _LayoutNames())
 
     def weights(self, stage: PipelineStage) -> DecoderWeights:
-        embedding = self._words("model.embed_tokens.weight") if stage.is_first else None
+        embedding = self._words(self._names.embedding) if stage.is_first else None
         numbers = range(stage.first_layer, stage.end_layer)
         return DecoderWeights(
             embedding=embedding,
             layers=tuple(self.layer(number, self._config.layers[number]) for number in numbers),
-            final_norm=self._norm("model.norm.weight") if stage.is_last else None,
+            final_norm=self._norm(self._names.final_norm) if stage.is_last else None,
             head=self._pack_head(embedding) if stage.is_last else None,
             first_layer=stage.first_layer,
         )
@@ -81,7 +131,7 @@ class _Loader:
         """`embedding`, where it is tied to that and this stage has it."""
         if not self._config.tied_embeddings:
             return self._words("lm_head.weight")
-        return self._words("model.embed_tokens.weight") if embedding is None else embedding
+        return self._words(self._names.embedding) if embedding is None else embedding
 
     def _words(self, name: str) -> Tensor:
         """This rank's words of a table, padded to as many as every rank has."""
@@ -91,14 +141,32 @@ class _Loader:
         return torch.cat((table, table.new_zeros(missing, table.shape[1]))) if missing else table
 
     def layer(self, index: int, layer: LayerConfig) -> LayerWeights:
-        name, config, dim = f"model.layers.{index}", self._config, self._config.head_dim
+        name, config, names = f"{self._names.layers}.{index}", self._config, self._names
+        # Gemma's post_attention_layernorm comes directly behind attention, Llama's before the MLP.
+        before_mlp = "pre_feedforward_layernorm" if config.post_norms else names.mlp_norm
+        mixer = self._state_space(f"{name}.{names.mixer}") if layer.mamba else self._attention(name, layer)
+        return LayerWeights(
+            input_norm=self._norm(f"{name}.{names.input_norm}.weight"),
+            qkv=mixer.inputs,
+            q_norm=mixer.q_norm,
+            k_norm=mixer.k_norm,
+            output=mixer.output,
+            attention_post_norm=self._post_norm(f"{name}.post_attention_layernorm.weight"),
+            mlp_norm=self._norm(f"{name}.{before_mlp}.weight") if config.intermediate_size else None,
+            mlp=self._mixture(name) if layer.mixes else self._mlp(f"{name}.{names.mlp}"),
+            mlp_post_norm=self._post_norm(f"{name}.post_feedforward_layernorm.weight"),
+            cos_sin=mixer.cos_sin,
+            window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
+            latent=mixer.latent,
+            space=mixer.space,
+        )
+
+    def _attention(self, name: str, layer: LayerConfig) -> _Mixer:
+        config, dim = self._config, self._config.head_dim
         latent = None if config.latent is None else self._latent(config.latent, f"{name}.self_attn")
         value_dim = dim if config.latent is None else config.latent.value_dim
-        # Gemma's post_attention_layernorm comes directly behind attention, Llama's before the MLP.
-        before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
-        return LayerWeights(
-            input_norm=self._norm(f"{name}.input_layernorm.weight"),
-            qkv=self._qkv(f"{name}.self_attn") if latent is None else latent.inputs(),
+        return _Mixer(
+            inputs=self._qkv(f"{name}.self_attn") if latent is None else latent.inputs(),
             q_norm=self._norm(f"{name}.self_attn.q_norm.weight", dim) if config.qk_norm else None,
             k_norm=self._norm(f"{name}.self_attn.k_norm.weight", dim) if config.qk_norm else None,
             output=self._row_parallel(
@@ -107,14 +175,15 @@ class _Loader:
                 _columns_of_heads(self._share.heads, value_dim),
                 config.output_bias,
             ),
-            attention_post_norm=self._post_norm(f"{name}.post_attention_layernorm.weight"),
-            mlp_norm=self._norm(f"{name}.{before_mlp}.weight"),
-            mlp=self._mixture(name) if layer.mixes else self._mlp(f"{name}.mlp"),
-            mlp_post_norm=self._post_norm(f"{name}.post_feedforward_layernorm.weight"),
             cos_sin=self._table(layer.rope),
-            window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
             latent=None if latent is None else latent.weights(),
         )
+
+    def _state_space(self, name: str) -> _Mixer:
+        assert self._config.mamba is not None, "a layer is a state space"
+        loader = MambaLoader(self._matrices, self._device, self._config, self._config.mamba, name)
+        nothing = torch.empty(0, device=self._device)
+        return _Mixer(inputs=loader.inputs(), output=loader.output(), cos_sin=nothing, space=loader.space())
 
     def _latent(self, latent: LatentConfig, name: str) -> LatentLoader:
         return LatentLoader(self._matrices, self._ops, self._device, self._config, latent, self._share.heads, name)
@@ -123,12 +192,43 @@ class _Loader:
         config, dim = self._config, self._config.head_dim
         sizes = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
         heads, kv = _columns_of_heads(self._share.heads, dim), _columns_of_heads(self._share.kv_heads, dim)
-        return self._column_parallel(
-            [(f"{name}.{part}_proj", sizes[part], heads if part == "q" else kv) for part in sizes], config.qkv_bias
-        )
+        parts = [(f"{name}.{part}_proj", sizes[part], heads if part == "q" else kv) for part in sizes]
+        if config.rotary_dim not in (None, 0, dim):
+            return self._partly_rotated(parts)
+        return self._column_parallel(parts, config.qkv_bias)
 
-    def _mlp(self, name: str) -> DenseMlp:
+    def _partly_rotated(self, parts: list[tuple[str, int, tuple[int, int]]]) -> PackedLinear:
+        """Queries and keys have their elements in the order in which whole heads are rotated: what is rotated is the
+        first half of either half. Scores are sums over elements, whatever their order."""
+        hidden, dim = self._config.hidden_size, self._config.head_dim
+        order = partly_rotated(dim, self._config.rotated_dim)
+        matrices, biases = [], []
+        for number, (name, size, rows) in enumerate(parts):
+            matrix = self._matrices.read(name, (size, hidden), rows=rows)
+            bias = self._checkpoint.read(f"{name}.bias", (size,), rows=rows) if self._config.qkv_bias else None
+            if number < 2:
+                count = rows[1] - rows[0]
+                outputs = (torch.arange(0, count, dim).unsqueeze(1) + order).flatten()
+                matrix = permuted(matrix, outputs)
+                bias = None if bias is None else bias[outputs.to(bias.device)]
+            matrices.append(matrix)
+            biases.append(bias)
+        whole = [bias for bias in biases if bias is not None]
+        return self._matrices.pack_linear(self._matrices.join(matrices), torch.cat(whole) if whole else None)
+
+    def _mlp(self, name: str) -> DenseMlp | None:
+        if not self._config.intermediate_size:
+            return None
+        if self._config.architecture == "GraniteMoeHybridForCausalLM":
+            return self._joined_mlp(name)
         return self._columns_of(name, self._config.intermediate_size, self._share.mlp, self._config.mlp_bias)
+
+    def _joined_mlp(self, name: str) -> DenseMlp:
+        """Gates and ups are one matrix, so only a rank that has all columns reads it."""
+        size, hidden = self._config.intermediate_size, self._config.hidden_size
+        gate_up = self._matrices.read(f"{name}.input_linear", (2 * size, hidden))
+        down = self._matrices.read(f"{name}.output_linear", (hidden, size))
+        return DenseMlp(self._matrices.pack_linear(gate_up, None), self._matrices.pack_linear(down, None))
 
     def _columns_of(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> DenseMlp:
         """This rank's columns of an MLP of `size`."""
@@ -198,7 +298,10 @@ class _Loader:
 
     def _table(self, rope: Rope) -> Tensor:
         if rope not in self._tables:
-            table = cos_sin_table(rope, self._config.rotated_dim, self._max_model_len)
+            config = self._config
+            table = cos_sin_table(rope, config.rotated_dim, self._max_model_len)
+            if config.rotary_dim not in (None, config.head_dim):
+                table = partly_rotating(table, config.head_dim)
             self._tables[rope] = table.to(self._device)
         return self._tables[rope]
 

@@ -189,17 +189,20 @@ class NativeDecoder:
 def native_decoder(
     config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | None = None
 ) -> NativeDecoder | None:
-    """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for mixtures of experts and
-    latent attention.
+    """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for mixtures of experts,
+    latent attention and state spaces.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
-    if not isinstance(ops, NativeOps) or config.mixture is not None or config.latent is not None:
+    if not isinstance(ops, NativeOps) or any(
+        each is not None for each in (config.mixture, config.latent, config.mamba)
+    ):
         return None
     return NativeDecoder(config, weights, ops, eagle)
 
 
 def _layer(layer: LayerWeights) -> library.DecoderLayer:
     assert isinstance(layer.mlp, DenseMlp), "native_decoder refuses mixtures"
+    assert layer.mlp_norm is not None, "an MLP has a norm"
     return library.DecoderLayer(
         input_norm=layer.input_norm.data_ptr(),
         q_norm=address_of(layer.q_norm),

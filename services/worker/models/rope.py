@@ -61,6 +61,22 @@ def cos_sin_table(rope: Rope, head_dim: int, positions: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude
 
 
+def partly_rotated(head_dim: int, rotated: int) -> Tensor:
+    """[head_dim] in which order a head's elements are to lie where the first `rotated` are rotated, i together with
+    i + rotated / 2, and operations rotate whole heads, i together with i + head_dim / 2."""
+    half, rest = rotated // 2, (head_dim - rotated) // 2
+    first, second = torch.arange(half), torch.arange(half, rotated)
+    return torch.cat((first, rotated + torch.arange(rest), second, rotated + rest + torch.arange(rest)))
+
+
+def partly_rotating(table: Tensor, head_dim: int) -> Tensor:
+    """A table for some elements → [positions, head_dim], of heads in the order of `partly_rotated`: the others stay as
+    they are."""
+    cosines, sines = table.chunk(2, dim=1)
+    others = table.new_ones(len(table), (head_dim - table.shape[1]) // 2)
+    return torch.cat((cosines, others, sines, torch.zeros_like(others)), dim=1)
+
+
 def yarn_magnitude(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
     """The attention temperature of section 3.4 of the paper, with DeepSeek's two-scale variant."""
     if mscale and mscale_all_dim:

@@ -15,6 +15,7 @@ from services.worker.ops.interface import (
     PackedHeads,
     PackedLinear,
     Routing,
+    StateSpace,
 )
 
 
@@ -49,7 +50,7 @@ Mlp = DenseMlp | MixtureMlp
 
 
 KvCaches = list[tuple[Tensor, Tensor]]
-"""For each layer, its keys and its values."""
+"""For each layer, its keys and its values by block; or its windows and its states by slot (`StateCache`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +75,20 @@ class LayerWeights:
     input_norm: Tensor
     qkv: PackedLinear
     """What a row is multiplied with: queries, keys and values. Latent: queries, or their latent, then the latent and
-    the shared key that are cached."""
+    the shared key that are cached. State space: see `StateOps.mix`."""
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: PackedLinear
     attention_post_norm: Tensor | None
-    mlp_norm: Tensor
-    mlp: Mlp
+    mlp_norm: Tensor | None
+    mlp: Mlp | None
+    """None, as its norm: the layer has none."""
     mlp_post_norm: Tensor | None
     cos_sin: Tensor
     window: int | None
     latent: LatentWeights | None = None
+    space: StateSpace | None = None
+    """A state space is in the place of attention."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,16 @@ class OpsUnavailable(RuntimeError):
     """This machine cannot run these operations; raised by their constructor, says why."""
 
 
+class StateRows(NamedTuple):
+    """Which states the S sequences of a step go on with."""
+
+    slots: Tensor
+    """int64 [S], on the device: whose row of each layer's states a sequence's are."""
+    begins: Tensor | None
+    """bool [num_decodes], on the device: whether a decode is the first token of its sequence, whose states are zeros
+    then, whatever its slot holds. None: none is."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchMeta:
     """How a step's n rows fall into S sequences, and where their keys and values lie.
@@ -82,6 +92,9 @@ class BatchMeta:
     """The same step for each group of layers behind the first: block tables and slots differ, nothing else does. Empty
     where all layers have one table. What lies behind a window may be block 0 in a table: its contents are finite."""
 
+    states: StateRows | None = None
+    """Where the states of its sequences lie; None where no layer has any."""
+
     def of_group(self, group: int) -> BatchMeta:
         """The step for the layers of this group, counted from 0."""
         return self.others[group - 1] if group else self
@@ -92,6 +105,38 @@ class LatentCache(NamedTuple):
 
     latents: Tensor
     rotated: Tensor
+
+
+class StateSpace(NamedTuple):
+    """A Mamba-2 mixer between its two projections: H heads of P elements in G groups, N numbers of state for each
+    element. Tensors are float32 and on the device."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    conv_weight: Tensor
+    """[K, C], C = H * P + 2 * G * N channels: what each token of the window is multiplied with, the oldest first."""
+    conv_bias: Tensor
+    """[C]"""
+    decay: Tensor
+    """[H] the continuous A, negative."""
+    skip: Tensor
+    """[H] the paper's D: how much of a head's input is in its output as it is."""
+    step_bias: Tensor
+    """[H] what is added to time steps before the softplus."""
+    norm: Tensor
+    """[H * P]"""
+    eps: float
+
+
+class StateCache(NamedTuple):
+    """One layer's states, by slot, in float32."""
+
+    windows: Tensor
+    """[slots, K - 1, C] the last inputs of the convolution, the oldest first."""
+    states: Tensor
+    """[slots, H, P, N]"""
 
 
 class Routing(NamedTuple):
@@ -235,6 +280,19 @@ class LowRankProducts(Protocol):
         them."""
 
 
+class StateOps(Protocol):
+    """The operations of state-space layers; what `Ops` promises of tensors holds here."""
+
+    def mix(self, projected: Tensor, space: StateSpace, cache: StateCache, meta: BatchMeta) -> Tensor:
+        """projected [n, H * P + C + H]: gates, the convolution's inputs, time steps → [n, H * P].
+
+        For each sequence, with x, B and C the convolution's outputs through a SiLU and dt = softplus(its input + bias):
+        state ← exp(dt * decay) * state + dt * x ⊗ B; a head's output is state · C + skip * x. Outputs times SiLU(gate)
+        are RMS-normed in groups. Sequences go on with `meta.states`, which are left as they are behind their last row.
+        A sequence is one run of rows at most.
+        """
+
+
 class Ops(Protocol):
     """The operations of one device at one dtype. Used from one thread; keep no reference to an activation.
 
@@ -349,6 +407,10 @@ class Ops(Protocol):
     @property
     def latents(self) -> LatentOps:
         """The operations of multi-head latent attention."""
+
+    @property
+    def states(self) -> StateOps:
+        """The operations of state-space layers."""
 
     def verify(self, attempt: DraftAttempt) -> Tensor:
         """Which drafts are accepted: int32 [Q + R], how many tokens each sequence gains, its accepted drafts and one

@@ -35,6 +35,7 @@ from services.worker.ops.torch_attention import PagedAttentionStep
 from services.worker.ops.torch_latent import latent_attention, store_latents
 from services.worker.ops.torch_low_rank import StackedLowRank
 from services.worker.ops.torch_routing import route, rows_by_expert
+from services.worker.ops.torch_states import TorchStates
 from shared.blocks import DEFAULT_BLOCK_SIZE
 
 
@@ -200,6 +201,11 @@ class TorchOps:
     def latents(self) -> TorchLatents:
         """On the same device, in the same dtype."""
         return TorchLatents(self, self._device, self._dtype)
+
+    @property
+    def states(self) -> TorchStates:
+        """The same for all devices."""
+        return TorchStates()
 
     def verify(self, attempt: DraftAttempt) -> Tensor:
         """On the device, without waiting for it; on a CPU by NumPy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from msgspec import Struct, field
 
 from services.worker.backend import BackendError
 from services.worker.models.hf_layers.latent import RawLatent, read_latent
+from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import read_mixture
 from services.worker.sim.accelerator import StepCost
 
@@ -82,6 +84,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
 def read_shape(folder: Path, dtype: str) -> ModelShape:
     """The shape of the model in `folder`; dtype `auto` is the model's own. Raises BackendError."""
+    _refuse_states(folder / "config.json")
     raw = _read(folder / "config.json", _Raw)
     generation = folder / "generation_config.json"
     eos = _read(generation, _RawGeneration).eos_token_id if generation.is_file() else None
@@ -92,6 +95,17 @@ def read_shape(folder: Path, dtype: str) -> ModelShape:
         return _shape(raw, chosen, _ids(raw.eos_token_id if eos is None else eos))
     except ValueError as error:
         raise BackendError(f"{folder / 'config.json'}: {error}") from None
+
+
+class _RawNames(Struct):
+    architectures: list[str] = field(default_factory=list)
+
+
+def _refuse_states(path: Path) -> None:
+    """Sizes of attention would be read of what has none."""
+    named = [each for each in _read(path, _RawNames).architectures if each in MAMBA_ARCHITECTURES]
+    if named:
+        raise BackendError(f"{path}: the simulation knows no models with state-space layers ({named[0]})")
 
 
 def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...]) -> ModelShape:
@@ -164,10 +178,10 @@ def _layers(raw: _Raw) -> _Layers:
 
 def _read(path: Path, type_: type[Any]) -> Any:
     try:
-        text: Mapping[str, Any] = msgspec.json.decode(path.read_bytes())
+        text: Mapping[str, Any] = json.loads(path.read_bytes())
         nested = text.get("text_config")
         return msgspec.convert({**text, **nested} if isinstance(nested, dict) else text, type_)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise BackendError(f"{path}: {error}") from None
 
 

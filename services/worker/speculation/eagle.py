@@ -83,6 +83,8 @@ class _OpByOpPass:
         ops, layer, eps = self._ops, self._weights.weights.layers[0], self._config.norm_eps
         embedding = self._weights.weights.embedding
         assert embedding is not None, "it is the model's"
+        assert layer.mlp is not None, "it is a layer of the Llama kind"
+        assert layer.mlp_norm is not None
         embedded = ops.embed(ids, embedding)
         if self._config.embedding_scale is not None:
             embedded = embedded * self._config.embedding_scale

@@ -29,14 +29,21 @@ EPOCH = Incarnation(100)
 class Ring:
     """An engine, an honest worker, and what both have said."""
 
-    def __init__(self, limits: EngineLimits | None = None, num_blocks: int = 32, max_model_len: int = 256) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits | None = None,
+        num_blocks: int = 32,
+        max_model_len: int = 256,
+        *,
+        prefix_caching: bool = True,
+    ) -> None:
         self.engine = EngineCore(EngineId("e"), EPOCH, limits or EngineLimits())
         self.worker = HonestWorker(num_blocks)
         self.plans: list[StepPlan] = []
         self.entries: list[NewTokens] = []
         self.now = 0.0
         self.context = min(max_model_len, num_blocks * 16)
-        self.send(WorkersReady(card(max_model_len), num_blocks))
+        self.send(WorkersReady(card(max_model_len), num_blocks, prefix_caching=prefix_caching))
 
     def send(self, event: object) -> list[Output]:
         outputs = self.engine.handle(event, self.now)  # type: ignore[arg-type]

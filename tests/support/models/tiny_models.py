@@ -64,6 +64,23 @@ _LATENT: dict[str, Any] = {
 
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+_MAMBA2: dict[str, Any] = {
+    "num_heads": 6,
+    "head_dim": 16,
+    "state_size": 24,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 24,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-biased-tied": (
@@ -90,6 +107,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {**_LATENT, "q_lora_rank": 20, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
     ),
+    "mamba2": (
+        "Mamba2Config",
+        {**_MAMBA2, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False},
+    ),
+    "bamba": ("BambaConfig", {**_MAMBA, "attn_layer_indices": [1]}),
+    "granite-hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MAMBA,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "embedding_multiplier": 6.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma2": (
         "Gemma2Config",
         {"sliding_window": 24, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0},
@@ -99,6 +135,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 24, "sliding_window_pattern": 3, "rope_parameters": _GEMMA3_ROPE},
     ),
 }
+
+
+STATE_FAMILIES = ("mamba2", "bamba", "granite-hybrid")
+"""With Mamba-2 layers: one rank computes them."""
 
 
 @dataclass(frozen=True)

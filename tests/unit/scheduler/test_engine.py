@@ -165,6 +165,19 @@ def test_sequences_without_prefix_caching_compute_equal_prompts_each_for_itself(
     assert computed == [0, 0]
 
 
+def test_an_engine_whose_workers_cannot_go_on_behind_cached_blocks_caches_none() -> None:
+    """Whatever its requests say, equal prompts are computed each for itself, at once and one after the other."""
+    ring = Ring(prefix_caching=False)
+    for request in ("a", "b"):
+        ring.send(generate(request, PROMPT, max_tokens=1))
+    assert [new.computed for plan in ring.plans for new in plan.new] == [0, 0]
+    ring.finish()
+    (plan, *_) = plans(ring.send(generate("c", PROMPT, max_tokens=30, ignore_eos=True)))
+    assert plan.new[0].computed == 0
+    ring.finish()
+    assert named_blocks(ring) == {}
+
+
 def test_a_newcomer_waits_until_all_of_its_prompt_fits_beside_a_block_for_each_that_runs() -> None:
     ring = Ring(EngineLimits(max_batch_tokens=16, max_running=4, run_ahead=0), num_blocks=8)
     ring.send(generate("a", PROMPT, max_tokens=5, ignore_eos=True))

@@ -10,9 +10,9 @@ from services.scheduler.core.events import (
     WorkersLost,
     WorkersReady,
 )
-from services.scheduler.worker_ranks import UnequalRanks, WorkerRanks
+from services.scheduler.worker_ranks import UnequalRanks, UnusableRanks, WorkerRanks
 from shared.ids import EngineId, Incarnation, InstanceId, ModelName
-from shared.messages.lifecycle import Lifecycle, LoraCard, LoraRefusal, Phase, WorkerReport
+from shared.messages.lifecycle import Lifecycle, LoraCard, LoraRefusal, Phase, Role, WorkerReport
 from shared.protocol import PROTOCOL
 from tests.support.engines.checking_worker import card
 
@@ -71,6 +71,21 @@ def test_ranks_are_complete_when_all_are_ready_and_count_with_the_least_of_each(
     assert ranks.assemble() is None
     ranks.record_lifecycle(life(0, blocks=9), 0.1)
     assert ranks.assemble() == WorkersReady(CARD, 7, max_running=64, max_batch_tokens=None, world_size=2)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_ranks_with_states_are_no_engine_that_hands_requests_over(role: Role) -> None:
+    said = life(0, world_size=1)
+    assert said.worker is not None
+    said = replace(said, worker=replace(said.worker, prefix_caching=False))
+    refused, plain = WorkerRanks(ENGINE, None, role), WorkerRanks(ENGINE, None)
+    for ranks in (refused, plain):
+        ranks.record_lifecycle(said, 0.0)
+    assert refused.assemble() == UnusableRanks(
+        f"no {role} engine: requests of {CARD.name}, a model with state-space layers, are not handed over; start its "
+        "engines without --prefill and --decode"
+    )
+    assert plain.assemble() == WorkersReady(CARD, 10, prefix_caching=False)
 
 
 def test_ranks_draft_as_much_as_the_one_that_drafts_least() -> None:

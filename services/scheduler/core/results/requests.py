@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, assert_never
 
+from msgspec.structs import replace
+
 from services.scheduler.core.limits import EngineLimits, QueuePolicy
 from services.scheduler.core.queue.grammars import GrammarOutcome, Grammars
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
@@ -37,11 +39,14 @@ class RequestValidator:
     """Knows one model on one engine's memory; holds no state of requests. A request that this engine can never serve is
     refused at once instead of waiting for ever."""
 
-    def __init__(self, card: ModelCard, num_blocks: int, max_tokens: int, policy: QueuePolicy) -> None:
-        """`max_tokens`: of a sequence that takes all of the `num_blocks`."""
+    def __init__(
+        self, card: ModelCard, num_blocks: int, max_tokens: int, policy: QueuePolicy, *, prefix_caching: bool = True
+    ) -> None:
+        """`max_tokens`: of a sequence that takes all of the `num_blocks`. `prefix_caching`: see `WorkerReport`."""
         self.card = card
         """The model's, with the adapters that there are now."""
         self._policy = policy
+        self._prefix_caching = prefix_caching
         size = self._block_size = card.block_size
         self.context = min(card.max_model_len, max_tokens)
         """Tokens that a sequence may reach: the model's context, or all of KV memory where that is less."""
@@ -66,6 +71,8 @@ class RequestValidator:
                 field=invalid.field,
                 code=invalid.code,
             )
+        if not self._prefix_caching and generation.prefix_caching:
+            generate = replace(generate, generation=replace(generation, prefix_caching=False, block_hashes=b""))
         priority = generation.priority if self._policy == "priority" else 0
         eos = () if generation.stopping.ignore_eos else self.card.eos_token_ids
         stops = frozenset((*generation.stopping.stop_token_ids, *eos))

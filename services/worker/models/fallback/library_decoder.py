@@ -167,7 +167,7 @@ class LibraryDecoder:
         """See `CausalLm.use_groups`."""
         self._groups = groups
 
-    def allocate_kv(self, num_blocks: int) -> KvCaches:
+    def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
         """Caches of `num_blocks` blocks for every layer."""
         heads, dim = self._calls[0].kv_heads, self._calls[0].key_dim
         return allocate_caches(len(self._calls), self._groups, lambda: self._ops.allocate_kv(num_blocks, heads, dim))
@@ -202,6 +202,11 @@ class LibraryDecoder:
         first = self._calls[0]
         caches = len(self._calls) if self._groups is None else self._groups.caches
         return caches * self._ops.kv_block_bytes(first.kv_heads, first.key_dim)
+
+    @property
+    def state_bytes(self) -> int:
+        """No layer has a state."""
+        return 0
 
     def empty_features(self, rows: int) -> Tensor:
         """[rows, hidden]."""

@@ -261,7 +261,7 @@ class LibraryEncoder:
         """Raises ValueError: nothing is kept of a prompt, so no layers differ in what they keep."""
         raise ValueError(f"an encoder has no {groups}")
 
-    def allocate_kv(self, num_blocks: int) -> KvCaches:
+    def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
         """A cache that nothing is written to."""
         return [self._ops.allocate_kv(num_blocks, _HEADS, _HEAD_SIZE)]
 
@@ -290,6 +290,11 @@ class LibraryEncoder:
     def kv_block_bytes(self) -> int:
         """Bytes of one block."""
         return self._ops.kv_block_bytes(_HEADS, _HEAD_SIZE)
+
+    @property
+    def state_bytes(self) -> int:
+        """No layer has a state."""
+        return 0
 
     def empty_features(self, rows: int) -> Tensor:
         """[rows, hidden]."""

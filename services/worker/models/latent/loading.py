@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.worker.models.config import ModelConfig
 from services.worker.models.hf_layers.latent import LatentConfig
-from services.worker.models.quantization.matrices import Matrix, MatrixLoader
+from services.worker.models.quantization.matrices import Matrix, MatrixLoader, permuted
 from services.worker.models.weights import LatentWeights
 from services.worker.ops.interface import Ops, PackedLinear
 
@@ -33,7 +33,7 @@ class LatentLoader(NamedTuple):
     def inputs(self) -> PackedLinear:
         """What a row is multiplied with: see `LayerWeights.qkv`."""
         latent, hidden = self.latent, self.config.hidden_size
-        cached = self._permuted(
+        cached = permuted(
             self._read("kv_a_proj_with_mqa", (latent.cached_dim, hidden)), self._last_elements(1, latent.cached_dim)
         )
         cached_bias = self._bias("kv_a_proj_with_mqa", latent.cached_dim)
@@ -89,7 +89,7 @@ class LatentLoader(NamedTuple):
         dim, (first, last) = self.latent.query_dim, self.heads
         shape = (self.config.num_heads * dim, inputs)
         read = self.matrices.read(f"{self.name}.{part}", shape, rows=(first * dim, last * dim))
-        return self._permuted(read, self._last_elements(last - first, dim))
+        return permuted(read, self._last_elements(last - first, dim))
 
     def _last_elements(self, heads: int, dim: int) -> Tensor:
         """Of `heads` of `dim` outputs, in which order they are to lie: the last rope_dim of each are rotated."""
@@ -98,8 +98,3 @@ class LatentLoader(NamedTuple):
             rotated = torch.cat((rotated[0::2], rotated[1::2]))
         own = torch.cat((torch.arange(dim - len(rotated)), dim - len(rotated) + rotated))
         return (torch.arange(heads).unsqueeze(1) * dim + own).flatten()
-
-    def _permuted(self, matrix: Matrix, outputs: Tensor) -> Matrix:
-        if isinstance(matrix, Tensor):
-            return matrix[outputs.to(matrix.device)]
-        return matrix.permuted(outputs)

@@ -14,6 +14,11 @@ Matrix = Tensor | QuantizedWeight
 """[out, in]"""
 
 
+def permuted(matrix: Matrix, outputs: Tensor) -> Matrix:
+    """`matrix` with its outputs in this order."""
+    return matrix[outputs.to(matrix.device)] if isinstance(matrix, Tensor) else matrix.permuted(outputs)
+
+
 class MatrixLoader:
     """Reads matrices, and packs them for operations."""
 

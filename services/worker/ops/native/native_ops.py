@@ -48,6 +48,7 @@ from services.worker.ops.native.native_low_rank import NativeLowRank
 from services.worker.ops.quantized import QuantizedWeight, WeightStack
 from services.worker.ops.torch_ops import verify_drafts
 from services.worker.ops.torch_routing import route
+from services.worker.ops.torch_states import TorchStates
 from shared.blocks import DEFAULT_BLOCK_SIZE
 
 _LANES = 16
@@ -299,6 +300,11 @@ class NativeOps:
         if self.cache_code != library.PLAIN:
             raise OpsUnavailable("kv_cache_dtype = fp8: latents are kept in the model's type")
         return NativeLatents(self)
+
+    @property
+    def states(self) -> TorchStates:
+        """In PyTorch."""
+        return TorchStates()
 
     def verify(self, attempt: DraftAttempt) -> Tensor:
         """By NumPy, see `torch_ops.verify_drafts`."""

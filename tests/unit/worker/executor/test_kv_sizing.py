@@ -48,6 +48,25 @@ def test_memory_given_is_taken() -> None:
     assert size_kv(demand(given=3 * GIB), gpu()) == KvSize(3072, 4096)
 
 
+def test_states_of_all_sequences_come_before_blocks() -> None:
+    assert size_kv(demand(given=3 * GIB, state_bytes=16 * MIB), cpu(8 * GIB, GIB)).num_blocks == 2048
+    assert size_kv(demand(max_num_seqs=7, state_bytes=GIB), cpu(9 * GIB)).num_blocks == 448
+    assert size_kv(demand(state_bytes=GIB), gpu()).num_blocks == (126 - 18 - 64) * 1024
+    with pytest.raises(ModelError) as error:
+        size_kv(demand(max_num_seqs=9, state_bytes=GIB), cpu(9 * GIB, GIB))
+    assert str(error.value) == (
+        "max_num_seqs 9: the states of so many sequences take 9.00 GiB of KV memory, 1.00 GiB each, and there are "
+        "8.00 GiB: lower it"
+    )
+
+
+def test_a_model_without_attention_is_limited_by_its_sequences() -> None:
+    without = demand(block_bytes=0, state_bytes=MIB, max_num_seqs=4, max_model_len=100_000)
+    assert size_kv(without, cpu(GIB)) == KvSize(4 * 6250, 100_000)
+    many = demand(block_bytes=0, state_bytes=MIB, max_num_seqs=4000, max_model_len=100_000)
+    assert size_kv(many, cpu(9 * GIB)).num_blocks == 1 << 20
+
+
 def test_memory_given_may_go_beyond_the_share_of_a_gpu() -> None:
     assert size_kv(demand(given=100 * GIB, gpu_share=0.5), gpu()).num_blocks == 100 * 1024
 

@@ -1,0 +1,48 @@
+"""The sizes of Mamba-2 layers, and which architectures have some. No torch."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+MAMBA_ARCHITECTURES = ("Mamba2ForCausalLM", "BambaForCausalLM", "GraniteMoeHybridForCausalLM")
+"""Those whose layers, or some of them, have a state in place of keys and values."""
+
+
+class MambaConfig(Struct, frozen=True, kw_only=True):
+    """A Mamba-2 mixer (Dao and Gu, "Transformers are SSMs", arXiv:2405.21060): a causal convolution, and heads that
+    each keep a state of `head_dim` times `state_dim` numbers of all tokens before."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    """Of neighbouring heads, which share what writes to and reads from their states (the paper's B and C)."""
+    state_dim: int
+    kernel: int
+    """Tokens that the convolution sees, the newest included."""
+    conv_bias: bool
+    bias: bool
+    """Whether the projections into and out of the mixer have one."""
+
+    @property
+    def inner(self) -> int:
+        """Elements of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: the heads' inputs, then each group's B and C."""
+        return self.inner + 2 * self.groups * self.state_dim
+
+    @property
+    def projected(self) -> int:
+        """What a row is projected to: the gate, the convolution's channels, and each head's time step."""
+        return self.inner + self.conv_dim + self.heads
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers that one layer keeps of a sequence, however long that is."""
+        return (self.kernel - 1) * self.conv_dim + self.inner * self.state_dim
+
+    def parameters(self, hidden: int) -> int:
+        """Weights of one layer's matrices."""
+        return hidden * (self.projected + self.inner)

@@ -1,0 +1,1 @@
+"""Models whose layers, or some of them, are state-space ones (Mamba-2)."""

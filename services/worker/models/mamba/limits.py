@@ -1,0 +1,33 @@
+"""What models with states are not combined with: each is an error when a rank starts."""
+
+from __future__ import annotations
+
+import logging
+
+from services.worker.models.config import ModelConfig, ModelDescription, ModelError
+
+_log = logging.getLogger(__name__)
+
+
+def check_ranks(config: ModelConfig, ranks: int, stages: int) -> None:
+    """Raises ModelError where a model with states is to be split."""
+    if config.mamba is not None and ranks > 1:
+        raise ModelError(f"tp {ranks}: {_kind(config)} is computed by one rank; more engines serve more requests")
+    if config.mamba is not None and stages > 1:
+        raise ModelError(f"pp {stages}: {_kind(config)} has one stage; more engines serve more requests")
+
+
+def check_states(config: ModelDescription, *, drafts: str | None, connector: bool) -> None:
+    """`drafts`: the method of speculation. Says what a model with states does without. Raises ModelError for what it
+    cannot do without being told."""
+    if not isinstance(config, ModelConfig) or config.mamba is None:
+        return
+    if drafts is not None:
+        raise ModelError(f"speculative {drafts}: {_kind(config)} takes no drafts")
+    if connector:
+        raise ModelError(f"kv_connector: {_kind(config)} has states, which no connector is told of")
+    _log.info("%s: every prompt is computed from its start: no prefix is cached, here or in a KV store", _kind(config))
+
+
+def _kind(config: ModelConfig) -> str:
+    return f"a model with state-space layers ({config.architecture})"

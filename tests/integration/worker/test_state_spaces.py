@@ -1,0 +1,156 @@
+"""Models with Mamba-2 layers (Mamba-2, Bamba, Granite 4) beyond what is tested of every family: their variants, how the
+states of sequences are kept, what they take, weights in codes, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from services.worker.batch.batch import BrokenPlan
+from services.worker.models.config import ModelError
+from services.worker.models.lora.slots import LoraSettings
+from services.worker.ops.interface import OpsName
+from services.worker.ops.quantized import quantize
+from services.worker.speculation.settings import SpeculationSettings
+from shared.ids import ModelName
+from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, TinyModel, make_model
+from tests.support.worker.plan_driver import Driver
+from tests.support.worker.recorded_logits import record_logits
+from tests.support.worker.tiny_backend import tiny_backend
+
+PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(150)]
+OUTPUT = 5
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    return record_logits(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def bamba(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_model("bamba", tmp_path_factory.mktemp("bamba"))
+
+
+@pytest.fixture(scope="module")
+def mamba2(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_model("mamba2", tmp_path_factory.mktemp("mamba2"))
+
+
+def agrees(model: TinyModel, recorded: list[Tensor], budget: int = 77, **settings: Any) -> None:
+    """Logits of a prompt in chunks and of what follows it are the reference's."""
+    driver = Driver(tiny_backend(model.path, dtype="float32", **settings), budget=budget)
+    recorded.clear()  # what it tried when it was started
+    sequence = driver.add(PROMPT, OUTPUT)
+    driver.run()
+    expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
+    assert torch.cat(recorded[-OUTPUT:]).sub(expected).abs().max() < 1e-3
+    assert expected.std() > 0.3, "a reference this flat would agree with anything"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mamba2", {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True, "n_groups": 1}),
+        (
+            "bamba",
+            {
+                "mamba_proj_bias": True,
+                "attention_bias": True,
+                "mlp_bias": True,
+                "mamba_conv_bias": False,
+                "attn_layer_indices": [0, 2],
+            },
+        ),
+        ("granite-hybrid", {"position_embedding_type": "rope", "rope_parameters": {"rope_theta": 1e6}}),
+    ],
+    ids=["mamba2-biased-tied", "bamba-biased", "granite-rotated"],
+)
+def test_variants_are_as_the_reference_has_them(
+    tmp_path: Path, recorded: list[Tensor], family: str, changes: dict[str, Any]
+) -> None:
+    agrees(make_model(family, tmp_path, **changes), recorded)
+
+
+@pytest.mark.parametrize("ops", ["torch", "native"])
+@pytest.mark.parametrize("family", STATE_FAMILIES)
+def test_rounded_weights_are_those_of_all_projections(
+    tmp_path: Path, recorded: list[Tensor], family: str, ops: OpsName
+) -> None:
+    model = make_model(family, tmp_path)
+    exact = model.logits(PROMPT)
+    with torch.no_grad():
+        for module in model.reference.modules():
+            if isinstance(module, nn.Linear):
+                module.weight = nn.Parameter(quantize(module.weight, "int8").dequantized(torch.float32))
+    agrees(model, recorded, ops=ops, quantization="int8")
+    assert (model.logits(PROMPT) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
+
+
+def test_a_sequence_begins_without_what_its_slot_held(bamba: TinyModel) -> None:
+    """Two slots, one after the other's sequence in each; among them one that begins with a single token, and one whose
+    states are no numbers any more."""
+    backend = tiny_backend(bamba.path, max_num_seqs=2)
+    driver = Driver(backend)
+    for tokens in (PROMPT[:9], PROMPT[9:10], PROMPT[20:70], PROMPT[3:4]):
+        sequence = driver.add(tokens, OUTPUT)
+        driver.run()
+        assert sequence.output == bamba.greedy(tokens, OUTPUT)
+        for windows, states in (backend.rank.caches[0], backend.rank.caches[2]):
+            windows.fill_(torch.nan)
+            states.fill_(torch.nan)
+
+
+def test_a_plan_may_not_begin_a_sequence_behind_what_is_computed(bamba: TinyModel) -> None:
+    driver = Driver(tiny_backend(bamba.path))
+    first = driver.add(PROMPT, 1)
+    driver.step()
+    driver.share_prefix(driver.add(PROMPT, 1), first)
+    with pytest.raises(BrokenPlan, match="it has no states behind 144 computed tokens"):
+        driver.step()
+
+
+def test_only_attention_has_blocks_and_only_state_spaces_have_states(bamba: TinyModel, mamba2: TinyModel) -> None:
+    """Of three layers one attends: two KV heads of 12 elements. A state has 6 heads of 16 by 24 numbers, a window three
+    rows of the 192 channels."""
+    states = 4 * (6 * 16 * 24 + 3 * (6 * 16 + 2 * 2 * 24))
+    half, whole = tiny_backend(bamba.path, max_num_seqs=3), tiny_backend(mamba2.path, max_num_seqs=3, max_model_len=96)
+    assert half.rank.decoder.kv_block_bytes == 4 * 2 * 2 * 16 * half.card.block_size
+    assert (half.rank.decoder.state_bytes, whole.rank.decoder.state_bytes) == (2 * states, 3 * states)
+    assert [tuple(states.shape) for _, states in whole.rank.caches] == [(3, 6, 16, 24)] * 3
+    assert (whole.rank.decoder.kv_block_bytes, whole.num_blocks) == (0, 3 * 6)
+    assert (half.kv, whole.kv) == (None, None)
+
+
+def test_a_model_without_positions_is_as_long_as_is_asked(mamba2: TinyModel) -> None:
+    assert tiny_backend(mamba2.path, max_num_seqs=1).card.max_model_len == 32_768
+    assert tiny_backend(mamba2.path, max_num_seqs=1, max_model_len=100_000).card.max_model_len == 100_000
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (
+            {"kv_memory_bytes": 1 << 20, "max_num_seqs": 200},
+            "max_num_seqs 200: the states of so many sequences take 0.00 GiB of KV memory",
+        ),
+        ({"kv_connector": True}, "kv_connector: a model with state-space layers (BambaForCausalLM) has states"),
+        (
+            {"speculation": SpeculationSettings(method="ngram", num_speculative_tokens=2)},
+            "speculative ngram: a model with state-space layers (BambaForCausalLM) takes no drafts",
+        ),
+        (
+            {"loras": LoraSettings(((ModelName("other"), Path("/nowhere")),))},
+            "lora: adapters of BambaForCausalLM are not supported: it has state-space layers",
+        ),
+    ],
+    ids=["memory", "connector", "drafts", "lora"],
+)
+def test_what_does_not_combine_is_refused_at_start(bamba: TinyModel, settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(complaint)):
+        tiny_backend(bamba.path, **settings)

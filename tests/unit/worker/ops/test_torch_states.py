@@ -1,0 +1,133 @@
+"""State spaces in PyTorch against the recurrence as it is written down, token by token, in float64."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.worker.ops.interface import BatchMeta, StateCache, StateOps, StateRows, StateSpace
+from services.worker.ops.torch_states import CHUNK, TorchStates
+
+HEADS, DIM, GROUPS, STATE, KERNEL, SLOTS = 6, 8, 2, 12, 4, 9
+CHANNELS = HEADS * DIM + 2 * GROUPS * STATE
+
+
+class Share(NamedTuple):
+    """Rows of one sequence in a step."""
+
+    slot: int
+    first: int
+    """Position of the first of them."""
+    count: int
+
+
+def space() -> StateSpace:
+    torch.manual_seed(5)
+    return StateSpace(
+        heads=HEADS,
+        head_dim=DIM,
+        groups=GROUPS,
+        state_dim=STATE,
+        conv_weight=torch.randn(KERNEL, CHANNELS) * 0.5,
+        conv_bias=torch.randn(CHANNELS) * 0.1,
+        decay=-torch.rand(HEADS) * 8,
+        skip=torch.randn(HEADS),
+        step_bias=torch.randn(HEADS) - 1,
+        norm=torch.rand(HEADS * DIM) + 0.5,
+        eps=1e-5,
+    )
+
+
+def cache(fill: float) -> StateCache:
+    return StateCache(torch.full((SLOTS, KERNEL - 1, CHANNELS), fill), torch.full((SLOTS, HEADS, DIM, STATE), fill))
+
+
+def meta_of(shares: list[Share]) -> BatchMeta:
+    """Those of one row first, as every step has them."""
+    counts = torch.tensor([share.count for share in shares])
+    ends = torch.tensor([share.first + share.count for share in shares])
+    decodes = sum(share.count == 1 for share in shares)
+    assert all(share.count == 1 for share in shares[:decodes])
+    begins = torch.tensor([share.first == 0 for share in shares[:decodes]], dtype=torch.bool)
+    starts = torch.cat((torch.zeros(1, dtype=torch.long), counts.cumsum(0))).int()
+    nothing = torch.zeros(0, dtype=torch.int32)
+    return BatchMeta(
+        query_starts=starts,
+        context_lens=ends.int(),
+        block_tables=torch.zeros(len(shares), 1, dtype=torch.int32),
+        slots=nothing,
+        positions=nothing,
+        logits_rows=nothing,
+        num_decodes=decodes,
+        prefills=tuple(zip(counts[decodes:].tolist(), ends[decodes:].tolist(), strict=True)),
+        max_query=int(counts.max()),
+        max_context=int(ends.max()),
+        block_size=16,
+        states=StateRows(torch.tensor([share.slot for share in shares]), begins if begins.any() else None),
+    )
+
+
+def reference(projected: Tensor, space: StateSpace) -> tuple[Tensor, Tensor]:
+    """Outputs of a whole sequence, and its state behind it."""
+    own = [each.double() if isinstance(each, Tensor) else each for each in space]
+    wide = StateSpace(*own)  # type: ignore[arg-type]
+    gate, inputs, steps = torch.split(projected.double(), [HEADS * DIM, CHANNELS, HEADS], dim=1)
+    steps = F.softplus(steps + wide.step_bias)
+    line = torch.cat((torch.zeros(KERNEL - 1, CHANNELS, dtype=torch.float64), inputs))
+    state, outputs = torch.zeros(HEADS, DIM, STATE, dtype=torch.float64), []
+    for token, step in enumerate(steps):
+        seen = F.silu((line[token : token + KERNEL] * wide.conv_weight).sum(0) + wide.conv_bias)
+        x, b, c = torch.split(seen, [HEADS * DIM, GROUPS * STATE, GROUPS * STATE])
+        x = x.view(HEADS, DIM)
+        b, c = (each.view(GROUPS, STATE).repeat_interleave(HEADS // GROUPS, 0) for each in (b, c))
+        state = state * torch.exp(step * wide.decay)[:, None, None] + (x * step[:, None])[:, :, None] * b[:, None]
+        outputs.append(((state * c[:, None]).sum(2) + x * wide.skip[:, None]).flatten())
+    gated = (torch.stack(outputs) * F.silu(gate)).view(len(steps), GROUPS, -1)
+    normed = gated * (gated.pow(2).mean(2, keepdim=True) + wide.eps).rsqrt()
+    return normed.flatten(1) * wide.norm, state
+
+
+@pytest.fixture(params=["torch"])
+def ops(request: pytest.FixtureRequest) -> StateOps:
+    return TorchStates()
+
+
+def test_sequences_in_steps_of_every_length_are_the_recurrence(ops: StateOps) -> None:
+    """Four sequences, cut differently, in slots that hold what is no number until they begin."""
+    own, states = space(), cache(torch.nan)
+    torch.manual_seed(6)
+    lengths = {7: 3 * CHUNK + 5, 2: CHUNK + 1, 0: 2 * CHUNK, 5: 9}
+    rows = {slot: torch.randn(length, HEADS * DIM + CHANNELS + HEADS) for slot, length in lengths.items()}
+    steps = [
+        [Share(0, 0, 1), Share(7, 0, CHUNK + 3), Share(2, 0, 2)],
+        [Share(0, 1, 1), Share(5, 0, 1), Share(7, CHUNK + 3, 2), Share(2, 2, CHUNK - 1)],
+        [Share(7, CHUNK + 5, 1), Share(5, 1, 3), Share(0, 2, 2 * CHUNK - 2)],
+        [Share(5, 4, 5), Share(7, CHUNK + 6, 2 * CHUNK - 1)],
+    ]
+    outputs: dict[int, list[Tensor]] = {slot: [] for slot in lengths}
+    for shares in steps:
+        given = torch.cat([rows[share.slot][share.first : share.first + share.count] for share in shares])
+        mixed = ops.mix(given, own, states, meta_of(shares))
+        for share, part in zip(shares, mixed.split([share.count for share in shares]), strict=True):
+            outputs[share.slot].append(part)
+    for slot, length in lengths.items():
+        expected, state = reference(rows[slot], own)
+        assert len(torch.cat(outputs[slot])) == length
+        torch.testing.assert_close(torch.cat(outputs[slot]).double(), expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(states.states[slot].double(), state, atol=2e-5, rtol=1e-4)
+        inputs = rows[slot][1 - KERNEL :, HEADS * DIM : HEADS * DIM + CHANNELS]
+        assert torch.equal(states.windows[slot], inputs)
+    others = [slot for slot in range(SLOTS) if slot not in lengths]
+    assert states.states[others].isnan().all(), "nobody else's state is written"
+
+
+def test_states_do_not_overflow_where_much_is_forgotten(ops: StateOps) -> None:
+    """Whatever a chunk has forgotten is exp of a large negative number, never of a positive one."""
+    own = space()._replace(decay=torch.full((HEADS,), -80.0), step_bias=torch.full((HEADS,), 5.0))
+    rows = torch.randn(2 * CHUNK, HEADS * DIM + CHANNELS + HEADS)
+    mixed = ops.mix(rows, own, cache(0.0), meta_of([Share(1, 0, len(rows))]))
+    torch.testing.assert_close(mixed.double(), reference(rows, own)[0], atol=2e-5, rtol=1e-4)
