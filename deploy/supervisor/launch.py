@@ -112,7 +112,13 @@ def _own(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[st
     match process.service:
         case "gateway":
             # Always shared: the supervisor itself holds the port, and others may join by `baton scale`.
-            return {"host": spec.host, "port": str(where.port), "reuse_port": "true", **_federation(spec)}
+            return {
+                "host": spec.host,
+                "port": str(where.port),
+                "reuse_port": "true",
+                **_database(spec),
+                **_federation(spec),
+            }
         case "tokenizer" | "detokenizer":
             return model
         case "scheduler":
@@ -129,6 +135,13 @@ def _own(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[st
             return {**_node(spec, where), **_arenas(where, "directory"), **memory, **_transfer(spec, where)}
         case "coordinator" | "supervisor":
             return {}
+
+
+def _database(spec: StackSpec) -> dict[str, str]:
+    """A host that joins others has no file of its own: its clients would not find what they stored elsewhere."""
+    if spec.cluster is not None and spec.cluster.first is not None:
+        return {}
+    return {"database_file": str(spec.run_dir.absolute() / "database.sqlite")}
 
 
 def _federation(spec: StackSpec) -> dict[str, str]:
@@ -213,6 +226,7 @@ def _chosen(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:
 SECRETS = frozenset(
     {
         "api_keys",
+        "database",
         "federation_url",
         "kv_connector_extra_config",
         "kv_tiers",

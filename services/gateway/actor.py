@@ -16,6 +16,8 @@ from services.gateway.core.api_keys import KeyFileError
 from services.gateway.core.cluster import REQUIRED_SERVICES
 from services.gateway.core.remote_clusters import RemoteClusters
 from services.gateway.core.stream_records import GatewayLife, StreamRecords
+from services.gateway.database.expiry import remove_expired
+from services.gateway.database.records import Database
 from services.gateway.federation.admin import ADMIN_DESCRIPTION, ADMIN_NAME, ADMIN_VERSION, ClusterAdmin
 from services.gateway.federation.drain_file import DrainFile
 from services.gateway.federation.federation import Federation
@@ -104,6 +106,7 @@ class Gateway(Actor):
         own = GatewayLife(self._gateway, self.incarnation)
         self.streams = ResumableStreams(bus, own, self.peers, self.requests)
         self._config = config
+        self.database = _database(config)
         self._bodies = config.body_limits()
         self._parsers: list[BodyParser] = []
         self.keys = KeyFileWatcher(config.api_keys, config.keys_file)
@@ -175,9 +178,11 @@ class Gateway(Actor):
         await self._listen()
 
     async def background(self) -> None:
-        """Sends probes to engines, follows the file of keys, reports what keys have used, and takes part in the
-        federation."""
+        """Sends probes to engines, follows the file of keys, reports what keys have used, takes part in the federation,
+        and clears the database."""
         async with asyncio.TaskGroup() as tasks:
+            if self.database is not None:
+                tasks.create_task(remove_expired(self.database))
             if self.federation is not None:
                 tasks.create_task(self.federation.run())
             if self.keys.required:
@@ -257,6 +262,8 @@ class Gateway(Actor):
         if self.provider is not None:
             await self.provider.close()
         await self.server.close(CLOSE_TIMEOUT)
+        if self.database is not None:
+            await self.database.close()
         for parser in self._parsers:
             await parser.close()
 
@@ -273,3 +280,12 @@ class Gateway(Actor):
     def load(self) -> int:
         """Number of open requests."""
         return len(self.requests)
+
+
+def _database(config: GatewayConfig) -> Database | None:
+    """Raises SystemExit where its library is not installed."""
+    try:
+        return config.open_database()
+    except ImportError as error:
+        log.error("the database needs a library: pip install 'baton-serve[database]'", extra={"error": str(error)})
+        raise SystemExit(1) from None

@@ -14,6 +14,9 @@ from services.gateway.api.generation import RequestLimits
 from services.gateway.core.open_request import RetryPolicy
 from services.gateway.core.overflow import OverflowLimits
 from services.gateway.core.remote_clusters import OwnCluster
+from services.gateway.database.database_url import check_database_url, open_database
+from services.gateway.database.records import Database
+from services.gateway.database.sql_database import SqlDatabase
 from services.gateway.http.call import BodyBudget, BodyLimits
 from services.gateway.http.generation import StreamSettings
 from services.gateway.overflow_provider import OverflowSettings
@@ -228,6 +231,19 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         Meta(description="Seconds that a request may queue here while another cluster has room."),
         UpOption("Federation"),
     ] = 1.0
+    database: Annotated[
+        str | None,
+        Meta(
+            description="URL of the database of what is kept for clients, one for a stack: sqlite:////PATH, "
+            "postgresql://… or redis://…."
+        ),
+        UpOption("Run", unset="a SQLite file in the run directory", environment="BATON_DATABASE"),
+        ContainerVariable(),
+    ] = None
+    """All gateways of a stack need the same one, so gateways on several hosts need a server."""
+    database_file: Annotated[
+        Path | None, Meta(description="SQLite file where no `database` is given; none: nothing is kept.")
+    ] = None
     read_timeout_s: Annotated[
         Seconds, Meta(description="Seconds that a client may take to read the end of a response.")
     ] = 60.0
@@ -244,6 +260,8 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         ModelNames.parse(self.overflow_model)
         self.parsers().check()
         self._check_federation()
+        if self.database is not None:
+            check_database_url(self.database)
         reached_at = self.published_host or self.host
         if not (self.api_keys or self.keys_file or self.insecure or is_loopback(reached_at)):
             raise ValueError(
@@ -318,6 +336,13 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
                 self.overflow_concurrency, self.overflow_requests_per_minute, self.overflow_tokens_per_day
             ),
         )
+
+    def open_database(self) -> Database | None:
+        """Returns the database, which connects when it is first used; None where there is none. Raises ImportError
+        where its library is not installed."""
+        if self.database is not None:
+            return open_database(self.database)
+        return None if self.database_file is None else SqlDatabase(self.database_file)
 
     def limits(self) -> RequestLimits:
         """Returns what a single request may ask for."""

@@ -25,7 +25,7 @@ DISTRIBUTIONS = {
     "grpc": "grpcio",
 }
 """Of packages whose import name is not that of the distribution."""
-EXTRAS = {"worker": "worker", "kvstore": "kvstore", "gateway": "overflow"}
+EXTRAS = {"worker": ("worker",), "kvstore": ("kvstore",), "gateway": ("overflow", "database")}
 """What the image of a service installs beside what all need."""
 OPTIONAL = {"triton", "flash_attn", "flashinfer"}
 """Imported only where they are found."""
@@ -86,10 +86,10 @@ def reachable(entry: str) -> tuple[set[Path], set[str]]:
     return files, others - sys.stdlib_module_names - {"__future__"}
 
 
-def required(extra: str | None) -> set[str]:
-    """Distributions that the project and one of its extras name."""
+def required(extras: tuple[str, ...]) -> set[str]:
+    """Distributions that the project and some of its extras name."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else ())]
+    named = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     return {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in named}
 
 
@@ -107,7 +107,7 @@ def test_an_image_holds_what_its_service_imports(target: str) -> None:
 @pytest.mark.parametrize("target", ENTRY)
 def test_a_service_imports_only_packages_that_its_image_installs(target: str) -> None:
     _, others = reachable(ENTRY[target])
-    assert {DISTRIBUTIONS.get(name, name) for name in others - OPTIONAL} <= required(EXTRAS.get(target))
+    assert {DISTRIBUTIONS.get(name, name) for name in others - OPTIONAL} <= required(EXTRAS.get(target, ()))
 
 
 def test_an_image_without_a_folder_is_noticed() -> None:

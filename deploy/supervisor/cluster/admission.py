@@ -163,6 +163,7 @@ OWN_TO_A_HOST = frozenset(
     {
         "bind",
         "cluster",
+        "database_file",
         "directory",
         "federation_address",
         "federation_model",
@@ -181,6 +182,7 @@ OWN_TO_A_HOST = frozenset(
         "kvstore_memory",
         # Secrets that a host gets in another way, or brings itself.
         "api_keys",
+        "database",
         "federation_url",
         "kv_connector_extra_config",
         "kv_tiers",

@@ -22,7 +22,7 @@ from deploy.errors import CommandError
 from deploy.model_choice import model_directory, model_folder, served_name
 from deploy.supervisor.core.plan import Counts, all_process_specs
 from deploy.supervisor.launch import LaunchContext, flags, secret_settings, service_command
-from deploy.supervisor.spec import StackSpec, StoreSpec
+from deploy.supervisor.spec import ClusterSpec, StackSpec, StoreSpec
 from shared.ids import NodeId
 
 WHERE = LaunchContext(port=8001, rendezvous="127.0.0.1:9")
@@ -86,6 +86,19 @@ def test_keys_go_by_environment_to_the_gateways_only() -> None:
     assert told.pop("gateway") == {"BATON_GATEWAY_API_KEYS": "k1,k2"}
     assert set(map(str, told.values())) == {"{}"}
     assert not any("k1" in part for argv in commands(guarded).values() for part in argv)
+
+
+def test_gateways_keep_records_in_the_run_directory_and_a_databases_url_goes_by_environment() -> None:
+    assert "--database-file=/r/database.sqlite" in commands(spec())["gateway-1"]
+    chosen = spec(settings=parsed_settings(["gateway.database=postgresql://u:secret@h/d"]))
+    assert not any("secret" in part for argv in commands(chosen).values() for part in argv)
+    (gateway,) = (each for each in all_process_specs(chosen.counts) if each.service == "gateway")
+    assert secret_settings(chosen, gateway, WHERE) == {"BATON_GATEWAY_DATABASE": "postgresql://u:secret@h/d"}
+
+
+def test_a_gateway_of_a_host_that_joins_has_no_file_of_its_own() -> None:
+    joined = ClusterSpec(node=NodeId("n2"), address="10.0.0.2", route_port=6222, first="n1 at 10.0.0.1")
+    assert not any("database" in part for part in commands(spec(cluster=joined))["gateway-1"])
 
 
 def test_ranks_of_a_pool_are_told_their_number_and_schedulers_their_role() -> None:

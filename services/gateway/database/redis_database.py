@@ -1,0 +1,288 @@
+"""Records in Redis: a hash each, sorted sets that order them, and Lua scripts that are the transactions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
+
+from services.gateway.database.records import (
+    MAX_EXPIRED,
+    MAX_LISTED,
+    MAX_READ_CHUNKS,
+    READ_BYTES,
+    Database,
+    DatabaseUnavailable,
+    Record,
+    RecordUnknown,
+    Usage,
+)
+
+CONNECTIONS = 8
+CONNECT_SECONDS = 2.0
+ANSWER_SECONDS = 5.0
+"""Seconds for one operation, and for a free connection, until Redis counts as unreachable."""
+
+_PREFIX = "baton:database"
+
+# KEYS of each script: the record, its kind's dues, its owner's list, all ends, its chunks, their positions.
+_WRITE = """
+local function order(key, member, score)
+  if score == '' then redis.call('ZREM', key, member) else redis.call('ZADD', key, score, member) end
+end
+local function written(fields, due, expires)
+  redis.call('HSET', KEYS[1], unpack(fields))
+  order(KEYS[2], redis.call('HGET', KEYS[1], 'id'), due)
+  order(KEYS[4], KEYS[1], expires)
+end
+"""
+_INSERT = (
+    _WRITE
+    + """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+local fields = {}
+for i = 5, #ARGV do fields[#fields + 1] = ARGV[i] end
+redis.call('ZADD', KEYS[3], ARGV[4], ARGV[3])
+written(fields, ARGV[1], ARGV[2])
+return 1
+"""
+)
+_REPLACE = (
+    _WRITE
+    + """
+if redis.call('HGET', KEYS[1], 'version') ~= ARGV[3] then return 0 end
+local fields = {}
+for i = 4, #ARGV do fields[#fields + 1] = ARGV[i] end
+written(fields, ARGV[1], ARGV[2])
+return 1
+"""
+)
+_DELETE = """
+local expires = redis.call('HGET', KEYS[1], 'expires')
+if not expires then return 0 end
+if ARGV[2] ~= '' and (expires == '' or tonumber(expires) > tonumber(ARGV[2])) then return 0 end
+redis.call('UNLINK', KEYS[1], KEYS[5], KEYS[6])
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('ZREM', KEYS[3], ARGV[1])
+redis.call('ZREM', KEYS[4], KEYS[1])
+return 1
+"""
+_ADD_CHUNKS = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return -1 end
+local added = 0
+for i = 1, #ARGV, 2 do
+  if redis.call('HSETNX', KEYS[5], ARGV[i], ARGV[i + 1]) == 1 then
+    redis.call('ZADD', KEYS[6], ARGV[i], ARGV[i])
+    added = added + 1
+  end
+end
+return added
+"""
+_CHUNKS = """
+local found, total = {}, 0
+local positions = redis.call('ZRANGEBYSCORE', KEYS[6], '(' .. ARGV[1], '+inf', 'LIMIT', 0, ARGV[3])
+for i, position in ipairs(positions) do
+  total = total + redis.call('HSTRLEN', KEYS[5], position)
+  if i > 1 and total > tonumber(ARGV[2]) then break end
+  found[#found + 1] = position
+  found[#found + 1] = redis.call('HGET', KEYS[5], position)
+end
+return found
+"""
+
+
+class RedisDatabase(Database):
+    """Owns the connections to one Redis. It keeps records as safely as its operator has set its persistence, and must
+    not be one that evicts keys."""
+
+    def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
+        """Raises ValueError for a URL that is none."""
+        from redis.asyncio import BlockingConnectionPool, Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
+        super().__init__(clock)
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS,
+            timeout=ANSWER_SECONDS,
+            socket_connect_timeout=CONNECT_SECONDS,
+            socket_timeout=ANSWER_SECONDS,
+            protocol=2,
+            retry=Retry(
+                NoBackoff(), 1
+            ),  # a connection that a restarted Redis has closed; what is sent twice counts once
+        )
+        self._redis: Any = Redis.from_pool(pool)
+        self._scripts = {
+            text: self._redis.register_script(text) for text in (_INSERT, _REPLACE, _DELETE, _ADD_CHUNKS, _CHUNKS)
+        }
+
+    async def insert(self, record: Record) -> bool:
+        """See `Database`."""
+        fields = [part for name in Record.__struct_fields__ for part in (name, _text(getattr(record, name)))]
+        head = (_text(record.due), _text(record.expires), record.id, _text(record.created))
+        return bool(await self._script(_INSERT, record.kind, record.id, record.owner, *head, *fields))
+
+    async def get(self, kind: str, id: str) -> Record | None:
+        """See `Database`."""
+        found = await self._get(kind, id)
+        return found if found is not None and self._is_valid(found) else None
+
+    async def replace(self, record: Record) -> Record | None:
+        """See `Database`."""
+        following = record.changed(version=record.version + 1)
+        written = ("expires", "value", "size", "due", "holder", "version")
+        fields = [part for name in written for part in (name, _text(getattr(following, name)))]
+        head = (_text(record.due), _text(record.expires), _text(record.version))
+        done = await self._script(_REPLACE, record.kind, record.id, record.owner, *head, *fields)
+        return following if done else None
+
+    async def delete(self, kind: str, id: str) -> bool:
+        """See `Database`."""
+        found = await self._get(kind, id)
+        return found is not None and bool(await self._script(_DELETE, kind, id, found.owner, id, ""))
+
+    async def page(
+        self, kind: str, owner: str, *, limit: int, after: str | None = None, newest_first: bool = True
+    ) -> list[Record]:
+        """See `Database`."""
+        key, limit = _list_key(kind, owner), min(limit, MAX_LISTED)
+        start = 0
+        if after is not None:
+            last = await self.get(kind, after)
+            rank = self._redis.zrevrank if newest_first else self._redis.zrank
+            place = None if last is None or last.owner != owner else await self._answer(rank(key, after))
+            if place is None:
+                raise RecordUnknown(after)
+            start = place + 1
+        records: list[Record] = []
+        while len(records) < limit:
+            page = await self._answer(self._redis.zrange(key, start, start + limit - 1, desc=newest_first))
+            found = [await self.get(kind, id.decode()) for id in page]
+            records += [record for record in found if record is not None]
+            start += limit
+            if len(page) < limit:
+                break
+        return records[:limit]
+
+    async def usage(self, kind: str, owner: str) -> Usage:
+        """See `Database`."""
+        ids = await self._answer(self._redis.zrange(_list_key(kind, owner), 0, -1))
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for id in ids:
+                pipeline.hget(_record_key(kind, id.decode()), "size")
+            sizes = await self._answer(pipeline.execute())
+        return Usage(len(ids), sum(int(size) for size in sizes if size is not None))
+
+    async def claim(self, kind: str, holder: str, lease: float) -> Record | None:
+        """See `Database`."""
+        now = self._clock()
+        due = await self._answer(self._redis.zrangebyscore(_due_key(kind), "-inf", repr(now), start=0, num=8))
+        for id in due:
+            found = await self.get(kind, id.decode())
+            if found is not None and found.due is not None and found.due <= now:
+                taken = await self.replace(found.changed(holder=holder, due=now + lease))
+                if taken is not None:
+                    return taken
+        return None
+
+    async def add_chunks(self, kind: str, id: str, chunks: Mapping[int, bytes]) -> int:
+        """See `Database`."""
+        parts = [part for position, data in chunks.items() for part in (str(position), data)]
+        added = await self._script(_ADD_CHUNKS, kind, id, "", *parts)
+        if added < 0:
+            raise RecordUnknown(id)
+        return int(added)
+
+    async def chunks(self, kind: str, id: str, after: int = -1, max_bytes: int = READ_BYTES) -> list[tuple[int, bytes]]:
+        """See `Database`."""
+        found = await self._script(_CHUNKS, kind, id, "", str(after), str(max_bytes), str(MAX_READ_CHUNKS))
+        return [(int(position), data) for position, data in zip(found[::2], found[1::2], strict=True)]
+
+    async def positions(self, kind: str, id: str) -> list[int]:
+        """See `Database`."""
+        return [int(position) for position in await self._answer(self._redis.zrange(_positions_key(kind, id), 0, -1))]
+
+    async def delete_expired(self) -> int:
+        """See `Database`."""
+        now = self._clock()
+        keys = await self._answer(self._redis.zrangebyscore(_ENDS, "-inf", repr(now), start=0, num=MAX_EXPIRED))
+        removed = 0
+        for key in keys:
+            kind, id, owner = await self._answer(self._redis.hmget(key, "kind", "id", "owner"))
+            if kind is not None:
+                names = kind.decode(), id.decode(), owner.decode()
+                removed += await self._script(_DELETE, *names, names[1], repr(now))
+        return removed
+
+    async def close(self) -> None:
+        """See `Database`."""
+        await self._redis.aclose()
+
+    async def _get(self, kind: str, id: str) -> Record | None:
+        fields = await self._answer(self._redis.hgetall(_record_key(kind, id)))
+        return _record({name.decode(): value for name, value in fields.items()}) if fields else None
+
+    async def _script(self, text: str, kind: str, id: str, owner: str, *arguments: str | bytes) -> Any:
+        keys = (
+            _record_key(kind, id),
+            _due_key(kind),
+            _list_key(kind, owner),
+            _ENDS,
+            f"{_PREFIX}:chunks:{kind}:{id}",
+            _positions_key(kind, id),
+        )
+        return await self._answer(self._scripts[text](keys=keys, args=arguments))
+
+    async def _answer(self, operation: object) -> Any:
+        from redis.exceptions import RedisError
+
+        try:
+            return await cast("Awaitable[Any]", operation)
+        except (RedisError, OSError) as error:
+            raise DatabaseUnavailable(f"redis: {error or type(error).__name__}") from None
+
+
+_ENDS = f"{_PREFIX}:ends"
+
+
+def _record_key(kind: str, id: str) -> str:
+    return f"{_PREFIX}:record:{kind}:{id}"
+
+
+def _positions_key(kind: str, id: str) -> str:
+    return f"{_PREFIX}:positions:{kind}:{id}"
+
+
+def _due_key(kind: str) -> str:
+    return f"{_PREFIX}:due:{kind}"
+
+
+def _list_key(kind: str, owner: str) -> str:
+    return f"{_PREFIX}:list:{kind}:{owner}"
+
+
+def _text(value: object) -> str | bytes:
+    """A field of a record; no value is an empty text."""
+    if value is None:
+        return ""
+    return value if isinstance(value, bytes) else repr(value) if isinstance(value, float) else str(value)
+
+
+def _record(fields: Mapping[str, bytes]) -> Record:
+    def number(name: str) -> float | None:
+        return float(fields[name]) if fields[name] else None
+
+    return Record(
+        kind=fields["kind"].decode(),
+        id=fields["id"].decode(),
+        owner=fields["owner"].decode(),
+        created=float(fields["created"]),
+        expires=number("expires"),
+        value=fields["value"],
+        size=int(fields["size"]),
+        due=number("due"),
+        holder=fields["holder"].decode(),
+        version=int(fields["version"]),
+    )

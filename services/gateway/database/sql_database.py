@@ -1,0 +1,209 @@
+"""Records in SQLite or Postgres, by SQLAlchemy's statements on threads of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from services.gateway.database.records import (
+    MAX_EXPIRED,
+    MAX_LISTED,
+    MAX_READ_CHUNKS,
+    READ_BYTES,
+    Database,
+    DatabaseUnavailable,
+    Record,
+    RecordUnknown,
+    Usage,
+)
+from shared.private_files import PRIVATE_FOLDER, private_opener
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+
+    from services.gateway.database.sql_tables import SqlTables
+
+THREADS = 4
+"""Operations at the same time, each on a connection of its own."""
+MAX_WAITING = 1024
+"""Operations that wait for a thread; further ones fail at once."""
+LOCK_SECONDS = 10
+"""Seconds that an operation waits for another one's lock."""
+STATEMENT_SECONDS = 10
+CONNECT_SECONDS = 5
+CLAIM_TRIES = 8
+"""Records that another gateway may take away in one search for work."""
+
+T = TypeVar("T")
+
+
+class SqlDatabase(Database):
+    """Owns an engine of SQLAlchemy's and the threads that use it. The first operation imports the library, connects,
+    and makes the tables."""
+
+    def __init__(self, place: str | Path, clock: Callable[[], float] = time.time) -> None:
+        """`place`: SQLite's file, or the URL of a server as SQLAlchemy has it."""
+        super().__init__(clock)
+        self._place = place
+        self._threads = ThreadPoolExecutor(THREADS, "database")
+        self._opening = threading.Lock()
+        self._engine: Engine | None = None
+        self._tables: SqlTables | None = None
+        self._open_operations = 0
+
+    @property
+    def untouched(self) -> bool:
+        """Whether SQLite's file is not there."""
+        return isinstance(self._place, Path) and not self._place.exists()
+
+    async def insert(self, record: Record) -> bool:
+        """See `Database`."""
+        return await self._run(lambda tables, connection: tables.insert(connection, record))
+
+    async def get(self, kind: str, id: str) -> Record | None:
+        """See `Database`."""
+        found = await self._run(lambda tables, connection: tables.get(connection, kind, id))
+        return found if found is not None and self._is_valid(found) else None
+
+    async def replace(self, record: Record) -> Record | None:
+        """See `Database`."""
+        return await self._run(lambda tables, connection: tables.replace(connection, record))
+
+    async def delete(self, kind: str, id: str) -> bool:
+        """See `Database`."""
+        return await self._run(lambda tables, connection: tables.delete(connection, kind, id))
+
+    async def page(
+        self, kind: str, owner: str, *, limit: int, after: str | None = None, newest_first: bool = True
+    ) -> list[Record]:
+        """See `Database`."""
+        now, limit = self._clock(), min(limit, MAX_LISTED)
+
+        def read(tables: SqlTables, connection: Connection) -> list[Record]:
+            last = None
+            if after is not None:
+                last = tables.get(connection, kind, after)
+                if last is None or last.owner != owner or not self._is_valid(last):
+                    raise RecordUnknown(after)
+            return tables.page(connection, kind, owner, limit, last, now, newest_first=newest_first)
+
+        return await self._run(read)
+
+    async def usage(self, kind: str, owner: str) -> Usage:
+        """See `Database`."""
+        return await self._run(lambda tables, connection: tables.usage(connection, kind, owner))
+
+    async def claim(self, kind: str, holder: str, lease: float) -> Record | None:
+        """See `Database`."""
+        now = self._clock()
+
+        def take(tables: SqlTables, connection: Connection) -> Record | None:
+            for _ in range(CLAIM_TRIES):
+                found = tables.most_due(connection, kind, now)
+                if found is None:
+                    return None
+                taken = tables.replace(connection, found.changed(holder=holder, due=now + lease))
+                if taken is not None:
+                    return taken
+            return None
+
+        return await self._run(take)
+
+    async def add_chunks(self, kind: str, id: str, chunks: Mapping[int, bytes]) -> int:
+        """See `Database`."""
+        return await self._run(lambda tables, connection: tables.add_chunks(connection, kind, id, chunks))
+
+    async def chunks(self, kind: str, id: str, after: int = -1, max_bytes: int = READ_BYTES) -> list[tuple[int, bytes]]:
+        """See `Database`."""
+        return await self._run(
+            lambda tables, connection: tables.chunks(connection, kind, id, after, max_bytes, MAX_READ_CHUNKS)
+        )
+
+    async def positions(self, kind: str, id: str) -> list[int]:
+        """See `Database`."""
+        return await self._run(lambda tables, connection: tables.positions(connection, kind, id))
+
+    async def delete_expired(self) -> int:
+        """See `Database`."""
+        now = self._clock()
+
+        def remove(tables: SqlTables, connection: Connection) -> int:
+            expired = tables.expired(connection, now, MAX_EXPIRED)
+            return sum(tables.delete(connection, kind, id, expired_at=now) for kind, id in expired)
+
+        return await self._run(remove)
+
+    async def close(self) -> None:
+        """See `Database`."""
+        await asyncio.to_thread(self._threads.shutdown)
+        if self._engine is not None:
+            self._engine.dispose()
+
+    async def _run(self, operation: Callable[[SqlTables, Connection], T]) -> T:
+        """The result of an operation in a transaction on one of the threads."""
+        if self._open_operations >= THREADS + MAX_WAITING:
+            raise DatabaseUnavailable(f"{self._open_operations} operations wait for the database")
+        self._open_operations += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._transaction, operation)
+        finally:
+            self._open_operations -= 1
+
+    def _transaction(self, operation: Callable[[SqlTables, Connection], T]) -> T:
+        from sqlalchemy.exc import DBAPIError, TimeoutError
+
+        try:
+            engine, tables = self._opened()
+            with engine.begin() as connection:
+                return operation(tables, connection)
+        except DBAPIError as error:
+            raise DatabaseUnavailable(str(error.orig).strip().partition("\n")[0]) from None
+        except (OSError, TimeoutError) as error:
+            raise DatabaseUnavailable(str(error)) from None
+
+    def _opened(self) -> tuple[Engine, SqlTables]:
+        with self._opening:
+            if self._engine is None or self._tables is None:
+                from services.gateway.database.sql_tables import SqlTables
+
+                engine = self._connect()
+                tables = SqlTables(engine.dialect.name)
+                tables.create(engine)
+                self._engine, self._tables = engine, tables
+            return self._engine, self._tables
+
+    def _connect(self) -> Engine:
+        from sqlalchemy import URL, create_engine, event
+
+        if isinstance(self._place, str):
+            options = f"-c statement_timeout={STATEMENT_SECONDS * 1000} -c lock_timeout={LOCK_SECONDS * 1000}"
+            return create_engine(
+                self._place,
+                pool_size=THREADS,
+                max_overflow=0,
+                pool_timeout=CONNECT_SECONDS,
+                pool_pre_ping=True,
+                hide_parameters=True,
+                connect_args={"connect_timeout": CONNECT_SECONDS, "options": options},
+            )
+        self._place.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        os.close(private_opener(self._place, os.O_RDWR | os.O_CREAT))  # SQLite's other files get the same mode
+        engine = create_engine(
+            URL.create("sqlite", database=str(self._place)),
+            pool_size=THREADS,
+            max_overflow=0,
+            hide_parameters=True,
+            connect_args={"timeout": LOCK_SECONDS, "check_same_thread": False},
+        )
+
+        @event.listens_for(engine, "connect")
+        def _configure(connection: Any, _: Any) -> None:
+            connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for the writer
+
+        return engine

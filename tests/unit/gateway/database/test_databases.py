@@ -1,0 +1,288 @@
+"""Each kind of database keeps the same promises: SQLite's file, a real Redis, a real Postgres where there is one."""
+
+import asyncio
+import stat
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from services.gateway.config import GatewayConfig
+from services.gateway.database.database_url import check_database_url, open_database
+from services.gateway.database.records import (
+    CHUNK_BYTES,
+    Database,
+    DatabaseUnavailable,
+    Record,
+    RecordUnknown,
+    Usage,
+)
+from services.gateway.database.redis_database import RedisDatabase
+from services.gateway.database.sql_database import SqlDatabase
+from tests.support.cluster.postgres_server import POSTGRES, postgres_server
+from tests.support.cluster.redis_server import redis_server
+
+KINDS = ("sqlite", "redis", "postgresql")
+
+
+class Clock:
+    """Moved by the test."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.25
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def url_of() -> Iterator[Callable[[str], str]]:
+    with tempfile.TemporaryDirectory() as made, ExitStack() as servers:
+        folder = Path(made)
+        folder.chmod(0o755)  # Postgres runs as another user
+        urls: dict[str, str] = {"sqlite": f"sqlite:///{folder}/new/database.sqlite"}
+
+        def url(kind: str) -> str:
+            if kind not in urls and kind == "redis":
+                urls[kind] = servers.enter_context(redis_server()).url
+            if kind not in urls:
+                if POSTGRES is None:
+                    pytest.skip("there is no Postgres here")
+                urls[kind] = servers.enter_context(postgres_server(folder / "postgres"))
+            return urls[kind]
+
+        yield url
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=KINDS)
+async def database(
+    request: pytest.FixtureRequest, url_of: Callable[[str], str], clock: Clock
+) -> AsyncIterator[Database]:
+    opened = open_database(url_of(request.param), clock)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def kind() -> str:
+    """Of its own for each test, as all use the same databases."""
+    return f"kind-{uuid4().hex}"
+
+
+def record(kind: str, id: str, created: float = 1.0, **fields: object) -> Record:
+    return Record(**{"kind": kind, "id": id, "owner": "alice", "created": created, "value": b'{"a": 1}'} | fields)
+
+
+async def test_a_record_is_read_as_it_was_written(database: Database, kind: str) -> None:
+    full = record(kind, "one", 5.125, value=bytes(range(256)), size=2**40, due=7.5, expires=2e9, holder="gateway-1")
+    plain = record(kind, "two", owner="", value=b"")
+    assert await database.insert(full)
+    assert await database.insert(plain)
+
+    assert await database.get(kind, "one") == full
+    assert await database.get(kind, "two") == plain
+    assert await database.get(f"{kind}x", "one") is None
+
+
+async def test_what_is_there_is_not_inserted_again(database: Database, kind: str) -> None:
+    assert await database.insert(record(kind, "one"))
+
+    assert not await database.insert(record(kind, "one", value=b"other"))
+
+    assert await database.get(kind, "one") == record(kind, "one")
+
+
+async def test_only_the_version_that_was_read_is_replaced(database: Database, kind: str) -> None:
+    await database.insert(record(kind, "one"))
+    read = await database.get(kind, "one")
+    assert read is not None
+
+    written = await database.replace(read.changed(value=b"mine", due=3.0, expires=2e9, size=4, holder="me"))
+
+    assert written == read.changed(value=b"mine", due=3.0, expires=2e9, size=4, holder="me", version=2)
+    assert await database.replace(read.changed(value=b"stale")) is None
+    assert await database.get(kind, "one") == written
+    assert await database.replace(record(kind, "unknown")) is None
+
+
+async def test_pages_are_in_order_and_of_one_owner(database: Database, kind: str) -> None:
+    for id, created in (("b", 2.0), ("a", 2.0), ("d", 1.0), ("c", 3.0)):
+        await database.insert(record(kind, id, created))
+    await database.insert(record(kind, "not-hers", 2.5, owner="bob"))
+
+    async def ids(**how: object) -> list[str]:
+        return [each.id for each in await database.page(kind, "alice", **{"limit": 10} | how)]
+
+    assert await ids() == ["c", "b", "a", "d"]
+    assert await ids(newest_first=False) == ["d", "a", "b", "c"]
+    assert await ids(limit=2) == ["c", "b"]
+    assert await ids(limit=2, after="b") == ["a", "d"]
+    assert await ids(after="a", newest_first=False) == ["b", "c"]
+    for unknown in ("not-hers", "nothing"):
+        with pytest.raises(RecordUnknown):
+            await ids(after=unknown)
+
+
+async def test_contents_keep_their_order_and_each_position_its_first_chunk(database: Database, kind: str) -> None:
+    await database.insert(record(kind, "one"))
+    assert await database.add_chunks(kind, "one", {10: b"ten", 2: b"two" * CHUNK_BYTES}) == 2
+    assert await database.add_chunks(kind, "one", {2: b"again", 3: b"three"}) == 1
+
+    assert await database.chunks(kind, "one") == [(2, b"two" * CHUNK_BYTES), (3, b"three"), (10, b"ten")]
+    assert await database.chunks(kind, "one", max_bytes=1) == [(2, b"two" * CHUNK_BYTES)]
+    assert await database.chunks(kind, "one", after=2, max_bytes=8) == [(3, b"three"), (10, b"ten")]
+    assert await database.chunks(kind, "one", after=10) == []
+    assert await database.positions(kind, "one") == [2, 3, 10]
+
+
+async def test_contents_go_with_their_record_and_none_come_later(database: Database, kind: str) -> None:
+    await database.insert(record(kind, "one", due=1.0))
+    await database.add_chunks(kind, "one", {0: b"text"})
+
+    assert await database.delete(kind, "one")
+
+    assert not await database.delete(kind, "one")
+    with pytest.raises(RecordUnknown):
+        await database.add_chunks(kind, "one", {1: b"late"})
+    assert await database.positions(kind, "one") == []
+    assert await database.page(kind, "alice", limit=5) == []
+    assert await database.claim(kind, "gateway-1", 10.0) is None
+
+
+async def test_what_has_expired_is_found_by_nobody_and_removed(database: Database, kind: str, clock: Clock) -> None:
+    await database.insert(record(kind, "short", expires=clock.now + 1, due=0.0, size=5))
+    await database.insert(record(kind, "long", expires=clock.now + 100, size=7))
+    await database.add_chunks(kind, "short", {0: b"text"})
+    assert await database.usage(kind, "alice") == Usage(2, 12)
+    assert await database.delete_expired() == 0
+
+    clock.now += 1
+
+    assert await database.get(kind, "short") is None
+    assert [each.id for each in await database.page(kind, "alice", limit=5)] == ["long"]
+    assert await database.claim(kind, "gateway-1", 10.0) is None
+    assert await database.delete_expired() == 1
+    assert await database.usage(kind, "alice") == Usage(1, 7)
+    assert await database.positions(kind, "short") == []
+
+
+async def test_work_is_leased_to_one_at_a_time(database: Database, kind: str, clock: Clock) -> None:
+    await database.insert(record(kind, "later", due=clock.now - 1))
+    await database.insert(record(kind, "first", due=clock.now - 2))
+    await database.insert(record(kind, "done"))
+
+    taken = await asyncio.gather(*(database.claim(kind, f"gateway-{number}", 10.0) for number in range(4)))
+
+    found = [each for each in taken if each is not None]
+    assert sorted(each.id for each in found) == ["first", "later"]
+    assert all(each.due == clock.now + 10 and each.version == 2 for each in found)
+    assert len({each.holder for each in found}) == 2
+
+    clock.now += 10
+    lost = next(each for each in found if each.id == "first")
+    again = await database.claim(kind, "gateway-9", 10.0)
+    assert again is not None
+    assert again.holder == "gateway-9"
+    other = await database.claim(kind, "gateway-9", 10.0)
+    assert other is not None
+    assert await database.replace(lost.changed(value=b"from a gateway that was too slow")) is None
+
+
+async def test_one_of_many_that_write_at_once_wins_each_version(database: Database, kind: str) -> None:
+    await database.insert(record(kind, "one", value=b"0"))
+
+    async def add_one() -> None:
+        while True:
+            read = await database.get(kind, "one")
+            assert read is not None
+            if await database.replace(read.changed(value=str(int(read.value) + 1).encode())):
+                return
+
+    await asyncio.gather(*(add_one() for _ in range(20)))
+
+    read = await database.get(kind, "one")
+    assert read is not None
+    assert (read.value, read.version) == (b"20", 21)
+
+
+@pytest.mark.parametrize("name", KINDS)
+async def test_records_outlive_the_process_that_wrote_them(name: str, url_of: Callable[[str], str], kind: str) -> None:
+    first, second = open_database(url_of(name)), open_database(url_of(name))
+    await first.insert(record(kind, "one"))
+    await first.close()
+
+    assert await second.get(kind, "one") == record(kind, "one")
+    await second.close()
+
+
+async def test_sqlite_is_opened_by_its_first_use_and_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "database.sqlite"
+    database = open_database(f"sqlite:///{path}")
+    assert database.untouched
+    assert not path.parent.exists()
+
+    await database.insert(record("kind", "one"))
+
+    assert not database.untouched
+    assert {stat.S_IMODE(each.stat().st_mode) for each in path.parent.iterdir()} == {0o600}
+    await database.close()
+
+
+async def test_the_event_loop_runs_while_sqlite_waits_for_a_lock(tmp_path: Path) -> None:
+    import sqlite3
+
+    path = tmp_path / "database.sqlite"
+    database = open_database(f"sqlite:///{path}")
+    await database.insert(record("kind", "one"))
+    with sqlite3.connect(path) as other:
+        other.execute("BEGIN IMMEDIATE")
+        waiting = asyncio.create_task(database.insert(record("kind", "two")))
+        began = time.monotonic()
+        while time.monotonic() < began + 0.2:
+            await asyncio.sleep(0.005)
+        assert not waiting.done()
+        assert await database.get("kind", "one") is not None
+    other.close()
+    assert await waiting
+    await database.close()
+
+
+def test_a_gateway_has_the_database_of_its_settings(tmp_path: Path) -> None:
+    file = tmp_path / "a#b?.sqlite"
+    assert GatewayConfig().open_database() is None
+    assert isinstance(GatewayConfig(database_file=file).open_database(), SqlDatabase)
+    chosen = GatewayConfig(database_file=file, database="redis://127.0.0.1:1/0").open_database()
+    assert isinstance(chosen, RedisDatabase)
+    with pytest.raises(ValueError, match="database: sqlite:////PATH"):
+        GatewayConfig(database="mysql://u:geheim@h/x")
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://127.0.0.1:1/0", "postgresql://u:geheim@127.0.0.1:1/x", "sqlite:////dev/null/x"]
+)
+async def test_a_database_that_is_away_is_said_to_be_so(url: str) -> None:
+    database = open_database(url)
+
+    with pytest.raises(DatabaseUnavailable) as raised:
+        await database.get("kind", "one")
+
+    assert "geheim" not in str(raised.value)
+    await database.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "mysql://h/x", "sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite://host/x", "postgresql://h", "redis:"],
+)
+def test_what_is_no_database_is_refused_by_its_url(url: str) -> None:
+    with pytest.raises(ValueError, match="database: sqlite:////PATH, postgresql://"):
+        check_database_url(url)
