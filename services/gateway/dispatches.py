@@ -9,6 +9,7 @@ from services.gateway.api.chat import AssistantMessage, repeatable_ids
 from services.gateway.api.generation import ChoiceRequest, GenerationKind, GenerationRequest
 from services.gateway.api.ollama.answer import OllamaMessage
 from services.gateway.api.response import ChoiceState, ParsedMessage
+from services.gateway.api.responses.output_items import OutputItems
 from services.gateway.core.open_request import FIRST_ATTEMPT
 from services.gateway.parsing.output_parser import ParserOptions
 from services.gateway.tokenizer_client import PromptDetails
@@ -18,6 +19,7 @@ from shared.messages.tokenizer import Tokenize
 _MESSAGES: dict[GenerationKind, Callable[[ParserOptions | None], ParsedMessage]] = {
     "messages": MessageBlocks,
     "ollama": OllamaMessage,
+    "responses": OutputItems,
 }
 """Of the APIs that always parse their outputs."""
 

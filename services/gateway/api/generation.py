@@ -26,7 +26,7 @@ SEED_MASK = INT64 - 1
 
 
 GenerationKind = Literal[
-    "chat", "completion", "messages", "ollama", "embedding", "pooling", "classification", "score", "rerank"
+    "chat", "completion", "messages", "ollama", "responses", "embedding", "pooling", "classification", "score", "rerank"
 ]
 """The family of endpoints that a request comes from, as metrics and logs name it."""
 

@@ -17,6 +17,7 @@ from services.gateway.api.pooling.classification import ClassificationFields
 from services.gateway.api.pooling.embeddings import EmbeddingFields, PoolingFields
 from services.gateway.api.pooling.scores import RerankFields, ScoreFields
 from services.gateway.api.prompts import DetokenizeFields, TokenizeFields
+from services.gateway.api.responses.request import ResponsesFields
 
 SCHEMAS = "#/components/schemas/"
 ERROR = {
@@ -60,6 +61,7 @@ OPERATIONS = (
         "POST", "/v1/chat/completions", "Generate the next message of a chat.", ChatFields, GENERATED, resumable=True
     ),
     Operation("POST", "/v1/completions", "Continue texts or token ids.", CompletionFields, GENERATED, resumable=True),
+    Operation("POST", "/v1/responses", "The same as OpenAI's Responses API has it.", ResponsesFields, GENERATED),
     Operation("POST", "/v1/messages", "The same as Anthropic's API has it.", MessagesFields, GENERATED),
     Operation("POST", "/v1/messages/count_tokens", "How many tokens such a prompt has.", MessagesTokensFields),
     Operation("POST", "/api/chat", "The same as Ollama's API has it.", OllamaChatFields, LINES),

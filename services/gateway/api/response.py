@@ -39,7 +39,13 @@ ResponseOutcome = Literal["finished", "failed", "client left", "client too slow"
 client gets the overflow provider's answer."""
 
 
-PROMPT_FIELDS = {"chat": "messages", "messages": "messages", "ollama": "messages", "completion": "prompt"}
+PROMPT_FIELDS = {
+    "chat": "messages",
+    "messages": "messages",
+    "ollama": "messages",
+    "responses": "input",
+    "completion": "prompt",
+}
 """The client's names of what is tokenized."""
 
 

@@ -22,6 +22,7 @@ from services.gateway.core.api_keys import KeyScope
 from services.gateway.http.access import AccessControl
 from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEndpoint
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
+from services.gateway.http.apis.responses import ResponsesEndpoint
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
 from services.gateway.http.endpoints import VERSION, Endpoint, Handler, InfoEndpoints
@@ -85,6 +86,7 @@ def build_app(
         routes=[
             route("POST", "/v1/chat/completions", generation("chat"), "inference"),
             route("POST", "/v1/completions", generation("completion"), "inference"),
+            route("POST", "/v1/responses", ResponsesEndpoint(table, parser, access, streams, settings), "inference"),
             anthropic("/v1/messages", MessagesEndpoint(table, parser, access, streams, settings)),
             anthropic("/v1/messages/count_tokens", CountTokensEndpoint(table, parser)),
             ollama("POST", "/api/chat", ollama_generation("chat"), "inference"),

@@ -32,6 +32,7 @@ from services.gateway.api.pooling.classification import read_classification
 from services.gateway.api.pooling.embeddings import read_embedding, read_pooling_request
 from services.gateway.api.pooling.scores import read_rerank, read_score
 from services.gateway.api.prompts import read_detokenize, read_tokenize
+from services.gateway.api.responses.request import read_responses
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
 from shared.messages.lifecycle import ModelCard
@@ -90,6 +91,8 @@ def read_body(body: bytes, context: BodyContext) -> Any:
             return read_chat(body, context.cards, context.limits, context.dialect_of)
         case "messages":
             return read_messages(body, context.cards, context.limits, context.dialect_of)
+        case "responses":
+            return read_responses(body, context.cards, context.limits, context.dialect_of)
         case "count_tokens":
             return read_count_tokens(body, context.cards, context.limits)
         case "completion":

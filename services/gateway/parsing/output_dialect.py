@@ -50,6 +50,8 @@ class OutputDialect(NamedTuple):
     """Of the plug-in `reasoning`."""
     starts_open: bool = False
     """Whether all up to the end mark is reasoning for the plug-in `reasoning`, even without the opening mark."""
+    controls: tuple[ThinkingControl, ...] = ()
+    """What the chat template reads about reasoning."""
     see_special_tokens: tuple[str, ...] = ()
     """The plug-ins among them that are to see the model's special tokens."""
 

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its requests as chats, and the answers in its shape."""

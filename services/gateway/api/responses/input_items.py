@@ -1,0 +1,140 @@
+"""The items of a request's `input`, read as messages of a chat.
+
+What a model writes in one turn is several items: reasoning, a text, calls of tools. A chat has one message for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.api.errors import abbreviated, invalid, not_allowed, unsupported
+
+Item = dict[str, Any]
+Message = dict[str, Any]
+
+MAX_ITEMS = 16_384
+STATUSES = ("in_progress", "completed", "incomplete")
+
+
+def chat_messages(items: list[Item], field: str = "input") -> list[Message]:
+    """Returns the messages that the items are. `field`: the client's name of them. Raises RequestError 400."""
+    if len(items) > MAX_ITEMS:
+        raise invalid(field, f"{len(items)} items are not allowed; at most {MAX_ITEMS}")
+    turns = _Turns()
+    for i, item in enumerate(items):
+        _read(item, f"{field}[{i}]", turns)
+    return turns.messages
+
+
+def is_unfinished(item: Item) -> bool:
+    """Whether an item is a text of the model's that is to be continued."""
+    return item.get("role") == "assistant" and item.get("status") in ("in_progress", "incomplete")
+
+
+class _Turns:
+    """Owns the messages, and what the model's last turn has so far."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def add(self, message: Message) -> None:
+        self.messages.append(message)
+
+    def reason(self, text: str) -> None:
+        self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
+
+    def say(self, text: str) -> None:
+        turn = self._turn("" if self._called else "content")
+        turn["content"] = (turn["content"] or "") + text
+
+    def call(self, call: dict[str, Any]) -> None:
+        self._turn().setdefault("tool_calls", []).append(call)
+
+    @property
+    def _called(self) -> bool:
+        """Whether the last turn calls tools: what the model says then belongs to it, as results follow the calls."""
+        return bool(self.messages) and "tool_calls" in self.messages[-1]
+
+    def _turn(self, *without: str) -> Message:
+        """The model's last turn where it has none of these, else a new one."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or any(last.get(name) is not None for name in without):
+            last = {"role": "assistant", "content": None}
+            self.messages.append(last)
+        return last
+
+
+def _read(item: Item, where: str, turns: _Turns) -> None:
+    if item.get("status") not in (None, *STATUSES):
+        raise not_allowed(f"{where}.status", item["status"], f"one of {', '.join(STATUSES)} is")
+    match item.get("type", "message"):
+        case "message" | None:
+            _read_message(item, where, turns)
+        case "function_call":
+            turns.call(_function_call(item, where))
+        case "function_call_output":
+            turns.add(_function_call_output(item, where))
+        case "reasoning":
+            turns.reason(_reasoning(item, where))
+        case str(kind):
+            raise unsupported(f"{where}.type", f"an item of type {abbreviated(kind)}")
+        case other:
+            raise not_allowed(f"{where}.type", other, "a string is")
+
+
+def _read_message(item: Item, where: str, turns: _Turns) -> None:
+    role, content = item.get("role"), item.get("content")
+    if role not in ("user", "assistant", "system", "developer"):
+        raise not_allowed(f"{where}.role", role, "'user', 'assistant', 'system' or 'developer' is")
+    if role == "assistant":
+        turns.say(_text(content, f"{where}.content", "output_text"))
+    else:
+        turns.add({"role": role, "content": _text(content, f"{where}.content", "input_text")})
+
+
+def _function_call(item: Item, where: str) -> dict[str, Any]:
+    match item:
+        case {"call_id": str(call), "name": str(name), "arguments": str(arguments)}:
+            return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
+    raise not_allowed(where, item, '{"type": "function_call", "call_id": "…", "name": "…", "arguments": "…"} is')
+
+
+def _function_call_output(item: Item, where: str) -> Message:
+    call = item.get("call_id")
+    if not isinstance(call, str):
+        raise not_allowed(f"{where}.call_id", call, "the call_id of a function_call is")
+    return {"role": "tool", "tool_call_id": call, "content": _text(item.get("output"), f"{where}.output", "input_text")}
+
+
+def _reasoning(item: Item, where: str) -> str:
+    if item.get("encrypted_content") is not None:
+        raise unsupported(f"{where}.encrypted_content", "reasoning that is not in the clear")
+    for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
+        if item.get(name):
+            return _text(item[name], f"{where}.{name}", kind)
+    return ""
+
+
+def _text(content: Any, where: str, kind: str) -> str:
+    """A text, or its parts; `kind`: what such parts are here."""
+    match content:
+        case str():
+            return content
+        case list() if kind != "input_text":
+            return "".join(_part(part, f"{where}[{i}]", kind) for i, part in enumerate(content))
+        case [_, *_]:
+            return "\n".join(_part(part, f"{where}[{i}]", kind) for i, part in enumerate(content))
+        case _:
+            raise not_allowed(where, content, f"a text or a list of parts of type '{kind}' is")
+
+
+def _part(part: Any, where: str, kind: str) -> str:
+    match part:
+        case {"type": "input_text" | "output_text" | "reasoning_text" | "summary_text" | "text", "text": str(text)}:
+            return text
+        case {"type": "refusal", "refusal": str(text)}:
+            return text
+        case {"type": str(other)} if other != kind:
+            raise unsupported(f"{where}.type", f"a part of type {abbreviated(other)} here")
+        case _:
+            raise not_allowed(where, part, f'{{"type": "{kind}", "text": "…"}} is')

@@ -1,0 +1,226 @@
+"""The items of a response's output while it arrives: as events of a stream, and whole at the end."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Literal, assert_never
+
+from services.gateway.api.chat import mistral_id, openai_id
+from services.gateway.api.logprobs import chat_logprobs
+from services.gateway.parsing.events import (
+    ContentText,
+    ParseEvent,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallRetraction,
+    ToolCallStart,
+)
+from services.gateway.parsing.output_dialect import OutputDialect
+from services.gateway.parsing.output_parser import OutputParser, ParserOptions
+from shared.messages.gateway import PositionLogprobs
+from shared.messages.generation import FinishReason
+
+Event = dict[str, Any]
+ItemKind = Literal["message", "reasoning", "function_call"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+_PREFIXES: dict[ItemKind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_DELTAS: dict[ItemKind, str] = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
+
+
+class OutputItem:
+    """One item, as far as it has arrived."""
+
+    def __init__(self, kind: ItemKind, index: int, named: dict[str, str]) -> None:
+        """`index`: its number in the output. `named`: the name and the id of a call."""
+        self.kind: ItemKind = kind
+        self.id = f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"
+        self._index, self._named = index, named
+        self._status: ItemStatus = "in_progress"
+        self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def begin(self) -> list[Event]:
+        """Returns the events with which it begins, before anything was added."""
+        added = [self._event("response.output_item.added", item=self._fields([], ""))]
+        if self.kind == "function_call":
+            return added
+        return [*added, self._content_event("response.content_part.added", part=self._part(""))]
+
+    def add(self, text: str, logprobs: list[PositionLogprobs]) -> Event:
+        """Appends what has arrived."""
+        self._pieces.append(text)
+        if self.kind == "function_call":
+            return self._event(f"{_DELTAS[self.kind]}.delta", item_id=self.id, delta=text)
+        event = self._content_event(f"{_DELTAS[self.kind]}.delta", delta=text)
+        if self.kind == "message":
+            event["logprobs"] = chat_logprobs(logprobs)["content"]
+            self._logprobs += event["logprobs"]
+        return event
+
+    def end(self, *, cut_off: bool) -> list[Event]:
+        """Returns the events with which it ends. `cut_off`: before its time."""
+        self._status = "incomplete" if cut_off else "completed"
+        text, done = "".join(self._pieces), f"{_DELTAS[self.kind]}.done"
+        last = self._event("response.output_item.done", item=self.body())
+        if self.kind == "function_call":
+            return [self._event(done, item_id=self.id, name=self._named["name"], arguments=text), last]
+        ended = self._content_event(done, text=text)
+        if self.kind == "message":
+            ended["logprobs"] = self._logprobs
+        return [ended, self._content_event("response.content_part.done", part=self._part(text)), last]
+
+    def body(self) -> dict[str, Any]:
+        """Returns it whole."""
+        text = "".join(self._pieces)
+        return self._fields([] if self.kind == "function_call" else [self._part(text)], text)
+
+    def _fields(self, content: list[dict[str, Any]], arguments: str) -> dict[str, Any]:
+        named = {"id": self.id, "type": self.kind, "status": self._status}
+        match self.kind:
+            case "message":
+                return {**named, "role": "assistant", "content": content}
+            case "reasoning":
+                return {**named, "summary": [], "content": content, "encrypted_content": None}
+            case "function_call":
+                return {**named, **self._named, "arguments": arguments}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "output_index": self._index, **fields}
+
+    def _content_event(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, item_id=self.id, content_index=0, **fields)
+
+
+class OutputItems:
+    """Owns an answer's items. Text between them that is only white space is left out."""
+
+    def __init__(self, options: ParserOptions | None) -> None:
+        """`options`: how the output is read; None: it is nothing but text."""
+        self.parser = OutputParser(options or ParserOptions(OutputDialect()))
+        self.reasoning_tokens = 0
+        """Tokens of the reasoning; the mark that opens it counts, the one that closes it does not."""
+        self._mistral = options is not None and options.dialect.tools == "mistral"
+        self._parsed = options is not None
+        self._items: list[OutputItem] = []
+        self._open: OutputItem | None = None
+        self._blank = ""
+        """White space that is part of a text only if more of it follows."""
+        self._started = 0
+        """Items that a stream has begun, retracted ones included."""
+        self._tokens = 0
+        """Tokens of which it is not known yet what they are part of."""
+        self._logprobs: list[PositionLogprobs] = []
+        """Of such tokens."""
+
+    def record(self, tokens: int, logprobs: tuple[PositionLogprobs, ...] | None) -> None:
+        """Notes what the next text is made of; to be called before each `feed`."""
+        self._tokens += tokens
+        self._logprobs += logprobs or ()
+
+    def feed(self, text: str, finish: FinishReason | None) -> list[Event]:
+        """Returns the events of new output; none where nothing is decided yet."""
+        events: list[Event] = []
+        self._add_all(self.parser.feed(text), events, cut_off=False)
+        if finish is not None:
+            cut_off = finish == "length"
+            self._add_all(self.parser.finish(truncated=cut_off), events, cut_off=cut_off)
+            if not self._items and self._blank:
+                self._begin("message", events)
+                self._append(self._blank, events)
+            self._close(events, cut_off=cut_off)
+        return events
+
+    def finish_reason(self, reason: FinishReason) -> str:
+        """Returns whether the output stopped after a call of a tool, or the reason."""
+        called = any(item.kind == "function_call" for item in self._items)
+        return "tool_calls" if called and reason == "stop" else reason
+
+    def body(self) -> list[dict[str, Any]]:
+        """Returns the response's `output`."""
+        return [item.body() for item in self._items]
+
+    def _add_all(self, parsed: list[ParseEvent], events: list[Event], *, cut_off: bool) -> None:
+        self._count_reasoning(parsed)
+        for each in parsed:
+            self._add(each, events, cut_off=cut_off)
+
+    def _count_reasoning(self, parsed: list[ParseEvent]) -> None:
+        """A token is reasoning if its text is; where one step brought both, by the share of characters."""
+        reasoning = sum(len(each.text) for each in parsed if isinstance(each, ReasoningText))
+        others = sum(
+            len(each.name if isinstance(each, ToolCallStart) else each.text)
+            for each in parsed
+            if isinstance(each, ContentText | ToolCallStart | ToolCallArguments)
+        )
+        if reasoning or others:
+            self.reasoning_tokens += round(self._tokens * reasoning / (reasoning + others))
+            self._tokens = 0
+
+    def _add(self, event: ParseEvent, events: list[Event], *, cut_off: bool) -> None:
+        match event:
+            case ContentText(text):
+                self._extend("message", text, events)
+            case ReasoningText(text):
+                self._extend("reasoning", text, events)
+            case ToolCallStart(name):
+                identity = mistral_id() if self._mistral else openai_id()
+                self._begin("function_call", events, {"call_id": identity, "name": name})
+            case ToolCallArguments(text):
+                self._append(text, events)
+            case ToolCallRetraction():
+                retracted = self._open
+                self._close(events, cut_off=True)
+                self._items = [item for item in self._items if item is not retracted]
+            case ToolCallEnd():
+                self._close(events, cut_off=cut_off)
+            case _:
+                assert_never(event)
+
+    def _extend(self, kind: ItemKind, text: str, events: list[Event]) -> None:
+        if self._open is None or self._open.kind != kind:
+            self._close(events)
+            text = self._blank + text
+            if not text.strip():
+                self._blank = text
+                return
+            if self._parsed:
+                self._logprobs = _last_of(self._logprobs, len(text.encode()))
+            self._begin(kind, events)
+        self._append(text, events)
+
+    def _begin(self, kind: ItemKind, events: list[Event], named: dict[str, str] | None = None) -> None:
+        self._close(events)
+        self._open = OutputItem(kind, self._started, named or {})
+        self._started += 1
+        self._items.append(self._open)
+        events += self._open.begin()
+
+    def _append(self, text: str, events: list[Event]) -> None:
+        assert self._open is not None
+        events.append(self._open.add(text, self._logprobs))
+        self._blank, self._logprobs = "", []
+
+    def _close(self, events: list[Event], *, cut_off: bool = False) -> None:
+        if self._open is not None:
+            events += self._open.end(cut_off=cut_off)
+            self._open, self._blank = None, ""
+
+
+def _last_of(positions: list[PositionLogprobs], size: int) -> list[PositionLogprobs]:
+    """The last positions, those that make a text of `size` bytes: marks came before it."""
+    for i, position in reversed(list(enumerate(positions))):
+        if size <= 0:
+            return positions[i + 1 :]
+        size -= len(position.chosen.raw)
+    return positions

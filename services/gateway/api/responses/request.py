@@ -1,0 +1,329 @@
+"""`POST /v1/responses`: reads the body as a chat.
+
+Unknown fields are refused by name, as an answer without their effect would not be what the client asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from services.gateway.api.chat import ChatFields, chat_request
+from services.gateway.api.errors import RequestError, check_depth, decode_body, invalid, not_allowed, unsupported
+from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
+from services.gateway.api.responses.input_items import Item, chat_messages, is_unfinished
+from services.gateway.api.structured_outputs import ResponseFormat, StructuredOutputs
+from services.gateway.parsing.output_dialect import OutputDialect
+from shared.ids import ModelName
+from shared.messages.lifecycle import ModelCard
+
+LOGPROBS = "message.output_text.logprobs"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+"""Characters. OpenAI's limits."""
+
+
+class ReasoningFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """How the model is to reason."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+class TextFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the text is to be."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponseStreamFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """How the stream is to be."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The JSON of `POST /v1/responses`, with vLLM's additions; null means the default."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    text: TextFields | None = None
+    reasoning: ReasoningFields | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    truncation: str | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamFields | None = None
+    store: bool | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    # vLLM's.
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    enable_prefix_caching: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
+    background: bool | None = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+    image: Any = None
+    access_programs: Any = None
+    background_options: Any = None
+    prompt_cache_options: Any = None
+
+
+_SHARED = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "seed", "stop", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "priority"),
+    *("cache_salt", "enable_prefix_caching", "structured_outputs", "vllm_xargs", "stream", "parallel_tool_calls"),
+)
+"""Fields that a chat has with the same meaning."""
+_UNSUPPORTED = {
+    "background": "running in the background",
+    "previous_response_id": "going on from a stored response",
+    "conversation": "a stored conversation",
+    "prompt": "a prompt template",
+    "context_management": "managing the context",
+    "moderation": "moderation",
+    "image": "a policy for images",
+    "access_programs": "an access program",
+    "background_options": "an option of running in the background",
+    "prompt_cache_options": "an option of the prompt cache",
+}
+_ECHOED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "user", "safety_identifier", "prompt_cache_key"),
+    "prompt_cache_retention",
+)
+"""Fields that a response repeats as they are."""
+_TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
+
+
+class ResponseRequest(Struct, frozen=True):
+    """A checked request for a response."""
+
+    generation: GenerationRequest
+    echoed: dict[str, Any]
+    """What the response says of how it was asked for."""
+
+
+_decoder = msgspec.json.Decoder(ResponsesFields)
+
+
+def read_responses(
+    body: bytes, cards: list[ModelCard], limits: RequestLimits, dialect_of: Callable[[ModelName], OutputDialect] | None
+) -> ResponseRequest:
+    """Reads and checks a body of `/v1/responses`; see `read_chat`. Raises RequestError."""
+    fields = decode_body(body, _decoder)
+    card = check_generates(choose_model(fields.model, cards))
+    _check(fields)
+    dialect = OutputDialect() if dialect_of is None else dialect_of(card.name)
+    try:
+        generation = chat_request(_chat_fields(fields, dialect), cards, limits, dialect_of, kind="responses")
+    except RequestError as error:
+        raise _in_their_words(error) from None
+    return ResponseRequest(generation, _echoed(fields))
+
+
+def _check(fields: ResponsesFields) -> None:
+    for name, what in _UNSUPPORTED.items():
+        if getattr(fields, name) not in (None, False):
+            raise unsupported(name, what)
+    if fields.store:
+        raise unsupported("store", "storing responses")
+    if fields.service_tier not in (None, "auto", "default"):
+        raise not_allowed("service_tier", fields.service_tier, "'auto' or 'default' is")
+    if fields.truncation not in (None, "auto", "disabled"):
+        raise not_allowed("truncation", fields.truncation, "'auto' or 'disabled' is")
+    if fields.max_tool_calls is not None and fields.max_tool_calls < 1:
+        raise not_allowed("max_tool_calls", fields.max_tool_calls, "it must be at least 1")
+    if fields.stream_options is not None:
+        if not fields.stream:
+            raise invalid("stream_options", "only allowed when stream is true")
+        if fields.stream_options.include_obfuscation:
+            raise unsupported("stream_options.include_obfuscation", "obfuscation")
+    for i, name in enumerate(fields.include or []):
+        if name != LOGPROBS:
+            raise not_allowed(f"include[{i}]", name, f"'{LOGPROBS}' is")
+    if fields.top_logprobs and not fields.include:
+        raise invalid("top_logprobs", f"only allowed where include has '{LOGPROBS}'")
+    _check_metadata(fields.metadata or {})
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > MAX_METADATA:
+        raise invalid("metadata", f"{len(metadata)} pairs are not allowed; at most {MAX_METADATA}")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            rule = f"keys have at most {MAX_METADATA_KEY} characters, values at most {MAX_METADATA_VALUE}"
+            raise not_allowed("metadata", {key: value}, rule)
+
+
+def _chat_fields(fields: ResponsesFields, dialect: OutputDialect) -> ChatFields:
+    """The fields of a chat that comes to the same."""
+    items: list[Item] = [{"role": "user", "content": fields.input}] if isinstance(fields.input, str) else fields.input
+    if not items:
+        raise invalid("input", "[] is not allowed; a text or at least one item is needed")
+    messages = [] if fields.instructions is None else [{"role": "system", "content": fields.instructions}]
+    chat = ChatFields(messages=[*messages, *chat_messages(items)])
+    for name in _SHARED:
+        setattr(chat, name, getattr(fields, name))
+    if is_unfinished(items[-1]):
+        chat.continue_final_message, chat.add_generation_prompt = True, False
+    chat.max_tokens = fields.max_output_tokens
+    chat.logprobs, chat.top_logprobs = bool(fields.include), fields.top_logprobs
+    chat.truncate_prompt_tokens = -1 if fields.truncation == "auto" else None
+    if fields.tools is not None:
+        check_depth("tools", fields.tools)
+        chat.tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools)]
+    chat.tool_choice = _tool_choice(fields.tool_choice)
+    if fields.text is not None:
+        chat.response_format = _response_format(fields.text)
+    chat.chat_template_kwargs = {**_reasoning(fields.reasoning, dialect), **(fields.chat_template_kwargs or {})}
+    return chat
+
+
+def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
+    if (kind := tool.get("type")) != "function":
+        if isinstance(kind, str):
+            raise unsupported(f"{path}.type", f"a tool of type {kind[:80]!r}, which a server would run,")
+        raise not_allowed(f"{path}.type", kind, "'function' is")
+    for name, value in tool.items():
+        if name not in _TOOL_FIELDS and value is not None:
+            raise unsupported(f"{path}.{name[:80]}", "this field of a tool")
+    function = {key: tool[key] for key in _TOOL_FIELDS[1:] if tool.get(key) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    match choice:
+        case {"type": "allowed_tools", "mode": mode, "tools": tools}:
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+        case None | str() | {"type": "function", "name": str()}:
+            return choice
+    forms = '{"type": "function", "name": …} or {"type": "allowed_tools", "mode": "auto" or "required", "tools": […]}'
+    raise not_allowed("tool_choice", choice, f"'none', 'auto', 'required', {forms} is")
+
+
+def _response_format(text: TextFields) -> ResponseFormat | None:
+    if text.verbosity not in (None, "medium"):
+        raise not_allowed("text.verbosity", text.verbosity, "'medium' is, as a model has no other")
+    match text.format:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return ResponseFormat(type="json_object")
+        case {"type": "json_schema", "schema": schema}:
+            described = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+            return msgspec.convert(described, ResponseFormat)
+        case {"type": "json_schema"}:
+            raise invalid("text.format.schema", "this field is required where type is 'json_schema'")
+    raise not_allowed("text.format.type", text.format.get("type"), "'text', 'json_object' or 'json_schema' is")
+
+
+def _reasoning(reasoning: ReasoningFields | None, dialect: OutputDialect) -> dict[str, Any]:
+    """What the chat template is told about how to reason."""
+    if reasoning is None:
+        return {}
+    for name in ("summary", "generate_summary"):
+        if getattr(reasoning, name) is not None:
+            raise unsupported(f"reasoning.{name}", "a summary (the reasoning itself is shown)")
+    if reasoning.context not in (None, "auto"):
+        raise not_allowed("reasoning.context", reasoning.context, "'auto' is: the chat template decides")
+    if reasoning.mode not in (None, "standard"):
+        raise not_allowed("reasoning.mode", reasoning.mode, "'standard' is")
+    effort = reasoning.effort
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise not_allowed("reasoning.effort", effort, f"one of {', '.join(EFFORTS)} is")
+    if effort == "none" and dialect.switchable:
+        return {"enable_thinking": False}
+    if dialect.knows_effort:
+        return {"reasoning_effort": effort}
+    if effort == "none" and dialect.reasoning is None:
+        return {}
+    allowed = "'none' is" if dialect.switchable or dialect.reasoning is None else "leave it out"
+    raise not_allowed("reasoning.effort", effort, f"the model's chat template takes none; {allowed}")
+
+
+def _echoed(fields: ResponsesFields) -> dict[str, Any]:
+    reasoning, text = fields.reasoning, fields.text
+    return {
+        **{name: getattr(fields, name) for name in _ECHOED},
+        "background": False,
+        "previous_response_id": None,
+        "store": False,
+        "metadata": fields.metadata or {},
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "temperature": 1.0 if fields.temperature is None else fields.temperature,
+        "text": {
+            "format": (text and text.format) or {"type": "text"},
+            "verbosity": (text and text.verbosity) or "medium",
+        },
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": fields.tools or [],
+        "top_logprobs": fields.top_logprobs or 0,
+        "top_p": 1.0 if fields.top_p is None else fields.top_p,
+        "truncation": fields.truncation or "disabled",
+    }
+
+
+_THEIRS = (
+    (".function.", "."),
+    ("tool_choice.allowed_tools.", "tool_choice."),
+    ("response_format.json_schema.schema", "text.format.schema"),
+    ("response_format", "text.format"),
+    ("truncate_prompt_tokens", "truncation"),
+    ("max_tokens", "max_output_tokens"),
+    ("messages", "input"),
+)
+
+
+def _in_their_words(error: RequestError) -> RequestError:
+    """The error with the names that fields have here."""
+    message, param = error.message, error.param
+    for ours, theirs in _THEIRS:
+        message = message.replace(ours, theirs, 1)
+        param = None if param is None else param.replace(ours, theirs, 1)
+    return RequestError(
+        error.status, message, param=param, code=error.code, retry_after=error.retry_after, elsewhere=error.elsewhere
+    )
