@@ -32,6 +32,9 @@ THINKING_MARKS: dict[ReasoningFormat, ThinkingMarks] = {
 Thinking = Literal["open", "closed"]
 """How a chat's prompt ends. open: within the reasoning, which the output continues. closed: after the reasoning."""
 
+ThinkingControl = Literal["enable_thinking", "reasoning_effort"]
+"""A variable by which a chat template can be told whether the model is to reason, or how much."""
+
 MARKUP_TOKENS = (
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "<|python_start|>", "<|python_end|>"),
     *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
@@ -46,3 +49,5 @@ class Dialect(Struct, frozen=True, array_like=True):
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
+    controls: tuple[ThinkingControl, ...] = ()
+    """What the chat templates read."""

@@ -290,7 +290,9 @@ MESSAGES: list[Any] = [
         pid=1,
         host="h",
         started=1.5,
-        tokenizer=lifecycle.TokenizerReport(model=ModelName("demo"), dialect=Dialect("hermes", "qwen3")),
+        tokenizer=lifecycle.TokenizerReport(
+            model=ModelName("demo"), dialect=Dialect("hermes", "qwen3", ("enable_thinking",))
+        ),
     ),
     lifecycle.Drain(),
     lifecycle.Undrain(),

@@ -19,6 +19,12 @@ REFUSED = (
     *("guided_whitespace_pattern", "functions", "function_call"),
 )
 """Fields that make a body useless unless their values are certain ones; most bodies have none of them."""
+REFUSED_IN_RESPONSES = (
+    *("model", "vllm_xargs", "conversation", "prompt", "context_management", "moderation", "image"),
+    *("access_programs", "background_options", "prompt_cache_options", "previous_response_id", "background", "store"),
+    *("service_tier", "truncation", "include", "stream_options", "tool_choice", "tools", "reasoning", "text"),
+)
+"""The same, of `/v1/responses`."""
 TIMEOUT = 240.0
 """Seconds for one answer, on a machine that is busy with all the others."""
 TEXTS = (
@@ -116,6 +122,13 @@ class RequestGenerator:
         """A valid body, by the page; it asks for few tokens, so that a thousand of them are no load."""
         rng = self._rng
         body: dict[str, Any] = self._value(self._bodies[path], 0)
+        if path == "/v1/responses":
+            body["max_output_tokens"] = rng.randrange(1, 4)
+            body["input"] = rng.choice((rng.choice(TEXTS), [self._item() for _ in range(rng.randrange(4))]))
+            for name in REFUSED_IN_RESPONSES:
+                if rng.random() < 0.95:
+                    body.pop(name, None)
+            return body
         if path.startswith("/v1/"):
             body["max_tokens"] = rng.randrange(1, 4)
             if isinstance(body.get("n"), int):
@@ -132,6 +145,23 @@ class RequestGenerator:
             ids = [rng.randrange(300) for _ in range(rng.randrange(1, 20))]
             body["prompt"] = rng.choice(TEXTS) if path == "/tokenize" else rng.choice((*TEXTS, ids, [ids, ids]))
         return body
+
+    def _item(self) -> dict[str, Any]:
+        rng = self._rng
+        text = rng.choice(TEXTS)
+        content = rng.choice(
+            (text, [{"type": "input_text", "text": text}], [{"type": "output_text", "text": text}], [])
+        )
+        item = rng.choice(
+            (
+                {"role": rng.choice(ROLES), "content": content},
+                {"type": "function_call", "call_id": "c", "name": text, "arguments": text},
+                {"type": "function_call_output", "call_id": "c", "output": content},
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]},
+                {"type": text},
+            )
+        )
+        return item | ({"status": rng.choice(("completed", "incomplete", text))} if rng.random() < 0.2 else {})
 
     def _message(self) -> dict[str, Any]:
         rng = self._rng

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from shared.messages.dialects import THINKING_MARKS, ReasoningFormat, ThinkingMarks
+from shared.messages.dialects import THINKING_MARKS, ReasoningFormat, ThinkingControl, ThinkingMarks
 
 Schemas = Mapping[str, Any]
 """The JSON schema of each function's arguments, by the function's name."""
@@ -50,10 +50,10 @@ class OutputDialect(NamedTuple):
     """Of the plug-in `reasoning`."""
     starts_open: bool = False
     """Whether all up to the end mark is reasoning for the plug-in `reasoning`, even without the opening mark."""
-    controls: tuple[ThinkingControl, ...] = ()
-    """What the chat template reads about reasoning."""
     see_special_tokens: tuple[str, ...] = ()
     """The plug-ins among them that are to see the model's special tokens."""
+    controls: tuple[ThinkingControl, ...] = ()
+    """By which variables the chat template can be told how to reason."""
 
     @property
     def marks(self) -> ThinkingMarks | None:

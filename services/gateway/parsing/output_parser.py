@@ -56,6 +56,7 @@ class ParserChoice(NamedTuple):
             plugin_marks=None if reasoning is None else reasoning.marks,
             starts_open=reasoning is not None and reasoning.starts_open,
             see_special_tokens=tuple(seeing),
+            controls=detected.controls,
         )
 
     @property

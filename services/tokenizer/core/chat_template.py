@@ -8,7 +8,7 @@ keys, `developer` to `system` where the template knows no developer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jinja2
 import msgspec
@@ -16,7 +16,7 @@ import msgspec
 from services.tokenizer.core.content_format import ContentFormat, detect_content_format
 from services.tokenizer.core.refusal import PromptRefused
 from services.tokenizer.core.sandbox import ENVIRONMENT
-from shared.messages.dialects import Dialect, ReasoningFormat, ToolFormat
+from shared.messages.dialects import Dialect, ReasoningFormat, ThinkingControl, ToolFormat
 from shared.messages.tokenizer import ChatPrompt
 from shared.models.tokenizer_files import TokenizerUnusable
 
@@ -57,6 +57,8 @@ TOOL_MARKS: tuple[tuple[str, ToolFormat | None], ...] = (
 )
 """The first that is found decides. GLM's `<arg_key>` lies in a `<tool_call>`, too, and is a markup that no
 parser here reads."""
+
+THINKING_CONTROLS: tuple[ThinkingControl, ...] = get_args(ThinkingControl)
 
 REASONING_MARKS: tuple[tuple[str, ReasoningFormat], ...] = (
     *(("<think>", "qwen3"), ("</think>", "qwen3")),
@@ -168,7 +170,8 @@ def dialect_of(templates: Mapping[str, str]) -> Dialect:
     calls = templates.get("tool_use", default)
     tools = next((name for mark, name in TOOL_MARKS if mark in calls), None)
     reasoning = next((name for mark, name in REASONING_MARKS if mark in default or mark in calls), None)
-    return Dialect(tools if "tools" in calls else None, reasoning)
+    controls = tuple(name for name in THINKING_CONTROLS if name in default or name in calls)
+    return Dialect(tools if "tools" in calls else None, reasoning, controls)
 
 
 def _cut_after_final(text: str, final: str) -> str:

@@ -27,7 +27,9 @@ def response_object(
         "created_at": header.created,
         "status": status,
         "completed_at": int(time.time()) if status == "completed" else None,
-        "error": None if error is None else {"code": _ERROR_CODES.get(error.status, "server_error"), "message": error.message},
+        "error": None
+        if error is None
+        else {"code": _ERROR_CODES.get(error.status, "server_error"), "message": error.message},
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "model": header.model,
         "output": [] if choice is None else output_of(choice).body(),

@@ -268,18 +268,18 @@ def _reasoning(reasoning: ReasoningFields | None, dialect: OutputDialect) -> dic
         raise not_allowed("reasoning.context", reasoning.context, "'auto' is: the chat template decides")
     if reasoning.mode not in (None, "standard"):
         raise not_allowed("reasoning.mode", reasoning.mode, "'standard' is")
-    effort = reasoning.effort
+    effort, switchable = reasoning.effort, "enable_thinking" in dialect.controls
     if effort is None:
         return {}
     if effort not in EFFORTS:
         raise not_allowed("reasoning.effort", effort, f"one of {', '.join(EFFORTS)} is")
-    if effort == "none" and dialect.switchable:
+    if effort == "none" and switchable:
         return {"enable_thinking": False}
-    if dialect.knows_effort:
+    if "reasoning_effort" in dialect.controls:
         return {"reasoning_effort": effort}
     if effort == "none" and dialect.reasoning is None:
         return {}
-    allowed = "'none' is" if dialect.switchable or dialect.reasoning is None else "leave it out"
+    allowed = "'none' is" if switchable or dialect.reasoning is None else "leave it out"
     raise not_allowed("reasoning.effort", effort, f"the model's chat template takes none; {allowed}")
 
 

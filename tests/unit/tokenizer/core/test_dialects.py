@@ -31,7 +31,7 @@ from tests.support.paths import CHAT_TEMPLATES, DEMO_MODEL
         ("gemma3", Dialect()),
         ("llama3", Dialect("llama3_json")),
         ("mistral", Dialect("mistral")),
-        ("qwen3", Dialect("hermes", "qwen3")),
+        ("qwen3", Dialect("hermes", "qwen3", ("enable_thinking",))),
     ],
 )
 def test_a_template_shows_what_its_model_speaks(name: str, dialect: Dialect) -> None:
@@ -47,6 +47,7 @@ def test_a_template_shows_what_its_model_speaks(name: str, dialect: Dialect) -> 
         ('{{ tools }}{"name": function name, "parameters": dictionary of argument name', Dialect("llama3_json")),
         ("{{ tools }}[TOOL_CALLS][THINK][/THINK]", Dialect("mistral", "mistral")),
         ("no t-o-o-l-s <tool_call>", Dialect()),
+        ("{% if reasoning_effort == 'high' %}", Dialect(controls=("reasoning_effort",))),
     ],
 )
 def test_marks_decide(template: str, dialect: Dialect) -> None:
@@ -93,7 +94,7 @@ ASKED = [{"role": "user", "content": "What does <think> mean? </think>"}]
 
 
 def test_a_prompt_shows_where_its_thoughts_stand(encoding: PromptEncoder) -> None:
-    assert encoding.dialect == Dialect("hermes", "qwen3")
+    assert encoding.dialect == Dialect("hermes", "qwen3", ("enable_thinking",))
     assert generation(encoding, ASKED).thinking is None
     assert generation(encoding, ASKED, template_kwargs={"enable_thinking": False}).thinking == "closed"
     go_on: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
