@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 13
+VERSION = 14
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -230,6 +230,37 @@ class Forward(Structure):
     )
 
 
+class NativeStateSpace(Structure):
+    """`StateSpace` of state_space.h: a mixer between its projections."""
+
+    _fields_ = (
+        ("heads", c_int),
+        ("head_dim", c_int),
+        ("groups", c_int),
+        ("state_dim", c_int),
+        ("kernel", c_int),
+        ("conv_weight", c_void_p),
+        ("conv_bias", c_void_p),
+        ("decay", c_void_p),
+        ("skip", c_void_p),
+        ("step_bias", c_void_p),
+        ("norm", c_void_p),
+        ("eps", c_float),
+    )
+
+
+class NativeStateCache(Structure):
+    """`StateCache` of state_space.h: one layer's states."""
+
+    _fields_ = (("windows", c_void_p), ("states", c_void_p))
+
+
+class MixStates(Structure):
+    """`MixStates` of state_space.h: the arguments of `StateOps.mix`."""
+
+    _fields_ = (("projected", c_void_p), ("slots", c_void_p), ("out", c_void_p))
+
+
 class NativeKvCaches(Structure):
     """`KvMemory` of kv_copy.h: the caches of all layers."""
 
@@ -297,6 +328,10 @@ _SIGNATURES = {
     "baton_attend_latents": (
         None,
         (c_void_p, POINTER(NativeLatentAttention), POINTER(NativeBatch), POINTER(NativeLatentCache)),
+    ),
+    "baton_mix_states": (
+        None,
+        (c_void_p, POINTER(MixStates), POINTER(NativeBatch), POINTER(NativeStateSpace), POINTER(NativeStateCache)),
     ),
     "baton_decoder": (c_void_p, (c_void_p, POINTER(DecoderConfig), POINTER(DecoderLayer))),
     "baton_decoder_free": (None, (c_void_p,)),

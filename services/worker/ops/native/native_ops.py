@@ -45,10 +45,10 @@ from services.worker.ops.native.matrix_stacks import MatrixStack, multiply_each,
 from services.worker.ops.native.native_kv import NativeKvCopier
 from services.worker.ops.native.native_latents import MAX_HEAD_DIM, NativeLatents
 from services.worker.ops.native.native_low_rank import NativeLowRank
+from services.worker.ops.native.native_states import NativeStates
 from services.worker.ops.quantized import QuantizedWeight, WeightStack
 from services.worker.ops.torch_ops import verify_drafts
 from services.worker.ops.torch_routing import route
-from services.worker.ops.torch_states import TorchStates
 from shared.blocks import DEFAULT_BLOCK_SIZE
 
 _LANES = 16
@@ -302,9 +302,9 @@ class NativeOps:
         return NativeLatents(self)
 
     @property
-    def states(self) -> TorchStates:
-        """In PyTorch."""
-        return TorchStates()
+    def states(self) -> NativeStates:
+        """On the same threads."""
+        return NativeStates(self)
 
     def verify(self, attempt: DraftAttempt) -> Tensor:
         """By NumPy, see `torch_ops.verify_drafts`."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.ops.interface import BatchMeta, StateCache, StateOps, StateRows, StateSpace
+from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.torch_states import CHUNK, TorchStates
 
 HEADS, DIM, GROUPS, STATE, KERNEL, SLOTS = 6, 8, 2, 12, 4, 9
@@ -54,14 +55,14 @@ def meta_of(shares: list[Share]) -> BatchMeta:
     assert all(share.count == 1 for share in shares[:decodes])
     begins = torch.tensor([share.first == 0 for share in shares[:decodes]], dtype=torch.bool)
     starts = torch.cat((torch.zeros(1, dtype=torch.long), counts.cumsum(0))).int()
-    nothing = torch.zeros(0, dtype=torch.int32)
+    rows = torch.zeros(int(counts.sum()), dtype=torch.int32)
     return BatchMeta(
         query_starts=starts,
         context_lens=ends.int(),
         block_tables=torch.zeros(len(shares), 1, dtype=torch.int32),
-        slots=nothing,
-        positions=nothing,
-        logits_rows=nothing,
+        slots=rows,
+        positions=rows,
+        logits_rows=rows[:0],
         num_decodes=decodes,
         prefills=tuple(zip(counts[decodes:].tolist(), ends[decodes:].tolist(), strict=True)),
         max_query=int(counts.max()),
@@ -91,9 +92,11 @@ def reference(projected: Tensor, space: StateSpace) -> tuple[Tensor, Tensor]:
     return normed.flatten(1) * wide.norm, state
 
 
-@pytest.fixture(params=["torch"])
+@pytest.fixture(params=["torch", "native"])
 def ops(request: pytest.FixtureRequest) -> StateOps:
-    return TorchStates()
+    if request.param == "torch":
+        return TorchStates()
+    return NativeOps(torch.device("cpu"), torch.float32, threads=2).states
 
 
 def test_sequences_in_steps_of_every_length_are_the_recurrence(ops: StateOps) -> None:
@@ -131,3 +134,21 @@ def test_states_do_not_overflow_where_much_is_forgotten(ops: StateOps) -> None:
     rows = torch.randn(2 * CHUNK, HEADS * DIM + CHANNELS + HEADS)
     mixed = ops.mix(rows, own, cache(0.0), meta_of([Share(1, 0, len(rows))]))
     torch.testing.assert_close(mixed.double(), reference(rows, own)[0], atol=2e-5, rtol=1e-4)
+
+
+def test_native_rows_are_the_same_to_the_last_bit_however_a_sequence_is_cut() -> None:
+    """In one step or in many, alone or beside others, by one thread or two: who is computed again goes on alike."""
+    own, length = space(), CHUNK + 7
+    rows = torch.randn(length, HEADS * DIM + CHANNELS + HEADS)
+    one, two = (NativeOps(torch.device("cpu"), torch.float32, threads=threads).states for threads in (1, 2))
+    whole, cut = cache(torch.nan), cache(torch.nan)
+    expected = one.mix(rows, own, whole, meta_of([Share(3, 0, length)]))
+    parts, first = [], 0
+    for count in (1, 2, 5, 1, length - 9):
+        shares = [Share(6, 0, 1), Share(4, first, count)]
+        given = torch.cat((torch.randn(1, rows.shape[1]), rows[first : first + count]))
+        parts.append(two.mix(given, own, cut, meta_of(shares))[1:])
+        first += count
+    assert torch.equal(torch.cat(parts), expected)
+    assert torch.equal(cut.states[4], whole.states[3])
+    assert torch.equal(cut.windows[4], whole.windows[3])
