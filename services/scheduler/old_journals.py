@@ -55,6 +55,8 @@ SAMPLING_IN_NEW, SAMPLING_IN_GENERATION = 5, 7
 LORA_IN_NEW, LORA_IN_GENERATION, FORGET_LORAS_IN_PLAN, EXTRA_ARGS_IN_SAMPLING, VALUE_DIM_IN_LAYOUT = 10, 23, 9, 17, 6
 """Where messages say of adapters, of logits processors' arguments, and of parts of a block that differ in size, since
 version 6."""
+RESTORED_IN_PLAN = 10
+"""Where plans say of checkpoints of states, since version 7."""
 GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_PLACED_FIELDS = 6
@@ -85,6 +87,18 @@ class JournalNames:
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
         """One of today's outputs under the name and with the bytes that the journal would have."""
         return name, content
+
+
+class Stateless(JournalNames):
+    """Version 6: no model had states that were kept."""
+
+    def output(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """Plans without their fields about checkpoints; other outputs as they are."""
+        if name != "SendPlan":
+            return name, content
+        output = _decode(content)
+        del output["plan"][RESTORED_IN_PLAN:]
+        return name, _encode(output)
 
 
 class AdapterFree(JournalNames):
@@ -244,5 +258,7 @@ def names_of(version: int) -> JournalNames:
             return Vectorless()
         case 5:
             return AdapterFree()
+        case 6:
+            return Stateless()
         case _:
             return JournalNames()

@@ -75,7 +75,7 @@ class WorkerRanks:
         cards = {_comparable(report) for report in reports}
         if len(cards) > 1:
             return UnequalRanks(" / ".join(sorted(map(str, cards))))
-        if self._role != "mixed" and not all(report.prefix_caching for report in reports):
+        if self._role != "mixed" and any(report.state_checkpoints is not None for report in reports):
             return UnusableRanks(
                 f"no {self._role} engine: requests of {cards.pop()[0].name}, a model with state-space layers, are not "
                 "handed over; start its engines without --prefill and --decode"
@@ -95,7 +95,7 @@ class WorkerRanks:
             cache_format=_common(report.cache_format for report in reports) or "",
             layerwise_loads=all(report.layerwise_loads for report in reports),
             kv_groups=reports[0].kv_groups,
-            prefix_caching=all(report.prefix_caching for report in reports),
+            state_checkpoints=_least(report.state_checkpoints for report in reports),
         )
 
     def loras(self) -> LorasChanged:
@@ -135,6 +135,11 @@ def _common_loras(reports: list[WorkerReport]) -> tuple[LoraCard, ...]:
 
 
 def _smallest(values: Iterable[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _least(values: Iterable[int | None]) -> int | None:
+    """Of the ranks that report one; None where none does."""
     return min((value for value in values if value is not None), default=None)
 
 

@@ -233,7 +233,7 @@ class WorkerActor(Actor):
             layerwise_loads=self._connector is not None and self._connector.layerwise,
             max_loras=self._backend.max_loras,
             kv_groups=self._backend.kv_groups,
-            prefix_caching=self._backend.prefix_caching,
+            state_checkpoints=self._backend.state_checkpoints,
             lora_refusals=() if self._loras is None else self._loras.refusals,
         )
 

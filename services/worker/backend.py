@@ -113,8 +113,8 @@ class Backend(Protocol):
         """Groups of layers with block tables of their own; empty: all layers have one."""
 
     @property
-    def prefix_caching(self) -> bool:
-        """Whether sequences may begin behind blocks that others have computed: not where they have states, too."""
+    def state_checkpoints(self) -> int | None:
+        """See `WorkerReport.state_checkpoints`."""
 
     @property
     def device(self) -> str:

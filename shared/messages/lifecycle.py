@@ -355,9 +355,10 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     ends."""
     lora_refusals: tuple[LoraRefusal, ...] = ()
     """Of the registry's file, those that this rank does not serve."""
-    prefix_caching: bool = True
-    """Whether a sequence may begin behind blocks that another has computed; not where it also has states, which are of
-    its own tokens alone."""
+    state_checkpoints: int | None = None
+    """Where layers keep states of a sequence, beside blocks or in their place: how many copies of all states the rank
+    has room for, from which sequences go on behind blocks that others have computed. 0: none does. None: no layer keeps
+    any."""
 
 
 class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):

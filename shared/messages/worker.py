@@ -70,6 +70,14 @@ class SequenceWork(Struct, frozen=True, array_like=True, gc=False):
     forced by the grammar. `blocks` has room for all of them. Rejected ones are overwritten by a later step."""
 
 
+class StateCopy(Struct, frozen=True, array_like=True):
+    """All states of a sequence, from or to a checkpoint of the rank."""
+
+    sequence: SequenceId
+    checkpoint: int
+    """Below `WorkerReport.state_checkpoints`."""
+
+
 class Transfer(Struct, frozen=True, array_like=True, kw_only=True):
     """KV blocks to copy between a rank's memory and the node's KV store while steps compute; each rank copies its own
     heads.
@@ -174,3 +182,8 @@ class StepPlan(Struct, frozen=True, array_like=True, kw_only=True):
     """None: nothing for the KV connector, or there is none."""
     forget_loras: tuple[LoraId, ...] = ()
     """Adapters that are served no longer, and that no sequence has any more."""
+    restored: tuple[StateCopy, ...] = ()
+    """Where models have states: the checkpoints that new sequences go on from, each with work in this plan. They are
+    read before the plan is computed."""
+    checkpoints: tuple[StateCopy, ...] = ()
+    """What is kept of sequences with work in this plan, as they are when it is computed."""

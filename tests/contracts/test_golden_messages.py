@@ -204,6 +204,8 @@ MESSAGES: list[Any] = [
             sends=(worker.ConnectorSend(number=3, request="r1-2"),),
             metadata=b"m",
         ),
+        restored=(worker.StateCopy(SequenceId(0), 1),),
+        checkpoints=(worker.StateCopy(SequenceId(0), 2),),
     ),
     detokenizer.TokenBatch(
         engine=E,

@@ -27,6 +27,7 @@ from services.scheduler.core.results.outbox import EngineOutbox
 from services.scheduler.core.results.requests import EngineRequests, RequestValidator
 from services.scheduler.core.results.step_results import StepResults
 from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.state_memory import StateBlockAllocator
 from services.scheduler.core.transfer.block_transfers import BlockTransfers
 from services.scheduler.core.transfer.connector import ConnectorClient, ConnectorLoads, ConnectorSaves
 from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender, SettledHandOver
@@ -97,7 +98,7 @@ class EpochState:
         self.isolation = self.planner.isolation
         self._validator = RequestValidator(
             *(workers.card, workers.num_blocks, self.memory.max_tokens, limits.policy),
-            prefix_caching=workers.prefix_caching,
+            prefix_caching=workers.state_checkpoints != 0,
         )
         self.lora_refusals: tuple[LoraRefusal, ...] = ()
         """See `EngineReport.lora_refusals`."""
@@ -183,6 +184,8 @@ class EpochState:
             forget=step.grammars.forget,
             connector=None if self.connector_saves is None else self.connector_saves.plan(now),
             forget_loras=self.queues.adapters.take_unused(self.requests.held.values()),
+            restored=self.memory.take_restored([start.sequence for start in step.started]),
+            checkpoints=self.memory.take_checkpoints(),
         )
         self._sent.append(plan)
         self._outbox.add(SendPlan(plan))
@@ -329,7 +332,7 @@ def _records(workers: WorkersReady) -> int:
 
 
 def _allocator(workers: WorkersReady, limits: EngineLimits, *, for_store: bool, for_connector: bool) -> BlockAllocator:
-    """For as many groups of layers as the workers have."""
+    """For as many groups of layers as the workers have, or for their states."""
     if workers.kv_groups:
         return HybridBlockAllocator(
             workers.num_blocks,
@@ -338,4 +341,6 @@ def _allocator(workers: WorkersReady, limits: EngineLimits, *, for_store: bool, 
             limits.max_batch_tokens,
             for_store=for_store,
         )
+    if workers.state_checkpoints is not None:
+        return StateBlockAllocator(workers.num_blocks, workers.card.block_size, workers.state_checkpoints)
     return BlockAllocator(workers.num_blocks, workers.card.block_size, for_store=for_store, for_connector=for_connector)

@@ -48,8 +48,8 @@ class WorkersReady:
     """See `WorkerReport.max_loras`."""
     kv_groups: tuple[KvCacheGroup, ...] = ()
     """See `WorkerReport.kv_groups`; equal on all ranks."""
-    prefix_caching: bool = True
-    """See `WorkerReport.prefix_caching`; whether all ranks can."""
+    state_checkpoints: int | None = None
+    """See `WorkerReport.state_checkpoints`; the least of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

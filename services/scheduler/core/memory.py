@@ -14,6 +14,7 @@ from typing import NamedTuple
 from services.scheduler.core.sequence import Sequence
 from shared.blocks import HASH_BYTES, BlockHash, blocks_for
 from shared.kv_event_stream import KvChanges
+from shared.messages.worker import StateCopy
 
 NO_PARENT = bytes(HASH_BYTES)
 """In place of the hash before the first block's."""
@@ -196,6 +197,22 @@ class BlockAllocator:
         # Cached blocks that are free are taken from the pool, too.
         in_use = sum(1 for block in cached if references[block])
         return blocks_for(sequence.tokens.length, size) - in_use + promised + spare <= self.pool.free
+
+    def share_at(self, sequence: Sequence, blocks: int) -> None:
+        """Others wait for the first `blocks` of a sequence, to go on behind them: nothing is to be done where blocks
+        are all that they need."""
+
+    def step_end(self, sequence: Sequence, tokens: int) -> int:
+        """Where a step of its prompt ends that could compute up to its first `tokens`."""
+        return tokens
+
+    def take_restored(self, sequences: Iterable[Sequence]) -> tuple[StateCopy, ...]:
+        """See `StepPlan.restored`; `sequences`: those that the plan makes known to the workers."""
+        return ()
+
+    def take_checkpoints(self) -> tuple[StateCopy, ...]:
+        """See `StepPlan.checkpoints`."""
+        return ()
 
     def reclaim(self, sequence: Sequence) -> None:
         """Releases what no step behind those planned reads of the sequence's blocks: nothing where every layer sees

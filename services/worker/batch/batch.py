@@ -80,6 +80,16 @@ class DraftTokens:
         return cls(numbers[:, 1:], numbers[:, 0])
 
 
+class StateCopies(NamedTuple):
+    """(index of a sequence, checkpoint) of states that are copied, see `StepPlan`."""
+
+    restored: tuple[tuple[int, int], ...] = ()
+    checkpoints: tuple[tuple[int, int], ...] = ()
+
+
+NO_COPIES = StateCopies()
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A step's rows, whose logits are wanted, and who draws."""
@@ -103,6 +113,8 @@ class Batch:
     merged: LogitsRows | None = None
     pooled: PooledRows = NO_POOLED_ROWS
     """Rows whose hidden states become vectors of prompts."""
+    copies: StateCopies = NO_COPIES
+    """Of states, before and behind the step."""
 
     @property
     def first_drawn(self) -> Int32s:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.batch.batch import Batch, BrokenPlan, DraftTokens, ScheduledWork
+from services.worker.batch.batch import NO_COPIES, Batch, BrokenPlan, DraftTokens, ScheduledWork, StateCopies
 from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledHead, PromptPool, pooled_rows
 from services.worker.batch.prompt_rows import PromptRows, ScoredPrompt, merge_logits_rows, prompt_rows
 from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, in_groups, rows_of
@@ -19,7 +19,7 @@ from services.worker.sampling.parameters import ParameterTable, SamplingBatch
 from shared.blocks import blocks_for
 from shared.ids import LoraId, SequenceId
 from shared.messages.kv_groups import NULL_BLOCK, KvCacheGroup
-from shared.messages.worker import NewSequence, SequenceWork
+from shared.messages.worker import NewSequence, SequenceWork, StepPlan
 
 _WIRE = np.dtype("<u4")
 
@@ -159,6 +159,15 @@ class SequenceTable:
             room = np.minimum(self.blocks.room(seq_indices), self.tokens.shape[1] - 1) - self.lengths[seq_indices]
             asked = np.where(samples & (counts == 1), np.clip(room, 0, asked), 0).astype(np.int32)
         return ScheduledWork(work, seq_indices, counts, samples, asked)
+
+    def state_copies(self, plan: StepPlan) -> StateCopies:
+        """Those of a plan whose new sequences are added already. Raises BrokenPlan."""
+        if not (plan.restored or plan.checkpoints):
+            return NO_COPIES
+        return StateCopies(
+            tuple((self._seq_index(each.sequence), each.checkpoint) for each in plan.restored),
+            tuple((self._seq_index(each.sequence), each.checkpoint) for each in plan.checkpoints),
+        )
 
     def batch(self, scheduled: ScheduledWork, drafts: DraftTokens | None = None) -> Batch:
         """The rows of `scheduled`, which count as computed from here on; `drafts` are those of the speculating ones.

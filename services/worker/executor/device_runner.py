@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from services.worker.backend import MAX_LAUNCHED_STEPS, ExecutionMode, StepOutput
-from services.worker.batch.batch import Batch, DraftTokens, ScheduledWork
+from services.worker.batch.batch import NO_COPIES, Batch, DraftTokens, ScheduledWork
 from services.worker.batch.pooled_rows import NO_VECTORS
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.staging import STAGING_BUFFERS
@@ -78,7 +78,9 @@ class DeviceRunner(StepRunner):
             return DeviceStep(self, plan, None)
         if len(scheduled.speculating) and not goes_ahead:
             self._pending.finish_all()
-        return DeviceStep(self, plan, self.rank.sequences.batch(scheduled, self._proposed(scheduled)))
+        batch = self.rank.sequences.batch(scheduled, self._proposed(scheduled))
+        copies = self.rank.sequences.state_copies(plan)
+        return DeviceStep(self, plan, batch if copies is NO_COPIES else replace(batch, copies=copies))
 
     def _can_be_moved_back(self) -> bool:
         """Whether nothing but positions follows from how many drafts of the latest step stand.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from services.worker.backend import StepOutput
-from services.worker.batch.batch import Batch
+from services.worker.batch.batch import NO_COPIES, Batch
 from services.worker.batch.decode_reuse import DecodeReuse
 from services.worker.batch.pooled_rows import NO_VECTORS
 from services.worker.batch.prompt_rows import ScoredPromptRows
@@ -105,7 +106,8 @@ class HostRunner(StepRunner):
             for sequence in plan.released:
                 self._expected.release(sequence)
             self._expected.receive_for(plan.work)
-        batch = None if plan.released or plan.new else self._reuse.next(plan.work)
+        whole = plan.released or plan.new or plan.checkpoints
+        batch = None if whole else self._reuse.next(plan.work)
         if batch is not None:
             rank.drafting.steps_without_drafts += 1
         elif (batch := self._new_batch(plan)) is None:
@@ -128,7 +130,8 @@ class HostRunner(StepRunner):
         drafts = self.rank.drafting.propose(scheduled)
         batch = sequences.batch(scheduled, None if drafts is None else drafts.on_host())
         self._reuse.remember(plan.work, batch)
-        return batch
+        copies = sequences.state_copies(plan)
+        return batch if copies is NO_COPIES else replace(batch, copies=copies)
 
     # ---- on the thread that computes
 

@@ -100,6 +100,8 @@ _MOST_FILLS_ON_GPU = 4
 only be work for its scheduler: so many times what all sequences can fill is enough."""
 
 
+_CHECKPOINT_SHARE, _CHECKPOINTS_PER_SEQUENCE = 0.25, 2
+"""Checkpoints take so much of the memory that the states of sequences leave, and there are at most so many."""
 _MAX_WEIGHTLESS_BLOCKS = 1 << 20
 """Of a model without attention, whose blocks only count tokens: a sequence of a million tokens has 65,536 of 16."""
 
@@ -185,15 +187,18 @@ class KvSize(Struct, frozen=True):
     num_blocks: int
     max_model_len: int
     """The configured context length, or the one that fits if none was configured."""
+    state_checkpoints: int = 0
+    """Copies of a sequence's states, beside those of the sequences themselves."""
 
 
 def size_kv(demand: KvDemand, memory: DeviceMemory) -> KvSize:
     """Blocks that `memory` allows, once as many sequences as a step may hold have their states. Raises ModelError for
     too few."""
-    demand, memory = _behind_states(demand, memory)
+    demand, memory, checkpoints = _behind_states(demand, memory)
     if not demand.block_bytes:
-        enough = demand.max_num_seqs * demand.sequence_blocks
-        return KvSize(max(demand.sequence_blocks, min(enough, _MAX_WEIGHTLESS_BLOCKS)), demand.max_model_len)
+        enough = (demand.max_num_seqs + checkpoints) * demand.sequence_blocks
+        num_blocks = max(demand.sequence_blocks, min(enough, _MAX_WEIGHTLESS_BLOCKS))
+        return KvSize(num_blocks, demand.max_model_len, checkpoints)
     num_blocks = _bytes(demand, memory) // demand.block_bytes
     longest = demand.longest(num_blocks)
     if longest < 1 or (demand.explicit_model_len and num_blocks < demand.sequence_blocks):
@@ -202,14 +207,14 @@ def size_kv(demand: KvDemand, memory: DeviceMemory) -> KvSize:
             f"memory and there are {gib(num_blocks * demand.block_bytes)}: give more KV memory"
             + (f", or lower the maximum model length to {longest}" if longest else "")
         )
-    return KvSize(num_blocks, min(demand.max_model_len, longest))
+    return KvSize(num_blocks, min(demand.max_model_len, longest), checkpoints)
 
 
-def _behind_states(demand: KvDemand, memory: DeviceMemory) -> tuple[KvDemand, DeviceMemory]:
-    """What is left for blocks."""
+def _behind_states(demand: KvDemand, memory: DeviceMemory) -> tuple[KvDemand, DeviceMemory, int]:
+    """What is left for blocks behind the states of sequences and their checkpoints, and how many there are of these."""
     states = demand.max_num_seqs * demand.state_bytes
     if not states:
-        return demand, memory
+        return demand, memory, 0
     room = memory.usable if demand.given is None else demand.given
     if demand.given is None and memory.kind == "gpu":
         room = min(room, int(memory.total * demand.gpu_share) - memory.held - memory.activations)
@@ -219,8 +224,12 @@ def _behind_states(demand: KvDemand, memory: DeviceMemory) -> tuple[KvDemand, De
             f"{gib(demand.state_bytes)} each, and there are {gib(max(0, room))}: lower it"
             + (", or give more KV memory" if demand.given is not None else "")
         )
+    spare = int((room - states) * _CHECKPOINT_SHARE) // demand.state_bytes
+    checkpoints = min(spare, _CHECKPOINTS_PER_SEQUENCE * demand.max_num_seqs)
+    states += checkpoints * demand.state_bytes
     left = None if demand.given is None else demand.given - states
-    return replace(demand, given=left), replace(memory, free=memory.free - states, held=memory.held + states)
+    behind = replace(memory, free=memory.free - states, held=memory.held + states)
+    return replace(demand, given=left), behind, checkpoints
 
 
 def _bytes(demand: KvDemand, memory: DeviceMemory) -> int:

@@ -27,6 +27,7 @@ from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import RankKvCache
 from services.worker.models.decoder import CausalLm
 from services.worker.models.lora.slots import LoraSlots
+from services.worker.models.mamba.sequence_states import SequenceStates
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import to_device
@@ -72,12 +73,13 @@ class RankState:
         loras: LoraSlots | None = None,
         groups: tuple[KvCacheGroup, ...] = (),
         processors: RequestProcessors | None = None,
+        state_checkpoints: int = 0,
     ) -> None:
         """`digest` tells this model's keys and values from those of any other. `grammars`, `processors`: given to the
         rank that samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none. `replaying`:
         captures what can be replayed of the decoder's forward pass on these caches. `classifier`: see
         `LoadedModel.classifier`. `loras`: the adapters that are served. `groups`: of layers, as the decoder uses
-        them."""
+        them. `state_checkpoints`: places for them, where the model has states."""
         self.card = card
         self.device = device
         self.decoder = decoder
@@ -89,11 +91,11 @@ class RankState:
         """Or is of a stage before the last, which is sent later what was drawn."""
         self.grammars = grammars
         self.staging = staging_for(device)
-        self.caches: KvCaches = decoder.allocate_kv(num_blocks, max_num_seqs)
+        self.caches: KvCaches = decoder.allocate_kv(num_blocks, max_num_seqs + state_checkpoints)
         """Read and written by steps and copies only, and by measurements without sequences."""
         self.kv: RankKvCache | None = decoder.share_kv(self.caches, digest)
-        self._has_states = decoder.state_bytes > 0
-        """At its index in `sequences`, each has a row of the states of all layers."""
+        self.states = SequenceStates(self.caches, max_num_seqs, state_checkpoints) if decoder.state_bytes else None
+        """None where no layer has any."""
         self.steps = 0
         """Plans of this epoch that were prepared; runners count them."""
         self._forward = self._eager_or(replaying)
@@ -115,7 +117,7 @@ class RankState:
         self.guided = None if grammars is None else GuidedSequences(grammars)
         self.drafting = RankDrafting(
             *(drafting, proposer, self.sequences, self.guided, communicator, self.pipeline, device),
-            rolls_back=not self._has_states,
+            rolls_back=self.states is None,
         )
 
     @torch.inference_mode()
@@ -159,9 +161,9 @@ class RankState:
                     proposer.forget_blocks(np.frombuffer(transfer.blocks, dtype="<u4").astype(np.int32))
             for load in () if plan.connector is None else plan.connector.loads:
                 proposer.forget_blocks(np.frombuffer(load.run.blocks, dtype="<u4").astype(np.int32))
-        seq_indices = []
+        seq_indices, restored = [], {each.sequence for each in plan.restored}
         for new in plan.new:
-            if self._has_states and new.computed:
+            if self.states is not None and new.computed and new.sequence not in restored:
                 raise BrokenPlan(f"sequence {new.sequence}: it has no states behind {new.computed} computed tokens")
             seq_indices.append(seq_index := self.sequences.add(new))
             if proposer is not None:
@@ -177,8 +179,14 @@ class RankState:
         Without a `batch`, as measurements are, rows are of the base model and none is pooled.
 
         Rows with an adapter are not computed by what was captured, nor by the library's whole pass."""
-        if self._has_states and batch is not None:
-            meta = replace(meta, states=state_rows(batch.rows, self.device))
+        if self.states is None or batch is None:
+            return self._pass(ids, meta, batch)
+        self.states.restore(batch.copies.restored)
+        computed = self._pass(ids, replace(meta, states=state_rows(batch.rows, self.device)), batch)
+        self.states.keep(batch.copies.checkpoints)
+        return computed
+
+    def _pass(self, ids: Tensor, meta: BatchMeta, batch: Batch | None) -> tuple[Tensor | None, Tensor | None]:
         pools = batch is not None and bool(batch.pooled.spans)
         drafts = self.drafting.settings.features and self.drafting.steps_without_drafts <= FORGETS_AFTER
         features = self.decoder.empty_features(len(ids)) if drafts or (pools and self.draws) else None
@@ -215,7 +223,7 @@ class StepRunner:
         """The card of the model that is served."""
         self.num_blocks = rank.num_blocks
         self.kv_groups = rank.groups
-        self.prefix_caching = rank.decoder.state_bytes == 0
+        self.state_checkpoints = None if rank.states is None else rank.states.checkpoints
         self.device = str(rank.device)
         """PyTorch's name of it: "cpu", "cuda:1"."""
         self.kv: RankKvCache | None = rank.kv

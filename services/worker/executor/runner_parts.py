@@ -62,6 +62,8 @@ class RunnerParts:
         max_model_len: int,
         replaying: Replaying | None = None,
         replaying_drafts: Replaying | None = None,
+        *,
+        state_checkpoints: int = 0,
     ) -> Runner:
         """With memory of its own for so many blocks; what is `replaying` captures the model's decodes, and those of a
         model that drafts."""
@@ -82,6 +84,7 @@ class RunnerParts:
             loras=self.loras,
             groups=self.groups,
             processors=self.processors,
+            state_checkpoints=state_checkpoints,
         )
         return DeviceRunner(rank) if self.launches else HostRunner(rank)
 

@@ -256,13 +256,18 @@ def _layer_groups(
 
 def _agreed(size: KvSize, communicator: Communicator) -> KvSize:
     """What fits every rank."""
-    return KvSize(communicator.minimum(size.num_blocks), communicator.minimum(size.max_model_len))
+    return KvSize(
+        *(communicator.minimum(each) for each in (size.num_blocks, size.max_model_len, size.state_checkpoints))
+    )
 
 
 def _ready(parts: RunnerParts, size: KvSize, graphs: RankGraphs, rows: int) -> Runner:
     """Everything captured, and every first-time cost paid. Raises ModelError."""
     with _enough_memory("decodes were captured: lower gpu_memory_utilization or kv_memory, or give enforce_eager"):
-        runner = parts.runner(size.num_blocks, size.max_model_len, *graphs.replaying(size.max_model_len))
+        runner = parts.runner(
+            *(size.num_blocks, size.max_model_len, *graphs.replaying(size.max_model_len)),
+            state_checkpoints=size.state_checkpoints,
+        )
         cuda = parts.device.type == "cuda"
         few = min(rows, _WARM_UP_ROWS if cuda else _WARM_UP_ROWS_ON_CPU)
         warm_up(runner, rows=few, sequences=parts.max_num_seqs)

@@ -53,7 +53,8 @@ class CausalLm(Protocol):
         place in their groups one cache. Called before caches are allocated for good."""
 
     def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
-        """Caches of `num_blocks` blocks for every layer of this rank; for those with states, of as many `sequences`."""
+        """Caches of `num_blocks` blocks for every layer of this rank; for those with states a `StateCache` each, of as
+        many `sequences`."""
 
     def share_kv(self, caches: KvCaches, model: str) -> RankKvCache | None:
         """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights. None

@@ -81,7 +81,7 @@ class SimBackend:
         self.card = card
         self.num_blocks = num_blocks
         self.kv_groups: tuple[KvCacheGroup, ...] = ()
-        self.prefix_caching = True
+        self.state_checkpoints: int | None = None
         self.device = device
         self.kv = kv
         self.grammars = None

@@ -20,6 +20,7 @@ from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import ModelName
 from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, TinyModel, make_model
 from tests.support.worker.plan_driver import Driver
+from tests.support.worker.planned_engine import PlannedEngine
 from tests.support.worker.recorded_logits import record_logits
 from tests.support.worker.tiny_backend import tiny_backend
 
@@ -115,6 +116,22 @@ def test_a_plan_may_not_begin_a_sequence_behind_what_is_computed(bamba: TinyMode
         driver.step()
 
 
+@pytest.mark.parametrize("ops", ["torch", "native"])
+@pytest.mark.parametrize("family", STATE_FAMILIES)
+def test_who_goes_on_from_a_checkpoint_says_what_the_whole_prompt_says(
+    tmp_path: Path, recorded: list[Tensor], family: str, ops: OpsName
+) -> None:
+    """A scheduler's core plans: the same prompt again begins behind its last block, and one with the same beginning
+    behind what both share. The logits are the reference's."""
+    model = make_model(family, tmp_path)
+    engine = PlannedEngine(tiny_backend(model.path, dtype="float32", ops=ops, kv_memory_bytes=64 << 20))
+    other = [*PROMPT[:100], *PROMPT[:30]]
+    for prompt, computed in ((PROMPT, 0), (PROMPT, 144), (other, 0), ([*other[:96], 5, 6, 7], 96)):
+        assert engine.generate(prompt, OUTPUT) == (model.greedy(prompt, OUTPUT), computed)
+        expected = model.logits([*prompt, *model.greedy(prompt, OUTPUT)])[len(prompt) - 1 : -1]
+        assert torch.cat(recorded[-OUTPUT:]).sub(expected).abs().max() < 1e-3
+
+
 def test_only_attention_has_blocks_and_only_state_spaces_have_states(bamba: TinyModel, mamba2: TinyModel) -> None:
     """Of three layers one attends: two KV heads of 12 elements. A state has 6 heads of 16 by 24 numbers, a window three
     rows of the 192 channels."""
@@ -122,8 +139,8 @@ def test_only_attention_has_blocks_and_only_state_spaces_have_states(bamba: Tiny
     half, whole = tiny_backend(bamba.path, max_num_seqs=3), tiny_backend(mamba2.path, max_num_seqs=3, max_model_len=96)
     assert half.rank.decoder.kv_block_bytes == 4 * 2 * 2 * 16 * half.card.block_size
     assert (half.rank.decoder.state_bytes, whole.rank.decoder.state_bytes) == (2 * states, 3 * states)
-    assert [tuple(states.shape) for _, states in whole.rank.caches] == [(3, 6, 16, 24)] * 3
-    assert (whole.rank.decoder.kv_block_bytes, whole.num_blocks) == (0, 3 * 6)
+    assert [tuple(states.shape) for _, states in whole.rank.caches] == [(3 + 6, 6, 16, 24)] * 3
+    assert (whole.rank.decoder.kv_block_bytes, whole.num_blocks, whole.state_checkpoints) == (0, (3 + 6) * 6, 6)
     assert (half.kv, whole.kv) == (None, None)
 
 

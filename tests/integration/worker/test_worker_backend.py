@@ -137,7 +137,7 @@ def test_chunks_prefix_hits_and_preemption_change_nothing(served: Served) -> Non
     while not first.output:
         driver.step()
     sharing = driver.add(prompts[1], OUTPUT)
-    if backend.prefix_caching:
+    if backend.state_checkpoints is None:
         assert driver.share_prefix(sharing, first) == 2 * BLOCK_SIZE
     preempted = driver.add(prompts[2], OUTPUT)
     while len(preempted.output) < 3:

@@ -86,6 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         speculation=st.sampled_from(["dynamic", "fixed"]),
         stages=st.sampled_from([1, 1, 2, 3]),
         groups=st.sampled_from(GROUPS),
+        checkpoints=st.sampled_from([None, None, 1, 3]),
         luck=st.randoms(use_true_random=False),
     )
     def start(
@@ -99,8 +100,11 @@ class EngineMachine(RuleBasedStateMachine):
         speculation: str,
         stages: int,
         groups: tuple[KvCacheGroup, ...],
+        checkpoints: int | None,
         luck: Random,
     ) -> None:
+        if checkpoints is not None:  # models with states take no drafts, and have one table
+            drafts, groups = 0, ()
         limits = EngineLimits(
             max_batch_tokens=budget,
             max_running=running,
@@ -110,10 +114,16 @@ class EngineMachine(RuleBasedStateMachine):
             speculation=speculation,  # type: ignore[arg-type]
         )
         self.drafts, self.stages, self.luck = drafts, stages, luck
-        self.begin(blocks, EngineCore(EngineId("e"), Incarnation(1), limits), groups)
+        self.begin(blocks, EngineCore(EngineId("e"), Incarnation(1), limits), groups, checkpoints)
 
-    def begin(self, blocks: int, engine: EngineCore, groups: tuple[KvCacheGroup, ...] = ()) -> None:
-        self.groups = groups
+    def begin(
+        self,
+        blocks: int,
+        engine: EngineCore,
+        groups: tuple[KvCacheGroup, ...] = (),
+        checkpoints: int | None = None,
+    ) -> None:
+        self.groups, self.checkpoints = groups, checkpoints
         self.blocks = 1 + blocks * len(groups) if groups else blocks
         room = longest_sequence(groups, self.blocks, 16, engine.limits.max_batch_tokens) if groups else blocks * 16
         self.context = min(90, room)
@@ -304,9 +314,13 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.epoch_state is None)
     @rule()
     def workers_come(self) -> None:
-        self.worker = HonestWorker(self.blocks, accepts=self.accepts, groups=self.groups)
+        self.worker = HonestWorker(self.blocks, accepts=self.accepts, groups=self.groups, checkpoints=self.checkpoints)
         ready = WorkersReady(
-            card(90), self.blocks, max_speculate=self.drafts, stages=self.stages, kv_groups=self.groups
+            *(card(90), self.blocks),
+            max_speculate=self.drafts,
+            stages=self.stages,
+            kv_groups=self.groups,
+            state_checkpoints=self.checkpoints,
         )
         self.tell(ready)
 

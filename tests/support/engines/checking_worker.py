@@ -162,6 +162,8 @@ class HonestWorker:
     What is to be loaded lies there as rubbish until the last rank has copied it, and what is to be saved is read only
     then: who uses the blocks too early, or gives them away, is found out.
 
+    With places for `checkpoints` of states a sequence begins behind computed tokens only by a checkpoint of these.
+
     With `groups` of layers each has a table of its own, and other keys and values than the rest. What lies behind its
     window it does not read.
     """
@@ -173,7 +175,10 @@ class HonestWorker:
         ranks: int = 1,
         accepts: Callable[[int], int] | None = None,
         groups: tuple[KvCacheGroup, ...] = (),
+        checkpoints: int | None = None,
     ) -> None:
+        self._checkpoints = None if checkpoints is None else [0] * checkpoints
+        """The digest of the tokens that each is of; None: there are no states."""
         self._accepts = accepts
         self._groups = groups or (KvCacheGroup(layers=1),)
         self._has_null_block = bool(groups)
@@ -202,12 +207,14 @@ class HonestWorker:
             assert new.grammar is None or new.grammar.key in self._compiled, "its grammar was never compiled"
             assert new.pooling is None or not new.pooling.computes_all or not new.computed, "hidden states are missing"
             self._held[new.sequence] = _Held(unpack(new.tokens), unpack(new.blocks), new.computed, new.pooling)
+        self._restore(plan)
         self._compiled -= set(plan.forget)
         self.compiling += [grammar for grammar in plan.compile if grammar not in self.compiling]
         accepted = [self._accepts(work.speculate) if self._accepts else 0 for work in plan.work]
         each = list(zip(plan.work, accepted, strict=True))
         writes = [self._compute(self._held[work.sequence], work, count) for work, count in each]
         assert len(set().union(*writes)) == sum(map(len, writes)), "two sequences write to one place"
+        self._keep(plan)
         sampled = tuple(self._sample(work, count) for work, count in each if work.sample)
         pooling = [work.sequence for work in plan.work if work.sample and self._held[work.sequence].pooling is not None]
         pooled = tuple(SequencePooled(sequence, self._vector(self._held[sequence])) for sequence in pooling)
@@ -230,6 +237,24 @@ class HonestWorker:
         if error is None:
             self._compiled.add(grammar.key)
         return GrammarCompiled(epoch=Incarnation(self._expected[0]), grammar=grammar.key, error=error)
+
+    def _restore(self, plan: StepPlan) -> None:
+        """Every new sequence of which some is computed has the states behind it."""
+        places = {copy.sequence: copy.checkpoint for copy in plan.restored}
+        begun = {new.sequence: self._held[new.sequence] for new in plan.new if new.computed}
+        assert places.keys() == (set() if self._checkpoints is None else begun.keys())
+        for sequence, place in places.items():
+            held = begun[sequence]
+            assert self._checkpoints is not None
+            assert self._checkpoints[place] == digest(held.tokens[: held.computed]), "the states are of other tokens"
+
+    def _keep(self, plan: StepPlan) -> None:
+        working = {work.sequence for work in plan.work}
+        for copy in plan.checkpoints:
+            assert self._checkpoints is not None
+            assert copy.sequence in working
+            held = self._held[copy.sequence]
+            self._checkpoints[copy.checkpoint] = digest(held.tokens[: held.computed])
 
     def _check_order(self, plan: StepPlan) -> None:
         if self._expected is None or self._expected[0] != plan.epoch:

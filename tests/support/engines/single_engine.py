@@ -35,15 +35,15 @@ class Ring:
         num_blocks: int = 32,
         max_model_len: int = 256,
         *,
-        prefix_caching: bool = True,
+        state_checkpoints: int | None = None,
     ) -> None:
         self.engine = EngineCore(EngineId("e"), EPOCH, limits or EngineLimits())
-        self.worker = HonestWorker(num_blocks)
+        self.worker = HonestWorker(num_blocks, checkpoints=state_checkpoints)
         self.plans: list[StepPlan] = []
         self.entries: list[NewTokens] = []
         self.now = 0.0
         self.context = min(max_model_len, num_blocks * 16)
-        self.send(WorkersReady(card(max_model_len), num_blocks, prefix_caching=prefix_caching))
+        self.send(WorkersReady(card(max_model_len), num_blocks, state_checkpoints=state_checkpoints))
 
     def send(self, event: object) -> list[Output]:
         outputs = self.engine.handle(event, self.now)  # type: ignore[arg-type]

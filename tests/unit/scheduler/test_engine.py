@@ -167,7 +167,7 @@ def test_sequences_without_prefix_caching_compute_equal_prompts_each_for_itself(
 
 def test_an_engine_whose_workers_cannot_go_on_behind_cached_blocks_caches_none() -> None:
     """Whatever its requests say, equal prompts are computed each for itself, at once and one after the other."""
-    ring = Ring(prefix_caching=False)
+    ring = Ring(state_checkpoints=0)
     for request in ("a", "b"):
         ring.send(generate(request, PROMPT, max_tokens=1))
     assert [new.computed for plan in ring.plans for new in plan.new] == [0, 0]

@@ -83,3 +83,11 @@ def test_a_ranks_report_of_its_transfers_is_read_under_its_former_name() -> None
     event = msgspec.msgpack.decode(content, type=EVENTS[name])
     assert event.transfers is not None
     assert (event.transfers.rank, event.transfers.epoch, event.transfers.done) == (0, 7, 2)
+
+
+def test_version_6_says_nothing_of_checkpoints() -> None:
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    plan = [1, 0, [], [], [], [], [], [], None, [b"x"]]
+    name, output = names_of(6).output("SendPlan", encode({"plan": [*plan, [[1, 0]], []]}))
+    assert (name, decode(output)) == ("SendPlan", {"plan": plan})
+    assert names_of(6).output("SendTokens", b"\x90") == ("SendTokens", b"\x90")

@@ -77,7 +77,7 @@ def test_ranks_are_complete_when_all_are_ready_and_count_with_the_least_of_each(
 def test_ranks_with_states_are_no_engine_that_hands_requests_over(role: Role) -> None:
     said = life(0, world_size=1)
     assert said.worker is not None
-    said = replace(said, worker=replace(said.worker, prefix_caching=False))
+    said = replace(said, worker=replace(said.worker, state_checkpoints=3))
     refused, plain = WorkerRanks(ENGINE, None, role), WorkerRanks(ENGINE, None)
     for ranks in (refused, plain):
         ranks.record_lifecycle(said, 0.0)
@@ -85,7 +85,7 @@ def test_ranks_with_states_are_no_engine_that_hands_requests_over(role: Role) ->
         f"no {role} engine: requests of {CARD.name}, a model with state-space layers, are not handed over; start its "
         "engines without --prefill and --decode"
     )
-    assert plain.assemble() == WorkersReady(CARD, 10, prefix_caching=False)
+    assert plain.assemble() == WorkersReady(CARD, 10, state_checkpoints=3)
 
 
 def test_ranks_draft_as_much_as_the_one_that_drafts_least() -> None:

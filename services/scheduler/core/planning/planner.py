@@ -48,7 +48,7 @@ class StepPlanner:
         self._transfers = transfers
         self._saves = saves
         self._grammars = grammars
-        self._prompts = SharedPrompts()
+        self._prompts = SharedPrompts(memory.share_at)
         self._micro_batches = MicroBatches(limits.stages) if limits.stages > 1 else None
         self.queues = SequenceQueues(memory, loads, grammars, self._prompts, limits.max_loras)
         self.preemption = Preemption(memory, self.queues, saves)

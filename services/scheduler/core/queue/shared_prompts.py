@@ -7,6 +7,7 @@ The first computes, and the others are set aside until the plan that computes wh
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.scheduler.core.sequence import Sequence
@@ -30,7 +31,9 @@ class _Prefill:
 class SharedPrompts:
     """Owns which prefilling sequence computes which full blocks, and which sequences wait for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, share_at: Callable[[Sequence, int], None]) -> None:
+        """`share_at`: is told who computes blocks that others wait for, and how many."""
+        self._share_at = share_at
         self._computing: dict[BlockHash, Sequence] = {}
         self._prefills: dict[SequenceId, _Prefill] = {}
 
@@ -58,7 +61,9 @@ class SharedPrompts:
         if owner is None:
             return False
         sequence.prompt_waits += 1
-        self._prefills[owner.id].waiting.append((_common(owner.tokens.hashes, wanted, cached), sequence))
+        common = _common(owner.tokens.hashes, wanted, cached)
+        self._prefills[owner.id].waiting.append((common, sequence))
+        self._share_at(owner, common)
         return True
 
     def progress(self, sequence: Sequence) -> list[Sequence]:

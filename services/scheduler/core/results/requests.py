@@ -42,7 +42,8 @@ class RequestValidator:
     def __init__(
         self, card: ModelCard, num_blocks: int, max_tokens: int, policy: QueuePolicy, *, prefix_caching: bool = True
     ) -> None:
-        """`max_tokens`: of a sequence that takes all of the `num_blocks`. `prefix_caching`: see `WorkerReport`."""
+        """`max_tokens`: of a sequence that takes all of the `num_blocks`. `prefix_caching`: whether sequences may begin
+        behind blocks of others."""
         self.card = card
         """The model's, with the adapters that there are now."""
         self._policy = policy

@@ -26,7 +26,7 @@ def check_states(config: ModelDescription, *, drafts: str | None, connector: boo
         raise ModelError(f"speculative {drafts}: {_kind(config)} takes no drafts")
     if connector:
         raise ModelError(f"kv_connector: {_kind(config)} has states, which no connector is told of")
-    _log.info("%s: every prompt is computed from its start: no prefix is cached, here or in a KV store", _kind(config))
+    _log.info("%s: no KV store has its prefixes", _kind(config))
 
 
 def _kind(config: ModelConfig) -> str:

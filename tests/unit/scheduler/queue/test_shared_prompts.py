@@ -117,7 +117,7 @@ def sequences(*prompts: list[int]) -> list[Sequence]:
 
 
 def test_when_the_one_that_computes_leaves_all_who_wait_for_it_go_on() -> None:
-    prompts = SharedPrompts()
+    prompts = SharedPrompts(lambda _owner, _blocks: None)
     a, b, c, d = sequences(LONG, LONG, LONG, LONG)
     prompts.start(a)
     assert [prompts.wait(other, 0) for other in (b, c, d)] == [True, True, True]
@@ -129,7 +129,7 @@ def test_when_the_one_that_computes_leaves_all_who_wait_for_it_go_on() -> None:
 
 
 def test_each_waits_for_what_it_shares_and_no_longer() -> None:
-    prompts = SharedPrompts()
+    prompts = SharedPrompts(lambda _owner, _blocks: None)
     a, b, c = sequences(LONG, [*LONG[:32], *[3] * 20], LONG)
     prompts.start(a)
     assert [prompts.wait(other, 0) for other in (b, c)] == [True, True]
@@ -142,7 +142,7 @@ def test_each_waits_for_what_it_shares_and_no_longer() -> None:
 
 
 def test_what_is_computed_already_is_waited_for_by_nobody() -> None:
-    prompts = SharedPrompts()
+    prompts = SharedPrompts(lambda _owner, _blocks: None)
     a, b = sequences(LONG, LONG)
     prompts.start(a)
     a.blocks.indexed = 2
@@ -152,7 +152,7 @@ def test_what_is_computed_already_is_waited_for_by_nobody() -> None:
 
 
 def test_nobody_waits_without_end() -> None:
-    prompts = SharedPrompts()
+    prompts = SharedPrompts(lambda _owner, _blocks: None)
     a, b = sequences(LONG, LONG)
     waits = []
     for _ in range(MAX_WAITS + 1):

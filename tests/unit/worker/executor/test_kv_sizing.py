@@ -49,9 +49,9 @@ def test_memory_given_is_taken() -> None:
 
 
 def test_states_of_all_sequences_come_before_blocks() -> None:
-    assert size_kv(demand(given=3 * GIB, state_bytes=16 * MIB), cpu(8 * GIB, GIB)).num_blocks == 2048
+    assert size_kv(demand(given=3 * GIB, state_bytes=16 * MIB), cpu(8 * GIB, GIB)) == KvSize(1536, 4096, 32)
     assert size_kv(demand(max_num_seqs=7, state_bytes=GIB), cpu(9 * GIB)).num_blocks == 448
-    assert size_kv(demand(state_bytes=GIB), gpu()).num_blocks == (126 - 18 - 64) * 1024
+    assert size_kv(demand(state_bytes=GIB), gpu()).num_blocks == (126 - 18 - 64 - 11) * 1024
     with pytest.raises(ModelError) as error:
         size_kv(demand(max_num_seqs=9, state_bytes=GIB), cpu(9 * GIB, GIB))
     assert str(error.value) == (
@@ -62,7 +62,7 @@ def test_states_of_all_sequences_come_before_blocks() -> None:
 
 def test_a_model_without_attention_is_limited_by_its_sequences() -> None:
     without = demand(block_bytes=0, state_bytes=MIB, max_num_seqs=4, max_model_len=100_000)
-    assert size_kv(without, cpu(GIB)) == KvSize(4 * 6250, 100_000)
+    assert size_kv(without, cpu(GIB)) == KvSize((4 + 8) * 6250, 100_000, 8)
     many = demand(block_bytes=0, state_bytes=MIB, max_num_seqs=4000, max_model_len=100_000)
     assert size_kv(many, cpu(9 * GIB)).num_blocks == 1 << 20
 
