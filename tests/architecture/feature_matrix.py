@@ -39,6 +39,7 @@ FEATURES = (
     "quantization",
     "hybrid KV cache",
     "logits processors",
+    "states",
 )
 HEADING = """\
 # Features together

@@ -138,7 +138,8 @@ def create_backend(
     with _enough_memory("weights were loaded: end what else is on the GPU, or use more ranks"):
         loaded = load_model(wanted)
         drafts = None if speculation is None else speculation.method
-        check_states(loaded.config, drafts=drafts, connector=kv_connector or on_layer is not None)
+        connected = kv_connector or on_layer is not None
+        check_states(loaded.config, drafts=drafts, connector=connected, grouped=hybrid_kv_cache == "on")
         groups = _layer_groups(loaded, hybrid_kv_cache, speculation, connector=kv_connector)
         slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, loras, model_name)
     eager = why_eager(loaded.decoder, place, communicator, pipeline, enforced=enforce_eager)

@@ -149,6 +149,10 @@ def test_a_model_without_positions_is_as_long_as_is_asked(mamba2: TinyModel) -> 
     assert tiny_backend(mamba2.path, max_num_seqs=1, max_model_len=100_000).card.max_model_len == 100_000
 
 
+@pytest.mark.features("states", "KV connector", refused=True)
+@pytest.mark.features("states", "speculative", refused=True)
+@pytest.mark.features("states", "LoRA", refused=True)
+@pytest.mark.features("states", "hybrid KV cache", refused=True)
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
@@ -165,8 +169,9 @@ def test_a_model_without_positions_is_as_long_as_is_asked(mamba2: TinyModel) -> 
             {"loras": LoraSettings(((ModelName("other"), Path("/nowhere")),))},
             "lora: adapters of BambaForCausalLM are not supported: it has state-space layers",
         ),
+        ({"hybrid_kv_cache": "on"}, "hybrid_kv_cache on: a model with state-space layers (BambaForCausalLM) has one"),
     ],
-    ids=["memory", "connector", "drafts", "lora"],
+    ids=["memory", "connector", "drafts", "lora", "groups"],
 )
 def test_what_does_not_combine_is_refused_at_start(bamba: TinyModel, settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError, match=re.escape(complaint)):

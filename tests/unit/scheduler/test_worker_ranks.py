@@ -73,6 +73,7 @@ def test_ranks_are_complete_when_all_are_ready_and_count_with_the_least_of_each(
     assert ranks.assemble() == WorkersReady(CARD, 7, max_running=64, max_batch_tokens=None, world_size=2)
 
 
+@pytest.mark.features("states", "prefill/decode", refused=True)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_ranks_with_states_are_no_engine_that_hands_requests_over(role: Role) -> None:
     said = life(0, world_size=1)

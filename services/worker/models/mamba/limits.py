@@ -17,15 +17,17 @@ def check_ranks(config: ModelConfig, ranks: int, stages: int) -> None:
         raise ModelError(f"pp {stages}: {_kind(config)} has one stage; more engines serve more requests")
 
 
-def check_states(config: ModelDescription, *, drafts: str | None, connector: bool) -> None:
-    """`drafts`: the method of speculation. Says what a model with states does without. Raises ModelError for what it
-    cannot do without being told."""
+def check_states(config: ModelDescription, *, drafts: str | None, connector: bool, grouped: bool) -> None:
+    """`drafts`: the method of speculation. `grouped`: layers are to have tables in groups. Says what a model with
+    states does without. Raises ModelError for what it cannot do without being told."""
     if not isinstance(config, ModelConfig) or config.mamba is None:
         return
     if drafts is not None:
         raise ModelError(f"speculative {drafts}: {_kind(config)} takes no drafts")
     if connector:
         raise ModelError(f"kv_connector: {_kind(config)} has states, which no connector is told of")
+    if grouped:
+        raise ModelError(f"hybrid_kv_cache on: {_kind(config)} has one block table, of the layers that attend")
     _log.info("%s: no KV store has its prefixes", _kind(config))
 
 

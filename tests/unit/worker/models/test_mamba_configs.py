@@ -11,6 +11,7 @@ import pytest
 from services.worker.backend import BackendError
 from services.worker.models.config import MambaConfig, ModelConfig, ModelError
 from services.worker.models.hf_config import is_native, read_model_config
+from services.worker.models.mamba.limits import check_ranks
 from services.worker.models.rope import PlainRope
 from services.worker.sim.shape import read_shape
 
@@ -145,6 +146,17 @@ def test_what_cannot_be_is_refused_by_key_and_value(
     with pytest.raises(ModelError) as error:
         read(tmp_path, base, **changes)
     assert str(error.value) == f"{tmp_path / 'config.json'}: {complaint}"
+
+
+@pytest.mark.features("states", "tensor parallel", refused=True)
+@pytest.mark.features("states", "pipeline parallel", refused=True)
+def test_one_rank_computes_states(tmp_path: Path) -> None:
+    config = read(tmp_path, BAMBA_9B)
+    check_ranks(config, 1, 1)
+    with pytest.raises(ModelError, match=r"tp 2: a model with state-space layers \(Bamba\w+\) is computed by one rank"):
+        check_ranks(config, 2, 1)
+    with pytest.raises(ModelError, match=r"pp 2: a model with state-space layers \(Bamba\w+\) has one stage"):
+        check_ranks(config, 1, 2)
 
 
 def test_the_simulation_knows_no_states(tmp_path: Path) -> None:
