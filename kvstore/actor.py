@@ -20,7 +20,7 @@ from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus
 from shared.ids import InstanceId, NodeId
-from shared.messages.kv_events import KvDumpRequest
+from shared.messages.kv_events import KvDumpRequest, PrefixCacheReset, ResetPrefixCache
 from shared.messages.kvstore import (
     Attach,
     Commit,
@@ -99,14 +99,14 @@ class KvStoreActor(Actor):
             while self.store.check_some(CHECK_SECONDS):
                 await asyncio.sleep(CHECK_EVERY)
 
-    async def respond(self, request: Any) -> KvStoreReply | asyncio.Future[FindOutcome]:
+    async def respond(self, request: Any) -> KvStoreReply | PrefixCacheReset | asyncio.Future[FindOutcome]:
         """The reply to one request; a future where lower tiers or other nodes are searched for a `Find`."""
         with metrics.SECONDS.labels(type(request).__name__.lower()).time():
             answer = self._answer(request)
         await self._publish_events()
         return answer
 
-    def _answer(self, request: Any) -> KvStoreReply | asyncio.Future[FindOutcome]:
+    def _answer(self, request: Any) -> KvStoreReply | PrefixCacheReset | asyncio.Future[FindOutcome]:
         match request:
             case Find():
                 return self._search.find(request)
@@ -117,6 +117,8 @@ class KvStoreActor(Actor):
                 return self.store.commit(request)
             case Attach():
                 return self.store.attach(request)
+            case ResetPrefixCache():
+                return self.store.reset()
             case _:
                 raise TypeError(f"a store does not reply to {type(request).__name__}")
 

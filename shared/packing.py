@@ -1,10 +1,15 @@
-"""Numbers packed on the wire: token, block and slot ids as little-endian uint32, slots' generations as uint64."""
+"""Numbers packed on the wire: token, block and slot ids as little-endian uint32, slots' generations as uint64. Structs
+that are packed as arrays, unpacked for people."""
 
 from __future__ import annotations
 
 import sys
 from array import array
 from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 _SWAP = sys.byteorder == "big"
 TOKEN_BYTES = 4
@@ -48,3 +53,13 @@ def unpack_generations(packed: bytes) -> list[int]:
     if _SWAP:
         generations.byteswap()
     return generations.tolist()
+
+
+def to_plain(value: Any) -> Any:
+    """Structs as dictionaries with their fields' names, also those that are packed as arrays, for people and scripts;
+    so within tuples."""
+    if isinstance(value, tuple):
+        return [to_plain(each) for each in value]
+    if isinstance(value, Struct):
+        return {name: to_plain(each) for name, each in msgspec.structs.asdict(value).items()}
+    return value

@@ -55,8 +55,8 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.engine_steps,       ("scheduler",),                                   ("worker",)),
     TopicRights(topics.engine_results,     ("worker",),                                      ("scheduler",)),
     TopicRights(topics.engine_control,     ("gateway", "detokenizer", "coordinator", "scheduler"), ("scheduler",)),
-    TopicRights(topics.engine_probes,      ("gateway", "detokenizer"),                       ("scheduler",)),
-    TopicRights(topics.kvstore_requests,   ("scheduler",),                                   ("kvstore",)),
+    TopicRights(topics.engine_probes,      ("gateway", "detokenizer", "coordinator"),        ("scheduler",)),
+    TopicRights(topics.kvstore_requests,   ("scheduler", "coordinator"),                     ("kvstore",)),
     TopicRights(topics.kvstore_releases,   ("scheduler",),                                   ("kvstore",)),
     TopicRights(topics.kvstore_prefetches, ("scheduler",),                                   ("kvstore",)),
     TopicRights(topics.kv_events,          ("scheduler", "kvstore"),                         ()),
@@ -112,6 +112,7 @@ def permissions_of(user: User, namespace: str) -> Permissions:
     if user == "coordinator":
         subscribe += [f"{namespace}.{topics.ADMIN}.>", MICRO_SERVICES]
     if user == "gateway":
+        publish += [f"{namespace}.{topics.ADMIN}.{name}" for name in ("scale", "reset_prefix_cache")]
         subscribe += [f"{namespace}.{topics.CLUSTERS_ADMIN}.>", MICRO_SERVICES]
     return Permissions(tuple(publish), tuple(subscribe))
 

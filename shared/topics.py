@@ -105,14 +105,14 @@ def engine_control(engine: EngineId) -> Topic[scheduler.SchedulerControl]:
     return Topic(f"engine.{engine}.control", scheduler.SchedulerControl)
 
 
-def engine_probes(engine: EngineId) -> Topic[scheduler.Probe]:
-    """gateway, detokenizer → scheduler, answered with a `ProbeReply`."""
-    return Topic(f"engine.{engine}.probe", scheduler.Probe)
+def engine_probes(engine: EngineId) -> Topic[scheduler.SchedulerQuestion]:
+    """gateway, detokenizer → scheduler, answered with a `ProbeReply`; coordinator → scheduler: `ResetPrefixCache`."""
+    return Topic(f"engine.{engine}.probe", scheduler.SchedulerQuestion)
 
 
-def kvstore_requests(node: NodeId) -> Topic[kvstore.KvStoreRequest]:
-    """scheduler → the KV store of its node, answered with a `KvStoreReply`."""
-    return Topic(f"kvstore.{node}.ask", kvstore.KvStoreRequest)
+def kvstore_requests(node: NodeId) -> Topic[kvstore.KvStoreQuestion]:
+    """scheduler → the KV store of its node, answered with a `KvStoreReply`; coordinator: `ResetPrefixCache`."""
+    return Topic(f"kvstore.{node}.ask", kvstore.KvStoreQuestion)
 
 
 def kvstore_releases(node: NodeId) -> Topic[kvstore.Release]:
@@ -236,7 +236,8 @@ def planner_decisions() -> Topic[planner.PlannerDecision]:
 
 
 ADMIN = "admin"
-"""Subject of the NATS micro service: `admin.list`, `admin.drain`, `admin.undrain`, `admin.scale`, JSON in and out."""
+"""Subject of the NATS micro service: `admin.list`, `admin.drain`, `admin.undrain`, `admin.scale`,
+`admin.reset_prefix_cache`, JSON in and out."""
 
 CLUSTERS_ADMIN = f"{ADMIN}.clusters"
 """Subject of the gateways' micro service: `list`, `drain`, `undrain` of the clusters of a federation."""

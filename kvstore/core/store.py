@@ -214,6 +214,8 @@ class StoreCore:
             self._uses += 1
             table.commit(block, self._uses, now)
             out.append(CommitSlot(table.layout, block.slot, block.hash, block.tokens, block.used))
+            if block.doomed:
+                out += self._drop(table, block)
         out += self._take_back([block for block in lease.reserved if block.slot not in whole], table)
         return len(written), out + self.unpin(table, lease.pinned)
 
@@ -229,6 +231,17 @@ class StoreCore:
         for block in lease.pinned:
             block.doomed = block.doomed or block.hash in drop
         return self._take_back(lease.reserved, table) + self.unpin(table, lease.pinned)
+
+    def forget(self) -> tuple[int, list[Action]]:
+        """Drops every block: those that somebody reads or writes once that is over. Returns how many, and the
+        actions."""
+        blocks = [(table, block) for table in self.budget.tables.values() for block in table.blocks.values()]
+        out: list[Action] = []
+        for table, block in blocks:
+            block.doomed = True
+            if block.committed:
+                out += self._drop(table, block)
+        return len(blocks), out
 
     def owner_gone(self, owner: LeaseOwner, now: float) -> list[Action]:
         """Ends all leases of a process that has ended. Reserved slots rest, as its ranks may still write to them."""

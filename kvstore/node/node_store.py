@@ -27,6 +27,7 @@ from kvstore.node.packed_slots import blocks_to_write, slot_generations, slot_nu
 from kvstore.tiers.interface import EvictionTarget
 from shared.blocks import BlockHash, BlockSize, split_hashes
 from shared.ids import ArenaId, Incarnation, InstanceId, LeaseId, NodeId
+from shared.messages.kv_events import PrefixCacheReset
 from shared.messages.kvstore import (
     Attach,
     AttachReply,
@@ -250,6 +251,13 @@ class NodeStore:
         """Ends the lease and takes its pins off. A lease that has ended before is no error."""
         key = LeaseKey(message.layout, message.owner, message.lease)
         self._writer.carry_out(self.core.release(key, self._clock(), frozenset(split_hashes(message.drop))))
+
+    def reset(self) -> PrefixCacheReset:
+        """Drops every block; what lies in lower tiers stays there."""
+        blocks, actions = self.core.forget()
+        self._writer.carry_out(actions)
+        log.info("blocks dropped", extra={"blocks": blocks})
+        return PrefixCacheReset(blocks)
 
     def owner_gone(self, owner: LeaseOwner) -> None:
         """Ends every lease of a process that has ended; slots that it was writing to rest."""

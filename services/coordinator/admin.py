@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, get_args
@@ -10,8 +11,9 @@ import msgspec
 from msgspec import Struct
 
 from shared import topics
-from shared.bus import Bus, Endpoint, EndpointError, NoResponders, ReplyError, ReplyTimeout
-from shared.ids import InstanceId, NodeId, checked_instance
+from shared.bus import Bus, BusError, Endpoint, EndpointError, NoResponders, ReplyError, ReplyTimeout
+from shared.ids import EngineId, InstanceId, NodeId, checked_instance
+from shared.messages.kv_events import PrefixCacheReset, ResetPrefixCache
 from shared.messages.lifecycle import (
     Drain,
     EngineReport,
@@ -23,12 +25,15 @@ from shared.messages.lifecycle import (
     Undrain,
 )
 from shared.messages.supervisor import Scale, ScaleRefusal, ScaleReply, ScaleResult
+from shared.packing import to_plain
 from shared.registry import Registry
 from shared.topics import Topic
 
 NAME = "baton-admin"
 VERSION = "1.0.0"
-DESCRIPTION = "Operates a Baton cluster: list, drain, undrain, scale."
+DESCRIPTION = "Operates a Baton cluster: list, drain, undrain, scale, reset_prefix_cache."
+RESET_SECONDS = 5.0
+"""Within which an engine says that it has forgotten its blocks."""
 
 MAX_INSTANCES = 256
 """The most instances of one service that an operator can request."""
@@ -66,6 +71,10 @@ class ScaleRequest(Struct, forbid_unknown_fields=True):
     host: str | None = None
 
 
+class ResetPrefixCacheRequest(Struct, forbid_unknown_fields=True):
+    """The body of `admin.reset_prefix_cache`."""
+
+
 class Admin:
     """Answers operators from the registry, which the coordinator's core owns, and sends what they ask for."""
 
@@ -84,6 +93,7 @@ class Admin:
             f"{topics.ADMIN}.drain": self.drain,
             f"{topics.ADMIN}.undrain": self.undrain,
             f"{topics.ADMIN}.scale": self.scale,
+            f"{topics.ADMIN}.reset_prefix_cache": self.reset_prefix_cache,
         }
 
     async def list(self, body: bytes) -> bytes:
@@ -131,6 +141,32 @@ class Admin:
                 return msgspec.json.encode({"service": request.service, "started": started, "stopping": stopping})
             case ScaleRefusal(message):
                 raise EndpointError(409, message)
+
+    async def reset_prefix_cache(self, body: bytes) -> bytes:
+        """`{}` → `{"instances": {"engine-1": 42, "kvstore-1": 60}}`: how many blocks each has forgotten. What lies in
+        lower tiers of KV stores and behind connectors is found again, and what open requests go on to compute."""
+        _parse(body, ResetPrefixCacheRequest)
+        blocks: dict[str, int | None] = {}
+        for service in ("scheduler", "kvstore"):  # engines first, as they save to stores
+            lives = [life for life in self._registry.all(service) if life.engine is not None or life.store is not None]
+            answers = await asyncio.gather(*map(self._reset, lives))
+            blocks |= {life.instance: answer for life, answer in zip(lives, answers, strict=True)}
+        if silent := sorted(instance for instance, number in blocks.items() if number is None):
+            raise EndpointError(503, f"no answer of {', '.join(silent)} within {RESET_SECONDS:g} s")
+        return msgspec.json.encode({"instances": dict(sorted(blocks.items()))})
+
+    async def _reset(self, life: Lifecycle) -> int | None:
+        """None: it does not answer."""
+        topic: Topic[Any] = topics.engine_probes(EngineId(life.instance))
+        if life.store is not None:
+            topic = topics.kvstore_requests(life.store.node)
+        try:
+            reply: PrefixCacheReset = await self._bus.request(
+                topic, ResetPrefixCache(), PrefixCacheReset, RESET_SECONDS
+            )
+        except BusError:
+            return None
+        return reply.blocks
 
     def _find(self, name: str) -> Sequence[Lifecycle]:
         """The instance of that name, or the engines of the pool."""
@@ -195,8 +231,8 @@ def _describe(life: Lifecycle, now: float) -> dict[str, Any]:
         "metrics_port": life.metrics_port,
         "role": life.engine.role if life.engine is not None else None,
         "node": _node_of(life),
-        "engine": _as_dict(life.engine),
-        "worker": _as_dict(life.worker),
+        "engine": to_plain(life.engine),
+        "worker": to_plain(life.worker),
         "store": _describe_store(life.store),
     }
 
@@ -209,29 +245,14 @@ def _node_of(life: Lifecycle) -> NodeId | None:
 
 def _describe_store(report: StoreReport | None) -> dict[str, Any] | None:
     """With two shares: of its slots that hold a block, and of the blocks that were looked up and found."""
-    named = _as_dict(report)
-    if report is None or named is None:
+    if report is None:
         return None
     lookups = report.hits + report.misses
     return {
-        **named,
+        **to_plain(report),
         "occupancy": round(report.committed / report.slots, 4) if report.slots else 0.0,
         "hit_rate": round(report.hits / lookups, 4) if lookups else None,
     }
-
-
-def _as_dict(report: Struct | None) -> dict[str, Any] | None:
-    """An `array_like` struct as a dictionary, and so the structs within it; None for None."""
-    if report is None:
-        return None
-    values = msgspec.structs.asdict(report)
-    return {key: _plain(value) for key, value in values.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return _as_dict(value) if isinstance(value, Struct) else value
 
 
 # Which drains are refused unless they are forced.

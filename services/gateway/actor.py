@@ -22,8 +22,10 @@ from services.gateway.federation.admin import ADMIN_DESCRIPTION, ADMIN_NAME, ADM
 from services.gateway.federation.drain_file import DrainFile
 from services.gateway.federation.federation import Federation
 from services.gateway.http.access import AccessControl
+from services.gateway.http.admin.fleet import FleetEndpoints
 from services.gateway.http.app import build_app
 from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
+from services.gateway.http.endpoints import VERSION
 from services.gateway.http.server import HttpServer
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
@@ -39,8 +41,10 @@ from shared.bus import Bus, Undelivered
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.ids import GatewayId
 from shared.messages.gateway import (
+    AbortRequests,
     Deltas,
     ForgetStream,
+    GatewayReply,
     GatewayRequest,
     KeepStream,
     MetricsPage,
@@ -49,9 +53,8 @@ from shared.messages.gateway import (
     RequestPlaced,
     RequestQueued,
     RequestRejected,
-    StreamCopy,
+    RequestsAborted,
     StreamsGrown,
-    StreamUnknown,
     TakeStream,
     UsageReport,
 )
@@ -133,7 +136,14 @@ class Gateway(Actor):
             config.stream_settings(),
             bodies=self._bodies,
             parser=body_parser,
-            access=AccessControl(self.keys, self._limiter, share_prefixes=config.share_prefixes),
+            access=AccessControl(
+                self.keys,
+                self._limiter,
+                share_prefixes=config.share_prefixes,
+                reachable=config.reachable,
+                origins=config.cors_origins,
+            ),
+            fleet=FleetEndpoints(self.bus, self.requests, self.peers, VERSION),
             cors_origins=config.cors_origins,
             provider=self.provider,
             lora_registry=None if config.lora_registry is None else LoraRegistry(config.lora_registry),
@@ -230,13 +240,15 @@ class Gateway(Actor):
             case _:
                 raise AssertionError(message)
 
-    async def respond(self, request: GatewayRequest) -> MetricsPage | StreamCopy | StreamUnknown:
+    async def respond(self, request: GatewayRequest) -> GatewayReply:
         """Answers another gateway."""
         match request:
             case ReadMetrics():
                 return MetricsPage(metrics_of_process())
             case TakeStream():
                 return await self.streams.answer(request)
+            case AbortRequests():
+                return RequestsAborted(tuple(await self.requests.abort(request.responses)))
             case _:
                 assert_never(request)
 

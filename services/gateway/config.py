@@ -262,12 +262,16 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         self._check_federation()
         if self.database is not None:
             check_database_url(self.database)
-        reached_at = self.published_host or self.host
-        if not (self.api_keys or self.keys_file or self.insecure or is_loopback(reached_at)):
+        if self.reachable and not (self.api_keys or self.keys_file or self.insecure):
             raise ValueError(
-                f"host {reached_at}: other machines could use this one without an API key; set a key (--api-key, or "
-                "BATON_API_KEY), a file of keys (--keys-file), or --insecure"
+                f"host {self.published_host or self.host}: other machines could use this one without an API key; set "
+                "a key (--api-key, or BATON_API_KEY), a file of keys (--keys-file), or --insecure"
             )
+
+    @property
+    def reachable(self) -> bool:
+        """Whether other machines can reach the port."""
+        return not is_loopback(self.published_host or self.host)
 
     def _check_federation(self) -> None:
         """Raises ValueError."""

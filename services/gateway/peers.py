@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 from services.gateway.core.stream_records import GatewayLife
@@ -10,7 +11,7 @@ from services.gateway.metrics import metrics_of_process
 from shared import topics
 from shared.bus import Bus, BusError
 from shared.ids import GatewayId, InstanceId
-from shared.messages.gateway import GatewayRequest, MetricsPage, ReadMetrics
+from shared.messages.gateway import AbortRequests, GatewayRequest, MetricsPage, ReadMetrics, RequestsAborted
 from shared.messages.lifecycle import Lifecycle
 from shared.registry import Registry
 
@@ -60,6 +61,12 @@ class GatewayPeers:
             return await self._bus.request(topics.gateway_requests(peer), request, reply_type, ANSWER_TIMEOUT)
         except BusError:  # it died meanwhile, or is of a release that answers nothing
             return None
+
+    async def abort(self, responses: Collection[str] | None) -> list[str]:
+        """Has the other gateways end these responses, or all. Returns the ids that they found."""
+        question = AbortRequests(None if responses is None else tuple(responses))
+        answers: dict[GatewayId, RequestsAborted] = await self.ask_all(question, RequestsAborted)
+        return [response for answer in answers.values() for response in answer.responses]
 
     async def metrics_pages(self) -> dict[GatewayId, bytes]:
         """Returns the metrics of every gateway, this one included."""

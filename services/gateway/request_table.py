@@ -6,12 +6,12 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, assert_never
 
 from services.gateway.api.errors import RequestError
-from services.gateway.api.generation import GenerationRequest, RequestLimits
+from services.gateway.api.generation import POOLED_KINDS, GenerationRequest, RequestLimits
 from services.gateway.api.response import (
     ChoiceState,
     GenerationResponse,
@@ -49,6 +49,7 @@ from shared.messages.tokenizer import Tokenize
 
 log = logging.getLogger(__name__)
 
+ABORTED = "the request was aborted by an operator"
 BUS_AWAY = "the bus is away"
 ATTEMPTS_OF_A_GATEWAY = 1000
 """More than a gateway makes of a request: one that takes it over counts on beyond them. Which thousand is drawn, so
@@ -283,6 +284,23 @@ class RequestTable:
                 route[0].end("taken over")
             effects += self._supervisor.close(request, now)
         await self._perform(effects)
+
+    async def abort(self, responses: Collection[str] | None) -> list[str]:
+        """Ends the responses with these ids, or all: their clients keep what they have. Returns the ids that it found.
+        A response that has nothing to keep fails."""
+        found = [each for each in self._responses if not each.ended.done()]
+        if responses is not None:
+            found = [each for each in found if each.header.id in responses]
+        now = self._bus.liveness_now()
+        for response in found:
+            requests = [request for request in response.requests if request in self._routes]
+            if not requests or response.header.kind in POOLED_KINDS:
+                response.fail(RequestError(410, ABORTED, code="aborted"))
+                continue
+            await self._perform(
+                [effect for request in requests for effect in self._supervisor.close(request, now, aborted=True)]
+            )
+        return [each.header.id for each in found]
 
     # For other clusters.
 

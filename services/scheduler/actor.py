@@ -52,10 +52,16 @@ from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, Instance
 from shared.messages.coordinator import PullPrefills
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
-from shared.messages.kv_events import KvDumpRequest
+from shared.messages.kv_events import KvDumpRequest, PrefixCacheReset
 from shared.messages.kvstore import LeaseOwner
 from shared.messages.lifecycle import EngineHealth, EngineReport, Lifecycle, Phase, Role, Service
-from shared.messages.scheduler import GenerateRequest, Probe, ProbeReply, StepFinished
+from shared.messages.scheduler import (
+    GenerateRequest,
+    Probe,
+    ProbeReply,
+    SchedulerQuestion,
+    StepFinished,
+)
 from shared.messages.worker import StepPlan
 from shared.registry import InstanceGone, Registry
 from shared.telemetry.metrics import PublishedTotals
@@ -190,9 +196,13 @@ class SchedulerActor(Actor):
             self._had_waiting, self._room_reported_at = False, now
             await self.publish_lifecycle()
 
-    async def respond(self, request: Probe) -> ProbeReply:
-        """The state of an attempt, as the engine knows it."""
-        return self.core.probe(request.request, request.attempt)
+    async def respond(self, request: SchedulerQuestion) -> ProbeReply | PrefixCacheReset:
+        """The state of an attempt, as the engine knows it; how many blocks it has forgotten."""
+        if isinstance(request, Probe):
+            return self.core.probe(request.request, request.attempt)
+        blocks = self.core.named_blocks
+        await self._decide(request)
+        return PrefixCacheReset(blocks)
 
     async def tear_down(self) -> None:
         """Fails what is left, so that it is tried again elsewhere."""

@@ -265,8 +265,23 @@ class StreamUnknown(Struct, frozen=True, array_like=True, tag=True):
     """Reply to `TakeStream`: there is no such stream here, or not for that key."""
 
 
-GatewayRequest = ReadMetrics | TakeStream
+class AbortRequests(Struct, frozen=True, array_like=True, tag=True):
+    """gateway → another gateway: an operator ends these responses. Answered by `RequestsAborted`."""
+
+    responses: tuple[str, ...] | None
+    """Their ids, as clients see them; None: all that are open."""
+
+
+class RequestsAborted(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `AbortRequests`: those that were open here."""
+
+    responses: tuple[str, ...]
+
+
+GatewayRequest = ReadMetrics | TakeStream | AbortRequests
 """What gateways ask each other."""
+GatewayReply = MetricsPage | StreamCopy | StreamUnknown | RequestsAborted
+"""And what they answer."""
 RequestMessage = Deltas | RequestPlaced | RequestQueued | RequestRejected | RequestFailed
 """Of other services, about a request."""
 StreamMessage = KeepStream | StreamsGrown | ForgetStream

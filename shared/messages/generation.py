@@ -19,7 +19,7 @@ LogprobCount = Annotated[int, Meta(ge=0, le=2**16)]
 EXPECTED_OUTPUT = 256
 """Output tokens that a request without `max_tokens` counts for."""
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 """OpenAI's words. A cancelled or failed request never finishes; it is rejected or failed."""
 
 

@@ -52,3 +52,14 @@ class KvDump(Struct, frozen=True, array_like=True, kw_only=True):
     parts: Count
     hashes: bytes
     """Hashes of this part's blocks, 16 bytes each."""
+
+
+class ResetPrefixCache(Struct, frozen=True, array_like=True, tag=True):
+    """coordinator → scheduler, KV store: forget which blocks hold what, so that nothing is found there that was
+    computed until now. Answered by a `PrefixCacheReset`."""
+
+
+class PrefixCacheReset(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `ResetPrefixCache`: so many blocks held something."""
+
+    blocks: int

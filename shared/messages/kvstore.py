@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ArenaId, Incarnation, InstanceId, LeaseId, ModelName, NodeId
+from shared.messages.kv_events import ResetPrefixCache
 
 
 class KvLayout(Struct, frozen=True, array_like=True, kw_only=True):
@@ -107,7 +108,9 @@ class Prefetch(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
 
 
 KvStoreRequest = Attach | Find | Reserve | Commit
-"""The requests that a store replies to; each message's docstring names its reply."""
+"""The requests of schedulers that a store replies to; each message's docstring names its reply."""
+KvStoreQuestion = KvStoreRequest | ResetPrefixCache
+"""And those of coordinators."""
 
 
 class AttachReply(Struct, frozen=True, array_like=True, tag=True):

@@ -20,6 +20,7 @@ from shared.ids import (
     TokenId,
 )
 from shared.messages.generation import Generation, TokenLogprobs
+from shared.messages.kv_events import ResetPrefixCache
 
 
 class HandOver(Struct, frozen=True, array_like=True, kw_only=True):
@@ -110,6 +111,9 @@ class ProbeReply(Struct, frozen=True, array_like=True, tag=True):
 
     state: Literal["waiting", "running", "unknown"]
     produced: int
+
+
+SchedulerQuestion = Probe | ResetPrefixCache
 
 
 class StepTiming(Struct, frozen=True, array_like=True, kw_only=True):

@@ -389,6 +389,10 @@ MESSAGES: list[Any] = [
     lifecycle.LifecycleRequest(),
     lifecycle.HeartbeatInterval(4.0),
     tokenizer.Encode(tokenizer.PairPrompt("hi", "there")),
+    kv_events.ResetPrefixCache(),
+    kv_events.PrefixCacheReset(5),
+    gateway.AbortRequests(("chatcmpl-1",)),
+    gateway.RequestsAborted(("chatcmpl-1",)),
 ]
 
 
@@ -471,7 +475,9 @@ def test_unions_tell_their_members_apart() -> None:
         coordinator.PlacementNotice,
         gateway.GatewayMessage,
         gateway.GatewayRequest,
+        gateway.GatewayReply,
         scheduler.SchedulerControl,
+        scheduler.SchedulerQuestion,
         scheduler.WorkerResult,
     ]
     unions += [
@@ -479,7 +485,7 @@ def test_unions_tell_their_members_apart() -> None:
         tokenizer.TokenizerReply,
         lifecycle.InstanceControl,
         supervisor.ScaleReply,
-        kvstore.KvStoreRequest,
+        kvstore.KvStoreQuestion,
         kvstore.KvStoreReply,
     ]
     for union in unions:

@@ -17,7 +17,7 @@ from shared.bus import EndpointError
 from shared.bus.codec import Undecodable, decode, encode
 from shared.bus.nats_bus import NatsBus, NatsOptions, connect
 from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, NodeId
-from shared.messages.lifecycle import Drain, Lifecycle, Undrain
+from shared.messages.lifecycle import Drain, Lifecycle, Standby, Undrain
 from shared.messages.supervisor import RankAssignment, Scale
 from shared.messages.worker import StepPlan
 from shared.topics import Topic
@@ -30,7 +30,7 @@ from tests.support.cluster.stack import RunningStack, running_stack
 EACH = 2000
 """Spoilt messages on each subject."""
 BATCH = 100
-COMMANDS = (Lifecycle, Drain, Undrain, RankAssignment, Scale, StepPlan)
+COMMANDS = (Lifecycle, Drain, Undrain, Standby, RankAssignment, Scale, StepPlan)
 """Where one that decodes is no spoilt message but an order or a claim, however strange, and is obeyed: a plan of step
 0, for example, begins a new epoch, and a rank that cannot follow it ends. On a stack's own bus only one user may send
 it."""

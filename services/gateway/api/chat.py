@@ -185,7 +185,7 @@ class AssistantMessage:
         """Returns what new text adds, as `choices[].delta`; empty where nothing is decided yet."""
         events = self.parser.feed(text)
         if finish is not None:
-            events += self.parser.finish(truncated=finish == "length")
+            events += self.parser.finish(truncated=finish != "stop")
         delta: dict[str, Any] = {}
         for event in events:
             self._add(event, delta)

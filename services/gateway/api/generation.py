@@ -29,6 +29,8 @@ GenerationKind = Literal[
     "chat", "completion", "messages", "ollama", "responses", "embedding", "pooling", "classification", "score", "rerank"
 ]
 """The family of endpoints that a request comes from, as metrics and logs name it."""
+POOLED_KINDS = frozenset[GenerationKind]({"embedding", "pooling", "classification", "score", "rerank"})
+"""Those that answer with vectors, or what is made of them, once all of these are there."""
 
 
 class RequestLimits(Struct, frozen=True, kw_only=True):

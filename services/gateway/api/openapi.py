@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from services.gateway.api.admin.loras import LoadLoraRequest, UnloadLoraRequest
+from services.gateway.api.admin.operations import AbortFields, ScaleFields
 from services.gateway.api.anthropic.request import MessagesFields, MessagesTokensFields
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.completions import CompletionFields
 from services.gateway.api.generation import RANGES, AllowedRange, CommonFields
-from services.gateway.api.loras import LoadLoraRequest, UnloadLoraRequest
 from services.gateway.api.ollama.request import OllamaChatFields, OllamaGenerateFields, ShowFields
 from services.gateway.api.pooling.classification import ClassificationFields
 from services.gateway.api.pooling.embeddings import EmbeddingFields, PoolingFields
@@ -89,6 +90,13 @@ OPERATIONS = (
     Operation(
         "POST", "/v1/unload_lora_adapter", "Serve an adapter no longer; needs the scope admin.", UnloadLoraRequest
     ),
+    Operation("POST", "/reset_prefix_cache", "Forget what engines have cached; needs the scope admin."),
+    Operation("POST", "/flush_cache", "The same as /reset_prefix_cache."),
+    Operation("POST", "/abort_requests", "End responses, or all; needs the scope admin.", AbortFields),
+    Operation("POST", "/scale_elastic_ep", "So many engines; needs the scope admin.", ScaleFields),
+    Operation("POST", "/is_scaling_elastic_ep", "Whether that is under way; needs the scope admin."),
+    Operation("GET", "/server_info", "Models and engines; needs the scope admin."),
+    Operation("GET", "/docs", "This page, for people.", None, ("text/html",), with_key=False),
     Operation("GET", "/health", "Whether requests can be served.", with_key=False),
     Operation("GET", "/ping", "The same as /health.", with_key=False),
     Operation("POST", "/ping", "The same as /health.", with_key=False),

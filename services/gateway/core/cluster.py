@@ -119,6 +119,11 @@ class ClusterView:
         """Returns what the engines that are ready reported last."""
         return [life.engine for life in self._registry.all("scheduler", "ready") if life.engine is not None]
 
+    def engines(self) -> list[Lifecycle]:
+        """Returns what the engines that live said last, in the order of their names."""
+        lives = [life for life in self._registry.all("scheduler") if life.engine is not None]
+        return sorted(lives, key=lambda life: life.instance)
+
     def _count_ready(self, life: Lifecycle | None, change: int) -> None:
         if life is not None and life.phase == "ready":
             kind = _kind(life)

@@ -24,6 +24,7 @@ from shared.ids import Attempt, DetokenizerId, EngineId, ModelName, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import (
     Death,
+    Delta,
     Deltas,
     PromptLogprobsDelta,
     RequestFailed,
@@ -81,12 +82,14 @@ class RequestSupervisor:
         self._open[tokenize.request] = request
         return [self._send_off(request)]
 
-    def close(self, request: RequestId, now: float) -> list[Effect]:
-        """Ends a request that its client no longer wants. An unknown one is no error: it may just have ended."""
+    def close(self, request: RequestId, now: float, *, aborted: bool = False) -> list[Effect]:
+        """Ends a request that its client no longer wants, or that is `aborted`: then its client hears of the end. An
+        unknown one is no error: it may just have ended."""
         current = self._open.pop(request, None)
         if current is None:
             return []
-        return [*self._release(current, now), *current.end()]
+        last = [Delta(request, current.attempt, len(current.tokens), (), "", "abort")] if aborted else []
+        return [*self._release(current, now), *current.end(), *last]
 
     def refuse_unserved(self, model: ModelName, absence: Absence, now: float) -> list[Effect]:
         """Ends the requests for `model` that came when nobody could serve them any more. Those that came before, or

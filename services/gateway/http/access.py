@@ -6,11 +6,12 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from msgspec.structs import replace
 
-from services.gateway.api.errors import RequestError, not_allowed
+from services.gateway.api.errors import RequestError, abbreviated, not_allowed
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.core.api_keys import ANONYMOUS, MIN_PRIORITY, ApiKey, KeyName, KeyScope
 from services.gateway.core.rate_limits import LimitExceeded, LimitState, TokenBucket
@@ -35,16 +36,29 @@ class AccessControl:
     """Decides by the key that a client sends. Owns how many sequences each key has open; the keys and their limits
     belong to others."""
 
-    def __init__(self, keys: KeyFileWatcher, limiter: KeyLimiter, *, share_prefixes: bool) -> None:
-        """`share_prefixes`: requests of different keys share cached prefixes."""
+    def __init__(
+        self,
+        keys: KeyFileWatcher,
+        limiter: KeyLimiter,
+        *,
+        share_prefixes: bool,
+        reachable: bool = False,
+        origins: Collection[str] = (),
+    ) -> None:
+        """`share_prefixes`: requests of different keys share cached prefixes. `reachable`: other machines can reach
+        the port. `origins`: of web pages that may call from elsewhere; "*": all."""
         self._keys, self._limiter, self._share_prefixes = keys, limiter, share_prefixes
+        self._reachable, self._origins = reachable, origins
         self._open: Counter[KeyName] = Counter()
         """Open sequences of each key."""
         self._strangers = TokenBucket(MAX_STRANGERS, time.monotonic())
 
     def admit(self, call: Call, scope: KeyScope) -> None:
         """Sets the call's key, and counts a call for `inference` as an open request of it, until `finish`. Raises
-        RequestError: 401 without a valid key, 403 where it lacks `scope`, 429 above a limit."""
+        RequestError: 401 without a valid key, 403 where it lacks `scope`, 429 above a limit. Operators' calls must not
+        come from a foreign web page, and need a key wherever other machines can reach the port."""
+        if scope == "admin":
+            self._check_operator(call)
         if not self._keys.required:
             return
         secret = sent_key(call)
@@ -62,6 +76,16 @@ class AccessControl:
             if exceeded is not None:
                 raise _too_many(key, exceeded)
             call.reserved = 0
+
+    def _check_operator(self, call: Call) -> None:
+        """A browser sends some requests to any site for any page, so that this machine's user must not be enough."""
+        origin = call.headers.get(b"origin", b"").decode("latin-1")
+        own = origin.partition("://")[2] == call.headers.get(b"host", b"").decode("latin-1")
+        if origin and not own and not {"*", origin} & set(self._origins):
+            raise RequestError(403, f"web pages of {abbreviated(origin)} may not do this (--cors-origins)")
+        if self._reachable and not self._keys.required:
+            text = "this needs API keys (--api-key, --keys-file), as other machines can reach the port"
+            raise RequestError(403, text)
 
     def bound(self, generation: GenerationRequest, key: ApiKey) -> GenerationRequest:
         """Returns a request as the key may make it: no other key's requests share prefixes with it. Raises

@@ -20,14 +20,16 @@ from services.gateway.api.ollama.answer import AnswerShape
 from services.gateway.api.ollama.answer import error_body as ollama_error
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.http.access import AccessControl
+from services.gateway.http.admin.fleet import FleetEndpoints
+from services.gateway.http.admin.loras import LoraEndpoints
 from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEndpoint
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.apis.responses import ResponsesEndpoint
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
+from services.gateway.http.documentation import Documentation
 from services.gateway.http.endpoints import VERSION, Endpoint, Handler, InfoEndpoints
 from services.gateway.http.generation import GenerationEndpoint, StreamSettings
-from services.gateway.http.loras import LoraEndpoints
 from services.gateway.http.overflow import Overflow
 from services.gateway.http.pooling import PooledEndpoint, PooledKind
 from services.gateway.overflow_provider import OverflowProvider
@@ -52,12 +54,14 @@ def build_app(
     parser: BodyParser,
     access: AccessControl,
     cors_origins: Sequence[str],
+    fleet: FleetEndpoints,
     provider: OverflowProvider | None = None,
     lora_registry: LoraRegistry | None = None,
 ) -> Starlette:
     """Returns the ASGI application. `provider`: gets what cannot be served here in time. `lora_registry`: None: no
     adapter can be loaded at run time."""
     loras = LoraEndpoints(table.cluster, lora_registry)
+    documentation = Documentation()
     models = OllamaInfo(table, VERSION)
     info = InfoEndpoints(table, parser, access, peers, provider)
     overflow = (
@@ -112,6 +116,14 @@ def build_app(
             route("GET", "/admin/keys", info.keys, "admin"),
             route("POST", "/v1/load_lora_adapter", loras.load, "admin"),
             route("POST", "/v1/unload_lora_adapter", loras.unload, "admin"),
+            route("POST", "/reset_prefix_cache", fleet.reset_prefix_cache, "admin"),
+            route("POST", "/flush_cache", fleet.reset_prefix_cache, "admin"),
+            route("POST", "/abort_requests", fleet.abort_requests, "admin"),
+            route("POST", "/scale_elastic_ep", fleet.scale, "admin"),
+            route("POST", "/is_scaling_elastic_ep", fleet.is_scaling, "admin"),
+            route("GET", "/server_info", fleet.server_info, "admin"),
+            route("GET", "/docs", documentation.page, None),
+            route("GET", "/docs/{name}", documentation.asset, None),
             route("GET", "/health", info.health, None),
             route("GET", "/ping", info.health, None),
             route("POST", "/ping", info.health, None),

@@ -38,6 +38,7 @@ from services.scheduler.core.transfer.hand_over import HandOverSender, SettledHa
 from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Attempt, EngineId, Incarnation, RequestId
 from shared.messages.gateway import Death, RequestFailed
+from shared.messages.kv_events import ResetPrefixCache
 from shared.messages.kvstore import Attach
 from shared.messages.lifecycle import EngineReport, LatencySums
 from shared.messages.scheduler import (
@@ -108,6 +109,9 @@ class EngineCore:
                 self._end_epoch(event.reason, died=event.died)
             case TimePassed():
                 self._tick(now)
+            case ResetPrefixCache():
+                if self.epoch_state is not None:
+                    self.epoch_state.memory.pool.forget()
             case _:
                 assert_never(event)
         outputs = self._advance(now)
@@ -191,6 +195,11 @@ class EngineCore:
             return ProbeReply("unknown", 0)
         running = sequence.phase in ("loading", "prefilling", "decoding", "handing")
         return ProbeReply("running" if running else "waiting", sequence.tokens.produced)
+
+    @property
+    def named_blocks(self) -> int:
+        """Blocks of which it is known what they hold, those in use included."""
+        return 0 if self.epoch_state is None else len(self.epoch_state.memory.index.hash_of)
 
     def snapshot(self) -> EngineSnapshot:
         """A snapshot of the engine's state. It is slow if many requests wait, so do not take one for every event."""

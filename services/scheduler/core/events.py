@@ -9,6 +9,7 @@ from typing import Literal
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, LeaseId, NodeId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
+from shared.messages.kv_events import ResetPrefixCache
 from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.kvstore import KvLayout, KvStoreReply, KvStoreRequest, Prefetch, Release
 from shared.messages.lifecycle import LoraCard, LoraRefusal, ModelCard
@@ -174,6 +175,7 @@ Event = (
     | ConnectorMatched
     | ConnectorKeeps
     | HandOverRefused
+    | ResetPrefixCache
 )
 
 

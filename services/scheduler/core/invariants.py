@@ -50,7 +50,8 @@ def check_memory(memory: BlockAllocator, sequences: list[Sequence], copied: list
     _hold(len({*blank, *cached, *used}) == pool.total, "a block is in two places")
     for block in range(pool.total):
         _hold(pool.references[block] == used[block], f"block {block}: references differ from tables and transfers")
-        _hold(tables[block] < 2 or block in index.hash_of, f"block {block} is in two tables, but was never shared")
+        shared = block in index.hash_of or block in pool.forgotten
+        _hold(tables[block] < 2 or shared, f"block {block} is in two tables, but was never shared")
     _hold(all(b in index.hash_of for b in cached), "a cached block is not in the index")
     _hold(not any(b in index.hash_of for b in blank), "a blank block is in the index")
     _hold(index.is_consistent, "the index's two sides differ")

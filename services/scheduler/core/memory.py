@@ -80,6 +80,8 @@ class BlockPool:
         """Free blocks without contents; the last one is allocated first."""
         self.cached: OrderedDict[int, None] = OrderedDict()
         """Free blocks that the index knows, the least recently used first."""
+        self.forgotten: set[int] = set()
+        """Blocks in use whose names were taken away, though several sequences may share them."""
 
     @property
     def free(self) -> int:
@@ -104,6 +106,16 @@ class BlockPool:
             del self.cached[block]
         self.references[block] += 1
 
+    def forget(self) -> int:
+        """Takes the names off all blocks; those that nobody uses are blank then. Returns how many had one."""
+        named = list(self.index.hash_of)
+        for block in named:
+            self.index.remove(block)
+        self.forgotten.update(block for block in named if self.references[block])
+        self.blank += self.cached
+        self.cached.clear()
+        return len(named)
+
     def release(self, blocks: Iterable[int]) -> None:
         """One reference less to each; those released first are allocated again first. Raises ValueError for a block
         that has no reference."""
@@ -111,6 +123,7 @@ class BlockPool:
         for block in blocks:
             references[block] -= 1
             if references[block] == 0:
+                self.forgotten.discard(block)
                 if block in named:
                     self.cached[block] = None
                 else:

@@ -111,6 +111,8 @@ class KvStoreMachine(RuleBasedStateMachine):
         self.preparing: list[tuple[str, int]] = []
         self.coming: set[BlockHash] = set()
         self.doomed: set[tuple[str, BlockHash]] = set()
+        self.unwanted: set[tuple[str, BlockHash]] = set()
+        """Were being written when all was forgotten."""
         # Those whose leases have ended without their knowing.
         self.late_readers: list[Reading] = []
         self.late_writers: list[Writing] = []
@@ -233,7 +235,8 @@ class KvStoreMachine(RuleBasedStateMachine):
         whole = [name for name in writing.slots if finish or writing.written.get(name) == heads]
         self.writing.remove(writing)
         assert client.commit(writing.lease) == len(whole)
-        self.touch(writing.layout, whole)
+        self.touch(writing.layout, [name for name in whole if (writing.layout, name) not in self.unwanted])
+        self.unwanted -= {(writing.layout, name) for name in writing.slots}
 
     # ---- readers
 
@@ -259,7 +262,9 @@ class KvStoreMachine(RuleBasedStateMachine):
         held: Reading | Writing = data.draw(st.sampled_from([*self.reading, *self.writing]))
         dropped = list(held.slots) if drop else []
         (self.reading if isinstance(held, Reading) else self.writing).remove(held)  # type: ignore[arg-type]
-        if isinstance(held, Reading):
+        if isinstance(held, Writing):
+            self.unwanted -= {(held.layout, name) for name in held.slots}
+        else:
             self.doomed |= {(held.layout, name) for name in dropped}
         self.let_go_of_the_doomed()
         self.clients[held.client, held.layout].release(held.lease, dropped)
@@ -269,6 +274,15 @@ class KvStoreMachine(RuleBasedStateMachine):
             if not self.is_read(layout, name):
                 del self.committed[layout][name]
                 self.doomed.remove((layout, name))
+
+    @rule()
+    def all_is_forgotten(self) -> None:
+        writing = {(each.layout, name) for each in self.writing for name in each.slots}
+        here = {(layout, name) for layout, names in self.committed.items() for name in names}
+        assert self.store.reset().blocks == len(here | writing)
+        self.unwanted |= writing
+        self.doomed |= here
+        self.let_go_of_the_doomed()
 
     # ---- tiers and other nodes
 
@@ -329,6 +343,7 @@ class KvStoreMachine(RuleBasedStateMachine):
         self.reading = [each for each in self.reading if each not in reading]
         self.late_readers += reading
         self.late_writers += writing
+        self.unwanted -= {(each.layout, name) for each in writing for name in each.slots}
         self.let_go_of_the_doomed()
 
     @rule(seconds=st.sampled_from((1.0, 11.0)))

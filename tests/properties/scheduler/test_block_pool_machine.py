@@ -78,6 +78,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
             if block not in self.holds:
                 (self.cached if block in self.names else self.blank).append(block)
 
+    @rule()
+    def forget_all(self) -> None:
+        assert self.pool.forget() == len(self.names)
+        self.names.clear()
+        self.blank += self.cached
+        self.cached.clear()
+
     @invariant()
     def agrees_with_the_model(self) -> None:
         assert sorted(self.pool.blank) == sorted(self.blank)
@@ -85,6 +92,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.free == len(self.blank) + len(self.cached)
         assert list(self.pool.references) == [self.holds.count(block) for block in range(TOTAL)]
         assert self.index.hash_of == self.names
+        assert all(self.pool.references[block] for block in self.pool.forgotten)
         assert self.index.block_of == {hash_: block for block, hash_ in self.names.items()}
 
 

@@ -31,8 +31,16 @@ from services.scheduler.core.limits import EngineLimits
 from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, InstanceId, RequestId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.generation import Grammar
+from shared.messages.kv_events import ResetPrefixCache
 from shared.messages.kv_groups import KvCacheGroup, longest_sequence
-from shared.messages.scheduler import Cancel, GenerateRequest, StepFinished, StepMissed, StopMatched, TokenBatchLost
+from shared.messages.scheduler import (
+    Cancel,
+    GenerateRequest,
+    StepFinished,
+    StepMissed,
+    StopMatched,
+    TokenBatchLost,
+)
 from shared.messages.worker import StepPlan
 from shared.packing import unpack
 from tests.support.engines.checking_worker import HonestWorker, card, generate, right_output
@@ -298,6 +306,11 @@ class EngineMachine(RuleBasedStateMachine):
         result = self.worker.step(self.plans.pop(0))
         self.plans.clear()
         self.tell(result)
+
+    @rule(seldom=SELDOM)
+    def the_prefix_cache_is_reset(self, seldom: bool) -> None:
+        if seldom:
+            self.tell(ResetPrefixCache())
 
     @precondition(lambda self: self.late)
     @rule()

@@ -22,7 +22,7 @@ def check(store: StoreCore, lent: int = 0) -> None:
             assert writing.pop(id(block), 0) == (not block.committed), f"{block}: a block is written under one lease"
             leased = pins.pop(id(block), 0)
             assert leased <= block.pins <= leased + lent, f"{block}: pinned without a lease"
-            assert block.pins or not block.doomed, f"{block}: of no use and nobody reads it, and still here"
+            assert block.pins or not (block.doomed and block.committed), f"{block}: of no use, unread, and still here"
     assert not pins, "leases pin blocks that are gone"
     assert not writing, "leases reserve blocks that are gone"
     headers = sum(table.fixed_bytes for table in store.budget.tables.values())

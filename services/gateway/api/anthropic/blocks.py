@@ -79,7 +79,7 @@ class MessageBlocks:
         """Returns the events of new output; none where nothing is decided yet."""
         parsed = self.parser.feed(text)
         if finish is not None:
-            parsed += self.parser.finish(truncated=finish == "length")
+            parsed += self.parser.finish(truncated=finish != "stop")
         events: list[Event] = []
         for each in parsed:
             self._add(each, events)

@@ -43,7 +43,7 @@ class OllamaMessage:
         """Returns what new output adds: `content`, `thinking`, `tool_calls`; nothing where that is not decided yet."""
         events = self.parser.feed(text)
         if finish is not None:
-            events += self.parser.finish(truncated=finish == "length")
+            events += self.parser.finish(truncated=finish != "stop")
         added: dict[str, Any] = {}
         for event in events:
             self._add(event, added)

@@ -10,8 +10,8 @@ from typing import NoReturn
 
 import msgspec
 
+from services.gateway.api.admin.loras import LoadLoraRequest, UnloadLoraRequest
 from services.gateway.api.errors import RequestError, abbreviated, decode_body, not_allowed
-from services.gateway.api.loras import LoadLoraRequest, UnloadLoraRequest
 from services.gateway.core.cluster import ClusterView
 from services.gateway.http.call import Call
 from shared.ids import ModelName

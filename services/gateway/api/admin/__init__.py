@@ -1,0 +1,1 @@
+"""Bodies of the endpoints for operators."""

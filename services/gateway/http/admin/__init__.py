@@ -1,0 +1,1 @@
+"""Endpoints of operators: they need the scope `admin`."""

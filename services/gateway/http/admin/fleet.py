@@ -1,0 +1,113 @@
+"""What operators do with engines and requests over HTTP, at the paths that vLLM and SGLang have for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from services.gateway.api.admin.operations import AbortFields, ScaleFields
+from services.gateway.api.errors import RequestError, abbreviated, decode_body, not_allowed, unsupported
+from services.gateway.http.call import Call
+from services.gateway.peers import GatewayPeers
+from services.gateway.request_table import RequestTable
+from shared import topics
+from shared.bus import Bus, BusError, EndpointError
+from shared.packing import to_plain
+
+log = logging.getLogger(__name__)
+
+ADMIN_TIMEOUT = 15.0
+"""Seconds in which a coordinator must answer."""
+LOOK_EVERY = 0.1
+_SWITCHES = {"true": True, "1": True, "false": False, "0": False}
+_ABORT, _SCALE = msgspec.json.Decoder(AbortFields), msgspec.json.Decoder(ScaleFields)
+
+
+class FleetEndpoints:
+    """Passes on what operators want: to coordinators, and to all gateways that share the port."""
+
+    def __init__(self, bus: Bus, table: RequestTable, peers: GatewayPeers, version: str) -> None:
+        self._bus, self._table, self._peers, self._version = bus, table, peers, version
+        self._scaling = False
+
+    async def reset_prefix_cache(self, call: Call) -> None:
+        """`/reset_prefix_cache` of vLLM and `/flush_cache` of SGLang: no engine finds again what it has computed until
+        now. Raises RequestError: 400 for what vLLM could do besides, 503 where an engine does not answer."""
+        options = query(call, ("reset_running_requests", "reset_external"))
+        for name, wanted in options.items():
+            if wanted:
+                raise unsupported(name, "more than the engines' own prefix caches")
+        await call.respond_json(await self._ask("reset_prefix_cache", {}))
+
+    async def abort_requests(self, call: Call) -> None:
+        """`/abort_requests`: these responses end with what their clients have, and the finish reason `abort`."""
+        body = await call.body()
+        wanted: Collection[str] | None = decode_body(body, _ABORT).request_ids if body.strip() else None
+        wanted = frozenset(wanted) if wanted else None
+        here, elsewhere = await asyncio.gather(self._table.abort(wanted), self._peers.abort(wanted))
+        aborted = sorted({*here, *elsewhere})
+        log.info("requests aborted", extra={"count": len(aborted)})
+        await call.respond_json({"aborted": aborted})
+
+    async def scale(self, call: Call) -> None:
+        """`/scale_elastic_ep`: so many engines. Answers once they are ready. Raises RequestError: 409 while another
+        such request is under way, or where the supervisor refuses; 408 where it takes too long."""
+        wanted = decode_body(await call.body(), _SCALE)
+        if self._scaling:
+            raise RequestError(409, "the number of engines is being changed already")
+        self._scaling = True
+        try:
+            await self._ask("scale", {"service": "engines", "count": wanted.new_data_parallel_size})
+            deadline = time.monotonic() + wanted.drain_timeout
+            while len(self._table.cluster.ready_engines()) != wanted.new_data_parallel_size:
+                if time.monotonic() > deadline:
+                    raise RequestError(408, f"it is not done within {wanted.drain_timeout:g} s, and goes on")
+                await asyncio.sleep(LOOK_EVERY)
+        finally:
+            self._scaling = False
+        await call.respond_json({"message": f"Scaled to {wanted.new_data_parallel_size} data parallel engines"})
+
+    async def is_scaling(self, call: Call) -> None:
+        """`/is_scaling_elastic_ep`: whether `scale` is under way here."""
+        await call.respond_json({"is_scaling_elastic_ep": self._scaling})
+
+    async def server_info(self, call: Call) -> None:
+        """`/server_info`: the version, the models, and what each engine said last."""
+        cluster = self._table.cluster
+        engines = {
+            life.instance: {"phase": life.phase, "host": life.host, **to_plain(life.engine)}
+            for life in cluster.engines()
+        }
+        models = [to_plain(card) for card in cluster.models()]
+        await call.respond_json({"version": self._version, "models": models, "engines": engines})
+
+    async def _ask(self, endpoint: str, request: dict[str, Any]) -> Any:
+        """Asks a coordinator. Raises RequestError."""
+        try:
+            answer = await self._bus.request_raw(
+                f"{topics.ADMIN}.{endpoint}", msgspec.json.encode(request), ADMIN_TIMEOUT
+            )
+        except EndpointError as error:
+            raise RequestError(error.code, error.text) from None
+        except BusError as error:
+            raise RequestError(503, f"no coordinator answers: {error}", retry_after=1.0) from None
+        return msgspec.json.decode(answer)
+
+
+def query(call: Call, names: Collection[str]) -> dict[str, bool]:
+    """The switches in a call's query string. Raises RequestError 400 for others, and for what is neither true nor
+    false."""
+    found: dict[str, bool] = {}
+    for name, value in parse_qsl(call.scope["query_string"].decode("latin-1"), keep_blank_values=True):
+        if name not in names:
+            raise not_allowed(abbreviated(name)[1:-1], value, f"the query's fields are {', '.join(names)}")
+        if value.lower() not in _SWITCHES:
+            raise not_allowed(name, value, "true or false")
+        found[name] = _SWITCHES[value.lower()]
+    return found

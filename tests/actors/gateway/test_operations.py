@@ -1,0 +1,178 @@
+"""What operators do over HTTP: prefix caches are reset, responses aborted, engines scaled; who may, and from where."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from shared import topics
+from shared.bus import EndpointError
+from shared.bus.memory_bus import MemoryBus
+from shared.messages.scheduler import Cancel
+from tests.support.gateway.fake_services import MODEL, FakeRing, eventually
+from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
+
+
+class FakeCoordinator:
+    """Notes what it is asked, and answers or refuses."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.refusal: EndpointError | None = None
+
+    async def start(self, bus: MemoryBus) -> None:
+        endpoints = {f"{topics.ADMIN}.{name}": self._answering(name) for name in ("reset_prefix_cache", "scale")}
+        await bus.serve_micro("baton-admin", "1.0.0", "", endpoints)
+
+    def _answering(self, name: str) -> Any:
+        async def answer(body: bytes) -> bytes:
+            self.asked.append((name, json.loads(body)))
+            if self.refusal is not None:
+                raise self.refusal
+            return b'{"instances": {"engine-1": 5}}'
+
+        return answer
+
+
+@pytest.fixture
+async def coordinator(memory_bus: MemoryBus) -> FakeCoordinator:
+    coordinator = FakeCoordinator()
+    await coordinator.start(memory_bus)
+    return coordinator
+
+
+@pytest.fixture
+async def stack(memory_bus: MemoryBus) -> AsyncIterator[GatewayStack]:
+    async with gateway_stack(memory_bus, ring=FakeRing(memory_bus, step=0.02)) as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache"])
+async def test_prefix_caches_are_reset(stack: GatewayStack, coordinator: FakeCoordinator, path: str) -> None:
+    answer = await stack.http.post(path)
+    assert (answer.status_code, answer.json()) == (200, {"instances": {"engine-1": 5}})
+    assert coordinator.asked == [("reset_prefix_cache", {})]
+
+
+@pytest.mark.parametrize(
+    ("query", "param", "text"),
+    [
+        ("reset_external=true", "reset_external", "not supported"),
+        ("reset_running_requests=1", "reset_running_requests", "not supported"),
+        ("reset_external=maybe", "reset_external", "true or false"),
+        ("everything=1", "everything", "reset_external"),
+    ],
+)
+async def test_what_a_reset_cannot_do_is_refused(
+    stack: GatewayStack, coordinator: FakeCoordinator, query: str, param: str, text: str
+) -> None:
+    answer = await stack.http.post(f"/reset_prefix_cache?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert text in answer.json()["error"]["message"]
+    assert coordinator.asked == []
+    assert (await stack.http.post("/reset_prefix_cache?reset_external=false")).status_code == 200
+
+
+async def test_a_coordinators_refusal_and_its_absence_are_passed_on(stack: GatewayStack, memory_bus: MemoryBus) -> None:
+    assert (await stack.http.post("/reset_prefix_cache")).status_code == 503
+    coordinator = FakeCoordinator()
+    await coordinator.start(memory_bus)
+    coordinator.refusal = EndpointError(409, "not now")
+    answer = await stack.http.post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (409, "not now")
+
+
+async def test_engines_are_scaled_until_they_are_ready(stack: GatewayStack, coordinator: FakeCoordinator) -> None:
+    answer = await stack.http.post("/scale_elastic_ep", json={"new_data_parallel_size": 1})
+    assert answer.json() == {"message": "Scaled to 1 data parallel engines"}
+    assert coordinator.asked == [("scale", {"service": "engines", "count": 1})]
+    late = asyncio.create_task(
+        stack.http.post("/scale_elastic_ep", json={"new_data_parallel_size": 2, "drain_timeout": 0.5})
+    )
+    await eventually(lambda: len(coordinator.asked) == 2)
+    assert (await stack.http.post("/is_scaling_elastic_ep")).json() == {"is_scaling_elastic_ep": True}
+    second = await stack.http.post("/scale_elastic_ep", json={"new_data_parallel_size": 3})
+    assert second.status_code == 409
+    assert (await late).status_code == 408
+    assert (await stack.http.post("/is_scaling_elastic_ep")).json() == {"is_scaling_elastic_ep": False}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1000, **fields}
+
+
+async def test_an_aborted_stream_ends_with_what_it_has(stack: GatewayStack) -> None:
+    stream = await stack.openai.chat.completions.create(**chat(stream=True, n=2))
+    other = asyncio.create_task(stack.http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}))
+    first = await anext(stream)
+    answer = await stack.http.post("/abort_requests", json={"request_ids": [first.id, "chatcmpl-none"]})
+    assert answer.json() == {"aborted": [first.id]}
+    finishes = {choice.index: choice.finish_reason async for chunk in stream for choice in chunk.choices}
+    assert finishes == {0: "abort", 1: "abort"}
+    await eventually(lambda: len([each for each in stack.ring.seen if isinstance(each, Cancel)]) == 2)
+    assert not other.done()
+    assert len((await stack.http.post("/abort_requests")).json()["aborted"]) == 1
+    assert (await other).json()["choices"][0]["finish_reason"] == "abort"
+    assert len(stack.gateway.requests) == 0
+
+
+async def test_a_search_that_is_aborted_has_nothing_to_show(stack: GatewayStack) -> None:
+    body = chat(n=2, use_beam_search=True, temperature=0)
+    search = asyncio.create_task(stack.http.post("/v1/chat/completions", json=body))
+    await eventually(lambda: len(stack.gateway.requests) > 0)
+    await stack.http.post("/abort_requests", json={})
+    answer = await search
+    assert (answer.status_code, answer.json()["error"]["code"]) == (410, "aborted")
+
+
+async def test_responses_of_another_gateway_are_aborted_too(memory_bus: MemoryBus, stack: GatewayStack) -> None:
+    ring = FakeRing(memory_bus)
+    async with gateway_stack(memory_bus, ring=ring, wait=False, instance="gateway-2") as other:
+        await eventually(lambda: bool(other.gateway.peers.alive()) and bool(other.gateway.requests.cluster.models()))
+        stream = await stack.openai.chat.completions.create(**chat(stream=True))
+        first = await anext(stream)
+        answer = await other.http.post("/abort_requests", json={"request_ids": [first.id]})
+        assert answer.json() == {"aborted": [first.id]}
+        assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "abort"
+
+
+async def test_operators_may_not_be_web_pages_of_others(memory_bus: MemoryBus, coordinator: FakeCoordinator) -> None:
+    async with gateway_stack(memory_bus, cors_origins=("http://friend",)) as stack:
+        own = f"http://127.0.0.1:{stack.gateway.server.port}"
+        for origin, status in (("http://evil", 403), ("null", 403), ("http://friend", 200), (own, 200)):
+            answer = await stack.http.post("/reset_prefix_cache", headers={"origin": origin})
+            assert answer.status_code == status, origin
+
+
+async def test_without_keys_operators_are_on_this_machine(memory_bus: MemoryBus, coordinator: FakeCoordinator) -> None:
+    async with gateway_stack(memory_bus, host="0.0.0.0", insecure=True) as stack:
+        answer = await stack.http.post("/reset_prefix_cache")
+        assert answer.status_code == 403
+        assert "--api-key" in answer.json()["error"]["message"]
+        assert (await stack.http.get("/v1/models")).status_code == 200
+    assert coordinator.asked == []
+
+
+async def test_the_server_says_what_it_serves_with(stack: GatewayStack) -> None:
+    info = (await stack.http.get("/server_info")).json()
+    assert info["version"] == (await stack.http.get("/version")).json()["version"]
+    assert [model["name"] for model in info["models"]] == [MODEL]
+    assert info["engines"]["engine-1"]["phase"] == "ready"
+    assert info["engines"]["engine-1"]["max_running"] > 0
+
+
+async def test_people_find_a_page_of_the_api(stack: GatewayStack) -> None:
+    page = await stack.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    for name in ("docs/swagger-ui.css", "docs/swagger-ui-bundle.js", "docs/start.js"):
+        assert name in page.text
+        packed = await stack.http.get(f"/{name}")
+        plain = await stack.http.get(f"/{name}", headers={"accept-encoding": "identity"})
+        assert packed.content == plain.content != b""
+        assert ("content-encoding" in packed.headers) == (name != "docs/start.js")
+        assert "content-encoding" not in plain.headers
+    assert (await stack.http.get("/docs/nothing.js")).status_code == 404
