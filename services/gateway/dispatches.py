@@ -30,7 +30,7 @@ def choice_state(
     """Returns the state of a choice to which nothing has been sent. `details`: see `RequestTable.open`. `resumable`:
     set where its tool calls are to have the same ids again."""
     prompt = choice.position // generation.n
-    state = ChoiceState(choice.position, prompt, only_echo=generation.only_echo)
+    state = ChoiceState(choice.position, prompt, echo=generation.echoed_message, only_echo=generation.only_echo)
     if shape := _MESSAGES.get(generation.kind):
         state.message = shape(generation.parser_options)
     elif generation.parser_options is not None:
@@ -39,7 +39,9 @@ def choice_state(
         state.message = AssistantMessage(generation.parser_options, new_id)
     if details:
         text, state.prompt_ids = details[prompt].text, details[prompt].token_ids
-        state.echo, state.prompt_text = text if generation.echo else "", text
+        state.prompt_text = text
+        if generation.echo:
+            state.echo = text
         state.echo_first_token = (
             details[prompt].first_token if generation.response_options.echo_logprobs is not None else None
         )
@@ -77,6 +79,7 @@ def first_dispatch(
         grammar=grammar.grammar if grammar is not None else None,
         bad_words=generation.bad_words,
         truncate_prompt_tokens=generation.truncate_prompt_tokens,
+        truncation_side=generation.truncation_side,
         max_model_len=max_model_len,
         keep_markup=parser is not None,
         thinking_end="" if marks is None else marks.end,

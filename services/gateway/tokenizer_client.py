@@ -90,11 +90,11 @@ class TokenizerClient:
 
     async def prompt_ids(self, generation: GenerationRequest, prompt: Prompt) -> list[int]:
         """Returns a prompt's token ids, as an engine will compute them."""
-        if isinstance(prompt, TokenPrompt):
-            ids = unpack(prompt.tokens)
-        else:
-            ids = unpack((await self.ask(generation.model, Encode(prompt), EncodeReply)).tokens)
-        return ids if generation.truncate_prompt_tokens is None else ids[-generation.truncate_prompt_tokens :]
+        keep, side = generation.truncate_prompt_tokens, generation.truncation_side
+        if isinstance(prompt, TokenPrompt) and keep is None:
+            return unpack(prompt.tokens)
+        question = Encode(prompt, truncate_prompt_tokens=keep, truncation_side=side)
+        return unpack((await self.ask(generation.model, question, EncodeReply)).tokens)
 
     async def text(self, model: ModelCard, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Returns the text of token ids."""

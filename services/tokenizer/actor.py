@@ -9,6 +9,8 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar, assert_never
 
+from msgspec.structs import replace
+
 from services.tokenizer import metrics
 from services.tokenizer.client_template import ClientTemplates
 from services.tokenizer.core.encoder import PromptEncoder, RenderedPrompt, rejected
@@ -130,7 +132,7 @@ class TokenizerActor(Actor):
     async def _answer_long(self, request: TokenizerRequest, size: int) -> TokenizerReply:
         if isinstance(request, Encode):
             try:
-                request = Encode(await self._render(request.prompt), request.return_strings)
+                request = replace(request, prompt=await self._render(request.prompt))
             except PromptRefused as refused:
                 return TokenizerRefusal(refused.message, refused.field)
             size = _size(request.prompt)
@@ -202,7 +204,7 @@ class TokenizerActor(Actor):
         """The prompt itself, or the text of a chat that brings its own template. Raises PromptRefused."""
         if isinstance(prompt, ChatPrompt) and self._encoder.brings_template(prompt):
             text = await self._client_templates.render(prompt, self._encoder.special_tokens)
-            return RenderedPrompt(text, add_special_tokens=False)
+            return RenderedPrompt(text, add_special_tokens=prompt.add_special_tokens)
         return prompt
 
     async def _send(self, message: Tokenize, outcome: Route | RequestRejected, started: float) -> None:

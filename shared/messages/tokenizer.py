@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from shared.ids import Attempt, Count, EngineId, GatewayId, LoraId, ModelName, RequestId
 from shared.messages.gateway import ErrorKind
 from shared.messages.generation import Grammar, PoolingOptions, SamplingOptions, StopConditions
+
+TruncationSide = Literal["left", "right"]
+"""Where a prompt that is too long loses its tokens."""
 
 
 class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat", kw_only=True):
@@ -24,6 +27,8 @@ class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat", kw_only=True)
     """A chat template from the client (`chat_template`), if the gateway allows it; None: the model's own."""
     template_kwargs: dict[str, Any] = {}
     """Variables for the template, from `chat_template_kwargs` and fields such as `documents`."""
+    add_special_tokens: bool = False
+    """Whether the tokenizer adds its special tokens to those that the template has written."""
 
 
 class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):
@@ -80,7 +85,7 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     thinking_end: str = ""
     """Text that closes the reasoning. It becomes `SamplingOptions.thinking_end`."""
     truncate_prompt_tokens: Count | None = None
-    """Keep at most this many of the prompt's last tokens; None: keep all."""
+    """Keep at most this many of the prompt's tokens; None: keep all."""
     keep_markup: bool = False
     """Marks of tool calls and thoughts (`MARKUP_TOKENS`) stay in the text even where special tokens are skipped."""
     prefix_caching: bool = True
@@ -98,6 +103,7 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """See `Generation.pooling`."""
     lora: LoraId | None = None
     """See `Generation.lora`."""
+    truncation_side: TruncationSide = "left"
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):
@@ -105,6 +111,9 @@ class Encode(Struct, frozen=True, array_like=True, tag=True):
 
     prompt: Prompt
     return_strings: bool = False
+    truncate_prompt_tokens: Count | None = None
+    truncation_side: TruncationSide = "left"
+    """Both as in `Tokenize`."""
 
 
 class Decode(Struct, frozen=True, array_like=True, tag=True):

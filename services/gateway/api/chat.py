@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, assert_never
 
 import msgspec
 
-from services.gateway.api.errors import abbreviated, check_packable, decode_body, invalid, unsupported
+from services.gateway.api.errors import abbreviated, check_packable, decode_body, invalid, not_allowed, unsupported
 from services.gateway.api.generation import (
     CommonFields,
     GenerationKind,
@@ -46,8 +46,8 @@ class ChatFields(CommonFields, kw_only=True):
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
@@ -62,8 +62,12 @@ class ChatFields(CommonFields, kw_only=True):
     functions: Any = None
     function_call: Any = None
     modalities: list[str] | None = None
+    audio: Any = None
+    web_search_options: Any = None
 
 
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of `reasoning_effort`."""
 _decoder = msgspec.json.Decoder(ChatFields)
 
 
@@ -92,12 +96,17 @@ def chat_request(
     for name in ("functions", "function_call"):
         if getattr(fields, name) is not None:
             raise invalid(name, "deprecated and not supported; use tools")
-    if fields.echo:
-        raise unsupported("echo", "echo for chats")
+    for name in ("audio", "web_search_options"):
+        if getattr(fields, name) is not None:
+            raise unsupported(name, "spoken output" if name == "audio" else "a search in the web")
+    if fields.reasoning_effort is not None and fields.reasoning_effort not in REASONING_EFFORTS:
+        raise not_allowed("reasoning_effort", fields.reasoning_effort, f"{', '.join(map(repr, REASONING_EFFORTS))} are")
     if fields.modalities is not None and fields.modalities != ["text"]:
         raise unsupported("modalities", f"anything but ['text'], such as {abbreviated(fields.modalities)},")
     # As in vLLM these are variables of the chat template; those that `chat_template_kwargs` gives take precedence.
-    variables = {"documents": fields.documents, "reasoning_effort": fields.reasoning_effort}
+    effort = fields.reasoning_effort
+    thinking = None if effort is None else effort != "none"
+    variables = {"documents": fields.documents, "reasoning_effort": effort, "enable_thinking": thinking}
     given = {name: value for name, value in variables.items() if value is not None}
     for name, value in given.items():
         check_packable(name, value)
@@ -115,18 +124,30 @@ def chat_request(
             parser = parser_options(dialect, tools, include_reasoning=fields.include_reasoning is not False)
             if parser is not None and parser.dialect.sees_special_tokens:
                 fields.skip_special_tokens = False
+    prompt = chat_prompt(fields.messages, fields, limits)
+    role = "assistant" if prompt.add_generation_prompt else fields.messages[-1]["role"]
     return generation_request(
         fields,
         card,
         limits,
         kind=kind,
-        prompts=(chat_prompt(fields.messages, fields, limits),),
+        prompts=(prompt,),
+        role=role,
+        echoed_message=_text_of(fields.messages[-1], role) if fields.echo else "",
         max_tokens=fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens,
         logprobs=chat_logprobs_request(fields, fields.logprobs, fields.top_logprobs, card, limits),
         beam_search=beam_search,
         output_grammar=output,
         parser_options=parser,
     )
+
+
+def _text_of(message: dict[str, Any], role: str) -> str:
+    """What a message says, if `role` says it."""
+    content = message.get("content") if message["role"] == role else None
+    if isinstance(content, list):
+        return "\n".join(part if isinstance(part, str) else part.get("text", part.get("refusal")) for part in content)
+    return content or ""
 
 
 REASONING_FIELDS = ("reasoning_content", "reasoning")

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.api.errors import decode_body, unsupported
+from services.gateway.api.errors import decode_body, invalid, unsupported
 from services.gateway.api.generation import (
     CommonFields,
     GenerationRequest,
@@ -53,6 +53,10 @@ def completion_request(
     check_common_fields(fields, len(prompts), limits, unchecked="max_tokens" if only_echo else "")
     if fields.suffix:
         raise unsupported("suffix", "a suffix")
+    if fields.stream and fields.return_prompt_text:
+        raise invalid("return_prompt_text", "not allowed in a stream of a completion; echo shows the prompt")
+    if only_echo and fields.logprob_token_ids is not None:
+        raise invalid("logprob_token_ids", "not allowed where nothing is generated")
     echo, with_logprobs = bool(fields.echo), fields.logprobs is not None
     logprobs = completion_logprobs_request(fields, fields.logprobs, echo, card, limits)
     return generation_request(

@@ -16,6 +16,7 @@ from msgspec import Raw, Struct
 
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.completions import CompletionFields
+from services.gateway.api.generation import NEUTRAL, WITHOUT_EFFECT
 from shared.messages.generation import StopConditions
 
 ProviderDialect = Literal["openai", "vllm", "baton"]
@@ -40,11 +41,14 @@ OPENAI_FIELDS = {
     "completion": _COMMON | {"prompt", "best_of", "echo"},
 }
 """OpenAI's fields that have an effect here."""
+_LEFT_OUT = (WITHOUT_EFFECT | NEUTRAL.keys() | {"request_id"}) - _COMMON
 KNOWN_FIELDS = {
-    "chat": frozenset(ChatFields.__struct_fields__),
-    "completion": frozenset(CompletionFields.__struct_fields__),
+    "chat": frozenset(ChatFields.__struct_fields__) - _LEFT_OUT,
+    "completion": frozenset(CompletionFields.__struct_fields__) - _LEFT_OUT,
 }
-BATON_FIELDS = frozenset({"enable_prefix_caching", "early_stopping", "return_prompt_text", "vllm_xargs"})
+BATON_FIELDS = frozenset(
+    {"enable_prefix_caching", "early_stopping", "return_metrics", "return_prompt_text", "vllm_xargs"}
+)
 """Those that vLLM does not have, or whose values are for what is installed here."""
 STREAM_FIELDS: dict[ProviderDialect, frozenset[str]] = {
     "openai": frozenset({"include_usage"}),

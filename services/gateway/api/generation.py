@@ -6,6 +6,7 @@ The allowed ranges are vLLM's.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ from shared.ids import ModelName
 from shared.messages.gateway import MAX_STREAM_CHOICES
 from shared.messages.generation import PoolingOptions, SamplingOptions, StopConditions
 from shared.messages.lifecycle import LoraCard, ModelCard
-from shared.messages.tokenizer import Prompt
+from shared.messages.tokenizer import Prompt, TruncationSide
 
 INT64 = 2**63
 SEED_MASK = INT64 - 1
@@ -84,6 +85,10 @@ class ResponseOptions(NamedTuple):
     token_ids: bool = False
     tokens_as_ids: bool = False
     """Name tokens in log-probabilities as `token_id:…`."""
+    metrics: bool = False
+    """The times that the request took."""
+    role: str = "assistant"
+    """Who says what a chat generates."""
 
 
 TEXT_ONLY = ResponseOptions()
@@ -113,11 +118,14 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     stream: StreamOptions | None
     """None: one body at the end."""
     echo: bool = False
+    echoed_message: str = ""
+    """What a chat's answer begins with: its last message."""
     only_echo: bool = False
     """The client wants no output. One token is generated nevertheless, as an engine cannot do with less."""
     response_options: ResponseOptions = TEXT_ONLY
     bad_words: tuple[str, ...] = ()
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide = "left"
     beam_search: BeamSearchParams | None = None
     """The choices of a prompt are the best hypotheses of a beam search instead of samples."""
     skip_special_tokens: bool = True
@@ -137,6 +145,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """How each prompt becomes a vector; None: text is generated."""
     lora: LoraCard | None = None
     """The adapter that the client named in the model's place; None: it named the model."""
+    request_id: str | None = None
+    """What the client calls the request; it is part of the answer's `id`."""
 
     @property
     def served_name(self) -> ModelName:
@@ -201,7 +211,7 @@ RANGES = {
     "min_tokens": AllowedRange(0, INT64 - 1),
     "seed": AllowedRange(-INT64, INT64 - 1),
     "priority": AllowedRange(-(2**31), 2**31 - 1),
-    "thinking_token_budget": AllowedRange(0, INT64 - 1),
+    "thinking_token_budget": AllowedRange(-1, INT64 - 1),
     "length_penalty": AllowedRange(-10, 10),
 }
 
@@ -255,7 +265,10 @@ class CommonFields(Struct, kw_only=True):
     logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
     thinking_token_budget: int | None = None
+    request_id: str | None = None
+    return_metrics: bool | None = None
     return_token_ids: bool | None = None
     return_prompt_text: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -263,17 +276,60 @@ class CommonFields(Struct, kw_only=True):
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
     vllm_xargs: dict[str, Any] | None = None
+    # Of OpenAI's and vLLM's fields those that change no answer.
+    metadata: Any = None
+    prediction: Any = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    return_mm_kwargs: bool | None = None
+    safety_identifier: str | None = None
+    session_id: str | None = None
+    store: bool | None = None
+    # Those of which only the value that changes nothing is taken.
+    service_tier: str | None = None
+    stream_interval: int | None = None
+    verbosity: str | None = None
     # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
-    prompt_embeds: Any = None
-    logits_processors: Any = None
+    ec_transfer_params: Any = None
     guided_whitespace_pattern: Any = None
+    kv_transfer_params: Any = None
+    logits_processors: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+    prompt_embeds: Any = None
+    repetition_detection: Any = None
+    return_token_offsets: Any = None
+    routed_experts_prompt_start: Any = None
+    watermarking: Any = None
 
 
-_UNSUPPORTED = {
-    "prompt_embeds": "a prompt as embeddings",
-    "logits_processors": "a logits processor of the client's (vllm_xargs asks for one of the engine's)",
-    "guided_whitespace_pattern": "a pattern for white space",
+WITHOUT_EFFECT = frozenset(
+    {"metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "return_mm_kwargs"}
+    | {"safety_identifier", "session_id", "store", "user"}
+)
+"""What clients may send, and no answer depends on."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "service_tier": ("auto", "default"),
+    "stream_interval": (1,),
+    "verbosity": ("medium",),
 }
+"""Fields of which only these values are taken, as they change nothing."""
+_UNSUPPORTED = {
+    "ec_transfer_params": "an encoder's cache",
+    "guided_whitespace_pattern": "a pattern for white space",
+    "kv_transfer_params": "a hand-over that the client conducts (the server hands over by itself)",
+    "logits_processors": "a logits processor of the client's (vllm_xargs asks for one of the engine's)",
+    "media_io_kwargs": "anything but text",
+    "mm_processor_kwargs": "anything but text",
+    "prompt_embeds": "a prompt as embeddings",
+    "repetition_detection": "an end by repetitions",
+    "return_token_offsets": "where each token is in the prompt",
+    "routed_experts_prompt_start": "which experts each token took",
+    "watermarking": "a watermark",
+}
+_ABSENT: tuple[Any, ...] = (None, False, [], {})
+"""Values by which a client asks for nothing. 0 equals False."""
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def check_common_fields(fields: CommonFields, prompts: int, limits: RequestLimits, *, unchecked: str = "") -> None:
@@ -284,8 +340,13 @@ def check_common_fields(fields: CommonFields, prompts: int, limits: RequestLimit
         if value is not None and name != unchecked and value not in allowed:
             raise not_allowed(name, value, f"it must be {allowed}")
     for name, what in _UNSUPPORTED.items():
-        if getattr(fields, name) is not None:
+        if getattr(fields, name) not in _ABSENT:
             raise unsupported(name, what)
+    for name, neutral in NEUTRAL.items():
+        value = getattr(fields, name)
+        if value is not None and value not in neutral:
+            raise not_allowed(name, value, f"{' or '.join(map(repr, neutral))} is")
+    check_request_id(fields.request_id)
     if fields.skip_special_tokens is False and fields.spaces_between_special_tokens is False:
         raise unsupported("spaces_between_special_tokens", "taking spaces away from shown special tokens")
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
@@ -298,6 +359,12 @@ def check_common_fields(fields: CommonFields, prompts: int, limits: RequestLimit
         raise invalid("cache_salt", "it must have 1 to 256 characters")
 
 
+def check_request_id(given: str | None) -> None:
+    """Raises RequestError 400 for what cannot be part of an answer's id."""
+    if given is not None and not REQUEST_ID.fullmatch(given):
+        raise not_allowed("request_id", given, "1 to 128 printable ASCII characters without spaces are")
+
+
 def stream_options(fields: CommonFields) -> StreamOptions | None:
     """Returns None where no stream is wanted. Raises RequestError 400 for options without a stream."""
     options = fields.stream_options
@@ -306,6 +373,8 @@ def stream_options(fields: CommonFields) -> StreamOptions | None:
             raise invalid("stream_options", "only allowed when stream is true")
         return None
     usage = options is not None and bool(options.include_usage)
+    if fields.return_metrics and not usage:
+        raise invalid("return_metrics", "in a stream only allowed where stream_options.include_usage is true")
     continuous = usage and options is not None and bool(options.continuous_usage_stats)
     return StreamOptions(usage, continuous, options is not None and bool(options.resumable))
 
@@ -319,6 +388,8 @@ def check_resumable(generation: GenerationRequest) -> None:
         )
     if generation.sampling.prompt_logprobs is not None:
         raise invalid(field, "not allowed together with log-probabilities of the prompt")
+    if generation.response_options.metrics:
+        raise invalid(field, "not allowed together with return_metrics")
 
 
 def check_token_ids(name: str, ids: list[int], card: ModelCard) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -22,16 +22,18 @@ from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import ChatPrompt, Decode, Encode, Prompt, TextPrompt, TokenPrompt
 from shared.packing import pack
 
-Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-ROLES = frozenset(get_args(Role))
+CONTENT_REQUIRED = frozenset({"system", "developer", "user", "tool", "function"})
+"""Roles whose messages say something; what a template takes in others only it knows."""
+MAX_ROLE_CHARS = 64
 
 
 class ChatTemplateFields(Protocol):
     """The fields that decide how messages become a prompt; those of a chat and of `POST /tokenize`."""
 
     tools: list[dict[str, Any]] | None
-    add_generation_prompt: bool
-    continue_final_message: bool
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    add_special_tokens: bool | None
     chat_template: str | None
     chat_template_kwargs: dict[str, Any] | None
 
@@ -41,14 +43,17 @@ class TokenizeFields(Struct, kw_only=True):
 
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prompt: str | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
 
 
 class DetokenizeFields(Struct, kw_only=True):
@@ -67,6 +72,9 @@ def read_tokenize(body: bytes, cards: list[ModelCard], limits: RequestLimits) ->
     fields = decode_body(body, _tokenize_decoder)
     card = choose_model(fields.model, cards)
     strings = bool(fields.return_token_strs)
+    for name in ("media_io_kwargs", "mm_processor_kwargs"):
+        if getattr(fields, name):
+            raise unsupported(name, "anything but text")
     if fields.messages is not None:
         return card, Encode(chat_prompt(fields.messages, fields, limits), strings)
     if fields.prompt is None:
@@ -111,7 +119,9 @@ def chat_prompt(given: list[dict[str, Any]], fields: ChatTemplateFields, limits:
     """Returns the messages as the tokenizer's chat template takes them. Raises RequestError."""
     if not given:
         raise invalid("messages", "[] is not allowed; at least one message is needed")
-    if fields.continue_final_message and fields.add_generation_prompt:
+    go_on = bool(fields.continue_final_message)
+    add_prompt = not go_on if fields.add_generation_prompt is None else fields.add_generation_prompt
+    if go_on and add_prompt:
         raise invalid("continue_final_message", "not allowed together with add_generation_prompt")
     if fields.chat_template is not None and not limits.allow_request_template:
         raise invalid("chat_template", "not taken from clients, unless gateway.allow_request_template is set")
@@ -124,21 +134,22 @@ def chat_prompt(given: list[dict[str, Any]], fields: ChatTemplateFields, limits:
     return ChatPrompt(
         messages=msgspec.json.encode(messages),
         tools=msgspec.json.encode(fields.tools) if fields.tools else None,
-        add_generation_prompt=fields.add_generation_prompt,
-        continue_final_message=fields.continue_final_message,
+        add_generation_prompt=add_prompt,
+        continue_final_message=go_on,
         template=fields.chat_template,
         template_kwargs=fields.chat_template_kwargs or {},
+        add_special_tokens=bool(fields.add_special_tokens),
     )
 
 
 def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
-    """One message: a known role, and content that is text."""
+    """One message: a role, which the chat template may refuse, and content that is text."""
     role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise not_allowed(f"{path}.role", role, f"one of {', '.join(sorted(ROLES))}")
+    if not isinstance(role, str) or not 1 <= len(role) <= MAX_ROLE_CHARS:
+        raise not_allowed(f"{path}.role", role, f"a string of 1 to {MAX_ROLE_CHARS} characters is")
     content = message.get("content")
     match content:
-        case None if role == "assistant":
+        case None if role not in CONTENT_REQUIRED:
             pass
         case str():
             pass

@@ -49,6 +49,14 @@ PROMPT_FIELDS = {
 """The client's names of what is tokenized."""
 
 
+UNUSED_OF_ANSWER = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"))
+UNUSED_OF_CHAT = dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))
+UNUSED_OF_CHOICE = dict.fromkeys(("token_ids", "routed_experts"))
+UNUSED_OF_TEXT = dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
+UNUSED_OF_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+"""Fields that every answer of vLLM's has, null where they say nothing: its clients may read them unasked."""
+
+
 class ResponseHeader(NamedTuple):
     """The fields with which every body and every chunk of a response starts."""
 
@@ -59,17 +67,26 @@ class ResponseHeader(NamedTuple):
     model: str
     prompt_field: str = ""
     """The client's name of the prompts; empty: that of its kind."""
+    shown_id: str = ""
+    """What clients see as `id`, where they have a say in it; empty: `id`."""
 
     def fields(self, *, chunk: bool) -> dict[str, Any]:
         """Returns them as JSON fields; `chunk`: of a streamed chunk."""
         chat = "chat.completion.chunk" if chunk else "chat.completion"
         return {
-            "id": self.id,
+            "id": self.shown_id or self.id,
             "object": chat if self.kind == "chat" else "text_completion",
             "created": self.created,
             "model": self.model,
             "system_fingerprint": FINGERPRINT,
         }
+
+
+METRICS = (
+    *("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms"),
+    *("tokens_per_second", "speculative_decoding"),
+)
+"""The fields of `metrics`."""
 
 
 class ParsedMessage(Protocol):
@@ -146,17 +163,35 @@ class ChoiceState:
         return echoed_logprobs(self.echo_first_token or "", first_id, self.prompt_logprobs, naming, top)
 
 
-def usage(choices: list[ChoiceState]) -> dict[str, Any]:
-    """Returns OpenAI's `usage`. A prompt that several choices continue counts once; its cached tokens are those that
-    none of them had to compute, as later choices find in the cache what the first one computed."""
+def usage(choices: list[ChoiceState], completion_tokens: int | None = None) -> dict[str, Any]:
+    """Returns OpenAI's `usage`; `completion_tokens`: others than all so far. A prompt that several choices continue
+    counts once; its cached tokens are those that none of them had to compute, as later choices find in the cache what
+    the first one computed."""
     prompt = prompt_tokens(choices)
-    completion = sum(choice.tokens for choice in choices)
+    completion = sum(choice.tokens for choice in choices) if completion_tokens is None else completion_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(cached_prompt_tokens(choices))},
     }
+
+
+def timing_metrics(choices: Sequence[ChoiceState], started_at: float) -> dict[str, float | None] | None:
+    """Returns vLLM's `metrics` of a request that began at `started_at`; None where it has several choices, as they are
+    one choice's. How long it waited in an engine's queue is not known here."""
+    if len(choices) != 1:
+        return None
+    choice, metrics = choices[0], dict[str, float | None].fromkeys(METRICS)
+    if choice.first_token_at is None or choice.last_token_at is None:
+        return metrics
+    generation = choice.last_token_at - choice.first_token_at
+    metrics["time_to_first_token_ms"] = 1000 * (choice.first_token_at - started_at)
+    metrics["generation_time_ms"] = 1000 * generation
+    metrics["mean_itl_ms"] = 1000 * generation / (choice.tokens - 1) if choice.tokens > 1 else None
+    if (whole := choice.last_token_at - started_at) > 0:
+        metrics["tokens_per_second"] = choice.tokens / whole
+    return metrics
 
 
 def prompt_tokens(choices: Sequence[ChoiceState]) -> int:
@@ -332,31 +367,35 @@ def without_output(delta: Delta) -> Delta:
     return Delta(delta.request, delta.attempt, delta.position, (), "", finish)
 
 
-def response_body(header: ResponseHeader, choices: list[ChoiceState], options: ResponseOptions) -> bytes:
-    """Returns the JSON of a response that is not streamed."""
+def response_body(
+    header: ResponseHeader, choices: list[ChoiceState], options: ResponseOptions, started_at: float = 0.0
+) -> bytes:
+    """Returns the JSON of a response that is not streamed; `started_at`: when the request came."""
     known = {choice.prompt: choice.prompt_logprobs for choice in choices if choice.prompt_logprobs}
     for choice in choices:  # one choice of each prompt has received them
         choice.prompt_logprobs = known.get(choice.prompt, choice.prompt_logprobs)
     chat = header.kind == "chat"
     bodies = [_chat_choice(choice, options) if chat else _completion_choice(choice, options) for choice in choices]
-    answer = {**header.fields(chunk=False), "choices": bodies, "usage": usage(choices)}
+    answer = {**header.fields(chunk=False), "choices": bodies, "usage": usage(choices), **UNUSED_OF_ANSWER}
     if chat:
-        answer |= _prompt_fields(choices[0], options)
+        answer |= UNUSED_OF_CHAT | _prompt_fields(choices[0], options)
+    if options.metrics:
+        answer["metrics"] = timing_metrics(choices, started_at)
     return msgspec.json.encode(answer)
 
 
 def _chat_choice(choice: ChoiceState, options: ResponseOptions) -> dict[str, Any]:
     naming = by_id if options.tokens_as_ids else by_text
-    if choice.message is not None:
-        message = choice.message.body()
-    else:
-        message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
+    message = {"content": "".join(choice.texts)} if choice.message is None else choice.message.body()
+    if choice.echo:
+        message["content"] = choice.echo + (message["content"] or "")
     return {
         "index": choice.index,
-        "message": message,
+        "message": UNUSED_OF_MESSAGE | message | {"role": options.role},
         "logprobs": chat_logprobs(choice.logprobs, naming) if options.logprobs else None,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
+        **UNUSED_OF_CHOICE,
         **({"token_ids": choice.token_ids} if options.token_ids else {}),
     }
 
@@ -368,6 +407,8 @@ def _completion_choice(choice: ChoiceState, options: ResponseOptions) -> dict[st
         "logprobs": _completion_logprobs(choice, options) if options.logprobs else None,
         "finish_reason": choice.finish,
         "stop_reason": choice.stop_reason,
+        **UNUSED_OF_CHOICE,
+        **UNUSED_OF_TEXT,
         **({"token_ids": choice.token_ids} if options.token_ids else {}),
         **_prompt_fields(choice, options),
     }

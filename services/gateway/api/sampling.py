@@ -67,10 +67,11 @@ def generation_request(
     max_tokens: int | None,
     logprobs: LogprobsRequest,
     echo_logprobs: int | None = None,
+    role: str = "assistant",
     **own: Any,
 ) -> GenerationRequest:
-    """Returns the request that `fields` make with what the endpoint has read itself: `prompts`, log-probabilities, and
-    in `own` further fields of a GenerationRequest. Raises RequestError 400."""
+    """Returns the request that `fields` make with what the endpoint has read itself: `prompts`, log-probabilities, who
+    speaks, and in `own` further fields of a GenerationRequest. Raises RequestError 400."""
     keep = fields.truncate_prompt_tokens
     generation = GenerationRequest(
         model=card,
@@ -85,12 +86,16 @@ def generation_request(
             logprobs=logprobs.most_likely is not None,
             prompt_logprobs=None if fields.prompt_logprobs is None else logprobs.of_prompt,
             echo_logprobs=echo_logprobs,
-            prompt_text=bool(fields.return_prompt_text) and not fields.stream,
+            prompt_text=bool(fields.return_prompt_text),
             token_ids=bool(fields.return_token_ids),
             tokens_as_ids=bool(fields.return_tokens_as_token_ids),
+            metrics=bool(fields.return_metrics),
+            role=role,
         ),
         bad_words=bad_words(fields.bad_words, limits) if fields.bad_words else (),
         truncate_prompt_tokens=None if keep is None else kept_prompt_tokens(keep, max_tokens, card),
+        truncation_side=fields.truncation_side or "left",
+        request_id=fields.request_id,
         skip_special_tokens=fields.skip_special_tokens is not False,
         priority=fields.priority or 0,
         cache_salt=fields.cache_salt,
@@ -125,7 +130,7 @@ def sampling_params(
         ),
         logprob_token_ids=logprobs.token_ids,
         prompt_logprobs=logprobs.of_prompt,
-        thinking_budget=fields.thinking_token_budget,
+        thinking_budget=None if fields.thinking_token_budget == -1 else fields.thinking_token_budget,
         extra_args=_extra_args(fields.vllm_xargs, card) if fields.vllm_xargs else b"",
     )
 
@@ -153,15 +158,17 @@ def _allowed_token_ids(ids: list[int], card: ModelCard) -> tuple[int, ...]:
 def _logit_bias(biases: dict[str, float], card: ModelCard, limits: RequestLimits) -> tuple[tuple[int, float], ...]:
     if len(biases) > limits.max_logit_bias:
         raise invalid("logit_bias", f"{len(biases)} entries are not allowed; at most {limits.max_logit_bias}")
-    checked = []
-    for key, bias in biases.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < card.vocab_size):
-            allowed = f"keys are token ids below {card.vocab_size}"
-            raise invalid("logit_bias", f"key {abbreviated(key)} is not allowed; {allowed}")
-        if not math.isfinite(bias):
-            raise not_allowed("logit_bias", bias, "values are finite numbers")
-        checked.append((int(key), min(100.0, max(-100.0, bias))))
-    return tuple(checked)
+    wrong = [abbreviated(key, 20) for key in biases if not _is_token_id(key, card)]
+    if wrong:
+        named = f"key {wrong[0]} is" if len(wrong) == 1 else f"keys {', '.join(wrong)} are"
+        raise invalid("logit_bias", f"{named} not allowed; keys are token ids below {card.vocab_size}")
+    if infinite := [bias for bias in biases.values() if not math.isfinite(bias)]:
+        raise not_allowed("logit_bias", infinite[0], "values are finite numbers")
+    return tuple((int(key), min(100.0, max(-100.0, bias))) for key, bias in biases.items())
+
+
+def _is_token_id(key: str, card: ModelCard) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < card.vocab_size
 
 
 def stop_params(fields: CommonFields, max_tokens: int | None, card: ModelCard, limits: RequestLimits) -> StopConditions:
@@ -209,7 +216,7 @@ def bad_words(words: list[str], limits: RequestLimits) -> tuple[str, ...]:
 
 
 def kept_prompt_tokens(given: int, max_tokens: int | None, card: ModelCard) -> int:
-    """Returns how many of the prompt's last tokens to keep; -1: as many as fit beside the output. Raises
+    """Returns how many of the prompt's tokens to keep; -1: as many as fit beside the output. Raises
     RequestError."""
     if given == -1:
         return max(1, card.max_model_len - (max_tokens or 1))
@@ -226,14 +233,17 @@ def chat_logprobs_request(
     fields: CommonFields, logprobs: bool | None, top: int | None, card: ModelCard, limits: RequestLimits
 ) -> LogprobsRequest:
     """Reads a chat's `logprobs` and `top_logprobs`. Raises RequestError 400."""
-    ids = fields.logprob_token_ids
-    named = None if ids is None else _logprob_token_ids(ids, "top_logprobs", top, card, limits)
+    named = _logprob_token_ids(fields.logprob_token_ids, card, limits)
     of_prompt = None if fields.prompt_logprobs is None else _prompt_logprobs(fields, card, limits)
     if top is not None:
         top = _logprobs_count("top_logprobs", top, card, limits)
         if top and not logprobs:
             raise invalid("top_logprobs", "only allowed when logprobs is true")
-    return LogprobsRequest((top or 0) if logprobs or named is not None else None, named, of_prompt)
+    if named is not None and not logprobs:
+        raise invalid("logprob_token_ids", "only allowed when logprobs is true")
+    if not logprobs:
+        return LogprobsRequest(of_prompt=of_prompt)
+    return LogprobsRequest((top or 0) if named is None else 0, named, of_prompt)
 
 
 def completion_logprobs_request(
@@ -241,16 +251,15 @@ def completion_logprobs_request(
 ) -> LogprobsRequest:
     """Reads a completion's `logprobs`. With `echo` they include the prompt's, as in OpenAI's API. Raises
     RequestError."""
-    ids = fields.logprob_token_ids
-    named = None if ids is None else _logprob_token_ids(ids, "logprobs", logprobs, card, limits)
+    named = _logprob_token_ids(fields.logprob_token_ids, card, limits)
     of_prompt = None if fields.prompt_logprobs is None else _prompt_logprobs(fields, card, limits)
     if logprobs is not None:
         logprobs = _logprobs_count("logprobs", logprobs, card, limits)
         if echo:
             of_prompt = max(logprobs, of_prompt or 0)
     elif named is not None:
-        logprobs = 0
-    return LogprobsRequest(logprobs, named, of_prompt)
+        raise invalid("logprob_token_ids", "only allowed together with logprobs")
+    return LogprobsRequest(logprobs if named is None else 0, named, of_prompt)
 
 
 def _prompt_logprobs(fields: CommonFields, card: ModelCard, limits: RequestLimits) -> int:
@@ -267,12 +276,9 @@ def _logprobs_count(field: str, given: int, card: ModelCard, limits: RequestLimi
     return min(count, card.vocab_size)
 
 
-def _logprob_token_ids(
-    ids: list[int], count_field: str, most_likely: int | None, card: ModelCard, limits: RequestLimits
-) -> tuple[int, ...]:
-    if most_likely:
-        why = f"not allowed together with {count_field} ({most_likely}); they take their place"
-        raise invalid("logprob_token_ids", why)
+def _logprob_token_ids(ids: list[int] | None, card: ModelCard, limits: RequestLimits) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
     if not 1 <= len(ids) <= limits.max_logprob_token_ids:
         raise invalid("logprob_token_ids", f"{len(ids)} ids are not allowed; 1 to {limits.max_logprob_token_ids} are")
     check_token_ids("logprob_token_ids", ids, card)

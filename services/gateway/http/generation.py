@@ -202,7 +202,7 @@ class GenerationEndpoint(GeneratingEndpoint):
         else:
             details = await table.tokenizer.prompt_details(generation)
         response_id, arrival = f"{self._prefix}-{secrets.token_hex(12)}", time.time()
-        header = ResponseHeader(generation.kind, response_id, int(arrival), generation.served_name)
+        header = self._header(generation, response_id, arrival)
         self._log(call, generation, header)
         if generation.stream is None:
             await self._respond(call, generation, header, details, searches)
@@ -222,6 +222,11 @@ class GenerationEndpoint(GeneratingEndpoint):
         else:
             await self._stream(call, generation, header, details, generation.stream)
 
+    def _header(self, generation: GenerationRequest, response_id: str, arrival: float) -> ResponseHeader:
+        own = generation.request_id
+        shown = "" if own is None else f"{self._prefix}-{own}"
+        return ResponseHeader(generation.kind, response_id, int(arrival), generation.served_name, shown_id=shown)
+
     async def _resume(self, call: Call, last: EventId) -> None:
         """Responds with the rest of a stream that began on another connection. Raises RequestError."""
         table = self._table
@@ -238,7 +243,7 @@ class GenerationEndpoint(GeneratingEndpoint):
         generation = self._access.bound(generation, call.key)
         self._access.reserve(call, generation, table.free)
         details = await table.tokenizer.prompt_details(generation)
-        header = ResponseHeader(generation.kind, opening.stream, int(opening.arrival), generation.served_name)
+        header = self._header(generation, opening.stream, opening.arrival)
         self._log(call, generation, header, last)
         assert generation.stream is not None
         await self._stream(call, generation, header, details, generation.stream, record, last)
@@ -268,7 +273,7 @@ class GenerationEndpoint(GeneratingEndpoint):
         elif response.error is not None:
             raise response.error
         elif outcome == "finished":
-            body = response_body(header, response.choices, generation.response_options)
+            body = response_body(header, response.choices, generation.response_options, response.started_at)
             await self._finish(call, call.respond(body))
 
     async def _stream(

@@ -54,7 +54,15 @@ class PooledEndpoint:
         table.admit(generation.sequences, generation.model.name)
         self._access.reserve(call, generation, table.free)
         name = f"{_PREFIXES[self._kind]}-{secrets.token_hex(12)}"
-        header = ResponseHeader(generation.kind, name, int(time.time()), generation.served_name, asked.prompt_field)
+        own = generation.request_id
+        header = ResponseHeader(
+            generation.kind,
+            name,
+            int(time.time()),
+            generation.served_name,
+            asked.prompt_field,
+            "" if own is None else f"{_PREFIXES[self._kind]}-{own}",
+        )
         call.record.request = header.id
         extra = {"request": header.id, "client_request": call.client_id, "endpoint": header.kind}
         log.info("request", extra={**extra, "model": header.model, "choices": generation.sequences, "stream": False})

@@ -15,7 +15,7 @@ import msgspec
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import TEXT_ONLY, ResponseOptions, StreamOptions
 from services.gateway.api.logprobs import by_id, by_text, chat_logprobs, completion_logprobs
-from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter, usage
+from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter, timing_metrics, usage
 from services.gateway.http.call import ClientConnection
 from shared.messages.gateway import Delta
 
@@ -39,7 +39,11 @@ class SseFrames:
         self._before_text = [self._head + b',"choices":[{"index":%d,' % index + opening for index in range(choices)]
         self._after_text = b"}" if self._chat else b""
         self._end = b"%b}\n\n" % (b',"usage":null' if stream.include_usage else b"")
-        self._plain_end = self._after_text + b',"logprobs":null,"finish_reason":null}]' + self._end
+        self._unused = b',"token_ids":null' if self._chat else b',"token_ids":null,"prompt_token_ids":null'
+        unfinished = b"" if self._chat else b',"stop_reason":null'
+        plain = b',"logprobs":null,"finish_reason":null%b%b}]' % (unfinished, self._unused)
+        self._plain_end = self._after_text + plain + self._end
+        self._role = encode(options.role)
 
     @property
     def with_token_ids(self) -> bool:
@@ -50,10 +54,11 @@ class SseFrames:
         """Returns the first chunk of a chat's choice; empty for completions, which have none."""
         if not self._chat:
             return b""
-        body = (
-            b',"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        )
-        return self._head + body % choice.index + self._prompt_ids(choice) + self._tail(choice)
+        body = b',"choices":[{"index":%d,"delta":{"role":%b,"content":""},"logprobs":null,"finish_reason":null}]'
+        prompt = self._prompt_ids(choice) or b',"prompt_token_ids":null'
+        if self._options.prompt_text:
+            prompt += b',"prompt_text":' + encode(choice.prompt_text)
+        return self._head + body % (choice.index, self._role) + prompt + self._tail(choice, tokens=0)
 
     def text(self, choice: ChoiceState, text: str) -> bytes:
         """Returns a chunk of new text. The choice has counted its tokens; its collected log-probabilities go along."""
@@ -70,11 +75,14 @@ class SseFrames:
         parts = [start]
         parts += [b',"logprobs":', self._logprobs(choice)]
         parts += [b',"finish_reason":', encode(choice.finish_reason)]
-        if choice.finish is not None:
+        if choice.finish is not None or not self._chat:
             parts += [b',"stop_reason":', encode(choice.stop_reason)]
         if self._options.token_ids:
-            parts += [b',"token_ids":', encode(choice.token_ids), self._prompt_ids(choice)]
+            unasked = b"" if self._chat else b',"prompt_token_ids":null'
+            parts += [b',"token_ids":', encode(choice.token_ids), self._prompt_ids(choice) or unasked]
             choice.token_ids = []
+        else:
+            parts.append(self._unused)
         return b"".join([*parts, b"}]", self._tail(choice)])
 
     def _logprobs(self, choice: ChoiceState) -> bytes:
@@ -96,8 +104,9 @@ class SseFrames:
         ids, choice.prompt_ids = choice.prompt_ids, None
         return b',"prompt_token_ids":' + encode(ids)
 
-    def _tail(self, choice: ChoiceState) -> bytes:
-        return b',"usage":%b}\n\n' % encode(usage([choice])) if self._continuous else self._end
+    def _tail(self, choice: ChoiceState, tokens: int | None = None) -> bytes:
+        """`tokens`: how many output tokens the client has with this chunk; None: all."""
+        return b',"usage":%b}\n\n' % encode(usage([choice], tokens)) if self._continuous else self._end
 
     def pass_over(self, choice: ChoiceState, delta: Delta) -> None:
         """Counts output as sent that the client has from another connection."""
@@ -109,9 +118,12 @@ class SseFrames:
         if delta.logprobs and not self._chat:
             _, choice.text_offset = completion_logprobs(delta.logprobs, choice.text_offset, self._naming)
 
-    def usage(self, choices: list[ChoiceState]) -> bytes:
-        """Returns the last chunk, which is sent if the client requested usage."""
-        return self._head + b',"choices":[],"usage":%b}\n\n' % encode(usage(choices))
+    def usage(self, choices: list[ChoiceState], started_at: float = 0.0) -> bytes:
+        """Returns the last chunk, which is sent if the client requested usage; `started_at`: when the request came."""
+        last = b',"choices":[],"usage":%b' % encode(usage(choices))
+        if self._options.metrics:
+            last += b',"metrics":' + encode(timing_metrics(choices, started_at))
+        return self._head + last + b"}\n\n"
 
 
 def error_frame(error: RequestError) -> bytes:
@@ -213,7 +225,7 @@ class StreamWriter(EventWriter):
         now: float,
     ) -> None:
         super().__init__(connection, keep_alive=keep_alive, unread_limit=unread_limit, now=now)
-        self._frames, self._include_usage = frames, include_usage
+        self._frames, self._include_usage, self._started_at = frames, include_usage, now
 
     def write(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
         """Writes new output. Returns False where the client reads too slowly."""
@@ -230,6 +242,8 @@ class StreamWriter(EventWriter):
             if not parsed and delta.finish is None:
                 return []
             role = b"" if choice.started else self._frames.role(choice)
+            if choice.echo and not choice.started:
+                parsed["content"] = choice.echo + parsed.get("content", "")
             frame = self._frames.delta(choice, parsed)
         elif choice.started:
             return [self._frames.text(choice, delta.text)]
@@ -242,7 +256,7 @@ class StreamWriter(EventWriter):
 
     def last_frames(self, choices: list[ChoiceState]) -> list[bytes]:
         """Returns the last events: the usage if the client requested it, and the end."""
-        return [self._frames.usage(choices), DONE] if self._include_usage else [DONE]
+        return [self._frames.usage(choices, self._started_at), DONE] if self._include_usage else [DONE]
 
     def error_frames(self, error: RequestError) -> bytes:
         """Returns the error as an event, and the end."""

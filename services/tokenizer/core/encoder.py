@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import partial
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import msgspec
 from msgspec.structs import replace
@@ -33,6 +33,7 @@ from shared.messages.tokenizer import (
     TokenizerReply,
     TokenizerRequest,
     TokenPrompt,
+    TruncationSide,
 )
 from shared.models.structural_tags import as_format, perhaps_behind_thoughts, tagged
 from shared.models.tokenizer_files import TokenizerFiles
@@ -43,6 +44,17 @@ MAX_WORD_TOKENS = 64
 ALL_THINKING_MARKS = tuple(dict.fromkeys(THINKING_MARKS.values()))
 MARK_WINDOW = 16
 """Tokens at a prompt's end that hold the marks which a template writes there."""
+
+
+class Truncation(NamedTuple):
+    """How many tokens of a prompt are kept, and on which side the others are lost."""
+
+    tokens: int
+    side: TruncationSide
+
+    def of(self, ids: list[int]) -> list[int]:
+        """Returns those of `ids` that are kept."""
+        return ids[-self.tokens :] if self.side == "left" else ids[: self.tokens]
 
 
 class Vocabulary:
@@ -61,13 +73,25 @@ class Vocabulary:
         field: str,
         max_model_len: int | None = None,
         generates: bool = True,
+        truncation: Truncation | None = None,
     ) -> list[int]:
         """The ids of `text`; none for no text. Raises PromptRefused where it is no Unicode text, makes a token that the
-        model lacks, or certainly does not fit into `max_model_len` tokens, with one more if something `generates`."""
+        model lacks, or certainly does not fit into `max_model_len` tokens, with one more if something `generates`.
+        Special tokens are added to what `truncation` leaves, and count."""
         self._check_text(text, field, max_model_len, generates=generates)
+        if truncation is not None and add_special_tokens:
+            return self.checked(self._truncated(text, truncation), field)
         # The batch call releases the interpreter's lock and computes no offsets; the plain one does neither.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return self.checked(encoding.ids, field) if encoding.ids else []
+
+    def _truncated(self, text: str, truncation: Truncation) -> list[int]:
+        """As `transformers` truncates: the text's own tokens make room for the special ones."""
+        special = self._tokenizer.num_special_tokens_to_add(False)
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        encoding.truncate(max(0, truncation.tokens - special), direction=truncation.side)
+        ids: list[int] = self._tokenizer.post_process(encoding, None, True).ids
+        return truncation.of(ids)
 
     def encode_pair(self, pair: PairPrompt, *, max_model_len: int | None) -> list[int]:
         """The ids of two texts with the special tokens of a pair. Raises what `encode` raises."""
@@ -162,12 +186,11 @@ class PromptEncoder:
     def route(self, message: Tokenize, prompt: Prompt) -> Route | RequestRejected:
         """The request with `prompt` (its own, or that rendered) tokenized and hashed; or why there is none."""
         try:
-            longest = None if message.truncate_prompt_tokens is not None else message.max_model_len
-            ids = self._tokens(prompt, longest, generates=message.pooling is None)
+            truncation = _truncation(message)
+            longest = None if truncation is not None else message.max_model_len
+            ids = self._tokens(prompt, longest, generates=message.pooling is None, truncation=truncation)
             if not ids:
                 raise PromptRefused("prompt", "prompt: at least one token is needed")
-            if message.truncate_prompt_tokens is not None:
-                ids = ids[-message.truncate_prompt_tokens :]
             if message.resume:
                 self._vocabulary.unpacked(message.resume, "resume")
             thinking = self._thinking(message.prompt, ids)
@@ -211,7 +234,7 @@ class PromptEncoder:
         try:
             match request:
                 case Encode():
-                    ids = self._tokens(request.prompt)
+                    ids = self._tokens(request.prompt, truncation=_truncation(request))
                     strings = self._vocabulary.strings(ids) if request.return_strings else None
                     return EncodeReply(pack(ids), strings)
                 case Decode():
@@ -222,11 +245,26 @@ class PromptEncoder:
         except PromptRefused as refused:
             return TokenizerRefusal(refused.message, refused.field)
 
-    def _tokens(self, prompt: Prompt, max_model_len: int | None = None, *, generates: bool = True) -> list[int]:
-        encode = partial(self._vocabulary.encode, max_model_len=max_model_len, generates=generates)
+    def _tokens(
+        self,
+        prompt: Prompt,
+        max_model_len: int | None = None,
+        *,
+        generates: bool = True,
+        truncation: Truncation | None = None,
+    ) -> list[int]:
+        ids = self._all_tokens(prompt, max_model_len, generates, truncation)
+        return ids if truncation is None else truncation.of(ids)
+
+    def _all_tokens(
+        self, prompt: Prompt, max_model_len: int | None, generates: bool, truncation: Truncation | None
+    ) -> list[int]:
+        encode = partial(
+            self._vocabulary.encode, max_model_len=max_model_len, generates=generates, truncation=truncation
+        )
         match prompt:
             case RenderedPrompt():
-                return encode(prompt.text, add_special_tokens=False, field="messages")
+                return encode(prompt.text, add_special_tokens=prompt.add_special_tokens, field="messages")
             case TextPrompt():
                 return encode(prompt.text, add_special_tokens=prompt.add_special_tokens, field="prompt")
             case TokenPrompt():
@@ -241,7 +279,7 @@ class PromptEncoder:
                 if template is None:
                     raise PromptRefused("chat_template", "chat_template: not rendered")
                 text = template.render(prompt, self.special_tokens)
-                return encode(text, add_special_tokens=False, field="messages")
+                return encode(text, add_special_tokens=prompt.add_special_tokens, field="messages")
             case _:
                 assert_never(prompt)
 
@@ -252,6 +290,11 @@ class PromptEncoder:
         if prompt.continue_final_message or prompt.template_kwargs.get("continue_final_message"):
             return thinking_of_continued(prompt)
         return thinking_state(self._vocabulary.decode(ids[-MARK_WINDOW:], skip_special_tokens=False))
+
+
+def _truncation(message: Tokenize | Encode) -> Truncation | None:
+    keep = message.truncate_prompt_tokens
+    return None if keep is None else Truncation(keep, message.truncation_side)
 
 
 def pair_messages(pair: PairPrompt) -> ChatPrompt:

@@ -273,6 +273,7 @@ _THEIRS = (
     ("thinking_token_budget", "thinking.budget_tokens"),
     ("response_format.json_schema.schema", "output_config.format.schema"),
     ("response_format", "output_config.format"),
+    ("reasoning_effort", "output_config.effort"),
 )
 
 

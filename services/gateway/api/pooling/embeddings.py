@@ -35,13 +35,18 @@ class EmbeddingFields(PooledInputFields, kw_only=True):
     encoding_format: EncodingFormat | None = None
     dimensions: int | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
+    """vLLM's other name of `normalize`."""
+    embed_dtype: Literal["float32"] | None = None
+    """There is no other one."""
+    endianness: Literal["native", "little"] | None = None
+    """Both are the same on all processors that are served."""
 
 
 class PoolingFields(EmbeddingFields, kw_only=True):
     """The JSON fields of `POST /pooling`: vLLM's."""
 
     task: str | None = None
-    use_activation: bool | None = None
     # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
     step_tag_id: int | None = None
     returned_token_ids: list[int] | None = None
@@ -96,7 +101,8 @@ def read_embedding(body: bytes, cards: list[ModelCard], limits: RequestLimits) -
     card = choose_model(fields.model, cards)
     pooling = pooling_of(card, "embeddings")
     prompts = input_prompts(fields, card, limits)
-    options = embedding_options(fields.dimensions, fields.normalize, pooling)
+    normalize = fields.use_activation if fields.normalize is None else fields.normalize
+    options = embedding_options(fields.dimensions, normalize, pooling)
     generation = pooled_generation("embedding", prompts, options, fields, card, limits)
     return EmbeddingRequest(generation, fields.encoding_format or "float")
 

@@ -9,13 +9,20 @@ import msgspec
 from msgspec import Struct
 
 from services.gateway.api.errors import RequestError, invalid, not_allowed, unsupported
-from services.gateway.api.generation import RANGES, GenerationKind, GenerationRequest, RequestLimits, choose_lora
+from services.gateway.api.generation import (
+    RANGES,
+    GenerationKind,
+    GenerationRequest,
+    RequestLimits,
+    check_request_id,
+    choose_lora,
+)
 from services.gateway.api.prompts import completion_prompts
 from services.gateway.api.response import ChoiceState, ResponseHeader, prompt_tokens
 from services.gateway.api.sampling import kept_prompt_tokens
 from shared.messages.generation import PoolingOptions, SamplingOptions, StopConditions
 from shared.messages.lifecycle import LogitActivation, ModelCard, PoolingCard
-from shared.messages.tokenizer import Prompt
+from shared.messages.tokenizer import Prompt, TruncationSide
 
 Serves = Literal["embeddings", "labels"]
 """What a model's vectors are."""
@@ -32,9 +39,14 @@ class PooledFields(Struct, kw_only=True):
     model: str | None = None
     user: str | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
+    request_id: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
     enable_prefix_caching: bool | None = None
+    # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
+    mm_processor_kwargs: Any = None
+    padding: Any = None
 
 
 class PooledInputFields(PooledFields, kw_only=True):
@@ -126,6 +138,11 @@ def pooled_generation(
     """Returns the request of all prompts. Raises RequestError 400 for a field out of its range."""
     if fields.priority is not None and fields.priority not in RANGES["priority"]:
         raise not_allowed("priority", fields.priority, f"it must be {RANGES['priority']}")
+    check_request_id(fields.request_id)
+    if fields.mm_processor_kwargs:
+        raise unsupported("mm_processor_kwargs", "anything but text")
+    if fields.padding not in (None, "do_not_pad"):
+        raise not_allowed("padding", fields.padding, "only 'do_not_pad' is")
     if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= 256:
         raise invalid("cache_salt", "it must have 1 to 256 characters")
     keep = fields.truncate_prompt_tokens
@@ -140,6 +157,8 @@ def pooled_generation(
         stopping=StopConditions(max_tokens=0),
         stream=None,
         truncate_prompt_tokens=None if keep is None else _kept_tokens(keep, card),
+        truncation_side=fields.truncation_side or "right",  # as vLLM and sentence-transformers, for vectors
+        request_id=fields.request_id,
         priority=fields.priority or 0,
         cache_salt=fields.cache_salt,
         # Nothing that an encoder computes of a prompt's beginning is true of another prompt.
@@ -168,7 +187,7 @@ def list_body(header: ResponseHeader, choices: Sequence[ChoiceState], data: Sequ
     """Returns the JSON of a response whose elements are the JSON in `data`."""
     rest = {
         "object": "list",
-        "id": header.id,
+        "id": header.shown_id or header.id,
         "created": header.created,
         "model": header.model,
         "usage": pooled_usage(choices),

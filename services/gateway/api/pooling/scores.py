@@ -157,7 +157,8 @@ class RerankRequest(NamedTuple):
                 result["document"] = {"text": self.documents[number]}
             results.append(result)
         usage = pooled_usage(choices)
-        answer: dict[str, Any] = {"id": header.id, "model": header.model, "usage": usage, "results": results}
+        answer: dict[str, Any] = {"id": header.shown_id or header.id, "model": header.model, "usage": usage}
+        answer["results"] = results
         if self.cohere:
             answer["meta"] = {"api_version": {"version": "2"}, "tokens": {"input_tokens": usage["prompt_tokens"]}}
         return msgspec.json.encode(answer)

@@ -152,10 +152,11 @@ def test_documents_and_reasoning_effort_are_the_templates_variables() -> None:
     documents = [{"title": "a", "text": "b"}]
     [prompt] = chat(documents=documents, reasoning_effort="low", chat_template_kwargs={"x": 1}).prompts
     assert isinstance(prompt, ChatPrompt)
-    assert prompt.template_kwargs == {"documents": documents, "reasoning_effort": "low", "x": 1}
-    [prompt] = chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}).prompts
+    effort = {"reasoning_effort": "low", "enable_thinking": True}
+    assert prompt.template_kwargs == {"documents": documents, **effort, "x": 1}
+    [prompt] = chat(reasoning_effort="none", chat_template_kwargs={"reasoning_effort": "high"}).prompts
     assert isinstance(prompt, ChatPrompt)
-    assert prompt.template_kwargs == {"reasoning_effort": "high"}
+    assert prompt.template_kwargs == {"reasoning_effort": "high", "enable_thinking": False}
 
 
 def test_allowed_tools_are_what_the_model_is_told_of() -> None:
@@ -203,7 +204,8 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": [7]}, "messages[0]"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "x" * 65, "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
     ({"messages": [USER, {"role": "user"}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -222,11 +224,13 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 2}, "logprobs"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
-    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"modalities": ["text", "audio"]}, "modalities"),
-    ({"echo": True}, "echo"),
+    ({"echo": "yes"}, "echo"),
+    ({"echo": True, "use_beam_search": True}, "echo"),
     ({"documents": ["x"]}, "documents[0]"),
     ({"reasoning_effort": 3}, "reasoning_effort"),
+    ({"reasoning_effort": "lots"}, "reasoning_effort"),
 ]
 COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"model": 5}, "model"),
@@ -264,6 +268,9 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"2048": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"truncation_side": "middle"}, "truncation_side"),
+    ({"request_id": "two words"}, "request_id"),
+    ({"return_metrics": True, "stream": True}, "return_metrics"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logit_bias": {"5": "x"}}, "logit_bias"),
@@ -320,6 +327,8 @@ def test_a_completion_is_refused_with_the_fields_name(fields: dict[str, Any], pa
 def test_a_refusal_says_the_value_and_what_is_allowed() -> None:
     assert refusal(chat, top_p=1.5).message == "top_p: 1.5 is not allowed; it must be above 0 and at most 1"
     assert refusal(chat, n="2").message == "n: '2' is not allowed; expected `int | null`, got `str`"
+    wrong = refusal(chat, logit_bias={"x": 1, "5": 1, "2048": 1, "-1": 1}).message
+    assert wrong == "logit_bias: keys 'x', '2048', '-1' are not allowed; keys are token ids below 2048"
     assert refusal(chat, top_k=-2).message.endswith("it must be at least -1 and at most 2^63 - 1")
     picture = [{"role": "user", "content": [{"type": "image_url"}]}]
     assert refusal(chat, messages=picture).message.endswith("type 'image_url', which is not text, is not supported")
@@ -355,6 +364,33 @@ def test_the_model_is_chosen_by_its_name_or_by_being_the_only_one() -> None:
     assert refusal(read_completion, b'{"prompt": "x", "model": "no"}', [CARD], RequestLimits()).status == 404
     starting = refusal(read_completion, b'{"prompt": "x", "model": "demo"}', [], RequestLimits())
     assert (starting.status, starting.retry_after) == (503, 1.0)
+
+
+def test_a_role_is_the_template_s_business() -> None:
+    messages = [{"role": "critic", "content": "no"}, {"role": "narrator"}]
+    [prompt] = chat(messages=messages).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert msgspec.json.decode(prompt.messages) == messages
+
+
+@pytest.mark.parametrize("content", ["Once upon", [{"type": "text", "text": "Once"}, {"type": "text", "text": "upon"}]])
+def test_a_continued_message_is_echoed_if_its_role_speaks(content: Any) -> None:
+    begun = [USER, {"role": "assistant", "content": content}]
+    job = chat(messages=begun, echo=True, continue_final_message=True)
+    [prompt] = job.prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert (prompt.continue_final_message, prompt.add_generation_prompt) == (True, False)
+    assert job.echoed_message in ("Once upon", "Once\nupon")
+    assert job.response_options.role == "assistant"
+    assert chat(messages=begun, continue_final_message=True).echoed_message == ""
+    assert chat(echo=True).echoed_message == "", "the assistant speaks, and the last message is the user's"
+    own = chat(echo=True, continue_final_message=True)
+    assert (own.echoed_message, own.response_options.role) == ("hi", "user")
+
+
+def test_prompts_are_shortened_on_the_side_that_the_client_says() -> None:
+    assert completion(truncate_prompt_tokens=3).truncation_side == "left"
+    assert completion(truncate_prompt_tokens=3, truncation_side="right").truncation_side == "right"
 
 
 def test_tokenize_takes_text_or_messages() -> None:

@@ -108,7 +108,7 @@ def test_without_a_prompt_a_model_is_only_to_be_there() -> None:
         ({"format": "xml"}, "format", "JSON schema"),
         ({"think": "much"}, "think", "'high'"),
         ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "messages[0].images", "image"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "one of"),
+        ({"messages": [{"role": 5, "content": "x"}]}, "messages[0].role", "a string of"),
         ({"colour": 1}, "colour", "not known"),
     ],
 )

@@ -59,7 +59,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"truncate_prompt_tokens": 2.5}, "truncate_prompt_tokens"),
     ({"vllm_xargs": {"begin": [7]}}, "vllm_xargs"),
     ({"vllm_xargs": [7]}, "vllm_xargs"),
-    ({"thinking_token_budget": -1}, "thinking_token_budget"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget"),
     ({"thinking_token_budget": 2**63}, "thinking_token_budget"),
     ({"thinking_token_budget": []}, "thinking_token_budget"),
     ({"min_tokens": 2049, "max_tokens": 2**40}, "min_tokens"),
@@ -96,12 +96,14 @@ ONLY_OF_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 2, "logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"logprobs": False, "logprob_token_ids": [1]}, "logprob_token_ids"),
 ]
 ONLY_OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": -1}, "logprobs"),
     ({"logprobs": -2}, "logprobs"),
-    ({"logprobs": 2, "logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"logprobs": 1, "logprob_token_ids": [1], "echo": True, "max_tokens": 0}, "logprob_token_ids"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"echo": True, "max_tokens": -1}, "max_tokens"),
     ({"use_beam_search": True, "echo": True}, "echo"),
@@ -134,6 +136,7 @@ def test_every_field_arrives(read: Any) -> None:
         bad_words=["damn", "so what"],
         allowed_token_ids=[5, 3, 5],
         logprob_token_ids=[7, 8],
+        logprobs=True if read is chat else 3,
         prompt_logprobs=3,
         truncate_prompt_tokens=10,
         thinking_token_budget=64,
@@ -169,6 +172,18 @@ def test_minus_one_means_the_whole_vocabulary_where_that_is_allowed() -> None:
     with pytest.raises(RequestError) as error:
         completion(GENEROUS, prompt_logprobs=-2)
     assert error.value.param == "prompt_logprobs"
+
+
+def test_named_tokens_take_the_place_of_the_most_likely_ones() -> None:
+    for job in (
+        chat(logprobs=True, top_logprobs=5, logprob_token_ids=[7]),
+        completion(logprobs=5, logprob_token_ids=[7]),
+    ):
+        assert (job.sampling.logprobs, job.sampling.logprob_token_ids) == (0, (7,))
+
+
+def test_a_budget_of_minus_one_is_none() -> None:
+    assert chat(thinking_token_budget=-1).sampling.thinking_budget is None
 
 
 def test_zero_most_likely_tokens_are_still_log_probabilities() -> None:

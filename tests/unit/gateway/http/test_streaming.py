@@ -40,10 +40,13 @@ def test_any_text_survives(text: str) -> None:
     choice = ChoiceState(0, 0)
     assert parsed(SseFrames(CHAT, PLAIN, 1).text(choice, text)) == HEAD | {
         "system_fingerprint": "baton",
-        "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}],
+        "choices": [
+            {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None, "token_ids": None}
+        ],
     }
     assert parsed(SseFrames(COMPLETION, PLAIN, 1).text(choice, text))["choices"] == [
-        {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
+        {"index": 0, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
+        | {"token_ids": None, "prompt_token_ids": None}
     ]
 
 
@@ -56,12 +59,17 @@ def test_the_last_delta_says_why_it_ended() -> None:
         "logprobs": None,
         "finish_reason": "stop",
         "stop_reason": "END",
+        "token_ids": None,
     }
 
 
 def test_the_role_comes_first_in_chats_only() -> None:
-    [first] = parsed(SseFrames(CHAT, PLAIN, 1).role(ChoiceState(0, 0)))["choices"]
-    assert first["delta"] == {"role": "assistant", "content": ""}
+    chunk = parsed(SseFrames(CHAT, PLAIN, 1).role(ChoiceState(0, 0)))
+    assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunk["prompt_token_ids"] is None
+    asked = ResponseOptions(prompt_text=True, role="critic")
+    chunk = parsed(SseFrames(CHAT, PLAIN, 1, asked).role(ChoiceState(0, 0, prompt_text="<s>hi")))
+    assert (chunk["choices"][0]["delta"]["role"], chunk["prompt_text"]) == ("critic", "<s>hi")
     assert SseFrames(COMPLETION, PLAIN, 1).role(ChoiceState(0, 0)) == b""
 
 
@@ -71,6 +79,9 @@ def test_usage_is_null_until_the_end_unless_it_is_wanted_continuously(heading: R
     assert "usage" not in parsed(SseFrames(heading, PLAIN, 1).text(choice, "x"))
     assert parsed(SseFrames(heading, USAGE, 1).text(choice, "x"))["usage"] is None
     assert parsed(SseFrames(heading, CONTINUOUS, 1).text(choice, "x"))["usage"]["completion_tokens"] == 3
+    if role := SseFrames(heading, CONTINUOUS, 1).role(choice):
+        begun = parsed(role)["usage"]
+        assert (begun["prompt_tokens"], begun["completion_tokens"], begun["total_tokens"]) == (4, 0, 4)
     last = parsed(SseFrames(heading, USAGE, 1).usage([choice]))
     assert last["choices"] == []
     assert last["usage"] == usage([choice])
@@ -121,7 +132,51 @@ def test_whole_bodies_join_the_pieces_behind_the_echo() -> None:
     assert (shown["text"], shown["finish_reason"], shown["stop_reason"]) == ("P:ab", "length", None)
     assert shown["logprobs"]["text_offset"] == [2]
     [shown] = json.loads(response_body(CHAT, [choice], ResponseOptions()))["choices"]
-    assert shown["message"] == {"role": "assistant", "content": "ab", "refusal": None}
+    assert shown["message"]["content"] == "P:ab"
+
+
+def test_every_field_of_vllms_answers_is_there_and_null_where_it_says_nothing() -> None:
+    choice = ChoiceState(0, 0, texts=["a"], tokens=1, finish="stop")
+    head = {"created": 17, "system_fingerprint": "baton", "usage": usage([choice])}
+    unused = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"))
+    end = {"index": 0, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    end |= dict.fromkeys(("token_ids", "routed_experts"))
+    silent = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+    assert json.loads(response_body(CHAT, [choice], ResponseOptions())) == head | unused | {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "model": 'a "model"/é',
+        "choices": [end | {"message": silent | {"role": "assistant", "content": "a"}}],
+        **dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text")),
+    }
+    assert json.loads(response_body(COMPLETION, [choice], ResponseOptions())) == head | unused | {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "model": "demo",
+        "choices": [end | {"text": "a"} | dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))],
+    }
+
+
+def test_metrics_are_one_choices_times() -> None:
+    choice = ChoiceState(0, 0, tokens=5, first_token_at=10.25, last_token_at=12.25, finish="stop")
+    options = ResponseOptions(metrics=True)
+    wanted = {
+        "time_to_first_token_ms": 250.0,
+        "generation_time_ms": 2000.0,
+        "queue_time_ms": None,
+        "mean_itl_ms": 500.0,
+        "tokens_per_second": 5 / 2.25,
+        "speculative_decoding": None,
+    }
+    assert json.loads(response_body(CHAT, [choice], options, 10.0))["metrics"] == wanted
+    assert parsed(SseFrames(COMPLETION, USAGE, 1, options).usage([choice], 10.0))["metrics"] == wanted
+    assert json.loads(response_body(CHAT, [choice, choice], options, 10.0))["metrics"] is None
+    assert json.loads(response_body(CHAT, [ChoiceState(0, 0)], options, 10.0))["metrics"] == dict.fromkeys(wanted)
+
+
+def test_a_client_may_call_its_request_what_it_likes() -> None:
+    header = CHAT._replace(shown_id="chatcmpl-mine")
+    assert json.loads(response_body(header, [ChoiceState(0, 0)], ResponseOptions()))["id"] == "chatcmpl-mine"
 
 
 def test_a_histogram_counts_into_the_first_bucket_that_holds_the_value() -> None:
