@@ -64,7 +64,7 @@ SCORES = [
 async def test_a_completion_tells_them_with_each_choice(stack: GatewayStack) -> None:
     answer = await complete(stack, prompt_logprobs=2, n=2)
     assert [choice["prompt_logprobs"] for choice in answer["choices"]] == [SCORES, SCORES]
-    assert "prompt_logprobs" not in (await complete(stack))["choices"][0]
+    assert (await complete(stack))["choices"][0]["prompt_logprobs"] is None
 
 
 async def test_a_chat_tells_them_once(stack: GatewayStack) -> None:
@@ -99,7 +99,7 @@ async def test_an_echo_is_scored_like_the_rest(stack: GatewayStack) -> None:
     assert shown["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.5]
     assert shown["top_logprobs"] == [None, *({token: -0.5} for token in shown["tokens"][1:])]
     assert shown["text_offset"][3:] == [len(PROMPT), len(PROMPT) + len(word(0))]
-    assert "prompt_logprobs" not in choice
+    assert choice["prompt_logprobs"] is None
 
 
 async def test_an_echo_streams_its_scores_ahead(stack: GatewayStack) -> None:
@@ -131,7 +131,7 @@ async def test_token_ids_come_with_the_text(stack: GatewayStack) -> None:
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([0, 1, 2], [0, 1])
     answer = await chat(stack, return_token_ids=True)
     assert (answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) == ([0, 1, 2], [0, 1])
-    assert "token_ids" not in (await complete(stack))["choices"][0]
+    assert (await complete(stack))["choices"][0]["token_ids"] is None
 
 
 async def test_the_prompt_s_text_comes_where_it_is_wanted(stack: GatewayStack) -> None:
@@ -149,8 +149,10 @@ async def test_token_ids_are_streamed_the_prompts_once(stack: GatewayStack) -> N
     assert [token for choice in choices for token in choice["token_ids"]] == [0, 1, 2]
     assert [choice.get("prompt_token_ids") for choice in choices] == [[0, 1, 2], None, None]
     messages = [{"role": "user", "content": PROMPT}]
-    chunks = await streamed(stack, "chat/completions", messages=messages, max_tokens=3, return_token_ids=True)
+    asked = {"messages": messages, "max_tokens": 3, "return_token_ids": True, "return_prompt_text": True}
+    chunks = await streamed(stack, "chat/completions", **asked)
     assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[0, 1, 2], None, None, None]
+    assert [chunk.get("prompt_text") for chunk in chunks] == ["Paris is the", None, None, None]
 
 
 async def test_tokens_may_be_named_by_their_ids(stack: GatewayStack) -> None:
@@ -175,3 +177,8 @@ async def test_a_truncated_prompt_is_echoed_as_it_was_used(stack: GatewayStack) 
     (choice,) = (await complete(stack, echo=True, truncate_prompt_tokens=2, return_token_ids=True))["choices"]
     assert choice["text"] == word(1) + word(2) + said(2)
     assert choice["prompt_token_ids"] == [1, 2]
+    right = {"truncate_prompt_tokens": 2, "truncation_side": "right"}
+    (choice,) = (await complete(stack, echo=True, **right, return_token_ids=True))["choices"]
+    assert (choice["text"], choice["prompt_token_ids"]) == (word(0) + word(1) + said(2), [0, 1])
+    *_, message = tokenizes(stack)
+    assert (message.truncate_prompt_tokens, message.truncation_side) == (2, "right")

@@ -184,7 +184,11 @@ class FakeRing:
         if "OVERLOAD" in text:
             return TokenizerRefusal("too many wait", kind="overloaded")
         pieces = text.split(" ")
-        return EncodeReply(pack(range(len(pieces))), tuple(pieces) if question.return_strings else None)
+        given = question.prompt.tokens if isinstance(question.prompt, TokenPrompt) else None
+        ids = list(range(len(pieces))) if given is None else unpack(given)
+        if (keep := question.truncate_prompt_tokens) is not None:
+            ids = ids[-keep:] if question.truncation_side == "left" else ids[:keep]
+        return EncodeReply(pack(ids), tuple(pieces) if question.return_strings else None)
 
     async def _control(self, message: SchedulerControl) -> None:
         self.seen.append(message)

@@ -250,10 +250,34 @@ def test_a_directory_whose_tokenizer_cannot_be_used_says_so(tmp_path: Path) -> N
         load_tokenizer(folder)
 
 
-def test_a_post_processor_adds_its_token_to_text_and_never_to_a_chat(tmp_path: Path) -> None:
+def test_a_post_processor_adds_its_token_to_text_and_to_a_chat_that_asks_for_it(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_str(tiny_tokenizers.byte_level().to_str())
     bos = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     encoding = encoding_of(tiny_tokenizers.write_model(tmp_path, tokenizer))
     assert unpack(routed(encoding, TextPrompt("x")).tokens)[0] == bos
-    assert bos not in unpack(routed(encoding, ChatPrompt(messages=CHAT)).tokens)
+    plain = unpack(routed(encoding, ChatPrompt(messages=CHAT)).tokens)
+    assert bos not in plain
+    assert unpack(routed(encoding, ChatPrompt(messages=CHAT, add_special_tokens=True)).tokens) == [bos, *plain]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("keep", [1, 2, 3, 5, 100])
+def test_special_tokens_stay_where_a_text_is_shortened_as_transformers_do_it(
+    tmp_path: Path, side: Any, keep: int
+) -> None:
+    tokenizer = Tokenizer.from_str(tiny_tokenizers.byte_level().to_str())
+    marks = [(name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=marks)
+    folder = tiny_tokenizers.write_model(tmp_path, tokenizer)
+    encoding, text = encoding_of(folder), "Once upon a time there was a fox."
+    theirs = AutoTokenizer.from_pretrained(folder, truncation_side=side)
+    found = unpack(routed(encoding, TextPrompt(text), truncate_prompt_tokens=keep, truncation_side=side).tokens)
+    question = Encode(TextPrompt(text), truncate_prompt_tokens=keep, truncation_side=side)
+    answer = encoding.answer(question)
+    assert isinstance(answer, EncodeReply)
+    assert unpack(answer.tokens) == found
+    if keep > 1:
+        assert found == theirs(text, truncation=True, max_length=keep)["input_ids"]
+    else:
+        assert len(found) == 1, "transformers refuse to keep fewer tokens than there are special ones"

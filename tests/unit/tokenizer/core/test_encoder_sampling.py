@@ -97,11 +97,13 @@ def test_a_word_of_too_many_tokens_is_refused() -> None:
     assert "64" in outcome.message
 
 
-def test_a_prompt_keeps_its_last_tokens() -> None:
+def test_a_prompt_keeps_its_last_tokens_or_its_first() -> None:
     encoding = encoding_of(DEMO_MODEL)
     whole = unpack(routed(encoding, TextPrompt("Once upon a time there was a fox.")).tokens)
     cut = routed(encoding, TextPrompt("Once upon a time there was a fox."), truncate_prompt_tokens=4)
     assert (unpack(cut.tokens), cut.prompt_length) == (whole[-4:], 4)
+    first = routed(encoding, TokenPrompt(pack(whole)), truncate_prompt_tokens=4, truncation_side="right")
+    assert unpack(first.tokens) == whole[:4]
     longer = routed(encoding, TokenPrompt(pack([5, 6])), truncate_prompt_tokens=100, resume=pack([9]))
     assert (unpack(longer.tokens), longer.prompt_length) == ([5, 6, 9], 2)
 
