@@ -200,8 +200,7 @@ CASES: dict[type[msgspec.Struct], dict[str, Case]] = {
     TokenizeFields: TOKENIZE,
     DetokenizeFields: {"tokens": Case([5]), "model": Case("other")},
     EmbeddingFields: VECTORS,
-    PoolingFields: VECTORS
-    | {"task": Case("token_embed"), "step_tag_id": Case(1), "returned_token_ids": Case([1])},
+    PoolingFields: VECTORS | {"task": Case("token_embed"), "step_tag_id": Case(1), "returned_token_ids": Case([1])},
     ClassificationFields: INPUT | {"use_activation": Case(False)},
     ScoreFields: PAIRS | {"text_1": Case("b"), "text_2": Case("c"), "queries": Case("b"), "documents": Case("c")},
     RerankFields: PAIRS
