@@ -17,7 +17,7 @@ from services.gateway.api.ollama.request import OllamaChatFields, OllamaGenerate
 from services.gateway.api.pooling.classification import ClassificationFields
 from services.gateway.api.pooling.embeddings import EmbeddingFields, PoolingFields
 from services.gateway.api.pooling.scores import RerankFields, ScoreFields
-from services.gateway.api.prompts import DetokenizeFields, TokenizeFields
+from services.gateway.api.prompts import DetokenizeFields, InvocationFields, TokenizeFields
 from services.gateway.api.responses.request import ResponsesFields
 
 SCHEMAS = "#/components/schemas/"
@@ -81,6 +81,7 @@ OPERATIONS = (
     Operation("POST", "/v2/rerank", "The same as /rerank, as version 2 of Cohere's API has it.", RerankFields),
     Operation("POST", "/tokenize", "The token ids of a text or of messages.", TokenizeFields),
     Operation("POST", "/detokenize", "The text of token ids.", DetokenizeFields),
+    Operation("POST", "/invocations", "The endpoint that the body's fields belong to.", InvocationFields, GENERATED),
     Operation("GET", "/v1/models", "All models that are served."),
     Operation("GET", "/v1/models/{name}", "One model."),
     Operation("GET", "/version", "The version of the server."),

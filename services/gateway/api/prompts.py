@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from services.gateway.api.errors import (
     abbreviated,
@@ -63,8 +63,48 @@ class DetokenizeFields(Struct, kw_only=True):
     model: str | None = None
 
 
+InvocationKind = Literal["chat", "completion", "embedding", "classification", "score", "rerank"]
+"""The endpoints for which `/invocations` stands."""
+
+
+class InvocationFields(Struct, kw_only=True):
+    """The JSON of `POST /invocations`: that of another endpoint, which these fields tell from the others."""
+
+    model: str | None = None
+    messages: Raw | UnsetType = UNSET
+    prompt: Raw | UnsetType = UNSET
+    input: Raw | UnsetType = UNSET
+    text_1: Raw | UnsetType = UNSET
+    queries: Raw | UnsetType = UNSET
+    query: Raw | UnsetType = UNSET
+
+
 _tokenize_decoder = msgspec.json.Decoder(TokenizeFields)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeFields)
+_invocation_decoder = msgspec.json.Decoder(InvocationFields)
+_INVOCATIONS: dict[str, InvocationKind] = {
+    "messages": "chat",
+    "prompt": "completion",
+    "input": "embedding",
+    "text_1": "score",
+    "queries": "score",
+    "query": "rerank",
+}
+
+
+def read_invocation(body: bytes, cards: list[ModelCard]) -> InvocationKind:
+    """Returns which endpoint the body of `POST /invocations` is for; of a classifier's `input`, its labels are asked
+    for. Raises RequestError."""
+    fields = decode_body(body, _invocation_decoder)
+    given = [name for name in _INVOCATIONS if getattr(fields, name) is not UNSET]
+    if len(given) != 1:
+        what = f"{' and '.join(given)} are not allowed together" if given else "this field is required"
+        raise invalid(given[0] if given else "messages", f"{what}; one of {', '.join(_INVOCATIONS)} is")
+    kind = _INVOCATIONS[given[0]]
+    if kind == "embedding":
+        pooling = choose_model(fields.model, cards).pooling
+        return "classification" if pooling is not None and pooling.labels else kind
+    return kind
 
 
 def read_tokenize(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> tuple[ModelCard, Encode]:

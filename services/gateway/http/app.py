@@ -25,6 +25,7 @@ from services.gateway.http.admin.loras import LoraEndpoints
 from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEndpoint
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.apis.responses import ResponsesEndpoint
+from services.gateway.http.apis.sagemaker import InvocationsEndpoint
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
 from services.gateway.http.documentation import Documentation
@@ -40,7 +41,18 @@ from shared.models.lora_registry import LoraRegistry
 
 log = logging.getLogger(__name__)
 
-SERVED = ("/v1/", "/v2/", "/api/", "/pooling", "/classify", "/score", "/rerank", "/tokenize", "/detokenize")
+SERVED = (
+    "/v1/",
+    "/v2/",
+    "/api/",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/rerank",
+    "/tokenize",
+    "/detokenize",
+    "/invocations",
+)
 """Beginnings of the paths that clients send requests to."""
 
 
@@ -86,10 +98,26 @@ def build_app(
     def pooled(kind: PooledKind) -> Handler:
         return PooledEndpoint(kind, table, parser, access, settings.read_timeout)
 
+    chat, completion, embedding = generation("chat"), generation("completion"), pooled("embedding")
+    classification, score, rerank = pooled("classification"), pooled("score"), pooled("rerank")
+    invocations = InvocationsEndpoint(
+        table,
+        parser,
+        {
+            "chat": chat,
+            "completion": completion,
+            "embedding": embedding,
+            "classification": classification,
+            "score": score,
+            "rerank": rerank,
+        },
+    )
+
     return Starlette(
         routes=[
-            route("POST", "/v1/chat/completions", generation("chat"), "inference"),
-            route("POST", "/v1/completions", generation("completion"), "inference"),
+            route("POST", "/v1/chat/completions", chat, "inference"),
+            route("POST", "/v1/completions", completion, "inference"),
+            route("POST", "/invocations", invocations, "inference"),
             route("POST", "/v1/responses", ResponsesEndpoint(table, parser, access, streams, settings), "inference"),
             anthropic("/v1/messages", MessagesEndpoint(table, parser, access, streams, settings)),
             anthropic("/v1/messages/count_tokens", CountTokensEndpoint(table, parser)),
@@ -99,13 +127,13 @@ def build_app(
             ollama("GET", "/api/ps", models.running),
             ollama("POST", "/api/show", models.show),
             ollama("GET", "/api/version", models.version),
-            route("POST", "/v1/embeddings", pooled("embedding"), "inference"),
+            route("POST", "/v1/embeddings", embedding, "inference"),
             route("POST", "/pooling", pooled("pooling"), "inference"),
-            route("POST", "/classify", pooled("classification"), "inference"),
-            route("POST", "/score", pooled("score"), "inference"),
-            route("POST", "/v1/score", pooled("score"), "inference"),
-            route("POST", "/rerank", pooled("rerank"), "inference"),
-            route("POST", "/v1/rerank", pooled("rerank"), "inference"),
+            route("POST", "/classify", classification, "inference"),
+            route("POST", "/score", score, "inference"),
+            route("POST", "/v1/score", score, "inference"),
+            route("POST", "/rerank", rerank, "inference"),
+            route("POST", "/v1/rerank", rerank, "inference"),
             route("POST", "/v2/rerank", pooled("cohere_rerank"), "inference"),
             route("POST", "/tokenize", info.tokenize, "inference"),
             route("POST", "/detokenize", info.detokenize, "inference"),

@@ -31,7 +31,7 @@ from services.gateway.api.ollama.request import read_ollama_chat, read_ollama_ge
 from services.gateway.api.pooling.classification import read_classification
 from services.gateway.api.pooling.embeddings import read_embedding, read_pooling_request
 from services.gateway.api.pooling.scores import read_rerank, read_score
-from services.gateway.api.prompts import read_detokenize, read_tokenize
+from services.gateway.api.prompts import read_detokenize, read_invocation, read_tokenize
 from services.gateway.api.responses.request import read_responses
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
@@ -54,7 +54,14 @@ LENGTH_BYTES = 8
 """Size of the number before each message on a pipe."""
 
 BodyKind = Literal[
-    GenerationKind, "cohere_rerank", "count_tokens", "ollama_chat", "ollama_generate", "tokenize", "detokenize"
+    GenerationKind,
+    "cohere_rerank",
+    "count_tokens",
+    "ollama_chat",
+    "ollama_generate",
+    "tokenize",
+    "detokenize",
+    "invocation",
 ]
 
 
@@ -115,6 +122,8 @@ def read_body(body: bytes, context: BodyContext) -> Any:
             return read_tokenize(body, context.cards, context.limits)
         case "detokenize":
             return read_detokenize(body, context.cards)
+        case "invocation":
+            return read_invocation(body, context.cards)
 
 
 def is_small(body: bytes) -> bool:

@@ -182,6 +182,7 @@ def _model_body(card: ModelCard) -> dict[str, Any]:
         "root": card.name,
         "parent": None,
         "max_model_len": card.max_model_len,
+        "permission": [],
     }
 
 

@@ -195,7 +195,8 @@ def list_body(header: ResponseHeader, choices: Sequence[ChoiceState], data: Sequ
     return b"%b,%b]}" % (msgspec.json.encode(rest)[:-1], b'"data":[' + b",".join(data))
 
 
-def pooled_usage(choices: Sequence[ChoiceState]) -> dict[str, int]:
+def pooled_usage(choices: Sequence[ChoiceState]) -> dict[str, Any]:
     """Returns `usage` of a response without output tokens."""
     tokens = prompt_tokens(choices)
-    return {"prompt_tokens": tokens, "total_tokens": tokens}
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
+    return usage | {"prompt_tokens_details": None}

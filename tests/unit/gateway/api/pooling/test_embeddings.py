@@ -141,7 +141,7 @@ def test_the_answer_has_openais_shape() -> None:
         {"object": "embedding", "index": 0, "embedding": [0.5, -1.0]},
         {"object": "embedding", "index": 1, "embedding": [pytest.approx(0.1), 2.0]},
     ]
-    usage = {"prompt_tokens": 7, "total_tokens": 7}
+    usage = {"prompt_tokens": 7, "total_tokens": 7, "completion_tokens": 0, "prompt_tokens_details": None}
     assert body == {"object": "list", "id": "embd-1", "created": 7, "model": "demo", "usage": usage}
     packed = msgspec.json.decode(read(encoding_format="base64").element(1, choices))["embedding"]
     assert base64.b64decode(packed) == choices[1].vector
