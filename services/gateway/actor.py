@@ -31,7 +31,7 @@ from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
 from services.gateway.metrics import metrics_of_process
 from services.gateway.overflow_provider import OverflowProvider
-from services.gateway.parsing.output_parser import ParserChoice
+from services.gateway.parsing.parser_choice import ParserChoice
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from services.gateway.resumable_streams import ResumableStreams

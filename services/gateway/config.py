@@ -20,12 +20,12 @@ from services.gateway.database.sql_database import SqlDatabase
 from services.gateway.http.call import BodyBudget, BodyLimits
 from services.gateway.http.generation import StreamSettings
 from services.gateway.overflow_provider import OverflowSettings
-from services.gateway.parsing.output_parser import ParserChoice
+from services.gateway.parsing.parser_choice import ParserChoice
 from shared.addresses import is_loopback
 from shared.bus.nats_bus import NatsOptions
 from shared.config import ServiceConfig
 from shared.ids import MAX_ID, ClusterName, GatewayId, Incarnation, relay_id
-from shared.messages.dialects import ReasoningFormat, ToolFormat
+from shared.messages.dialects import REASONING_ALIASES, TOOL_ALIASES, ReasoningFormat, ToolFormat
 from shared.settings import ByteSize, ContainerVariable, Port, UpOption
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -106,7 +106,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         str,
         Meta(
             description="Format of the model's tool calls: auto (found in its chat template), none, "
-            + ", ".join(get_args(ToolFormat))
+            + ", ".join([*get_args(ToolFormat), *TOOL_ALIASES])
             + ", or a plug-in's (docs/plugins.md)."
         ),
         UpOption("Model"),
@@ -115,7 +115,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         str,
         Meta(
             description="Format of the model's reasoning: auto (found in its chat template), none, "
-            + ", ".join(get_args(ReasoningFormat))
+            + ", ".join([*get_args(ReasoningFormat), *REASONING_ALIASES])
             + ", or a plug-in's (docs/plugins.md)."
         ),
         UpOption("Model"),

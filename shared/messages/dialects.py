@@ -6,14 +6,45 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-ToolFormat = Literal["hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"]
-"""hermes: `<tool_call>{"name": …, "arguments": …}</tool_call>` (Hermes, Qwen 2.5, Qwen 3). llama3_json: the JSON with
-`parameters`, alone or behind `<|python_tag|>`. mistral: `[TOOL_CALLS]` with a JSON array, or with a name and arguments.
-qwen3_xml: `<function=…><parameter=…>` (Qwen3-Coder). pythonic: `[f(a=1), g(b="x")]` (Llama 3.2, Llama 4)."""
+ToolFormat = Literal[
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "qwen3_xml",
+    "pythonic",
+    "llama4_pythonic",
+    "deepseek_v3",
+    "deepseek_v31",
+    "granite",
+    "kimi_k2",
+    "glm45",
+    "minimax_m2",
+    "minimax",
+]
+"""vLLM's names. hermes: `<tool_call>{"name": …, "arguments": …}</tool_call>` (Hermes, Qwen 2.5, Qwen 3). llama3_json:
+the JSON with `parameters`, alone or behind `<|python_tag|>`. mistral: `[TOOL_CALLS]` with a JSON array, or with a name
+and arguments. qwen3_xml: `<function=…><parameter=…>` (Qwen3-Coder). pythonic: `[f(a=1), g(b="x")]`. The others have
+their models' names; `services/gateway/parsing/dialects/` shows each."""
 
-ReasoningFormat = Literal["deepseek_r1", "qwen3", "mistral"]
+TOOL_ALIASES: dict[str, ToolFormat] = {
+    "qwen3_coder": "qwen3_xml",
+    "llama4_json": "llama3_json",
+    "granite4": "hermes",
+    "glm47": "glm45",
+}
+"""Other names of vLLM's for the same formats."""
+
+ReasoningFormat = Literal["deepseek_r1", "qwen3", "mistral", "granite", "kimi_k2"]
 """deepseek_r1: the output begins with reasoning, with or without the opening mark. qwen3: reasoning only between its
-marks. mistral: like qwen3, with other marks."""
+marks. mistral, granite: like qwen3, with other marks. kimi_k2: like qwen3; a tool call ends the reasoning, too."""
+
+REASONING_ALIASES: dict[str, ReasoningFormat] = {
+    "deepseek_v3": "qwen3",
+    "glm45": "qwen3",
+    "glm47": "qwen3",
+    "minimax_m2": "deepseek_r1",
+}
+"""Other names of vLLM's for the same formats."""
 
 
 class ThinkingMarks(NamedTuple):
@@ -27,6 +58,8 @@ THINKING_MARKS: dict[ReasoningFormat, ThinkingMarks] = {
     "deepseek_r1": ThinkingMarks("<think>", "</think>"),
     "qwen3": ThinkingMarks("<think>", "</think>"),
     "mistral": ThinkingMarks("[THINK]", "[/THINK]"),
+    "granite": ThinkingMarks("Here is my thought process:", "Here is my response:"),
+    "kimi_k2": ThinkingMarks("<think>", "</think>"),
 }
 
 Thinking = Literal["open", "closed"]
@@ -38,6 +71,18 @@ ThinkingControl = Literal["enable_thinking", "reasoning_effort"]
 MARKUP_TOKENS = (
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "<|python_start|>", "<|python_end|>"),
     *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    *("<|tool_call|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_section_begin|>", "<|tool_call_section_end|>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    *("<minimax:tool_call>", "</minimax:tool_call>", "<tool_calls>", "</tool_calls>"),
     *sorted({mark for marks in THINKING_MARKS.values() for mark in marks}),
 )
 """Texts for which many models have special tokens. The parsers must see them, so they stay in the text even when other

@@ -243,8 +243,8 @@ class AssistantMessage:
             case ReasoningText(text):
                 self._reasoning.append(text)
                 delta |= dict.fromkeys(REASONING_FIELDS, delta.get("reasoning", "") + text)
-            case ToolCallStart(name):
-                self._calls.append(_ToolCall(self._new_id(), name, []))
+            case ToolCallStart(name, identity):
+                self._calls.append(_ToolCall(identity or self._new_id(), name, []))
                 self._started_calls += 1
                 self._call_delta(delta, self._calls[-1])
             case ToolCallArguments(text):

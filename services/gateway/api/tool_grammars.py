@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, assert_never, cast, get_args
+from typing import Any, cast, get_args
 
 from msgspec.structs import replace
 
 from services.gateway.api.errors import invalid
 from services.gateway.api.structured_outputs import OutputGrammar, structural_grammar
 from services.gateway.api.tools import ToolDefinition, ToolOptions
-from services.gateway.parsing.output_dialect import CallTemplate, OutputDialect
+from services.gateway.parsing.call_templates import CALL_TEMPLATES, CallTemplate
+from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import ParserOptions
 from shared.messages.dialects import THINKING_MARKS, ToolFormat
 from shared.models.structural_tags import (
@@ -30,8 +30,9 @@ from shared.models.structural_tags import (
 MAX_WHITESPACE = 1
 """White space characters in a row within arguments: without a bound an unsure model could write them for ever."""
 
-HERMES, HERMES_END = "<tool_call>\n", "\n</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
+MISTRAL_OBJECT = CallTemplate('{"name": "', '", "arguments": ', "}")
+NUMBER = ":[0-9]{1,6}"
 FORMATS = get_args(ToolFormat)
 
 
@@ -90,7 +91,7 @@ def _forced(dialect: OutputDialect, form: str, options: ToolOptions) -> Format |
         return forced_calls(cast(ToolFormat, form), options.tools, parallel=options.parallel)
     if (template := dialect.call_template) is None:
         return None
-    return _several([_templated(template, tool) for tool in options.tools], "\n", options.parallel)
+    return _section(template, options.tools, options.parallel)
 
 
 def _triggered(dialect: OutputDialect, form: str, options: ToolOptions) -> Format | None:
@@ -99,11 +100,32 @@ def _triggered(dialect: OutputDialect, form: str, options: ToolOptions) -> Forma
         return triggered_calls(cast(ToolFormat, form), options.tools)
     if (template := dialect.call_template) is None:
         return None
-    return _after_trigger(template.begin, [_templated(template, tool) for tool in _bound(options.tools)])
+    return _templated_calls(template, _bound(options.tools))
+
+
+def _section(template: CallTemplate, tools: Sequence[ToolDefinition], parallel: bool) -> Format:
+    """One call, or several where `parallel`, with what is around them."""
+    calls = _several([_templated(template, tool) for tool in tools], template.separator, parallel)
+    if not template.section_begin:
+        return calls
+    return sequence(literal(template.section_begin), calls, literal(template.section_end))
+
+
+def _templated_calls(template: CallTemplate, tools: Sequence[ToolDefinition]) -> Format:
+    """Any text whose calls are valid."""
+    trigger = template.trigger or template.begin
+    if template.begin.startswith(trigger):
+        return _after_trigger(trigger, [_templated(template, tool) for tool in tools])
+    calls = _several([_templated(template, tool) for tool in tools], template.separator, True)
+    return _after_trigger(trigger, [tag(template.section_begin, calls, template.section_end)])
 
 
 def _templated(template: CallTemplate, tool: ToolDefinition) -> Format:
-    return tag(template.begin + tool.name + template.middle, arguments(tool.parameters), template.end)
+    end = template.end if isinstance(template.end, str) else list(template.end)
+    written = arguments(tool.parameters, template.style)
+    if not template.numbered:
+        return tag(template.begin + tool.name + template.middle, written, end)
+    return tag(template.begin + tool.name, sequence(regex(NUMBER), literal(template.middle), written), end)
 
 
 def _call_format(dialect: OutputDialect, options: ToolOptions | None) -> str | None:
@@ -118,7 +140,7 @@ def _call_format(dialect: OutputDialect, options: ToolOptions | None) -> str | N
 
 def forced_format(form: ToolFormat | None, tools: Iterable[ToolDefinition]) -> ToolFormat:
     """Returns the format to force calls in: `form`, the model's own, or JSON where that has no grammar for them."""
-    if form is None or (form == "pythonic" and not all(expressible(tool) for tool in tools)):
+    if form is None or (form in ("pythonic", "llama4_pythonic") and not all(expressible(tool) for tool in tools)):
         return "llama3_json"
     return form
 
@@ -126,20 +148,14 @@ def forced_format(form: ToolFormat | None, tools: Iterable[ToolDefinition]) -> T
 def forced_calls(form: ToolFormat, tools: Sequence[ToolDefinition], *, parallel: bool) -> Format:
     """Returns a grammar for one call of these tools, or several where `parallel`, and nothing else."""
     match form:
-        case "hermes":
-            return _several([_object(tool, "arguments", HERMES, HERMES_END) for tool in tools], "\n", parallel)
-        case "qwen3_xml":
-            return _several([_xml(tool) for tool in tools], "\n", parallel)
-        case "llama3_json":
-            return _several([_object(tool, "parameters") for tool in tools], "; ", parallel)
         case "mistral":  # a model knows one of the two forms, and starts accordingly
             array = sequence(literal(MISTRAL), _array(tools, parallel), literal("]"))
             return either(array, _several(_mistral_named(tools), "", parallel))
-        case "pythonic":
+        case "pythonic" | "llama4_pythonic":
             calls = _several([keywords(tool, arguments) for tool in tools], ", ", parallel)
             return sequence(literal("["), calls, literal("]"))
         case _:
-            assert_never(form)
+            return _section(CALL_TEMPLATES[form], tools, parallel)
 
 
 def triggered_calls(form: ToolFormat, tools: Sequence[ToolDefinition]) -> Format | None:
@@ -147,18 +163,12 @@ def triggered_calls(form: ToolFormat, tools: Sequence[ToolDefinition]) -> Format
     object. None where the format makes that impossible, because a call may start like ordinary text."""
     bound = _bound(tools)
     match form:
-        case "hermes":
-            return _after_trigger("<tool_call>", [_object(tool, "arguments", HERMES, HERMES_END) for tool in bound])
-        case "qwen3_xml":
-            return _after_trigger("<tool_call>", [_xml(tool) for tool in bound])
-        case "llama3_json":
-            return _after_trigger('{"name": "', [_object(tool, "parameters") for tool in bound])
         case "mistral":
             return _after_trigger(MISTRAL, [tag(MISTRAL, _array(bound, True), "]"), *_mistral_named(bound)])
-        case "pythonic":
+        case "pythonic" | "llama4_pythonic":
             return None
         case _:
-            assert_never(form)
+            return _templated_calls(CALL_TEMPLATES[form], bound)
 
 
 def _bound(tools: Sequence[ToolDefinition]) -> list[ToolDefinition]:
@@ -184,19 +194,9 @@ def _after_trigger(trigger: str, calls: list[Format]) -> Format:
     return {"type": "triggered_tags", "triggers": [trigger], "tags": calls}
 
 
-def _object(tool: ToolDefinition, key: str, before: str = "", after: str = "") -> Format:
-    """`{"name": …, key: …}` between two texts."""
-    return tag(f'{before}{{"name": {json.dumps(tool.name)}, "{key}": ', arguments(tool.parameters), "}" + after)
-
-
-def _xml(tool: ToolDefinition) -> Format:
-    end = "</function>\n</tool_call>"  # on its own line, or on the next where there are no parameters
-    return tag(f"<tool_call>\n<function={tool.name}>\n", arguments(tool.parameters, "qwen_xml"), ["\n" + end, end])
-
-
 def _array(tools: Sequence[ToolDefinition], parallel: bool) -> Format:
     """` [{"name": …, "arguments": …}`, up to the bracket that closes it."""
-    calls = _several([_object(tool, "arguments") for tool in tools], ", ", parallel)
+    calls = _several([_templated(MISTRAL_OBJECT, tool) for tool in tools], ", ", parallel)
     return sequence(regex(" ?"), literal("["), calls)
 
 

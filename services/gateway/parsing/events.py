@@ -23,6 +23,8 @@ class ToolCallStart(NamedTuple):
     """A call of the function `name` starts. All `ToolCallArguments` up to its end belong to it."""
 
     name: str
+    identity: str | None = None
+    """The call's id where the model writes one, which its chat template expects again. Otherwise one is drawn."""
 
 
 class ToolCallArguments(NamedTuple):
@@ -78,11 +80,11 @@ class ParseEvents:
         else:
             self._events.append(ReasoningText(text))
 
-    def start_call(self, name: str) -> None:
-        """Opens a call of the function `name`."""
+    def start_call(self, name: str, identity: str | None = None) -> None:
+        """Opens a call of the function `name`. `identity`: its id, where the model writes one."""
         self.in_call = True
         self._dropping = self._finished_calls > 0 and not self._parallel_calls
-        self._add(ToolCallStart(name))
+        self._add(ToolCallStart(name, identity))
 
     def arguments(self, text: str) -> None:
         """Adds a piece of the open call's arguments, which is JSON."""

@@ -181,6 +181,23 @@ def read_call_object(
         raise NotAToolCall
 
 
+def read_call_array(
+    cursor: TextCursor, events: ParseEvents, *, only: Container[str] | None = None, other_keys: bool = False
+) -> Reading[None]:
+    """Reads `[{…}, {…}]`, each a call as `read_call_object` reads it. The bracket at the end may be missing at the
+    output's end. Raises NotAToolCall."""
+    yield from cursor.expect("[")
+    while True:
+        yield from cursor.skip_whitespace()
+        yield from read_call_object(cursor, events, only=only, other_keys=other_keys)
+        events.end_call()
+        cursor.mark()
+        yield from cursor.skip_whitespace()
+        if not (yield from cursor.peek()) or (yield from cursor.expect(",", "]")) == "]":
+            cursor.mark()
+            return
+
+
 def _name(cursor: TextCursor, only: Container[str] | None) -> Reading[str]:
     name = yield from read_text(cursor)
     if not name or (only is not None and name not in only):

@@ -6,34 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
+from services.gateway.parsing.call_templates import CallTemplate
 from shared.messages.dialects import THINKING_MARKS, ReasoningFormat, ThinkingControl, ThinkingMarks
 
 Schemas = Mapping[str, Any]
 """The JSON schema of each function's arguments, by the function's name."""
 
 NO_SCHEMAS: Schemas = MappingProxyType({})
-
-
-class CallTemplate(NamedTuple):
-    """How a plug-in's format writes one call, by which calls can be forced."""
-
-    begin: str
-    """Up to the name."""
-    middle: str
-    """Between the name and the arguments, which are JSON."""
-    end: str
-    """Behind the arguments."""
-
-    @classmethod
-    def parse(cls, text: str) -> CallTemplate:
-        """Reads `begin{name}middle{arguments}end`. Raises ValueError."""
-        begin, _, rest = text.partition("{name}")
-        middle, arguments, end = rest.partition("{arguments}")
-        if not (begin and arguments) or text.count("{name}") != 1 or text.count("{arguments}") != 1:
-            raise ValueError(
-                f"call_template = {text!r}: BEGIN{{name}}MIDDLE{{arguments}}END is expected, with one of each"
-            )
-        return cls(begin, middle, end)
 
 
 class OutputDialect(NamedTuple):

@@ -4,68 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast, get_args
 
+from services.gateway.parsing.dialects.reader import format_reader
 from services.gateway.parsing.events import ParseEvent, ParseEvents, ToolCallFormat
-from services.gateway.parsing.hermes import TaggedCalls
-from services.gateway.parsing.llama3_json import Llama3Json
-from services.gateway.parsing.mistral import Mistral
-from services.gateway.parsing.output_dialect import NO_SCHEMAS, CallTemplate, OutputDialect, Schemas
-from services.gateway.parsing.plugin_parsers import (
-    DETECTED,
-    PluginCalls,
-    read_plugin_reasoning,
-    reasoning_parser,
-    tool_parser,
-)
-from services.gateway.parsing.pythonic import Pythonic
+from services.gateway.parsing.output_dialect import NO_SCHEMAS, OutputDialect, Schemas
+from services.gateway.parsing.plugin_parsers import PluginCalls, read_plugin_reasoning
 from services.gateway.parsing.reasoning import read_reasoning
 from services.gateway.parsing.text_cursor import NotAToolCall, OutputEnd, Reading, TextCursor, marker_set
-from shared.messages.dialects import Dialect, ReasoningFormat, Thinking, ToolFormat
-from shared.plugins.entry_points import PluginError
-
-
-class ParserChoice(NamedTuple):
-    """The formats that a gateway was configured to read, built-in ones or plug-ins by their names; `auto` means those
-    that a model's chat template shows."""
-
-    tools: str = "auto"
-    reasoning: str = "auto"
-
-    def check(self) -> None:
-        """Loads the plug-ins among them. Raises ValueError that names the setting."""
-        for setting, name, load in (
-            ("tool_call_parser", self._tool_plugin, tool_parser),
-            ("reasoning_parser", self._reasoning_plugin, reasoning_parser),
-        ):
-            try:
-                if name is not None:
-                    load(name)
-            except PluginError as error:
-                raise ValueError(f"{setting} = {name}: {error}") from None
-
-    def dialect(self, detected: Dialect) -> OutputDialect:
-        """Returns the formats to read for a model of which the tokenizer service has detected `detected`."""
-        tools = None if (name := self._tool_plugin) is None else tool_parser(name)
-        reasoning = None if (name := self._reasoning_plugin) is None else reasoning_parser(name)
-        seeing = [self.tools] if tools is not None and tools.sees_special_tokens else []
-        seeing += [self.reasoning] if reasoning is not None and reasoning.sees_special_tokens else []
-        template = "" if tools is None else tools.call_template
-        return OutputDialect(
-            detected.tools if self.tools == "auto" else None if self.tools == "none" else self.tools,
-            detected.reasoning if self.reasoning == "auto" else None if self.reasoning == "none" else self.reasoning,
-            call_template=CallTemplate.parse(template) if template else None,
-            plugin_marks=None if reasoning is None else reasoning.marks,
-            starts_open=reasoning is not None and reasoning.starts_open,
-            see_special_tokens=tuple(seeing),
-            controls=detected.controls,
-        )
-
-    @property
-    def _tool_plugin(self) -> str | None:
-        return None if self.tools in (*DETECTED, *get_args(ToolFormat)) else self.tools
-
-    @property
-    def _reasoning_plugin(self) -> str | None:
-        return None if self.reasoning in (*DETECTED, *get_args(ReasoningFormat)) else self.reasoning
+from shared.messages.dialects import ReasoningFormat, Thinking, ToolFormat
 
 
 class ParserOptions(NamedTuple):
@@ -78,23 +23,6 @@ class ParserOptions(NamedTuple):
     """False: every call after the first is dropped."""
     include_reasoning: bool = True
     """False: reasoning is dropped."""
-
-
-def format_reader(form: str, schemas: Schemas) -> ToolCallFormat:
-    """Returns the reader of a format, for calls of the functions in `schemas`."""
-    match form:
-        case "hermes":
-            return TaggedCalls(schemas, bare=False)
-        case "qwen3_xml":
-            return TaggedCalls(schemas, bare=True)
-        case "mistral":
-            return Mistral()
-        case "llama3_json":
-            return Llama3Json(schemas)
-        case "pythonic":
-            return Pythonic(schemas)
-        case _:
-            return PluginCalls(form, schemas)
 
 
 class OutputParser:
@@ -137,13 +65,18 @@ class OutputParser:
             else:
                 yield from read_reasoning(cursor, events, cast(ReasoningFormat, dialect.reasoning), self.thinking)
         if dialect.tools is not None:
-            form = format_reader(dialect.tools, self._options.schemas)
-            yield from ContentReader(cursor, events, form).read()
+            yield from ContentReader(cursor, events, _format_reader(dialect.tools, self._options.schemas)).read()
         while True:
             events.content(cursor.unread)
             cursor.skip(len(cursor.unread))
             cursor.mark()
             yield
+
+
+def _format_reader(form: str, schemas: Schemas) -> ToolCallFormat:
+    if form in get_args(ToolFormat):
+        return format_reader(cast(ToolFormat, form), schemas)
+    return PluginCalls(form, schemas)
 
 
 class ContentReader:

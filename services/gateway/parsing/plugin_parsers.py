@@ -6,16 +6,26 @@ from collections.abc import Generator
 from functools import cache
 from typing import get_args
 
+from services.gateway.parsing.call_templates import CallTemplate
 from services.gateway.parsing.events import CallOpenings, ParseEvents
 from services.gateway.parsing.interface import ReasoningParser, ToolParser
-from services.gateway.parsing.output_dialect import CallTemplate, Schemas
+from services.gateway.parsing.output_dialect import Schemas
 from services.gateway.parsing.text_cursor import NotAToolCall, OutputEnd, Reading, TextCursor
-from shared.messages.dialects import ReasoningFormat, Thinking, ThinkingMarks, ToolFormat
+from shared.messages.dialects import (
+    REASONING_ALIASES,
+    TOOL_ALIASES,
+    ReasoningFormat,
+    Thinking,
+    ThinkingMarks,
+    ToolFormat,
+)
 from shared.plugins.entry_points import PluginError, load_class
 
 TOOL_PARSERS = "baton.tool_parsers"
 REASONING_PARSERS = "baton.reasoning_parsers"
-DETECTED = ("auto", "none")
+BUILT_IN_TOOLS = ("auto", "none", *get_args(ToolFormat), *TOOL_ALIASES)
+"""The values of the setting that no package may take."""
+BUILT_IN_REASONING = ("auto", "none", *get_args(ReasoningFormat), *REASONING_ALIASES)
 
 
 class ParserFailed(Exception):
@@ -25,7 +35,7 @@ class ParserFailed(Exception):
 @cache
 def tool_parser(name: str) -> type[ToolParser]:
     """The class of the plug-in of that name. Raises PluginError where it is none, or says of itself what cannot be."""
-    found, where = load_class(TOOL_PARSERS, name, ToolParser, built_in=(*DETECTED, *get_args(ToolFormat)))
+    found, where = load_class(TOOL_PARSERS, name, ToolParser, built_in=BUILT_IN_TOOLS)
     openings = getattr(found, "openings", None)
     texts = (*openings.anywhere, *openings.line_start) if isinstance(openings, CallOpenings) else ()
     try:
@@ -43,9 +53,7 @@ def tool_parser(name: str) -> type[ToolParser]:
 @cache
 def reasoning_parser(name: str) -> type[ReasoningParser]:
     """The class of the plug-in of that name. Raises PluginError where it is none, or says of itself what cannot be."""
-    found, where = load_class(
-        REASONING_PARSERS, name, ReasoningParser, built_in=(*DETECTED, *get_args(ReasoningFormat))
-    )
+    found, where = load_class(REASONING_PARSERS, name, ReasoningParser, built_in=BUILT_IN_REASONING)
     marks = getattr(found, "marks", None)
     if not isinstance(marks, ThinkingMarks) or not all(isinstance(mark, str) and mark for mark in marks):
         raise PluginError(f"{where}: marks: ThinkingMarks with two texts is expected")
@@ -124,13 +132,15 @@ class CheckedEvents(ParseEvents):
         self._expect(text, in_call=False)
         self._target.reasoning(text)
 
-    def start_call(self, name: str) -> None:
+    def start_call(self, name: str, identity: str | None = None) -> None:
         """See `ParseEvents`."""
         self._expect(name, in_call=False)
         if not name:
             raise ValueError("a call without a name")
+        if identity is not None and not (isinstance(identity, str) and identity):
+            raise ValueError(f"an id of a call is a text, not {identity!r:.80}")
         self.in_call = True
-        self._target.start_call(name)
+        self._target.start_call(name, identity)
 
     def arguments(self, text: str) -> None:
         """See `ParseEvents`."""

@@ -6,6 +6,14 @@ from services.gateway.parsing.events import ParseEvents
 from services.gateway.parsing.text_cursor import Emit, OutputEnd, Reading, TextCursor
 from shared.messages.dialects import THINKING_MARKS, ReasoningFormat, Thinking, ThinkingMarks
 
+VARIANTS: dict[ReasoningFormat, tuple[ThinkingMarks, ...]] = {
+    "granite": (ThinkingMarks("Here's my thought process:", "Here's my response:"),)
+}
+"""Marks that models write as well, rounded ones at times."""
+
+CALL_ENDS: dict[ReasoningFormat, tuple[str, ...]] = {"kimi_k2": ("<|tool_calls_section_begin|>",)}
+"""What ends the reasoning and belongs to the answer."""
+
 
 def read_reasoning(
     cursor: TextCursor, events: ParseEvents, form: ReasoningFormat, thinking: Thinking | None
@@ -15,8 +23,9 @@ def read_reasoning(
     `thinking` says how the prompt ends. Where it is None, deepseek_r1 takes everything up to the end mark for
     reasoning, and the other formats only what is marked.
     """
-    marks = THINKING_MARKS[form]
-    yield from read_marked(cursor, events, marks, thinking, starts_open=form == "deepseek_r1")
+    marks = (THINKING_MARKS[form], *VARIANTS.get(form, ()))
+    before = CALL_ENDS.get(form, ())
+    yield from _read(cursor, events, marks, before, thinking, starts_open=form == "deepseek_r1")
 
 
 def read_marked(
@@ -24,20 +33,35 @@ def read_marked(
 ) -> Reading[None]:
     """Like `read_reasoning`, for any marks. `starts_open`: everything up to the end mark is reasoning where `thinking`
     is None."""
+    yield from _read(cursor, events, (marks,), (), thinking, starts_open=starts_open)
+
+
+def _read(
+    cursor: TextCursor,
+    events: ParseEvents,
+    marks: tuple[ThinkingMarks, ...],
+    before: tuple[str, ...],
+    thinking: Thinking | None,
+    *,
+    starts_open: bool,
+) -> Reading[None]:
+    """`before`: texts that end the reasoning like an end mark, and stay unread."""
     if thinking != "closed":
         yield from cursor.skip_whitespace()
-        marked = yield from cursor.match_ahead((marks.start,))
+        marked = yield from cursor.match_ahead(tuple(mark.start for mark in marks))
         if marked is None and thinking != "open" and not starts_open:
             cursor.rewind()
             return
         if marked is not None:
-            yield from cursor.expect(marks.start)
+            yield from cursor.expect(marked)
             yield from cursor.skip_whitespace()
+        ends = (*(mark.end for mark in marks), *before)
         try:
-            yield from cursor.read_until((marks.end,), _TrimmedEnd(events.reasoning).feed)
+            end = yield from cursor.read_until(ends, _TrimmedEnd(events.reasoning).feed)
         except OutputEnd:
             return
-        yield from cursor.expect(marks.end)
+        if end not in before:
+            yield from cursor.expect(end)
     yield from cursor.skip_whitespace()
     cursor.mark()
 

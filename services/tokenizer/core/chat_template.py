@@ -46,23 +46,31 @@ TEMPLATE_FAULTS = (
 )
 """What a template may raise over messages that it was not written for."""
 
-TOOL_MARKS: tuple[tuple[str, ToolFormat | None], ...] = (
-    ("<arg_key>", None),
-    ("<function=", "qwen3_xml"),
-    ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("[func_name", "pythonic"),
-    ("<|python_tag|>", "llama3_json"),
-    ('{"name": function name, "parameters":', "llama3_json"),
+TOOL_MARKS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+    (("<arg_key>",), "glm45"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<beginning_of_sentence>", "<tool_calls>"), "minimax"),
+    (("<|tool_call_argument_begin|>",), "kimi_k2"),
+    (("<｜tool▁sep｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁sep｜>",), "deepseek_v31"),
+    (("<|tool_call|>",), "granite"),
+    (("<function=",), "qwen3_xml"),
+    (("<tool_call>",), "hermes"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("[func_name", "<|header_start|>"), "llama4_pythonic"),
+    (("[func_name",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('{"name": function name, "parameters":',), "llama3_json"),
 )
-"""The first that is found decides. GLM's `<arg_key>` lies in a `<tool_call>`, too, and is a markup that no
-parser here reads."""
+"""The first of which all marks are found decides: some lie in a `<tool_call>`, too."""
 
 THINKING_CONTROLS: tuple[ThinkingControl, ...] = get_args(ThinkingControl)
 
-REASONING_MARKS: tuple[tuple[str, ReasoningFormat], ...] = (
-    *(("<think>", "qwen3"), ("</think>", "qwen3")),
-    *(("[THINK]", "mistral"), ("[/THINK]", "mistral")),
+REASONING_MARKS: tuple[tuple[tuple[str, ...], ReasoningFormat], ...] = (
+    (("<|tool_call_argument_begin|>", "<think>"), "kimi_k2"),
+    *((("<think>",), "qwen3"), (("</think>",), "qwen3")),
+    *((("[THINK]",), "mistral"), (("[/THINK]",), "mistral")),
+    (("Here is my thought process:",), "granite"),
 )
 """No mark says that answers begin with unmarked thoughts: where the template opens them, each prompt shows it."""
 
@@ -168,10 +176,14 @@ def dialect_of(templates: Mapping[str, str]) -> Dialect:
     where there is one, shows how tools are called."""
     default = templates.get("default", "")
     calls = templates.get("tool_use", default)
-    tools = next((name for mark, name in TOOL_MARKS if mark in calls), None)
-    reasoning = next((name for mark, name in REASONING_MARKS if mark in default or mark in calls), None)
+    tools = next((name for marks, name in TOOL_MARKS if _shown(marks, calls)), None)
+    reasoning = next((name for marks, name in REASONING_MARKS if _shown(marks, default) or _shown(marks, calls)), None)
     controls = tuple(name for name in THINKING_CONTROLS if name in default or name in calls)
     return Dialect(tools if "tools" in calls else None, reasoning, controls)
+
+
+def _shown(marks: tuple[str, ...], template: str) -> bool:
+    return all(mark in template for mark in marks)
 
 
 def _cut_after_final(text: str, final: str) -> str:

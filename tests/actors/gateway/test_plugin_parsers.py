@@ -13,7 +13,7 @@ import pytest
 from services.gateway.api.tool_grammars import combined_grammar
 from services.gateway.api.tools import ToolDefinition, ToolOptions
 from services.gateway.config import GatewayConfig
-from services.gateway.parsing.output_parser import ParserChoice
+from services.gateway.parsing.parser_choice import ParserChoice
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.dialects import Dialect
 from tests.support.gateway.fake_services import MODEL, FakeRing

@@ -24,7 +24,6 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
 PARIS = Call("weather", {"city": "Paris é", "days": 3})
 ROME = Call("weather", {"city": "Rome", "days": 1})
-FORMATS: list[ToolFormat] = ["hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"]
 
 
 def tokens(text: str) -> list[str]:
@@ -75,7 +74,7 @@ def _gather(said: dict[str, Any], choice: Any) -> None:
         said["finish"] = choice.finish_reason
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", ["hermes", "mistral", "kimi_k2", "pythonic"])
 async def test_calls_reach_clients_in_both_shapes(memory_bus: MemoryBus, form: ToolFormat) -> None:
     text = "Let me look.\n" + written(form, [PARIS, ROME])
     async with speaking(memory_bus, text, Dialect(form)) as stack:
@@ -89,6 +88,9 @@ async def test_calls_reach_clients_in_both_shapes(memory_bus: MemoryBus, form: T
         whole = [(call.function.name, call.function.arguments) for call in calls]
         assert [(name, arguments) for _, name, arguments in said["calls"].values()] == whole
         ids = [call.id for call in calls] + [call[0] for call in said["calls"].values()]
+        if form == "kimi_k2":  # whose template writes the ids that the model gave
+            assert ids == ["functions.weather:0", "functions.weather:1"] * 2
+            return
         assert len(set(ids)) == 4
         pattern = "[0-9A-Za-z]{9}" if form == "mistral" else "call_[0-9a-f]{24}"
         assert all(re.fullmatch(pattern, each) for each in ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -11,13 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.api.chat import AssistantMessage
+from services.gateway.parsing.dialects.pythonic import python_as_json
 from services.gateway.parsing.json_calls import read_value
 from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import ParserOptions
-from services.gateway.parsing.pythonic import python_as_json
 from services.gateway.parsing.text_cursor import NotAToolCall, TextCursor
 from shared.messages.dialects import ReasoningFormat, ToolFormat
-from tests.support.gateway.tool_calls import STYLES, Call, Read, cut_at, read, schema_of, written
+from tests.support.gateway.tool_calls import (
+    FORMS,
+    FRAMED,
+    STYLES,
+    WITHOUT_JSON,
+    Call,
+    Read,
+    cut_at,
+    read,
+    schema_of,
+    written,
+)
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>"), max_size=12)
 SCALARS = st.one_of(
@@ -32,20 +43,20 @@ PLACES = st.lists(st.integers(0, 10_000), max_size=12)
 
 
 @pytest.mark.parametrize(("form", "style"), STYLES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(calls=CALLS, before=st.sampled_from(["", "Let me look.\n", "Grüße 🎉\n\n"]), places=PLACES)
 def test_calls_are_read_as_they_were_written(
     form: ToolFormat, style: str, calls: list[Call], before: str, places: list[int]
 ) -> None:
     calls = list({call.name: call for call in calls}.values())
     schemas = {call.name: schema_of(call) for call in calls}
-    if form == "qwen3_xml":  # a text's own line break at either end could not be told from the frame's
+    if form in FRAMED:  # a text's own line break at either end could not be told from the frame's
         calls = [Call(name, {k: _framed(v) for k, v in arguments.items()}) for name, arguments in calls]
     got = read(cut_at(before + written(form, calls, style), places), form, schemas)
     assert got.content == before.rstrip()
     assert got.broken == 0
     assert [Call(name, json.loads(arguments)) for name, arguments in got.calls] == calls
-    if form not in ("qwen3_xml", "pythonic"):
+    if form not in WITHOUT_JSON:
         assert [text for _, text in got.calls] == [json.dumps(c.arguments, ensure_ascii=False) for c in calls]
 
 
@@ -61,10 +72,28 @@ FRAGMENTS = st.sampled_from(
         *("{", "}", "[", "]", "(", ")", "=", '"', "'", "\\", "a", "f", "1", "-", "true", "None", "\n", " ", ";", "é"),
         *("\\ud800", "\\u", "\\x4", "9" * 400, "0x", "1e999", "nan", '"""', "\t", "\0", "{'a': ", '"s": ', "s="),
         *("<parameter=s>", "<parameter=n>", '{"name": "\\udfff", "arguments": {}}', "[f(n="),
+        *(
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>",
+            "f<｜tool▁sep｜>",
+            "\n```json\n",
+            "```",
+            "<｜tool▁call▁end｜>",
+        ),
+        *(
+            "<|tool_call|>",
+            "[",
+            '[{"name": "f", "arguments": {}}',
+            "Here is my thought process:",
+            "Here's my response:",
+        ),
+        *("<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.f:0", "<|tool_call_argument_begin|>"),
+        *("<|tool_call_end|>", "<|tool_calls_section_end|>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>"),
+        *("<minimax:tool_call>", '<invoke name="f">', '<parameter name="s">', "</invoke>", "</minimax:tool_call>"),
+        *("<tool_calls>", "</tool_calls>"),
     ]
 )
 OUTPUTS = st.lists(FRAGMENTS, max_size=14).map("".join)
-FORMS: list[ToolFormat | None] = [None, "hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"]
 SCHEMAS = {
     "f": {
         "type": "object",
@@ -77,12 +106,12 @@ SCHEMAS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("form", [None, *FORMS])
+@settings(max_examples=25, deadline=None)
 @given(
     text=OUTPUTS,
     places=PLACES,
-    reasoning=st.sampled_from([None, "qwen3", "deepseek_r1", "mistral"]),
+    reasoning=st.sampled_from([None, *get_args(ReasoningFormat)]),
     thinking=st.sampled_from([None, "open", "closed"]),
     truncated=st.booleans(),
 )
@@ -100,8 +129,8 @@ def test_any_cut_into_deltas_gives_the_same(
     assert read(list(text), form, SCHEMAS, **how) == whole
 
 
-@pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("form", [None, *FORMS])
+@settings(max_examples=25, deadline=None)
 @given(
     text=OUTPUTS, places=PLACES, reasoning=st.sampled_from([None, "qwen3"]), finish=st.sampled_from(["stop", "length"])
 )
@@ -119,8 +148,8 @@ def test_whatever_a_model_writes_can_be_told(
         assert isinstance(json.loads(call["function"]["arguments"]), dict)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("form", [None, *FORMS])
+@settings(max_examples=15, deadline=None)
 @given(text=OUTPUTS)
 def test_an_output_without_a_whole_call_is_content_unchanged(form: ToolFormat | None, text: str) -> None:
     got = read([text], form, SCHEMAS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from hypothesis import given, settings
@@ -14,6 +14,7 @@ from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
+from shared.messages.dialects import ReasoningFormat, ToolFormat
 from shared.messages.lifecycle import ModelCard
 
 CARD = ModelCard(
@@ -54,8 +55,8 @@ CHOICES = st.one_of(
     JSON,
 )
 DIALECTS = st.tuples(
-    st.sampled_from([None, "hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"]),
-    st.sampled_from([None, "qwen3", "mistral"]),
+    st.sampled_from([None, *get_args(ToolFormat)]),
+    st.sampled_from([None, *get_args(ReasoningFormat)]),
 ).map(lambda formats: OutputDialect(*formats))
 OUTPUT = "<think>x</think>[f(a=1)]<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 

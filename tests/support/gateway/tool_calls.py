@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from services.gateway.parsing.events import (
     ContentText,
@@ -57,6 +57,39 @@ def written(form: ToolFormat, calls: list[Call], style: str = "") -> str:
             return "[" + ", ".join(f"{call.name}({_keywords(call, _json)})" for call in calls) + "]"
         case ("pythonic", _):
             return "[" + ", ".join(f"{call.name}({_keywords(call)})" for call in calls) + "]"
+        case ("llama4_pythonic", "json"):
+            return written("pythonic", calls, "json")
+        case ("llama4_pythonic", _):
+            return f"<|python_start|>{written('pythonic', calls)}<|python_end|>"
+        case ("deepseek_v3", _):
+            fenced = "\n".join(
+                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{call.name}\n```json\n{_json(call.arguments)}\n```<｜tool▁call▁end｜>"
+                for call in calls
+            )
+            return f"<｜tool▁calls▁begin｜>{fenced}<｜tool▁calls▁end｜>"
+        case ("deepseek_v31", _):
+            plain = "".join(
+                f"<｜tool▁call▁begin｜>{call.name}<｜tool▁sep｜>{_json(call.arguments)}<｜tool▁call▁end｜>"
+                for call in calls
+            )
+            return f"<｜tool▁calls▁begin｜>{plain}<｜tool▁calls▁end｜>"
+        case ("granite", style):
+            return f"{style}[" + ", ".join(_object(call, "arguments") for call in calls) + "]"
+        case ("kimi_k2", _):
+            counted = "".join(
+                f"<|tool_call_begin|>functions.{call.name}:{number}"
+                f"<|tool_call_argument_begin|>{_json(call.arguments)}<|tool_call_end|>"
+                for number, call in enumerate(calls)
+            )
+            return f"<|tool_calls_section_begin|>{counted}<|tool_calls_section_end|>"
+        case ("glm45", "lines"):
+            return "\n".join(_glm(call, "\n") for call in calls)
+        case ("glm45", _):
+            return "\n".join(_glm(call, "") for call in calls)
+        case ("minimax_m2", _):
+            return f"<minimax:tool_call>\n{''.join(map(_invoke, calls))}</minimax:tool_call>"
+        case ("minimax", _):
+            return "<tool_calls>\n" + "".join(f"{_object(call, 'arguments')}\n" for call in calls) + "</tool_calls>"
     raise AssertionError(form)
 
 
@@ -70,7 +103,24 @@ STYLES: list[tuple[ToolFormat, str]] = [
     ("qwen3_xml", ""),
     ("pythonic", ""),
     ("pythonic", "json"),
+    ("llama4_pythonic", ""),
+    ("llama4_pythonic", "json"),
+    ("deepseek_v3", ""),
+    ("deepseek_v31", ""),
+    ("granite", "<|tool_call|>"),
+    ("granite", "<tool_call>"),
+    ("granite", ""),
+    ("kimi_k2", ""),
+    ("glm45", ""),
+    ("glm45", "lines"),
+    ("minimax_m2", ""),
+    ("minimax", ""),
 ]
+FORMS = get_args(ToolFormat)
+FRAMED = ("qwen3_xml", "minimax_m2")
+"""Formats in which a text's own line break at either end cannot be told from the markup's."""
+WITHOUT_JSON = (*FRAMED, "glm45", "pythonic", "llama4_pythonic")
+"""Formats of which the arguments are not the model's own JSON, byte for byte."""
 
 
 def _json(value: Any) -> str:
@@ -86,11 +136,27 @@ def _keywords(call: Call, shown: Callable[[Any], str] = repr) -> str:
 
 
 def _xml(call: Call) -> str:
-    parameters = "".join(
-        f"<parameter={key}>\n{value if isinstance(value, str) else _json(value)}\n</parameter>\n"
+    parameters = "".join(f"<parameter={key}>\n{_bare(value)}\n</parameter>\n" for key, value in call.arguments.items())
+    return f"<function={call.name}>\n{parameters}</function>"
+
+
+def _bare(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)
+
+
+def _glm(call: Call, between: str) -> str:
+    pairs = "".join(
+        f"<arg_key>{key}</arg_key>{between}<arg_value>{_bare(value)}</arg_value>{between}"
         for key, value in call.arguments.items()
     )
-    return f"<function={call.name}>\n{parameters}</function>"
+    return f"<tool_call>{call.name}{between}{pairs}</tool_call>"
+
+
+def _invoke(call: Call) -> str:
+    parameters = "".join(
+        f'<parameter name="{key}">{_bare(value)}</parameter>\n' for key, value in call.arguments.items()
+    )
+    return f'<invoke name="{call.name}">\n{parameters}</invoke>\n'
 
 
 def schema_of(call: Call) -> dict[str, Any]:
@@ -131,7 +197,7 @@ def assembled(pieces: list[ParseEvent]) -> Read:
                 content += text
             case ReasoningText(text):
                 reasoning += text
-            case ToolCallStart(name):
+            case ToolCallStart(name, _):
                 assert not calling, "a call within a call"
                 calls.append((name, ""))
                 calling = True

@@ -102,9 +102,9 @@ class MessageBlocks:
                 self._extend("text", text, events)
             case ReasoningText(text):
                 self._extend("thinking", text, events)
-            case ToolCallStart(name):
+            case ToolCallStart(name, identity):
                 self._close(events)
-                identity = mistral_id() if self._mistral else f"toolu_{secrets.token_hex(12)}"
+                identity = identity or (mistral_id() if self._mistral else f"toolu_{secrets.token_hex(12)}")
                 self._begin(ContentBlock("tool_use", {"id": identity, "name": name}), events)
             case ToolCallArguments(text):
                 self._append(text, events)

@@ -65,7 +65,7 @@ class OllamaMessage:
                 added["content"] = added.get("content", "") + text
             case ReasoningText(text):
                 added["thinking"] = added.get("thinking", "") + text
-            case ToolCallStart(name):
+            case ToolCallStart(name, _):
                 self._name, self._arguments = name, []
             case ToolCallArguments(text):
                 self._arguments.append(text)

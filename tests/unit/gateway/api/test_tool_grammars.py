@@ -26,7 +26,7 @@ from services.worker.guided.xgrammar_backend import normalize_structural_tag
 from shared.messages.dialects import ToolFormat
 from shared.messages.generation import Grammar
 from shared.models.structural_tags import Format, tagged
-from tests.support.gateway.tool_calls import STYLES, Call, read, written
+from tests.support.gateway.tool_calls import FORMS, STYLES, Call, read, written
 
 SCHEMA = {
     "type": "object",
@@ -45,7 +45,6 @@ OPTIONAL = ToolDefinition(
     "pick", {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}, True
 )
 TOOLS = (WEATHER, STOP, OPTIONAL)
-FORMS: list[ToolFormat] = ["hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"]
 
 VALID = [
     [Call("weather", {"city": "Paris", "days": 3})],
@@ -66,7 +65,10 @@ def accepts(format_: Format, text: str) -> bool:
     return bool(_is_grammar_accept_string(grammar, text))
 
 
-GUIDED_STYLES = [case for case in STYLES if case not in (("llama3_json", "tag"), ("pythonic", ""))]
+PYTHON = ("pythonic", "llama4_pythonic")
+XML = ("qwen3_xml", "glm45", "minimax_m2")
+UNGUIDED = [("llama3_json", "tag"), ("granite", ""), ("granite", "<tool_call>"), *((form, "") for form in PYTHON)]
+GUIDED_STYLES = [case for case in STYLES if case not in UNGUIDED]
 """As a grammar made from a JSON schema has them."""
 
 
@@ -79,7 +81,7 @@ def test_a_forced_call_is_one_that_fits(form: ToolFormat, style: str) -> None:
         got = read([text], form, {tool.name: tool.parameters for tool in TOOLS})
         assert [Call(name, json.loads(arguments)) for name, arguments in got.calls] == calls
     for call in INVALID:
-        typed = form == "qwen3_xml" and call.arguments.get("city") == 5  # without quotation marks 5 is a text
+        typed = form in XML and call.arguments.get("city") == 5  # without quotation marks 5 is a text
         assert accepts(grammar, written(form, [call], style)) == typed
     assert not accepts(grammar, "")
     assert not accepts(grammar, "I will not.")
@@ -88,30 +90,33 @@ def test_a_forced_call_is_one_that_fits(form: ToolFormat, style: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_one_call_is_all_where_they_may_not_be_parallel(form: ToolFormat) -> None:
     grammar = forced_calls(form, TOOLS, parallel=False)
-    style = "json" if form == "pythonic" else ""
+    style = next(style for name, style in GUIDED_STYLES if name == form)
     assert accepts(grammar, written(form, VALID[0], style))
     assert not accepts(grammar, written(form, VALID[0] * 2, style))
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "qwen3_xml"])
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in PYTHON])
 def test_text_may_hold_only_calls_that_fit(form: ToolFormat) -> None:
+    style = next(style for name, style in GUIDED_STYLES if name == form)
     grammar = triggered_calls(form, (WEATHER, STOP))
     assert grammar is not None
     assert accepts(grammar, "I do not know.")
-    assert accepts(grammar, "Wait.\n" + written(form, VALID[0]))
-    assert accepts(grammar, written(form, [Call("stop", {"now": 1})])), "its schema is not strict"
-    assert not accepts(grammar, written(form, [INVALID[0]]))
-    assert not accepts(grammar, written(form, [Call("other", {})]))
+    assert accepts(grammar, "Wait.\n" + written(form, VALID[0], style))
+    assert accepts(grammar, written(form, [Call("stop", {"now": 1})], style)), "its schema is not strict"
+    assert not accepts(grammar, written(form, [INVALID[0]], style))
+    assert not accepts(grammar, written(form, [Call("other", {})], style))
 
 
 def test_python_can_tell_a_list_from_a_call_no_sooner_than_it_is_read() -> None:
-    assert triggered_calls("pythonic", TOOLS) is None
+    for form in ("pythonic", "llama4_pythonic"):
+        assert triggered_calls(form, TOOLS) is None
 
 
 def test_what_has_no_grammar_of_its_own_is_forced_as_json() -> None:
     odd = ToolDefinition("odd", {"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, True)
     assert forced_format("pythonic", [WEATHER]) == "pythonic"
     assert forced_format("pythonic", [WEATHER, odd]) == "llama3_json"
+    assert forced_format("llama4_pythonic", [WEATHER, odd]) == "llama3_json"
     assert forced_format(None, [WEATHER]) == "llama3_json"
     parsing = parser_options(
         OutputDialect(), ToolOptions((odd,), "required", False, "tool_choice"), include_reasoning=True

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from services.gateway.api.chat import AssistantMessage
+from services.gateway.parsing.dialects.parameter_values import converted, parameter_schema, value_types
 from services.gateway.parsing.events import ContentText, ToolCallArguments, ToolCallRetraction, ToolCallStart
 from services.gateway.parsing.json_calls import MAX_DEPTH
 from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import OutputParser, ParserOptions
-from services.gateway.parsing.qwen3_xml import converted, parameter_schema, value_types
 from shared.messages.dialects import ReasoningFormat, Thinking, ToolFormat
 from tests.support.gateway.tool_calls import Read, read
 

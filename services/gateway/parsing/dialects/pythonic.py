@@ -1,4 +1,4 @@
-"""Calls as Python writes them, in a list: `[f(a=1), g(b="x")]`."""
+"""Calls as Python writes them, in a list: `[f(a=1), g(b="x")]`, alone or after `<|python_start|>` (Llama 4)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = re.compile(r"[^\s\[\](){},='\"]*")
 
 
 class Pythonic:
-    """Reads them. A list in brackets may be anything, so it must start with a function of the request."""
+    """Reads them. Without a tag a list in brackets may be anything, so its calls must be of the request's functions."""
 
     def __init__(self, functions: Collection[str]) -> None:
         self._functions = functions
@@ -31,7 +31,7 @@ class Pythonic:
         yield from cursor.expect("[")
         while True:
             yield from cursor.skip_whitespace()
-            yield from self._read_call(cursor, events)
+            yield from self._read_call(cursor, events, None if tagged else self._functions)
             events.end_call()
             cursor.mark()
             yield from cursor.skip_whitespace()
@@ -41,10 +41,10 @@ class Pythonic:
             yield from cursor.expect(END)
         cursor.mark()
 
-    def _read_call(self, cursor: TextCursor, events: ParseEvents) -> Reading[None]:
+    def _read_call(self, cursor: TextCursor, events: ParseEvents, only: Collection[str] | None) -> Reading[None]:
         name = yield from cursor.read_run(NAME)
         yield from cursor.expect("(")
-        if name not in self._functions:
+        if not name or (only is not None and name not in only):
             raise NotAToolCall
         yield from cursor.skip_whitespace()
         keys: set[str] = set()

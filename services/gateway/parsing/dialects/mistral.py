@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from services.gateway.parsing.events import CallOpenings, ParseEvents
-from services.gateway.parsing.json_calls import read_call_object, read_value
+from services.gateway.parsing.json_calls import read_call_array, read_call_object, read_value
 from services.gateway.parsing.text_cursor import NotAToolCall, Reading, TextCursor
 
 START, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -23,24 +23,12 @@ class Mistral:
         yield from cursor.skip_whitespace()
         match (yield from cursor.peek()):
             case "[":
-                yield from _read_array(cursor, events)
+                yield from read_call_array(cursor, events, other_keys=True)
             case "{":
                 yield from read_call_object(cursor, events, other_keys=True)
                 _finish(cursor, events)
             case _:
                 yield from _read_named(cursor, events)
-
-
-def _read_array(cursor: TextCursor, events: ParseEvents) -> Reading[None]:
-    yield from cursor.expect("[")
-    while True:
-        yield from cursor.skip_whitespace()
-        yield from read_call_object(cursor, events, other_keys=True)
-        _finish(cursor, events)
-        yield from cursor.skip_whitespace()
-        if not (yield from cursor.peek()) or (yield from cursor.expect(",", "]")) == "]":
-            cursor.mark()
-            return
 
 
 def _read_named(cursor: TextCursor, events: ParseEvents) -> Reading[None]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from services.gateway.parsing.dialects.qwen3_xml import FUNCTION, read_xml_call
 from services.gateway.parsing.events import CallOpenings, ParseEvents
 from services.gateway.parsing.json_calls import read_call_object
-from services.gateway.parsing.qwen3_xml import FUNCTION, read_xml_call
 from services.gateway.parsing.text_cursor import Reading, TextCursor
 
 START, END = "<tool_call>", "</tool_call>"

@@ -1,68 +1,59 @@
-"""Qwen3-Coder's calls: `<function=NAME><parameter=KEY>VALUE</parameter>…</function>`, turned into JSON arguments.
-
-Values are written without quotation marks, so the tool's JSON schema decides what a value means, as in vLLM.
-"""
+"""Values that models write without quotation marks: what they mean by the schema of their parameter, as in vLLM."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
+from services.gateway.parsing.dialects.pythonic import python_as_json
 from services.gateway.parsing.events import ParseEvents
 from services.gateway.parsing.json_calls import as_json
-from services.gateway.parsing.pythonic import python_as_json
 from services.gateway.parsing.text_cursor import Emit, NotAToolCall, Reading, TextCursor
 
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-NAME = re.compile(r"[^<>\n]*")
-VALUE_ENDS = (PARAMETER_END, PARAMETER, FUNCTION_END)
-"""A value also ends where the next one starts: models forget to close them."""
 
+class ArgumentsObject:
+    """Writes arguments that come one by one as the JSON object of the open call."""
 
-def read_xml_call(cursor: TextCursor, events: ParseEvents, schemas: Mapping[str, Any]) -> Reading[None]:
-    """Reads one call; `schemas` are those of all functions. Raises NotAToolCall."""
-    yield from cursor.expect(FUNCTION)
-    name = yield from _name(cursor)
-    parameters = schemas.get(name)
-    events.start_call(name)
-    events.arguments("{")
-    keys: set[str] = set()
-    while True:
-        yield from cursor.skip_whitespace()
-        if (yield from cursor.expect(PARAMETER, FUNCTION_END)) == FUNCTION_END:
-            events.arguments("}")
-            return
-        key = yield from _name(cursor)
-        if key in keys:
+    def __init__(self, events: ParseEvents, schema: Any) -> None:
+        """`schema`: that of all arguments; None where the function is unknown."""
+        self._events, self._schema = events, schema
+        self._keys: set[str] = set()
+        events.arguments("{")
+
+    def add(self, key: str) -> dict[str, Any]:
+        """Writes the next key, and returns the schema of its value. Raises NotAToolCall where there is no key, or again
+        the same."""
+        if not key or key in self._keys:
             raise NotAToolCall
-        keys.add(key)
-        events.arguments(f'{", " if len(keys) > 1 else ""}"{as_json(key)}": ')
-        yield from _read_argument(cursor, events.arguments, parameter_schema(parameters, key))
+        self._events.arguments(f'{", " if self._keys else ""}"{as_json(key)}": ')
+        self._keys.add(key)
+        return parameter_schema(self._schema, key)
+
+    def close(self) -> None:
+        """Writes the object's end."""
+        self._events.arguments("}")
 
 
-def _name(cursor: TextCursor) -> Reading[str]:
-    name = (yield from cursor.read_run(NAME)).strip()
-    yield from cursor.expect(">")
-    if not name:
-        raise NotAToolCall
-    return name
+def read_argument(
+    cursor: TextCursor, emit: Emit, schema: dict[str, Any], ends: tuple[str, ...], *, lines: bool
+) -> Reading[str]:
+    """Reads a value up to one of `ends`, passes it to `emit` as JSON, and returns that end unread.
 
-
-def _read_argument(cursor: TextCursor, emit: Emit, schema: dict[str, Any]) -> Reading[None]:
-    if is_free_text(schema):
-        emit('"')
-        text = _TrimmedLines(lambda part: emit(as_json(part)))
-        end = yield from cursor.read_until(VALUE_ENDS, text.feed)
-        emit('"')
-    else:
+    `lines`: a line break at either end belongs to the markup, not to the value. Raises OutputEnd where no end comes."""
+    if not is_free_text(schema):
         parts: list[str] = []
-        end = yield from cursor.read_until(VALUE_ENDS, parts.append)
+        end = yield from cursor.read_until(ends, parts.append)
         emit(converted("".join(parts), schema))
-    if end == PARAMETER_END:
-        yield from cursor.expect(PARAMETER_END)
+        return end
+
+    def escaped(part: str) -> None:
+        emit(as_json(part))
+
+    emit('"')
+    end = yield from cursor.read_until(ends, _TrimmedLines(escaped).feed if lines else escaped)
+    emit('"')
+    return end
 
 
 class _TrimmedLines:
