@@ -173,8 +173,8 @@ class OutputItems:
                 self._extend("message", text, events)
             case ReasoningText(text):
                 self._extend("reasoning", text, events)
-            case ToolCallStart(name):
-                identity = mistral_id() if self._mistral else openai_id()
+            case ToolCallStart(name, identity):
+                identity = identity or (mistral_id() if self._mistral else openai_id())
                 self._begin("function_call", events, {"call_id": identity, "name": name})
             case ToolCallArguments(text):
                 self._append(text, events)
