@@ -34,6 +34,7 @@ from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.parsing.parser_choice import ParserChoice
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
+from services.gateway.response_store import ResponseStore
 from services.gateway.resumable_streams import ResumableStreams
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
@@ -147,7 +148,12 @@ class Gateway(Actor):
             cors_origins=config.cors_origins,
             provider=self.provider,
             lora_registry=None if config.lora_registry is None else LoraRegistry(config.lora_registry),
+            response_store=self._response_store(),
         )
+
+    def _response_store(self) -> ResponseStore | None:
+        limits = self._config.response_limits()
+        return None if self.database is None or not limits.responses else ResponseStore(self.database, limits)
 
     def _body_context(self, parsers: ParserChoice | None, kind: BodyKind) -> BodyContext:
         """What a body that has arrived is read with."""

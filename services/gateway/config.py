@@ -21,6 +21,7 @@ from services.gateway.http.call import BodyBudget, BodyLimits
 from services.gateway.http.generation import StreamSettings
 from services.gateway.overflow_provider import OverflowSettings
 from services.gateway.parsing.parser_choice import ParserChoice
+from services.gateway.response_store import ResponseLimits
 from shared.addresses import is_loopback
 from shared.bus.nats_bus import NatsOptions
 from shared.config import ServiceConfig
@@ -244,6 +245,15 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     database_file: Annotated[
         Path | None, Meta(description="SQLite file where no `database` is given; none: nothing is kept.")
     ] = None
+    responses_kept: Annotated[
+        int, Meta(ge=0, le=10**9, description="Stored responses of one API key; the oldest go first. 0: none.")
+    ] = 10_000
+    responses_size: Annotated[
+        ByteSize, Meta(description="Bytes of the stored responses of one API key; the oldest go first.")
+    ] = 2**30
+    responses_s: Annotated[Seconds, Meta(description="Seconds after which a stored response is forgotten.")] = (
+        30 * 86_400.0
+    )
     read_timeout_s: Annotated[
         Seconds, Meta(description="Seconds that a client may take to read the end of a response.")
     ] = 60.0
@@ -347,6 +357,10 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         if self.database is not None:
             return open_database(self.database)
         return None if self.database_file is None else SqlDatabase(self.database_file)
+
+    def response_limits(self) -> ResponseLimits:
+        """Returns how much is stored of responses."""
+        return ResponseLimits(self.responses_kept, self.responses_size, self.responses_s)
 
     def limits(self) -> RequestLimits:
         """Returns what a single request may ask for."""

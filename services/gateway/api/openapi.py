@@ -63,6 +63,9 @@ OPERATIONS = (
     ),
     Operation("POST", "/v1/completions", "Continue texts or token ids.", CompletionFields, GENERATED, resumable=True),
     Operation("POST", "/v1/responses", "The same as OpenAI's Responses API has it.", ResponsesFields, GENERATED),
+    Operation("GET", "/v1/responses/{id}", "A response that was stored."),
+    Operation("DELETE", "/v1/responses/{id}", "Forget a response."),
+    Operation("GET", "/v1/responses/{id}/input_items", "All items that a response went on from."),
     Operation("POST", "/v1/messages", "The same as Anthropic's API has it.", MessagesFields, GENERATED),
     Operation("POST", "/v1/messages/count_tokens", "How many tokens such a prompt has.", MessagesTokensFields),
     Operation("POST", "/api/chat", "The same as Ollama's API has it.", OllamaChatFields, LINES),
@@ -141,8 +144,9 @@ def _description(operation: Operation) -> dict[str, Any]:
     description: dict[str, Any] = {"summary": operation.summary, "responses": {"200": succeeded, "default": failed}}
     if operation.with_key:
         description["security"] = [{}, {"key": []}]
-    if "{name}" in operation.path:
-        description["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    for name in ("name", "id"):
+        if f"{{{name}}}" in operation.path:
+            description["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if operation.resumable:
         resumed = {"name": "Last-Event-ID", "in": "header", "required": False, "schema": {"type": "string"}}
         description["parameters"] = [resumed]

@@ -26,6 +26,7 @@ from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEn
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.apis.responses import ResponsesEndpoint
 from services.gateway.http.apis.sagemaker import InvocationsEndpoint
+from services.gateway.http.apis.stored_responses import StoredResponseEndpoints
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
 from services.gateway.http.documentation import Documentation
@@ -36,6 +37,7 @@ from services.gateway.http.pooling import PooledEndpoint, PooledKind
 from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
+from services.gateway.response_store import ResponseStore
 from services.gateway.resumable_streams import ResumableStreams
 from shared.models.lora_registry import LoraRegistry
 
@@ -69,9 +71,10 @@ def build_app(
     fleet: FleetEndpoints,
     provider: OverflowProvider | None = None,
     lora_registry: LoraRegistry | None = None,
+    response_store: ResponseStore | None = None,
 ) -> Starlette:
     """Returns the ASGI application. `provider`: gets what cannot be served here in time. `lora_registry`: None: no
-    adapter can be loaded at run time."""
+    adapter can be loaded at run time. `response_store`: None: no response is stored."""
     loras = LoraEndpoints(table.cluster, lora_registry)
     documentation = Documentation()
     models = OllamaInfo(table, VERSION)
@@ -79,6 +82,9 @@ def build_app(
     overflow = (
         None if provider is None else Overflow(provider, table.cluster, access, settings.read_timeout, table.clusters)
     )
+
+    responses = ResponsesEndpoint(table, parser, access, streams, settings, response_store)
+    stored = StoredResponseEndpoints(response_store)
 
     def route(method: str, path: str, handler: Handler, scope: KeyScope | None) -> Route:
         return Route(path, Endpoint(handler, path, scope, access, bodies), methods=[method])
@@ -118,7 +124,10 @@ def build_app(
             route("POST", "/v1/chat/completions", chat, "inference"),
             route("POST", "/v1/completions", completion, "inference"),
             route("POST", "/invocations", invocations, "inference"),
-            route("POST", "/v1/responses", ResponsesEndpoint(table, parser, access, streams, settings), "inference"),
+            route("POST", "/v1/responses", responses, "inference"),
+            route("GET", "/v1/responses/{id}", stored.get, "read-only"),
+            route("DELETE", "/v1/responses/{id}", stored.delete, "inference"),
+            route("GET", "/v1/responses/{id}/input_items", stored.input_items, "read-only"),
             anthropic("/v1/messages", MessagesEndpoint(table, parser, access, streams, settings)),
             anthropic("/v1/messages/count_tokens", CountTokensEndpoint(table, parser)),
             ollama("POST", "/api/chat", ollama_generation("chat"), "inference"),

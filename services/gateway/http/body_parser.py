@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.gateway.api.anthropic.request import read_count_tokens, read_messages
 from services.gateway.api.chat import read_chat
@@ -73,6 +74,8 @@ class BodyContext(Struct, frozen=True):
     limits: RequestLimits
     dialects: dict[ModelName, OutputDialect] | None
     """The format of each model's tool calls and reasoning; None: outputs are not parsed."""
+    history: bytes | None = None
+    """The items of the stored response that the body goes on from."""
 
     @property
     def dialect_of(self) -> Callable[[ModelName], OutputDialect] | None:
@@ -99,7 +102,7 @@ def read_body(body: bytes, context: BodyContext) -> Any:
         case "messages":
             return read_messages(body, context.cards, context.limits, context.dialect_of)
         case "responses":
-            return read_responses(body, context.cards, context.limits, context.dialect_of)
+            return read_responses(body, context.cards, context.limits, context.dialect_of, context.history)
         case "count_tokens":
             return read_count_tokens(body, context.cards, context.limits)
         case "completion":
@@ -142,10 +145,13 @@ class BodyParser:
         self._idle: list[Process] = []
         self._slots = asyncio.Semaphore(MAX_PROCESSES)
 
-    async def read(self, kind: BodyKind, body: bytes) -> Any:
-        """Returns the request that a body makes. Raises RequestError, 503 where no process is free in time."""
+    async def read(self, kind: BodyKind, body: bytes, history: bytes | None = None) -> Any:
+        """Returns the request that a body makes; `history`: see `BodyContext`. Raises RequestError, 503 where no
+        process is free in time."""
         context = self._context_of(kind)
-        if not self._beside or is_small(body):
+        if history is not None:
+            context = replace(context, history=history)
+        if not self._beside or (is_small(body) and (history is None or is_small(history))):
             return read_body(body, context)
         try:
             async with asyncio.timeout(QUEUE_TIMEOUT):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -135,9 +135,15 @@ class GeneratingEndpoint:
         return outcome == "finished"
 
     async def _streamed(
-        self, call: Call, response: GenerationResponse, writer: EventWriter, content_type: bytes = EVENT_STREAM
+        self,
+        call: Call,
+        response: GenerationResponse,
+        writer: EventWriter,
+        content_type: bytes = EVENT_STREAM,
+        ending: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Responds with the events of `writer`. Raises the response's error as long as nothing was sent."""
+        """Responds with the events of `writer`. `ending`: has it write the last ones, after a wait. Raises the
+        response's error as long as nothing was sent."""
         response.ended.add_done_callback(lambda _: writer.wake())
         async with self._open_for(call, response):
             await writer.first
@@ -147,6 +153,12 @@ class GeneratingEndpoint:
             outcome = await response.ended
         if not started and response.error is not None:
             raise response.error
+        if outcome == "finished" and ending is not None:
+            if not started:
+                await call.start(200, content_type, STREAM_HEADERS)
+                writer.start()
+            started = True
+            await ending()
         if outcome == "client too slow":
             call.connection.abort()
         elif started:

@@ -42,6 +42,26 @@ async def test_answers_and_counts_are_those_of_chats(stack: RunningStack, client
             assert response.usage.output_tokens == chat.usage.completion_tokens
 
 
+async def test_a_stored_response_is_gone_on_from_as_a_chat_is(stack: RunningStack, client: AsyncOpenAI) -> None:
+    asked: Any = {"model": stack.model, "temperature": 0}
+    first = await client.responses.create(**asked, input=QUESTIONS[0], max_output_tokens=30)
+    second = await client.responses.create(
+        **asked, input=QUESTIONS[1], max_output_tokens=30, previous_response_id=first.id
+    )
+    messages: Any = [
+        {"role": "user", "content": QUESTIONS[0]},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": QUESTIONS[1]},
+    ]
+    chat = await client.chat.completions.create(**asked, messages=messages, max_tokens=30)
+    assert second.output_text == chat.choices[0].message.content
+    assert chat.usage is not None
+    assert second.usage is not None
+    assert second.usage.input_tokens == chat.usage.prompt_tokens
+    assert await client.responses.retrieve(second.id) == second
+    await client.responses.delete(second.id)
+
+
 async def test_logprobs_are_those_of_chats(stack: RunningStack, client: AsyncOpenAI) -> None:
     include: Any = ["message.output_text.logprobs"]
     asked: Any = {"model": stack.model, "temperature": 0}

@@ -5,6 +5,7 @@ What a model writes in one turn is several items: reasoning, a text, calls of to
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from services.gateway.api.errors import abbreviated, invalid, not_allowed, unsupported
@@ -13,17 +14,35 @@ Item = dict[str, Any]
 Message = dict[str, Any]
 
 MAX_ITEMS = 16_384
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 STATUSES = ("in_progress", "completed", "incomplete")
 
 
-def chat_messages(items: list[Item], field: str = "input") -> list[Message]:
-    """Returns the messages that the items are. `field`: the client's name of them. Raises RequestError 400."""
+def add_items(items: list[Item], field: str, turns: Turns) -> None:
+    """Adds the messages that the items are. `field`: the client's name of them. Raises RequestError 400."""
     if len(items) > MAX_ITEMS:
         raise invalid(field, f"{len(items)} items are not allowed; at most {MAX_ITEMS}")
-    turns = _Turns()
     for i, item in enumerate(items):
         _read(item, f"{field}[{i}]", turns)
-    return turns.messages
+
+
+def numbered(given: str | list[Item]) -> list[Item]:
+    """Returns a checked input as it is stored: each item has an id, a type, a status, and parts for its content."""
+    items: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [_numbered(item) for item in items]
+
+
+def _numbered(item: Item) -> Item:
+    kind = item.get("type") or "message"
+    named = {**item, "type": kind, "id": item.get("id") or f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"}
+    named["status"] = item.get("status") or "completed"
+    if kind == "message" and isinstance(text := item["content"], str):
+        answered = item["role"] == "assistant"
+        part: dict[str, Any] = {"type": "output_text" if answered else "input_text", "text": text}
+        named["content"] = [{**part, "annotations": [], "logprobs": []} if answered else part]
+    elif kind == "reasoning":
+        named.setdefault("summary", [])
+    return named
 
 
 def is_unfinished(item: Item) -> bool:
@@ -31,23 +50,27 @@ def is_unfinished(item: Item) -> bool:
     return item.get("role") == "assistant" and item.get("status") in ("in_progress", "incomplete")
 
 
-class _Turns:
+class Turns:
     """Owns the messages, and what the model's last turn has so far."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
     def add(self, message: Message) -> None:
+        """A message of somebody else's."""
         self.messages.append(message)
 
     def reason(self, text: str) -> None:
+        """Reasoning, with which a turn begins."""
         self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
 
     def say(self, text: str) -> None:
+        """A text of the model's."""
         turn = self._turn("" if self._called else "content")
         turn["content"] = (turn["content"] or "") + text
 
     def call(self, call: dict[str, Any]) -> None:
+        """A call of a tool."""
         self._turn().setdefault("tool_calls", []).append(call)
 
     @property
@@ -64,7 +87,7 @@ class _Turns:
         return last
 
 
-def _read(item: Item, where: str, turns: _Turns) -> None:
+def _read(item: Item, where: str, turns: Turns) -> None:
     if item.get("status") not in (None, *STATUSES):
         raise not_allowed(f"{where}.status", item["status"], f"one of {', '.join(STATUSES)} is")
     match item.get("type", "message"):
@@ -82,7 +105,7 @@ def _read(item: Item, where: str, turns: _Turns) -> None:
             raise not_allowed(f"{where}.type", other, "a string is")
 
 
-def _read_message(item: Item, where: str, turns: _Turns) -> None:
+def _read_message(item: Item, where: str, turns: Turns) -> None:
     role, content = item.get("role"), item.get("content")
     if role not in ("user", "assistant", "system", "developer"):
         raise not_allowed(f"{where}.role", role, "'user', 'assistant', 'system' or 'developer' is")

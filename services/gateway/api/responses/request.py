@@ -14,7 +14,7 @@ from msgspec import Struct
 from services.gateway.api.chat import ChatFields, chat_request
 from services.gateway.api.errors import RequestError, check_depth, decode_body, invalid, not_allowed, unsupported
 from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
-from services.gateway.api.responses.input_items import Item, chat_messages, is_unfinished
+from services.gateway.api.responses.input_items import Item, Turns, add_items, is_unfinished, numbered
 from services.gateway.api.structured_outputs import ResponseFormat, StructuredOutputs
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
@@ -73,6 +73,7 @@ class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: ResponseStreamFields | None = None
     store: bool | None = None
+    previous_response_id: str | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -98,7 +99,6 @@ class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
     vllm_xargs: dict[str, Any] | None = None
     # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
     background: bool | None = None
-    previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
     context_management: Any = None
@@ -117,7 +117,6 @@ _SHARED = (
 """Fields that a chat has with the same meaning."""
 _UNSUPPORTED = {
     "background": "running in the background",
-    "previous_response_id": "going on from a stored response",
     "conversation": "a stored conversation",
     "prompt": "a prompt template",
     "context_management": "managing the context",
@@ -129,7 +128,7 @@ _UNSUPPORTED = {
 }
 _ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "user", "safety_identifier", "prompt_cache_key"),
-    "prompt_cache_retention",
+    *("prompt_cache_retention", "previous_response_id"),
 )
 """Fields that a response repeats as they are."""
 _TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
@@ -141,32 +140,59 @@ class ResponseRequest(Struct, frozen=True):
     generation: GenerationRequest
     echoed: dict[str, Any]
     """What the response says of how it was asked for."""
+    store: bool | None
+    """Whether the client wants it to be stored; None: it does not say."""
+    items: bytes
+    """All that it goes on from, as it is stored: a JSON array."""
+
+
+class _PreviousFields(Struct):
+    previous_response_id: Any = None
 
 
 _decoder = msgspec.json.Decoder(ResponsesFields)
+_previous_decoder = msgspec.json.Decoder(_PreviousFields)
+
+
+def previous_response(body: bytes) -> str | None:
+    """Returns the stored response that a body goes on from; None where that is none, or the body is not in order."""
+    if b'"previous_response_id"' not in body:
+        return None
+    try:
+        found = _previous_decoder.decode(body).previous_response_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def read_responses(
-    body: bytes, cards: list[ModelCard], limits: RequestLimits, dialect_of: Callable[[ModelName], OutputDialect] | None
+    body: bytes,
+    cards: list[ModelCard],
+    limits: RequestLimits,
+    dialect_of: Callable[[ModelName], OutputDialect] | None,
+    history: bytes | None = None,
 ) -> ResponseRequest:
-    """Reads and checks a body of `/v1/responses`; see `read_chat`. Raises RequestError."""
+    """Reads and checks a body of `/v1/responses`; see `read_chat`. `history`: the items that it goes on from, a JSON
+    array; None where it names no response that is stored. Raises RequestError."""
     fields = decode_body(body, _decoder)
     card = check_generates(choose_model(fields.model, cards))
     _check(fields)
+    if fields.previous_response_id is not None and history is None:
+        raise unsupported("previous_response_id", "going on from a stored response where nothing is stored")
+    earlier: list[Item] = [] if history is None else msgspec.json.decode(history)
     dialect = OutputDialect() if dialect_of is None else dialect_of(card.name)
     try:
-        generation = chat_request(_chat_fields(fields, dialect), cards, limits, dialect_of, kind="responses")
+        generation = chat_request(_chat_fields(fields, earlier, dialect), cards, limits, dialect_of, kind="responses")
     except RequestError as error:
         raise _in_their_words(error) from None
-    return ResponseRequest(generation, _echoed(fields))
+    items = b"" if fields.store is False else msgspec.json.encode([*earlier, *numbered(fields.input)])
+    return ResponseRequest(generation, _echoed(fields), fields.store, items)
 
 
 def _check(fields: ResponsesFields) -> None:
     for name, what in _UNSUPPORTED.items():
         if getattr(fields, name) not in (None, False):
             raise unsupported(name, what)
-    if fields.store:
-        raise unsupported("store", "storing responses")
     if fields.service_tier not in (None, "auto", "default"):
         raise not_allowed("service_tier", fields.service_tier, "'auto' or 'default' is")
     if fields.truncation not in (None, "auto", "disabled"):
@@ -195,13 +221,13 @@ def _check_metadata(metadata: dict[str, str]) -> None:
             raise not_allowed("metadata", {key: value}, rule)
 
 
-def _chat_fields(fields: ResponsesFields, dialect: OutputDialect) -> ChatFields:
+def _chat_fields(fields: ResponsesFields, earlier: list[Item], dialect: OutputDialect) -> ChatFields:
     """The fields of a chat that comes to the same."""
     items: list[Item] = [{"role": "user", "content": fields.input}] if isinstance(fields.input, str) else fields.input
     if not items:
         raise invalid("input", "[] is not allowed; a text or at least one item is needed")
     messages = [] if fields.instructions is None else [{"role": "system", "content": fields.instructions}]
-    chat = ChatFields(messages=[*messages, *chat_messages(items)])
+    chat = ChatFields(messages=[*messages, *_conversation(earlier, items)])
     for name in _SHARED:
         setattr(chat, name, getattr(fields, name))
     if is_unfinished(items[-1]):
@@ -217,6 +243,14 @@ def _chat_fields(fields: ResponsesFields, dialect: OutputDialect) -> ChatFields:
         chat.response_format = _response_format(fields.text)
     chat.chat_template_kwargs = {**_reasoning(fields.reasoning, dialect), **(fields.chat_template_kwargs or {})}
     return chat
+
+
+def _conversation(earlier: list[Item], items: list[Item]) -> list[dict[str, Any]]:
+    """The messages of the items that are stored and of those behind them, whose places are those in the request."""
+    turns = Turns()
+    add_items(earlier, "previous_response_id", turns)
+    add_items(items, "input", turns)
+    return turns.messages
 
 
 def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
@@ -288,7 +322,6 @@ def _echoed(fields: ResponsesFields) -> dict[str, Any]:
     return {
         **{name: getattr(fields, name) for name in _ECHOED},
         "background": False,
-        "previous_response_id": None,
         "store": False,
         "metadata": fields.metadata or {},
         "parallel_tool_calls": fields.parallel_tool_calls is not False,

@@ -7,14 +7,20 @@ import time
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from services.gateway.api.errors import RequestError
+from services.gateway.api.errors import RequestError, unsupported
 from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
 from services.gateway.api.responses.answer import finished, output_of, response_object
-from services.gateway.api.responses.request import ResponseRequest
+from services.gateway.api.responses.request import ResponseRequest, previous_response
+from services.gateway.http.access import AccessControl
+from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import Call, ClientConnection
-from services.gateway.http.generation import GeneratingEndpoint
+from services.gateway.http.generation import GeneratingEndpoint, StreamSettings
 from services.gateway.http.streaming import EventWriter
+from services.gateway.request_table import RequestTable
+from services.gateway.response_store import ResponseStore, StoredResponse
+from services.gateway.resumable_streams import ResumableStreams
 from shared.messages.gateway import Delta
 
 
@@ -57,10 +63,12 @@ class ItemWriter(EventWriter):
         events = output_of(choice).feed(delta.text, delta.finish)
         return [*self._begin(), *map(self._frame, events)] if events else []
 
-    def last_frames(self, choices: list[ChoiceState]) -> list[bytes]:
-        """Returns the event with the whole response."""
-        [choice] = choices
-        return [*self._begin(), self._last(finished(self._header, self._echoed, choice))]
+    def complete(self, choices: list[ChoiceState]) -> None:
+        """Leaves the last event to `end`."""
+
+    def end(self, response: dict[str, Any]) -> None:
+        """Writes the event with the whole response."""
+        self._write(b"".join([*self._begin(), self._last(response)]))
 
     def error_frames(self, error: RequestError) -> bytes:
         """Returns the event with the failed response."""
@@ -85,10 +93,22 @@ class ItemWriter(EventWriter):
 class ResponsesEndpoint(GeneratingEndpoint):
     """Answers `/v1/responses`."""
 
+    def __init__(
+        self,
+        table: RequestTable,
+        parser: BodyParser,
+        access: AccessControl,
+        streams: ResumableStreams,
+        settings: StreamSettings,
+        store: ResponseStore | None,
+    ) -> None:
+        """`store`: None: nothing is stored."""
+        super().__init__(table, parser, access, streams, settings)
+        self._store = store
+
     async def __call__(self, call: Call) -> None:
         """Generates and responds. Raises RequestError as long as no response was started."""
-        asked: ResponseRequest
-        asked, _ = await self._read(call, "responses")
+        asked = await self._ask(call)
         generation = self._admitted(call, asked.generation)
         details = await self._table.tokenizer.prompt_details(generation)
         header = ResponseHeader("responses", f"resp_{secrets.token_hex(24)}", int(time.time()), generation.served_name)
@@ -97,7 +117,7 @@ class ResponsesEndpoint(GeneratingEndpoint):
         if generation.stream is None:
             response = await self._table.open(generation, header, ItemCollector(), details)
             if await self._whole(call, response):
-                body = finished(header, asked.echoed, response.choices[0])
+                body = await self._kept(call, asked, finished(header, asked.echoed, response.choices[0]))
                 await self._finish(call, call.respond_json(body))
             return
         writer = ItemWriter(
@@ -108,4 +128,34 @@ class ResponsesEndpoint(GeneratingEndpoint):
             unread_limit=settings.unread_limit,
             now=time.monotonic(),
         )
-        await self._streamed(call, await self._table.open(generation, header, writer, details), writer)
+        response = await self._table.open(generation, header, writer, details)
+
+        async def end() -> None:
+            # Whoever sees the end may go on from it at once.
+            writer.end(await self._kept(call, asked, finished(header, asked.echoed, response.choices[0])))
+
+        await self._streamed(call, response, writer, ending=end)
+
+    async def _ask(self, call: Call) -> ResponseRequest:
+        """What the body asks for. Raises RequestError."""
+        with self._table.arriving():
+            body = await call.body()
+            history = None
+            if self._store is not None and (previous := previous_response(body)) is not None:
+                history = await self._store.history(previous, call.key.name)
+            asked: ResponseRequest = await self._parser.read("responses", body, history)
+        if asked.store and self._store is None:
+            raise unsupported("store", "true where nothing is stored")
+        stored = self._store is not None and asked.store is not False
+        return replace(asked, store=stored, echoed=asked.echoed | {"store": stored})
+
+    async def _kept(self, call: Call, asked: ResponseRequest, response: dict[str, Any]) -> dict[str, Any]:
+        """The response, stored where it is to be. One that the database does not take says that it is not stored."""
+        if self._store is None or not asked.store:
+            return response
+        record = self._store.record(call.key.name, StoredResponse(response=response, items_size=len(asked.items)))
+        try:
+            await self._store.insert(record, asked.items)
+        except RequestError:
+            return response | {"store": False}
+        return response

@@ -183,7 +183,6 @@ def test_effort_is_what_the_chat_template_takes() -> None:
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "template"),
         ({"background": True}, "background", "not supported"),
-        ({"store": True}, "store", "not supported"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
         ({"n": 2}, "n", "not known"),
         ({"temperature": -1}, "temperature", "at least 0"),

@@ -1,0 +1,170 @@
+"""Stored responses: what a response said, and all the items that it went on from. They lie in the database, so any
+gateway finds them, and each belongs to the API key that asked for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from services.gateway.api.errors import RequestError, abbreviated
+from services.gateway.database.records import CHUNK_BYTES, Database, DatabaseUnavailable, Record, RecordUnknown
+
+log = logging.getLogger(__name__)
+
+KIND = "response"
+ENDED = ("completed", "incomplete", "failed", "cancelled")
+CONTINUED = ("completed", "incomplete")
+"""What responses can be gone on from."""
+CHECK_EVERY = 32
+"""A gateway looks so rarely how much a key has, in responses that it has stored for it."""
+MAX_PAGE = 100
+EVENTS = 2**20
+"""Position of the first event among a record's contents; the items come before."""
+
+Response = dict[str, Any]
+
+
+class ResponseLimits(NamedTuple):
+    """What is kept for one API key; the oldest go first."""
+
+    responses: int
+    """0: nothing is stored."""
+    size: int
+    """Bytes."""
+    seconds: float
+
+
+class StoredResponse(Struct, frozen=True, kw_only=True):
+    """What a record says."""
+
+    response: Response
+    items_size: int
+    """Bytes of the items, which are the record's first contents."""
+    body: msgspec.Raw | None = None
+    """What asked for it, without its input, where it runs in the background."""
+    seed: int | None = None
+    """By which it draws then."""
+
+    @property
+    def status(self) -> str:
+        """OpenAI's status of a response."""
+        status: str = self.response["status"]
+        return status
+
+
+_decoder = msgspec.json.Decoder(StoredResponse)
+
+
+class ResponseStore:
+    """Reads and writes stored responses. Its operations raise RequestError: 503 where the database does not answer."""
+
+    def __init__(self, database: Database, limits: ResponseLimits, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: seconds since the epoch."""
+        self.database, self._limits, self._clock = database, limits, clock
+        self._stored: Counter[str] = Counter()
+        """By owner."""
+
+    def record(self, owner: str, stored: StoredResponse) -> Record:
+        """Returns the record of a new response."""
+        now, value = self._clock(), msgspec.json.encode(stored)
+        return Record(
+            kind=KIND,
+            id=stored.response["id"],
+            owner=owner,
+            created=now,
+            expires=now + self._limits.seconds,
+            value=value,
+            size=len(value) + stored.items_size,
+        )
+
+    async def insert(self, record: Record, items: bytes) -> None:
+        """Stores a response with its items, a JSON array. Raises RequestError."""
+        parts = range(0, len(items), CHUNK_BYTES)
+        try:
+            await self.database.insert(record)
+            chunks = {i: items[start : start + CHUNK_BYTES] for i, start in enumerate(parts)}
+            await self.database.add_chunks(KIND, record.id, chunks)
+            if self._stored[record.owner] % CHECK_EVERY == 0:
+                await self._remove_oldest(record.owner)
+        except RecordUnknown:
+            return  # deleted meanwhile
+        except DatabaseUnavailable as error:
+            raise _unavailable(error) from None
+        self._stored[record.owner] += 1
+
+    async def find(self, id: str, owner: str) -> tuple[Record, StoredResponse]:
+        """Returns a response that `owner` has stored. Raises RequestError 404."""
+        try:
+            record = await self.database.get(KIND, id)
+        except DatabaseUnavailable as error:
+            raise _unavailable(error) from None
+        if record is None or record.owner != owner:
+            raise RequestError(404, f"Response with id {abbreviated(id)} not found.", param="response_id")
+        return record, _decoder.decode(record.value)
+
+    async def items(self, id: str, stored: StoredResponse) -> bytes:
+        """Returns all items that a response went on from, as a JSON array. Raises RequestError 404 where they are not
+        all there."""
+        parts = b""
+        try:
+            while len(parts) < stored.items_size:
+                chunks = await self.database.chunks(KIND, id, after=-(-len(parts) // CHUNK_BYTES) - 1)
+                found = b"".join(data for position, data in chunks if position < EVENTS)
+                if not found:
+                    break
+                parts += found
+        except DatabaseUnavailable as error:
+            raise _unavailable(error) from None
+        if len(parts) < stored.items_size:
+            raise RequestError(404, f"Response with id {abbreviated(id)} not found.", param="response_id")
+        return parts[: stored.items_size]
+
+    async def history(self, id: str, owner: str) -> bytes:
+        """Returns what goes on from a response begins with: its items and its output, as a JSON array. Raises
+        RequestError 400 where it is not known, or has not ended well."""
+        field = "previous_response_id"
+        try:
+            _, stored = await self.find(id, owner)
+            items = await self.items(id, stored)
+        except RequestError as error:
+            if error.status != 404:
+                raise
+            text = f"{field}: Previous response with id {abbreviated(id)} not found."
+            raise RequestError(400, text, param=field, code="previous_response_not_found") from None
+        if stored.status not in CONTINUED:
+            text = f"{field}: {abbreviated(id)} is {stored.status}; one that is completed or incomplete is allowed"
+            raise RequestError(400, text, param=field)
+        return msgspec.json.encode([*msgspec.json.decode(items), *stored.response["output"]])
+
+    async def delete(self, id: str, owner: str) -> None:
+        """Forgets a response. Raises RequestError 404."""
+        await self.find(id, owner)
+        try:
+            await self.database.delete(KIND, id)
+        except DatabaseUnavailable as error:
+            raise _unavailable(error) from None
+
+    async def _remove_oldest(self, owner: str) -> None:
+        """Removes what is above the limits, but nothing that still runs."""
+        records, size = await self.database.usage(KIND, owner)
+        while records > self._limits.responses or size > self._limits.size:
+            oldest = await self.database.page(KIND, owner, limit=MAX_PAGE, newest_first=False)
+            ended = [record for record in oldest if record.due is None]
+            for record in ended:
+                if records <= self._limits.responses and size <= self._limits.size:
+                    return
+                await self.database.delete(KIND, record.id)
+                records, size = records - 1, size - record.size
+            if not ended:
+                return
+
+
+def _unavailable(error: DatabaseUnavailable) -> RequestError:
+    log.warning("the database does not answer", extra={"error": str(error)})
+    return RequestError(503, "the database of stored responses does not answer; try again", retry_after=1.0)
