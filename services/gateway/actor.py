@@ -11,6 +11,7 @@ from typing import Any, assert_never
 
 from starlette.applications import Starlette
 
+from services.gateway.batches.file_store import FileStore
 from services.gateway.config import GatewayConfig
 from services.gateway.core.api_keys import KeyFileError
 from services.gateway.core.cluster import REQUIRED_SERVICES
@@ -111,6 +112,7 @@ class Gateway(Actor):
         self.streams = ResumableStreams(bus, own, self.peers, self.requests)
         self._config = config
         self.database = _database(config)
+        self.files = None if self.database is None else FileStore(self.database, config.file_limits())
         self._bodies = config.body_limits()
         self._parsers: list[BodyParser] = []
         self.keys = KeyFileWatcher(config.api_keys, config.keys_file)
@@ -149,6 +151,7 @@ class Gateway(Actor):
             provider=self.provider,
             lora_registry=None if config.lora_registry is None else LoraRegistry(config.lora_registry),
             response_store=self._response_store(),
+            file_store=self.files,
         )
 
     def _response_store(self) -> ResponseStore | None:

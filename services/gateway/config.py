@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from services.gateway.api.forwarding import ModelNames, ProviderDialect
 from services.gateway.api.generation import RequestLimits
+from services.gateway.batches.file_store import FileLimits
 from services.gateway.core.open_request import RetryPolicy
 from services.gateway.core.overflow import OverflowLimits
 from services.gateway.core.remote_clusters import OwnCluster
@@ -254,6 +255,14 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     responses_s: Annotated[Seconds, Meta(description="Seconds after which a stored response is forgotten.")] = (
         30 * 86_400.0
     )
+    max_file: Annotated[ByteSize, Meta(description="Bytes of a file that clients upload; a larger one gets a 413.")] = (
+        200 * 2**20
+    )
+    max_files: Annotated[Positive, Meta(description="Files that are kept for one API key.")] = 1000
+    max_stored: Annotated[ByteSize, Meta(description="Bytes of all files that are kept for one API key.")] = 10 * 2**30
+    file_retention_s: Annotated[
+        Seconds, Meta(description="Seconds after which files and batches are removed, unless a client says when.")
+    ] = 30 * 86_400.0
     read_timeout_s: Annotated[
         Seconds, Meta(description="Seconds that a client may take to read the end of a response.")
     ] = 60.0
@@ -361,6 +370,10 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     def response_limits(self) -> ResponseLimits:
         """Returns how much is stored of responses."""
         return ResponseLimits(self.responses_kept, self.responses_size, self.responses_s)
+
+    def file_limits(self) -> FileLimits:
+        """Returns what one API key may keep."""
+        return FileLimits(self.max_file, self.max_files, self.max_stored, self.file_retention_s)
 
     def limits(self) -> RequestLimits:
         """Returns what a single request may ask for."""

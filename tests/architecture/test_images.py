@@ -23,6 +23,7 @@ DISTRIBUTIONS = {
     "prometheus_client": "prometheus-client",
     "nats": "nats-py",
     "grpc": "grpcio",
+    "python_multipart": "python-multipart",
 }
 """Of packages whose import name is not that of the distribution."""
 EXTRAS = {"worker": ("worker",), "kvstore": ("kvstore",), "gateway": ("overflow", "database")}

@@ -98,7 +98,8 @@ class RequestGenerator:
         self._bodies = {
             path: methods["post"]["requestBody"]["content"]["application/json"]["schema"]
             for path, methods in page["paths"].items()
-            if "requestBody" in methods.get("post", {}) and path != "/scale_elastic_ep"  # up to 256 engines
+            if "application/json" in methods.get("post", {}).get("requestBody", {}).get("content", {})
+            and path != "/scale_elastic_ep"  # up to 256 engines
         }
         self._paths = list(page["paths"])
 

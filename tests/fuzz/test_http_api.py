@@ -50,10 +50,11 @@ async def ask_all(port: int, requests: list[FuzzRequest]) -> Counter[int | None]
     return statuses
 
 
-async def test_a_gateway_answers_whatever_it_is_sent(memory_bus: MemoryBus) -> None:
+async def test_a_gateway_answers_whatever_it_is_sent(memory_bus: MemoryBus, tmp_path: Path) -> None:
     generator = RequestGenerator(msgspec.json.decode(openapi_page("1")), seed=1)
     requests = [generator.request() for _ in range(SHARE)]
-    async with gateway_stack(memory_bus, ring=FakeRing(memory_bus, longest=4)) as stack:
+    kept = tmp_path / "database.sqlite"
+    async with gateway_stack(memory_bus, ring=FakeRing(memory_bus, longest=4), database_file=kept) as stack:
         statuses = await ask_all(stack.gateway.server.port, requests)
         assert statuses[200] > SHARE / 10 < statuses[400]
         assert len(stack.gateway.requests) == 0

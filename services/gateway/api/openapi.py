@@ -10,6 +10,7 @@ import msgspec
 from services.gateway.api.admin.loras import LoadLoraRequest, UnloadLoraRequest
 from services.gateway.api.admin.operations import AbortFields, ScaleFields
 from services.gateway.api.anthropic.request import MessagesFields, MessagesTokensFields
+from services.gateway.api.batches.files import UploadFields
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.completions import CompletionFields
 from services.gateway.api.generation import RANGES, AllowedRange, CommonFields
@@ -53,6 +54,10 @@ class Operation(NamedTuple):
     """Whether it needs an API key where there are any."""
     resumable: bool = False
     """Whether its streams may be resumed."""
+    form: bool = False
+    """Whether its body is a form in place of JSON."""
+    parameters: tuple[str, ...] = ()
+    """Behind its path."""
 
 
 GENERATED = ("application/json", "text/event-stream")
@@ -82,6 +87,11 @@ OPERATIONS = (
     Operation("POST", "/rerank", "Documents in the order of their relevance.", RerankFields),
     Operation("POST", "/v1/rerank", "The same as /rerank.", RerankFields),
     Operation("POST", "/v2/rerank", "The same as /rerank, as version 2 of Cohere's API has it.", RerankFields),
+    Operation("POST", "/v1/files", "Upload the requests of a batch.", UploadFields, form=True),
+    Operation("GET", "/v1/files", "The key's files.", parameters=("after", "limit", "order", "purpose")),
+    Operation("GET", "/v1/files/{name}", "One of them."),
+    Operation("DELETE", "/v1/files/{name}", "Remove one of them."),
+    Operation("GET", "/v1/files/{name}/content", "What is in one of them.", None, ("application/octet-stream",)),
     Operation("POST", "/tokenize", "The token ids of a text or of messages.", TokenizeFields),
     Operation("POST", "/detokenize", "The text of token ids.", DetokenizeFields),
     Operation("POST", "/invocations", "The endpoint that the body's fields belong to.", InvocationFields, GENERATED),
@@ -152,7 +162,11 @@ def _description(operation: Operation) -> dict[str, Any]:
         description["parameters"] = [resumed]
     if operation.body is not None:
         schema = {"$ref": SCHEMAS + operation.body.__name__}
-        description["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        kind = "multipart/form-data" if operation.form else "application/json"
+        description["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
+    for name in operation.parameters:
+        parameter = {"name": name, "in": "query", "required": False, "schema": {"type": "string"}}
+        description.setdefault("parameters", []).append(parameter)
     return description
 
 

@@ -53,10 +53,11 @@ class AccessControl:
         """Open sequences of each key."""
         self._strangers = TokenBucket(MAX_STRANGERS, time.monotonic())
 
-    def admit(self, call: Call, scope: KeyScope) -> None:
-        """Sets the call's key, and counts a call for `inference` as an open request of it, until `finish`. Raises
-        RequestError: 401 without a valid key, 403 where it lacks `scope`, 429 above a limit. Operators' calls must not
-        come from a foreign web page, and need a key wherever other machines can reach the port."""
+    def admit(self, call: Call, scope: KeyScope, *, counted: bool = True) -> None:
+        """Sets the call's key, and counts a call for `inference` as an open request of it, until `finish`; not one that
+        is not `counted`. Raises RequestError: 401 without a valid key, 403 where it lacks `scope`, 429 above a limit.
+        Operators' calls must not come from a foreign web page, and need a key wherever other machines can reach the
+        port."""
         if scope == "admin":
             self._check_operator(call)
         if not self._keys.required:
@@ -70,7 +71,7 @@ class AccessControl:
         if not key.allows(scope):
             text = f"the key {key.name!r} has the scopes {', '.join(sorted(key.scopes))}; this needs {scope}"
             raise RequestError(403, text, code="insufficient_permissions")
-        if scope == "inference" and key.limited:
+        if scope == "inference" and counted and key.limited:
             exceeded = self._limiter.start(key)
             call.limit_headers = limit_headers(self._limiter.state(key))
             if exceeded is not None:

@@ -18,11 +18,13 @@ from services.gateway.api.anthropic.answer import error_body as anthropic_error
 from services.gateway.api.errors import RequestError
 from services.gateway.api.ollama.answer import AnswerShape
 from services.gateway.api.ollama.answer import error_body as ollama_error
+from services.gateway.batches.file_store import FileStore
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.http.access import AccessControl
 from services.gateway.http.admin.fleet import FleetEndpoints
 from services.gateway.http.admin.loras import LoraEndpoints
 from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEndpoint
+from services.gateway.http.apis.files import FileEndpoints
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.apis.responses import ResponsesEndpoint
 from services.gateway.http.apis.sagemaker import InvocationsEndpoint
@@ -72,9 +74,11 @@ def build_app(
     provider: OverflowProvider | None = None,
     lora_registry: LoraRegistry | None = None,
     response_store: ResponseStore | None = None,
+    file_store: FileStore | None = None,
 ) -> Starlette:
     """Returns the ASGI application. `provider`: gets what cannot be served here in time. `lora_registry`: None: no
-    adapter can be loaded at run time. `response_store`: None: no response is stored."""
+    adapter can be loaded at run time. `response_store`, `file_store`: None: there is no database."""
+    files = FileEndpoints(file_store, settings.read_timeout)
     loras = LoraEndpoints(table.cluster, lora_registry)
     documentation = Documentation()
     models = OllamaInfo(table, VERSION)
@@ -91,6 +95,9 @@ def build_app(
 
     def generation(kind: Literal["chat", "completion"]) -> Handler:
         return GenerationEndpoint(table, kind, parser, access, streams, settings, overflow)
+
+    def stored(method: str, path: str, handler: Handler) -> Route:
+        return Route(path, Endpoint(handler, path, "inference", access, bodies, counted=False), methods=[method])
 
     def anthropic(path: str, handler: Handler) -> Route:
         return Route(path, Endpoint(handler, path, "inference", access, bodies, anthropic_error), methods=["POST"])
@@ -144,6 +151,11 @@ def build_app(
             route("POST", "/rerank", rerank, "inference"),
             route("POST", "/v1/rerank", rerank, "inference"),
             route("POST", "/v2/rerank", pooled("cohere_rerank"), "inference"),
+            stored("POST", "/v1/files", files.create),
+            stored("GET", "/v1/files", files.list),
+            stored("GET", "/v1/files/{name}", files.retrieve),
+            stored("DELETE", "/v1/files/{name}", files.delete),
+            stored("GET", "/v1/files/{name}/content", files.content),
             route("POST", "/tokenize", info.tokenize, "inference"),
             route("POST", "/detokenize", info.detokenize, "inference"),
             route("GET", "/v1/models", info.models, "read-only"),

@@ -9,7 +9,7 @@ import math
 import re
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +28,8 @@ JSON = b"application/json"
 READ_BYTES = 256 * 2**10
 """Bytes that a connection may take in before its endpoint asks for more; as many are leased before each read."""
 
+MIN_RATE = 64 * 2**10
+"""Bytes per second at which a body that is read piece by piece must arrive, behind the first `timeout` seconds."""
 SMALL_BODY = 64 * 2**10
 """Bodies up to this size may use the whole budget, larger ones `LARGE_SHARE` of it: requests of a usual size are read
 while large ones wait."""
@@ -247,6 +249,28 @@ class Call:
         limits.budget.give_back(self._lease, min(size, self._lease.held))
         self._body = b"".join(parts)
         return self._body
+
+    async def pieces(self, max_bytes: int) -> AsyncIterator[bytes]:
+        """Yields the body as it arrives, for bodies that are never held as a whole. Raises RequestError as `body` does;
+        the time that the client has grows with what it has sent."""
+        limits, loop = self._limits, asyncio.get_running_loop()
+        declared = self.headers.get(b"content-length", b"")
+        if declared.isdigit() and int(declared[:20]) > max_bytes:
+            raise _too_large(max_bytes)
+        await limits.budget.take(self._lease, 2 * READ_BYTES)
+        size, deadline = 0, loop.time() + limits.timeout
+        while not self._body_read:
+            try:
+                async with asyncio.timeout(limits.stall_timeout):
+                    part = await self._part()
+            except TimeoutError:
+                raise RequestError(408, f"nothing of the body came for {limits.stall_timeout:g} s") from None
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            if loop.time() > deadline + size / MIN_RATE:
+                raise RequestError(408, f"the body came slower than {MIN_RATE} bytes per second")
+            yield part
 
     def close(self) -> None:
         """Gives back what the body holds of the budget: the request has ended."""

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.api.errors import RequestError, abbreviated
 from services.gateway.api.openapi import openapi_page
 from services.gateway.core.api_keys import KeyScope
+from services.gateway.database.records import DatabaseUnavailable
 from services.gateway.http.access import AccessControl, check_model
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits, Call, ErrorBody
@@ -49,9 +50,13 @@ class Endpoint:
         access: AccessControl,
         limits: BodyLimits,
         error_body: ErrorBody = RequestError.body,
+        *,
+        counted: bool = True,
     ) -> None:
         """`path`: the route's, for audit lines. `scope`: what a client's key must allow; None: everybody may call it,
-        and there are no audit lines. `error_body`: how its API shows errors."""
+        and there are no audit lines. `error_body`: how its API shows errors. `counted`: whether calls for `inference`
+        count for the limits of their key."""
+        self._counted = counted
         self._handler, self._path, self._scope = handler, path, scope
         self._access, self._limits, self._error_body = access, limits, error_body
 
@@ -60,10 +65,13 @@ class Endpoint:
         call, began = Call(scope, receive, send, self._limits, self._error_body), time.monotonic()
         try:
             if self._scope is not None:
-                self._access.admit(call, self._scope)
+                self._access.admit(call, self._scope, counted=self._counted)
             await self._handler(call)
         except RequestError as error:
             await call.refuse(error)
+        except DatabaseUnavailable as error:
+            log.warning("the database is away", extra={"path": self._path, "error": str(error)})
+            await call.refuse(RequestError(503, "the database is away; try again", retry_after=1.0))
         finally:
             call.close()
             if self._scope is not None:
