@@ -96,7 +96,7 @@ def build_app(
     def generation(kind: Literal["chat", "completion"]) -> Handler:
         return GenerationEndpoint(table, kind, parser, access, streams, settings, overflow)
 
-    def stored(method: str, path: str, handler: Handler) -> Route:
+    def of_key(method: str, path: str, handler: Handler) -> Route:
         return Route(path, Endpoint(handler, path, "inference", access, bodies, counted=False), methods=[method])
 
     def anthropic(path: str, handler: Handler) -> Route:
@@ -151,11 +151,11 @@ def build_app(
             route("POST", "/rerank", rerank, "inference"),
             route("POST", "/v1/rerank", rerank, "inference"),
             route("POST", "/v2/rerank", pooled("cohere_rerank"), "inference"),
-            stored("POST", "/v1/files", files.create),
-            stored("GET", "/v1/files", files.list),
-            stored("GET", "/v1/files/{name}", files.retrieve),
-            stored("DELETE", "/v1/files/{name}", files.delete),
-            stored("GET", "/v1/files/{name}/content", files.content),
+            of_key("POST", "/v1/files", files.create),
+            of_key("GET", "/v1/files", files.list),
+            of_key("GET", "/v1/files/{name}", files.retrieve),
+            of_key("DELETE", "/v1/files/{name}", files.delete),
+            of_key("GET", "/v1/files/{name}/content", files.content),
             route("POST", "/tokenize", info.tokenize, "inference"),
             route("POST", "/detokenize", info.detokenize, "inference"),
             route("GET", "/v1/models", info.models, "read-only"),
