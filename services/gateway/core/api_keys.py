@@ -25,8 +25,8 @@ from msgspec import Meta, Struct
 from shared.ids import ModelName
 
 KeyScope = Literal["inference", "read-only", "admin"]
-"""inference: generate, tokenize, detokenize, its own files and batches. read-only: the models, the version, and what the
-key itself has stored. admin: the keys and their limits. The others include read-only."""
+"""inference: generate, tokenize, detokenize, its own files and batches. read-only: the models, the version, and what
+the key itself has stored. admin: the keys and their limits. The others include read-only."""
 SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
 
 KeyName = NewType("KeyName", str)
