@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -20,6 +20,7 @@ ToolFormat = Literal[
     "glm45",
     "minimax_m2",
     "minimax",
+    "openai",
 ]
 """vLLM's names. hermes: `<tool_call>{"name": …, "arguments": …}</tool_call>` (Hermes, Qwen 2.5, Qwen 3). llama3_json:
 the JSON with `parameters`, alone or behind `<|python_tag|>`. mistral: `[TOOL_CALLS]` with a JSON array, or with a name
@@ -34,9 +35,14 @@ TOOL_ALIASES: dict[str, ToolFormat] = {
 }
 """Other names of vLLM's for the same formats."""
 
-ReasoningFormat = Literal["deepseek_r1", "qwen3", "mistral", "granite", "kimi_k2"]
+ReasoningFormat = Literal["deepseek_r1", "qwen3", "mistral", "granite", "kimi_k2", "openai_gptoss"]
 """deepseek_r1: the output begins with reasoning, with or without the opening mark. qwen3: reasoning only between its
-marks. mistral, granite: like qwen3, with other marks. kimi_k2: like qwen3; a tool call ends the reasoning, too."""
+marks. mistral, granite: like qwen3, with other marks. kimi_k2: like qwen3; a tool call ends the reasoning, too.
+openai_gptoss: what is in gpt-oss's channel for it."""
+
+CHANNELS_OF_CALLS: Final[ToolFormat] = "openai"
+CHANNELS_OF_REASONING: Final[ReasoningFormat] = "openai_gptoss"
+"""The formats of models that write messages in channels (harmony). They are read together."""
 
 REASONING_ALIASES: dict[str, ReasoningFormat] = {
     "deepseek_v3": "qwen3",
@@ -61,6 +67,12 @@ THINKING_MARKS: dict[ReasoningFormat, ThinkingMarks] = {
     "granite": ThinkingMarks("Here is my thought process:", "Here is my response:"),
     "kimi_k2": ThinkingMarks("<think>", "</think>"),
 }
+
+CHANNEL_MARKS = ThinkingMarks("<|channel|>analysis<|message|>", "<|end|>")
+"""Of each message of gpt-oss that is reasoning. There may be several, anywhere in its output."""
+
+CHANNEL_STOPS = ("<|call|>", "<|return|>")
+"""Tokens that end gpt-oss's outputs, whatever its configuration says."""
 
 Thinking = Literal["open", "closed"]
 """How a chat's prompt ends. open: within the reasoning, which the output continues. closed: after the reasoning."""

@@ -119,7 +119,8 @@ def chat_request(
             raise invalid("tools", "not allowed together with use_beam_search")
         dialect, tools = dialect_of(card.name), read_tool_options(fields)
         fields.tools = template_tools(fields)
-        output = combined_grammar(dialect, tools, output)
+        go_on = (fields.chat_template_kwargs or {}).get("continue_final_message", fields.continue_final_message)
+        output = combined_grammar(dialect, tools, output, continued=go_on is True)
         if beam_search is None:  # the text of a hypothesis is shown as it was ranked
             parser = parser_options(dialect, tools, include_reasoning=fields.include_reasoning is not False)
             if parser is not None and parser.dialect.sees_special_tokens:

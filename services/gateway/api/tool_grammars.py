@@ -7,14 +7,16 @@ from typing import Any, cast, get_args
 
 from msgspec.structs import replace
 
-from services.gateway.api.errors import invalid
+from services.gateway.api.errors import RequestError, invalid
 from services.gateway.api.structured_outputs import OutputGrammar, structural_grammar
 from services.gateway.api.tools import ToolDefinition, ToolOptions
 from services.gateway.parsing.call_templates import CALL_TEMPLATES, CallTemplate
+from services.gateway.parsing.dialects.harmony import harmony_output
 from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import ParserOptions
-from shared.messages.dialects import THINKING_MARKS, ToolFormat
+from shared.messages.dialects import CHANNELS_OF_CALLS, THINKING_MARKS, ToolFormat
 from shared.models.structural_tags import (
+    ANY_TEXT,
     Format,
     as_format,
     either,
@@ -49,12 +51,15 @@ def parser_options(
 
 
 def combined_grammar(
-    dialect: OutputDialect, options: ToolOptions | None, output: OutputGrammar | None
+    dialect: OutputDialect, options: ToolOptions | None, output: OutputGrammar | None, *, continued: bool = False
 ) -> OutputGrammar | None:
     """Returns the grammar for calls, for the answer that the client described, or for either of them.
 
-    It applies after the reasoning of a model that reasons. Raises RequestError 400.
+    It applies after the reasoning of a model that reasons. `continued`: whether the output continues a message. Raises
+    RequestError 400.
     """
+    if dialect.has_channels:
+        return _in_channels(options, output, continued=continued)
     if options is not None:
         output = _with_calls(dialect, options, output)
     if output is None or (marks := dialect.marks) is None:
@@ -66,6 +71,33 @@ def combined_grammar(
     return output._replace(grammar=replace(output.grammar, after=marks.end))
 
 
+def _in_channels(options: ToolOptions | None, output: OutputGrammar | None, *, continued: bool) -> OutputGrammar | None:
+    """A grammar for all of an output's messages."""
+    forced = options is not None and options.choice == "required"
+    tools = () if options is None else options.tools
+    if forced and output is not None:
+        raise _excluded(output)
+    if output is not None:
+        if (answer := as_format(output.grammar)) is None:
+            return output
+        whole, field = _messages(tools, answer), output.field
+    elif options is None or not (forced or any(tool.strict for tool in tools)):
+        return None
+    else:
+        whole, field = _messages(tools, None) if forced else _messages(_bound(tools), ANY_TEXT), options.field
+    if continued:
+        raise invalid("continue_final_message", f"not allowed together with {field}, as this model writes in channels")
+    return structural_grammar(tagged(whole), field)
+
+
+def _messages(tools: Iterable[ToolDefinition], answer: Format | None) -> Format:
+    return harmony_output([(tool.name, arguments(tool.parameters)) for tool in tools], answer)
+
+
+def _excluded(output: OutputGrammar) -> RequestError:
+    return invalid(output.field, "not allowed together with a tool_choice that forces a call")
+
+
 def _with_calls(dialect: OutputDialect, options: ToolOptions, output: OutputGrammar | None) -> OutputGrammar | None:
     form = _call_format(dialect, options)
     if form is None:
@@ -73,7 +105,7 @@ def _with_calls(dialect: OutputDialect, options: ToolOptions, output: OutputGram
     calls: Format | None
     if options.choice == "required":
         if output is not None:
-            raise invalid(output.field, "not allowed together with a tool_choice that forces a call")
+            raise _excluded(output)
         calls = _forced(dialect, form, options)
     elif output is not None:
         answer, called = as_format(output.grammar), _forced(dialect, form, options)
@@ -133,6 +165,8 @@ def _call_format(dialect: OutputDialect, options: ToolOptions | None) -> str | N
     if options is None:
         return None
     form = dialect.tools
+    if dialect.has_channels and (options.choice == "required" or form is not None):
+        return CHANNELS_OF_CALLS
     if options.choice != "required" or dialect.call_template is not None:
         return form
     return forced_format(cast(ToolFormat, form) if form in FORMATS else None, options.tools)
@@ -154,6 +188,8 @@ def forced_calls(form: ToolFormat, tools: Sequence[ToolDefinition], *, parallel:
         case "pythonic" | "llama4_pythonic":
             calls = _several([keywords(tool, arguments) for tool in tools], ", ", parallel)
             return sequence(literal("["), calls, literal("]"))
+        case "openai":  # which ends an output with its first call
+            return _messages(tools, None)
         case _:
             return _section(CALL_TEMPLATES[form], tools, parallel)
 
@@ -167,6 +203,8 @@ def triggered_calls(form: ToolFormat, tools: Sequence[ToolDefinition]) -> Format
             return _after_trigger(MISTRAL, [tag(MISTRAL, _array(bound, True), "]"), *_mistral_named(bound)])
         case "pythonic" | "llama4_pythonic":
             return None
+        case "openai":
+            return _messages(bound, ANY_TEXT)
         case _:
             return _templated_calls(CALL_TEMPLATES[form], bound)
 

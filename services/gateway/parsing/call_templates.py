@@ -114,4 +114,5 @@ CALL_TEMPLATES: MappingProxyType[ToolFormat, CallTemplate] = MappingProxyType(
         ),
     }
 )
-"""mistral and pythonic have more than one form, or another one for each function: see `api/tool_grammars.py`."""
+"""mistral and pythonic have more than one form, or another one for each function, and openai binds whole outputs: see
+`api/tool_grammars.py`."""

@@ -7,7 +7,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from services.gateway.parsing.call_templates import CallTemplate
-from shared.messages.dialects import THINKING_MARKS, ReasoningFormat, ThinkingControl, ThinkingMarks
+from shared.messages.dialects import (
+    CHANNELS_OF_CALLS,
+    CHANNELS_OF_REASONING,
+    THINKING_MARKS,
+    ReasoningFormat,
+    ThinkingControl,
+    ThinkingMarks,
+)
 
 Schemas = Mapping[str, Any]
 """The JSON schema of each function's arguments, by the function's name."""
@@ -40,6 +47,11 @@ class OutputDialect(NamedTuple):
         return self.plugin_marks or THINKING_MARKS.get(cast(ReasoningFormat, self.reasoning))
 
     @property
+    def has_channels(self) -> bool:
+        """Whether outputs are messages in channels, each of them reasoning, a call or text."""
+        return self.tools == CHANNELS_OF_CALLS or self.reasoning == CHANNELS_OF_REASONING
+
+    @property
     def sees_special_tokens(self) -> bool:
         """Whether special tokens are to stay in the text."""
-        return self.tools in self.see_special_tokens or self.reasoning in self.see_special_tokens
+        return self.has_channels or self.tools in self.see_special_tokens or self.reasoning in self.see_special_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast, get_args
 
+from services.gateway.parsing.dialects.harmony import HarmonyReader
 from services.gateway.parsing.dialects.reader import format_reader
 from services.gateway.parsing.events import ParseEvent, ParseEvents, ToolCallFormat
 from services.gateway.parsing.output_dialect import NO_SCHEMAS, OutputDialect, Schemas
@@ -59,12 +60,18 @@ class OutputParser:
     def _read(self) -> Reading[None]:
         cursor, events = self._cursor, self._events
         dialect = self._options.dialect
-        if dialect.reasoning is not None:
+        if dialect.has_channels:
+            functions = None if dialect.tools is None else self._options.schemas
+            messages = HarmonyReader(
+                cursor, events, functions=functions, separate_reasoning=dialect.reasoning is not None
+            )
+            yield from messages.read(continued=self.thinking is not None)
+        elif dialect.reasoning is not None:
             if dialect.plugin_marks is not None:
                 yield from read_plugin_reasoning(dialect.reasoning, cursor, events, self.thinking)
             else:
                 yield from read_reasoning(cursor, events, cast(ReasoningFormat, dialect.reasoning), self.thinking)
-        if dialect.tools is not None:
+        if dialect.tools is not None and not dialect.has_channels:
             yield from ContentReader(cursor, events, _format_reader(dialect.tools, self._options.schemas)).read()
         while True:
             events.content(cursor.unread)

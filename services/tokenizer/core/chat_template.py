@@ -47,6 +47,7 @@ TEMPLATE_FAULTS = (
 """What a template may raise over messages that it was not written for."""
 
 TOOL_MARKS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+    (("<|channel|>", "<|message|>", "<|call|>"), "openai"),
     (("<arg_key>",), "glm45"),
     (("<minimax:tool_call>",), "minimax_m2"),
     (("<beginning_of_sentence>", "<tool_calls>"), "minimax"),
@@ -67,6 +68,7 @@ TOOL_MARKS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
 THINKING_CONTROLS: tuple[ThinkingControl, ...] = get_args(ThinkingControl)
 
 REASONING_MARKS: tuple[tuple[tuple[str, ...], ReasoningFormat], ...] = (
+    (("<|channel|>", "<|message|>", "analysis"), "openai_gptoss"),
     (("<|tool_call_argument_begin|>", "<think>"), "kimi_k2"),
     *((("<think>",), "qwen3"), (("</think>",), "qwen3")),
     *((("[THINK]",), "mistral"), (("[/THINK]",), "mistral")),

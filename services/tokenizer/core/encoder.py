@@ -4,7 +4,7 @@ receives. No bus, no threads of its own."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple, assert_never
 
@@ -16,9 +16,17 @@ from services.tokenizer.core.refusal import PromptRefused
 from services.tokenizer.core.token_bound import token_bound
 from shared.blocks import DEFAULT_BLOCK_SIZE, hash_chain
 from shared.messages.coordinator import Route
-from shared.messages.dialects import THINKING_MARKS, Dialect, Thinking
+from shared.messages.dialects import (
+    CHANNEL_MARKS,
+    CHANNEL_STOPS,
+    CHANNELS_OF_CALLS,
+    CHANNELS_OF_REASONING,
+    THINKING_MARKS,
+    Dialect,
+    Thinking,
+)
 from shared.messages.gateway import RequestRejected
-from shared.messages.generation import Generation, Grammar, SamplingOptions
+from shared.messages.generation import Generation, Grammar, SamplingOptions, StopConditions
 from shared.messages.tokenizer import (
     ChatPrompt,
     Decode,
@@ -131,6 +139,11 @@ class Vocabulary:
         """The text of `ids`, which must be the model's."""
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def named(self, tokens: Iterable[str]) -> list[int]:
+        """The ids of these tokens, in order; those that the vocabulary lacks are left out."""
+        found = (self._tokenizer.token_to_id(token) for token in tokens)
+        return sorted(token for token in found if token is not None)
+
     def strings(self, ids: list[int]) -> tuple[str, ...]:
         """Each token as the vocabulary spells it; empty for padding ids, which it has no spelling for."""
         return tuple(self._tokenizer.id_to_token(i) or "" for i in ids)
@@ -210,7 +223,7 @@ class PromptEncoder:
                 prompt_length=len(ids),
                 block_hashes=self._hashes(tokens, message) if message.prefix_caching else b"",
                 sampling=sampling,
-                stopping=message.stopping,
+                stopping=self._stopping(message),
                 sent_chars=message.sent_chars,
                 skip_special_tokens=message.skip_special_tokens,
                 priority=message.priority,
@@ -228,6 +241,14 @@ class PromptEncoder:
                 lora=message.lora,
             )
         )
+
+    def _stopping(self, message: Tokenize) -> StopConditions:
+        """When the output ends. A chat's stop tokens are the model's own where it writes messages in channels."""
+        stopping = message.stopping
+        if self.dialect.tools != CHANNELS_OF_CALLS or not isinstance(message.prompt, ChatPrompt) or stopping.ignore_eos:
+            return stopping
+        own = self._vocabulary.named(set(CHANNEL_STOPS) - {self.special_tokens.get("eos_token")})
+        return replace(stopping, stop_token_ids=tuple(dict.fromkeys((*stopping.stop_token_ids, *own))))
 
     def answer(self, request: TokenizerRequest) -> TokenizerReply:
         """Text to tokens or back, for requests that ask for that alone; a refusal where the prompt is at fault."""
@@ -356,7 +377,9 @@ def _bounded_thinking(
 ) -> SamplingOptions:
     """Adds the tokens that open and close the reasoning; removes the budget if the prompt has already closed it. Raises
     PromptRefused if the model has no reasoning marks."""
-    marks = None if dialect.reasoning is None else THINKING_MARKS[dialect.reasoning]
+    marks = CHANNEL_MARKS if dialect.reasoning == CHANNELS_OF_REASONING else None
+    if marks is None and dialect.reasoning is not None:
+        marks = THINKING_MARKS[dialect.reasoning]
     end = message.thinking_end or (marks.end if marks is not None else "")
     if not end:
         raise PromptRefused(

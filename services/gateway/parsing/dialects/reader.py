@@ -43,5 +43,7 @@ def format_reader(form: ToolFormat, schemas: Schemas) -> ToolCallFormat:
             return MiniMaxM2(schemas)
         case "minimax":
             return MiniMaxM1()
+        case "openai":
+            raise AssertionError("HarmonyReader reads whole outputs")
         case _:
             assert_never(form)
