@@ -7,6 +7,7 @@ keys, `developer` to `system` where the template knows no developer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -88,6 +89,7 @@ class ChatTemplate:
             raise PromptRefused("chat_template", f"chat_template does not compile: {error}") from None
         self._source = source
         self.content_format: ContentFormat = content_format or detect_content_format(tree)
+        self.has_channels = "<|channel|>" in source
         self.knows_developer = "'developer'" in source or '"developer"' in source
 
     def render(self, prompt: ChatPrompt, special_tokens: Mapping[str, str]) -> str:
@@ -112,12 +114,20 @@ class ChatTemplate:
             documents = _objects(documents, "chat_template_kwargs", "documents")
         final = self._mark_final(chat) if go_on else None
         try:
-            text = self._template.render(
-                messages=chat, tools=tools, documents=documents, add_generation_prompt=add, **variables
-            )
+            text = self._rendered(chat, tools=tools, documents=documents, add_generation_prompt=add, **variables)
         except TEMPLATE_FAULTS as error:
             raise PromptRefused("messages", f"the chat template refuses these messages: {_said(error)}") from None
         return text if final is None else _cut_after_final(text, final)
+
+    def _rendered(self, chat: list[Message], **variables: Any) -> str:
+        """Renders calls with their arguments as objects or, for templates that join them to text (DeepSeek's), as
+        JSON."""
+        try:
+            return self._template.render(messages=chat, **variables)
+        except TypeError:
+            if not any("tool_calls" in message for message in chat):
+                raise
+        return self._template.render(messages=[_with_json_arguments(message) for message in chat], **variables)
 
     def _mark_final(self, chat: list[Message]) -> str:
         """Appends the mark to the last message's text, and answers with that text."""
@@ -230,6 +240,10 @@ def _message(message: Any, where: str, template: ChatTemplate) -> Message:
     if "tool_calls" in kept:
         _read_tool_calls(kept, f"{where}.tool_calls")
     reasoning = next((kept[name] for name in REASONING_FIELDS if name in kept), None)
+    content = kept.get("content")
+    if template.has_channels and "tool_calls" in kept and isinstance(reasoning, str) and isinstance(content, str):
+        # gpt-oss's template has one place for what came before a call, and refuses both.
+        reasoning = "\n".join(text for text in (reasoning, kept.pop("content")) if text)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
@@ -272,6 +286,16 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise PromptRefused("messages", f"{where}.function: an object is expected")
     return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _with_json_arguments(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def _arguments(arguments: Any) -> dict[str, Any]:

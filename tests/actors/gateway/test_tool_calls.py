@@ -201,6 +201,27 @@ async def test_where_thoughts_begin_is_seen_in_the_prompt(
         assert (message.reasoning_content, message.content) == (reasoning, content)
 
 
+async def test_channels_reach_clients_apart(memory_bus: MemoryBus) -> None:
+    arguments = json.dumps(PARIS.arguments)
+    text = (
+        "<|channel|>analysis<|message|>Paris?<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{arguments}"
+    )
+    async with speaking(memory_bus, text, Dialect("openai", "openai_gptoss")) as stack:
+        choice = (await ask(stack, tools=TOOLS)).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+        assert choice.message.reasoning == "Paris?"
+        assert [call.function.arguments for call in choice.message.tool_calls] == [arguments]
+        (said,) = await streamed(stack, tools=TOOLS)
+        assert (said["content"], said["reasoning"], said["finish"]) == ("I look.", "Paris?", "tool_calls")
+        assert [call[2] for call in said["calls"].values()] == [arguments]
+        await ask(stack, tools=TOOLS, tool_choice="required")
+        *free, forced = dispatched(stack)
+        assert not any(message.skip_special_tokens for message in (*free, forced))
+        assert forced.grammar is not None
+        assert (forced.grammar.kind, forced.grammar.after) == ("structural_tag", "")
+
+
 async def test_a_gateway_that_was_told_a_format_does_not_ask_the_model(memory_bus: MemoryBus) -> None:
     text = f"thoughts</think>{written('mistral', [PARIS])}"
     async with speaking(

@@ -90,7 +90,8 @@ FRAGMENTS = st.sampled_from(
         *("<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.f:0", "<|tool_call_argument_begin|>"),
         *("<|tool_call_end|>", "<|tool_calls_section_end|>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>"),
         *("<minimax:tool_call>", '<invoke name="f">', '<parameter name="s">', "</invoke>", "</minimax:tool_call>"),
-        *("<tool_calls>", "</tool_calls>"),
+        *("<tool_calls>", "</tool_calls>", "<|start|>assistant", "<|channel|>analysis", "<|channel|>commentary"),
+        *(" to=functions.f", " <|constrain|>json", "<|message|>", "<|end|>", "<|call|>"),
     ]
 )
 OUTPUTS = st.lists(FRAGMENTS, max_size=14).map("".join)
@@ -106,7 +107,7 @@ SCHEMAS = {
 }
 
 
-@pytest.mark.parametrize("form", [None, *FORMS])
+@pytest.mark.parametrize("form", [None, "openai", *FORMS])
 @settings(max_examples=25, deadline=None)
 @given(
     text=OUTPUTS,
@@ -129,7 +130,7 @@ def test_any_cut_into_deltas_gives_the_same(
     assert read(list(text), form, SCHEMAS, **how) == whole
 
 
-@pytest.mark.parametrize("form", [None, *FORMS])
+@pytest.mark.parametrize("form", [None, "openai", *FORMS])
 @settings(max_examples=25, deadline=None)
 @given(
     text=OUTPUTS, places=PLACES, reasoning=st.sampled_from([None, "qwen3"]), finish=st.sampled_from(["stop", "length"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from services.gateway.parsing.events import (
     ContentText,
@@ -116,7 +116,8 @@ STYLES: list[tuple[ToolFormat, str]] = [
     ("minimax_m2", ""),
     ("minimax", ""),
 ]
-FORMS = get_args(ToolFormat)
+FORMS = tuple(dict.fromkeys(form for form, _ in STYLES))
+"""All but openai, which is no markup within a text."""
 FRAMED = ("qwen3_xml", "minimax_m2")
 """Formats in which a text's own line break at either end cannot be told from the markup's."""
 WITHOUT_JSON = (*FRAMED, "glm45", "pythonic", "llama4_pythonic")

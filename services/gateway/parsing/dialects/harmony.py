@@ -17,6 +17,7 @@ from shared.models.structural_tags import ANY_TEXT, Format, either, literal, per
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+ASSISTANT = f"{START}assistant"
 RECIPIENT = "to="
 HEADER_STARTS = (START, CHANNEL, RECIPIENT)
 ENDS = (END, RETURN, CALL)
@@ -79,11 +80,11 @@ class HarmonyReader:
             end = yield from cursor.read_until((MESSAGE, START, *ENDS), text.append)
         except OutputEnd:
             if not cursor.truncated:
-                self._events.content(cursor.since_mark)
+                self._events.content(self._as_written())
             cursor.mark()
             return
         if end != MESSAGE:
-            self._events.content(cursor.since_mark)
+            self._events.content(self._as_written())
             if end != START:
                 yield from cursor.expect(end)
             return
@@ -96,10 +97,14 @@ class HarmonyReader:
             yield from self._read_call(name)
         elif header.recipient and header.channel != "analysis":
             # A call of what the request does not offer.
-            yield from self._read_text(self._events.content, self._cursor.since_mark)
+            yield from self._read_text(self._events.content, self._as_written())
         else:
             reasons = header.channel == "analysis" and self._separate_reasoning
             yield from self._read_text(self._events.reasoning if reasons else self._events.content)
+
+    def _as_written(self) -> str:
+        """The message so far, as the model wrote it."""
+        return self._cursor.since_mark.lstrip().removeprefix(ASSISTANT)
 
     def _called(self, recipient: str) -> str | None:
         if self._functions is None:
@@ -118,7 +123,7 @@ class HarmonyReader:
                 return
             if events.in_call:
                 events.retract_call()
-            yield from self._read_text(events.content, cursor.since_mark)
+            yield from self._read_text(events.content, self._as_written())
 
     def _read_arguments(self, name: str) -> Reading[None]:
         """Reads a JSON object; nothing at all means that there are no arguments."""
@@ -167,12 +172,12 @@ def harmony_output(calls: Iterable[tuple[str, Format]], answer: Format | None) -
     """Returns a grammar for a whole output: reasoning and preambles, and then one of the calls, given by name with the
     grammar of its arguments, or the answer."""
     texts = [tag(f"{CHANNEL}{name}{MESSAGE}", ANY_TEXT, END) for name in ("analysis", "commentary")]
-    before: Format = {"type": "tags_with_separator", "tags": texts, "separator": f"{START}assistant"}
+    before: Format = {"type": "tags_with_separator", "tags": texts, "separator": ASSISTANT}
     before["at_least_one"] = True
     last = [sequence(_call_header(name), arguments) for name, arguments in calls]
     if answer is not None:
         last.append(sequence(literal(f"{CHANNEL}final{MESSAGE}"), answer))
-    return sequence(perhaps(sequence(before, literal(f"{START}assistant"))), either(*last))
+    return sequence(perhaps(sequence(before, literal(ASSISTANT))), either(*last))
 
 
 def _call_header(name: str) -> Format:

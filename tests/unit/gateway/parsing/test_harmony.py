@@ -83,7 +83,7 @@ def test_what_is_no_call_is_content_with_its_marks(text: str) -> None:
     after = read(
         [f"{ANALYSIS}So{NEXT}{text}<|end|><|start|>assistant{CALL}"], "openai", SCHEMAS, reasoning="openai_gptoss"
     )
-    assert (after.content, after.reasoning, after.calls) == (f"<|start|>assistant{text}", "So", [F1])
+    assert (after.content, after.reasoning, after.calls) == (text, "So", [F1])
 
 
 def test_a_cut_leaves_an_open_call_standing_and_half_a_header_out() -> None:

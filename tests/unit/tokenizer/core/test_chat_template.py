@@ -329,3 +329,35 @@ def test_a_model_without_a_chat_template_refuses_chats_and_one_with_a_broken_one
         ChatTemplates({}).choose(None, tools=False)
     with pytest.raises(TokenizerUnusable, match="does not compile"):
         ChatTemplates({"default": "{% if %}"})
+
+
+CALLING: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "Paris?",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"city": "Paris é"}'}}],
+    },
+]
+
+
+def shown(source: str) -> str:
+    return ChatTemplate(source).render(ChatPrompt(messages=json.dumps(CALLING).encode()), SPECIAL)
+
+
+def test_arguments_are_json_for_a_template_that_joins_them_to_text() -> None:
+    """As DeepSeek's own templates do."""
+    loop = "{% for m in messages %}{% for c in m.tool_calls or [] %}SHOWN{% endfor %}{% endfor %}"
+    joined = loop.replace("SHOWN", "{{ '<' + c.function.name + '>' + c.function.arguments }}")
+    assert shown(joined) == '<f>{"city": "Paris é"}'
+    assert shown(loop.replace("SHOWN", "{{ c.function.arguments.city }}")) == "Paris é"
+    with pytest.raises(PromptRefused, match="the chat template refuses"):
+        shown(loop.replace("SHOWN", "{{ 'x' + 5 }}"))
+
+
+def test_what_comes_before_a_call_is_in_one_place_where_outputs_have_channels() -> None:
+    """gpt-oss's template refuses a message with a call, text and reasoning."""
+    both = "{% for m in messages %}{{ m.thinking }}|{{ m.content }};{% endfor %}"
+    assert shown(both) == "|hi;Paris?|I look.;"
+    assert shown(both + "<|channel|>") == "|hi;Paris?\nI look.|;<|channel|>"

@@ -18,8 +18,9 @@ from shared.ids import Attempt, GatewayId, ModelName, RequestId
 from shared.messages.coordinator import Route
 from shared.messages.dialects import Dialect, Thinking
 from shared.messages.generation import Generation, Grammar, SamplingOptions, StopConditions
-from shared.messages.tokenizer import ChatPrompt, TextPrompt, Tokenize
+from shared.messages.tokenizer import ChatPrompt, Encode, EncodeReply, TextPrompt, Tokenize
 from shared.models.tokenizer_files import load_tokenizer, special_ids
+from shared.packing import unpack
 from tests.support.models import tiny_tokenizers
 from tests.support.paths import CHAT_TEMPLATES, DEMO_MODEL
 
@@ -49,6 +50,10 @@ def test_a_template_shows_what_its_model_speaks(name: str, dialect: Dialect) -> 
         ("{{ tools }}<think></think>{{ id }}<|tool_call_argument_begin|>", Dialect("kimi_k2", "kimi_k2")),
         ("{{ tools }}function<｜tool▁sep｜>{{ name }}\n```json\n</think>", Dialect("deepseek_v3", "qwen3")),
         ("{{ tools }}{{ name }}<｜tool▁sep｜>{{ arguments }}<think>", Dialect("deepseek_v31", "qwen3")),
+        (
+            "{{ tools }}<|start|>assistant<|channel|>analysis<|message|>{{ thinking }}<|end|>…<|call|>",
+            Dialect("openai", "openai_gptoss"),
+        ),
         ("{{ tools }}<|tool_call|>Here is my thought process:", Dialect("granite", "granite")),
         ("<|header_start|>{{ tools }}exact format: [func_name1(param1=value1)", Dialect("llama4_pythonic")),
         ("{{ tools }}put it in the format of [func_name1(params_name1=params_value1)]", Dialect("pythonic")),
@@ -79,7 +84,17 @@ def encoding(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
     return encoding_of(folder)
 
 
-def generation(encoding: PromptEncoder, messages: list[Any], grammar: Grammar | None = None, **chat: Any) -> Generation:
+SEEDED, NO_STOPS = SamplingOptions(seed=0), StopConditions()
+
+
+def generation(
+    encoding: PromptEncoder,
+    messages: list[Any],
+    grammar: Grammar | None = None,
+    sampling: SamplingOptions = SEEDED,
+    stopping: StopConditions = NO_STOPS,
+    **chat: Any,
+) -> Generation:
     prompt = ChatPrompt(messages=json.dumps(messages).encode(), **chat)
     message = Tokenize(
         request=RequestId("r"),
@@ -87,8 +102,8 @@ def generation(encoding: PromptEncoder, messages: list[Any], grammar: Grammar | 
         gateway=GatewayId("gateway-1"),
         model=ModelName("m"),
         prompt=prompt,
-        sampling=SamplingOptions(seed=0),
-        stopping=StopConditions(),
+        sampling=sampling,
+        stopping=stopping,
         grammar=grammar,
         keep_markup=True,
     )
@@ -96,6 +111,47 @@ def generation(encoding: PromptEncoder, messages: list[Any], grammar: Grammar | 
     assert isinstance(routed, Route), routed
     assert routed.generation.keep_markup
     return routed.generation
+
+
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}{{ tools }}"
+    "{% if thinking %}<|channel|>analysis{% endif %}{% if call %}<|call|>{% endif %}<|start|>assistant"
+)
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
+    made = tiny_tokenizers.byte_level()
+    tokenizer = type(made).from_str(made.to_str())
+    tokenizer.add_special_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"])
+    folder = tiny_tokenizers.write_model(tmp_path_factory.mktemp("harmony"), tokenizer)
+    (folder / "chat_template.jinja").write_text(HARMONY)
+    return encoding_of(folder)
+
+
+def ids(encoding: PromptEncoder, text: str) -> tuple[int, ...]:
+    reply = encoding.answer(Encode(TextPrompt(text, add_special_tokens=False)))
+    assert isinstance(reply, EncodeReply)
+    return tuple(unpack(reply.tokens))
+
+
+def test_outputs_in_channels_end_with_a_call(harmony: PromptEncoder) -> None:
+    """Whatever the model's configuration says of stop tokens."""
+    assert harmony.dialect == Dialect("openai", "openai_gptoss")
+    call, end = ids(harmony, "<|call|><|return|>")
+    assert generation(harmony, ASKED).stopping.stop_token_ids == (call, end)
+    more = generation(harmony, ASKED, stopping=StopConditions(stop_token_ids=(5, end)))
+    assert more.stopping.stop_token_ids == (5, end, call)
+    assert generation(harmony, ASKED, stopping=StopConditions(ignore_eos=True)).stopping.stop_token_ids == ()
+    begun: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    assert generation(harmony, ASKED).thinking is None
+    assert generation(harmony, [*ASKED, {"role": "assistant", "content": "It"}], **begun).thinking == "closed"
+
+
+def test_reasoning_in_channels_has_a_budget(harmony: PromptEncoder) -> None:
+    sampling = generation(harmony, ASKED, sampling=SamplingOptions(seed=0, thinking_budget=5)).sampling
+    marks = (ids(harmony, "<|channel|>analysis<|message|>"), ids(harmony, "<|end|>"))
+    assert (sampling.thinking_start, sampling.thinking_end) == marks
 
 
 ASKED = [{"role": "user", "content": "What does <think> mean? </think>"}]
