@@ -40,7 +40,7 @@ PIECES = [*(chr(code) for code in range(32, 127)), "\n", "é", "｜", "▁", "<t
 STOP = len(PIECES) - 1
 CLOSING = {PIECES.index(character) for character in '"<}]),'}
 """Taken more often than others, so that outputs end."""
-MAX_TOKENS = 600
+MAX_TOKENS = 1500
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_what_a_grammar_lets_a_model_write_is_read_as_calls_that_fit(
 ) -> None:
     tag = json.dumps(tagged(forced_calls(form, TOOLS, parallel=parallel)))
     grammar, chance, ended = compiler.compile_structural_tag(normalize_structural_tag(tag)), random.Random(form), 0
-    for _ in range(6):
+    for _ in range(10):
         if (text := at_random(grammar, chance)) is None:
             continue
         ended += 1
