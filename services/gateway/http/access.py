@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -30,6 +30,15 @@ are, so that there is always room for another (dynamic thresholds, Choudhury and
 MAX_STRANGERS = 60
 """Audit lines per minute of calls without a valid key."""
 CHARS_PER_TOKEN = 4
+
+
+class Admission(NamedTuple):
+    """What an open request counts for at its key."""
+
+    key: ApiKey
+    reserved: int | None
+    """Tokens; None: the key has no limits."""
+    sequences: int
 
 
 class AccessControl:
@@ -130,17 +139,29 @@ class AccessControl:
         if call.reserved == 0:
             self._reserve_tokens(call, tokens)
 
+    def detach(self, call: Call) -> Admission:
+        """What a call counts for goes on counting behind its end, until `settle`."""
+        admission = Admission(call.key, call.reserved, call.sequences)
+        call.reserved, call.sequences = None, 0
+        return admission
+
+    def settle(self, admission: Admission, tokens: int) -> None:
+        """What was admitted has ended, and has used so many tokens."""
+        self._open[admission.key.name] -= admission.sequences
+        if admission.reserved is not None:
+            self._limiter.finish(admission.key, admission.reserved, tokens)
+
+    def key_named(self, name: str) -> ApiKey | None:
+        """Returns the key that is called so; None where there is none any more."""
+        if not self._keys.required:
+            return ANONYMOUS if name == ANONYMOUS.name else None
+        return next((key for key in self._keys.ring if key.name == name), None)
+
     def finish(self, call: Call, endpoint: str, began: float) -> None:
         """The call has ended: settles what it has used, and logs who asked for what, and what it came to; nothing of
         any text. `began` is the monotonic time at which the call came in. Of those without a valid key some are left
         out of the log, so that strangers cannot fill it."""
-        if call.sequences:
-            self._open[call.key.name] -= call.sequences
-            call.sequences = 0
-        if call.reserved is not None:
-            used = call.record.prompt_tokens + call.record.output_tokens
-            self._limiter.finish(call.key, call.reserved, used)
-            call.reserved = None
+        self.settle(self.detach(call), call.record.prompt_tokens + call.record.output_tokens)
         record, now = call.record, time.monotonic()
         if self._keys.required and call.key is ANONYMOUS:
             if self._strangers.level(now) < 1:

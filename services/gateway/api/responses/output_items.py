@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from hashlib import blake2b
 from typing import Any, Literal, assert_never
 
-from services.gateway.api.chat import mistral_id, openai_id
+from services.gateway.api.chat import NewId, repeatable_ids
 from services.gateway.api.logprobs import chat_logprobs
 from services.gateway.parsing.events import (
     ContentText,
@@ -36,10 +37,10 @@ _DELTAS: dict[ItemKind, str] = {
 class OutputItem:
     """One item, as far as it has arrived."""
 
-    def __init__(self, kind: ItemKind, index: int, named: dict[str, str]) -> None:
-        """`index`: its number in the output. `named`: the name and the id of a call."""
+    def __init__(self, kind: ItemKind, index: int, response: str, named: dict[str, str]) -> None:
+        """`index`: its number in the output of `response`. `named`: the name and the id of a call."""
         self.kind: ItemKind = kind
-        self.id = f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"
+        self.id = f"{_PREFIXES[kind]}_{blake2b(f'{response}/{index}'.encode(), digest_size=16).hexdigest()}"
         self._index, self._named = index, named
         self._status: ItemStatus = "in_progress"
         self._pieces: list[str] = []
@@ -108,8 +109,11 @@ class OutputItems:
     def __init__(self, options: ParserOptions | None) -> None:
         """`options`: how the output is read; None: it is nothing but text."""
         self.parser = OutputParser(options or ParserOptions(OutputDialect()))
+        self.name = secrets.token_hex(16)
+        """The response's id, so that items have the same ids where another gateway makes them again."""
         self.reasoning_tokens = 0
         """Tokens of the reasoning; the mark that opens it counts, the one that closes it does not."""
+        self._new_call: NewId | None = None
         self._mistral = options is not None and options.dialect.tools == "mistral"
         self._parsed = options is not None
         self._items: list[OutputItem] = []
@@ -174,8 +178,8 @@ class OutputItems:
             case ReasoningText(text):
                 self._extend("reasoning", text, events)
             case ToolCallStart(name, identity):
-                identity = identity or (mistral_id() if self._mistral else openai_id())
-                self._begin("function_call", events, {"call_id": identity, "name": name})
+                self._new_call = self._new_call or repeatable_ids(self.name, self._mistral)
+                self._begin("function_call", events, {"call_id": identity or self._new_call(), "name": name})
             case ToolCallArguments(text):
                 self._append(text, events)
             case ToolCallRetraction():
@@ -201,7 +205,7 @@ class OutputItems:
 
     def _begin(self, kind: ItemKind, events: list[Event], named: dict[str, str] | None = None) -> None:
         self._close(events)
-        self._open = OutputItem(kind, self._started, named or {})
+        self._open = OutputItem(kind, self._started, self.name, named or {})
         self._started += 1
         self._items.append(self._open)
         events += self._open.begin()

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from services.gateway.api.errors import RequestError, unsupported
 from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
-from services.gateway.api.responses.answer import finished, output_of, response_object
+from services.gateway.api.responses.events import ResponseEvents
 from services.gateway.api.responses.request import ResponseRequest, previous_response
 from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyParser
@@ -27,11 +27,12 @@ from shared.messages.gateway import Delta
 class ItemCollector(ResponseWriter):
     """Collects a response that is not streamed."""
 
+    def __init__(self, events: ResponseEvents) -> None:
+        self._events = events
+
     def write(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
         """See `ResponseWriter.write`."""
-        items = output_of(choice)
-        items.record(len(delta.tokens), delta.logprobs)
-        items.feed(delta.text, delta.finish)
+        self._events.output(choice, delta)
         return True
 
 
@@ -39,55 +40,36 @@ class ItemWriter(EventWriter):
     """Writes a response as a stream of numbered events."""
 
     def __init__(
-        self,
-        header: ResponseHeader,
-        echoed: dict[str, Any],
-        connection: ClientConnection,
-        *,
-        keep_alive: float,
-        unread_limit: int,
-        now: float,
+        self, events: ResponseEvents, connection: ClientConnection, *, keep_alive: float, unread_limit: int, now: float
     ) -> None:
         super().__init__(connection, keep_alive=keep_alive, unread_limit=unread_limit, now=now)
-        self._header, self._echoed = header, echoed
-        self._number = 0
-        """Of the next event."""
+        self._events = events
 
     def write(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
-        """See `EventWriter.write`."""
-        output_of(choice).record(len(delta.tokens), delta.logprobs)
-        return super().write(choice, delta, now)
-
-    def frames(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
-        """Returns the events of new output; none where nothing is decided yet."""
-        events = output_of(choice).feed(delta.text, delta.finish)
-        return [*self._begin(), *map(self._frame, events)] if events else []
+        """Writes new output. Returns False where the client reads too slowly."""
+        if events := self._events.output(choice, delta):
+            self._write_events(events)
+            self._written_at = now
+        return self._connection.unread() <= self._unread_limit
 
     def complete(self, choices: list[ChoiceState]) -> None:
         """Leaves the last event to `end`."""
 
     def end(self, response: dict[str, Any]) -> None:
         """Writes the event with the whole response."""
-        self._write(b"".join([*self._begin(), self._last(response)]))
+        self._write_events(self._events.end(response))
 
     def error_frames(self, error: RequestError) -> bytes:
         """Returns the event with the failed response."""
-        failed = response_object(self._header, self._echoed, "failed", error=error)
-        return b"".join([*self._begin(), self._last(failed)])
+        return b"".join(map(event_frame, self._events.end(self._events.failed(error))))
 
-    def _begin(self) -> list[bytes]:
-        if self._number:
-            return []
-        begun = response_object(self._header, self._echoed)
-        return [self._frame({"type": f"response.{kind}", "response": begun}) for kind in ("created", "in_progress")]
+    def _write_events(self, events: list[dict[str, Any]]) -> None:
+        self._write(b"".join(map(event_frame, events)))
 
-    def _last(self, response: dict[str, Any]) -> bytes:
-        return self._frame({"type": f"response.{response['status']}", "response": response})
 
-    def _frame(self, event: dict[str, Any]) -> bytes:
-        event["sequence_number"] = self._number
-        self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+def event_frame(event: dict[str, Any]) -> bytes:
+    """Returns an event as it is sent."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
 class ResponsesEndpoint(GeneratingEndpoint):
@@ -113,16 +95,15 @@ class ResponsesEndpoint(GeneratingEndpoint):
         details = await self._table.tokenizer.prompt_details(generation)
         header = ResponseHeader("responses", f"resp_{secrets.token_hex(24)}", int(time.time()), generation.served_name)
         self._log(call, generation, header)
-        settings = self._settings
+        settings, events = self._settings, ResponseEvents(header, asked.echoed)
         if generation.stream is None:
-            response = await self._table.open(generation, header, ItemCollector(), details)
+            response = await self._table.open(generation, header, ItemCollector(events), details)
             if await self._whole(call, response):
-                body = await self._kept(call, asked, finished(header, asked.echoed, response.choices[0]))
+                body = await self._kept(call, asked, events.finished(response.choices[0]))
                 await self._finish(call, call.respond_json(body))
             return
         writer = ItemWriter(
-            header,
-            asked.echoed,
+            events,
             call.connection,
             keep_alive=settings.keep_alive,
             unread_limit=settings.unread_limit,
@@ -132,7 +113,7 @@ class ResponsesEndpoint(GeneratingEndpoint):
 
         async def end() -> None:
             # Whoever sees the end may go on from it at once.
-            writer.end(await self._kept(call, asked, finished(header, asked.echoed, response.choices[0])))
+            writer.end(await self._kept(call, asked, events.finished(response.choices[0])))
 
         await self._streamed(call, response, writer, ending=end)
 
