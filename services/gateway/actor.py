@@ -24,6 +24,7 @@ from services.gateway.federation.drain_file import DrainFile
 from services.gateway.federation.federation import Federation
 from services.gateway.http.access import AccessControl
 from services.gateway.http.admin.fleet import FleetEndpoints
+from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.app import build_app
 from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
 from services.gateway.http.endpoints import VERSION
@@ -115,6 +116,7 @@ class Gateway(Actor):
         self.files = None if self.database is None else FileStore(self.database, config.file_limits())
         self._bodies = config.body_limits()
         self._parsers: list[BodyParser] = []
+        self._background: list[BackgroundResponses] = []
         self.keys = KeyFileWatcher(config.api_keys, config.keys_file)
         self._limiter = KeyLimiter(bus, self._gateway, self.incarnation, clock)
         overflow = config.overflow_settings()
@@ -132,6 +134,14 @@ class Gateway(Actor):
         # Without a port there is one caller, whose bodies delay nobody else.
         body_parser = BodyParser(partial(self._body_context, parsers), beside=self._listens)
         self._parsers.append(body_parser)
+        access = AccessControl(
+            self.keys,
+            self._limiter,
+            share_prefixes=config.share_prefixes,
+            reachable=config.reachable,
+            origins=config.cors_origins,
+        )
+        background = self._background_responses(body_parser, access)
         return build_app(
             self.requests,
             self.peers,
@@ -139,24 +149,23 @@ class Gateway(Actor):
             config.stream_settings(),
             bodies=self._bodies,
             parser=body_parser,
-            access=AccessControl(
-                self.keys,
-                self._limiter,
-                share_prefixes=config.share_prefixes,
-                reachable=config.reachable,
-                origins=config.cors_origins,
-            ),
+            access=access,
             fleet=FleetEndpoints(self.bus, self.requests, self.peers, VERSION),
             cors_origins=config.cors_origins,
             provider=self.provider,
             lora_registry=None if config.lora_registry is None else LoraRegistry(config.lora_registry),
-            response_store=self._response_store(),
+            background=background,
             file_store=self.files,
         )
 
-    def _response_store(self) -> ResponseStore | None:
+    def _background_responses(self, parser: BodyParser, access: AccessControl) -> BackgroundResponses | None:
         limits = self._config.response_limits()
-        return None if self.database is None or not limits.responses else ResponseStore(self.database, limits)
+        if self.database is None or not limits.responses:
+            return None
+        store = ResponseStore(self.database, limits)
+        background = BackgroundResponses(self._gateway, self.requests, parser, access, store)
+        self._background.append(background)
+        return background
 
     def _body_context(self, parsers: ParserChoice | None, kind: BodyKind) -> BodyContext:
         """What a body that has arrived is read with."""
@@ -198,10 +207,12 @@ class Gateway(Actor):
 
     async def background(self) -> None:
         """Sends probes to engines, follows the file of keys, reports what keys have used, takes part in the federation,
-        and clears the database."""
+        clears the database, and takes up responses in the background that other gateways have left."""
         async with asyncio.TaskGroup() as tasks:
             if self.database is not None:
                 tasks.create_task(remove_expired(self.database))
+            for responses in self._background:
+                tasks.create_task(responses.run())
             if self.federation is not None:
                 tasks.create_task(self.federation.run())
             if self.keys.required:
@@ -277,6 +288,8 @@ class Gateway(Actor):
 
     async def tear_down(self) -> None:
         """Fails what is still open, and closes all connections."""
+        for responses in self._background:
+            await responses.release()
         self.requests.stop()
         if self.federation is not None:
             await self.federation.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ EVENTS = 2**20
 """Position of the first event among a record's contents; the items come before."""
 
 Response = dict[str, Any]
+Event = dict[str, Any]
 
 
 class ResponseLimits(NamedTuple):
@@ -46,10 +48,12 @@ class StoredResponse(Struct, frozen=True, kw_only=True):
     response: Response
     items_size: int
     """Bytes of the items, which are the record's first contents."""
-    body: msgspec.Raw | None = None
-    """What asked for it, without its input, where it runs in the background."""
-    seed: int | None = None
+    body: str | None = None
+    """The JSON that asked for it, without its input, where it runs in the background."""
+    seed: int = 0
     """By which it draws then."""
+    attempts: int = 1
+    """Gateways that have begun it."""
 
     @property
     def status(self) -> str:
@@ -59,6 +63,8 @@ class StoredResponse(Struct, frozen=True, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(StoredResponse)
+_encoder = msgspec.json.Encoder()
+_events: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 
 
 class ResponseStore:
@@ -141,6 +147,59 @@ class ResponseStore:
             text = f"{field}: {abbreviated(id)} is {stored.status}; one that is completed or incomplete is allowed"
             raise RequestError(400, text, param=field)
         return msgspec.json.encode([*msgspec.json.decode(items), *stored.response["output"]])
+
+    async def write(self, record: Record, stored: StoredResponse, due: float | None, holder: str = "") -> Record | None:
+        """Writes what a response says now, and returns its next version; None where somebody else has written it.
+        `due`: from when on another gateway may take it up. Raises RequestError."""
+        value = msgspec.json.encode(stored)
+        size = len(value) + stored.items_size
+        try:
+            return await self.database.replace(record.changed(value=value, size=size, due=due, holder=holder))
+        except DatabaseUnavailable as error:
+            raise _unavailable(error) from None
+
+    async def claim(self, holder: str, lease: float) -> tuple[Record, StoredResponse] | None:
+        """Returns a response that is to be generated and that no gateway has; None where there is none. Raises
+        RequestError."""
+        if self.database.untouched:
+            return None
+        try:
+            record = await self.database.claim(KIND, holder, lease)
+        except DatabaseUnavailable as error:
+            raise _unavailable(error) from None
+        return None if record is None else (record, _decoder.decode(record.value))
+
+    async def add_events(self, id: str, events: list[Event]) -> bool:
+        """Stores the next events of a response; False where it is not there any more. Raises RequestError."""
+        position = EVENTS + events[0]["sequence_number"]
+        try:
+            await self.database.add_chunks(KIND, id, {position: _encoder.encode_lines(events)})
+        except RecordUnknown:
+            return False
+        except DatabaseUnavailable as error:
+            raise _unavailable(error) from None
+        return True
+
+    async def events(self, id: str, after: int) -> list[Event]:
+        """Returns stored events behind the number `after`, not all at once; empty where there are none yet. Raises
+        RequestError."""
+        try:
+            places = [place for place in await self.database.positions(KIND, id) if place >= EVENTS]
+            i = bisect_right(places, EVENTS + after + 1) - 1
+            if not places:
+                return []
+            chunks = await self.database.chunks(KIND, id, after=places[max(i, 0)] - 1)
+        except DatabaseUnavailable as error:
+            raise _unavailable(error) from None
+        events = [event for _, data in chunks for event in _events.decode_lines(data)]
+        return [event for event in events if event["sequence_number"] > after]
+
+    async def all_events(self, id: str) -> list[Event]:
+        """Returns all stored events. Raises RequestError."""
+        events: list[Event] = []
+        while more := await self.events(id, events[-1]["sequence_number"] if events else -1):
+            events += more
+        return events
 
     async def delete(self, id: str, owner: str) -> None:
         """Forgets a response. Raises RequestError 404."""

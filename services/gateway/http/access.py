@@ -32,7 +32,7 @@ MAX_STRANGERS = 60
 CHARS_PER_TOKEN = 4
 
 
-class Admission(NamedTuple):
+class KeyAdmission(NamedTuple):
     """What an open request counts for at its key."""
 
     key: ApiKey
@@ -139,13 +139,13 @@ class AccessControl:
         if call.reserved == 0:
             self._reserve_tokens(call, tokens)
 
-    def detach(self, call: Call) -> Admission:
+    def detach(self, call: Call) -> KeyAdmission:
         """What a call counts for goes on counting behind its end, until `settle`."""
-        admission = Admission(call.key, call.reserved, call.sequences)
+        admission = KeyAdmission(call.key, call.reserved, call.sequences)
         call.reserved, call.sequences = None, 0
         return admission
 
-    def settle(self, admission: Admission, tokens: int) -> None:
+    def settle(self, admission: KeyAdmission, tokens: int) -> None:
         """What was admitted has ended, and has used so many tokens."""
         self._open[admission.key.name] -= admission.sequences
         if admission.reserved is not None:

@@ -25,6 +25,7 @@ from services.gateway.http.admin.fleet import FleetEndpoints
 from services.gateway.http.admin.loras import LoraEndpoints
 from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEndpoint
 from services.gateway.http.apis.files import FileEndpoints
+from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.apis.responses import ResponsesEndpoint
 from services.gateway.http.apis.sagemaker import InvocationsEndpoint
@@ -39,7 +40,6 @@ from services.gateway.http.pooling import PooledEndpoint, PooledKind
 from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
-from services.gateway.response_store import ResponseStore
 from services.gateway.resumable_streams import ResumableStreams
 from shared.models.lora_registry import LoraRegistry
 
@@ -73,11 +73,11 @@ def build_app(
     fleet: FleetEndpoints,
     provider: OverflowProvider | None = None,
     lora_registry: LoraRegistry | None = None,
-    response_store: ResponseStore | None = None,
+    background: BackgroundResponses | None = None,
     file_store: FileStore | None = None,
 ) -> Starlette:
     """Returns the ASGI application. `provider`: gets what cannot be served here in time. `lora_registry`: None: no
-    adapter can be loaded at run time. `response_store`, `file_store`: None: there is no database."""
+    adapter can be loaded at run time. `background`, `file_store`: None: there is no database."""
     files = FileEndpoints(file_store, settings.read_timeout)
     loras = LoraEndpoints(table.cluster, lora_registry)
     documentation = Documentation()
@@ -87,8 +87,8 @@ def build_app(
         None if provider is None else Overflow(provider, table.cluster, access, settings.read_timeout, table.clusters)
     )
 
-    responses = ResponsesEndpoint(table, parser, access, streams, settings, response_store)
-    stored = StoredResponseEndpoints(response_store)
+    responses = ResponsesEndpoint(table, parser, access, streams, settings, background)
+    stored = StoredResponseEndpoints(background, settings, table.timeout)
 
     def route(method: str, path: str, handler: Handler, scope: KeyScope | None) -> Route:
         return Route(path, Endpoint(handler, path, scope, access, bodies), methods=[method])
@@ -134,6 +134,7 @@ def build_app(
             route("POST", "/v1/responses", responses, "inference"),
             route("GET", "/v1/responses/{id}", stored.get, "read-only"),
             route("DELETE", "/v1/responses/{id}", stored.delete, "inference"),
+            route("POST", "/v1/responses/{id}/cancel", stored.cancel, "inference"),
             route("GET", "/v1/responses/{id}/input_items", stored.input_items, "read-only"),
             anthropic("/v1/messages", MessagesEndpoint(table, parser, access, streams, settings)),
             anthropic("/v1/messages/count_tokens", CountTokensEndpoint(table, parser)),

@@ -59,6 +59,12 @@ async def test_a_stored_response_is_gone_on_from_as_a_chat_is(stack: RunningStac
     assert second.usage is not None
     assert second.usage.input_tokens == chat.usage.prompt_tokens
     assert await client.responses.retrieve(second.id) == second
+    begun = await client.responses.create(
+        **asked, input=QUESTIONS[1], max_output_tokens=30, previous_response_id=first.id, background=True
+    )
+    events = [event async for event in await client.responses.retrieve(begun.id, stream=True)]
+    assert events[-1].response == await client.responses.retrieve(begun.id)  # type: ignore[union-attr]
+    assert events[-1].response.output_text == second.output_text  # type: ignore[union-attr]
     await client.responses.delete(second.id)
 
 

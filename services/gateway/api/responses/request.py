@@ -74,6 +74,7 @@ class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: ResponseStreamFields | None = None
     store: bool | None = None
     previous_response_id: str | None = None
+    background: bool | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -98,7 +99,6 @@ class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
     # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
-    background: bool | None = None
     conversation: Any = None
     prompt: Any = None
     context_management: Any = None
@@ -116,7 +116,6 @@ _SHARED = (
 )
 """Fields that a chat has with the same meaning."""
 _UNSUPPORTED = {
-    "background": "running in the background",
     "conversation": "a stored conversation",
     "prompt": "a prompt template",
     "context_management": "managing the context",
@@ -144,6 +143,8 @@ class ResponseRequest(Struct, frozen=True):
     """Whether the client wants it to be stored; None: it does not say."""
     items: bytes
     """All that it goes on from, as it is stored: a JSON array."""
+    background: bool
+    """Whether it is generated without its client."""
 
 
 class _PreviousFields(Struct):
@@ -163,6 +164,20 @@ def previous_response(body: bytes) -> str | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return found if isinstance(found, str) else None
+
+
+def job_body(body: bytes) -> str:
+    """Returns a checked body without its input, for `again`."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    for name in ("input", "previous_response_id"):
+        fields.pop(name, None)
+    return msgspec.json.encode(fields).decode()
+
+
+def again(body: str, items: bytes) -> bytes:
+    """Returns a body that asks for the same once more; `items`: all that it goes on from."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode({**fields, "input": msgspec.Raw(items)})
 
 
 def read_responses(
@@ -186,7 +201,7 @@ def read_responses(
     except RequestError as error:
         raise _in_their_words(error) from None
     items = b"" if fields.store is False else msgspec.json.encode([*earlier, *numbered(fields.input)])
-    return ResponseRequest(generation, _echoed(fields), fields.store, items)
+    return ResponseRequest(generation, _echoed(fields), fields.store, items, bool(fields.background))
 
 
 def _check(fields: ResponsesFields) -> None:
@@ -321,7 +336,7 @@ def _echoed(fields: ResponsesFields) -> dict[str, Any]:
     reasoning, text = fields.reasoning, fields.text
     return {
         **{name: getattr(fields, name) for name in _ECHOED},
-        "background": False,
+        "background": bool(fields.background),
         "store": False,
         "metadata": fields.metadata or {},
         "parallel_tool_calls": fields.parallel_tool_calls is not False,

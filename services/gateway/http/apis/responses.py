@@ -6,7 +6,6 @@ import secrets
 import time
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from services.gateway.api.errors import RequestError, unsupported
@@ -14,12 +13,14 @@ from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseW
 from services.gateway.api.responses.events import ResponseEvents
 from services.gateway.api.responses.request import ResponseRequest, previous_response
 from services.gateway.http.access import AccessControl
+from services.gateway.http.apis.background import BackgroundResponses
+from services.gateway.http.apis.stored_responses import event_frame, follow_events
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import Call, ClientConnection
 from services.gateway.http.generation import GeneratingEndpoint, StreamSettings
 from services.gateway.http.streaming import EventWriter
 from services.gateway.request_table import RequestTable
-from services.gateway.response_store import ResponseStore, StoredResponse
+from services.gateway.response_store import StoredResponse
 from services.gateway.resumable_streams import ResumableStreams
 from shared.messages.gateway import Delta
 
@@ -67,11 +68,6 @@ class ItemWriter(EventWriter):
         self._write(b"".join(map(event_frame, events)))
 
 
-def event_frame(event: dict[str, Any]) -> bytes:
-    """Returns an event as it is sent."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
-
-
 class ResponsesEndpoint(GeneratingEndpoint):
     """Answers `/v1/responses`."""
 
@@ -82,25 +78,33 @@ class ResponsesEndpoint(GeneratingEndpoint):
         access: AccessControl,
         streams: ResumableStreams,
         settings: StreamSettings,
-        store: ResponseStore | None,
+        background: BackgroundResponses | None,
     ) -> None:
-        """`store`: None: nothing is stored."""
+        """`background`: None: nothing is stored."""
         super().__init__(table, parser, access, streams, settings)
-        self._store = store
+        self._background = background
+        self._store = None if background is None else background.store
 
     async def __call__(self, call: Call) -> None:
         """Generates and responds. Raises RequestError as long as no response was started."""
-        asked = await self._ask(call)
+        asked, body = await self._ask(call)
         generation = self._admitted(call, asked.generation)
         details = await self._table.tokenizer.prompt_details(generation)
         header = ResponseHeader("responses", f"resp_{secrets.token_hex(24)}", int(time.time()), generation.served_name)
         self._log(call, generation, header)
+        if self._background is not None and asked.background:
+            queued = await self._background.start(call, body, asked, generation, header)
+            if generation.stream is None:
+                await call.respond_json(queued)
+            else:
+                await follow_events(call, self._background.store, header.id, -1, self._settings, self._table.timeout)
+            return
         settings, events = self._settings, ResponseEvents(header, asked.echoed)
         if generation.stream is None:
             response = await self._table.open(generation, header, ItemCollector(events), details)
             if await self._whole(call, response):
-                body = await self._kept(call, asked, events.finished(response.choices[0]))
-                await self._finish(call, call.respond_json(body))
+                kept = await self._kept(call, asked, events.finished(response.choices[0]))
+                await self._finish(call, call.respond_json(kept))
             return
         writer = ItemWriter(
             events,
@@ -117,8 +121,8 @@ class ResponsesEndpoint(GeneratingEndpoint):
 
         await self._streamed(call, response, writer, ending=end)
 
-    async def _ask(self, call: Call) -> ResponseRequest:
-        """What the body asks for. Raises RequestError."""
+    async def _ask(self, call: Call) -> tuple[ResponseRequest, bytes]:
+        """What the body asks for, and the body. Raises RequestError."""
         with self._table.arriving():
             body = await call.body()
             history = None
@@ -128,7 +132,9 @@ class ResponsesEndpoint(GeneratingEndpoint):
         if asked.store and self._store is None:
             raise unsupported("store", "true where nothing is stored")
         stored = self._store is not None and asked.store is not False
-        return replace(asked, store=stored, echoed=asked.echoed | {"store": stored})
+        if asked.background and not stored:
+            raise unsupported("background", "running in the background without storing the response")
+        return replace(asked, store=stored, echoed=asked.echoed | {"store": stored}), body
 
     async def _kept(self, call: Call, asked: ResponseRequest, response: dict[str, Any]) -> dict[str, Any]:
         """The response, stored where it is to be. One that the database does not take says that it is not stored."""

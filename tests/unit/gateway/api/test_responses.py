@@ -9,12 +9,15 @@ import pytest
 
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
+from services.gateway.api.response import ChoiceState, ResponseHeader
+from services.gateway.api.responses.events import ResponseEvents
 from services.gateway.api.responses.output_items import OutputItems
 from services.gateway.api.responses.request import ResponseRequest, read_responses
 from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import ParserOptions
-from shared.ids import ModelName
-from shared.messages.gateway import LogprobText, PositionLogprobs
+from shared.ids import Attempt, ModelName, RequestId
+from shared.messages.gateway import Delta, LogprobText, PositionLogprobs
+from shared.messages.generation import FinishReason
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import ChatPrompt
 from tests.support.gateway.tool_calls import Call, written
@@ -182,7 +185,6 @@ def test_effort_is_what_the_chat_template_takes() -> None:
         ({"service_tier": "flex"}, "service_tier", "default"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "template"),
-        ({"background": True}, "background", "not supported"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
         ({"n": 2}, "n", "not known"),
         ({"temperature": -1}, "temperature", "at least 0"),
@@ -237,6 +239,28 @@ def test_items_are_what_the_output_says() -> None:
     thinking.feed(OUTPUTS["thoughts"], "stop")
     assert [item["type"] for item in thinking.body()] == ["reasoning", "message"]
     assert thinking.body()[0]["content"] == [{"type": "reasoning_text", "text": "Let me\nsee."}]
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_another_gateway_goes_on_with_the_events_wherever_the_first_one_ended(name: str) -> None:
+    """The first sends a character a step, the second three."""
+    text, header = OUTPUTS[name], ResponseHeader("responses", "resp_1", 17, "m")
+    expected = _items()
+    expected.name = "resp_1"
+    expected.feed(text, "stop")
+    for at in range(len(text) + 1):
+        first, choice = ResponseEvents(header, {}), ChoiceState(0, 0, message=_items())
+        sent = [event for character in text[:at] for event in first.output(choice, _delta(character))]
+        second, choice = ResponseEvents(header, {}, sent), ChoiceState(0, 0, message=_items())
+        for i in range(0, len(text), 3):
+            sent += second.output(choice, _delta(text[i : i + 3]))
+        sent += second.output(choice, _delta("", "stop"))
+        choice.finish = "stop"
+        sent += second.end(second.finished(choice))
+        assert [event["sequence_number"] for event in sent] == list(range(len(sent)))
+        assert [event["type"] for event in sent[:2]] == ["response.created", "response.in_progress"]
+        assert sent[-1]["response"]["output"] == expected.body()
+        assert _added_up(sent[2:-1]) == expected.body()
 
 
 def test_white_space_alone_is_a_text() -> None:
@@ -300,6 +324,10 @@ def test_plain_text_has_the_logprobs_of_all_tokens() -> None:
     [item] = _added_up(events)
     assert [each["token"] for each in item["content"][0]["logprobs"]] == ["", " a", "b"]
     assert items.reasoning_tokens == 0
+
+
+def _delta(text: str, finish: FinishReason | None = None) -> Delta:
+    return Delta(RequestId("r"), Attempt(1), 0, (), text, finish)
 
 
 def _position(token: str) -> PositionLogprobs:
