@@ -152,7 +152,7 @@ class BackgroundResponses:
             former = await self.store.all_events(record.id)
         except RequestError as error:
             if error.status in (429, 503):
-                await self._put_back(record, stored)
+                await self._put_back(record, stored, CLAIM_EVERY)
                 return
             failed = ResponseEvents(_header(stored), {}).failed(error)
             ending = {name: failed[name] for name in ("status", "error")}
@@ -182,10 +182,11 @@ class BackgroundResponses:
         self._table.admit(1, generation.model.name)
         return self._seeded(generation, stored.seed), asked
 
-    async def _put_back(self, record: Record, stored: StoredResponse) -> None:
-        """Another gateway may take it up at once."""
+    async def _put_back(self, record: Record, stored: StoredResponse, seconds: float = 0.0) -> None:
+        """A gateway may take it up in so many seconds."""
         try:
-            await self.store.write(record, replace(stored, attempts=stored.attempts - 1), due=self._clock())
+            due = self._clock() + seconds
+            await self.store.write(record, replace(stored, attempts=stored.attempts - 1), due=due)
         except RequestError:
             return  # the lease ends by itself
 
