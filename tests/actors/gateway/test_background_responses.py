@@ -157,7 +157,7 @@ async def test_what_runs_counts_for_its_key(memory_bus: MemoryBus, tmp_path: Pat
 
 
 async def test_what_cannot_be_is_refused(stack: GatewayStack) -> None:
-    with pytest.raises(openai.BadRequestError, match="without storing"):
+    with pytest.raises(openai.BadRequestError, match="background can only be used when `store` is true"):
         await create(stack, store=False)
     response = await create(stack, background=False)
     with pytest.raises(openai.BadRequestError, match="synchronous"):

@@ -98,7 +98,8 @@ def _read(item: Item, where: str, turns: Turns) -> None:
         case "function_call_output":
             turns.add(_function_call_output(item, where))
         case "reasoning":
-            turns.reason(_reasoning(item, where))
+            if text := _reasoning(item, where):
+                turns.reason(text)
         case str(kind):
             raise unsupported(f"{where}.type", f"an item of type {abbreviated(kind)}")
         case other:

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.gateway.api.errors import RequestError, unsupported
+from services.gateway.api.errors import RequestError, invalid, unsupported
 from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
 from services.gateway.api.responses.events import ResponseEvents
 from services.gateway.api.responses.request import ResponseRequest, previous_response
@@ -133,7 +133,7 @@ class ResponsesEndpoint(GeneratingEndpoint):
             raise unsupported("store", "true where nothing is stored")
         stored = self._store is not None and asked.store is not False
         if asked.background and not stored:
-            raise unsupported("background", "running in the background without storing the response")
+            raise invalid("background", "background can only be used when `store` is true, and there is a database")
         return replace(asked, store=stored, echoed=asked.echoed | {"store": stored}), body
 
     async def _kept(self, call: Call, asked: ResponseRequest, response: dict[str, Any]) -> dict[str, Any]:

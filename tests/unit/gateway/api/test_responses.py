@@ -89,6 +89,8 @@ def test_turns_of_the_model_stay_apart() -> None:
     again = messages(input=[{"role": "assistant", "content": "one"}, summary, call(1)])
     assert [(each["content"], each.get("reasoning_content")) for each in again] == [("one", None), (None, "hm")]
     assert "tool_calls" in again[1]
+    empty = [{"type": "reasoning", "summary": [], "encrypted_content": None, "status": "completed"}, *said[:1]]
+    assert messages(input=empty) == [{"role": "assistant", "content": "one"}]
 
 
 def test_an_unfinished_text_is_continued() -> None:
