@@ -11,9 +11,14 @@ from typing import Any, assert_never
 
 from starlette.applications import Starlette
 
+from services.gateway.api.batches.lines import BatchAnswer, BatchRequest
+from services.gateway.batches.batch_run import BatchRun
+from services.gateway.batches.batch_store import BatchObject, BatchStore
 from services.gateway.batches.file_store import FileStore
+from services.gateway.batches.runner import BatchRunner
+from services.gateway.batches.window import BatchWindow, EngineRoom
 from services.gateway.config import GatewayConfig
-from services.gateway.core.api_keys import KeyFileError
+from services.gateway.core.api_keys import KeyFileError, KeyName
 from services.gateway.core.cluster import REQUIRED_SERVICES
 from services.gateway.core.remote_clusters import RemoteClusters
 from services.gateway.core.stream_records import GatewayLife, StreamRecords
@@ -25,9 +30,11 @@ from services.gateway.federation.federation import Federation
 from services.gateway.http.access import AccessControl
 from services.gateway.http.admin.fleet import FleetEndpoints
 from services.gateway.http.apis.background import BackgroundResponses
+from services.gateway.http.apis.batches import BatchEndpoints
 from services.gateway.http.app import build_app
 from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
 from services.gateway.http.endpoints import VERSION
+from services.gateway.http.local_call import local_call
 from services.gateway.http.server import HttpServer
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
@@ -113,7 +120,6 @@ class Gateway(Actor):
         self.streams = ResumableStreams(bus, own, self.peers, self.requests)
         self._config = config
         self.database = _database(config)
-        self.files = None if self.database is None else FileStore(self.database, config.file_limits())
         self._bodies = config.body_limits()
         self._parsers: list[BodyParser] = []
         self._background: list[BackgroundResponses] = []
@@ -121,6 +127,11 @@ class Gateway(Actor):
         self._limiter = KeyLimiter(bus, self._gateway, self.incarnation, clock)
         overflow = config.overflow_settings()
         self.provider = None if overflow is None else OverflowProvider(overflow)
+        self.files: FileStore | None = None
+        self.batch_runner: BatchRunner | None = None
+        if self.database is not None:
+            self.files = FileStore(self.database, config.file_limits())
+            self.batch_runner = self._make_batch_runner(self.database, self.files)
         self.app = self.make_app(config.parsers())
         self.server = HttpServer(
             self.app, config.host, config.port, reuse_port=config.reuse_port, max_connections=config.max_connections
@@ -156,6 +167,7 @@ class Gateway(Actor):
             lora_registry=None if config.lora_registry is None else LoraRegistry(config.lora_registry),
             background=background,
             file_store=self.files,
+            batches=self._batch_endpoints(),
         )
 
     def _background_responses(self, parser: BodyParser, access: AccessControl) -> BackgroundResponses | None:
@@ -166,6 +178,29 @@ class Gateway(Actor):
         background = BackgroundResponses(self._gateway, self.requests, parser, access, store)
         self._background.append(background)
         return background
+
+    def _batch_endpoints(self) -> BatchEndpoints:
+        if self.database is None or self.files is None or self.batch_runner is None:
+            return BatchEndpoints(None, lambda: None)
+        return BatchEndpoints(BatchStore(self.database, self.files, self._config.max_batches), self.batch_runner.wake)
+
+    def _make_batch_runner(self, database: Database, files: FileStore) -> BatchRunner:
+        limits = self._config.batch_limits()
+        window = BatchWindow(limits.concurrency, self._engine_room)
+
+        async def answer(request: BatchRequest, key: KeyName) -> BatchAnswer:
+            answer = await local_call(self.app, "POST", request.url, request.body, request.id, key)
+            return BatchAnswer(answer.status, answer.request_id, answer.body)
+
+        def run(batch: BatchObject) -> BatchRun:
+            return BatchRun(database, files, window, answer, limits, batch)
+
+        return BatchRunner(database, f"{self._gateway}/{self.incarnation}", limits.lease, run)
+
+    def _engine_room(self) -> EngineRoom:
+        engines = self.requests.cluster.ready_engines()
+        taken = sum(engine.running + engine.waiting for engine in engines)
+        return EngineRoom(sum(engine.max_running for engine in engines), taken)
 
     def _body_context(self, parsers: ParserChoice | None, kind: BodyKind) -> BodyContext:
         """What a body that has arrived is read with."""
@@ -213,6 +248,8 @@ class Gateway(Actor):
                 tasks.create_task(remove_expired(self.database))
             for responses in self._background:
                 tasks.create_task(responses.run())
+            if self.batch_runner is not None:
+                tasks.create_task(self.batch_runner.run())
             if self.federation is not None:
                 tasks.create_task(self.federation.run())
             if self.keys.required:
@@ -273,8 +310,10 @@ class Gateway(Actor):
                 assert_never(request)
 
     async def on_drain(self) -> None:
-        """Accepts no new requests; open ones continue."""
+        """Accepts no new requests; open ones continue. Batches go to other gateways."""
         self.requests.accepting = False
+        if self.batch_runner is not None:
+            await self.batch_runner.stop()
         self.server.stop_listening()
         if self.federation is not None:
             await self.federation.set_accepting(False)
@@ -282,6 +321,8 @@ class Gateway(Actor):
     async def on_undrain(self) -> None:
         """Accepts requests again."""
         self.requests.accepting = True
+        if self.batch_runner is not None:
+            self.batch_runner.resume()
         if self.federation is not None:
             await self.federation.set_accepting(True)
         await self._listen()
@@ -290,6 +331,8 @@ class Gateway(Actor):
         """Fails what is still open, and closes all connections."""
         for responses in self._background:
             await responses.release()
+        if self.batch_runner is not None:
+            await self.batch_runner.stop()
         self.requests.stop()
         if self.federation is not None:
             await self.federation.stop()

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from services.gateway.api.forwarding import ModelNames, ProviderDialect
 from services.gateway.api.generation import RequestLimits
+from services.gateway.batches.batch_run import BatchLimits
 from services.gateway.batches.file_store import FileLimits
 from services.gateway.core.open_request import RetryPolicy
 from services.gateway.core.overflow import OverflowLimits
@@ -263,6 +264,15 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     file_retention_s: Annotated[
         Seconds, Meta(description="Seconds after which files and batches are removed, unless a client says when.")
     ] = 30 * 86_400.0
+    max_batches: Annotated[Positive, Meta(description="Batches that are kept for one API key.")] = 10_000
+    max_batch_lines: Annotated[Positive, Meta(description="Requests in one batch.")] = 50_000
+    batch_concurrency: Annotated[
+        Positive, Meta(description="Requests of batches that a gateway has under way, however idle the engines are.")
+    ] = 64
+    batch_lease_s: Annotated[
+        Annotated[float, Meta(ge=1)],
+        Meta(description="Seconds after which another gateway goes on with the batches of one that says nothing."),
+    ] = 15.0
     read_timeout_s: Annotated[
         Seconds, Meta(description="Seconds that a client may take to read the end of a response.")
     ] = 60.0
@@ -374,6 +384,16 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     def file_limits(self) -> FileLimits:
         """Returns what one API key may keep."""
         return FileLimits(self.max_file, self.max_files, self.max_stored, self.file_retention_s)
+
+    def batch_limits(self) -> BatchLimits:
+        """Returns what bounds batches."""
+        return BatchLimits(
+            max_lines=self.max_batch_lines,
+            max_line=self.max_body,
+            concurrency=self.batch_concurrency,
+            lease=self.batch_lease_s,
+            retention=self.file_retention_s,
+        )
 
     def limits(self) -> RequestLimits:
         """Returns what a single request may ask for."""

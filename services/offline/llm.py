@@ -15,8 +15,9 @@ from typing import Any, TypeVar, Unpack
 
 import msgspec
 
+from services.gateway.http.local_call import LocalAnswer
 from services.offline.errors import EngineFailed, InvalidRequest
-from services.offline.local_cluster import LocalAnswer, LocalCluster
+from services.offline.local_cluster import LocalCluster
 from services.offline.outputs import RequestOutput, request_output, tokens_with_logprobs
 from services.offline.requests import (
     Message,

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import NamedTuple
-
-from starlette.types import ASGIApp, Message
 
 from services.coordinator.__main__ import build as build_coordinator
 from services.detokenizer.__main__ import build as build_detokenizer
 from services.detokenizer.__main__ import load as load_vocabulary
 from services.gateway.actor import Gateway
-from services.gateway.http.call import EXTENSION
+from services.gateway.http.local_call import LocalAnswer, local_call
 from services.offline.errors import EngineFailed
 from services.offline.ranks import MAX_PAYLOAD, RankProcesses
 from services.offline.settings import ServiceConfigs
@@ -31,8 +28,6 @@ from shared.models.tokenizer_files import TokenizerUnusable
 
 POLL_SECONDS = 0.005
 DRAIN_SECONDS = 1.0
-LEAVE_SECONDS = 10.0
-"""Seconds that the gateway may take to notice that a call was abandoned."""
 MAX_PAUSE = 0.5
 """Most seconds that the clock counts for one pause of the event loop, however long it was."""
 
@@ -52,39 +47,6 @@ class LoopClock:
         self._ran += min(now - self._before, MAX_PAUSE)
         self._before = now
         return self._ran
-
-
-class LocalAnswer(NamedTuple):
-    """A complete HTTP response."""
-
-    status: int
-    request_id: str
-    body: bytes
-
-
-class _LocalConnection:
-    """The connection of a client in this process, which never reads too slowly."""
-
-    def __init__(self) -> None:
-        self.on_lost: Callable[[], None] | None = None
-        self._left = False
-
-    def is_closing(self) -> bool:
-        return self._left
-
-    def leave(self) -> None:
-        self._left = True
-        if self.on_lost is not None:
-            self.on_lost()
-
-    def write_chunk(self, data: bytes) -> None:
-        raise AssertionError("nothing is streamed to this process")
-
-    def unread(self) -> int:
-        return 0
-
-    def abort(self) -> None:
-        raise AssertionError("a client in this process is never too slow")
 
 
 class LocalCluster:
@@ -171,7 +133,7 @@ class LocalCluster:
         the cluster ends meanwhile."""
         assert self._running is not None, "not started"
         app = self._parsing_app if parsed else self._plain_app
-        answering = asyncio.create_task(_call(app, method, path, body, request_id))
+        answering = asyncio.create_task(local_call(app, method, path, body, request_id))
         try:
             await asyncio.wait([answering, self._running], return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
@@ -201,46 +163,3 @@ class LocalCluster:
             self._ranks.stop()
         if self._running is not None:
             await asyncio.wait([self._running])
-
-
-async def _call(app: ASGIApp, method: str, path: str, body: bytes, request_id: str | None) -> LocalAnswer:
-    """Calls an ASGI application without HTTP: the same code and the same bodies, without a socket."""
-    status, answer_headers, parts = 500, dict[bytes, bytes](), list[bytes]()
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: Message) -> None:
-        nonlocal status, answer_headers
-        if message["type"] == "http.response.start":
-            status, answer_headers = message["status"], dict(message["headers"])
-        else:
-            parts.append(message.get("body", b""))
-
-    connection = _LocalConnection()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if request_id is not None:
-        headers.append((b"x-request-id", request_id.encode()))
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": method,
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": headers,
-        "client": None,
-        "server": None,
-        "extensions": {EXTENSION: connection},
-    }
-    answering = asyncio.ensure_future(app(scope, receive, send))
-    try:
-        await asyncio.shield(answering)
-    except asyncio.CancelledError:
-        connection.leave()
-        await asyncio.wait([answering], timeout=LEAVE_SECONDS)
-        raise
-    return LocalAnswer(status, answer_headers.get(b"x-request-id", b"").decode(), b"".join(parts))

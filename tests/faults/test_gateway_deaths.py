@@ -4,7 +4,10 @@ text, and no other stream ends as if it was complete."""
 from __future__ import annotations
 
 import asyncio
+import json
+import sqlite3
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx2
@@ -144,3 +147,36 @@ async def test_resumable_streams_go_on_with_the_same_text(stack: RunningStack) -
     assert sum(cuts for _, cuts in finished) >= 1, opened
     await asyncio.to_thread(stack.replaced, victim, pid)
     await stack.until_heard(lambda said: all(life.phase == "ready" for life in said.values()))
+
+
+BATCH_LINES = 200
+
+
+def batch_holder(stack: RunningStack, id: str) -> str:
+    """The gateway that works on a batch, as the stack's database has it."""
+    with closing(sqlite3.connect(stack.run_dir / "database.sqlite")) as database:
+        row = database.execute("SELECT holder FROM baton_records WHERE kind = 'batch' AND id = ?", (id,)).fetchone()
+    return str(row[0]).partition("/")[0]
+
+
+async def test_another_gateway_goes_on_with_a_batch_and_each_line_is_answered_once(stack: RunningStack) -> None:
+    body = {"model": stack.model, "prompt": "The", "max_tokens": 16, "ignore_eos": True}
+    lines = [
+        {"custom_id": f"n{n}", "method": "POST", "url": "/v1/completions", "body": {**body, "seed": n}}
+        for n in range(BATCH_LINES)
+    ]
+    async with client_of(stack.url).with_options(max_retries=10) as client, asyncio.timeout(DEADLINE):
+        text = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        file = await client.files.create(file=("in.jsonl", text), purpose="batch")
+        made = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        while not (counts := (await client.batches.retrieve(made.id)).request_counts) or counts.completed < 10:
+            await asyncio.sleep(0.1)
+        stack.kill(batch_holder(stack, made.id))
+        batch = await client.batches.retrieve(made.id)
+        assert batch.status == "in_progress"
+        while (batch := await client.batches.retrieve(made.id)).status in ("in_progress", "finalizing"):
+            await asyncio.sleep(0.2)
+        assert (batch.status, batch.request_counts and batch.request_counts.completed) == ("completed", BATCH_LINES)
+        output = (await client.files.content(batch.output_file_id or "")).text
+        answered = [json.loads(line) for line in output.splitlines()]
+        assert [answer["custom_id"] for answer in answered] == [line["custom_id"] for line in lines]

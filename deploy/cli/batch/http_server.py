@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
 
-from deploy.cli.batch.files import BatchAnswer, BatchRequest
 from deploy.errors import CommandError
+from services.gateway.api.batches.lines import BatchAnswer, BatchRequest
 from shared.reliability.retry import Backoff
 
 AnswerRequest = Callable[[BatchRequest], Awaitable[BatchAnswer]]

@@ -8,9 +8,9 @@ import threading
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from deploy.cli.batch.files import BatchAnswer, BatchRequest
 from deploy.cli.batch.http_server import AnswerRequest
 from deploy.errors import CommandError
+from services.gateway.api.batches.lines import BatchAnswer, BatchRequest
 from services.offline import LLM, EngineFailed, InvalidRequest
 
 

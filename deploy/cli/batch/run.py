@@ -9,9 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from deploy.cli.batch.files import BadLine, BatchOutput, BatchRequest, answered_line, line_id, read_line, refused_line
+from deploy.cli.batch.files import BatchOutput
 from deploy.cli.batch.http_server import AnswerRequest
 from deploy.errors import CommandError
+from services.gateway.api.batches.lines import (
+    BadLine,
+    BatchRequest,
+    answered_line,
+    line_id,
+    read_line,
+    refused_line,
+)
 from shared.error_groups import innermost
 
 Progress = Callable[[bool], None]

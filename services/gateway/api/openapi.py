@@ -10,6 +10,7 @@ import msgspec
 from services.gateway.api.admin.loras import LoadLoraRequest, UnloadLoraRequest
 from services.gateway.api.admin.operations import AbortFields, ScaleFields
 from services.gateway.api.anthropic.request import MessagesFields, MessagesTokensFields
+from services.gateway.api.batches.batch import BatchFields
 from services.gateway.api.batches.files import UploadFields
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.completions import CompletionFields
@@ -93,6 +94,10 @@ OPERATIONS = (
     Operation("GET", "/v1/files/{name}", "One of them."),
     Operation("DELETE", "/v1/files/{name}", "Remove one of them."),
     Operation("GET", "/v1/files/{name}/content", "What is in one of them.", None, ("application/octet-stream",)),
+    Operation("POST", "/v1/batches", "Answer the requests in a file, when there is time.", BatchFields),
+    Operation("GET", "/v1/batches", "The key's batches.", parameters=("after", "limit")),
+    Operation("GET", "/v1/batches/{name}", "One of them."),
+    Operation("POST", "/v1/batches/{name}/cancel", "Answer no more of its requests."),
     Operation("POST", "/tokenize", "The token ids of a text or of messages.", TokenizeFields),
     Operation("POST", "/detokenize", "The text of token ids.", DetokenizeFields),
     Operation("POST", "/invocations", "The endpoint that the body's fields belong to.", InvocationFields, GENERATED),

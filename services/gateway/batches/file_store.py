@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
+from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
@@ -15,6 +16,8 @@ from services.gateway.api.errors import RequestError, not_allowed
 from services.gateway.database.records import CHUNK_BYTES, Database, Record, RecordUnknown
 
 FILES = "file"
+RESULTS = "batch-results"
+"""Records with the answers of a batch: each is a chunk, whose position is the number of its line."""
 UPLOAD_SECONDS = 3600.0
 """After which an upload that nobody has finished is removed."""
 PAGE = 200
@@ -33,6 +36,14 @@ class FileLimits(NamedTuple):
     """Seconds until a file goes that does not say when."""
 
 
+class BatchPart(Struct, frozen=True):
+    """The lines of a batch's results that are one of its files."""
+
+    batch: str
+    failed: bool
+    """Whether they are those that could not be served."""
+
+
 class StoredFile(Struct, frozen=True):
     """What a file's record says."""
 
@@ -40,6 +51,8 @@ class StoredFile(Struct, frozen=True):
     purpose: FilePurpose
     uploading: bool = False
     """Whether it is not whole yet; then nobody sees it."""
+    part: BatchPart | None = None
+    """Where its contents lie, if they are not its own."""
 
 
 class FileObject(NamedTuple):
@@ -167,20 +180,56 @@ class FileStore:
 
     async def contents(self, file: FileObject) -> AsyncIterator[bytes]:
         """Yields the file from its beginning, in pieces."""
+        part = file.file.part
+        kind, id = (FILES, file.record.id) if part is None else (RESULTS, part.batch)
         position = -1
-        while chunks := await self._database.chunks(FILES, file.record.id, position):
+        while chunks := await self._database.chunks(kind, id, position):
             for _, data in chunks:
-                yield data
+                if part is None:
+                    yield data
+                elif data[:1] == mark(failed=part.failed):
+                    yield data[1:]
             position = chunks[-1][0]
 
     async def delete(self, owner: str, id: str) -> None:
-        """Raises RequestError 404."""
-        await self.get(owner, id)
+        """With both files of a batch its results go. Raises RequestError 404."""
+        part = (await self.get(owner, id)).file.part
         if not await self._database.delete(FILES, id):
             raise _unknown(id)
+        if part is not None:
+            other = part_id(BatchPart(part.batch, not part.failed))
+            if await self._database.get(FILES, other) is None:
+                await self._database.delete(RESULTS, part.batch)
+
+    async def add_part(self, owner: str, part: BatchPart, size: int, seconds: float) -> str:
+        """Makes a file of a part of a batch's results, unless there is one; its id."""
+        now = self._clock()
+        name = f"{part.batch}_{'error' if part.failed else 'output'}.jsonl"
+        record = Record(
+            kind=FILES,
+            id=part_id(part),
+            owner=owner,
+            created=now,
+            expires=now + seconds,
+            value=msgspec.json.encode(StoredFile(name, "batch_output", part=part)),
+            size=size,
+        )
+        await self._database.insert(record)
+        return record.id
 
 
 _DECODER = msgspec.json.Decoder(StoredFile)
+
+
+def part_id(part: BatchPart) -> str:
+    """The id of a batch's file, which nobody can guess who does not know the batch's."""
+    name = f"{part.batch} {'error' if part.failed else 'output'}".encode()
+    return f"file-{blake2b(name, digest_size=12).hexdigest()}"
+
+
+def mark(*, failed: bool) -> bytes:
+    """What a chunk of a batch's results begins with: which of both files has the line."""
+    return b"-" if failed else b"+"
 
 
 def new_file_id() -> str:

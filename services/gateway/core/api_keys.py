@@ -139,6 +139,10 @@ class KeyRing:
         hash, whose bits no client can choose."""
         return self._keys.get(hashed_key(secret))
 
+    def named(self, name: KeyName) -> ApiKey | None:
+        """The key of a name."""
+        return self._by_name.get(name)
+
 
 def hashed_key(secret: bytes) -> str:
     """A key as lists of keys have it. SHA-256 is enough: keys are random and long, so nobody can try them all."""

@@ -15,7 +15,7 @@ from services.gateway.api.errors import RequestError, abbreviated, not_allowed
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.core.api_keys import ANONYMOUS, MIN_PRIORITY, ApiKey, KeyName, KeyScope
 from services.gateway.core.rate_limits import LimitExceeded, LimitState, TokenBucket
-from services.gateway.http.call import Call
+from services.gateway.http.call import KEY_EXTENSION, Call
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
 from shared.ids import ModelName
@@ -71,8 +71,7 @@ class AccessControl:
             self._check_operator(call)
         if not self._keys.required:
             return
-        secret = sent_key(call)
-        key = None if secret is None else self._keys.ring.find(secret)
+        key = self._key_of(call)
         if key is None:
             text = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
             raise RequestError(401, text, code="invalid_api_key")
@@ -96,6 +95,12 @@ class AccessControl:
         if self._reachable and not self._keys.required:
             text = "this needs API keys (--api-key, --keys-file), as other machines can reach the port"
             raise RequestError(403, text)
+
+    def _key_of(self, call: Call) -> ApiKey | None:
+        if (name := call.scope["extensions"].get(KEY_EXTENSION)) is not None:
+            return self._keys.ring.named(name)
+        secret = sent_key(call)
+        return None if secret is None else self._keys.ring.find(secret)
 
     def bound(self, generation: GenerationRequest, key: ApiKey) -> GenerationRequest:
         """Returns a request as the key may make it: no other key's requests share prefixes with it. Raises

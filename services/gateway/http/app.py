@@ -24,6 +24,7 @@ from services.gateway.http.access import AccessControl
 from services.gateway.http.admin.fleet import FleetEndpoints
 from services.gateway.http.admin.loras import LoraEndpoints
 from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEndpoint
+from services.gateway.http.apis.batches import BatchEndpoints
 from services.gateway.http.apis.files import FileEndpoints
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
@@ -75,6 +76,7 @@ def build_app(
     lora_registry: LoraRegistry | None = None,
     background: BackgroundResponses | None = None,
     file_store: FileStore | None = None,
+    batches: BatchEndpoints,
 ) -> Starlette:
     """Returns the ASGI application. `provider`: gets what cannot be served here in time. `lora_registry`: None: no
     adapter can be loaded at run time. `background`, `file_store`: None: there is no database."""
@@ -157,6 +159,10 @@ def build_app(
             of_key("GET", "/v1/files/{name}", files.retrieve),
             of_key("DELETE", "/v1/files/{name}", files.delete),
             of_key("GET", "/v1/files/{name}/content", files.content),
+            of_key("POST", "/v1/batches", batches.create),
+            of_key("GET", "/v1/batches", batches.list),
+            of_key("GET", "/v1/batches/{name}", batches.retrieve),
+            of_key("POST", "/v1/batches/{name}/cancel", batches.cancel),
             route("POST", "/tokenize", info.tokenize, "inference"),
             route("POST", "/detokenize", info.detokenize, "inference"),
             route("GET", "/v1/models", info.models, "read-only"),

@@ -24,6 +24,8 @@ from shared.ids import ModelName
 
 EXTENSION = "baton.connection"
 """Key in the ASGI scope's extensions under which the connection is found."""
+KEY_EXTENSION = "baton.key"
+"""Key under which a call of this process itself says whose it is. What comes over HTTP has no such extension."""
 JSON = b"application/json"
 READ_BYTES = 256 * 2**10
 """Bytes that a connection may take in before its endpoint asks for more; as many are leased before each read."""
@@ -205,8 +207,9 @@ class Call:
         """Sequences that count as open for its key."""
         self.limit_headers: list[tuple[bytes, bytes]] = []
         """What is left of its key's limits, for the response."""
-        self.asked_elsewhere = False
-        """Whether the overflow provider was considered for it, which happens once."""
+        self.asked_elsewhere = KEY_EXTENSION in scope["extensions"]
+        """Whether the overflow provider was considered for it, which happens once, and not for calls of this process
+        itself."""
         self._body_read = False
         """Whether the body has been read to its end."""
         self._body: bytes | None = None

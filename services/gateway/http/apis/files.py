@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -19,6 +19,8 @@ MAX_UPLOADS = 32
 """Files that arrive at the same time at one gateway."""
 MAX_LIMIT = 10_000
 """Files in one list, as OpenAI has it."""
+S = TypeVar("S")
+
 NO_DATABASE = "nothing is kept here, as the gateway has no database; the server's --database names one"
 
 
@@ -159,7 +161,7 @@ class Upload:
             raise invalid("expires_after", f"{text[:1].lower()}{text[1:]}") from None
 
 
-def kept(store: Any) -> Any:
+def kept(store: S | None) -> S:
     """The store. Raises RequestError 404 where there is none."""
     if store is None:
         raise RequestError(404, NO_DATABASE)

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-from deploy.cli.batch.files import (
+from deploy.cli.batch.files import BatchOutput, written_id
+from deploy.errors import CommandError
+from services.gateway.api.batches.lines import (
     BadLine,
     BatchAnswer,
-    BatchOutput,
     BatchRequest,
     answered_line,
     line_id,
     read_line,
     refused_line,
-    written_id,
 )
-from deploy.errors import CommandError
 
 
 def line(**changes: Any) -> bytes:
@@ -46,7 +45,7 @@ def test_a_request_keeps_its_body_as_it_stood() -> None:
         (line(custom_id=5), None, "invalid_line", "$.custom_id"),
         (line(custom_id=""), "", "invalid_request", "custom_id: it must not be empty"),
         (line(method="GET"), "a", "invalid_request", "method: 'GET' is not allowed; 'POST' is"),
-        (line(url="/v1/embeddings"), "a", "invalid_request", "url: '/v1/embeddings' is not allowed; one of /v1/chat"),
+        (line(url="/v1/models"), "a", "invalid_request", "url: '/v1/models' is not allowed; one of /v1/chat"),
         (line(body=[]), "a", "invalid_request", "body: Expected `object`, got `array`"),
         (line(body={"stream": True}), "a", "invalid_request", "body.stream: true is not allowed"),
     ],
