@@ -24,9 +24,9 @@ from services.gateway.http.access import AccessControl
 from services.gateway.http.admin.fleet import FleetEndpoints
 from services.gateway.http.admin.loras import LoraEndpoints
 from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEndpoint
+from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.batches import BatchEndpoints
 from services.gateway.http.apis.files import FileEndpoints
-from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.apis.responses import ResponsesEndpoint
 from services.gateway.http.apis.sagemaker import InvocationsEndpoint
