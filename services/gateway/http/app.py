@@ -27,9 +27,9 @@ from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEn
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.batches import BatchEndpoints
 from services.gateway.http.apis.files import FileEndpoints
+from services.gateway.http.apis.invocations import InvocationsEndpoint
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.apis.responses import ResponsesEndpoint
-from services.gateway.http.apis.sagemaker import InvocationsEndpoint
 from services.gateway.http.apis.stored_responses import StoredResponseEndpoints
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 SERVED = (
     "/v1/",
+    "/invocations",
     "/v2/",
     "/api/",
     "/pooling",
@@ -56,7 +57,6 @@ SERVED = (
     "/rerank",
     "/tokenize",
     "/detokenize",
-    "/invocations",
 )
 """Beginnings of the paths that clients send requests to."""
 
@@ -113,26 +113,11 @@ def build_app(
     def pooled(kind: PooledKind) -> Handler:
         return PooledEndpoint(kind, table, parser, access, settings.read_timeout)
 
-    chat, completion, embedding = generation("chat"), generation("completion"), pooled("embedding")
-    classification, score, rerank = pooled("classification"), pooled("score"), pooled("rerank")
-    invocations = InvocationsEndpoint(
-        table,
-        parser,
-        {
-            "chat": chat,
-            "completion": completion,
-            "embedding": embedding,
-            "classification": classification,
-            "score": score,
-            "rerank": rerank,
-        },
-    )
-
+    invoked = InvocationsEndpoint(table, parser, generation, pooled)
     return Starlette(
         routes=[
-            route("POST", "/v1/chat/completions", chat, "inference"),
-            route("POST", "/v1/completions", completion, "inference"),
-            route("POST", "/invocations", invocations, "inference"),
+            route("POST", "/v1/chat/completions", generation("chat"), "inference"),
+            route("POST", "/v1/completions", generation("completion"), "inference"),
             route("POST", "/v1/responses", responses, "inference"),
             route("GET", "/v1/responses/{id}", stored.get, "read-only"),
             route("DELETE", "/v1/responses/{id}", stored.delete, "inference"),
@@ -146,13 +131,13 @@ def build_app(
             ollama("GET", "/api/ps", models.running),
             ollama("POST", "/api/show", models.show),
             ollama("GET", "/api/version", models.version),
-            route("POST", "/v1/embeddings", embedding, "inference"),
+            route("POST", "/v1/embeddings", pooled("embedding"), "inference"),
             route("POST", "/pooling", pooled("pooling"), "inference"),
-            route("POST", "/classify", classification, "inference"),
-            route("POST", "/score", score, "inference"),
-            route("POST", "/v1/score", score, "inference"),
-            route("POST", "/rerank", rerank, "inference"),
-            route("POST", "/v1/rerank", rerank, "inference"),
+            route("POST", "/classify", pooled("classification"), "inference"),
+            route("POST", "/score", pooled("score"), "inference"),
+            route("POST", "/v1/score", pooled("score"), "inference"),
+            route("POST", "/rerank", pooled("rerank"), "inference"),
+            route("POST", "/v1/rerank", pooled("rerank"), "inference"),
             route("POST", "/v2/rerank", pooled("cohere_rerank"), "inference"),
             of_key("POST", "/v1/files", files.create),
             of_key("GET", "/v1/files", files.list),
@@ -186,6 +171,7 @@ def build_app(
             route("GET", "/live", info.live, None),
             route("GET", "/ready", info.ready, None),
             route("GET", "/metrics", info.metrics, None),
+            route("POST", "/invocations", invoked, "inference"),
         ],
         middleware=_cors(cors_origins),
         exception_handlers={HTTPException: _not_found, Exception: _bug},

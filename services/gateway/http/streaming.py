@@ -51,14 +51,15 @@ class SseFrames:
         return self._options.token_ids
 
     def role(self, choice: ChoiceState) -> bytes:
-        """Returns the first chunk of a chat's choice; empty for completions, which have none."""
+        """Returns the first chunk of a chat's choice, with what it echoes; empty for completions, which have none."""
         if not self._chat:
             return b""
-        body = b',"choices":[{"index":%d,"delta":{"role":%b,"content":""},"logprobs":null,"finish_reason":null}]'
+        body = b',"choices":[{"index":%d,"delta":{"role":%b,"content":%b},"logprobs":null,"finish_reason":null}]'
         prompt = self._prompt_ids(choice) or b',"prompt_token_ids":null'
         if self._options.prompt_text:
             prompt += b',"prompt_text":' + encode(choice.prompt_text)
-        return self._head + body % (choice.index, self._role) + prompt + self._tail(choice, tokens=0)
+        opened = self._head + body % (choice.index, self._role, encode(choice.echo))
+        return opened + prompt + self._tail(choice, tokens=0)
 
     def text(self, choice: ChoiceState, text: str) -> bytes:
         """Returns a chunk of new text. The choice has counted its tokens; its collected log-probabilities go along."""
@@ -242,15 +243,13 @@ class StreamWriter(EventWriter):
             if not parsed and delta.finish is None:
                 return []
             role = b"" if choice.started else self._frames.role(choice)
-            if choice.echo and not choice.started:
-                parsed["content"] = choice.echo + parsed.get("content", "")
             frame = self._frames.delta(choice, parsed)
         elif choice.started:
             return [self._frames.text(choice, delta.text)]
         else:
             choice.text_offset = len(choice.echo)
             role = self._frames.role(choice)
-            frame = self._frames.text(choice, choice.echo + delta.text)
+            frame = self._frames.text(choice, delta.text if role else choice.echo + delta.text)
         choice.started = True
         return [role, frame] if role else [frame]
 

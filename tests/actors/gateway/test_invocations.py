@@ -81,6 +81,8 @@ async def check_streamed_echo(stack: GatewayStack) -> None:
     response = await stack.http.post("/v1/chat/completions", json=body)
     chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     whole = (await stack.http.post("/v1/chat/completions", json=CONTINUED | {"max_tokens": 5})).json()
+    begun = [c["delta"] for chunk in chunks for c in chunk["choices"] if c["delta"].get("role")]
+    assert begun == [{"role": "assistant", "content": BEGUN[1]["content"]}] * 2
     for index in (0, 1):
         deltas = [c["delta"] for chunk in chunks for c in chunk["choices"] if c["index"] == index]
         assert "".join(delta.get("content") or "" for delta in deltas) == whole["choices"][0]["message"]["content"]
