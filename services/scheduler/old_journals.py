@@ -55,8 +55,8 @@ SAMPLING_IN_NEW, SAMPLING_IN_GENERATION = 5, 7
 LORA_IN_NEW, LORA_IN_GENERATION, FORGET_LORAS_IN_PLAN, EXTRA_ARGS_IN_SAMPLING, VALUE_DIM_IN_LAYOUT = 10, 23, 9, 17, 6
 """Where messages say of adapters, of logits processors' arguments, and of parts of a block that differ in size, since
 version 6."""
-RESTORED_IN_PLAN = 10
-"""Where plans say of checkpoints of states, since version 7."""
+RESTORED_IN_PLAN, EMBEDS_IN_NEW, EMBEDS_IN_GENERATION = 10, 11, 24
+"""Where messages say of checkpoints of states, and of embeddings in place of tokens, since version 7."""
 GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_PLACED_FIELDS = 6
@@ -89,26 +89,31 @@ class JournalNames:
         return name, content
 
 
-class Stateless(JournalNames):
-    """Version 6: no model had states that were kept."""
+class TokensOnly(JournalNames):
+    """Version 6: every prompt was of tokens, and no model had states that were kept."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
-        """Plans without their fields about checkpoints; other outputs as they are."""
-        if name != "SendPlan":
+        """Plans and hand-overs without their newest fields; other outputs as they are."""
+        if name not in ("SendPlan", "SendHandOver"):
             return name, content
         output = _decode(content)
-        del output["plan"][RESTORED_IN_PLAN:]
+        if name == "SendPlan":
+            del output["plan"][RESTORED_IN_PLAN:]
+            for new in output["plan"][NEW_IN_PLAN]:
+                del new[EMBEDS_IN_NEW:]
+        else:
+            del output["generate"][1][EMBEDS_IN_GENERATION:]
         return name, _encode(output)
 
 
-class AdapterFree(JournalNames):
+class AdapterFree(TokensOnly):
     """Version 5: nobody had an adapter or a logits processor, and keys were as large as values."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
         """Plans, hand-overs and requests for arenas without their newest fields; other outputs as they are."""
         if name not in ("SendPlan", "SendHandOver", "SendStoreRequest"):
-            return name, content
-        output = _decode(content)
+            return super().output(name, content)
+        output = _decode(super().output(name, content)[1])
         if name == "SendPlan":
             del output["plan"][FORGET_LORAS_IN_PLAN:]
             for new in output["plan"][NEW_IN_PLAN]:
@@ -259,6 +264,6 @@ def names_of(version: int) -> JournalNames:
         case 5:
             return AdapterFree()
         case 6:
-            return Stateless()
+            return TokensOnly()
         case _:
             return JournalNames()

@@ -26,6 +26,7 @@ from shared.messages.lifecycle import TokenizerReport
 from shared.messages.tokenizer import (
     ChatPrompt,
     Decode,
+    EmbedsPrompt,
     Encode,
     PairPrompt,
     Prompt,
@@ -46,7 +47,13 @@ INLINE_BYTES = 4096
 """Prompts up to this size are tokenized on the event loop: about a millisecond, less than a thread's detour
 under load would cost the others."""
 
-KINDS: dict[type[Prompt], str] = {ChatPrompt: "chat", TextPrompt: "text", TokenPrompt: "tokens", PairPrompt: "pair"}
+KINDS: dict[type[Prompt], str] = {
+    ChatPrompt: "chat",
+    TextPrompt: "text",
+    TokenPrompt: "tokens",
+    PairPrompt: "pair",
+    EmbedsPrompt: "embeds",
+}
 """Each kind of prompt and its label in the metrics."""
 
 
@@ -255,6 +262,8 @@ def _size(prompt: Prompt) -> int:
             return len(prompt.text)
         case TokenPrompt():
             return len(prompt.tokens) // 16
+        case EmbedsPrompt():  # of which nothing but digests is made
+            return len(prompt.embeds.rows) // 256
         case PairPrompt():
             return len(prompt.text) + len(prompt.second)
         case _:

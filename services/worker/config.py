@@ -239,6 +239,12 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         ),
         UpOption("Model"),
     ] = ()
+    enable_prompt_embeds: Annotated[
+        bool,
+        Meta(description="Whether /v1/completions takes prompts as embeddings, in the field prompt_embeds."),
+        UpOption("Model"),
+        ContainerVariable(),
+    ] = False
     grammar_backend: Annotated[
         GrammarBackendName,
         Meta(description="Library that follows grammars; auto: xgrammar, and llguidance for what that refuses."),
@@ -309,6 +315,8 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             raise ValueError(f"{name}: the simulated device has no weights to adapt")
         if self.kv_connector is not None and self.device == "sim":
             raise ValueError(f"kv_connector = {self.kv_connector}: the simulated device has no KV memory of layers")
+        if self.enable_prompt_embeds and self.device == "sim":
+            raise ValueError("enable_prompt_embeds: the simulated device has no embedding")
         if self.logits_processors and self.device == "sim":
             names = ",".join(self.logits_processors)
             raise ValueError(f"logits_processors = {names}: the simulated device has no logits")

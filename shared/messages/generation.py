@@ -106,6 +106,38 @@ class PoolingOptions(Struct, frozen=True, array_like=True, kw_only=True):
         return self.whole or self.pooling != "last"
 
 
+EmbeddingDtype = Literal["float32", "float16", "bfloat16"]
+EMBEDDING_BYTES: dict[EmbeddingDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Of one element."""
+MAX_PROMPT_EMBEDS_BYTES = 6 * 2**20
+"""Of one prompt's embeddings. They travel with the request and its plan, which have to fit the bus beside all else."""
+
+
+class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
+    """What a prompt has in place of the embeddings of its tokens, whose ids are 0 and mean nothing."""
+
+    dtype: EmbeddingDtype
+    size: Annotated[int, Meta(ge=1)]
+    """Elements of a row, as many as the model's hidden states have."""
+    rows: Annotated[bytes, Meta(max_length=MAX_PROMPT_EMBEDS_BYTES)]
+    """Little-endian, one row behind the other, one for each token of the prompt."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token."""
+        return self.size * EMBEDDING_BYTES[self.dtype]
+
+    @property
+    def count(self) -> int:
+        """How many tokens the prompt has; of rows that are not whole the last one does not count."""
+        return len(self.rows) // self.row_bytes
+
+    def of_tokens(self, first: int, end: int) -> bytes:
+        """See :class:`shared.blocks.InPlaceOfTokens`."""
+        rows = self.rows[first * self.row_bytes : end * self.row_bytes]
+        return self.dtype.encode() + rows if rows else b""
+
+
 class StopConditions(Struct, frozen=True, array_like=True, kw_only=True):
     """When a generation ends."""
 
@@ -170,6 +202,8 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     """Set where the prompt becomes a vector: nothing is generated then. None: tokens are generated."""
     lora: LoraId | None = None
     """The adapter that computes it, one of `ModelCard.loras`; None: `model` alone. Part of `block_hashes`."""
+    prompt_embeds: PromptEmbeds | None = None
+    """In place of the embeddings of the prompt's tokens; None: the prompt is `tokens`. Part of `block_hashes`."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from shared.ids import Attempt, Count, EngineId, GatewayId, LoraId, ModelName, RequestId
 from shared.messages.gateway import ErrorKind
-from shared.messages.generation import Grammar, PoolingOptions, SamplingOptions, StopConditions
+from shared.messages.generation import Grammar, PoolingOptions, PromptEmbeds, SamplingOptions, StopConditions
 
 TruncationSide = Literal["left", "right"]
 """Where a prompt that is too long loses its tokens."""
@@ -52,7 +52,13 @@ class PairPrompt(Struct, frozen=True, array_like=True, tag="pair"):
     second: str
 
 
-Prompt = ChatPrompt | TextPrompt | TokenPrompt | PairPrompt
+class EmbedsPrompt(Struct, frozen=True, array_like=True, tag="embeds"):
+    """Embeddings that the client made itself, in place of tokens; checked against the model's hidden size."""
+
+    embeds: PromptEmbeds
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt | PairPrompt | EmbedsPrompt
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

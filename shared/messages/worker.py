@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from shared.ids import ArenaId, GrammarKey, Incarnation, LoraId, SequenceId
-from shared.messages.generation import Grammar, PoolingOptions, SamplingOptions
+from shared.messages.generation import Grammar, PoolingOptions, PromptEmbeds, SamplingOptions
 
 MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN = 512
 """Most prompt tokens in a plan that belong to sequences with `SamplingOptions.prompt_logprobs`. Each takes a row of
@@ -54,6 +54,8 @@ class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
     lora: LoraId | None = None
     """Its adapter; None: the base model alone. All steps together, workers hold sequences of no more different ones at
     a time than `WorkerReport.max_loras`."""
+    prompt_embeds: PromptEmbeds | None = None
+    """What its prompt has in place of the embeddings of its tokens; None: nothing."""
 
 
 class SequenceWork(Struct, frozen=True, array_like=True, gc=False):

@@ -40,6 +40,7 @@ FEATURES = (
     "hybrid KV cache",
     "logits processors",
     "states",
+    "prompt embeds",
 )
 HEADING = """\
 # Features together

@@ -77,6 +77,7 @@ GENERATION = generation.Generation(
     sampling=SAMPLING,
     stopping=STOPPING,
 )
+EMBEDS = generation.PromptEmbeds(dtype="bfloat16", size=2, rows=b"\x80\x3f\0\0")
 NODE, HASH = NodeId("node-1"), bytes(range(16))
 LAYOUT = kvstore.KvLayout(model="m", dtype="float32", layers=2, kv_heads=4, head_dim=8)
 OWNER = kvstore.LeaseOwner(InstanceId("engine-1"), Incarnation(1))
@@ -393,6 +394,8 @@ MESSAGES: list[Any] = [
     kv_events.PrefixCacheReset(5),
     gateway.AbortRequests(("chatcmpl-1",)),
     gateway.RequestsAborted(("chatcmpl-1",)),
+    tokenizer.Encode(tokenizer.EmbedsPrompt(EMBEDS)),
+    coordinator.Route(msgspec.structs.replace(GENERATION, prompt_embeds=EMBEDS)),
 ]
 
 

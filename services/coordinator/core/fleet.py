@@ -50,9 +50,11 @@ def fits(generation: Generation, max_model_len: int) -> bool:
 
 
 def serves(generation: Generation, card: ModelCard) -> bool:
-    """Whether an engine with this card can compute the request: it fits, and its adapter is there."""
+    """Whether an engine with this card can compute the request: it fits, its adapter is there, and its embeddings are
+    of the model's size."""
     has_lora = generation.lora is None or any(each.id == generation.lora for each in card.loras)
-    return has_lora and fits(generation, card.max_model_len)
+    takes = generation.prompt_embeds is None or generation.prompt_embeds.size == card.prompt_embeds
+    return has_lora and takes and fits(generation, card.max_model_len)
 
 
 class _PoolKey(NamedTuple):
@@ -310,7 +312,7 @@ class EngineFleet:
 
     def _served_everywhere(self, generation: Generation) -> bool:
         context = self._context(generation.model)
-        if context is None or not fits(generation, context[0]):
+        if context is None or generation.prompt_embeds is not None or not fits(generation, context[0]):
             return False
         return generation.lora is None or generation.lora in self._common_loras(generation.model)
 

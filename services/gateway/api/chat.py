@@ -96,6 +96,8 @@ def chat_request(
     for name in ("functions", "function_call"):
         if getattr(fields, name) is not None:
             raise invalid(name, "deprecated and not supported; use tools")
+    if fields.prompt_embeds is not None:
+        raise unsupported("prompt_embeds", "a prompt as embeddings outside of /v1/completions")
     for name in ("audio", "web_search_options"):
         if getattr(fields, name) is not None:
             raise unsupported(name, "spoken output" if name == "audio" else "a search in the web")

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.api.embeds.prompt_embeds import embedded_prompts
 from services.gateway.api.errors import decode_body, invalid, unsupported
 from services.gateway.api.generation import (
     CommonFields,
@@ -19,6 +20,7 @@ from services.gateway.api.prompts import completion_prompts
 from services.gateway.api.sampling import beam_search_params, completion_logprobs_request, generation_request
 from services.gateway.api.structured_outputs import read_output_grammar
 from shared.messages.lifecycle import ModelCard
+from shared.messages.tokenizer import Prompt
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -26,13 +28,26 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionFields(CommonFields, kw_only=True):
     """The JSON fields of a completion."""
 
-    prompt: str | list[Any]
+    prompt: str | list[Any] | None = None
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
 
 
 _decoder = msgspec.json.Decoder(CompletionFields)
+
+
+def _prompts(fields: CompletionFields, card: ModelCard) -> tuple[Prompt, ...]:
+    """Those of embeddings first, as vLLM has them."""
+    embedded = () if fields.prompt_embeds is None else embedded_prompts(fields, card)
+    if fields.prompt is None or (embedded and not fields.prompt):
+        if not embedded:
+            raise invalid("prompt", "this field is required")
+        return embedded
+    return (
+        *embedded,
+        *completion_prompts(fields.prompt, card, add_special_tokens=fields.add_special_tokens is not False),
+    )
 
 
 def read_completion(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> GenerationRequest:
@@ -49,7 +64,7 @@ def completion_request(
     """The same for a body that was read. Raises RequestError."""
     card = check_generates(choose_model(fields.model, cards))
     only_echo = bool(fields.echo) and fields.max_tokens == 0
-    prompts = completion_prompts(fields.prompt, card, add_special_tokens=fields.add_special_tokens is not False)
+    prompts = _prompts(fields, card)
     check_common_fields(fields, len(prompts), limits, unchecked="max_tokens" if only_echo else "")
     if fields.suffix:
         raise unsupported("suffix", "a suffix")

@@ -276,6 +276,7 @@ class CommonFields(Struct, kw_only=True):
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
     vllm_xargs: dict[str, Any] | None = None
+    prompt_embeds: Any = None
     # Of OpenAI's and vLLM's fields those that change no answer.
     metadata: Any = None
     prediction: Any = None
@@ -296,7 +297,6 @@ class CommonFields(Struct, kw_only=True):
     logits_processors: Any = None
     media_io_kwargs: Any = None
     mm_processor_kwargs: Any = None
-    prompt_embeds: Any = None
     repetition_detection: Any = None
     return_token_offsets: Any = None
     routed_experts_prompt_start: Any = None
@@ -321,7 +321,6 @@ _UNSUPPORTED = {
     "logits_processors": "a logits processor of the client's (vllm_xargs asks for one of the engine's)",
     "media_io_kwargs": "anything but text",
     "mm_processor_kwargs": "anything but text",
-    "prompt_embeds": "a prompt as embeddings",
     "repetition_detection": "an end by repetitions",
     "return_token_offsets": "where each token is in the prompt",
     "routed_experts_prompt_start": "which experts each token took",

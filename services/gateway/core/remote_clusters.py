@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ClusterName, EngineId, GatewayId, Incarnation, LoraId, ModelName, relay_id, relay_of
 from shared.messages.federation import ClusterStatus, ModelRoom
-from shared.messages.tokenizer import ChatPrompt, PairPrompt, TextPrompt, Tokenize, TokenPrompt
+from shared.messages.tokenizer import ChatPrompt, EmbedsPrompt, PairPrompt, TextPrompt, Tokenize, TokenPrompt
 from shared.protocol import MIN_PROTOCOL, PROTOCOL, SpokenProtocols, incompatibility
 
 STATUS_SECONDS = 1.0
@@ -345,6 +345,8 @@ def _beginning(tokenize: Tokenize) -> bytes:
             return text[:PREFIX_BYTES].encode(errors="surrogatepass")
         case TokenPrompt(tokens=tokens):
             return tokens[:PREFIX_BYTES]
+        case EmbedsPrompt(embeds=embeds):
+            return embeds.rows[:PREFIX_BYTES]
         case PairPrompt(text=text, second=second):
             return (text + second)[:PREFIX_BYTES].encode(errors="surrogatepass")
 

@@ -19,7 +19,7 @@ from services.gateway.http.call import KEY_EXTENSION, Call
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
 from shared.ids import ModelName
-from shared.messages.tokenizer import ChatPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
+from shared.messages.tokenizer import ChatPrompt, EmbedsPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
 from shared.packing import count
 
 log = logging.getLogger(__name__)
@@ -235,6 +235,8 @@ def expected_tokens(generation: GenerationRequest) -> int:
 def _prompt_tokens(prompt: Prompt) -> int:
     if isinstance(prompt, TokenPrompt):
         return count(prompt.tokens)
+    if isinstance(prompt, EmbedsPrompt):
+        return prompt.embeds.count
     match prompt:
         case TextPrompt():
             length = len(prompt.text)

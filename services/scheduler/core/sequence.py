@@ -99,6 +99,7 @@ class TokenState:
     """
 
     __slots__ = (
+        "_embeds",
         "_hashed",
         "_lora",
         "_salt",
@@ -130,6 +131,7 @@ class TokenState:
         self.planned = 0
         self._salt = generation.cache_salt
         self._lora = generation.lora
+        self._embeds = generation.prompt_embeds
         self._hashed = generation.prefix_caching
 
     def learn(self, token: int) -> FinishReason | None:
@@ -139,7 +141,8 @@ class TokenState:
         count = len(known)
         if self._hashed and count % self.block_size == 0:
             parent = self.hashes[-1] if self.hashes else root_hash(self._salt, self._lora)
-            self.hashes.append(next_hash(parent, pack(known[-self.block_size :])))
+            embeds = b"" if self._embeds is None else self._embeds.of_tokens(count - self.block_size, count)
+            self.hashes.append(next_hash(parent, pack(known[-self.block_size :]), embeds))
         if token in self.stops and count > self.min_length:
             return "stop"
         return "length" if count >= self.limit else None

@@ -26,11 +26,12 @@ from shared.messages.dialects import (
     Thinking,
 )
 from shared.messages.gateway import RequestRejected
-from shared.messages.generation import Generation, Grammar, SamplingOptions, StopConditions
+from shared.messages.generation import Generation, Grammar, PromptEmbeds, SamplingOptions, StopConditions
 from shared.messages.tokenizer import (
     ChatPrompt,
     Decode,
     DecodeReply,
+    EmbedsPrompt,
     Encode,
     EncodeReply,
     PairPrompt,
@@ -193,8 +194,8 @@ class PromptEncoder:
             and self._templates.choose(prompt.template, tools=prompt.tools is not None) is None
         )
 
-    def _hashes(self, tokens: bytes, message: Tokenize) -> bytes:
-        return b"".join(hash_chain(tokens, message.cache_salt, self._block_size, message.lora))
+    def _hashes(self, tokens: bytes, message: Tokenize, embeds: PromptEmbeds | None) -> bytes:
+        return b"".join(hash_chain(tokens, message.cache_salt, self._block_size, message.lora, embeds))
 
     def route(self, message: Tokenize, prompt: Prompt) -> Route | RequestRejected:
         """The request with `prompt` (its own, or that rendered) tokenized and hashed; or why there is none."""
@@ -204,12 +205,15 @@ class PromptEncoder:
             ids = self._tokens(prompt, longest, generates=message.pooling is None, truncation=truncation)
             if not ids:
                 raise PromptRefused("prompt", "prompt: at least one token is needed")
+            embeds = prompt.embeds if isinstance(prompt, EmbedsPrompt) else None
+            if truncation is not None and embeds is not None:
+                raise PromptRefused("truncate_prompt_tokens", "truncate_prompt_tokens: not of prompt_embeds")
             if message.resume:
                 self._vocabulary.unpacked(message.resume, "resume")
             thinking = self._thinking(message.prompt, ids)
-            sampling = message.sampling
+            sampling, shown = message.sampling, ids if embeds is None else []
             if message.bad_words or sampling.thinking_budget is not None:
-                sampling = translate_sampling(message, self._vocabulary, self._templates.dialect, thinking, ids)
+                sampling = translate_sampling(message, self._vocabulary, self._templates.dialect, thinking, shown)
         except PromptRefused as refused:
             return rejected(message, refused)
         tokens = pack(ids) + message.resume
@@ -221,7 +225,7 @@ class PromptEncoder:
                 model=message.model,
                 tokens=tokens,
                 prompt_length=len(ids),
-                block_hashes=self._hashes(tokens, message) if message.prefix_caching else b"",
+                block_hashes=self._hashes(tokens, message, embeds) if message.prefix_caching else b"",
                 sampling=sampling,
                 stopping=self._stopping(message),
                 sent_chars=message.sent_chars,
@@ -239,6 +243,7 @@ class PromptEncoder:
                 weight=message.weight,
                 pooling=message.pooling,
                 lora=message.lora,
+                prompt_embeds=embeds,
             )
         )
 
@@ -290,6 +295,8 @@ class PromptEncoder:
                 return encode(prompt.text, add_special_tokens=prompt.add_special_tokens, field="prompt")
             case TokenPrompt():
                 return self._vocabulary.unpacked(prompt.tokens, "prompt")
+            case EmbedsPrompt():
+                return [0] * prompt.embeds.count
             case PairPrompt():
                 if self._pair_template is None:
                     return self._vocabulary.encode_pair(prompt, max_model_len=max_model_len)

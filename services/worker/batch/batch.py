@@ -12,6 +12,7 @@ from torch import Tensor
 from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledRows
 from services.worker.batch.prompt_rows import LogitsRows, PromptRows
 from services.worker.batch.rows import Indices, Int32s, Rows
+from services.worker.ops.interface import InputRows
 from services.worker.sampling.parameters import SamplingBatch
 from shared.ids import SequenceId
 from shared.messages.worker import SequenceWork
@@ -115,6 +116,8 @@ class Batch:
     """Rows whose hidden states become vectors of prompts."""
     copies: StateCopies = NO_COPIES
     """Of states, before and behind the step."""
+    inputs: InputRows | None = None
+    """Rows that begin as the client gave them, on the host; None: there are none."""
 
     @property
     def first_drawn(self) -> Int32s:

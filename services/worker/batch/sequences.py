@@ -10,9 +10,11 @@ from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from services.worker.batch.batch import NO_COPIES, Batch, BrokenPlan, DraftTokens, ScheduledWork, StateCopies
 from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledHead, PromptPool, pooled_rows
+from services.worker.batch.prompt_inputs import embedded_prompt, input_rows
 from services.worker.batch.prompt_rows import PromptRows, ScoredPrompt, merge_logits_rows, prompt_rows
 from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, in_groups, rows_of
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
@@ -70,6 +72,9 @@ class SequenceTable:
         """The sequences whose prompts are scored, by sequence index."""
         self._pooled: dict[int, PromptPool] = {}
         """The sequences whose prompts become vectors, by sequence index."""
+        self._embedded: dict[int, Tensor] = {}
+        """What prompts have in place of their tokens' embeddings, [tokens, hidden] by sequence index, until all of them
+        is computed."""
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -81,6 +86,7 @@ class SequenceTable:
         self._indices.clear()
         self._scored.clear()
         self._pooled.clear()
+        self._embedded.clear()
 
     def release(self, sequence: SequenceId) -> int:
         """Forgets `sequence`: the sequence index that it had. Raises BrokenPlan where it is unknown."""
@@ -89,6 +95,7 @@ class SequenceTable:
         self.generations[seq_index] += 1
         self._scored.pop(seq_index, None)
         self._pooled.pop(seq_index, None)
+        self._embedded.pop(seq_index, None)
         del self._indices[sequence]
         return seq_index
 
@@ -116,6 +123,8 @@ class SequenceTable:
             self._scored[seq_index] = ScoredPrompt(new.sequence, new.prompt_length, new.sampling.prompt_logprobs)
         if new.pooling is not None:
             self._pooled[seq_index] = PromptPool(new.sequence, new.prompt_length, new.pooling, self._classifier)
+        if new.prompt_embeds is not None:
+            self._embedded[seq_index] = embedded_prompt(new.prompt_embeds)
         return seq_index
 
     def _lora_number(self, new: NewSequence, lora: LoraId) -> int:
@@ -131,6 +140,10 @@ class SequenceTable:
             raise BrokenPlan(f"sequence {new.sequence} is one more than the {len(self._indices)} agreed on")
         if not 0 < length < self.tokens.shape[1]:
             raise BrokenPlan(f"sequence {new.sequence}: {length} tokens do not fit the context")
+        if new.prompt_embeds is not None and len(new.prompt_embeds.rows) != (
+            new.prompt_length * new.prompt_embeds.row_bytes
+        ):
+            raise BrokenPlan(f"sequence {new.sequence}: its embeddings are not one for each token of its prompt")
         if not 0 <= new.computed < length or not 0 <= new.prompt_length <= length:
             raise BrokenPlan(f"sequence {new.sequence}: computed or prompt_length is out of range")
 
@@ -197,6 +210,7 @@ class SequenceTable:
         drawn = rows.last_rows[scheduled.samples[units.share]]
         union = merge_logits_rows(drawn, prompts.rows()) if prompts.parts else None
         pooled = pooled_rows(self._pooled, units, rows.last_rows) if self._pooled else NO_POOLED_ROWS
+        inputs = input_rows(self._embedded, units, rows.last_rows) if self._embedded else None
         self._computed[scheduled.seq_indices] += scheduled.counts
         return Batch(
             rows=rows,
@@ -209,6 +223,7 @@ class SequenceTable:
             prompts=prompts,
             merged=union,
             pooled=pooled,
+            inputs=inputs,
         )
 
     def _put_drafts(self, seq_indices: Indices, tokens: Int32s, counts: Int32s) -> None:

@@ -96,6 +96,7 @@ class RankState:
         self.kv: RankKvCache | None = decoder.share_kv(self.caches, digest)
         self.states = SequenceStates(self.caches, max_num_seqs, state_checkpoints) if decoder.state_bytes else None
         """None where no layer has any."""
+        self._dtype: torch.dtype = getattr(torch, card.dtype)
         self.steps = 0
         """Plans of this epoch that were prepared; runners count them."""
         self._forward = self._eager_or(replaying)
@@ -190,6 +191,8 @@ class RankState:
         pools = batch is not None and bool(batch.pooled.spans)
         drafts = self.drafting.settings.features and self.drafting.steps_without_drafts <= FORGETS_AFTER
         features = self.decoder.empty_features(len(ids)) if drafts or (pools and self.draws) else None
+        if batch is not None and batch.inputs is not None:
+            meta = replace(meta, inputs=batch.inputs.on(self.device, self._dtype))
         if self.loras is not None and batch is not None:
             adapted = self.loras.batch(self.sequences.loras[batch.rows.seq_indices], batch.logits_rows)
             if adapted is not None:

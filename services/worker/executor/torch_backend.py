@@ -50,6 +50,7 @@ from services.worker.speculation.settings import SpeculationSettings
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
 from shared.messages.kv_groups import KvCacheGroup
+from shared.messages.lifecycle import ModelCard
 from shared.telemetry.startup import STARTUP
 
 _WARM_UP_ROWS = 64
@@ -96,6 +97,7 @@ def create_backend(
     hybrid_kv_cache: HybridKvCache = "off",
     kv_connector: bool = False,
     processors: ProcessorClasses = NO_PROCESSORS,
+    prompt_embeds: bool = False,
 ) -> Runner:
     """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
 
@@ -104,6 +106,7 @@ def create_backend(
     share of all of a GPU's memory that may be taken. `enforce_eager`: no graphs of decodes. `block_size`: tokens of a
     KV block. `loras`: adapters that are served beside the model. `on_layer`: see `LayerwiseDecoder`; only for CPUs.
     `hybrid_kv_cache`: see `_layer_groups`. `kv_connector`: there is one. `processors`: logits processors of plug-ins.
+    `prompt_embeds`: prompts may be embeddings.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
     """
@@ -141,6 +144,10 @@ def create_backend(
         connected = kv_connector or on_layer is not None
         check_states(loaded.config, drafts=drafts, connector=connected, grouped=hybrid_kv_cache == "on")
         groups = _layer_groups(loaded, hybrid_kv_cache, speculation, connector=kv_connector)
+        if prompt_embeds:
+            if not loaded.generates:
+                raise ModelError("enable_prompt_embeds: the model has no language model head and generates no text")
+            loaded.decoder.check_inputs()
         slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, loras, model_name)
     eager = why_eager(loaded.decoder, place, communicator, pipeline, enforced=enforce_eager)
     limits = f"steps of {max_num_seqs} and {max_batch_tokens}, decodes {'captured' if eager is None else 'run eagerly'}"
@@ -148,7 +155,8 @@ def create_backend(
     check_agreement(communicator, f"{loaded.fingerprint}, {limits}{adapters}, {', '.join(processors)}")
     with _enough_memory("what drafts was loaded: use more ranks"):
         grammars = _grammar_settings(loaded, grammar_limits, grammar_backend)
-        parts = _parts(loaded, model_name, max_num_seqs, speculation, grammars, slots, groups, processors)
+        card = replace(loaded.card(model_name), prompt_embeds=loaded.config.hidden_size if prompt_embeds else None)
+        parts = _parts(loaded, card, max_num_seqs, speculation, grammars, slots, groups, processors)
     graphs = RankGraphs.of(parts) if eager is None else NO_GRAPHS
     with STARTUP.stage("profile"):
         named = f"{loaded.fingerprint}, drafts {speculation}" + (f", {groups}" if groups else "")
@@ -179,7 +187,7 @@ def _grammar_settings(loaded: LoadedModel, limits: GrammarLimits, backend: Gramm
 
 def _parts(
     loaded: LoadedModel,
-    name: ModelName,
+    card: ModelCard,
     max_num_seqs: int,
     speculation: SpeculationSettings | None,
     grammars: ServerSettings,
@@ -202,7 +210,7 @@ def _parts(
     made_for = ProcessorConfig(config.vocab_size, max_num_seqs, wanted.device, folder)
     return RunnerParts(
         card=replace(
-            loaded.card(name),
+            card,
             loras=() if loras is None else loras.cards,
             extra_args=argument_names(processors),
         ),

@@ -12,7 +12,7 @@ from torch import Tensor
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import LayerGroups
-from services.worker.models.config import ModelConfig
+from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.latent.attention import LatentAttention
 from services.worker.models.native_decoder import NativeDecoder, native_decoder
 from services.worker.models.sharding import LayerShard
@@ -71,6 +71,10 @@ class CausalLm(Protocol):
 
     def empty_features(self, rows: int) -> Tensor:
         """[rows, hidden] of memory that `forward` fills with features."""
+
+    def check_inputs(self) -> None:
+        """Raises ModelError where rows that a client gives cannot take the place of the embedding's
+        (`BatchMeta.inputs`). Every rank of a stage must come here."""
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """See `Decoder.forward`."""
@@ -243,6 +247,11 @@ class Decoder:
         """[rows, hidden] of memory that `forward` fills with features."""
         return self._ops.empty_rows(rows, self._config.hidden_size)
 
+    def check_inputs(self) -> None:
+        """See `CausalLm.check_inputs`."""
+        if type(self).input_rows is not Decoder.input_rows:
+            raise ModelError("enable_prompt_embeds: the package of this model has changed what its layers begin with")
+
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """ids [n] int32 → logits [R, vocab] of `meta.logits_rows` on rank 0 of the last stage; None where R is 0.
 
@@ -253,6 +262,8 @@ class Decoder:
             return self._native.forward(ids, meta, caches, features)
         layers, step = self._weights.layers, meta
         residual = self.input_rows(ids)
+        if meta.inputs is not None and self._weights.embedding is not None:
+            residual = meta.inputs.put_into(residual, self._embedding_scale if self._config.scales_inputs else None)
         x = self._ops.rms_norm(residual, layers[0].input_norm, self._config.norm_eps)
         for number, (layer, following, cache) in enumerate(zip(layers[:-1], layers[1:], caches[:-1], strict=True)):
             meta = step if self._groups is None else step.of_group(self._groups.group_of[number])

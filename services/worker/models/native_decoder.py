@@ -112,6 +112,10 @@ class NativeDecoder:
         request = self._request(ids, meta, caches, features, given, rows)
         if adapters is not None:
             request.adapters = ctypes.pointer(adapters)
+        if meta.inputs is not None:
+            given_rows, values = meta.inputs.rows, meta.inputs.values.float().contiguous()
+            inputs = library.Inputs(len(given_rows), given_rows.data_ptr(), values.data_ptr())
+            request.inputs = ctypes.pointer(inputs)
         if not self._kernels.library.baton_decoder_run(self._decoder, ctypes.byref(request)):
             raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")
         return self._logits[:rows] if rows else None

@@ -19,6 +19,8 @@ from torch import Tensor
 from services.worker.ops.quantized import QuantizedWeight, WeightStack
 
 if TYPE_CHECKING:
+    import torch
+
     from services.worker.kv.copier import KvCopier
 
 PackedLinear = NewType("PackedLinear", object)
@@ -54,6 +56,24 @@ class StateRows(NamedTuple):
     begins: Tensor | None
     """bool [num_decodes], on the device: whether a decode is the first token of its sequence, whose states are zeros
     then, whatever its slot holds. None: none is."""
+
+
+class InputRows(NamedTuple):
+    """Rows of a step that begin as the client gave them, and not as their tokens' embeddings."""
+
+    rows: Tensor
+    """[k] int32 in rising order."""
+    values: Tensor
+    """[k, hidden]"""
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> InputRows:
+        """The same for a model on `device` whose embeddings are of `dtype`."""
+        return InputRows(self.rows.to(device), self.values.to(device).to(dtype))
+
+    def put_into(self, x: Tensor, scale: float | None = None) -> Tensor:
+        """x [n, hidden], of which these rows, times `scale`, are overwritten."""
+        values = self.values if scale is None else self.values * scale
+        return x.index_copy_(0, self.rows.long(), values.to(x.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +114,8 @@ class BatchMeta:
 
     states: StateRows | None = None
     """Where the states of its sequences lie; None where no layer has any."""
+    inputs: InputRows | None = None
+    """On every rank, though only the first stage reads them. None: every row begins as its token's embedding."""
 
     def of_group(self, group: int) -> BatchMeta:
         """The step for the layers of this group, counted from 0."""

@@ -18,6 +18,7 @@ from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
+from tests.support.models.embedded_prompts import greedy_of_rows, prompt_embeds, random_rows
 from tests.support.models.rounded_models import SIZES, rounded
 from tests.support.models.tiny_drafters import make_eagle, make_medusa
 from tests.support.models.tiny_models import FAMILIES, STATE_FAMILIES, TinyModel, make_model
@@ -180,6 +181,49 @@ def test_ranks_share_the_weights_that_one_would_have_rounded(
     expected = model.logits(PROMPTS[0] + request.tokens)[len(PROMPTS[0]) - 1 : -1]
     assert torch.tensor(engine.logits).sub(expected).abs().max() < 1e-3
     assert (model.logits(PROMPTS[0]) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
+
+
+@pytest.mark.features(
+    "prompt embeds",
+    "tensor parallel",
+    "pipeline parallel",
+    "preemption",
+    "prefix cache",
+    "chunked prefill",
+    "speculative",
+)
+@pytest.mark.parametrize(("tp", "stages", "drafts"), [(1, 1, 3), (2, 2, 0)])
+def test_rows_of_clients_are_what_the_first_stage_begins_with(
+    ranks: RankProcesses, models: Callable[..., TinyModel], tp: int, stages: int, drafts: int
+) -> None:
+    """Chunks, preemption, blocks that are found by what the rows are, and tokens beside them whose ids are the same."""
+    model = models("llama", 2)
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
+    alone = ranks.serve(model.path).serving[0].block_bytes
+    engine = ranks.serve(
+        model.path,
+        tp=tp,
+        stages=stages,
+        limits=limits,
+        kv_memory=PREEMPTING * alone // (tp * stages),
+        drafts=drafts,
+        prompt_embeds=True,
+    )
+    common = random_rows(model.reference, 33, 1)
+    rows = [torch.cat((common, random_rows(model.reference, count, count))) for count in (4, 20)]
+    rows += [random_rows(model.reference, 16, 3)]
+    requests = [engine.ask([0] * len(each), 40, embeds=prompt_embeds(each)) for each in rows]
+    plain = engine.ask([0] * 37, 40)
+    engine.run()
+    assert engine.preemptions > 0
+    later = []
+    for each in (rows[0], rows[0], rows[1]):
+        later.append(engine.ask([0] * len(each), 40, embeds=prompt_embeds(each)))
+        engine.run()
+    expected = [greedy_of_rows(model.reference, each, 40) for each in rows]
+    assert [each.tokens for each in (*requests, *later)] == [*expected, expected[0], *expected[:2]]
+    assert plain.tokens == model.greedy([0] * 37, 40)
+    assert (plain.cached, later[1].cached, later[2].cached) == (0, 32, 32)
 
 
 @pytest.mark.features("pipeline parallel", "preemption")

@@ -37,6 +37,7 @@ def ring(adapters: dict[str, TinyModel], tmp_path_factory: pytest.TempPathFactor
         gateways=2,
         more=[
             *("--itl-target-ms=100", "--long-prefill-token-threshold=64", "--pooling-type=last"),
+            "--enable-prompt-embeds",
             *(f"--lora={name}={adapter.path}" for name, adapter in adapters.items()),
             f"--lora-registry={tmp_path_factory.mktemp('registry')}/loras.json",
         ],
@@ -66,7 +67,12 @@ def pools(
         decode=1,
         kvstore="64MiB",
         settings=[PATIENT],
-        more=[*CHUNKED_AND_HANDED_OVER, "--pooling-type=mean", f"--lora=pirate={adapters['pirate'].path}"],
+        more=[
+            *CHUNKED_AND_HANDED_OVER,
+            "--pooling-type=mean",
+            "--enable-prompt-embeds",
+            f"--lora=pirate={adapters['pirate'].path}",
+        ],
     ) as stack:
         yield stack
 

@@ -12,7 +12,7 @@ from random import Random
 
 from services.worker.backend import Backend, run_step
 from shared.ids import Incarnation, LoraId, SequenceId
-from shared.messages.generation import Grammar, PoolingOptions, SamplingOptions, TokenLogprobs
+from shared.messages.generation import Grammar, PoolingOptions, PromptEmbeds, SamplingOptions, TokenLogprobs
 from shared.messages.scheduler import SequencePooled, SequencePromptLogprobs
 from shared.messages.worker import GrammarRef, NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
@@ -40,6 +40,7 @@ class Sequence:
     grammar: Grammar | None = None
     pooling: PoolingOptions | None = None
     lora: LoraId | None = None
+    prompt_embeds: PromptEmbeds | None = None
     pooled: bool = False
     """Whether the step is planned that yields its vector."""
 
@@ -84,6 +85,7 @@ class Driver:
         grammar: Grammar | None = None,
         pooling: PoolingOptions | None = None,
         lora: LoraId | None = None,
+        prompt_embeds: PromptEmbeds | None = None,
     ) -> Sequence:
         """A sequence that wants `wanted` output tokens, those behind `prompt_length` in `tokens` counted; or its
         vector, where it has `pooling`."""
@@ -98,6 +100,7 @@ class Driver:
             grammar=grammar,
             pooling=pooling,
             lora=lora,
+            prompt_embeds=prompt_embeds,
         )
         self._next_id += 1
         self.sequences[sequence.id] = sequence
@@ -183,6 +186,7 @@ class Driver:
             grammar=None if sequence.grammar is None else GrammarRef(sequence.grammar.key, sequence.grammar.after),
             pooling=sequence.pooling,
             lora=sequence.lora,
+            prompt_embeds=sequence.prompt_embeds,
         )
 
     def _work(self, sequence: Sequence, count: int) -> SequenceWork:

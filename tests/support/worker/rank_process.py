@@ -66,6 +66,7 @@ class Serve(Struct, frozen=True, tag=True):
     launched: bool = False
     """Step after step is begun before the tokens of the one before are known."""
     hybrid: HybridKvCache = "off"
+    prompt_embeds: bool = False
 
     @property
     def world_size(self) -> int:
@@ -138,6 +139,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
         block_size=asked.block_size,
         loras=LoraSettings(tuple((ModelName(n), Path(f)) for n, f in asked.loras), asked.max_loras, 32),
         quantization=asked.quantization,
+        prompt_embeds=asked.prompt_embeds,
         hybrid_kv_cache=asked.hybrid,
         speculation=asked.speculation
         or (SpeculationSettings(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None),

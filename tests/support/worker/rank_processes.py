@@ -32,7 +32,7 @@ from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
 from shared.blocks import hash_chain
 from shared.ids import Attempt, EngineId, Incarnation, ModelName, RequestId
-from shared.messages.generation import Generation, SamplingOptions, StopConditions
+from shared.messages.generation import Generation, PromptEmbeds, SamplingOptions, StopConditions
 from shared.messages.scheduler import GenerateRequest, StepFinished
 from shared.packing import pack
 from tests.support.engines.checking_worker import DETOKENIZER, GATEWAY, TIMING
@@ -84,6 +84,7 @@ class RankProcesses:
         max_loras: int = 2,
         quantization: QuantizationChoice = "auto",
         hybrid: HybridKvCache = "off",
+        prompt_embeds: bool = False,
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces the one before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
@@ -95,6 +96,7 @@ class RankProcesses:
             loras=loras,
             max_loras=max_loras,
             hybrid=hybrid,
+            prompt_embeds=prompt_embeds,
         )
         for process in self._processes:
             write(_pipe(process.stdin), asked)
@@ -173,8 +175,15 @@ class EngineOfRanks:
             )
         )
 
-    def ask(self, prompt: list[int], output: int, sampling: SamplingOptions = GREEDY, lora: str = "") -> Request:
-        """`lora`: name of its adapter; empty: the model alone."""
+    def ask(
+        self,
+        prompt: list[int],
+        output: int,
+        sampling: SamplingOptions = GREEDY,
+        lora: str = "",
+        embeds: PromptEmbeds | None = None,
+    ) -> Request:
+        """`lora`: name of its adapter; empty: the model alone. `embeds`: in place of the prompt's tokens."""
         card = self.serving[0].card.lora(ModelName(lora))
         adapter = None if card is None else card.id
         name = f"r{len(self._requests)}"
@@ -186,10 +195,11 @@ class EngineOfRanks:
             model=ModelName("tiny"),
             tokens=tokens,
             prompt_length=len(prompt),
-            block_hashes=b"".join(hash_chain(tokens, None, self.serving[0].card.block_size, adapter)),
+            block_hashes=b"".join(hash_chain(tokens, None, self.serving[0].card.block_size, adapter, embeds)),
             sampling=sampling,
             stopping=StopConditions(max_tokens=output, ignore_eos=True),
             lora=adapter,
+            prompt_embeds=embeds,
         )
         self._requests[name] = Request()
         self._tell(GenerateRequest(generation, DETOKENIZER))

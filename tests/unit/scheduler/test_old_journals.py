@@ -47,6 +47,15 @@ def test_todays_journals_are_read_as_they_are() -> None:
     assert names_of(JOURNAL_VERSION).output("SendPlan", b"\x90") == ("SendPlan", b"\x90")
 
 
+def test_version_6_says_nothing_of_embeddings() -> None:
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    _, plan = names_of(6).output("SendPlan", encode({"plan": [1, 0, [], [list(range(12))]]}))
+    assert decode(plan) == {"plan": [1, 0, [], [list(range(11))]]}
+    _, passed = names_of(6).output("SendHandOver", encode({"generate": ["GenerateRequest", list(range(25))]}))
+    assert decode(passed) == {"generate": ["GenerateRequest", list(range(24))]}
+    assert names_of(6).output("SendTokens", b"\x90") == ("SendTokens", b"\x90")
+
+
 def test_version_5_says_nothing_of_adapters() -> None:
     """Nor of logits processors, nor of blocks whose parts differ in size."""
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode

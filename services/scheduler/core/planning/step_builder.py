@@ -92,7 +92,9 @@ def _new_bytes(sequence: Sequence) -> int:
     sampling, tokens = sequence.generation.sampling, sequence.tokens
     words = sum([3 + 5 * len(word) for word in sampling.bad_words])
     ids = len(tokens.stops) + len(sampling.allowed_token_ids or ()) + len(sampling.logprob_token_ids or ())
-    return len(tokens.known) * TOKEN_BYTES + 5 * ids + 15 * len(sampling.logit_bias) + words
+    embeds = sequence.generation.prompt_embeds
+    rows = 0 if embeds is None else len(embeds.rows)
+    return rows + len(tokens.known) * TOKEN_BYTES + 5 * ids + 15 * len(sampling.logit_bias) + words
 
 
 def new_sequence(sequence: Sequence, cached: int, tables: int = 1) -> NewSequence:
@@ -115,4 +117,5 @@ def new_sequence(sequence: Sequence, cached: int, tables: int = 1) -> NewSequenc
         grammar=sequence.grammar,
         pooling=generation.pooling,
         lora=generation.lora,
+        prompt_embeds=generation.prompt_embeds,
     )

@@ -19,7 +19,7 @@ from services.scheduler.core.transfer.remote_prefills import RemotePrefills
 from shared.blocks import HASH_BYTES
 from shared.ids import RequestId, SequenceId
 from shared.messages.gateway import Death, RequestFailed, RequestRejected
-from shared.messages.generation import Generation, PoolingOptions
+from shared.messages.generation import Generation, PoolingOptions, PromptEmbeds
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import Cancel, GenerateRequest, GrammarFault, SequenceFailed, StopMatched
 from shared.messages.worker import MAX_POOLED_BYTES_PER_PLAN
@@ -88,6 +88,8 @@ class RequestValidator:
             raise _InvalidRequest("prompt", "block hashes do not match the prompt")
         if generation.lora is not None and all(each.id != generation.lora for each in self.card.loras):
             raise _InvalidRequest("model", f"model: the adapter {generation.lora.hex()} is not served by this engine")
+        if (embeds := generation.prompt_embeds) is not None:
+            self._check_embeds(generation, embeds)
         if not math.isfinite(generation.arrival):
             raise _InvalidRequest(None, "arrival must be a finite number")
         vocabulary = self.card.vocab_size
@@ -99,6 +101,15 @@ class RequestValidator:
             if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
                 wrong = next(i for i in ids if not 0 <= i < vocabulary)
                 raise _InvalidRequest(field, f"{field}: token id {wrong} is not in the vocabulary of {vocabulary}")
+
+    def _check_embeds(self, generation: Generation, embeds: PromptEmbeds) -> None:
+        if self.card.prompt_embeds is None:
+            raise _InvalidRequest("prompt_embeds", "prompt_embeds: this engine takes no prompts as embeddings")
+        if embeds.size != self.card.prompt_embeds:
+            allowed = f"rows of {embeds.size} elements are not allowed; of {self.card.prompt_embeds}"
+            raise _InvalidRequest("prompt_embeds", f"prompt_embeds: {allowed}")
+        if len(embeds.rows) != generation.prompt_length * embeds.row_bytes:
+            raise _InvalidRequest("prompt_embeds", "prompt_embeds: one row for each token of the prompt is expected")
 
     def _limit(self, generation: Generation) -> int:
         prompt, wanted = generation.prompt_length, generation.stopping.max_tokens
@@ -275,9 +286,7 @@ class EngineRequests:
         elif failed.fault == "nan":
             self._queues.forget_names(sequence)
             self.end(sequence, tell_detokenizer=True)
-            generation = sequence.generation
-            answer = RequestFailed(generation.request, generation.attempt, failed.error, caches_doubtful=True)
-            self._outbox.send_to_gateway(generation, answer)
+            self._outbox.send_to_gateway(sequence.generation, _undefined(sequence.generation, failed))
         elif sequence.grammar is not None:
             self._grammars.record_failure(sequence.grammar.key, failed.error, failed.fault)
             self._end_guided(sequence, failed.error, failed.fault)
@@ -311,6 +320,17 @@ def _refused_grammar(generation: Generation, error: str) -> RequestRejected:
     """Which of the client's fields the grammar came from, the gateway knows."""
     request, attempt = generation.request, generation.attempt
     return RequestRejected(request=request, attempt=attempt, kind="invalid_request", message=error, field="grammar")
+
+
+def _undefined(generation: Generation, failed: SequenceFailed) -> RequestFailed | RequestRejected:
+    """A client's own embeddings may come to what no model computes; what comes of tokens does not."""
+    request, attempt = generation.request, generation.attempt
+    if generation.prompt_embeds is None:
+        return RequestFailed(request, attempt, failed.error, caches_doubtful=True)
+    message = f"prompt_embeds: {failed.error} of these rows; those of the model's own embeddings are near 0"
+    return RequestRejected(
+        request=request, attempt=attempt, kind="invalid_request", message=message, field="prompt_embeds"
+    )
 
 
 def _refused_args(generation: Generation, failed: SequenceFailed) -> RequestRejected:

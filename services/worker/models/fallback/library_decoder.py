@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -21,10 +21,10 @@ from services.worker.models.fallback.attention import (
     RecordedLayers,
     answered_by,
 )
-from services.worker.models.fallback.library_config import NO_INTERFACE
+from services.worker.models.fallback.library_config import NO_INTERFACE, first_line
 from services.worker.models.fallback.packed_products import PackedProduct
 from services.worker.models.weights import ForwardPass, KvCaches, NamedProduct
-from services.worker.ops.interface import BatchMeta, Ops
+from services.worker.ops.interface import BatchMeta, InputRows, Ops
 from shared.messages.kvstore import KvLayout
 
 
@@ -212,12 +212,25 @@ class LibraryDecoder:
         """[rows, hidden]."""
         return self._ops.empty_rows(rows, self._hidden_size)
 
+    @torch.inference_mode()
+    def check_inputs(self) -> None:
+        """See `CausalLm.check_inputs`: its embedding's own rows have to come to the same as their tokens."""
+        name, owner = type(self._model).__name__, cast(Any, self._model)
+        ids = torch.arange(2, dtype=torch.int32, device=self._device)
+        try:
+            own = InputRows(ids, owner.get_input_embeddings()(ids.long()))
+            logits = [self._run(ids, ids, ids, RecordedLayers(), inputs) for inputs in (None, own)]
+        except Exception as error:  # of the library, or of the model's own code
+            raise ModelError(f"enable_prompt_embeds: {name} takes no embeddings: {first_line(error)}") from None
+        if not torch.equal(*logits):
+            raise ModelError(f"enable_prompt_embeds: {name} reads more of a token than its embedding")
+
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """See `Decoder.forward`; every rank computes the head."""
         group_of = () if self._groups is None else self._groups.group_of
         layers = PagedLayers(self._calls, self._ops, meta, caches, self._unrotated, group_of)
         with self._hidden_states(features):
-            logits = self._run(ids, meta.positions, meta.logits_rows, layers)
+            logits = self._run(ids, meta.positions, meta.logits_rows, layers, meta.inputs)
         layers.check_complete()
         return logits.float() if len(meta.logits_rows) and self._place.rank == 0 else None
 
@@ -238,11 +251,17 @@ class LibraryDecoder:
         finally:
             handle.remove()
 
-    def _run(self, ids: Tensor, positions: Tensor, rows: Tensor, layers: AttentionLayers) -> Tensor:
-        """The logits of `rows`."""
+    def _run(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, layers: AttentionLayers, inputs: InputRows | None = None
+    ) -> Tensor:
+        """The logits of `rows`; `inputs`: see `BatchMeta.inputs`."""
+        begin = {"input_ids": ids.long().unsqueeze(0)}
+        if inputs is not None:
+            owner: Any = self._model
+            begin = {"inputs_embeds": inputs.put_into(owner.get_input_embeddings()(ids.long())).unsqueeze(0)}
         with answered_by(layers):
             output: Any = self._model(
-                input_ids=ids.long().unsqueeze(0),
+                **begin,
                 position_ids=positions.long().unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=rows.long(),

@@ -300,6 +300,10 @@ class LibraryEncoder:
         """[rows, hidden]."""
         return self._ops.empty_rows(rows, self._config.hidden_size)
 
+    def check_inputs(self) -> None:
+        """See `CausalLm.check_inputs`."""
+        raise ModelError("enable_prompt_embeds: an encoder generates no text")
+
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """Fills `features`. There is nothing to draw from: logits, as warm-up asks for them, are zeros."""
         lengths = [1] * meta.num_decodes + [rows for rows, _ in meta.prefills]

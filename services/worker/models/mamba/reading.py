@@ -222,6 +222,7 @@ def _granite(raw: _RawGranite, eos: tuple[int, ...]) -> ModelConfig:
         max_positions=positions,
         attention_scale=raw.attention_multiplier,
         embedding_scale=None if raw.embedding_multiplier == 1 else raw.embedding_multiplier,
+        scales_inputs=True,
         residual_scale=None if raw.residual_multiplier == 1 else raw.residual_multiplier,
         logits_divisor=None if raw.logits_scaling == 1 else raw.logits_scaling,
     )

@@ -79,6 +79,10 @@ bool Decoder::begin(const Forward& forward) {
     if (!embed(pool_, forward.ids, rows, config_.number, config_.embedding, config_.vocab, config_.hidden, config_.embedding_scale,
                (float*)to.data(), to.stride))
         return false;
+    if (const Inputs* inputs = forward.inputs)
+        for (int i = 0; i < inputs->count; ++i)
+            memcpy((float*)to.data() + inputs->rows[i] * to.stride, inputs->values + int64_t(i) * config_.hidden,
+                   size_t(config_.hidden) * 4);
     if (!config_.joined.groups) return true;
     for (int i = 0; i < rows; ++i)
         memcpy((float*)pairs_.data() + i * pairs_.stride + config_.hidden, forward.given + int64_t(i) * config_.hidden,

@@ -56,6 +56,13 @@ struct Adapters {
     const int* logits_slots;            // of each row whose logits are wanted
 };
 
+// Rows that begin as these do, and not as their tokens' embeddings.
+struct Inputs {
+    int count;
+    const int* rows;
+    const float* values;  // [count, hidden]
+};
+
 struct Forward {
     const int* ids;
     Batch batch;
@@ -69,6 +76,7 @@ struct Forward {
     const int* group_of;  // of each layer the group that it is in; null: there is one group
     const Batch* batches;  // of each group: block tables and slots differ, nothing else does
     const Adapters* adapters;  // null: no row has one
+    const Inputs* inputs;  // null: every row begins as its token's embedding
 
     const Batch& of_layer(int index) const { return group_of ? batches[group_of[index]] : batch; }
 };

@@ -211,6 +211,12 @@ class Adapters(Structure):
     _fields_ = (("tables", POINTER(POINTER(LowRankTable))), ("slots", c_void_p), ("logits_slots", c_void_p))
 
 
+class Inputs(Structure):
+    """`Inputs` of decoder.h: rows that begin as float32 values, and not as their tokens' embeddings."""
+
+    _fields_ = (("count", c_int), ("rows", c_void_p), ("values", c_void_p))
+
+
 class Forward(Structure):
     """`Forward` of decoder.h: one pass. `to` and `features` are written; `given` is read where it is not null."""
 
@@ -227,6 +233,7 @@ class Forward(Structure):
         ("group_of", POINTER(c_int)),
         ("batches", POINTER(NativeBatch)),
         ("adapters", POINTER(Adapters)),
+        ("inputs", POINTER(Inputs)),
     )
 
 

@@ -31,6 +31,9 @@ class WatchedDecoder:
     def allocate_kv(self, num_blocks: int) -> KvCaches:
         return [(torch.zeros(num_blocks), torch.zeros(num_blocks))]
 
+    def check_inputs(self) -> None:
+        raise NotImplementedError
+
     def empty_features(self, rows: int) -> Tensor:
         return torch.zeros(rows, 4)
 

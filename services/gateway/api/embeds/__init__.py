@@ -1,0 +1,1 @@
+"""Prompts that are given as embeddings."""

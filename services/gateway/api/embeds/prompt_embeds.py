@@ -1,0 +1,90 @@
+"""`prompt_embeds` of `POST /v1/completions`: prompts given as rows of embeddings, and what cannot be had of them."""
+
+from __future__ import annotations
+
+import binascii
+from typing import Any, get_args
+
+from services.gateway.api.embeds.saved_tensor import NoSavedTensor, SavedTensor, read_saved_tensor
+from services.gateway.api.errors import RequestError, invalid, not_allowed
+from services.gateway.api.generation import CommonFields
+from shared.messages.generation import EMBEDDING_BYTES, MAX_PROMPT_EMBEDS_BYTES, EmbeddingDtype, PromptEmbeds
+from shared.messages.lifecycle import ModelCard
+from shared.messages.tokenizer import EmbedsPrompt
+
+FIELD = "prompt_embeds"
+MAX_ENCODED = (MAX_PROMPT_EMBEDS_BYTES + 64 * 2**10) * 4 // 3
+"""Characters of one prompt in base64, with what the archive has around it."""
+MAX_MAGNITUDE = 65504
+"""The largest finite number of float16, so that an element is a number in whatever dtype a model has."""
+NEEDS_TOKENS = (
+    *("echo", "prompt_logprobs", "truncate_prompt_tokens", "use_beam_search", "return_token_ids"),
+    *("return_prompt_text", "vllm_xargs"),
+)
+"""Fields that ask for the prompt's tokens, or whose effect depends on them."""
+
+_TOO_LARGE: dict[EmbeddingDtype, tuple[int, int]] = {
+    "float32": (0x7FFFFFFF, 0x80000000 - 0x477FE001),
+    "bfloat16": (0x7FFF, 0x8000 - 0x4780),
+    "float16": (0x7FFF, 0x8000 - 0x7C00),
+}
+"""The bits of a number without its sign, and what carries those above MAX_MAGNITUDE, infinity and NaN into the sign."""
+
+
+def embedded_prompts(fields: CommonFields, card: ModelCard) -> tuple[EmbedsPrompt, ...]:
+    """The prompts of `prompt_embeds`, which is set. Raises RequestError 400."""
+    given = fields.prompt_embeds
+    if card.prompt_embeds is None:
+        reason = f"{card.name} takes none; its engines have to be started with --enable-prompt-embeds"
+        raise RequestError(400, f"{FIELD}: {reason}", param=FIELD, code="unsupported_parameter")
+    for name in NEEDS_TOKENS:
+        if (value := getattr(fields, name, None)) is not None and value is not False:
+            raise invalid(name, f"not allowed together with {FIELD}, which have no tokens")
+    if fields.repetition_penalty not in (None, 1.0):
+        raise not_allowed("repetition_penalty", fields.repetition_penalty, f"with {FIELD} only 1 is")
+    if isinstance(given, str):
+        return (_prompt(FIELD, given, card.prompt_embeds),)
+    if not isinstance(given, list) or not given or not all(isinstance(each, str) for each in given):
+        raise not_allowed(FIELD, given, "a tensor of torch.save in base64, or a list of these, is")
+    return tuple(_prompt(f"{FIELD}[{i}]", each, card.prompt_embeds) for i, each in enumerate(given))
+
+
+def _prompt(name: str, encoded: str, size: int) -> EmbedsPrompt:
+    """`size`: elements of a row. Raises RequestError 400."""
+    if len(encoded) > MAX_ENCODED:
+        most = f"at most {MAX_PROMPT_EMBEDS_BYTES} bytes of rows are allowed in one prompt"
+        raise invalid(name, f"{len(encoded)} characters; {most}")
+    try:
+        saved = read_saved_tensor(binascii.a2b_base64(encoded.encode("ascii"), strict_mode=True))
+    except (binascii.Error, UnicodeEncodeError):
+        raise not_allowed(name, encoded, "base64 of what torch.save wrote is") from None
+    except NoSavedTensor as error:
+        raise invalid(name, f"not a tensor that torch.save wrote: {error}") from None
+    return EmbedsPrompt(_checked(name, saved, size))
+
+
+def _checked(name: str, saved: SavedTensor, size: int) -> PromptEmbeds:
+    shape = saved.shape[1:] if len(saved.shape) == 3 and saved.shape[0] == 1 else saved.shape
+    dtype: Any = saved.dtype
+    if dtype not in get_args(EmbeddingDtype):
+        raise invalid(name, f"dtype {dtype} is not allowed; {', '.join(get_args(EmbeddingDtype))} are")
+    if len(shape) != 2 or not shape[0] or shape[1] != size:
+        allowed = f"[tokens, {size}] is, with one token at least"
+        raise invalid(name, f"shape {list(saved.shape)} is not allowed; {allowed}")
+    if len(saved.data) > MAX_PROMPT_EMBEDS_BYTES:
+        most = f"{MAX_PROMPT_EMBEDS_BYTES} are, {MAX_PROMPT_EMBEDS_BYTES // (len(saved.data) // shape[0])} tokens"
+        raise invalid(name, f"{len(saved.data)} bytes of rows are not allowed in one prompt; {most}")
+    if has_undefined(dtype, saved.data):
+        raise invalid(name, f"NaN, infinity and numbers beyond ±{MAX_MAGNITUDE} are not allowed")
+    return PromptEmbeds(dtype=dtype, size=size, rows=saved.data)
+
+
+def has_undefined(dtype: EmbeddingDtype, data: bytes) -> bool:
+    """Whether some number is NaN, infinite, or beyond MAX_MAGNITUDE. All are looked at at once, as one long integer."""
+    bytes_each = EMBEDDING_BYTES[dtype]
+    count = len(data) // bytes_each
+    magnitude, carry = (
+        int.from_bytes(pattern.to_bytes(bytes_each, "little") * count, "little") for pattern in _TOO_LARGE[dtype]
+    )
+    sign = int.from_bytes((1 << 8 * bytes_each - 1).to_bytes(bytes_each, "little") * count, "little")
+    return bool(((int.from_bytes(data, "little") & magnitude) + carry) & sign)
