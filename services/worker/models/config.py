@@ -121,8 +121,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a layer's outputs are multiplied by before they join the residual (Granite)."""
     logits_divisor: float | None = None
     scales_inputs: bool = False
-    """Rows that clients give in place of the embedding's are multiplied by `embedding_scale`, too (Granite); Gemma's is a
-    part of its embedding."""
+    """Rows that clients give in place of the embedding's are multiplied by `embedding_scale`, too (Granite); Gemma's is
+    a part of its embedding."""
     plugin: str | None = None
     """The package that brings the architecture, with its version; None: it is ours."""
 

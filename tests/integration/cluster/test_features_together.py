@@ -20,6 +20,7 @@ from tests.support.cluster.bus_moments import listening, requests_are_handed_to
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.models.embedded_prompts import prompt_embeds_field, random_rows
 from tests.support.models.tiny_adapters import demo_reference, write_adapter
 from tests.support.paths import REPOSITORY
 from tests.support.plugin_packages import pip_installed
@@ -181,6 +182,23 @@ async def processed(client: AsyncOpenAI, model: str) -> Any:
     return texts, [likelihoods_in(choice) for choice in answer.choices], prompt_scores(answer.model_extra), said
 
 
+async def embedded(client: AsyncOpenAI, model: str) -> Any:
+    """Rows that no token has, beside the same number of tokens whose ids stand for them."""
+    rows = prompt_embeds_field(random_rows(demo_reference().reference, 120, seed=9))
+    answer = await client.completions.create(
+        model=model,
+        prompt=[[0] * 120],
+        max_tokens=24,
+        temperature=0,
+        n=2,
+        logprobs=1,
+        extra_body={"prompt_embeds": rows},
+    )
+    texts = [choice.text for choice in answer.choices]
+    assert texts[0] == texts[1] != texts[2]
+    return texts, [Scores(choice.logprobs.token_logprobs) for choice in answer.choices if choice.logprobs]  # type: ignore[arg-type]
+
+
 REQUESTS: dict[str, Callable[[AsyncOpenAI, str], Awaitable[Any]]] = {
     "story": story,
     "long prompt": long_prompt,
@@ -193,6 +211,7 @@ REQUESTS: dict[str, Callable[[AsyncOpenAI, str], Awaitable[Any]]] = {
     "beams": beams,
     "relevance": relevance,
     "processed": processed,
+    "embedded": embedded,
 }
 
 
@@ -234,7 +253,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Options of every stack: embeddings are served, and an adapter that changes what is said a little."""
     folder = tmp_path_factory.mktemp("adapter")
     write_adapter(demo_reference(), folder, strength=0.02)
-    return "--pooling-type=last", f"--lora={ADAPTER}={folder}", PROCESSES
+    return "--pooling-type=last", f"--lora={ADAPTER}={folder}", PROCESSES, TAKES_EMBEDDINGS
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +290,7 @@ def connector(folder: Path) -> tuple[str, str]:
 
 INT8 = "--quantization=int8"
 PROCESSES = "--logits-processors=begin_with"
+TAKES_EMBEDDINGS = "--enable-prompt-embeds"
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
 
 
@@ -291,6 +311,7 @@ NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
     "pooling",
     "LoRA",
     "logits processors",
+    "prompt embeds",
 )
 async def test_two_ranks_that_draft_in_small_steps_and_little_memory(
     plain: Answers, more: tuple[str, ...], tmp_path: Path
@@ -323,6 +344,7 @@ async def test_two_ranks_that_draft_in_small_steps_and_little_memory(
     "pooling",
     "LoRA",
     "logits processors",
+    "prompt embeds",
     "quantization",
 )
 async def test_two_stages_of_two_ranks(rounded: Answers, more: tuple[str, ...], tmp_path: Path) -> None:
@@ -348,6 +370,7 @@ async def test_two_stages_of_two_ranks(rounded: Answers, more: tuple[str, ...], 
     "pooling",
     "LoRA",
     "logits processors",
+    "prompt embeds",
     "quantization",
 )
 async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(
@@ -410,6 +433,7 @@ def federated(folder: Path, more: Sequence[str], **shape: Any) -> Iterator[Feder
     "pooling",
     "LoRA",
     "logits processors",
+    "prompt embeds",
     "federation",
 )
 def test_another_clusters_pools_and_a_decoding_engine_that_dies(
@@ -449,6 +473,7 @@ async def answered_while_an_engine_dies(clusters: Federated, plain: Answers) -> 
     "pooling",
     "LoRA",
     "logits processors",
+    "prompt embeds",
     "quantization",
 )
 def test_another_clusters_stages_with_a_connector(rounded: Answers, more: tuple[str, ...], tmp_path: Path) -> None:

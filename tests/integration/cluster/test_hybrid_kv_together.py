@@ -20,6 +20,7 @@ from tests.integration.cluster.test_features_together import (
     PROCESSES,
     REQUESTS,
     SMALL_STEPS,
+    TAKES_EMBEDDINGS,
     Answers,
     all_at_once,
     counted,
@@ -57,12 +58,13 @@ ENGINES = (EngineId("engine-1"), EngineId("engine-2"))
     "quantization",
     "hybrid KV cache",
     "logits processors",
+    "prompt embeds",
 )
 def test_another_clusters_windows_in_little_memory_and_an_engine_that_dies(tmp_path: Path) -> None:
     """The first cluster answers itself, with one table; then its engine is drained, and the other one answers."""
     model = write_windowed_demo(tmp_path / "windowed")
     write_adapter(demo_reference(), tmp_path / "adapter", strength=0.02)
-    both = [f"--lora={ADAPTER}={tmp_path}/adapter", "--pooling-type=last", INT8, PROCESSES]
+    both = [f"--lora={ADAPTER}={tmp_path}/adapter", "--pooling-type=last", INT8, PROCESSES, TAKES_EMBEDDINGS]
     packages = pip_installed("sequence-processors", tmp_path / "package")
     with federated(tmp_path, model, packages, both) as (home, other):
         expected = asyncio.run(all_at_once(home))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 from typing import Any
 
 import openai
@@ -16,7 +14,7 @@ from transformers import AutoTokenizer
 
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import RunningStack
-from tests.support.models.embedded_prompts import greedy_of_rows, own_embeddings, random_rows
+from tests.support.models.embedded_prompts import greedy_of_rows, own_embeddings, prompt_embeds_field, random_rows
 from tests.support.models.tiny_adapters import demo_reference
 from tests.support.models.tiny_models import TinyModel
 from tests.support.paths import DEMO_MODEL
@@ -45,10 +43,7 @@ def wanted(rows: Tensor, demo: TinyModel, count: int = LENGTH) -> str:
 
 async def complete(client: AsyncOpenAI, stack: RunningStack, *rows: Tensor, **more: Any) -> Any:
     """Greedy; `rows`: of each prompt."""
-    encoded = []
-    for each in rows:
-        torch.save(each, file := io.BytesIO())
-        encoded.append(base64.b64encode(file.getvalue()).decode())
+    encoded = [prompt_embeds_field(each) for each in rows]
     extra = {"prompt_embeds": encoded[0] if len(encoded) == 1 else encoded, **more.pop("extra_body", {})}
     settings = {"model": stack.model, "prompt": "", "temperature": 0, "max_tokens": LENGTH, **more}
     return await client.completions.create(extra_body=extra, **settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import Any
 
 import torch
@@ -17,6 +19,12 @@ def prompt_embeds(rows: Tensor) -> PromptEmbeds:
     return PromptEmbeds(
         dtype=dtype, size=rows.shape[1], rows=rows.detach().contiguous().view(torch.uint8).numpy().tobytes()
     )
+
+
+def prompt_embeds_field(rows: Tensor) -> str:
+    """rows [n, hidden] as a client sends them."""
+    torch.save(rows, file := io.BytesIO())
+    return base64.b64encode(file.getvalue()).decode()
 
 
 @torch.inference_mode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import pickle
 import zipfile
@@ -26,6 +25,7 @@ from shared.messages.generation import MAX_PROMPT_EMBEDS_BYTES
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import EmbedsPrompt, TextPrompt
 from tests.support.models.embedded_prompts import prompt_embeds
+from tests.support.models.embedded_prompts import prompt_embeds_field as encoded
 
 SIZE = 8
 CARD = ModelCard(
@@ -44,10 +44,6 @@ def saved(what: Any, **more: Any) -> bytes:
     file = io.BytesIO()
     torch.save(what, file, **more)
     return file.getvalue()
-
-
-def encoded(what: Any) -> str:
-    return base64.b64encode(saved(what)).decode()
 
 
 def rows(count: int, dtype: torch.dtype = torch.float32, size: int = SIZE) -> Tensor:
@@ -157,7 +153,11 @@ def test_numbers_that_no_model_can_begin_with_are_found(dtype: torch.dtype) -> N
 
 
 def test_prompts_of_embeddings_come_before_those_of_tokens() -> None:
-    job = completion(prompt_embeds=[encoded(rows(3)), encoded(rows(5, torch.bfloat16)[None])], prompt="hi", n=2)
+    job = completion(
+        prompt_embeds=[encoded(rows(3)), encoded(rows(5, torch.bfloat16)[None])],
+        prompt="hi",
+        n=2,
+    )
     wanted = (rows(3), rows(5, torch.bfloat16))
     assert job.prompts == (*(EmbedsPrompt(prompt_embeds(each)) for each in wanted), TextPrompt("hi"))
     assert job.sequences == 6
@@ -185,7 +185,10 @@ def test_prompts_of_embeddings_come_before_those_of_tokens() -> None:
         (encoded(rows(2).expand(2, 2, 8).contiguous()), r"shape \[2, 2, 8\] is not allowed"),
         (encoded(rows(2).double()), r"dtype float64 is not allowed; float32, float16, bfloat16 are"),
         (encoded(rows(2).log()), r"NaN, infinity and numbers beyond ±65504 are not allowed"),
-        (encoded(torch.zeros(MAX_PROMPT_EMBEDS_BYTES // 32 + 1, 8)), r"6291488 bytes of rows .* 6291456 are, 196608"),
+        (
+            encoded(torch.zeros(MAX_PROMPT_EMBEDS_BYTES // 32 + 1, 8)),
+            r"6291488 bytes of rows .* 6291456 are, 196608",
+        ),
         ("A" * 9_000_000, r"9000000 characters; at most 6291456 bytes of rows"),
     ],
 )
@@ -230,7 +233,11 @@ def test_engines_that_take_none_say_how_they_would() -> None:
 
 @pytest.mark.features("prompt embeds", "tool calls", refused=True)
 def test_chats_have_none() -> None:
-    body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "prompt_embeds": encoded(rows(3))}
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "hi"}],
+        "prompt_embeds": encoded(rows(3)),
+    }
     error = refusal(read_chat, msgspec.json.encode(body), [CARD], RequestLimits())
     assert (error.param, error.code) == ("prompt_embeds", "unsupported_parameter")
 
