@@ -38,6 +38,7 @@ class Memory(StepByStep):
         self.num_blocks, self.device = BLOCKS, "memory"
         self.max_speculate = self.max_jump_ahead = self.max_loras = 0
         self.adapters = None
+        self.prefix_caching = True
         self.grammars = None
 
     def step(self, plan: StepPlan) -> StepOutput:
