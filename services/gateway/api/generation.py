@@ -27,7 +27,17 @@ SEED_MASK = INT64 - 1
 
 
 GenerationKind = Literal[
-    "chat", "completion", "messages", "ollama", "responses", "embedding", "pooling", "classification", "score", "rerank"
+    "chat",
+    "completion",
+    "messages",
+    "ollama",
+    "responses",
+    "sglang",
+    "embedding",
+    "pooling",
+    "classification",
+    "score",
+    "rerank",
 ]
 """The family of endpoints that a request comes from, as metrics and logs name it."""
 POOLED_KINDS = frozenset[GenerationKind]({"embedding", "pooling", "classification", "score", "rerank"})

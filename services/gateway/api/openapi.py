@@ -21,6 +21,7 @@ from services.gateway.api.pooling.embeddings import EmbeddingFields, PoolingFiel
 from services.gateway.api.pooling.scores import RerankFields, ScoreFields
 from services.gateway.api.prompts import DetokenizeFields, InvocationFields, TokenizeFields
 from services.gateway.api.responses.request import ResponsesFields
+from services.gateway.api.sglang.request import SglangFields
 
 SCHEMAS = "#/components/schemas/"
 ERROR = {
@@ -81,6 +82,7 @@ OPERATIONS = (
     Operation("GET", "/api/ps", "The same, as models that are loaded."),
     Operation("POST", "/api/show", "One of them.", ShowFields),
     Operation("GET", "/api/version", "The version of the server, for Ollama's clients."),
+    Operation("POST", "/generate", "Continue texts or token ids, as SGLang's API has it.", SglangFields, GENERATED),
     Operation("POST", "/v1/embeddings", "Vectors of texts or token ids.", EmbeddingFields),
     Operation("POST", "/pooling", "Vectors or probabilities, whichever the model makes.", PoolingFields),
     Operation("POST", "/classify", "The labels of texts or token ids.", ClassificationFields),

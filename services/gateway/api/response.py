@@ -43,6 +43,7 @@ PROMPT_FIELDS = {
     "chat": "messages",
     "messages": "messages",
     "ollama": "messages",
+    "sglang": "text",
     "responses": "input",
     "completion": "prompt",
 }

@@ -30,6 +30,7 @@ from services.gateway.http.apis.files import FileEndpoints
 from services.gateway.http.apis.invocations import InvocationsEndpoint
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.apis.responses import ResponsesEndpoint
+from services.gateway.http.apis.sglang import SglangEndpoint
 from services.gateway.http.apis.stored_responses import StoredResponseEndpoints
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
@@ -51,6 +52,7 @@ SERVED = (
     "/invocations",
     "/v2/",
     "/api/",
+    "/generate",
     "/pooling",
     "/classify",
     "/score",
@@ -131,6 +133,7 @@ def build_app(
             ollama("GET", "/api/ps", models.running),
             ollama("POST", "/api/show", models.show),
             ollama("GET", "/api/version", models.version),
+            route("POST", "/generate", SglangEndpoint(table, parser, access, streams, settings), "inference"),
             route("POST", "/v1/embeddings", pooled("embedding"), "inference"),
             route("POST", "/pooling", pooled("pooling"), "inference"),
             route("POST", "/classify", pooled("classification"), "inference"),

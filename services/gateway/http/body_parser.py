@@ -34,6 +34,7 @@ from services.gateway.api.pooling.embeddings import read_embedding, read_pooling
 from services.gateway.api.pooling.scores import read_rerank, read_score
 from services.gateway.api.prompts import read_detokenize, read_invocation, read_tokenize
 from services.gateway.api.responses.request import read_responses
+from services.gateway.api.sglang.request import read_sglang
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
 from shared.messages.lifecycle import ModelCard
@@ -111,6 +112,8 @@ def read_body(body: bytes, context: BodyContext) -> Any:
             return read_ollama_chat(body, context.cards, context.limits, context.dialect_of)
         case "ollama_generate":
             return read_ollama_generate(body, context.cards, context.limits, context.dialect_of)
+        case "sglang":
+            return read_sglang(body, context.cards, context.limits)
         case "embedding":
             return read_embedding(body, context.cards, context.limits)
         case "pooling":

@@ -1,0 +1,82 @@
+"""Answers in the shape of SGLang's `/generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from services.gateway.api.logprobs import MIN_LOGPROB
+from services.gateway.api.response import ChoiceState, ResponseHeader
+from services.gateway.api.sglang.request import SglangAnswerOptions
+from shared.messages.gateway import LogprobText, PositionLogprobs
+
+WEIGHTS = "default"
+"""`weight_version`: the weights are those that the engines were started with."""
+
+
+def answer(
+    choice: ChoiceState, header: ResponseHeader, options: SglangAnswerOptions, *, began: float, now: float
+) -> dict[str, Any]:
+    """Returns a choice's answer as far as it has arrived. `began`, `now`: by the response's clock."""
+    meta: dict[str, Any] = {
+        "id": identity(choice, header, options),
+        "finish_reason": _finish_reason(choice),
+        "prompt_tokens": choice.prompt_tokens,
+        "weight_version": WEIGHTS,
+        "completion_tokens": choice.tokens,
+        "cached_tokens": choice.cached_tokens,
+        "e2e_latency": now - began,
+    }
+    if options.logprobs:
+        meta |= _logprobs(choice, options)
+    return {"text": "".join(choice.texts), "output_ids": choice.token_ids, "meta_info": meta}
+
+
+def identity(choice: ChoiceState, header: ResponseHeader, options: SglangAnswerOptions) -> str:
+    """The id of a choice: the client's, or the response's, with a number where there are several."""
+    given = options.rid or header.id
+    return f"{given}_{choice.index}" if options.batch else given
+
+
+def _finish_reason(choice: ChoiceState) -> dict[str, Any] | None:
+    match choice.finish:
+        case None:
+            return None
+        case "stop":
+            matched = {} if choice.stop_reason is None else {"matched": choice.stop_reason}
+            return {"type": "stop", **matched}
+        case "length":
+            return {"type": "length", "length": choice.tokens}
+        case "abort":
+            return {"type": "abort", "message": "Aborted"}
+
+
+def _logprobs(choice: ChoiceState, options: SglangAnswerOptions) -> dict[str, Any]:
+    meta: dict[str, Any] = {"output_token_logprobs": _chosen(choice.logprobs, options)}
+    if options.top:
+        meta["output_top_logprobs"] = _top(choice.logprobs, options)
+    if options.prompt_from is not None:
+        scored: list[Any] = [_first(choice, options), *_chosen(choice.prompt_logprobs, options)]
+        meta["input_token_logprobs"] = scored[options.prompt_from :]
+        if options.top:
+            likely: list[Any] = [None, *_top(choice.prompt_logprobs, options)]
+            meta["input_top_logprobs"] = likely[options.prompt_from :]
+    return meta
+
+
+def _chosen(positions: Iterable[PositionLogprobs], options: SglangAnswerOptions) -> list[list[Any]]:
+    return [_token(position.chosen, options) for position in positions]
+
+
+def _top(positions: Iterable[PositionLogprobs], options: SglangAnswerOptions) -> list[list[list[Any]]]:
+    return [[_token(text, options) for text in position.top[: options.top]] for position in positions]
+
+
+def _token(text: LogprobText, options: SglangAnswerOptions) -> list[Any]:
+    return [max(text.logprob, MIN_LOGPROB), text.token_id, text.token if options.texts else None]
+
+
+def _first(choice: ChoiceState, options: SglangAnswerOptions) -> list[Any]:
+    """Nothing comes before a prompt's first token, so that it has no log-probability."""
+    token = choice.prompt_ids[0] if choice.prompt_ids else None
+    return [None, token, choice.echo_first_token if options.texts else None]
