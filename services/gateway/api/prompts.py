@@ -73,6 +73,7 @@ class InvocationFields(Struct, kw_only=True):
     model: str | None = None
     messages: Raw | UnsetType = UNSET
     prompt: Raw | UnsetType = UNSET
+    prompt_embeds: Raw | UnsetType = UNSET
     input: Raw | UnsetType = UNSET
     text_1: Raw | UnsetType = UNSET
     queries: Raw | UnsetType = UNSET
@@ -85,6 +86,7 @@ _invocation_decoder = msgspec.json.Decoder(InvocationFields)
 _INVOCATIONS: dict[str, InvocationKind] = {
     "messages": "chat",
     "prompt": "completion",
+    "prompt_embeds": "completion",
     "input": "embedding",
     "text_1": "score",
     "queries": "score",
@@ -97,10 +99,11 @@ def read_invocation(body: bytes, cards: list[ModelCard]) -> InvocationKind:
     for. Raises RequestError."""
     fields = decode_body(body, _invocation_decoder)
     given = [name for name in _INVOCATIONS if getattr(fields, name) is not UNSET]
-    if len(given) != 1:
+    kinds = {_INVOCATIONS[name] for name in given}
+    if len(kinds) != 1:
         what = f"{' and '.join(given)} are not allowed together" if given else "this field is required"
         raise invalid(given[0] if given else "messages", f"{what}; one of {', '.join(_INVOCATIONS)} is")
-    kind = _INVOCATIONS[given[0]]
+    (kind,) = kinds
     if kind == "embedding":
         pooling = choose_model(fields.model, cards).pooling
         return "classification" if pooling is not None and pooling.labels else kind

@@ -43,9 +43,10 @@ async def test_an_invocation_is_answered_as_the_endpoint_it_is_for(stack: Gatewa
 @pytest.mark.parametrize(
     ("body", "param", "text"),
     [
-        ({}, "messages", "this field is required; one of messages, prompt, input, text_1, queries, query is"),
+        ({}, "messages", "this field is required; one of messages, prompt, prompt_embeds, input"),
         ({"prompt": "a", "messages": []}, "messages", "messages and prompt are not allowed together"),
         ({"prompt": "a", "top_p": 7}, "top_p", "7.0 is not allowed"),
+        ({"prompt": "a", "prompt_embeds": "AAAA"}, "prompt_embeds", "--enable-prompt-embeds"),
         ({"input": "a"}, "model", "not served for embeddings"),
         ({"text_1": "a", "text_2": "b"}, "model", "not served for embeddings"),
         ({"query": "a", "documents": ["b"]}, "model", "not served for embeddings"),
