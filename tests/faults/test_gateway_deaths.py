@@ -180,3 +180,34 @@ async def test_another_gateway_goes_on_with_a_batch_and_each_line_is_answered_on
         output = (await client.files.content(batch.output_file_id or "")).text
         answered = [json.loads(line) for line in output.splitlines()]
         assert [answer["custom_id"] for answer in answered] == [line["custom_id"] for line in lines]
+
+
+async def test_background_responses_go_on_where_their_gateway_was(
+    stack: RunningStack, clients: list[AsyncOpenAI]
+) -> None:
+    asked: Any = {"model": stack.model, "input": QUESTIONS[0], "max_output_tokens": TOKENS}
+    asked["extra_body"] = {"ignore_eos": True, "seed": 5}
+    async with asyncio.timeout(2 * DEADLINE):
+        expected = await clients[0].responses.create(**asked)
+        begun = [await client.responses.create(**asked, background=True) for client in clients]
+        seen: list[Any] = []
+        async for event in await clients[0].responses.retrieve(begun[0].id, stream=True):
+            seen.append(event)
+            if event.type == "response.output_text.delta":
+                break
+        opened = await requests_by_gateway(stack)
+        victim = max(opened, key=lambda name: opened[name])
+        assert opened[victim] > 0, opened
+        pid = stack.kill(victim)
+        retrying = [client.with_options(max_retries=5) for client in clients]
+        for client, response in zip(retrying, begun, strict=True):
+            while (ended := await client.responses.retrieve(response.id)).status in ("queued", "in_progress"):
+                await asyncio.sleep(0.5)
+            assert (ended.status, ended.output_text) == ("incomplete", expected.output_text)
+            events = [event async for event in await client.responses.retrieve(response.id, stream=True)]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+            assert "".join(deltas) == expected.output_text
+        again = [event async for event in await retrying[0].responses.retrieve(begun[0].id, stream=True)]
+        assert [event.to_json() for event in again[: len(seen)]] == [event.to_json() for event in seen]
+    await asyncio.to_thread(stack.replaced, victim, pid)

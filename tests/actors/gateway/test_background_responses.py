@@ -131,6 +131,19 @@ async def test_what_a_gateway_leaves_another_one_finishes(
         assert len({each.sampling.seed for each in sent}) == 1
 
 
+async def test_what_operators_abort_is_incomplete(stack: GatewayStack) -> None:
+    stack.ring.step = 0.02
+    begun = await create(stack, max_output_tokens=2000)
+    async for event in await stack.openai.responses.retrieve(begun.id, stream=True):
+        if event.type == "response.output_text.delta":
+            assert await stack.gateway.requests.abort([begun.id]) == [begun.id]
+            break
+    response = await ended(stack, begun.id)
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", None)
+    assert response.output[0].status == "incomplete"
+    assert said(100).startswith(response.output_text[:100])
+
+
 async def test_a_failure_is_kept(memory_bus: MemoryBus, tmp_path: Path) -> None:
     async with gateway_stack(memory_bus, database_file=tmp_path / "database.sqlite", attempts=1) as stack:
         begun = await create(stack, input="FAIL ALWAYS")

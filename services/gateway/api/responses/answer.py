@@ -10,6 +10,8 @@ from services.gateway.api.response import ChoiceState, ResponseHeader
 from services.gateway.api.responses.output_items import OutputItems
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+_INCOMPLETE = {"length": "max_output_tokens"}
+"""One that an operator has aborted is incomplete without a reason: OpenAI's API has no word for that."""
 _ERROR_CODES = {400: "invalid_prompt", 413: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
@@ -30,7 +32,7 @@ def response_object(
         "error": None
         if error is None
         else {"code": _ERROR_CODES.get(error.status, "server_error"), "message": error.message},
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "incomplete_details": None if status != "incomplete" else {"reason": _INCOMPLETE.get(_finish(choice))},
         "model": header.model,
         "output": [] if choice is None else output_of(choice).body(),
         "usage": None if choice is None else usage(choice),
@@ -40,7 +42,11 @@ def response_object(
 
 def finished(header: ResponseHeader, echoed: dict[str, Any], choice: ChoiceState) -> dict[str, Any]:
     """Returns the response whose output has ended."""
-    return response_object(header, echoed, "incomplete" if choice.finish == "length" else "completed", choice)
+    return response_object(header, echoed, "completed" if choice.finish == "stop" else "incomplete", choice)
+
+
+def _finish(choice: ChoiceState | None) -> str:
+    return "" if choice is None else choice.finish or ""
 
 
 def output_of(choice: ChoiceState) -> OutputItems:

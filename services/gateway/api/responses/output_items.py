@@ -137,7 +137,7 @@ class OutputItems:
         events: list[Event] = []
         self._add_all(self.parser.feed(text), events, cut_off=False)
         if finish is not None:
-            cut_off = finish == "length"
+            cut_off = finish != "stop"
             self._add_all(self.parser.finish(truncated=cut_off), events, cut_off=cut_off)
             if not self._items and self._blank:
                 self._begin("message", events)

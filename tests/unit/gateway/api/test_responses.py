@@ -278,6 +278,9 @@ def test_what_the_limit_cuts_off_is_incomplete() -> None:
         events = items.feed(output, "length")
         assert [item["status"] for item in items.body()] == ["incomplete"]
         assert events[-1]["item"] == items.body()[-1]
+    aborted = _items()
+    aborted.feed("Hel", "abort")
+    assert [item["status"] for item in aborted.body()] == ["incomplete"]
     items = _items()
     items.feed(written("hermes", [ROME]), "length")
     assert [item["status"] for item in items.body()] == ["completed"]
