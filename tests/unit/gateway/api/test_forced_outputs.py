@@ -56,12 +56,13 @@ def at_random(grammar: xgrammar.CompiledGrammar, chance: random.Random) -> str |
     mask = np.zeros((1, (len(PIECES) + 31) // 32), dtype=np.int32)
     for _ in range(MAX_TOKENS):
         matcher.fill_next_token_bitmask(mask, 0)
-        allowed = [token for token in range(len(PIECES)) if mask[0, token // 32] >> (token % 32) & 1]
-        if STOP in allowed and (len(allowed) == 1 or chance.random() < 0.5):
-            return text
-        allowed = [token for token in allowed if token != STOP]
-        closing = [token for token in allowed if token in CLOSING]
-        token = chance.choice(closing if closing and chance.random() < 0.6 else allowed)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(PIECES)]).tolist()
+        if allowed[-1] == STOP:
+            if len(allowed) == 1 or chance.random() < 0.5:
+                return text
+            allowed.pop()
+        closing = [token for token in allowed if token in CLOSING] if chance.random() < 0.6 else []
+        token = chance.choice(closing or allowed)
         assert matcher.accept_token(token)
         text += PIECES[token]
     return None
