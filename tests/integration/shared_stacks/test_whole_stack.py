@@ -98,7 +98,9 @@ async def test_a_prompt_seen_before_is_not_computed_again(stack: RunningStack, c
     prompt = "The capital of France is Paris. The capital of Italy is Rome. " * 4
     cached = []
     for _ in range(2):
-        answer = await client.completions.create(model=stack.model, prompt=prompt, max_tokens=1)
+        answer = await client.completions.create(
+            model=stack.model, prompt=prompt, max_tokens=1, extra_body={"cache_salt": "seen before"}
+        )
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
         cached.append(answer.usage.prompt_tokens_details.cached_tokens)

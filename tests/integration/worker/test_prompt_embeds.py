@@ -69,7 +69,7 @@ def check_batch(model: TinyModel, backend: Any) -> None:
     ("family", "ops"),
     [
         *(("llama", "torch"), ("llama", "native"), ("gemma2", "native"), ("gemma3", "torch"), ("qwen3-moe", "native")),
-        *(("deepseek-v2", "native"), ("granite-hybrid", "torch")),
+        ("deepseek-v2", "native"),
     ],
 )
 def test_rows_of_a_client_come_to_what_the_library_makes_of_them(
@@ -81,6 +81,12 @@ def test_rows_of_a_client_come_to_what_the_library_makes_of_them(
         pytest.skip(str(reason))
     assert backend.card.prompt_embeds == tiny(family).reference.config.hidden_size
     check_batch(tiny(family), backend)
+
+
+@pytest.mark.features("prompt embeds", "states")
+def test_models_with_states_take_them(tiny: Callable[[str], TinyModel]) -> None:
+    model = tiny("granite-hybrid")
+    check_batch(model, tiny_backend(model.path, ops="torch", prompt_embeds=True))
 
 
 @pytest.mark.parametrize("kind", ["Cohere2", "GPT2"])

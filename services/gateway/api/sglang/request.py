@@ -20,7 +20,7 @@ NO_LOGPROBS_OF_PROMPT = -1
 """SGLang's `logprob_start_len` without log-probabilities of the prompt."""
 
 
-class SamplingParams(Struct, kw_only=True, forbid_unknown_fields=True):
+class SglangSamplingParams(Struct, kw_only=True, forbid_unknown_fields=True):
     """SGLang's `sampling_params`; null means the default."""
 
     max_new_tokens: int | None = None
@@ -55,7 +55,7 @@ class SglangFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None
-    sampling_params: SamplingParams | None = None
+    sampling_params: SglangSamplingParams | None = None
     stream: bool | None = None
     model: str | None = None
     lora_path: str | None = None
@@ -140,7 +140,7 @@ def read_sglang(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> S
     if (fields.text is None) == (fields.input_ids is None):
         raise invalid("text", "one of text and input_ids is needed, and not both")
     prompt: str | list[Any] = fields.text if fields.input_ids is None else fields.input_ids  # type: ignore[assignment]
-    params = fields.sampling_params or SamplingParams()
+    params = fields.sampling_params or SglangSamplingParams()
     if params.max_new_tokens == 0:
         raise not_allowed("sampling_params.max_new_tokens", 0, "it must be at least 1")
     options = _options(fields, prompt, params)
@@ -156,7 +156,7 @@ def read_sglang(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> S
     return SglangRequest(replace(generation, kind="sglang", response_options=wanted), options)
 
 
-def _options(fields: SglangFields, prompt: str | list[Any], params: SamplingParams) -> SglangAnswerOptions:
+def _options(fields: SglangFields, prompt: str | list[Any], params: SglangSamplingParams) -> SglangAnswerOptions:
     several = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
     start = NO_LOGPROBS_OF_PROMPT if fields.logprob_start_len is None else fields.logprob_start_len
     if start < NO_LOGPROBS_OF_PROMPT:
@@ -179,7 +179,7 @@ def _options(fields: SglangFields, prompt: str | list[Any], params: SamplingPara
 
 
 def _completion(
-    fields: SglangFields, params: SamplingParams, prompt: str | list[Any], options: SglangAnswerOptions
+    fields: SglangFields, params: SglangSamplingParams, prompt: str | list[Any], options: SglangAnswerOptions
 ) -> CompletionFields:
     for name, what in (("stop_regex", "a pattern that stops"), ("custom_params", "what a plug-in of SGLang's reads")):
         if getattr(params, name):
@@ -197,7 +197,7 @@ def _completion(
     return completion
 
 
-def _structured(params: SamplingParams) -> StructuredOutputs | None:
+def _structured(params: SglangSamplingParams) -> StructuredOutputs | None:
     given = [name for name in ("json_schema", "regex", "ebnf", "structural_tag") if getattr(params, name) is not None]
     if len(given) > 1:
         raise invalid(f"sampling_params.{given[1]}", f"not allowed together with {given[0]}")
