@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import openai
@@ -112,3 +113,23 @@ async def test_means_are_computed_whole_where_prompts_have_engines_of_their_own(
             answer = await client.embeddings.create(model=pools.model, input=TEXTS)
             for text, one in zip(TEXTS, answer.data, strict=True):
                 equal(one.embedding, reference.mean(reference.tokens(text)))
+
+
+async def test_a_batch_has_the_vectors_of_its_requests(stack: RunningStack, client: AsyncOpenAI) -> None:
+    bodies: list[Any] = [{"model": stack.model, "input": text} for text in TEXTS[:3]]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/embeddings", "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    text = "\n".join(map(json.dumps, lines)).encode()
+    file = await client.files.create(file=("in.jsonl", text), purpose="batch")
+    batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    async with asyncio.timeout(60):
+        while (batch := await client.batches.retrieve(batch.id)).status in ("validating", "in_progress", "finalizing"):
+            await asyncio.sleep(0.05)
+    assert (batch.status, batch.output_file_id is not None) == ("completed", True)
+    answers = [json.loads(line) for line in (await client.files.content(batch.output_file_id or "")).text.splitlines()]
+    assert [answer["custom_id"] for answer in answers] == ["0", "1", "2"]
+    for body, answer in zip(bodies, answers, strict=True):
+        plain = await client.embeddings.create(**body, encoding_format="float")
+        assert answer["response"]["body"]["data"][0]["embedding"] == pytest.approx(plain.data[0].embedding, abs=1e-5)
