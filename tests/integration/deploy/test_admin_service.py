@@ -110,6 +110,7 @@ async def test_the_service_is_discovered_like_any_other(cluster: Cluster) -> Non
         "baton.admin.list",
         "baton.admin.drain",
         "baton.admin.undrain",
+        "baton.admin.reset_prefix_cache",
         "baton.admin.scale",
     }
 
