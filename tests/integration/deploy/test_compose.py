@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
@@ -151,6 +152,15 @@ def test_without_a_key_the_gateway_refuses(project: ComposeProject) -> None:
     with pytest.raises(urllib.error.HTTPError, match="401") as refused:
         project.chat("hello", key="wrong")
     refused.value.close()
+
+
+def test_a_file_outlives_the_gateways_container(project: ComposeProject) -> None:
+    """The database lies in a volume."""
+    with OpenAI(base_url=f"http://127.0.0.1:{project.port}/v1", api_key="compose-key", max_retries=5) as client:
+        file = client.files.create(file=("in.jsonl", b"{}\n"), purpose="batch")
+        project("up", "--detach", "--force-recreate", "--no-deps", "gateway")
+        project.until_healthy(AGGREGATED)
+        assert client.files.content(file.id).content == b"{}\n"
 
 
 def test_tokenizers_are_scaled_by_compose(project: ComposeProject) -> None:
