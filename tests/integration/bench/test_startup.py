@@ -21,7 +21,9 @@ from tests.support.paths import REPOSITORY
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("startup"), kvstore="0") as stack:
+    """Started as by a user: of what libraries read the tests' warm processes have something else."""
+    own = {"HF_HUB_DISABLE_TELEMETRY": "1"}
+    with running_stack(tmp_path_factory.mktemp("startup"), kvstore="0", environment=own) as stack:
         yield stack
 
 
