@@ -207,11 +207,8 @@ class AssistantMessage:
 
     def feed(self, text: str, finish: FinishReason | None) -> dict[str, Any]:
         """Returns what new text adds, as `choices[].delta`; empty where nothing is decided yet."""
-        events = self.parser.feed(text)
-        if finish is not None:
-            events += self.parser.finish(truncated=finish != "stop")
         delta: dict[str, Any] = {}
-        for event in events:
+        for event in self.parser.read(text, finish):
             self._add(event, delta)
         return delta
 

@@ -12,6 +12,7 @@ from services.gateway.parsing.plugin_parsers import PluginCalls, read_plugin_rea
 from services.gateway.parsing.reasoning import read_reasoning
 from services.gateway.parsing.text_cursor import NotAToolCall, OutputEnd, Reading, TextCursor, marker_set
 from shared.messages.dialects import ReasoningFormat, Thinking, ToolFormat
+from shared.messages.generation import FinishReason
 
 
 class ParserOptions(NamedTuple):
@@ -50,6 +51,13 @@ class OutputParser:
         counts as one."""
         self._cursor.close(truncated=truncated)
         return self._advance()
+
+    def read(self, text: str, finish: FinishReason | None) -> list[ParseEvent]:
+        """Returns what is decided now that this text has arrived, and with `finish` all that remains."""
+        events = self.feed(text)
+        if finish is not None:
+            events += self.finish(truncated=finish != "stop")
+        return events
 
     def _advance(self) -> list[ParseEvent]:
         if self._reading is None:

@@ -77,11 +77,8 @@ class MessageBlocks:
 
     def feed(self, text: str, finish: FinishReason | None) -> list[Event]:
         """Returns the events of new output; none where nothing is decided yet."""
-        parsed = self.parser.feed(text)
-        if finish is not None:
-            parsed += self.parser.finish(truncated=finish != "stop")
         events: list[Event] = []
-        for each in parsed:
+        for each in self.parser.read(text, finish):
             self._add(each, events)
         if finish is not None:
             self._close(events)

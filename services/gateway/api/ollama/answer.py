@@ -41,11 +41,8 @@ class OllamaMessage:
 
     def feed(self, text: str, finish: FinishReason | None) -> dict[str, Any]:
         """Returns what new output adds: `content`, `thinking`, `tool_calls`; nothing where that is not decided yet."""
-        events = self.parser.feed(text)
-        if finish is not None:
-            events += self.parser.finish(truncated=finish != "stop")
         added: dict[str, Any] = {}
-        for event in events:
+        for event in self.parser.read(text, finish):
             self._add(event, added)
         for name, value in added.items():
             self._whole[name] = self._whole[name] + value if name in self._whole else value
