@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from services.gateway.api.chat import ChatFields, chat_request
+from services.gateway.api.chat import REASONING_EFFORTS, ChatFields, chat_request
 from services.gateway.api.errors import RequestError, check_depth, decode_body, invalid, not_allowed, unsupported
 from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
 from services.gateway.api.responses.input_items import Item, Turns, add_items, is_unfinished, numbered
@@ -21,7 +21,6 @@ from shared.ids import ModelName
 from shared.messages.lifecycle import ModelCard
 
 LOGPROBS = "message.output_text.logprobs"
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
@@ -320,8 +319,8 @@ def _reasoning(reasoning: ReasoningFields | None, dialect: OutputDialect) -> dic
     effort, switchable = reasoning.effort, "enable_thinking" in dialect.controls
     if effort is None:
         return {}
-    if effort not in EFFORTS:
-        raise not_allowed("reasoning.effort", effort, f"one of {', '.join(EFFORTS)} is")
+    if effort not in REASONING_EFFORTS:
+        raise not_allowed("reasoning.effort", effort, f"one of {', '.join(REASONING_EFFORTS)} is")
     if effort == "none" and switchable:
         return {"enable_thinking": False}
     if "reasoning_effort" in dialect.controls:
