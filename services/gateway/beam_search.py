@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from services.gateway.api.errors import RequestError
+from services.gateway.api.errors import RequestError, aborted
 from services.gateway.api.generation import TEXT_ONLY, GenerationRequest
 from services.gateway.api.response import ChoiceState, GenerationResponse, ResponseHeader, ResponseWriter
 from services.gateway.core.beam_search import BeamSearch, Hypothesis
 from services.gateway.metrics import ModelMeters
-from services.gateway.request_table import ABORTED, RequestTable
+from services.gateway.request_table import RequestTable
 from services.gateway.tokenizer_client import TokenizerClient
 from shared.messages.gateway import LogprobText, PositionLogprobs
 from shared.messages.generation import SamplingOptions, StopConditions
@@ -142,7 +142,7 @@ class BeamSearchRunner:
         if self._response.ended.done():
             return None
         if any(choice.finish == "abort" for choice in step.choices):
-            raise RequestError(410, ABORTED, code="aborted")
+            raise aborted()
         if step.error is not None:
             raise step.error
         if not step.ended.done():

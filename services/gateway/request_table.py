@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, assert_never
 
-from services.gateway.api.errors import RequestError
+from services.gateway.api.errors import RequestError, aborted
 from services.gateway.api.generation import POOLED_KINDS, GenerationRequest, RequestLimits
 from services.gateway.api.response import (
     ChoiceState,
@@ -49,7 +49,6 @@ from shared.messages.tokenizer import Tokenize
 
 log = logging.getLogger(__name__)
 
-ABORTED = "the request was aborted by an operator"
 BUS_AWAY = "the bus is away"
 ATTEMPTS_OF_A_GATEWAY = 1000
 """More than a gateway makes of a request: one that takes it over counts on beyond them. Which thousand is drawn, so
@@ -295,7 +294,7 @@ class RequestTable:
         for response in found:
             requests = [request for request in response.requests if request in self._routes]
             if not requests or response.header.kind in POOLED_KINDS:
-                response.fail(RequestError(410, ABORTED, code="aborted"))
+                response.fail(aborted())
                 continue
             await self._perform(
                 [effect for request in requests for effect in self._supervisor.close(request, now, aborted=True)]

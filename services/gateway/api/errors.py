@@ -76,6 +76,11 @@ def unsupported(param: str, what: str) -> RequestError:
     return RequestError(400, f"{param}: {what} is not supported", param=param, code="unsupported_parameter")
 
 
+def aborted() -> RequestError:
+    """Makes a 410 for a request that an operator has ended, where there is nothing to answer with."""
+    return RequestError(410, "the request was aborted by an operator", code="aborted")
+
+
 def abbreviated(value: object, limit: int = 80) -> str:
     """Formats a client's value for an error message, at most `limit` characters of it."""
     text = repr(value)
