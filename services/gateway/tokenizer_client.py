@@ -22,7 +22,7 @@ from shared.messages.tokenizer import (
 )
 from shared.packing import pack, unpack
 
-A = TypeVar("A", EncodeReply, DecodeReply)
+Reply = TypeVar("Reply", EncodeReply, DecodeReply)
 
 ANSWER_TIMEOUT = 10.0
 """Seconds that a tokenizer may take."""
@@ -45,7 +45,7 @@ class TokenizerClient:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
-    async def ask(self, model: ModelCard, question: Encode | Decode, expected: type[A]) -> A:
+    async def ask(self, model: ModelCard, question: Encode | Decode, expected: type[Reply]) -> Reply:
         """Returns the reply, which is of the `expected` type. Raises RequestError."""
         topic = topics.tokenizer_requests(model.name)
         try:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -218,6 +219,11 @@ class Call:
         given = self.headers.get(b"x-request-id", b"")
         self.client_id = given.decode() if _REQUEST_ID.fullmatch(given) else None
         self.id = self.client_id or secrets.token_hex(16)
+
+    def query(self) -> list[tuple[str, str]]:
+        """Returns the names and values behind the path, in their order. How many there may be, the limit of a request's
+        head says."""
+        return parse_qsl(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
 
     async def body(self) -> bytes:
         """Returns the body, also when asked again. What it holds of the budget, it holds until `close`.

@@ -19,12 +19,13 @@ from services.gateway.api.openapi import openapi_page
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.database.records import DatabaseUnavailable
 from services.gateway.http.access import AccessControl, check_model
-from services.gateway.http.body_parser import BodyParser
+from services.gateway.http.body_parser import BodyKind, BodyParser
 from services.gateway.http.call import BodyLimits, Call, ErrorBody
 from services.gateway.metrics import MergedPages
 from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
+from services.gateway.tokenizer_client import Reply
 from shared.ids import ModelName
 from shared.messages.lifecycle import LoraCard, ModelCard
 from shared.messages.tokenizer import DecodeReply, EncodeReply
@@ -155,12 +156,7 @@ class InfoEndpoints:
 
     async def tokenize(self, call: Call) -> None:
         """`/tokenize`: the token ids of a text or of messages. Raises RequestError."""
-        table = self._table
-        with table.arriving():
-            card, question = await self._parser.read("tokenize", await call.body())
-        call.record.model = card.name
-        check_model(card.name, call.key)
-        encoded = await table.tokenizer.ask(card, question, EncodeReply)
+        card, encoded = await ask_tokenizer(call, self._table, self._parser, "tokenize", EncodeReply)
         tokens = unpack(encoded.tokens)
         await call.respond_json(
             {
@@ -173,12 +169,19 @@ class InfoEndpoints:
 
     async def detokenize(self, call: Call) -> None:
         """`/detokenize`: the text of token ids. Raises RequestError."""
-        with self._table.arriving():
-            card, question = await self._parser.read("detokenize", await call.body())
-        call.record.model = card.name
-        check_model(card.name, call.key)
-        decoded = await self._table.tokenizer.ask(card, question, DecodeReply)
+        _, decoded = await ask_tokenizer(call, self._table, self._parser, "detokenize", DecodeReply)
         await call.respond_json({"prompt": decoded.text})
+
+
+async def ask_tokenizer(
+    call: Call, table: RequestTable, parser: BodyParser, kind: BodyKind, reply_type: type[Reply]
+) -> tuple[ModelCard, Reply]:
+    """Has the body's question answered by a tokenizer of the model that it names. Raises RequestError."""
+    with table.arriving():
+        card, question = await parser.read(kind, await call.body())
+    call.record.model = card.name
+    check_model(card.name, call.key)
+    return card, await table.tokenizer.ask(card, question, reply_type)
 
 
 def _model_body(card: ModelCard) -> dict[str, Any]:

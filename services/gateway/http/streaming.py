@@ -132,6 +132,11 @@ def error_frame(error: RequestError) -> bytes:
     return b"data: %b\n\n" % error.body()
 
 
+def event_frame(event: dict[str, Any]) -> bytes:
+    """Returns an event with its type's name, as OpenAI's responses and Anthropic's messages are streamed."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
+
+
 class EventWriter(ResponseWriter):
     """Owns what a stream has not written yet.
 

@@ -149,3 +149,8 @@ async def test_parameters_are_refused_by_name(stack: GatewayStack, path: str, pa
     response = await create(stack)
     answer = await stack.http.get(f"/v1/responses/{response.id}{path}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_more_parameters_than_there_are_is_no_bug_of_the_server(stack: GatewayStack) -> None:
+    answer = await stack.http.get("/v1/responses/resp_none?" + "&".join(f"p{n}=1" for n in range(100)))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "p0")

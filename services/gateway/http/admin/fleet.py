@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Collection
 from typing import Any
-from urllib.parse import parse_qsl
 
 import msgspec
 
 from services.gateway.api.admin.operations import AbortFields, ScaleFields
 from services.gateway.api.errors import RequestError, abbreviated, decode_body, not_allowed, unsupported
+from services.gateway.http.admin.waiting import until
 from services.gateway.http.call import Call
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
@@ -24,7 +23,6 @@ log = logging.getLogger(__name__)
 
 ADMIN_TIMEOUT = 15.0
 """Seconds in which a coordinator must answer."""
-LOOK_EVERY = 0.1
 _SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 _ABORT, _SCALE = msgspec.json.Decoder(AbortFields), msgspec.json.Decoder(ScaleFields)
 
@@ -64,11 +62,9 @@ class FleetEndpoints:
         self._scaling = True
         try:
             await self._ask("scale", {"service": "engines", "count": wanted.new_data_parallel_size})
-            deadline = time.monotonic() + wanted.drain_timeout
-            while len(self._table.cluster.ready_engines()) != wanted.new_data_parallel_size:
-                if time.monotonic() > deadline:
-                    raise RequestError(408, f"it is not done within {wanted.drain_timeout:g} s, and goes on")
-                await asyncio.sleep(LOOK_EVERY)
+            ready = self._table.cluster.ready_engines
+            if not await until(lambda: len(ready()) == wanted.new_data_parallel_size, wanted.drain_timeout):
+                raise RequestError(408, f"it is not done within {wanted.drain_timeout:g} s, and goes on")
         finally:
             self._scaling = False
         await call.respond_json({"message": f"Scaled to {wanted.new_data_parallel_size} data parallel engines"})
@@ -104,7 +100,7 @@ def query(call: Call, names: Collection[str]) -> dict[str, bool]:
     """The switches in a call's query string. Raises RequestError 400 for others, and for what is neither true nor
     false."""
     found: dict[str, bool] = {}
-    for name, value in parse_qsl(call.scope["query_string"].decode("latin-1"), keep_blank_values=True):
+    for name, value in call.query():
         if name not in names:
             raise not_allowed(abbreviated(name)[1:-1], value, f"the query's fields are {', '.join(names)}")
         if value.lower() not in _SWITCHES:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
@@ -13,6 +11,7 @@ import msgspec
 from services.gateway.api.admin.loras import LoadLoraRequest, UnloadLoraRequest
 from services.gateway.api.errors import RequestError, abbreviated, decode_body, not_allowed
 from services.gateway.core.cluster import ClusterView
+from services.gateway.http.admin.waiting import until
 from services.gateway.http.call import Call
 from shared.ids import ModelName
 from shared.messages.lifecycle import LoraRefusal
@@ -23,7 +22,6 @@ log = logging.getLogger(__name__)
 LOAD_SECONDS = 120.0
 """Within which every engine must have read an adapter."""
 UNLOAD_SECONDS = 30.0
-LOOK_EVERY = 0.02
 
 _LOAD, _UNLOAD = msgspec.json.Decoder(LoadLoraRequest), msgspec.json.Decoder(UnloadLoraRequest)
 
@@ -55,7 +53,7 @@ class LoraEndpoints:
             raise RequestError(503, "no engine is ready", retry_after=1.0)
         await self._add(registry, name, path)
         try:
-            loaded = await _until(lambda: self._everywhere(name) or self._refusal(name, path) is not None, LOAD_SECONDS)
+            loaded = await until(lambda: self._everywhere(name) or self._refusal(name, path) is not None, LOAD_SECONDS)
         except asyncio.CancelledError:
             await asyncio.to_thread(registry.remove, name)
             raise
@@ -78,7 +76,7 @@ class LoraEndpoints:
             if any(card.lora(name) is not None for card in self._cluster.models()):
                 raise _bad(f"The lora adapter '{_shown(name)}' was given by --lora, and stays as long as its engines.")
             raise RequestError(404, f"The lora adapter '{_shown(name)}' cannot be found.", param="lora_name")
-        if not await _until(lambda: not self._anywhere(name), UNLOAD_SECONDS):
+        if not await until(lambda: not self._anywhere(name), UNLOAD_SECONDS):
             raise RequestError(503, f"some engine has not unloaded it within {UNLOAD_SECONDS:g} s, and will")
         log.info("adapter unloaded", extra={"adapter": name})
         await call.respond(f"Success: LoRA adapter '{_shown(name)}' removed successfully.".encode(), content_type=_TEXT)
@@ -101,7 +99,7 @@ class LoraEndpoints:
     ) -> NoReturn:
         """Takes the adapter out again, and waits until no engine speaks of it, so that a next attempt starts clean."""
         await asyncio.to_thread(registry.remove, name)
-        await _until(lambda: not self._anywhere(name) and self._refusal(name, path) is None, UNLOAD_SECONDS)
+        await until(lambda: not self._anywhere(name) and self._refusal(name, path) is None, UNLOAD_SECONDS)
         if refusal is None:
             raise RequestError(503, f"some engine has not loaded the adapter within {LOAD_SECONDS:g} s; it is given up")
         raise RequestError(404 if refusal.missing else 400, refusal.reason, param="lora_path")
@@ -123,16 +121,6 @@ class LoraEndpoints:
 
 
 _TEXT = b"text/plain; charset=utf-8"
-
-
-async def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it came true within that time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(LOOK_EVERY)
-    return True
 
 
 def _bad(message: str) -> RequestError:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
-
-import msgspec
 
 from services.gateway.api.anthropic.answer import ending, error_body, message, message_body, usage
 from services.gateway.api.anthropic.blocks import MessageBlocks
 from services.gateway.api.errors import RequestError
 from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
-from services.gateway.http.access import check_model
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import Call, ClientConnection
+from services.gateway.http.endpoints import ask_tokenizer
 from services.gateway.http.generation import GeneratingEndpoint
-from services.gateway.http.streaming import EventWriter
+from services.gateway.http.streaming import EventWriter, event_frame
 from services.gateway.request_table import RequestTable
 from shared.messages.gateway import Delta
 from shared.messages.tokenizer import EncodeReply
@@ -38,7 +35,7 @@ class MessagesWriter(EventWriter):
         """Returns the events of new output: the message's start before the first, none where nothing is decided yet."""
         blocks = choice.message
         assert isinstance(blocks, MessageBlocks)
-        events = [_event(each) for each in blocks.feed(delta.text, delta.finish)]
+        events = [event_frame(each) for each in blocks.feed(delta.text, delta.finish)]
         if events and not choice.started:
             events.insert(0, self._start(choice))
         return events
@@ -48,7 +45,7 @@ class MessagesWriter(EventWriter):
         [choice] = choices
         start = [] if choice.started else [self._start(choice)]
         ended = {"type": "message_delta", "delta": ending(choice), "usage": usage(choice)}
-        return [*start, _event(ended), _event({"type": "message_stop"})]
+        return [*start, event_frame(ended), event_frame({"type": "message_stop"})]
 
     def error_frames(self, error: RequestError) -> bytes:
         """Returns the error as an event."""
@@ -57,7 +54,7 @@ class MessagesWriter(EventWriter):
     def _start(self, choice: ChoiceState) -> bytes:
         choice.started = True
         begun = ChoiceState(0, 0, prompt_tokens=choice.prompt_tokens, cached_tokens=choice.cached_tokens)
-        return _event({"type": "message_start", "message": message(self._header, begun, [])})
+        return event_frame({"type": "message_start", "message": message(self._header, begun, [])})
 
 
 class MessagesEndpoint(GeneratingEndpoint):
@@ -94,13 +91,5 @@ class CountTokensEndpoint:
 
     async def __call__(self, call: Call) -> None:
         """Answers how many tokens the prompt has. Raises RequestError."""
-        with self._table.arriving():
-            card, question = await self._parser.read("count_tokens", await call.body())
-        call.record.model = card.name
-        check_model(card.name, call.key)
-        encoded = await self._table.tokenizer.ask(card, question, EncodeReply)
+        _, encoded = await ask_tokenizer(call, self._table, self._parser, "count_tokens", EncodeReply)
         await call.respond_json({"input_tokens": len(unpack(encoded.tokens))})
-
-
-def _event(event: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -170,9 +169,7 @@ def kept(store: S | None) -> S:
 
 def query(call: Call, known: set[str]) -> dict[str, str]:
     """The parameters behind the path. Raises RequestError for others than the known ones."""
-    pairs = parse_qsl(
-        call.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True, max_num_fields=None
-    )
+    pairs = call.query()
     for name, _ in pairs:
         if name not in known:
             raise unknown_field(name)

@@ -14,11 +14,11 @@ from services.gateway.api.responses.events import ResponseEvents
 from services.gateway.api.responses.request import ResponseRequest, previous_response
 from services.gateway.http.access import AccessControl
 from services.gateway.http.apis.background import BackgroundResponses
-from services.gateway.http.apis.stored_responses import event_frame, follow_events
+from services.gateway.http.apis.stored_responses import follow_events
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import Call, ClientConnection
 from services.gateway.http.generation import GeneratingEndpoint, StreamSettings
-from services.gateway.http.streaming import EventWriter
+from services.gateway.http.streaming import EventWriter, event_frame
 from services.gateway.request_table import RequestTable
 from services.gateway.response_store import StoredResponse
 from services.gateway.resumable_streams import ResumableStreams

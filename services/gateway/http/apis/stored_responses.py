@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import Any
-from urllib.parse import parse_qsl
 
 import msgspec
 
 from services.gateway.api.errors import RequestError, abbreviated, invalid, not_allowed, unsupported
 from services.gateway.api.responses.request import LOGPROBS
 from services.gateway.http.apis.background import BackgroundResponses
+from services.gateway.http.apis.files import listed
 from services.gateway.http.call import Call
 from services.gateway.http.generation import EVENT_STREAM, STREAM_HEADERS, StreamSettings
-from services.gateway.http.streaming import KEEP_ALIVE
+from services.gateway.http.streaming import KEEP_ALIVE, event_frame
 from services.gateway.response_store import ENDED, ResponseStore
 
 POLL_EVERY = 0.25
@@ -77,9 +77,7 @@ class StoredResponseEndpoints:
             if not places:
                 raise not_allowed("after", after, "the id of one of the items is")
             items = items[places[0] + 1 :]
-        page = items[:limit]
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-        await call.respond_json({"object": "list", "data": page, **ends, "has_more": len(items) > limit})
+        await call.respond_json(listed(items[:limit], len(items) > limit))
 
     def _named(self, call: Call) -> tuple[BackgroundResponses, str]:
         id: str = call.scope["path_params"]["id"]
@@ -132,16 +130,10 @@ async def _sent(call: Call, data: bytes, settings: StreamSettings) -> bool:
     return True
 
 
-def event_frame(event: dict[str, Any]) -> bytes:
-    """Returns an event as it is sent."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
-
-
 def _query(call: Call, *known: str) -> dict[str, str]:
     """The parameters of a call by name; lists are checked only. Raises RequestError 400 for one that is not known."""
-    pairs = parse_qsl(call.scope["query_string"].decode("ascii", "replace"), keep_blank_values=True, max_num_fields=64)
     query: dict[str, str] = {}
-    for name, value in pairs:
+    for name, value in call.query():
         name = name.removesuffix("[]")
         if name not in known:
             raise invalid(abbreviated(name)[1:-1] or "query", "this parameter is not known")
