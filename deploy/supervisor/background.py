@@ -49,11 +49,13 @@ def start_in_background(
             pass_fds=(ready_write,),
             start_new_session=True,
         )
-        os.close(ready_write)
         try:
+            os.close(ready_write)
             _wait(supervisor, ready_read, said, show)
         except KeyboardInterrupt:
             supervisor.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                supervisor.wait(STOP_TIMEOUT)
             raise
         finally:
             os.close(ready_read)
@@ -121,14 +123,15 @@ def stack_for_the_run(argv: list[str], keep_logs: Path | None = None) -> Iterato
     with _interrupted_by_signals(), tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         run_dir = Path(folder)
         try:
-            start_in_background(run_dir, ["up", "--port=0", *argv, "--run-dir", folder])
-            state = read_state(run_dir)
-            if state is None:
-                raise CommandError("the stack ended as soon as it was ready")
             try:
+                start_in_background(run_dir, ["up", "--port=0", *argv, "--run-dir", folder])
+                state = read_state(run_dir)
+                if state is None:
+                    raise CommandError("the stack ended as soon as it was ready")
                 yield state
             finally:
-                stop_stack(state, run_dir, now=True)
+                if is_held(run_dir) and (running := read_state(run_dir)) is not None:
+                    stop_stack(running, run_dir, now=True)
         finally:
             if keep_logs is not None:
                 said = (path.read_bytes() for path in log_files(LogFolder(run_dir).folder))

@@ -91,11 +91,12 @@ class ForkServer:
             end.close()
             return
         status = 1
+        channel = Channel(end)  # open until the process ends: who sees it closed asks why, and kills what still runs
         try:
             leave_child_watch()
             self._control.close()
             confine(self._limits, self._pid)
-            GrammarHost(Channel(end), self._compiler, self._limits).run()
+            GrammarHost(channel, self._compiler, self._limits).run()
             status = 0
         except OutOfMemory:
             status = OUT_OF_MEMORY

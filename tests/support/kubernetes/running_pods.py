@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,13 @@ class RunningPods(NamedTuple):
         with urllib.request.urlopen(f"{pod.url(port)}/metrics", timeout=DEADLINE) as response:
             page = response.read().decode()
         return sum(float(each) for each in re.findall(rf"(?m)^{name}(?:{{[^}}]*}})? (\S+)$", page))
+
+    def wait_for_metric(self, pod: Pod, port: int, name: str) -> None:
+        """Returns once it is above 0."""
+        end = time.monotonic() + DEADLINE
+        while self.metric(pod, port, name) <= 0:
+            assert time.monotonic() < end, f"{name} stays 0"
+            time.sleep(0.1)
 
     def stream(self, seen: threading.Event) -> tuple[int, str | None]:
         """A long completion: its chunks of text, and why it ended. Sets `seen` at the first chunk."""
