@@ -27,7 +27,7 @@ from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import RankKvCache
 from services.worker.models.decoder import CausalLm
 from services.worker.models.lora.slots import LoraSlots
-from services.worker.models.mamba.sequence_states import SequenceStates
+from services.worker.models.states.sequence_states import SequenceStates
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import to_device

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
+from services.worker.models.hf_layers.delta import DeltaConfig as DeltaConfig
 from services.worker.models.hf_layers.latent import LatentConfig as LatentConfig
 from services.worker.models.hf_layers.mamba import MambaConfig as MambaConfig
 from services.worker.models.hf_layers.mixture import Mixture as Mixture
@@ -14,6 +15,9 @@ from services.worker.models.rope import Rope
 from services.worker.ops.interface import Activation
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+StateConfig = MambaConfig | DeltaConfig
+"""The mixers that keep a state of a sequence."""
 
 
 class ModelError(Exception):
@@ -73,8 +77,8 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     rope: Rope
     mixes: bool = False
     """The model's mixture takes the place of its MLP."""
-    mamba: bool = False
-    """The model's Mamba-2 mixer takes the place of attention."""
+    has_state: bool = False
+    """The model's mixer with states takes the place of attention."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -113,8 +117,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     mixture: Mixture | None = None
     latent: LatentConfig | None = None
     """Attention is of this kind; None: of the usual one."""
-    mamba: MambaConfig | None = None
-    """The mixer of layers that have one in place of attention; None: there are none."""
+    states: StateConfig | None = None
+    """The mixer of layers that have one with states in place of attention; None: there are none."""
+    gated_attention: bool = False
+    """How much of each element that attention gives is taken is computed, beside its query (Qwen3-Next)."""
     rotary_dim: int | None = None
     """So many elements of a head are rotated, the first ones; None: all of them."""
     residual_scale: float | None = None
@@ -136,7 +142,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def state_elements(self) -> int:
         """Numbers that all layers together keep of a sequence, however long that is."""
-        return 0 if self.mamba is None else self.mamba.state_elements * sum(layer.mamba for layer in self.layers)
+        return 0 if self.states is None else self.states.state_elements * sum(layer.has_state for layer in self.layers)
 
     @property
     def num_layers(self) -> int:
@@ -162,8 +168,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def _in_layers(self, layers: Sequence[LayerConfig], experts: int | None) -> int:
         """With so many experts in each of those that mix."""
-        states = sum(layer.mamba for layer in layers)
-        mixers = 0 if self.mamba is None else states * self.mamba.parameters(self.hidden_size)
+        states = sum(layer.has_state for layer in layers)
+        mixers = 0 if self.states is None else states * self.states.parameters(self.hidden_size)
         attention = (len(layers) - states) * self._attention_parameters() + mixers
         mixing = sum(layer.mixes for layer in layers)
         columns = (len(layers) - mixing) * self.intermediate_size
@@ -178,4 +184,5 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Of one layer."""
         if self.latent is not None:
             return self.latent.parameters(self.hidden_size, self.num_heads)
-        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        gates = self.num_heads if self.gated_attention else 0
+        return self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads + gates)

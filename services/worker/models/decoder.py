@@ -17,7 +17,7 @@ from services.worker.models.latent.attention import LatentAttention
 from services.worker.models.native_decoder import NativeDecoder, native_decoder
 from services.worker.models.sharding import LayerShard
 from services.worker.models.weights import DecoderWeights, ForwardPass, KvCaches, LayerWeights, apply_mlp
-from services.worker.ops.interface import BatchMeta, Ops, StateCache, StateSpace
+from services.worker.ops.interface import BatchMeta, Ops, StateCache, StateMixer
 from shared.messages.kvstore import KvLayout
 
 
@@ -132,7 +132,7 @@ class Decoder:
     def capturable(self) -> bool:
         """Where attention is not latent, as what computes that asks the device how long contexts are; and where no
         layer has states."""
-        return self._latent is None and self._config.mamba is None
+        return self._latent is None and self._config.states is None
 
     @property
     def native(self) -> NativeDecoder | None:
@@ -186,14 +186,14 @@ class Decoder:
                 return self._ops.latents.allocate(num_blocks, latent.kv_rank, latent.rope_dim)
             return self._ops.allocate_kv(num_blocks, heads, dim)
 
-        if self._config.mamba is None:
+        if self._config.states is None:
             return allocate_caches(len(self._weights.layers), self._groups, allocate)
-        spaces = [layer.space for layer in self._weights.layers]
-        return [allocate() if each is None else empty_states(each, sequences, self.device) for each in spaces]
+        mixers = [layer.mixer for layer in self._weights.layers]
+        return [allocate() if each is None else empty_states(each, sequences, self.device) for each in mixers]
 
     def share_kv(self, caches: KvCaches, model: str) -> RankKvCache | None:
         """See `CausalLm.share_kv`."""
-        if self._config.mamba is not None:
+        if self._config.states is not None:
             return None
         first, last = self._share.kv_heads
         latent, keys = self._config.latent, caches[0][0]
@@ -233,15 +233,15 @@ class Decoder:
             per_layer = self._ops.latents.block_bytes(latent.kv_rank, latent.rope_dim)
         else:
             per_layer = self._ops.kv_block_bytes(self._share.num_kv_heads, self._config.head_dim)
-        attending = sum(layer.space is None for layer in self._weights.layers)
+        attending = sum(layer.mixer is None for layer in self._weights.layers)
         return per_layer * (attending if self._groups is None else self._groups.caches)
 
     @property
     def state_bytes(self) -> int:
         """See `CausalLm.state_bytes`."""
-        mamba = self._config.mamba
-        spaces = sum(layer.space is not None for layer in self._weights.layers)
-        return 0 if mamba is None else spaces * mamba.state_elements * torch.float32.itemsize
+        states = self._config.states
+        mixers = sum(layer.mixer is not None for layer in self._weights.layers)
+        return 0 if states is None else mixers * states.state_elements * torch.float32.itemsize
 
     def empty_features(self, rows: int) -> Tensor:
         """[rows, hidden] of memory that `forward` fills with features."""
@@ -306,13 +306,14 @@ class Decoder:
         return self._communicator.sum(x.mul_(inside.unsqueeze(1)))
 
     def queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
-        """x [n, hidden] → queries [n, H, D]; keys and values, or latents, are in the cache then. Of a state space all
-        that `attend` is to project, [n, H * P]; states are in the cache then."""
-        if layer.space is not None:
-            return self._states.mix(self._ops.linear(x, layer.qkv), layer.space, StateCache(*cache), meta)
+        """x [n, hidden] → queries [n, H, D]; keys and values, or latents, are in the cache then. Where
+        attention is gated [2, n, H, D], queries and gates. Of a mixer with states all that `attend` is to project,
+        [n, H * P]; states are in the cache then."""
+        if layer.mixer is not None:
+            return self._states.mix(self._ops.linear(x, layer.qkv), layer.mixer, StateCache(*cache), meta)
         if self._latent is not None:
             return self._latent.queries(layer, x, meta, cache)
-        return self._ops.rope_and_store(
+        queries = self._ops.rope_and_store(
             self._ops.linear(x, layer.qkv),
             meta,
             layer.cos_sin,
@@ -322,6 +323,9 @@ class Decoder:
             k_norm=layer.k_norm,
             eps=self._config.norm_eps,
         )
+        if layer.gate is None:
+            return queries
+        return torch.stack((queries, self._ops.linear(x, layer.gate).view(queries.shape)))
 
     def attend(
         self,
@@ -331,26 +335,34 @@ class Decoder:
         cache: tuple[Tensor, Tensor],
         rows: Tensor | None = None,
     ) -> Tensor:
-        """queries [n, H, D] → the block's output [n, hidden], or that of `rows` only."""
-        if layer.space is not None:
+        """What `queries` gave → the block's output [n, hidden], or that of `rows` only."""
+        if layer.mixer is not None:
             mixed = queries
         elif self._latent is not None:
             mixed = self._latent.attend(layer, queries, meta, cache)
+        elif layer.gate is not None:
+            mixed = self._attention(layer, queries[0], meta, cache).mul_(queries[1].flatten(1).sigmoid())
         else:
-            mixed = self._ops.paged_attention(
-                queries,
-                *cache,
-                meta,
-                scale=self._config.attention_scale,
-                window=layer.window,
-                softcap=self._config.attention_softcap,
-            )
+            mixed = self._attention(layer, queries, meta, cache)
         if rows is not None and len(rows) < len(mixed):
             mixed = mixed.index_select(0, rows)
         x = self._communicator.sum(self._ops.linear(mixed, layer.output))
         if layer.attention_post_norm is not None:
             x = self._ops.rms_norm(x, layer.attention_post_norm, self._config.norm_eps)
         return self._scaled(x)
+
+    def _attention(
+        self, layer: LayerWeights, queries: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """queries [n, H, D] → [n, H * D]"""
+        return self._ops.paged_attention(
+            queries,
+            *cache,
+            meta,
+            scale=self._config.attention_scale,
+            window=layer.window,
+            softcap=self._config.attention_softcap,
+        )
 
     def _scaled(self, x: Tensor) -> Tensor:
         """What joins the residual."""
@@ -419,12 +431,12 @@ def allocate_caches(layers: int, groups: LayerGroups | None, allocate: Callable[
     return [shared[number] for number in groups.cache_of]
 
 
-def empty_states(space: StateSpace, sequences: int, device: torch.device) -> StateCache:
+def empty_states(mixer: StateMixer, sequences: int, device: torch.device) -> StateCache:
     """One layer's states of so many sequences: zeros, which on a CPU take memory when they are first written to."""
-    kernel, channels = space.conv_weight.shape
+    kernel, channels = mixer.conv_weight.shape
     return StateCache(
         torch.zeros(sequences, kernel - 1, channels, device=device),
-        torch.zeros(sequences, space.heads, space.head_dim, space.state_dim, device=device),
+        torch.zeros(sequences, mixer.heads, mixer.head_dim, mixer.state_dim, device=device),
     )
 
 

@@ -15,11 +15,13 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from services.worker.models.config import LayerConfig, ModelConfig, ModelError, dtype_named
+from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 from services.worker.models.hf_layers.latent import LATENT_ARCHITECTURES, LatentConfig, RawLatent, read_latent
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import MixtureLayers, read_mixture
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
-from services.worker.models.mamba.reading import mamba_model_config, plain_json
+from services.worker.models.states.delta_reading import delta_model_config
+from services.worker.models.states.mamba_reading import mamba_model_config, plain_json
 from services.worker.ops.interface import Activation
 
 _T = TypeVar("_T")
@@ -91,6 +93,12 @@ _BASES = {
 }
 """Architectures without a language model head, as embedding models and classifiers have them."""
 
+_STATEFUL = {
+    **dict.fromkeys(MAMBA_ARCHITECTURES, mamba_model_config),
+    **dict.fromkeys(DELTA_ARCHITECTURES, delta_model_config),
+}
+"""Who reads what the configuration says of models whose layers have states."""
+
 _NO_WINDOW = ("LlamaForCausalLM", *LATENT_ARCHITECTURES)
 
 _NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", *LATENT_ARCHITECTURES)
@@ -151,9 +159,9 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     read in place of `config.json`."""
     path = model_dir / "config.json"
     named = _decode(path, _RawArchitectures, described).architectures
-    mamba = next((each for each in named if each in MAMBA_ARCHITECTURES), None)
-    if mamba is not None:
-        return _mamba_config(path, mamba, described)
+    stateful = next((each for each in named if each in _STATEFUL), None)
+    if stateful is not None:
+        return _stateful_config(path, stateful, described)
     raw = _decode(path, _RawConfig, described)
     headless = not any(each in _FAMILIES for each in raw.architectures)
     raw.architectures = [_BASES.get(each, each) for each in raw.architectures]
@@ -168,10 +176,10 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
         raise ModelError(f"{path}: {error}") from None
 
 
-def _mamba_config(path: Path, architecture: str, described: bytes | None) -> ModelConfig:
+def _stateful_config(path: Path, architecture: str, described: bytes | None) -> ModelConfig:
     text = path.read_bytes() if described is None else described
     try:
-        return mamba_model_config(text, architecture, lambda own: stop_tokens(path.parent, own))
+        return _STATEFUL[architecture](text, architecture, lambda own: stop_tokens(path.parent, own))
     except (ModelError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path}: {error}") from None
 
@@ -196,7 +204,7 @@ def is_native(model_dir: Path) -> bool:
     """Whether the model is of an architecture that is read here, as a decoder. Raises ModelError where there is no
     configuration."""
     raw = _decode(model_dir / "config.json", _RawArchitectures)
-    known = (*_FAMILIES, *_BASES, *MAMBA_ARCHITECTURES)
+    known = (*_FAMILIES, *_BASES, *_STATEFUL)
     return not raw.use_bidirectional_attention and any(each in known for each in raw.architectures)
 
 
@@ -207,7 +215,7 @@ def architectures_of(model_dir: Path) -> list[str]:
 
 def has_head(model_dir: Path) -> bool:
     """Whether a model that is read here has a language model head. Raises ModelError."""
-    return any(each in _FAMILIES or each in MAMBA_ARCHITECTURES for each in architectures_of(model_dir))
+    return any(each in _FAMILIES or each in _STATEFUL for each in architectures_of(model_dir))
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

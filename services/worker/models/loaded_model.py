@@ -29,7 +29,7 @@ from services.worker.models.decoder import CausalLm, Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.loading import load_weights
-from services.worker.models.mamba.limits import check_ranks
+from services.worker.models.states.limits import check_ranks
 from services.worker.models.plugins.architectures import PluginModel, find_plugin_model
 from services.worker.models.plugins.interface import DecoderParts
 from services.worker.models.pooling.classification import (
@@ -407,7 +407,7 @@ def _model_len(config: ModelDescription, asked: int | None) -> int:
         raise ModelError(
             f"a maximum model length of {asked} is asked for; the model has {config.max_positions} positions"
         )
-    if asked is None and isinstance(config, ModelConfig) and config.mamba is not None and not config.num_heads:
+    if asked is None and isinstance(config, ModelConfig) and config.states is not None and not config.num_heads:
         return DEFAULT_STATE_MODEL_LEN
     return asked or config.max_positions
 

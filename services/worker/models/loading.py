@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from services.worker.models.checkpoint import TensorSource, read_exactly
-from services.worker.models.config import LatentConfig, LayerConfig, Mixture, ModelConfig
+from services.worker.models.config import DeltaConfig, LatentConfig,  LayerConfig, Mixture, ModelConfig
+from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 from services.worker.models.latent.loading import LatentLoader
-from services.worker.models.mamba.loading import MambaLoader
+from services.worker.models.states.delta_loading import DeltaLoader
+from services.worker.models.states.gated_attention import read_gated_inputs
+from services.worker.models.states.mamba_loading import MambaLoader
 from services.worker.models.mixture.loading import read_experts
 from services.worker.models.quantization.matrices import MatrixLoader, permuted
 from services.worker.models.rope import Rope, cos_sin_table, partly_rotated, partly_rotating
@@ -23,7 +26,7 @@ from services.worker.models.weights import (
     MixtureMlp,
     SharedExpert,
 )
-from services.worker.ops.interface import Ops, PackedLinear, Routing, StateSpace
+from services.worker.ops.interface import Ops, PackedLinear, Routing, StateMixer
 from services.worker.ops.quantized import Code
 
 
@@ -70,6 +73,7 @@ _LAYOUTS = {
         mlp_norm="pre_ff_layernorm", mlp="feed_forward", final_norm="model.final_layernorm.weight"
     ),
     "GraniteMoeHybridForCausalLM": _LayoutNames(mlp="shared_mlp"),
+    **dict.fromkeys(DELTA_ARCHITECTURES, _LayoutNames(mixer="linear_attn")),
     "Mamba2ForCausalLM": _LayoutNames(
         embedding="backbone.embeddings.weight",
         layers="backbone.layers",
@@ -89,7 +93,8 @@ class _Mixer(NamedTuple):
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     latent: LatentWeights | None = None
-    space: StateSpace | None = None
+    mixer: StateMixer | None = None
+    gate: PackedLinear | None = None
 
 
 class _Loader:
@@ -144,7 +149,7 @@ class _Loader:
         name, config, names = f"{self._names.layers}.{index}", self._config, self._names
         # Gemma's post_attention_layernorm comes directly behind attention, Llama's before the MLP.
         before_mlp = "pre_feedforward_layernorm" if config.post_norms else names.mlp_norm
-        mixer = self._state_space(f"{name}.{names.mixer}") if layer.mamba else self._attention(name, layer)
+        mixer = self._with_states(f"{name}.{names.mixer}") if layer.has_state else self._attention(name, layer)
         return LayerWeights(
             input_norm=self._norm(f"{name}.{names.input_norm}.weight"),
             qkv=mixer.inputs,
@@ -152,16 +157,19 @@ class _Loader:
             k_norm=mixer.k_norm,
             output=mixer.output,
             attention_post_norm=self._post_norm(f"{name}.post_attention_layernorm.weight"),
-            mlp_norm=self._norm(f"{name}.{before_mlp}.weight") if config.intermediate_size else None,
+            mlp_norm=self._norm(f"{name}.{before_mlp}.weight") if layer.mixes or config.intermediate_size else None,
             mlp=self._mixture(name) if layer.mixes else self._mlp(f"{name}.{names.mlp}"),
             mlp_post_norm=self._post_norm(f"{name}.post_feedforward_layernorm.weight"),
             cos_sin=mixer.cos_sin,
             window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
             latent=mixer.latent,
-            space=mixer.space,
+            mixer=mixer.mixer,
+            gate=mixer.gate,
         )
 
     def _attention(self, name: str, layer: LayerConfig) -> _Mixer:
+        if self._config.gated_attention:
+            return self._gated_attention(f"{name}.self_attn", layer)
         config, dim = self._config, self._config.head_dim
         latent = None if config.latent is None else self._latent(config.latent, f"{name}.self_attn")
         value_dim = dim if config.latent is None else config.latent.value_dim
@@ -179,11 +187,26 @@ class _Loader:
             latent=None if latent is None else latent.weights(),
         )
 
-    def _state_space(self, name: str) -> _Mixer:
-        assert self._config.mamba is not None, "a layer is a state space"
-        loader = MambaLoader(self._matrices, self._device, self._config, self._config.mamba, name)
+    def _gated_attention(self, name: str, layer: LayerConfig) -> _Mixer:
+        """Of the one rank that computes it."""
+        config, inner = self._config, self._config.num_heads * self._config.head_dim
+        inputs, order = read_gated_inputs(self._matrices, config, name), partly_rotated(config.head_dim, config.rotated_dim).to(self._device)
+        return _Mixer(
+            inputs=inputs.qkv,
+            q_norm=self._norm(f"{name}.q_norm.weight", config.head_dim)[order],
+            k_norm=self._norm(f"{name}.k_norm.weight", config.head_dim)[order],
+            output=self._row_parallel(f"{name}.o_proj", inner, (0, inner), config.output_bias),
+            cos_sin=self._table(layer.rope),
+            gate=inputs.gate,
+        )
+
+    def _with_states(self, name: str) -> _Mixer:
+        states = self._config.states
+        assert states is not None, "a layer has states"
+        how = (self._matrices, self._device, self._config)
+        loader = DeltaLoader(*how, states, name) if isinstance(states, DeltaConfig) else MambaLoader(*how, states, name)
         nothing = torch.empty(0, device=self._device)
-        return _Mixer(inputs=loader.inputs(), output=loader.output(), cos_sin=nothing, space=loader.space())
+        return _Mixer(inputs=loader.inputs(), output=loader.output(), cos_sin=nothing, mixer=loader.mixer())
 
     def _latent(self, latent: LatentConfig, name: str) -> LatentLoader:
         return LatentLoader(self._matrices, self._ops, self._device, self._config, latent, self._share.heads, name)

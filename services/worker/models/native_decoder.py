@@ -194,11 +194,11 @@ def native_decoder(
     config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | None = None
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for mixtures of experts,
-    latent attention and state spaces.
+    latent attention and layers with states.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps) or any(
-        each is not None for each in (config.mixture, config.latent, config.mamba)
+        each is not None for each in (config.mixture, config.latent, config.states)
     ):
         return None
     return NativeDecoder(config, weights, ops, eagle)

@@ -15,7 +15,7 @@ from services.worker.ops.interface import (
     PackedHeads,
     PackedLinear,
     Routing,
-    StateSpace,
+    StateMixer,
 )
 
 
@@ -75,7 +75,7 @@ class LayerWeights:
     input_norm: Tensor
     qkv: PackedLinear
     """What a row is multiplied with: queries, keys and values. Latent: queries, or their latent, then the latent and
-    the shared key that are cached. State space: see `StateOps.mix`."""
+    the shared key that are cached. A mixer with states: see `StateOps.mix`."""
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: PackedLinear
@@ -87,8 +87,10 @@ class LayerWeights:
     cos_sin: Tensor
     window: int | None
     latent: LatentWeights | None = None
-    space: StateSpace | None = None
-    """A state space is in the place of attention."""
+    mixer: StateMixer | None = None
+    """Layers with states: it is in the place of attention."""
+    gate: PackedLinear | None = None
+    """Gated attention: the sigmoid of a row times this [H * D, hidden] is how much of attention's output is taken."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,30 @@ class StateSpace(NamedTuple):
     eps: float
 
 
+class DeltaNet(NamedTuple):
+    """A gated delta net between its two projections: H heads of P elements of values; G heads of N elements of keys and
+    queries, each shared by neighbouring heads of values. Tensors are float32 and on the device."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    conv_weight: Tensor
+    """[K, C], C = H * P + 2 * G * N channels, of values, keys and queries: as a state space's."""
+    conv_bias: Tensor
+    """[C]"""
+    decay: Tensor
+    """[H] negative: what a time step is multiplied with."""
+    step_bias: Tensor
+    """[H] what is added to time steps before the softplus."""
+    norm: Tensor
+    """[P]"""
+    eps: float
+
+
+StateMixer = StateSpace | DeltaNet
+
+
 class StateCache(NamedTuple):
     """One layer's states, by slot, in float32."""
 
@@ -303,15 +327,20 @@ class LowRankProducts(Protocol):
 
 
 class StateOps(Protocol):
-    """The operations of state-space layers; what `Ops` promises of tensors holds here."""
+    """The operations of layers with states; what `Ops` promises of tensors holds here."""
 
-    def mix(self, projected: Tensor, space: StateSpace, cache: StateCache, meta: BatchMeta) -> Tensor:
-        """projected [n, H * P + C + H]: gates, the convolution's inputs, time steps → [n, H * P].
+    def mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
+        """Computes a layer between its projections, row by row → [n, H * P]. Sequences go on with `meta.states`, which
+        are left as they are behind their last row. A sequence is one run of rows at most.
 
-        For each sequence, with x, B and C the convolution's outputs through a SiLU and dt = softplus(its input + bias):
+        A state space: projected [n, H * P + C + H]: gates, the convolution's inputs, time steps. With x, B and C the convolution's outputs through a SiLU and dt = softplus(its input + bias):
         state ← exp(dt * decay) * state + dt * x ⊗ B; a head's output is state · C + skip * x. Outputs times SiLU(gate)
-        are RMS-normed in groups. Sequences go on with `meta.states`, which are left as they are behind their last row.
-        A sequence is one run of rows at most.
+        are RMS-normed in groups.
+
+        A gated delta net: projected [n, H * P + C + 2 * H]: gates, the convolution's inputs, time steps, and how much
+        is written. With v, k and q the convolution's outputs through a SiLU, k and q of length 1 and q divided by the
+        square root of N, dt as above and b the sigmoid of its input: state ← exp(dt * decay) * state;
+        state ← state + b * (v - state · k) ⊗ k; a head's output is state · q, RMS-normed, times SiLU(gate).
         """
 
 
@@ -432,7 +461,7 @@ class Ops(Protocol):
 
     @property
     def states(self) -> StateOps:
-        """The operations of state-space layers."""
+        """The operations of layers with states."""
 
     def verify(self, attempt: DraftAttempt) -> Tensor:
         """Which drafts are accepted: int32 [Q + R], how many tokens each sequence gains, its accepted drafts and one

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct, field
 
 from services.worker.backend import BackendError
+from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 from services.worker.models.hf_layers.latent import RawLatent, read_latent
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import read_mixture
@@ -103,9 +104,11 @@ class _RawNames(Struct):
 
 def _refuse_states(path: Path) -> None:
     """Sizes of attention would be read of what has none."""
-    named = [each for each in _read(path, _RawNames).architectures if each in MAMBA_ARCHITECTURES]
-    if named:
-        raise BackendError(f"{path}: the simulation knows no models with state-space layers ({named[0]})")
+    named = _read(path, _RawNames).architectures
+    for known, kind in ((MAMBA_ARCHITECTURES, "state-space layers"), (DELTA_ARCHITECTURES, "gated delta nets")):
+        of_kind = [each for each in named if each in known]
+        if of_kind:
+            raise BackendError(f"{path}: the simulation knows no models with {kind} ({of_kind[0]})")
 
 
 def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...]) -> ModelShape:

@@ -81,6 +81,15 @@ _MAMBA: dict[str, Any] = {
     "mamba_chunk_size": 16,
 }
 
+_DELTA: dict[str, Any] = {
+    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 3,
+    "linear_value_head_dim": 10,
+    "linear_key_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "partial_rotary_factor": 0.5,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-biased-tied": (
@@ -126,6 +135,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3-next": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
     "gemma2": (
         "Gemma2Config",
         {"sliding_window": 24, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0},
@@ -137,8 +149,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-STATE_FAMILIES = ("mamba2", "bamba", "granite-hybrid")
-"""With Mamba-2 layers: one rank computes them."""
+STATE_FAMILIES = ("mamba2", "bamba", "granite-hybrid", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+"""With Mamba-2 layers or gated delta nets: one rank computes them."""
 
 
 @dataclass(frozen=True)

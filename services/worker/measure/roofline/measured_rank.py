@@ -208,8 +208,8 @@ def open_measured_model(request: StepsRequest | KernelsRequest) -> Iterator[Meas
             config = read_model_config(folder)
         except ModelError as error:
             raise CannotMeasure(str(error)) from None
-        if config.mamba is not None:
-            raise CannotMeasure(f"{folder}: state-space layers ({config.architecture}) are not measured")
+        if config.states is not None:
+            raise CannotMeasure(f"{folder}: {config.states.kind} ({config.architecture}) are not measured")
         dtype = getattr(torch, dtype_of(request.dtype, config, device))
         yield MeasuredModel(request.name or shape or folder.name, folder, config, device, dtype)
 

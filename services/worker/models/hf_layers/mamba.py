@@ -24,6 +24,11 @@ class MambaConfig(Struct, frozen=True, kw_only=True):
     """Whether the projections into and out of the mixer have one."""
 
     @property
+    def kind(self) -> str:
+        """What such layers are called, for errors."""
+        return "state-space layers"
+
+    @property
     def inner(self) -> int:
         """Elements of all heads."""
         return self.heads * self.head_dim

@@ -98,6 +98,8 @@ _FAMILIES = {
     "MixtralForCausalLM": _Defaults(experts=8, chosen=2, size=None, renormalised=True),
     "Qwen2MoeForCausalLM": _Defaults(experts=60, chosen=4, size=1408, shared_size=5632),
     "Qwen3MoeForCausalLM": _Defaults(experts=128, chosen=8, size=768),
+    "Qwen3NextForCausalLM": _Defaults(experts=512, chosen=10, size=512, shared_size=512),
+    "Qwen3_5MoeForCausalLM": _Defaults(experts=256, chosen=8, size=512, shared_size=512, renormalised=True),
     "DeepseekV2ForCausalLM": _Defaults(
         experts=64,
         chosen=6,

@@ -178,8 +178,8 @@ def open_loras(
     if isinstance(decoder, Decoder) and isinstance(config, ModelConfig):
         if config.latent is not None:
             raise ModelError(f"lora: adapters of {config.architecture} are not supported: its attention is latent")
-        if config.mamba is not None:
-            raise ModelError(f"lora: adapters of {config.architecture} are not supported: it has state-space layers")
+        if config.states is not None:
+            raise ModelError(f"lora: adapters of {config.architecture} are not supported: it has {config.states.kind}")
         if config.plugin is not None:
             raise ModelError(f"lora: a model of {config.plugin} can have no adapters")
         return LoraSlots(AdaptedDecoder(decoder, config, *how), settings)

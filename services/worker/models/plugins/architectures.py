@@ -92,9 +92,9 @@ def find_plugin_model(folder: Path) -> PluginModel | None:
     base = read_model_config(
         folder, quantized=True, described=msgspec.json.encode({**described, "architectures": [architecture.base]})
     )
-    if base.mamba is not None:
+    if base.states is not None:
         raise ModelError(
-            f"{where}: base {architecture.base}: it has state-space layers, which no package's model can have"
+            f"{where}: base {architecture.base}: it has {base.states.kind}, which no package's model can have"
         )
     config = _asked(where, lambda: architecture.config(base))
     if not isinstance(config, ModelConfig):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from services.worker.ops.interface import BatchMeta, StateCache, StateSpace
+from services.worker.ops.interface import BatchMeta, DeltaNet, StateCache, StateMixer
 from services.worker.ops.native import library
 from services.worker.ops.torch_states import TorchStates
 
@@ -26,10 +26,10 @@ class NativeStates:
         self._ops = ops
         self._plain = TorchStates()
 
-    def mix(self, projected: Tensor, space: StateSpace, cache: StateCache, meta: BatchMeta) -> Tensor:
+    def mix(self, projected: Tensor, space: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
         """In float32, token by token: a row's result does not depend on other sequences, nor on how its own is cut into
         steps."""
-        if space.conv_weight.shape[0] > MAX_KERNEL:
+        if isinstance(space, DeltaNet) or space.conv_weight.shape[0] > MAX_KERNEL:
             return self._plain.mix(projected, space, cache, meta)
         assert meta.states is not None, "a model with states has them in every step"
         projected = projected.float().contiguous()

@@ -11,7 +11,7 @@ import pytest
 from services.worker.backend import BackendError
 from services.worker.models.config import MambaConfig, ModelConfig, ModelError
 from services.worker.models.hf_config import is_native, read_model_config
-from services.worker.models.mamba.limits import check_ranks
+from services.worker.models.states.limits import check_ranks
 from services.worker.models.rope import PlainRope
 from services.worker.sim.shape import read_shape
 

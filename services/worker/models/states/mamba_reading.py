@@ -148,7 +148,7 @@ def _mamba2(raw: _RawMamba2, eos: tuple[int, ...]) -> ModelConfig:
         ),
         ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
     )
-    layers = (LayerConfig(None, _NO_ROPE, mamba=True),) * raw.num_hidden_layers
+    layers = (LayerConfig(None, _NO_ROPE, has_state=True),) * raw.num_hidden_layers
     return ModelConfig(
         architecture="Mamba2ForCausalLM",
         dtype=_dtype(raw),
@@ -174,7 +174,7 @@ def _mamba2(raw: _RawMamba2, eos: tuple[int, ...]) -> ModelConfig:
         embedding_scale=None,
         tied_embeddings=raw.tie_word_embeddings,
         eos_token_ids=eos,
-        mamba=mamba,
+        states=mamba,
     )
 
 
@@ -263,7 +263,7 @@ def _hybrid(
         num_heads=raw.num_attention_heads,
         num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
         head_dim=head_dim,
-        layers=tuple(LayerConfig(None, rope, mamba=not each) for each in attends),
+        layers=tuple(LayerConfig(None, rope, has_state=not each) for each in attends),
         max_positions=raw.max_position_embeddings,
         norm_eps=1e-5,
         activation="silu",
@@ -279,7 +279,7 @@ def _hybrid(
         embedding_scale=None,
         tied_embeddings=raw.tie_word_embeddings,
         eos_token_ids=eos,
-        mamba=mamba,
+        states=mamba,
     )
 
 

@@ -11,16 +11,16 @@ _log = logging.getLogger(__name__)
 
 def check_ranks(config: ModelConfig, ranks: int, stages: int) -> None:
     """Raises ModelError where a model with states is to be split."""
-    if config.mamba is not None and ranks > 1:
+    if config.states is not None and ranks > 1:
         raise ModelError(f"tp {ranks}: {_kind(config)} is computed by one rank; more engines serve more requests")
-    if config.mamba is not None and stages > 1:
+    if config.states is not None and stages > 1:
         raise ModelError(f"pp {stages}: {_kind(config)} has one stage; more engines serve more requests")
 
 
 def check_states(config: ModelDescription, *, drafts: str | None, connector: bool, grouped: bool) -> None:
     """`drafts`: the method of speculation. `grouped`: layers are to have tables in groups. Says what a model with
     states does without. Raises ModelError for what it cannot do without being told."""
-    if not isinstance(config, ModelConfig) or config.mamba is None:
+    if not isinstance(config, ModelConfig) or config.states is None:
         return
     if drafts is not None:
         raise ModelError(f"speculative {drafts}: {_kind(config)} takes no drafts")
@@ -32,4 +32,5 @@ def check_states(config: ModelDescription, *, drafts: str | None, connector: boo
 
 
 def _kind(config: ModelConfig) -> str:
-    return f"a model with state-space layers ({config.architecture})"
+    assert config.states is not None, "it has states"
+    return f"a model with {config.states.kind} ({config.architecture})"

@@ -30,7 +30,7 @@ class MambaLoader(NamedTuple):
         """What the mixer's rows are projected back by."""
         return self._projection("out_proj", self.mamba.inner, self.config.hidden_size)
 
-    def space(self) -> StateSpace:
+    def mixer(self) -> StateSpace:
         """All that is between them."""
         mamba = self.mamba
         conv = self._read("conv1d.weight", (mamba.conv_dim, 1, mamba.kernel))

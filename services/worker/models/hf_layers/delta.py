@@ -1,0 +1,58 @@
+"""The sizes of gated delta nets, and which architectures have some. No torch."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+DELTA_ARCHITECTURES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+"""Those whose layers, or most of them, have a state in place of keys and values."""
+
+
+class DeltaConfig(Struct, frozen=True, kw_only=True):
+    """A gated delta net (Yang et al., "Gated Delta Networks", arXiv:2412.06464): a causal convolution, and heads that
+    each keep a state of `head_dim` times `state_dim` numbers, a memory of values by keys."""
+
+    heads: int
+    """Of values, each with a state of its own."""
+    head_dim: int
+    """Elements of a value."""
+    groups: int
+    """Heads of queries and keys, each shared by as many neighbouring heads of values."""
+    state_dim: int
+    """Elements of a query or a key."""
+    kernel: int
+    """Tokens that the convolution sees, the newest included."""
+
+    @property
+    def kind(self) -> str:
+        """What such layers are called, for errors."""
+        return "gated delta nets"
+
+    @property
+    def inner(self) -> int:
+        """Elements of all heads' values."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Elements of all heads' keys, and as many of queries."""
+        return self.groups * self.state_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: values, keys and queries."""
+        return self.inner + 2 * self.keys
+
+    @property
+    def projected(self) -> int:
+        """What a row is projected to: the gate, the convolution's channels, and two numbers of each head."""
+        return self.inner + self.conv_dim + 2 * self.heads
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers that one layer keeps of a sequence, however long that is."""
+        return (self.kernel - 1) * self.conv_dim + self.inner * self.state_dim
+
+    def parameters(self, hidden: int) -> int:
+        """Weights of one layer's matrices."""
+        return hidden * (self.projected + self.inner)

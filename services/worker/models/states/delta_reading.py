@@ -1,0 +1,184 @@
+"""Reads the `config.json` of models with gated delta nets, as strictly as `hf_config` reads the others'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from services.worker.models.config import DeltaConfig, LayerConfig, ModelConfig, ModelError, dtype_named
+from services.worker.models.hf_layers.mixture import MixtureLayers, RawMixture, read_mixture
+from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
+
+_ROTATED = 0.25
+"""Share of a head that is rotated where the config does not say."""
+_ATTENDING = 4
+"""The last layer of so many attends where the config does not say."""
+
+
+class _RawDelta(RawMixture, kw_only=True):
+    """The keys that these families have; defaults are those of `transformers`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int = 0
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int = 256
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    eos_token_id: int | list[int] | None = None
+    norm_topk_prob: bool | None = True
+    rope_theta: float | None = None
+    rope_scaling: RawRope | None = None
+    rope_parameters: dict[str, object] | None = None
+    partial_rotary_factor: float | None = None
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    layer_types: list[str] | None = None
+    full_attention_interval: int = _ATTENDING
+    quantization_config: dict[str, object] | None = None
+
+
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "full_attention_interval",
+)
+_LAYER_TYPES = {"linear_attention": True, "full_attention": False}
+
+
+def delta_model_config(
+    text: bytes, architecture: str, stop_tokens: Callable[[int | list[int] | None], tuple[int, ...]]
+) -> ModelConfig:
+    """What `text`, a `config.json`, says of a model of `architecture`. `stop_tokens`: what ends its texts, given those
+    that the config names. Raises ModelError, and msgspec's errors."""
+    raw = msgspec.json.decode(text, type=_RawDelta, strict=True)
+    raw.architectures = [architecture]
+    _refuse_unsupported(raw)
+    delta, mixing, heads = _delta(raw), _mixing(raw), raw.num_attention_heads
+    ropes, rotated = _rotation(raw)
+    return ModelConfig(
+        architecture=architecture,
+        dtype=dtype_named(raw.dtype or raw.torch_dtype),
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        intermediate_size=raw.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=raw.num_key_value_heads or heads,
+        head_dim=raw.head_dim,
+        layers=tuple(
+            LayerConfig(None, ropes.full, mixes, has_state)
+            for mixes, has_state in zip(mixing.mixing, _with_states(raw), strict=True)
+        ),
+        max_positions=ropes.max_positions,
+        norm_eps=raw.rms_norm_eps,
+        activation="silu",
+        attention_scale=raw.head_dim**-0.5,
+        attention_softcap=None,
+        logits_softcap=None,
+        qkv_bias=raw.attention_bias,
+        output_bias=raw.attention_bias,
+        mlp_bias=False,
+        qk_norm=True,
+        post_norms=False,
+        norm_offset=True,
+        embedding_scale=None,
+        tied_embeddings=raw.tie_word_embeddings,
+        eos_token_ids=stop_tokens(raw.eos_token_id),
+        mixture=mixing.mixture,
+        states=delta,
+        gated_attention=True,
+        rotary_dim=rotated,
+    )
+
+
+def _refuse_unsupported(raw: _RawDelta) -> None:
+    if raw.quantization_config is not None:
+        raise ModelError("quantization_config is set: a checkpoint that is read here may not be quantized")
+    if raw.hidden_act not in ("silu", "swish"):
+        raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
+    for key in _POSITIVE:
+        value = getattr(raw, key)
+        if value is not None and value < 1:
+            raise ModelError(f"{key} {value} is not positive")
+    heads, kv_heads = raw.num_attention_heads, raw.num_key_value_heads or raw.num_attention_heads
+    if heads % kv_heads:
+        raise ModelError(f"num_attention_heads {heads} is no multiple of {kv_heads} KV heads")
+
+
+def _delta(raw: _RawDelta) -> DeltaConfig:
+    heads, groups, kernel = raw.linear_num_value_heads, raw.linear_num_key_heads, raw.linear_conv_kernel_dim
+    if heads % groups:
+        raise ModelError(f"linear_num_value_heads {heads} is no multiple of {groups} key heads")
+    if kernel < 2:
+        raise ModelError(f"linear_conv_kernel_dim {kernel} is not supported; supported: 2 and more")
+    return DeltaConfig(
+        heads=heads,
+        head_dim=raw.linear_value_head_dim,
+        groups=groups,
+        state_dim=raw.linear_key_head_dim,
+        kernel=kernel,
+    )
+
+
+def _mixing(raw: _RawDelta) -> MixtureLayers:
+    try:
+        mixing = read_mixture(raw)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    if not all(mixing.mixing) and raw.intermediate_size < 1:
+        raise ModelError(f"intermediate_size {raw.intermediate_size} is not positive")
+    return mixing
+
+
+def _with_states(raw: _RawDelta) -> list[bool]:
+    """For each layer, whether it is a gated delta net; the others attend."""
+    count = raw.num_hidden_layers
+    if raw.layer_types is None:
+        return [bool((number + 1) % raw.full_attention_interval) for number in range(count)]
+    unknown = sorted(set(raw.layer_types) - _LAYER_TYPES.keys())
+    if unknown:
+        raise ModelError(f"layer_types {unknown[0]!r} is not supported; supported: {', '.join(_LAYER_TYPES)}")
+    if len(raw.layer_types) != count:
+        raise ModelError(f"layer_types names {len(raw.layer_types)} layers, num_hidden_layers {count}")
+    return [_LAYER_TYPES[name] for name in raw.layer_types]
+
+
+def _rotation(raw: _RawDelta) -> tuple[Ropes, int]:
+    """How heads are rotated, and so many of their elements. Of a text all of Qwen3.5's axes of positions are alike, so
+    its sections of frequencies (`mrope_section`) rotate as one."""
+    parameters = dict(raw.rope_parameters or {})
+    share = parameters.pop("partial_rotary_factor", raw.partial_rotary_factor)
+    if share is None:
+        share = _ROTATED
+    if not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ModelError(f"partial_rotary_factor {share!r} is no number from 0 to 1")
+    rotated = int(raw.head_dim * share)
+    if rotated % 2 or raw.head_dim % 2:
+        raise ModelError(f"head_dim {raw.head_dim}: {rotated} of its elements are no pairs")
+    ropes = read_ropes(
+        parameters=msgspec.Raw(msgspec.json.encode(parameters or None)),
+        scaling=raw.rope_scaling,
+        theta=10_000.0 if raw.rope_theta is None else raw.rope_theta,
+        local_theta=None,
+        positions=raw.max_position_embeddings,
+    )
+    return ropes, rotated

@@ -1,0 +1,119 @@
+"""The gated delta rule in PyTorch, on any device: a step of the recurrence for decodes, chunks for prompts.
+
+Within a chunk each token corrects what those before it in the chunk have written, which is a triangular system that is
+solved for all chunks of all prompts of a step together; only from chunk to chunk a state is handed on (Yang et al.,
+"Gated Delta Networks", arXiv:2412.06464, section 3.3).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.worker.ops.interface import DeltaNet
+from services.worker.ops.torch_convolution import CHUNK, Channels, Prompts, backwards
+
+_LENGTH_EPS = 1e-6
+"""What is added to a squared length; all checkpoints are trained with this one."""
+
+
+class DeltaRule(NamedTuple):
+    """How a gated delta net goes on."""
+
+    net: DeltaNet
+
+    def step(self, seen: Channels, steps: Tensor, state: Tensor) -> Tensor:
+        """One row of each sequence: steps [B, 2 * H], as they are projected → [B, H, P]. `state` [B, H, P, N] goes
+        on."""
+        net, values = self.net, seen.x
+        decays, rates = self._decays_and_rates(steps)
+        keys, queries = self._keys_and_queries(seen)
+        state.mul_(decays.exp_()[..., None, None])
+        grouped = state.view(len(values), net.groups, -1, net.state_dim)
+        known = torch.matmul(grouped, keys.unsqueeze(3)).view(values.shape)
+        written = (values - known).mul_(rates.unsqueeze(2))
+        grouped.addcmul_(written.view(len(values), net.groups, -1, 1), keys.unsqueeze(2))
+        return torch.matmul(grouped, queries.unsqueeze(3)).view(values.shape)
+
+    def scan(self, seen: Channels, steps: Tensor, state: Tensor, prompts: Prompts) -> Tensor:
+        """All rows of prompts: steps [m, 2 * H], as they are projected → [m, H, P]. `state` [S, H, P, N] goes on."""
+        keys, queries = self._keys_and_queries(seen)
+        decays, rates = self._decays_and_rates(steps)
+        chunks = _Chunks.of(*map(prompts.chunked, (seen.x, keys, queries, decays, rates)))
+        mixed = chunks.scan(state, prompts.turns)
+        # [chunks, H, Q, P] → rows
+        return mixed.transpose(1, 2).flatten(0, 1).index_select(0, prompts.from_chunks)
+
+    def normed(self, mixed: Tensor, gate: Tensor) -> Tensor:
+        """mixed [n, H, P], each head RMS-normed, times SiLU(gate) → [n, H * P]."""
+        normed = F.rms_norm(mixed, mixed.shape[2:], self.net.norm, self.net.eps)
+        return normed.flatten(1).mul_(F.silu(gate))
+
+    def _keys_and_queries(self, seen: Channels) -> tuple[Tensor, Tensor]:
+        """[m, G, N] of length 1, and divided by the square root of N."""
+        return _unit(seen.b), _unit(seen.c).mul_(self.net.state_dim**-0.5)
+
+    def _decays_and_rates(self, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """[m, H] the logarithm of what is left of a state, and how much of what is missing is written."""
+        times, rates = steps.chunk(2, dim=1)
+        return F.softplus(times + self.net.step_bias).mul_(self.net.decay), rates.sigmoid()
+
+
+class _Chunks(NamedTuple):
+    """What all chunks read and write. Q is CHUNK; i is a place, j one before it."""
+
+    values: Tensor
+    """[chunks, H, Q, P] what is written where the state before the chunk is zero."""
+    forgotten: Tensor
+    """[chunks, H, Q, N] what the state before the chunk is read by, for what it knows to be taken off that."""
+    reading: Tensor
+    """[chunks, H, Q, N] what the state before the chunk is read by for outputs."""
+    within: Tensor
+    """[chunks, H, Q (i), Q (j)] how much of what is written at j is read at i."""
+    writing: Tensor
+    """[chunks, H, Q, N] by which keys what is written is in the state behind the chunk."""
+    left: Tensor
+    """[chunks, H, 1, 1] how much of the state before the chunk is left behind it."""
+
+    @classmethod
+    def of(cls, values: Tensor, keys: Tensor, queries: Tensor, decays: Tensor, rates: Tensor) -> _Chunks:
+        """Of [chunks, Q, …]. Places without a row have zeros: they write nothing, and nothing is lost there."""
+        each = values.shape[2] // keys.shape[2]
+        values, keys, queries = (part.transpose(1, 2) for part in (values, keys, queries))
+        rates, decays = rates.transpose(1, 2).unsqueeze(3), decays.transpose(1, 2).cumsum(2)
+        # exp of what lies above the diagonal may be anything: -inf before, 0 behind.
+        above = backwards(keys.device).T
+        lasting = (decays.unsqueeze(3) - decays.unsqueeze(2)).masked_fill_(above, -torch.inf).exp_()
+        within = torch.matmul(queries, keys.mT).repeat_interleave(each, 1).mul_(lasting)
+        alike = torch.matmul(keys, keys.mT).repeat_interleave(each, 1).mul_(lasting).mul_(rates)
+        keys, queries = keys.repeat_interleave(each, 1), queries.repeat_interleave(each, 1)
+        since, whole = decays.exp().unsqueeze(3), decays[:, :, -1:]
+        asked = torch.cat((values * rates, keys * (rates * since)), dim=3)
+        solved = torch.linalg.solve_triangular(alike, asked, upper=False, unitriangular=True)
+        return cls(
+            *solved.split([values.shape[3], keys.shape[3]], dim=3),
+            queries.mul_(since),
+            within,
+            keys.mul_((whole - decays).exp_().unsqueeze(3)),
+            whole.exp().unsqueeze(3),
+        )
+
+    def scan(self, state: Tensor, turns: tuple[int, ...]) -> Tensor:
+        """[chunks, H, Q, P]. `state` [S, H, P, N] is that before the first chunk of each prompt, and behind its last
+        one in the end."""
+        mixed, first = torch.empty_like(self.values), 0
+        for prompts in turns:
+            turn, own = slice(first, first + prompts), state[:prompts]
+            written = self.values[turn] - torch.matmul(self.forgotten[turn], own.mT)
+            mixed[turn] = torch.matmul(self.reading[turn], own.mT) + torch.matmul(self.within[turn], written)
+            own.mul_(self.left[turn]).add_(torch.matmul(written.mT, self.writing[turn]))
+            first += prompts
+        return mixed
+
+
+def _unit(rows: Tensor) -> Tensor:
+    """[m, G, N] each of length 1, but for those of nearly none."""
+    return rows * (rows.square().sum(2, keepdim=True) + _LENGTH_EPS).rsqrt()
