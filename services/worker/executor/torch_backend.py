@@ -32,9 +32,9 @@ from services.worker.models.loaded_model import (
     load_model,
 )
 from services.worker.models.lora.slots import NO_LORAS, LoraSettings, LoraSlots, open_loras
-from services.worker.models.states.limits import check_states
 from services.worker.models.pooling.sentence_transformers import PoolingChoice
 from services.worker.models.sharding import stage_of
+from services.worker.models.states.limits import check_states
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
 from services.worker.sampling.plugins.interface import ProcessorConfig
 from services.worker.sampling.plugins.request_processors import (

@@ -351,9 +351,7 @@ class Decoder:
             x = self._ops.rms_norm(x, layer.attention_post_norm, self._config.norm_eps)
         return self._scaled(x)
 
-    def _attention(
-        self, layer: LayerWeights, queries: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def _attention(self, layer: LayerWeights, queries: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
         """queries [n, H, D] → [n, H * D]"""
         return self._ops.paged_attention(
             queries,

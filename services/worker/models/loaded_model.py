@@ -29,7 +29,6 @@ from services.worker.models.decoder import CausalLm, Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.loading import load_weights
-from services.worker.models.states.limits import check_ranks
 from services.worker.models.plugins.architectures import PluginModel, find_plugin_model
 from services.worker.models.plugins.interface import DecoderParts
 from services.worker.models.pooling.classification import (
@@ -43,6 +42,7 @@ from services.worker.models.pooling.sentence_transformers import PoolingChoice, 
 from services.worker.models.quantization.method import QuantizationMethod, read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.sharding import PipelineStage, shard_of, stage_of
+from services.worker.models.states.limits import check_ranks
 from services.worker.ops.interface import AttentionName, CacheDtype, Ops, OpsName
 from services.worker.ops.quantized import Code
 from services.worker.ops.selector import create_ops

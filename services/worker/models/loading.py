@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from services.worker.models.checkpoint import TensorSource, read_exactly
-from services.worker.models.config import DeltaConfig, LatentConfig,  LayerConfig, Mixture, ModelConfig
+from services.worker.models.config import DeltaConfig, LatentConfig, LayerConfig, Mixture, ModelConfig
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 from services.worker.models.latent.loading import LatentLoader
-from services.worker.models.states.delta_loading import DeltaLoader
-from services.worker.models.states.gated_attention import read_gated_inputs
-from services.worker.models.states.mamba_loading import MambaLoader
 from services.worker.models.mixture.loading import read_experts
 from services.worker.models.quantization.matrices import MatrixLoader, permuted
 from services.worker.models.rope import Rope, cos_sin_table, partly_rotated, partly_rotating
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
+from services.worker.models.states.delta_loading import DeltaLoader
+from services.worker.models.states.gated_attention import read_gated_inputs
+from services.worker.models.states.mamba_loading import MambaLoader
 from services.worker.models.weights import (
     DecoderWeights,
     DenseMlp,
@@ -190,7 +190,10 @@ class _Loader:
     def _gated_attention(self, name: str, layer: LayerConfig) -> _Mixer:
         """Of the one rank that computes it."""
         config, inner = self._config, self._config.num_heads * self._config.head_dim
-        inputs, order = read_gated_inputs(self._matrices, config, name), partly_rotated(config.head_dim, config.rotated_dim).to(self._device)
+        inputs, order = (
+            read_gated_inputs(self._matrices, config, name),
+            partly_rotated(config.head_dim, config.rotated_dim).to(self._device),
+        )
         return _Mixer(
             inputs=inputs.qkv,
             q_norm=self._norm(f"{name}.q_norm.weight", config.head_dim)[order],

@@ -333,9 +333,9 @@ class StateOps(Protocol):
         """Computes a layer between its projections, row by row → [n, H * P]. Sequences go on with `meta.states`, which
         are left as they are behind their last row. A sequence is one run of rows at most.
 
-        A state space: projected [n, H * P + C + H]: gates, the convolution's inputs, time steps. With x, B and C the convolution's outputs through a SiLU and dt = softplus(its input + bias):
-        state ← exp(dt * decay) * state + dt * x ⊗ B; a head's output is state · C + skip * x. Outputs times SiLU(gate)
-        are RMS-normed in groups.
+        A state space: projected [n, H * P + C + H]: gates, the convolution's inputs, time steps. With x, B and C the
+        convolution's outputs through a SiLU and dt = softplus(its input + bias): state ← exp(dt * decay) * state +
+        dt * x ⊗ B; a head's output is state · C + skip * x. Outputs times SiLU(gate) are RMS-normed in groups.
 
         A gated delta net: projected [n, H * P + C + 2 * H]: gates, the convolution's inputs, time steps, and how much
         is written. With v, k and q the convolution's outputs through a SiLU, k and q of length 1 and q divided by the

@@ -1,4 +1,4 @@
-"""Models with Mamba-2 layers (Mamba-2, Bamba, Granite 4) beyond what is tested of every family: their variants, how the
+"""Models with Mamba-2 layers (Mamba-2, Bamba, Granite 4) or gated delta nets (Qwen3-Next, Qwen3.5) beyond what is tested of every family: their variants, how the
 states of sequences are kept, what they take, weights in codes, and what is refused."""
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from services.worker.batch.batch import BrokenPlan
 from services.worker.models.config import ModelError
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
-from services.worker.ops.quantized import quantize
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import ModelName
+from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, TinyModel, make_model
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.planned_engine import PlannedEngine
@@ -69,8 +69,20 @@ def agrees(model: TinyModel, recorded: list[Tensor], budget: int = 77, **setting
             },
         ),
         ("granite-hybrid", {"position_embedding_type": "rope", "rope_parameters": {"rope_theta": 1e6}}),
+        (
+            "qwen3-next",
+            {
+                "mlp_only_layers": [0],
+                "norm_topk_prob": False,
+                "attention_bias": True,
+                "partial_rotary_factor": 1.0,
+                "linear_num_key_heads": 6,
+                "linear_conv_kernel_dim": 3,
+            },
+        ),
+        ("qwen3.5", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6, "mrope_section": [2, 1, 1]}}),
     ],
-    ids=["mamba2-biased-tied", "bamba-biased", "granite-rotated"],
+    ids=["mamba2-biased-tied", "bamba-biased", "granite-rotated", "qwen3-next-biased-dense", "qwen3.5-sections"],
 )
 def test_variants_are_as_the_reference_has_them(
     tmp_path: Path, recorded: list[Tensor], family: str, changes: dict[str, Any]
@@ -85,10 +97,7 @@ def test_rounded_weights_are_those_of_all_projections(
 ) -> None:
     model = make_model(family, tmp_path)
     exact = model.logits(PROMPT)
-    with torch.no_grad():
-        for module in model.reference.modules():
-            if isinstance(module, nn.Linear):
-                module.weight = nn.Parameter(quantize(module.weight, "int8").dequantized(torch.float32))
+    rounded(model.reference, "int8")
     agrees(model, recorded, ops=ops, quantization="int8")
     assert (model.logits(PROMPT) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
 

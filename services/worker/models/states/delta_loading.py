@@ -57,8 +57,8 @@ class DeltaLoader(NamedTuple):
         wide = self._matrix("in_proj_qkvz", delta.conv_dim + delta.inner, hidden)
         narrow = self._matrix("in_proj_ba", 2 * delta.heads, hidden)
         rows = torch.arange(delta.conv_dim + delta.inner).view(delta.groups, -1)
-        queries, keys, own, gates = rows.split([delta.state_dim, delta.state_dim, values, values], dim=1)
-        written, steps = torch.arange(2 * delta.heads).view(delta.groups, -1).split([each, each], dim=1)
+        queries, keys, own, gates = torch.split(rows, [delta.state_dim, delta.state_dim, values, values], dim=1)
+        written, steps = torch.split(torch.arange(2 * delta.heads).view(delta.groups, -1), each, dim=1)
         order = torch.cat([part.flatten() for part in (gates, own, keys, queries)])
         return [permuted(wide, order), permuted(narrow, torch.cat((steps.flatten(), written.flatten())))]
 
@@ -75,7 +75,7 @@ class DeltaLoader(NamedTuple):
     def _channels(self) -> Tensor:
         """Values, keys and queries, of queries, keys and values."""
         delta = self.delta
-        queries, keys, values = torch.arange(delta.conv_dim).split([delta.keys, delta.keys, delta.inner])
+        queries, keys, values = torch.split(torch.arange(delta.conv_dim), [delta.keys, delta.keys, delta.inner])
         return torch.cat((values, keys, queries))
 
     def _matrix(self, part: str, outputs: int, inputs: int) -> Matrix:

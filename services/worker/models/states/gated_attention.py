@@ -49,8 +49,6 @@ def read_gated_inputs(matrices: MatrixLoader, config: ModelConfig, name: str) ->
     parts = (queries, rotated, read("v", kv_heads * dim))
     biases = [part.bias for part in parts if part.bias is not None]
     return GatedInputs(
-        matrices.pack_linear(
-            matrices.join([part.matrix for part in parts]), torch.cat(biases) if biases else None
-        ),
+        matrices.pack_linear(matrices.join([part.matrix for part in parts]), torch.cat(biases) if biases else None),
         matrices.pack_linear(gates.matrix, gates.bias),
     )

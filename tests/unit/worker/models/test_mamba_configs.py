@@ -11,8 +11,8 @@ import pytest
 from services.worker.backend import BackendError
 from services.worker.models.config import MambaConfig, ModelConfig, ModelError
 from services.worker.models.hf_config import is_native, read_model_config
-from services.worker.models.states.limits import check_ranks
 from services.worker.models.rope import PlainRope
+from services.worker.models.states.limits import check_ranks
 from services.worker.sim.shape import read_shape
 
 MAMBA2_130M: dict[str, Any] = {
@@ -87,7 +87,7 @@ def test_mamba2_of_130_million_is_read_with_its_limit_that_is_no_json(tmp_path: 
     config = read(tmp_path, MAMBA2_130M)
     assert "Infinity" in (tmp_path / "config.json").read_text()
     assert is_native(tmp_path)
-    assert config.mamba == MambaConfig(
+    assert config.states == MambaConfig(
         heads=24, head_dim=64, groups=1, state_dim=128, kernel=4, conv_bias=True, bias=False
     )
     assert (config.num_layers, config.num_heads, config.intermediate_size, config.eos_token_ids) == (24, 0, 0, (0,))
@@ -97,12 +97,12 @@ def test_mamba2_of_130_million_is_read_with_its_limit_that_is_no_json(tmp_path: 
 
 @pytest.mark.parametrize("limit", [None, [0.0, None], [0.0, {"__float__": "Infinity"}]], ids=str)
 def test_a_limit_without_an_end_has_many_spellings(tmp_path: Path, limit: object) -> None:
-    assert read(tmp_path, MAMBA2_130M, time_step_limit=limit).mamba is not None
+    assert read(tmp_path, MAMBA2_130M, time_step_limit=limit).states is not None
 
 
 def test_bamba_9b_is_read(tmp_path: Path) -> None:
     config = read(tmp_path, BAMBA_9B)
-    assert [number for number, layer in enumerate(config.layers) if not layer.mamba] == [9, 18, 27]
+    assert [number for number, layer in enumerate(config.layers) if not layer.has_state] == [9, 18, 27]
     assert (config.num_kv_heads, config.head_dim, config.rotated_dim, config.max_positions) == (8, 128, 64, 262144)
     assert config.layers[9].rope == PlainRope(10_000.0)
     assert round(config.parameters / 1e9, 1) == 9.8
@@ -112,7 +112,7 @@ def test_bamba_9b_is_read(tmp_path: Path) -> None:
 
 def test_granite_4_without_experts_is_read(tmp_path: Path) -> None:
     config = read(tmp_path, GRANITE_1B)
-    assert [layer.mamba for layer in config.layers] == [True] * 5 + [False] + [True] * 34
+    assert [layer.has_state for layer in config.layers] == [True] * 5 + [False] + [True] * 34
     assert (config.rotated_dim, config.head_dim, config.attention_scale) == (0, 128, 0.0078125)
     assert (config.embedding_scale, config.residual_scale, config.logits_divisor) == (12, 0.22, 6)
     assert read(tmp_path, GRANITE_1B, position_embedding_type="rope").rotated_dim == 128
