@@ -16,6 +16,8 @@ from torch import Tensor
 SEED = 0
 
 _BIAS_SPREAD = 0.01
+_WHOLE_NORM = "linear_attn.norm.weight"
+"""Of gated delta nets: it is 1 even where the model stores its other norms as their difference from 1."""
 _ELEMENTS_ON_CPU, _ELEMENTS_ON_CUDA = 1 << 20, 1 << 26
 """Mixed at a time: on a CPU as many as stay in its caches from one operation to the next."""
 
@@ -58,6 +60,8 @@ class DummyTensors:
         if columns is not None:
             ranges[1] = columns
         made = torch.empty([end - start for start, end in ranges], dtype=self._dtype, device=self._device)
+        if name.endswith(_WHOLE_NORM):
+            return made.fill_(1.0)
         if name.endswith(("norm.weight", "norm_f.weight")):
             return made.fill_(self._norm)
         spread = _BIAS_SPREAD if name.endswith(".bias") else math.sqrt(3 / shape[-1])

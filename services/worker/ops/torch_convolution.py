@@ -45,7 +45,7 @@ class Prompts(NamedTuple):
 
 
 def lay_out(slots: Tensor, prefills: tuple[tuple[int, int], ...], kernel: int) -> Prompts:
-    """The prompts of (rows, context length) whose states are in `slots`, for a convolution that sees `kernel` tokens."""
+    """Prompts of (rows, context length) whose states are in `slots`, for a convolution that sees `kernel` tokens."""
     counts = np.array([count for count, _ in prefills], dtype=np.int64)
     order = np.argsort(-counts, kind="stable")
     firsts = (np.cumsum(counts) - counts)[order]

@@ -42,7 +42,7 @@ class DeltaRule(NamedTuple):
         """All rows of prompts: steps [m, 2 * H], as they are projected → [m, H, P]. `state` [S, H, P, N] goes on."""
         keys, queries = self._keys_and_queries(seen)
         decays, rates = self._decays_and_rates(steps)
-        chunks = _Chunks.of(*map(prompts.chunked, (seen.x, keys, queries, decays, rates)))
+        chunks = _DeltaChunks.of(*map(prompts.chunked, (seen.x, keys, queries, decays, rates)))
         mixed = chunks.scan(state, prompts.turns)
         # [chunks, H, Q, P] → rows
         return mixed.transpose(1, 2).flatten(0, 1).index_select(0, prompts.from_chunks)
@@ -62,7 +62,7 @@ class DeltaRule(NamedTuple):
         return F.softplus(times + self.net.step_bias).mul_(self.net.decay), rates.sigmoid()
 
 
-class _Chunks(NamedTuple):
+class _DeltaChunks(NamedTuple):
     """What all chunks read and write. Q is CHUNK; i is a place, j one before it."""
 
     values: Tensor
@@ -79,7 +79,7 @@ class _Chunks(NamedTuple):
     """[chunks, H, 1, 1] how much of the state before the chunk is left behind it."""
 
     @classmethod
-    def of(cls, values: Tensor, keys: Tensor, queries: Tensor, decays: Tensor, rates: Tensor) -> _Chunks:
+    def of(cls, values: Tensor, keys: Tensor, queries: Tensor, decays: Tensor, rates: Tensor) -> _DeltaChunks:
         """Of [chunks, Q, …]. Places without a row have zeros: they write nothing, and nothing is lost there."""
         each = values.shape[2] // keys.shape[2]
         values, keys, queries = (part.transpose(1, 2) for part in (values, keys, queries))
@@ -93,8 +93,10 @@ class _Chunks(NamedTuple):
         since, whole = decays.exp().unsqueeze(3), decays[:, :, -1:]
         asked = torch.cat((values * rates, keys * (rates * since)), dim=3)
         solved = torch.linalg.solve_triangular(alike, asked, upper=False, unitriangular=True)
+        own, forgotten = torch.split(solved, [values.shape[3], keys.shape[3]], dim=3)
         return cls(
-            *solved.split([values.shape[3], keys.shape[3]], dim=3),
+            own,
+            forgotten,
             queries.mul_(since),
             within,
             keys.mul_((whole - decays).exp_().unsqueeze(3)),

@@ -1,5 +1,6 @@
-"""Models with Mamba-2 layers (Mamba-2, Bamba, Granite 4) or gated delta nets (Qwen3-Next, Qwen3.5) beyond what is tested of every family: their variants, how the
-states of sequences are kept, what they take, weights in codes, and what is refused."""
+"""Models with Mamba-2 layers (Mamba-2, Bamba, Granite 4) or gated delta nets (Qwen3-Next, Qwen3.5) beyond what is
+tested of every family: their variants, how the states of sequences are kept, what they take, weights in codes, and what
+is refused."""
 
 from __future__ import annotations
 
