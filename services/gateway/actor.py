@@ -18,6 +18,7 @@ from services.gateway.batches.file_store import FileStore
 from services.gateway.batches.runner import BatchRunner
 from services.gateway.batches.window import BatchWindow, EngineRoom
 from services.gateway.config import GatewayConfig
+from services.gateway.console.feed import ConsoleFeed
 from services.gateway.core.api_keys import KeyFileError, KeyName
 from services.gateway.core.cluster import REQUIRED_SERVICES
 from services.gateway.core.remote_clusters import RemoteClusters
@@ -35,6 +36,7 @@ from services.gateway.http.app import build_app
 from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
 from services.gateway.http.endpoints import VERSION
 from services.gateway.http.local_call import local_call
+from services.gateway.http.pages.console import Console
 from services.gateway.http.server import HttpServer
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
@@ -119,6 +121,7 @@ class Gateway(Actor):
         own = GatewayLife(self._gateway, self.incarnation)
         self.streams = ResumableStreams(bus, own, self.peers, self.requests)
         self._config = config
+        self.console = ConsoleFeed(bus, self.requests, self._gateway)
         self.database = _database(config)
         self._bodies = config.body_limits()
         self._parsers: list[BodyParser] = []
@@ -168,6 +171,7 @@ class Gateway(Actor):
             background=background,
             file_store=self.files,
             batches=self._batch_endpoints(),
+            console=Console(self.console) if config.console else None,
         )
 
     def _background_responses(self, parser: BodyParser, access: AccessControl) -> BackgroundResponses | None:
@@ -242,7 +246,7 @@ class Gateway(Actor):
 
     async def background(self) -> None:
         """Sends probes to engines, follows the file of keys, reports what keys have used, takes part in the federation,
-        clears the database, and takes up responses in the background that other gateways have left."""
+        clears the database, feeds the console, and takes up responses in the background that others have left."""
         async with asyncio.TaskGroup() as tasks:
             if self.database is not None:
                 tasks.create_task(remove_expired(self.database))
@@ -255,6 +259,7 @@ class Gateway(Actor):
             if self.keys.required:
                 tasks.create_task(self.keys.watch())
                 tasks.create_task(self._limiter.run())
+            tasks.create_task(self.console.run())
             await self.requests.prober.run()
 
     async def _listen(self) -> None:
@@ -334,6 +339,7 @@ class Gateway(Actor):
         if self.batch_runner is not None:
             await self.batch_runner.stop()
         self.requests.stop()
+        self.console.stop()
         if self.federation is not None:
             await self.federation.stop()
         if self.provider is not None:

@@ -77,6 +77,12 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     cors_origins: Annotated[
         tuple[str, ...], Meta(description="Web origins that browsers may call from; * for all.")
     ] = ()
+    console: Annotated[
+        bool,
+        Meta(description="Serve the console, a page that shows the stack and operates it, at /console."),
+        UpOption(),
+        ContainerVariable(),
+    ] = True
     max_open_requests: Annotated[
         Positive, Meta(description="Open sequences; above it requests are refused with 429.")
     ] = 4096

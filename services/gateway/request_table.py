@@ -23,7 +23,7 @@ from services.gateway.api.response import (
 )
 from services.gateway.core.cluster import Absence, ClusterView
 from services.gateway.core.effects import AttemptRetry, CancelAttempt, DispatchAttempt, Effect, ProbeEngine
-from services.gateway.core.open_request import EmittedOutput, NoAnswer, RetryPolicy, choice_requests
+from services.gateway.core.open_request import EmittedOutput, NoAnswer, OpenRequest, RetryPolicy, choice_requests
 from services.gateway.core.remote_clusters import RemoteClusters
 from services.gateway.core.stream_records import StreamRecord, StreamRecords, newest_attempt
 from services.gateway.core.supervisor import RequestSupervisor
@@ -301,6 +301,14 @@ class RequestTable:
             )
         return [each.header.id for each in found]
 
+    def open_responses(self) -> Iterable[GenerationResponse]:
+        """Returns the open responses; they are the table's to change."""
+        return self._responses
+
+    def open_requests(self) -> Iterable[OpenRequest]:
+        """Returns the open requests; they are the supervisor's to change."""
+        return self._supervisor.requests()
+
     # For other clusters.
 
     async def open_relayed(self, tokenize: Tokenize, emitted: EmittedOutput) -> None:
@@ -359,7 +367,7 @@ class RequestTable:
         for response in self._responses:
             if not response.ended.done():
                 response.writer.tick(now)
-        queued = self._supervisor.queued()
+        queued = sum(request.state != "placed" for request in self._supervisor.requests())
         OPEN.labels("queued").set(queued)
         OPEN.labels("running").set(len(self._supervisor) - queued)
 

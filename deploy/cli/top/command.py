@@ -7,26 +7,23 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from deploy.cli.ps import WIDE
 from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, running_stack
-from deploy.cli.top.figures import Figures, TimedLifecycle, figures
-from deploy.cli.top.figures import as_json as to_json
 from deploy.supervisor.operator_bus import operator_bus
 from deploy.supervisor.state_file import StackState
 from shared import topics
 from shared.bus import Bus
-from shared.messages.lifecycle import Lifecycle, LifecycleRequest
+from shared.messages.lifecycle import LifecycleRequest
+from shared.telemetry.lifecycle_listener import LifecycleListener
+from shared.telemetry.stack_figures import Figures
+from shared.telemetry.stack_figures import as_json as to_json
 
 HEARTBEAT = 0.6
 """Seconds within which every instance sends a lifecycle message."""
-FORGOTTEN_AFTER = 5.0
-"""Seconds of silence after which an instance is no longer shown."""
-ENDED_PHASES = ("stopped", "failed")
 
 
 def top(
@@ -40,37 +37,6 @@ def top(
     state = running_stack(name, run_dir)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_once(state, interval, as_json) if once else _live(state, interval, as_json))
-
-
-class LifecycleListener:
-    """Owns the newest lifecycle message of each instance, and the one of an interval ago."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._latest: dict[str, TimedLifecycle] = {}
-        self._shown: dict[str, TimedLifecycle] = {}
-        """The newest messages at the latest look that found new ones; figures are computed from these."""
-        self._before: dict[str, TimedLifecycle] = {}
-        """The messages at the look before that."""
-
-    async def record(self, life: Lifecycle) -> None:
-        """Keeps the newest message of each instance; forgets an instance that says that it has ended."""
-        if life.phase in ENDED_PHASES:
-            self._latest.pop(life.instance, None)
-        else:
-            self._latest[life.instance] = TimedLifecycle(self._clock(), life)
-
-    def look(self) -> Figures:
-        """Figures of the time since the previous call; an instance without a new message keeps its former ones."""
-        silent = self._clock() - FORGOTTEN_AFTER
-        now = {instance: timed for instance, timed in self._latest.items() if timed.at > silent}
-        for instance, timed in now.items():
-            shown = self._shown.get(instance)
-            if shown is not timed:
-                self._shown[instance] = timed
-                if shown is not None:
-                    self._before[instance] = shown
-        return figures(self._before, now)
 
 
 async def _once(state: StackState, interval: float, in_json: bool) -> None:

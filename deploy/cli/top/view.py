@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cli.top.figures import EngineFigures, Figures, OtherFigures, RankFigures, StoreFigures
+from shared.telemetry.stack_figures import EngineFigures, Figures, OtherFigures, RankFigures, StoreFigures
 
 BAR = 16
 _STYLES = {"ready": "green", "draining": "cyan", "failed": "red", "stopped": "dim"}

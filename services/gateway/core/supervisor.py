@@ -59,9 +59,9 @@ class RequestSupervisor:
     def __contains__(self, request: object) -> bool:
         return request in self._open
 
-    def queued(self) -> int:
-        """Returns how many open requests no engine has yet."""
-        return sum(r.state != "placed" for r in self._open.values())
+    def requests(self) -> Iterable[OpenRequest]:
+        """Returns the open requests; they are the supervisor's to change."""
+        return self._open.values()
 
     def open(self, tokenize: Tokenize, now: float, *, accepted: bool = False) -> list[Effect]:
         """Opens a new request and dispatches its first attempt; or rejects it at once, where processes died of an equal

@@ -7,7 +7,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection
+from ipaddress import ip_address
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
@@ -92,9 +94,21 @@ class AccessControl:
         own = origin.partition("://")[2] == call.headers.get(b"host", b"").decode("latin-1")
         if origin and not own and not {"*", origin} & set(self._origins):
             raise RequestError(403, f"web pages of {abbreviated(origin)} may not do this (--cors-origins)")
+        self._check_name(call, origin)
         if self._reachable and not self._keys.required:
             text = "this needs API keys (--api-key, --keys-file), as other machines can reach the port"
             raise RequestError(403, text)
+
+    def _check_name(self, call: Call, origin: str) -> None:
+        """Without keys a page must have come by a name that only this machine has: one from elsewhere may have pointed
+        a name of its own here meanwhile (DNS rebinding), and be of the same origin then."""
+        page = origin or call.scope["path"].startswith("/console")
+        host = call.headers.get(b"host", b"").decode("latin-1")
+        if page and not self._keys.required and not {"*", origin} & set(self._origins) and not is_own_name(host):
+            text = (
+                f"host: {abbreviated(host)} is no address and not localhost; this needs API keys (--api-key), or that"
+            )
+            raise RequestError(403, f"{text} web pages of that name are allowed (--cors-origins)")
 
     def _key_of(self, call: Call) -> ApiKey | None:
         if (name := call.scope["extensions"].get(KEY_EXTENSION)) is not None:
@@ -208,6 +222,18 @@ class AccessControl:
             "tokens_left": limits.tokens.remaining if limits and limits.tokens else None,
             "requests_open": limits.open if limits else None,
         }
+
+
+def is_own_name(host: str) -> bool:
+    """Whether a Host header names this machine in a way that no name server can have answered."""
+    name = urlsplit(f"//{host}").hostname or ""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def sent_key(call: Call) -> bytes | None:

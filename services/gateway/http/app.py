@@ -34,10 +34,11 @@ from services.gateway.http.apis.sglang import SglangEndpoint
 from services.gateway.http.apis.stored_responses import StoredResponseEndpoints
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
-from services.gateway.http.documentation import Documentation
 from services.gateway.http.endpoints import VERSION, Endpoint, Handler, InfoEndpoints
 from services.gateway.http.generation import GenerationEndpoint, StreamSettings
 from services.gateway.http.overflow import Overflow
+from services.gateway.http.pages.console import Console
+from services.gateway.http.pages.documentation import Documentation
 from services.gateway.http.pooling import PooledEndpoint, PooledKind
 from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers
@@ -79,9 +80,10 @@ def build_app(
     background: BackgroundResponses | None = None,
     file_store: FileStore | None = None,
     batches: BatchEndpoints,
+    console: Console | None = None,
 ) -> Starlette:
     """Returns the ASGI application. `provider`: gets what cannot be served here in time. `lora_registry`: None: no
-    adapter can be loaded at run time. `background`, `file_store`: None: there is no database."""
+    adapter can be loaded at run time. `background`, `file_store`: None: there is no database. `console`: None: there is none."""
     files = FileEndpoints(file_store, settings.read_timeout)
     loras = LoraEndpoints(table.cluster, lora_registry)
     documentation = Documentation()
@@ -116,6 +118,15 @@ def build_app(
         return PooledEndpoint(kind, table, parser, access, settings.read_timeout)
 
     invoked = InvocationsEndpoint(table, parser, generation, pooled)
+    pages = (
+        []
+        if console is None
+        else [
+            route("GET", "/console", console.page, None),
+            route("GET", "/console/events", console.events, "admin"),
+            route("GET", "/console/{name}", console.asset, None),
+        ]
+    )
     return Starlette(
         routes=[
             route("POST", "/v1/chat/completions", generation("chat"), "inference"),
@@ -166,6 +177,7 @@ def build_app(
             route("POST", "/scale_elastic_ep", fleet.scale, "admin"),
             route("POST", "/is_scaling_elastic_ep", fleet.is_scaling, "admin"),
             route("GET", "/server_info", fleet.server_info, "admin"),
+            *pages,
             route("GET", "/docs", documentation.page, None),
             route("GET", "/docs/{name}", documentation.asset, None),
             route("GET", "/health", info.health, None),

@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from deploy.cli.top.command import LifecycleListener
-from deploy.cli.top.figures import Figures, TimedLifecycle, as_json, figures
 from deploy.cli.top.view import view
 from shared.ids import EngineId, Incarnation, InstanceId, NodeId
 from shared.messages.lifecycle import EngineReport, Lifecycle, Service, StepSums, StoreReport, WorkerReport
+from shared.telemetry.lifecycle_listener import LifecycleListener
+from shared.telemetry.stack_figures import Figures, TimedLifecycle, as_json, figures
 from tests.support.engines.checking_worker import card
 
 SUMS = StepSums(steps=100, wait=1.0, prepare=1.0, forward=8.0, sample=1.0, answer=0.5, computed=4000, sampled=900)

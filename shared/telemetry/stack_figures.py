@@ -54,6 +54,8 @@ class EngineFigures(Struct, frozen=True, kw_only=True):
     model: str | None
     running: int
     waiting: int
+    max_running: int
+    max_waiting: int
     prefill_tokens: int
     """Prompt tokens that are still to be computed."""
     kv_blocks: int
@@ -66,6 +68,12 @@ class EngineFigures(Struct, frozen=True, kw_only=True):
     """Share of prompt tokens that a cache held, over the interval; since the start if the interval had no prompts."""
     acceptance: float | None
     """Share of draft tokens that were accepted, over the interval; since the start if it had no drafts."""
+    ttft_ms: float | None
+    """Mean time from a request's coming to the engine to its first token, over the interval, of those that got one."""
+    itl_ms: float | None
+    """Mean time between two tokens of a request, over the interval."""
+    suspect: str | None
+    """Why the engine is taken to fail; None where it is not."""
     ranks: tuple[RankFigures, ...]
 
 
@@ -95,7 +103,7 @@ class OtherFigures(Struct, frozen=True, kw_only=True):
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """All that `baton top` shows at one moment."""
+    """All that `baton top`, and the console, show of a stack's processes at one moment."""
 
     engines: tuple[EngineFigures, ...]
     stores: tuple[StoreFigures, ...]
@@ -159,6 +167,8 @@ def _engine(life: Lifecycle, pairs: Mapping[str, _Interval | None], lives: Itera
         model=report.model.name if report else None,
         running=report.running if report else 0,
         waiting=report.waiting if report else 0,
+        max_running=report.max_running if report else 0,
+        max_waiting=report.max_waiting if report else 0,
         prefill_tokens=report.prefill_tokens if report else 0,
         kv_blocks=used,
         kv_blocks_total=total,
@@ -166,6 +176,9 @@ def _engine(life: Lifecycle, pairs: Mapping[str, _Interval | None], lives: Itera
         tokens_per_second=_per_second(pair, was.tokens if was else None, report.tokens if report else None),
         hit_rate=_prompt_hits(was, report),
         acceptance=_acceptance(was, report),
+        ttft_ms=_mean_ms(was, report, "first_token"),
+        itl_ms=_mean_ms(was, report, "later_token"),
+        suspect=report.suspect if report else None,
         ranks=tuple(
             _rank(each, each.worker, pairs[each.instance])
             for each in lives
@@ -186,6 +199,15 @@ def _acceptance(was: EngineReport | None, report: EngineReport | None) -> float 
         return None
     before = (was.accepted_tokens, was.drafted_tokens) if was else (0, 0)
     return _share_since(before, (report.accepted_tokens, report.drafted_tokens))
+
+
+def _mean_ms(was: EngineReport | None, report: EngineReport | None, tokens: str) -> float | None:
+    """`tokens`: which of the `LatencySums`."""
+    if was is None or was.latency is None or report is None or report.latency is None:
+        return None
+    number = getattr(report.latency, f"{tokens}s") - getattr(was.latency, f"{tokens}s")
+    seconds = getattr(report.latency, f"{tokens}_seconds") - getattr(was.latency, f"{tokens}_seconds")
+    return float(1000 * seconds / number) if number > 0 else None
 
 
 def _share_since(before: tuple[int, int], now: tuple[int, int]) -> float | None:

@@ -1,0 +1,99 @@
+"""The document that the console's page draws. Objects are by name, so that a patch names only what changed. Nothing in
+it is of any prompt or answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from services.gateway.console.merge_patch import JsonObject, without_none
+from services.gateway.console.open_responses import ResponseOverview
+from services.gateway.console.stack_view import EndedInstance, StackView
+from shared.messages.lifecycle import Lifecycle, ModelCard
+from shared.telemetry.stack_figures import EngineFigures, Figures
+
+
+def stack_document(
+    view: StackView,
+    figures: Figures,
+    models: Sequence[ModelCard],
+    responses: Sequence[ResponseOverview],
+    **more: Any,
+) -> JsonObject:
+    """Returns the whole document; `more`: further fields of it."""
+    document = {
+        **more,
+        "totals": {
+            "tokens_per_second": figures.tokens_per_second,
+            "streams": figures.streams,
+            "running": figures.running,
+            "waiting": figures.waiting,
+        },
+        "models": {card.name: _model(card) for card in models},
+        "instances": _instances(view, figures),
+        "engines": {engine.instance: _engine(engine) for engine in figures.engines},
+        "stores": {store.instance: _named(store) for store in figures.stores},
+        "requests": {each.id: {**each._asdict(), "id": None} for each in responses},
+        "events": [event._asdict() for event in view.events],
+    }
+    return without_none(document)  # type: ignore[no-any-return]
+
+
+def _model(card: ModelCard) -> JsonObject:
+    return {
+        "max_model_len": card.max_model_len,
+        "dtype": card.dtype,
+        "generates": card.generates,
+        "loras": [lora.name for lora in card.loras],
+    }
+
+
+def _instances(view: StackView, figures: Figures) -> JsonObject:
+    rates = {each.instance: each.messages_per_second for each in figures.others}
+    shown = {name: _living(life, view.deaths[name], rates.get(name)) for name, life in view.alive.items()}
+    gone = {name: _ended(ended, view.deaths[name]) for name, ended in view.ended.items()}
+    return dict(sorted((gone | shown).items()))
+
+
+def _living(life: Lifecycle, deaths: int, rate: float | None) -> JsonObject:
+    return {
+        **_identity(life),
+        "phase": life.shown_phase,
+        "load": life.load,
+        "messages_per_second": rate,
+        "deaths": deaths,
+        "suspect": None if life.engine is None else life.engine.suspect,
+    }
+
+
+def _ended(ended: EndedInstance, deaths: int) -> JsonObject:
+    return {**_identity(ended.last), "phase": "gone", "why": ended.why, "ended": ended.at, "deaths": deaths}
+
+
+def _identity(life: Lifecycle) -> JsonObject:
+    worker, report = life.worker, life.engine or life.store
+    return {
+        "service": life.service,
+        "host": life.host,
+        "pid": life.pid,
+        "started": life.started,
+        "engine": None if worker is None else worker.engine,
+        "rank": None if worker is None else worker.rank,
+        "device": None if worker is None else worker.device,
+        "node": None if report is None else report.node,
+        "role": None if life.engine is None else life.engine.role,
+        "model": None if life.engine is None else life.engine.model.name,
+    }
+
+
+def _engine(engine: EngineFigures) -> JsonObject:
+    ranks = {rank.instance: _named(rank) for rank in engine.ranks}
+    return {**_named(engine), "ranks": ranks}
+
+
+def _named(figures: Any) -> JsonObject:
+    fields: JsonObject = msgspec.to_builtins(figures)
+    del fields["instance"]
+    return fields

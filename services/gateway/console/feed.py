@@ -1,0 +1,184 @@
+"""The console's stream of changes: one document, computed once each interval for all viewers, and only while there are
+any. Without a viewer nothing is subscribed to and nothing runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from services.gateway.console.document import stack_document
+from services.gateway.console.merge_patch import JsonObject, merge_patch
+from services.gateway.console.open_responses import oldest_responses
+from services.gateway.console.stack_view import StackView
+from services.gateway.request_table import RequestTable
+from shared import topics
+from shared.bus import Bus, BusError
+from shared.ids import GatewayId
+from shared.messages.lifecycle import LifecycleRequest
+
+log = logging.getLogger(__name__)
+
+INTERVAL = 1.0
+"""Seconds between two patches."""
+ANSWERED = 0.6
+"""Seconds in which every process says how it is, when asked."""
+MAX_VIEWERS = 32
+"""Further ones are refused."""
+MAX_UNREAD = 2**20
+"""Bytes that a viewer may leave unread; beyond it its connection is closed, and its page asks again."""
+MAX_REQUESTS = 100
+"""Of the open requests the oldest are shown."""
+
+
+class ViewerConnection(Protocol):
+    """What is needed of a viewer's connection."""
+
+    def write_chunk(self, data: bytes) -> None:
+        """Writes a part of the response."""
+
+    def unread(self) -> int:
+        """Returns the bytes that the client has left unread."""
+
+    def abort(self) -> None:
+        """Closes the connection at once."""
+
+
+class ConsoleViewer:
+    """Owns one page's connection. A patch goes to those that have the document that it changes."""
+
+    def __init__(self, connection: ViewerConnection) -> None:
+        self._connection = connection
+        self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Done when nothing more is written; whether the client may be told so."""
+        self.started = False
+        """Whether it has a document."""
+
+    def write(self, event: bytes) -> None:
+        """Writes an event, or gives the viewer up where it does not read."""
+        if self.ended.done():
+            return
+        if self._connection.unread() > MAX_UNREAD:
+            self._connection.abort()
+            self.end(told=False)
+            return
+        self.started = True
+        self._connection.write_chunk(event)
+
+    def end(self, *, told: bool) -> None:
+        """Writes no more. `told`: the connection is still there."""
+        if not self.ended.done():
+            self.ended.set_result(told)
+
+
+class ConsoleFeed:
+    """Owns the viewers and, while there are any, the document that they have."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        table: RequestTable,
+        gateway: GatewayId,
+        *,
+        interval: float = INTERVAL,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`interval`: seconds; `clock`, `wall`: monotonic and Unix seconds."""
+        self._bus, self._table, self._gateway = bus, table, gateway
+        self._interval, self._clock, self._wall = interval, clock, wall
+        self._viewers: set[ConsoleViewer] = set()
+        self._looked_at = asyncio.Event()
+        self._document: JsonObject = {}
+        """What viewers that have started have; empty before the first."""
+        self.computed = 0
+        """How often the document was made."""
+
+    @property
+    def full(self) -> bool:
+        """Whether no further viewer is taken."""
+        return len(self._viewers) >= MAX_VIEWERS
+
+    def add(self, connection: ViewerConnection) -> ConsoleViewer:
+        """Takes a viewer, whose response has been started; it begins with the whole document."""
+        viewer = ConsoleViewer(connection)
+        self._viewers.add(viewer)
+        if self._document:
+            viewer.write(_event(b"snapshot", self._document))
+        self._looked_at.set()
+        return viewer
+
+    def remove(self, viewer: ConsoleViewer) -> None:
+        """Forgets a viewer."""
+        self._viewers.discard(viewer)
+
+    def stop(self) -> None:
+        """Ends all viewers' streams, as the gateway is stopping."""
+        for viewer in self._viewers:
+            viewer.end(told=True)
+
+    async def run(self) -> None:
+        """Follows the stack whenever somebody looks."""
+        while True:
+            await self._looked_at.wait()
+            await self._follow()
+            self._looked_at.clear()
+            if self._viewers:
+                self._looked_at.set()
+
+    async def _follow(self) -> None:
+        view = StackView(self._clock, self._wall)
+        subscription = await self._bus.subscribe(topics.lifecycles(), view.record)
+        try:
+            await self._ask_for_lifecycles()
+            await asyncio.sleep(min(ANSWERED, self._interval))
+            while self._viewers:
+                self._send(view)
+                await asyncio.sleep(self._interval)
+        finally:
+            self._document = {}
+            await subscription.stop()
+
+    async def _ask_for_lifecycles(self) -> None:
+        """So that a page need not wait for the keep-alives of a large fleet."""
+        try:
+            await self._bus.publish(topics.lifecycle_requests(), LifecycleRequest())
+        except BusError as error:
+            log.warning("lifecycles not asked for", extra={"error": str(error)})
+
+    def _send(self, view: StackView) -> None:
+        document = self._compute(view)
+        patch = merge_patch(self._document, document)
+        event = _event(b"patch", patch)
+        self._document = document
+        whole: bytes | None = None
+        for viewer in self._viewers:
+            if viewer.started:
+                viewer.write(event)
+            else:
+                whole = whole or _event(b"snapshot", document)
+                viewer.write(whole)
+
+    def _compute(self, view: StackView) -> JsonObject:
+        self.computed += 1
+        table = self._table
+        figures = view.look()
+        responses = oldest_responses(table.open_responses(), table.open_requests(), MAX_REQUESTS)
+        return stack_document(
+            view,
+            figures,
+            table.cluster.models(),
+            responses,
+            time=self._wall(),
+            gateway=self._gateway,
+            open_requests=len(table),
+            not_serving=table.not_serving(),
+        )
+
+
+def _event(name: bytes, data: JsonObject) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name, msgspec.json.encode(data))

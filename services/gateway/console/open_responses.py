@@ -1,0 +1,55 @@
+"""What operators see of open responses; nothing of their texts."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from services.gateway.api.response import GenerationResponse, prompt_tokens
+from services.gateway.core.open_request import OpenRequest
+from shared.ids import EngineId, ModelName, RequestId
+
+
+class ResponseOverview(NamedTuple):
+    """An open response."""
+
+    id: str
+    model: ModelName
+    kind: str
+    started: float
+    """In Unix seconds."""
+    state: Literal["queued", "running"]
+    """queued: some sequence of it has no engine."""
+    engines: tuple[EngineId, ...]
+    sequences: int
+    prompt_tokens: int
+    tokens: int
+    attempts: int
+
+
+def oldest_responses(
+    responses: Iterable[GenerationResponse], requests: Iterable[OpenRequest], limit: int
+) -> list[ResponseOverview]:
+    """Returns those of the responses that are open for longest; `requests`: all that are open."""
+    supervised = {request.request: request for request in requests}
+    clock = time.time() - time.monotonic()
+    oldest = heapq.nsmallest(limit, responses, key=lambda response: response.started_at)
+    return [_overview(response, supervised, clock) for response in oldest]
+
+
+def _overview(response: GenerationResponse, supervised: dict[RequestId, OpenRequest], clock: float) -> ResponseOverview:
+    requests = [supervised[each] for each in response.requests if each in supervised]
+    return ResponseOverview(
+        id=response.header.id,
+        model=response.header.model,
+        kind=response.header.kind,
+        started=clock + response.started_at,
+        state="queued" if any(each.state != "placed" for each in requests) else "running",
+        engines=tuple(sorted({each.engine for each in requests if each.engine is not None})),
+        sequences=len(response.choices),
+        prompt_tokens=prompt_tokens(response.choices),
+        tokens=sum(choice.tokens for choice in response.choices),
+        attempts=response.attempts,
+    )

@@ -1,0 +1,114 @@
+// The page: follows the stream, keeps a short history for lines, and shows one view at a time by the address's hash.
+
+import { html, render, useEffect, useState } from "./preact.js";
+import { Engines } from "./engines.js";
+import { counted, number } from "./format.js";
+import { follow } from "./stream.js";
+import { Topology } from "./topology.js";
+
+const VIEWS = { topology: ["Topology", Topology], engines: ["Engines", Engines] };
+const HISTORY = 120;
+const KEY = "baton.console.key";
+
+function Console() {
+  const [key, setKey] = useState(sessionStorage.getItem(KEY) ?? "");
+  const [state, setState] = useState(null);
+  const [history, setHistory] = useState({});
+  const [trouble, setTrouble] = useState(null);
+  const [view, setView] = useState(currentView());
+
+  useEffect(() => {
+    const changed = () => setView(currentView());
+    addEventListener("hashchange", changed);
+    return () => removeEventListener("hashchange", changed);
+  }, []);
+
+  useEffect(() => {
+    const ending = new AbortController();
+    const take = (document) => {
+      setState(document);
+      setHistory((known) => extended(known, document));
+    };
+    follow(authorization(key), ending.signal, take, setTrouble);
+    return () => ending.abort();
+  }, [key]);
+
+  const useKey = (given) => {
+    sessionStorage.setItem(KEY, given);
+    setTrouble(null);
+    setKey(given);
+  };
+  const [, View] = VIEWS[view];
+  return html`
+    <a class="skip" href="#main" onClick=${toMain}>To the content</a>
+    <${Head} state=${state} trouble=${trouble} view=${view} />
+    <main id="main" tabindex="-1">
+      ${trouble && trouble.status === 401 && html`<${KeyForm} text=${trouble.text} sent=${key !== ""} onKey=${useKey} />`}
+      ${trouble && trouble.status !== 401 && html`<p class="trouble" role="alert">${trouble.text}</p>`}
+      ${!state && !trouble && html`<p class="note" role="status">Listening to the stack …</p>`}
+      ${state && !(trouble && [401, 403].includes(trouble.status)) && html`<${View} state=${state} history=${history} headers=${authorization(key)} />`}
+    </main>
+  `;
+}
+
+function Head({ state, trouble, view }) {
+  const totals = state?.totals ?? {};
+  const live = state && !trouble;
+  return html`<header class="top">
+    <div class="brand"><img src="console/icon.svg" alt="" width="26" height="26" /><h1>Baton</h1>
+      <span class="phase ${live ? "good" : "bad"}"><span class="dot" aria-hidden="true"></span>${live ? "live" : trouble ? "not connected" : "connecting"}</span>
+    </div>
+    <nav aria-label="Views">
+      ${Object.entries(VIEWS).map(([name, [title]]) => html`<a href="#${name}" aria-current=${name === view ? "page" : undefined}>${title}</a>`)}
+    </nav>
+    ${state &&
+    html`<p class="totals">
+      <span><b>${number(totals.tokens_per_second)}</b> tokens/s</span>
+      <span><b>${number(totals.running)}</b> running</span>
+      <span><b>${number(totals.waiting)}</b> waiting</span>
+      <span>${counted(Object.keys(state.engines ?? {}).length, "engine")}</span>
+    </p>`}
+    ${state?.not_serving && html`<p class="trouble" role="alert">Requests are refused: ${state.not_serving}.</p>`}
+  </header>`;
+}
+
+function KeyForm({ text, sent, onKey }) {
+  const submit = (event) => {
+    event.preventDefault();
+    onKey(new FormData(event.target).get("key").trim());
+  };
+  return html`<form class="panel key-form" onSubmit=${submit}>
+    <h2>An operator's key</h2>
+    <p>${sent ? text : "This server has API keys. The console needs one with the scope admin; it is kept in this tab only."}</p>
+    <label>API key <input name="key" type="password" autocomplete="off" required /></label>
+    <button type="submit">Open the console</button>
+  </form>`;
+}
+
+function currentView() {
+  const name = location.hash.slice(1);
+  return name in VIEWS ? name : "topology";
+}
+
+function toMain(event) {
+  event.preventDefault();
+  document.getElementById("main").focus();
+}
+
+function authorization(key) {
+  return key ? { authorization: `Bearer ${key}` } : {};
+}
+
+/** The figures of each engine in the last minutes, a point for each state. */
+function extended(history, state) {
+  const next = {};
+  for (const [name, engine] of Object.entries(state.engines ?? {})) {
+    const { tokens_per_second, running, kv_share } = engine;
+    next[name] = [...(history[name] ?? []), { tokens_per_second, running, kv_share }].slice(-HISTORY);
+  }
+  return next;
+}
+
+const place = document.getElementById("console");
+place.replaceChildren();
+render(html`<${Console} />`, place);

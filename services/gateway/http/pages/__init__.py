@@ -1,0 +1,1 @@
+"""Pages for people, from files of the package: `/docs` and `/console`."""
