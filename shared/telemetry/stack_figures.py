@@ -72,6 +72,7 @@ class EngineFigures(Struct, frozen=True, kw_only=True):
     """Mean time from a request's coming to the engine to its first token, over the interval, of those that got one."""
     itl_ms: float | None
     """Mean time between two tokens of a request, over the interval."""
+    messages_per_second: float | None
     suspect: str | None
     """Why the engine is taken to fail; None where it is not."""
     ranks: tuple[RankFigures, ...]
@@ -178,6 +179,7 @@ def _engine(life: Lifecycle, pairs: Mapping[str, _Interval | None], lives: Itera
         acceptance=_acceptance(was, report),
         ttft_ms=_mean_ms(was, report, "first_token"),
         itl_ms=_mean_ms(was, report, "later_token"),
+        messages_per_second=_per_second(pair, pair.before.progress if pair else None, life.progress),
         suspect=report.suspect if report else None,
         ranks=tuple(
             _rank(each, each.worker, pairs[each.instance])

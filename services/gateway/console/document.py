@@ -52,6 +52,7 @@ def _model(card: ModelCard) -> JsonObject:
 
 def _instances(view: StackView, figures: Figures) -> JsonObject:
     rates = {each.instance: each.messages_per_second for each in figures.others}
+    rates |= {each.instance: each.messages_per_second for each in figures.engines}
     shown = {name: _living(life, view.deaths[name], rates.get(name)) for name, life in view.alive.items()}
     gone = {name: _ended(ended, view.deaths[name]) for name, ended in view.ended.items()}
     return dict(sorted((gone | shown).items()))

@@ -9,14 +9,14 @@ from typing import Literal, NamedTuple
 
 from services.gateway.api.response import GenerationResponse, prompt_tokens
 from services.gateway.core.open_request import OpenRequest
-from shared.ids import EngineId, ModelName, RequestId
+from shared.ids import EngineId, RequestId
 
 
 class ResponseOverview(NamedTuple):
     """An open response."""
 
     id: str
-    model: ModelName
+    model: str
     kind: str
     started: float
     """In Unix seconds."""

@@ -83,7 +83,8 @@ def build_app(
     console: Console | None = None,
 ) -> Starlette:
     """Returns the ASGI application. `provider`: gets what cannot be served here in time. `lora_registry`: None: no
-    adapter can be loaded at run time. `background`, `file_store`: None: there is no database. `console`: None: there is none."""
+    adapter can be loaded at run time. `background`, `file_store`: None: there is no database. `console`: None: it is
+    switched off."""
     files = FileEndpoints(file_store, settings.read_timeout)
     loras = LoraEndpoints(table.cluster, lora_registry)
     documentation = Documentation()

@@ -25,7 +25,7 @@ POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     b"form-action 'none'; frame-ancestors 'none'"
 )
-"""The page loads and asks for nothing but this server's, has no inline scripts or styles, and is in no other's frame."""
+"""The page loads and asks for nothing but this server's, has no inline scripts or styles, and is in no frame."""
 REVALIDATED = b"no-cache"
 """A page of one release must not run with modules of another."""
 PAGE = StaticFiles("services.gateway.http.console_page")
