@@ -119,6 +119,7 @@ OPERATIONS = (
     Operation("POST", "/is_scaling_elastic_ep", "Whether that is under way; needs the scope admin."),
     Operation("GET", "/server_info", "Models and engines; needs the scope admin."),
     Operation("GET", "/docs", "This page, for people.", None, ("text/html",), with_key=False),
+    Operation("GET", "/console", "A page that shows the stack, live.", None, ("text/html",), with_key=False),
     Operation("GET", "/health", "Whether requests can be served.", with_key=False),
     Operation("GET", "/ping", "The same as /health.", with_key=False),
     Operation("POST", "/ping", "The same as /health.", with_key=False),

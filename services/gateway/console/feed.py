@@ -90,7 +90,7 @@ class ConsoleFeed:
     ) -> None:
         """`interval`: seconds; `clock`, `wall`: monotonic and Unix seconds."""
         self._bus, self._table, self._gateway = bus, table, gateway
-        self._interval, self._clock, self._wall = interval, clock, wall
+        self.interval, self._clock, self._wall = interval, clock, wall
         self._viewers: set[ConsoleViewer] = set()
         self._looked_at = asyncio.Event()
         self._document: JsonObject = {}
@@ -102,6 +102,11 @@ class ConsoleFeed:
     def full(self) -> bool:
         """Whether no further viewer is taken."""
         return len(self._viewers) >= MAX_VIEWERS
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody looks."""
+        return bool(self._viewers)
 
     def add(self, connection: ViewerConnection) -> ConsoleViewer:
         """Takes a viewer, whose response has been started; it begins with the whole document."""
@@ -135,10 +140,10 @@ class ConsoleFeed:
         subscription = await self._bus.subscribe(topics.lifecycles(), view.record)
         try:
             await self._ask_for_lifecycles()
-            await asyncio.sleep(min(ANSWERED, self._interval))
+            await asyncio.sleep(min(ANSWERED, self.interval))
             while self._viewers:
                 self._send(view)
-                await asyncio.sleep(self._interval)
+                await asyncio.sleep(self.interval)
         finally:
             self._document = {}
             await subscription.stop()

@@ -35,11 +35,12 @@ function Ring({ state, instances }) {
   const of = (service) => instances.filter((each) => each.service === service);
   const beside = BESIDE.filter(([service]) => of(service).length > 0);
   return html`
-    <p class="note">A request goes from left to right, and its text back to the gateway. On the arrows: messages that
-      the services behind them handle in a second.</p>
+    <p class="note">A request follows the arrows, and its text goes back to the gateway. On the arrows: messages that the
+      services behind them handle in a second, their own heartbeats included.</p>
     <ol class="ring" aria-label="Services, by the way of a request">
       ${RING.map(([service, title]) => html`<${Column} key=${service} title=${title} state=${state} instances=${of(service)} ranks=${of("worker")} />`)}
     </ol>
+    <div class="return" aria-hidden="true"></div>
     ${beside.length > 0 &&
     html`<ul class="ring beside" aria-label="Beside them">
       ${beside.map(([service, title]) => html`<${Column} key=${service} title=${title} state=${state} instances=${of(service)} ranks=${[]} plain />`)}
@@ -52,7 +53,7 @@ function Column({ title, state, instances, ranks, plain = false }) {
   const rate = rates.reduce((sum, each) => sum + each, 0);
   const ready = instances.filter((each) => each.phase === "ready").length;
   return html`<li class="column">
-    ${!plain && html`<div class="arrow" aria-label="${title}: ${number(rate)} messages per second"><span>${rates.length ? number(rate) : "–"}/s</span></div>`}
+    ${!plain && html`<div class="arrow" aria-label="${title}: ${number(rate)} messages per second"><span>${rates.length ? number(rate, 0) : "–"}/s</span></div>`}
     <h3>${title} <small>${ready === instances.length ? counted(ready, "ready").replace("readys", "ready") : `${ready} of ${instances.length} ready`}</small></h3>
     <ul class="cards">
       ${instances.map((each) => html`<${Instance} key=${each.name} state=${state} instance=${each} ranks=${ranks.filter((rank) => rank.engine === each.name)} />`)}
@@ -68,8 +69,8 @@ function Instance({ state, instance, ranks }) {
   return html`<li class="card ${instance.phase}" data-instance=${instance.name} data-phase=${instance.phase}>
     <div class="card-head"><strong>${instance.name}</strong><${Phase} phase=${instance.phase} why=${instance.why} /></div>
     <p class="facts">
-      ${!gone && html`<span>${instance.load} in hand</span>`}
-      ${engine && !gone && html`<span>${number(engine.tokens_per_second)} tokens/s</span>`}
+      ${!gone && !engine && html`<span>${instance.load} in hand</span>`}
+      ${!gone && engine && html`<span>${engine.running} running</span><span>${number(engine.tokens_per_second)} tokens/s</span>`}
       <span>${since}</span>
       ${instance.deaths > 0 && html`<span class="warn-text">${counted(instance.deaths, "death")} seen</span>`}
     </p>
@@ -79,7 +80,7 @@ function Instance({ state, instance, ranks }) {
     html`<ul class="ranks">
       ${ranks.map(
         (rank) => html`<li data-instance=${rank.name} data-phase=${rank.phase}>
-          <span>rank ${rank.rank} <small>${rank.device} · pid ${rank.pid}${rank.deaths > 0 ? ` · ${counted(rank.deaths, "death")}` : ""}</small></span><${Phase} phase=${rank.phase} why=${rank.why} />
+          <span>rank ${rank.rank} <small>pid ${rank.pid}${rank.deaths > 0 ? ` · ${counted(rank.deaths, "death")}` : ""}</small></span><${Phase} phase=${rank.phase} why=${rank.why} />
         </li>`,
       )}
     </ul>`}

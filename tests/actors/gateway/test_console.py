@@ -1,0 +1,158 @@
+"""The console's page and stream as a browser gets them: what is served, to whom, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import services.gateway.http.console_page as page_files
+from deploy.cli.keys import new_key
+from services.gateway.console.feed import MAX_VIEWERS
+from services.gateway.http.pages.console import ASSETS
+from shared.bus.memory_bus import MemoryBus
+from tests.support.gateway.fake_services import FakeRing, eventually
+from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
+from tests.unit.gateway.console.test_merge_patch import applied
+
+
+@pytest.fixture
+async def stack(memory_bus: MemoryBus) -> AsyncIterator[GatewayStack]:
+    async with gateway_stack(memory_bus, ring=FakeRing(memory_bus, step=0.02)) as stack:
+        stack.gateway.console.interval = 0.05
+        yield stack
+
+
+class Viewer:
+    """Follows the stream as the page does."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        self.document: dict[str, Any] = {}
+        self.names: list[str] = []
+        self._task = asyncio.create_task(self._read(response))
+
+    async def _read(self, response: httpx2.Response) -> None:
+        async for line in response.aiter_lines():
+            if line.startswith("event: "):
+                self.names.append(line.removeprefix("event: "))
+            elif line.startswith("data: "):
+                data = json.loads(line.removeprefix("data: "))
+                self.document = data if self.names[-1] == "snapshot" else applied(self.document, data)
+
+    async def leave(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def viewer(stack: GatewayStack, **headers: str) -> AsyncIterator[Viewer]:
+    async with stack.http.stream("GET", "/console/events", headers=headers) as response:
+        assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        viewer = Viewer(response)
+        try:
+            yield viewer
+        finally:
+            await viewer.leave()
+
+
+async def test_the_page_and_all_that_it_loads_come_from_here(stack: GatewayStack) -> None:
+    page = await stack.http.get("/console")
+    assert page.headers["content-type"].startswith("text/html")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    folder = Path(page_files.__file__).parent
+    assert {file.name for file in folder.iterdir() if file.suffix in (".js", ".css", ".svg")} == set(ASSETS)
+    wanted = set(re.findall(r'(?:src|href)="console/([^"]+)"', page.text))
+    for name in ASSETS:
+        asset = await stack.http.get(f"/console/{name}")
+        assert asset.status_code == 200
+        assert asset.content == (folder / name).read_bytes()
+        if name.endswith(".js"):
+            wanted |= set(re.findall(r'from "\./([^"]+)"', asset.text))
+            assert "://" not in asset.text.replace("http://www.w3.org", ""), "nothing comes from elsewhere"
+    assert wanted == set(ASSETS)
+    assert (await stack.http.get("/console/nothing.js")).status_code == 404
+
+
+async def test_the_stream_shows_a_death_and_what_is_open(stack: GatewayStack) -> None:
+    async with viewer(stack) as seen:
+        await eventually(lambda: seen.document.get("instances", {}).keys() >= {"engine-1", "tokenizer-1", "gateway-1"})
+        assert seen.document["engines"]["engine-1"]["max_running"] == 9
+        assert seen.document["models"]["demo/model"]["max_model_len"] == 2048
+        asked = asyncio.create_task(
+            stack.http.post("/v1/completions", json={"model": "demo/model", "prompt": "HOLD", "max_tokens": 2})
+        )
+        await eventually(lambda: bool(seen.document["requests"]))
+        ((request, shown),) = seen.document["requests"].items()
+        assert (shown["state"], shown["engines"], shown["model"]) == ("running", ["engine-1"], "demo/model")
+        stack.ring.hold.set()
+        assert (await asked).json()["id"] == request
+        await eventually(lambda: not seen.document["requests"])
+        await stack.ring.die("tokenizer")
+        await eventually(lambda: seen.document["instances"]["tokenizer-1"]["deaths"] == 1)
+    assert seen.names == ["snapshot"] + ["patch"] * (len(seen.names) - 1)
+    await eventually(lambda: not stack.gateway.console.watched)
+
+
+async def test_pages_of_elsewhere_are_refused_on_this_machine_too(stack: GatewayStack) -> None:
+    foreign = await stack.http.get("/console/events", headers={"origin": "http://evil.example"})
+    assert (foreign.status_code, "evil.example" in foreign.text) == (403, True)
+    for host in ("evil.example:8000", "evil.localhost.example", ""):
+        rebound = await stack.http.get("/console/events", headers={"host": host})
+        assert rebound.status_code == 403, host
+    async with viewer(stack, host=f"localhost:{stack.gateway.server.port}"):
+        pass
+    rebound = await stack.http.post(
+        "/abort_requests", headers={"host": "evil.example", "origin": "http://evil.example"}
+    )
+    assert rebound.status_code == 403
+
+
+async def test_with_keys_it_needs_an_operators(memory_bus: MemoryBus, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    user = new_key(keys, "user", {"scopes": ["inference"]})
+    async with gateway_stack(memory_bus, api_keys=("boss",), keys_file=keys) as stack:
+        stack.http.headers.pop("authorization", None)
+        assert (await stack.http.get("/console")).status_code == 200
+        assert (await stack.http.get("/console/events")).status_code == 401
+        limited = await stack.http.get("/console/events", headers={"authorization": f"Bearer {user}"})
+        assert limited.status_code == 403
+        async with viewer(stack, authorization="Bearer boss", host="gpu.example") as seen:
+            await eventually(lambda: "instances" in seen.document)
+
+
+async def test_an_open_port_without_keys_shows_nothing(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus, host="0.0.0.0", insecure=True) as stack:
+        answer = await stack.http.get("/console/events")
+        assert (answer.status_code, "--api-key" in answer.text) == (403, True)
+
+
+async def test_viewers_are_bounded(stack: GatewayStack) -> None:
+    class Silent:
+        def write_chunk(self, data: bytes) -> None:
+            pass
+
+        def unread(self) -> int:
+            return 0
+
+        def abort(self) -> None:
+            pass
+
+    for _ in range(MAX_VIEWERS):
+        stack.gateway.console.add(Silent())
+    answer = await stack.http.get("/console/events")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+
+
+async def test_it_can_be_switched_off(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus, console=False) as stack:
+        for path in ("/console", "/console/main.js", "/console/events"):
+            assert (await stack.http.get(path)).status_code == 404
