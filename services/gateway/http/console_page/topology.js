@@ -80,7 +80,7 @@ function Instance({ state, instance, ranks }) {
     html`<ul class="ranks">
       ${ranks.map(
         (rank) => html`<li data-instance=${rank.name} data-phase=${rank.phase}>
-          <span>rank ${rank.rank} <small>pid ${rank.pid}${rank.deaths > 0 ? ` · ${counted(rank.deaths, "death")}` : ""}</small></span><${Phase} phase=${rank.phase} why=${rank.why} />
+          <span>rank ${rank.rank} <small>pid ${rank.pid}${rank.deaths > 0 ? ` · † ${rank.deaths}` : ""}</small></span><${Phase} phase=${rank.phase} why=${rank.why} />
         </li>`,
       )}
     </ul>`}
