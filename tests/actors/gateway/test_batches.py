@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,12 @@ async def stack(memory_bus: MemoryBus, tmp_path: Path) -> AsyncIterator[GatewayS
         yield stack
 
 
-def chats(count: int, url: str = CHATS, **fields: Any) -> bytes:
+def chats(count: int, url: str = CHATS, held: Collection[int] = (), **fields: Any) -> bytes:
+    """`held`: the numbers of those that are answered once the ring's `hold` is set."""
+
     def body(number: int) -> dict[str, Any]:
-        return {"model": MODEL, "messages": [{"role": "user", "content": f"{number}"}], "max_tokens": 3} | fields
+        text = f"HOLD {number}" if number in held else f"{number}"
+        return {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 3} | fields
 
     lines = [{"custom_id": f"n{n}", "method": "POST", "url": url, "body": body(n)} for n in range(count)]
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
@@ -154,13 +157,14 @@ async def test_a_batch_outlives_its_gateway(memory_bus: MemoryBus, tmp_path: Pat
         await other.gateway.batch_runner.stop()
         silent = FakeRing(memory_bus)
         async with gateway_stack(memory_bus, ring=silent, wait=False, database_file=kept) as stack:
-            batch = await new_batch(stack.openai, chats(30, max_tokens=8), completion_window="48h")
+            batch = await new_batch(stack.openai, chats(30, held=range(10, 30), max_tokens=8), completion_window="48h")
             async with asyncio.timeout(20):
                 while (await stack.openai.batches.retrieve(batch.id)).request_counts.completed < 3:
                     await asyncio.sleep(0.05)
         left = await other.openai.batches.retrieve(batch.id)
         assert left.status == "in_progress"
 
+        ring.hold.set()
         other.gateway.batch_runner.resume()
 
         done = await ended(other.openai, batch.id)
