@@ -10,7 +10,7 @@ from kvstore.connectors.installed import ConnectorRefused
 from services.worker.actor import WorkerActor
 from services.worker.backend import Backend, BackendError
 from services.worker.config import WorkerConfig
-from services.worker.executor.backend_choice import device_name, make_backend
+from services.worker.executor.backend_choice import make_backend
 from services.worker.flops import FlopsMeter, peak_flops
 from services.worker.kv.connector_thread import ConnectorThread
 from services.worker.lora_watcher import LoraWatcher
@@ -57,7 +57,7 @@ def make_meter(config: WorkerConfig, backend: Backend) -> FlopsMeter | None:
         shape = read_shape(Path(config.model).expanduser(), backend.card.dtype)
     except BackendError:
         return None
-    return FlopsMeter(shape, config.world_size, peak_flops(device_name(backend.device), backend.card.dtype))
+    return FlopsMeter(shape, config.world_size, peak_flops(backend.device_name, backend.card.dtype))
 
 
 def main() -> None:

@@ -121,6 +121,10 @@ class Backend(Protocol):
         """Name of the device, for logs and reports."""
 
     @property
+    def device_name(self) -> str:
+        """What its maker calls it."""
+
+    @property
     def kv(self) -> RankKvCache | None:
         """Its KV memory, for copying blocks beside steps, on another thread; None where there is no memory."""
 

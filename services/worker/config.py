@@ -52,7 +52,7 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     world_size: Annotated[
         int, Meta(ge=1, description="Ranks of the engine: tensor-parallel size × pipeline stages.")
     ] = 1
-    local_rank: Annotated[int | None, Meta(ge=0, description="Index of this host's GPU; default: the rank.")] = None
+    local_rank: Annotated[int | None, Meta(ge=0, description="Index of this host's device; default: the rank.")] = None
     pp: Annotated[
         int,
         Meta(ge=1, le=32, description="Pipeline stages of an engine; each has --tp ranks."),
@@ -68,8 +68,12 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     ] = None
     rendezvous_timeout: Annotated[float, Meta(gt=0, description="Seconds to wait for the other ranks.")] = 300.0
     device: Annotated[
-        Literal["auto", "cpu", "cuda", "sim"],
-        Meta(description="Device of the worker; sim is a timing model without a device."),
+        str,
+        Meta(
+            min_length=1,
+            description="Device of the worker: auto, cpu, cuda, sim (a timing model without a device), or a platform "
+            "of an installed package (docs/plugins.md). auto: cuda where there is a GPU, else cpu.",
+        ),
         UpOption("Model"),
         ContainerVariable(),
     ] = "auto"
@@ -145,7 +149,11 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     ] = None
     gpu_memory_utilization: Annotated[
         float,
-        Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations, graphs and KV cache."),
+        Meta(
+            gt=0,
+            le=1,
+            description="Share of a GPU's memory, or a platform's, for weights, activations, graphs and KV cache.",
+        ),
         UpOption("Capacity"),
     ] = 0.9
     kv_cache_dtype: Annotated[

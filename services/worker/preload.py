@@ -29,3 +29,4 @@ def _import_all(config: WorkerConfig) -> None:
         from services.worker.sim.backend import create_sim_backend  # noqa: F401
     else:
         from services.worker.executor.torch_backend import create_backend  # noqa: F401
+        from services.worker.platforms.installed import open_platform  # noqa: F401

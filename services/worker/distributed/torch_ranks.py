@@ -60,13 +60,12 @@ class Joined(NamedTuple):
     pipeline: TorchPipeline
 
 
-def join(place: RankTopology, *, rendezvous: str, device: torch.device, timeout: timedelta) -> Joined:
+def join(place: RankTopology, *, rendezvous: str, timeout: timedelta, backend: str = "gloo") -> Joined:
     """Blocks until every rank has joined, at `file:///PATH` or `tcp://HOST:PORT`. A rank that dies makes the others'
-    exchanges raise. Raises OSError where the first rank cannot have HOST's address and PORT, or PATH."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    exchanges raise. `backend`: as torch.distributed has it; a GPU of NCCL's is current on this thread. Raises OSError
+    where the first rank cannot have HOST's address and PORT, or PATH."""
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        backend,
         store=rendezvous_store(rendezvous, place, timeout),
         rank=place.rank,
         world_size=place.world_size,
@@ -74,7 +73,7 @@ def join(place: RankTopology, *, rendezvous: str, device: torch.device, timeout:
     )
     # Every rank has to take part in the making of every group.
     groups = [dist.new_group(place.ranks_of(stage), timeout=timeout) for stage in range(place.stages)]
-    communicator = TorchCommunicator(place, groups[place.stage], capturable=device.type == "cuda")
+    communicator = TorchCommunicator(place, groups[place.stage], capturable="nccl" in backend)
     return Joined(communicator, TorchPipeline(place))
 
 

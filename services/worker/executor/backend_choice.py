@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from services.worker.backend import Backend, BackendError
 from services.worker.config import WorkerConfig
@@ -29,10 +31,8 @@ from shared.plugins.entry_points import PluginError
 from shared.telemetry.startup import STARTUP
 
 if TYPE_CHECKING:
-    import torch
-
     from services.worker.distributed.communicator import Communicator, Pipeline
-
+    from services.worker.platforms.interface import Platform
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def make_backend(config: WorkerConfig, on_layer: Callable[[int], None] | None = 
 def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int], None] | None) -> Backend:
     with STARTUP.stage("libraries"):
         try:
-            import torch
+            import torch  # noqa: F401 - what comes next needs it
         except ImportError:
             raise BackendError("PyTorch is not installed; install the extra `worker`, or use --device sim") from None
         from services.worker.executor.torch_backend import create_backend
@@ -62,16 +62,17 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
         from services.worker.sampling.plugins.request_processors import load_processors
 
     with STARTUP.stage("device"):
-        device = torch_device(config, torch.cuda.is_available(), torch.cuda.device_count())
-        own = _bound(config, torch.device(device))
-        _open(torch.device(device))
+        platform = platform_of(config)
+        config = checked(config, platform)
+        own = _bound(config, platform)
+        _open(platform)
     with STARTUP.stage("ranks"):
-        communicator, pipeline = _others(config, torch.device(device))
+        communicator, pipeline = _others(config, platform)
     try:
         return create_backend(
             folder,
             model_name=config.model_name(),
-            device=device,
+            platform=platform,
             dtype=config.dtype,
             max_model_len=config.max_model_len,
             kv_memory_bytes=config.kv_memory,
@@ -113,53 +114,57 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
         raise BackendError(str(error)) from None
 
 
-def torch_device(config: WorkerConfig, cuda: bool, count: int) -> str:
-    """What torch calls this rank's device, where `count` GPUs are seen. Raises BackendError where there is none."""
-    wanted = config.device
-    if wanted == "auto":
-        wanted = "cuda" if cuda else "cpu"
-    if wanted == "cpu":
-        return "cpu"
-    if not cuda:
-        raise BackendError("device = cuda: PyTorch sees no CUDA device here")
+def platform_of(config: WorkerConfig) -> Platform:
+    """This rank's device. Raises BackendError where there is none."""
+    from services.worker.platforms.installed import PlatformUnavailable, open_platform
+
     index = config.rank if config.local_rank is None else config.local_rank
-    if index >= count and config.world_size > count:
-        raise BackendError(f"rank {config.rank} has no GPU of its own: it is number {index} here, {count} are there")
-    # More engines than GPUs share them; the ranks of one engine, whose numbers follow each other, never do.
-    return f"cuda:{index % count}"
+    try:
+        return open_platform(config.device, index=index, rank=config.rank, world_size=config.world_size)
+    except PlatformUnavailable as error:
+        raise BackendError(str(error)) from None
 
 
-def device_name(device: str) -> str:
-    """What the maker calls a device that a backend names; of others than GPUs the backend's own name."""
-    if not device.startswith("cuda"):
-        return device
-    import torch
+def checked(config: WorkerConfig, platform: Platform) -> WorkerConfig:
+    """The settings as the platform wants them. Raises BackendError where it refuses some."""
+    from services.worker.platforms.interface import CHOSEN_BY_PLATFORMS, PlatformSettings
 
-    return torch.cuda.get_device_name(device)
+    given = PlatformSettings(**{name: getattr(config, name) for name in PlatformSettings.__struct_fields__})
+    try:
+        chosen = platform.check_settings(given)
+        msgspec.convert(msgspec.structs.asdict(chosen), PlatformSettings)  # a package may have written anything there
+    except Exception as error:  # whatever a foreign package raises
+        why = str(error) if isinstance(error, ValueError) else repr(error)
+        raise BackendError(f"device = {config.device}: {why}") from None
+    differences = {name: getattr(chosen, name) for name in given.__struct_fields__}
+    differences = {name: value for name, value in differences.items() if value != getattr(given, name)}
+    if others := sorted(differences.keys() - set(CHOSEN_BY_PLATFORMS)):
+        raise BackendError(f"device = {config.device}: the platform may not change {', '.join(others)}")
+    if differences:
+        _log.info("settings of the platform's choice", extra=differences)
+    return msgspec.structs.replace(config, **differences)
 
 
-def _open(device: torch.device) -> None:
-    """Makes a GPU the current one of this thread. Raises BackendError where it has no memory for a context, is
+def _open(platform: Platform) -> None:
+    """Makes it the current device of this thread. Raises BackendError where it has no memory for a context, is
     another's alone, broken, or of a kind that this PyTorch has no kernels for: from here on whatever it says is a bug.
     """
     import torch
 
-    if device.type != "cuda":
-        return
     try:
-        torch.cuda.set_device(device)
-        torch.ones(1, device=device).item()
+        platform.activate()
+        torch.ones(1, device=platform.device).item()
     except RuntimeError as error:
-        raise BackendError(f"{device} cannot be used: {str(error).splitlines()[0]}") from None
+        raise BackendError(f"{platform} cannot be used: {str(error).splitlines()[0]}") from None
 
 
-def _bound(config: WorkerConfig, device: torch.device) -> int | None:
+def _bound(config: WorkerConfig, platform: Platform) -> int | None:
     """Binds this process to its processors; answers with how many are its own, None where it was not bound."""
     allowed = allowed_cpus()
     if config.bind == "none" or allowed is None:
         return None
     try:
-        cpus = chosen_cpus(config.bind, allowed) if config.bind != "auto" else _near(config, device, allowed)
+        cpus = chosen_cpus(config.bind, allowed) if config.bind != "auto" else _near(config, platform, allowed)
     except BindingError as error:
         raise BackendError(str(error)) from None
     if cpus is None:
@@ -189,24 +194,16 @@ def _memory_bound(config: WorkerConfig, cpus: Cpus) -> list[int]:
         return []
 
 
-def _near(config: WorkerConfig, device: torch.device, allowed: Cpus) -> Cpus | None:
-    if device.type != "cuda":
+def _near(config: WorkerConfig, platform: Platform, allowed: Cpus) -> Cpus | None:
+    addresses = platform.pci_addresses()
+    if addresses is None:
         if config.numa_share is not None:
             return cpus_of_share(config.numa_share, allowed)
         return cpus_of_rank(Rank(config.rank, config.world_size), allowed)
-    return cpus_of_gpu(_pci_addresses(), device.index, allowed)
+    return cpus_of_gpu(addresses, platform.index, allowed)
 
 
-def _pci_addresses() -> list[str]:
-    """Addresses of all GPUs that this process sees, in the notation of sysfs."""
-    import torch
-
-    # torch's stubs do not know these.
-    found: Iterable[Any] = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found]
-
-
-def _others(config: WorkerConfig, device: torch.device) -> tuple[Communicator, Pipeline]:
+def _others(config: WorkerConfig, platform: Platform) -> tuple[Communicator, Pipeline]:
     """The ways to the other ranks of the engine."""
     from services.worker.distributed.communicator import SingleRank, SingleStage
     from services.worker.distributed.torch_ranks import RankTopology, join
@@ -216,6 +213,6 @@ def _others(config: WorkerConfig, device: torch.device) -> tuple[Communicator, P
     return join(
         RankTopology(config.rank, config.world_size, config.pp),
         rendezvous=config.rendezvous_url(),
-        device=device,
         timeout=timedelta(seconds=config.rendezvous_timeout),
+        backend=platform.process_group,
     )

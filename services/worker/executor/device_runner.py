@@ -57,7 +57,7 @@ class DeviceRunner(StepRunner):
         rows, width = rank.sequences.tokens.shape
         self._tokens = TokenTable(rows, width, rank.device)
         self._history = self._tokens.history(rank.sequences.prompt_lengths)
-        self._clock = clock_of(rank.device)
+        self._clock = clock_of(rank.platform)
         self._pending = PendingSteps(rank)
         warm_up_verification(rank.decoder.ops, rank.device)
         warm_up_move_back(rank.device, rank.card.block_size)

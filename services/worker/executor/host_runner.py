@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from services.worker.backend import StepOutput
@@ -61,7 +60,7 @@ class HostRunner(StepRunner):
 
     def __init__(self, rank: RankState) -> None:
         super().__init__(rank)
-        self._on_cpu = rank.device.type == "cpu"
+        self._on_cpu = rank.platform.in_main_memory
         alone = rank.pipeline.stages == 1 and rank.communicator.world_size == 1
         self.mode = "prepared" if self._on_cpu and alone else "sequential"
         self._expected = ExpectedSteps(rank.pipeline, rank.sequences)
@@ -154,8 +153,7 @@ class HostRunner(StepRunner):
         logits, features = rank.forward(ids, meta, batch)
         if guided is not None:
             choices, step.failed = masked(guided, choices), guided.take_failed()
-        if not self._on_cpu:
-            torch.cuda.synchronize(rank.device)
+        rank.platform.synchronize()
         forwarded = time.perf_counter()
         if batch.merged is not None:
             logits, step.scored = split_logits(batch, logits)

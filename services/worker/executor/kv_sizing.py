@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Literal
 
 import torch
@@ -11,17 +10,15 @@ from msgspec.structs import replace
 
 from services.worker.executor.runner_parts import RunnerParts
 from services.worker.executor.warm_up import warm_up
-from services.worker.graphs.capture import CudaCapture, MeasuredCapture, MemoryReading
+from services.worker.graphs.capture import CudaCapture, MeasuredCapture
 from services.worker.graphs.choice import DecodeGraphs, RankGraphs
-from services.worker.kv.device_memory import free_bytes, gib, own_bytes, peak_bytes, total_bytes
 from services.worker.kv.kept_peaks import kept_peak
 from services.worker.models.config import ModelError
+from services.worker.platforms.interface import MemoryReading, Platform
+from services.worker.platforms.main_memory import gib
 from shared.blocks import blocks_for
 from shared.messages.kv_groups import KvCacheGroup, longest_sequence, most_blocks
 
-_ROWS_ON_CPU = 128
-"""A CPU takes a minute for the largest batch of a large model. Activations grow with the rows, so fewer will do. With
-512 a model of 110 M parameters took 22 s of processor time and was taken to need 0.99 GiB, with 128 9 s and 1.05."""
 _BLOCKS_WHILE_CAPTURING = 2
 """Graphs of padding touch none."""
 
@@ -29,8 +26,8 @@ _BLOCKS_WHILE_CAPTURING = 2
 def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: RankGraphs, model: str | None = None) -> DeviceMemory:
     """Once weights are loaded. `model`: what names the loaded model with all its settings; with it the figure of a
     former start is taken where the rank is alone on a CPU. Raises ModelError where the largest batch does not fit."""
-    device, cuda = parts.device, parts.device.type == "cuda"
-    rows = max_batch_tokens if cuda else min(max_batch_tokens, _ROWS_ON_CPU)
+    platform = parts.platform
+    rows = min(max_batch_tokens, platform.profiled_rows or max_batch_tokens)
     try:
         step = _of_step(parts, rows) if model is None or not _may_be_kept(parts) else _kept_step(parts, rows, model)
         captured = sum(_of_graphs(each) for each in graphs if each is not None)
@@ -39,12 +36,12 @@ def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: RankGraphs, mo
             f"a step of {max_batch_tokens} tokens and {parts.max_num_seqs} sequences does not fit beside the weights: "
             "lower max_batch_tokens or max_num_seqs, or use more ranks"
         ) from None
-    free = _all_free_bytes(device)
+    reading = _all_free(platform)
     return DeviceMemory(
-        kind="gpu" if cuda else "cpu",
-        total=total_bytes(device),
-        free=free,
-        held=own_bytes(device),
+        kind="own" if platform.owns_memory else "shared",
+        total=reading.total,
+        free=reading.free,
+        held=reading.own,
         activations=step * -(-max_batch_tokens // rows) + parts.token_bytes,
         graphs=captured,
     )
@@ -55,12 +52,12 @@ def _of_step(parts: RunnerParts, rows: int) -> int:
     length = parts.card.max_model_len
     tables = max(1, len(parts.groups))
     probe = parts.runner((blocks_for(min(rows, length), parts.card.block_size) + 1) * tables, length)
-    return peak_bytes(parts.device, lambda: warm_up(probe, rows=rows, sequences=parts.max_num_seqs))
+    return parts.platform.peak_bytes(lambda: warm_up(probe, rows=rows, sequences=parts.max_num_seqs))
 
 
 def _may_be_kept(parts: RunnerParts) -> bool:
-    """Ranks try a step together, so all of them must or none; on a GPU that step also compiles what later ones need."""
-    return parts.device.type == "cpu" and parts.communicator.world_size == 1 and parts.pipeline.stages == 1
+    """Ranks try a step together, so all of them must or none."""
+    return parts.platform.keeps_profile and parts.communicator.world_size == 1 and parts.pipeline.stages == 1
 
 
 def _kept_step(parts: RunnerParts, rows: int, model: str) -> int:
@@ -70,32 +67,29 @@ def _kept_step(parts: RunnerParts, rows: int, model: str) -> int:
 
 def _of_graphs(graphs: DecodeGraphs) -> int:
     """Bytes that the graphs of decode steps will take."""
-    device = graphs.device
+    platform = graphs.platform
     caches = graphs.decoder.allocate_kv(_BLOCKS_WHILE_CAPTURING)
-    capture = MeasuredCapture(CudaCapture(device), lambda: MemoryReading(_all_free_bytes(device), own_bytes(device)))
+    capture = MeasuredCapture(CudaCapture(platform.device), lambda: _all_free(platform))
     with torch.inference_mode():
         replace(graphs, sizes=graphs.sizes[-2:]).replaying(capture)(graphs.decoder.forward, caches)
     return capture.of_all(len(graphs.sizes))
 
 
-def _all_free_bytes(device: torch.device) -> int:
-    """Free bytes once everything that nobody holds is given back."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-    return free_bytes(device)
+def _all_free(platform: Platform) -> MemoryReading:
+    """Its memory once everything that nobody holds is given back."""
+    platform.empty_cache()
+    return platform.memory()
 
 
 # Decides how many blocks of KV memory a rank has. Pure: what memory there is has been measured before.
 
 
-_DEFAULT_MOST_ON_CPU = 4 << 30
+_DEFAULT_MOST_OF_SHARED = 4 << 30
 """Main memory belongs to others too; whoever wants more says so."""
-_DEFAULT_SHARE_ON_CPU = 0.25
-_MEAN_FILL_ON_CPU = 0.25
+_DEFAULT_SHARE_OF_SHARED = 0.25
+_MEAN_FILL_OF_SHARED = 0.25
 """Share of the context that sequences are assumed to fill on average; a block once written stays resident."""
-_MOST_FILLS_ON_GPU = 4
+_MOST_FILLS_OF_OWN = 4
 """A GPU's memory is taken whole, as what sequences leave caches prefixes. But a tiny model's millions of blocks would
 only be work for its scheduler: so many times what all sequences can fill is enough."""
 
@@ -150,7 +144,8 @@ class KvDemand(Struct, frozen=True, kw_only=True):
 class DeviceMemory(Struct, frozen=True, kw_only=True):
     """A device's bytes once the weights are loaded and the largest batch was tried."""
 
-    kind: Literal["cpu", "gpu"]
+    kind: Literal["own", "shared"]
+    """Whether it is there for the engine, as a GPU's is, or belongs to others too, as main memory does."""
     total: int
     free: int
     held: int
@@ -172,7 +167,7 @@ class DeviceMemory(Struct, frozen=True, kw_only=True):
 
     def summary(self) -> str:
         """The figures, for logs and errors."""
-        if self.kind == "cpu":
+        if self.kind == "shared":
             return f"a step of the largest batch takes {gib(self.activations)}, {gib(self.free)} are free"
         graphs = f", captured decodes {gib(self.graphs)}" if self.graphs else ""
         return (
@@ -216,7 +211,7 @@ def _behind_states(demand: KvDemand, memory: DeviceMemory) -> tuple[KvDemand, De
     if not states:
         return demand, memory, 0
     room = memory.usable if demand.given is None else demand.given
-    if demand.given is None and memory.kind == "gpu":
+    if demand.given is None and memory.kind == "own":
         room = min(room, int(memory.total * demand.gpu_share) - memory.held - memory.activations)
     if states > room:
         raise ModelError(
@@ -235,7 +230,7 @@ def _behind_states(demand: KvDemand, memory: DeviceMemory) -> tuple[KvDemand, De
 def _bytes(demand: KvDemand, memory: DeviceMemory) -> int:
     if demand.given is not None:
         return _given(demand.given, memory)
-    return _of_cpu(demand, memory) if memory.kind == "cpu" else _of_gpu(demand, memory)
+    return _of_shared(demand, memory) if memory.kind == "shared" else _of_own(demand, memory)
 
 
 def _given(given: int, memory: DeviceMemory) -> int:
@@ -247,20 +242,20 @@ def _given(given: int, memory: DeviceMemory) -> int:
     return given
 
 
-def _of_gpu(demand: KvDemand, memory: DeviceMemory) -> int:
-    """Bytes left of this worker's share of the GPU, as far as other processes have left them."""
+def _of_own(demand: KvDemand, memory: DeviceMemory) -> int:
+    """Bytes left of this worker's share of the device, as far as other processes have left them."""
     share = int(memory.total * demand.gpu_share)
     left = min(share - memory.held - memory.activations - memory.graphs, memory.usable)
     if left < demand.block_bytes:
         raise ModelError(
             f"nothing is left for keys and values of the {gib(share)} that gpu_memory_utilization = "
             f"{demand.gpu_share:g} allows: {memory.summary()}. Raise gpu_memory_utilization, end what else is on the "
-            "GPU, lower max_batch_tokens, or use more ranks"
+            "device, lower max_batch_tokens, or use more ranks"
         )
-    return min(left, _MOST_FILLS_ON_GPU * demand.max_num_seqs * demand.sequence_bytes)
+    return min(left, _MOST_FILLS_OF_OWN * demand.max_num_seqs * demand.sequence_bytes)
 
 
-def _of_cpu(demand: KvDemand, memory: DeviceMemory) -> int:
+def _of_shared(demand: KvDemand, memory: DeviceMemory) -> int:
     needed = demand.max_num_seqs * demand.sequence_bytes
-    expected = max(demand.sequence_bytes, int(needed * _MEAN_FILL_ON_CPU))
-    return max(0, min(expected, int(memory.usable * _DEFAULT_SHARE_ON_CPU), _DEFAULT_MOST_ON_CPU))
+    expected = max(demand.sequence_bytes, int(needed * _MEAN_FILL_OF_SHARED))
+    return max(0, min(expected, int(memory.usable * _DEFAULT_SHARE_OF_SHARED), _DEFAULT_MOST_OF_SHARED))

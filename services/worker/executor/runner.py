@@ -31,6 +31,7 @@ from services.worker.models.states.sequence_states import SequenceStates
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import to_device
+from services.worker.platforms.interface import Platform
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.plugins.request_processors import RequestProcessors
@@ -58,7 +59,7 @@ class RankState:
         self,
         *,
         card: ModelCard,
-        device: torch.device,
+        platform: Platform,
         decoder: CausalLm,
         num_blocks: int,
         max_num_seqs: int,
@@ -81,7 +82,8 @@ class RankState:
         `LoadedModel.classifier`. `loras`: the adapters that are served. `groups`: of layers, as the decoder uses
         them. `state_checkpoints`: places for them, where the model has states."""
         self.card = card
-        self.device = device
+        self.platform = platform
+        self.device = platform.device
         self.decoder = decoder
         self.num_blocks = num_blocks
         self.max_num_seqs = max_num_seqs
@@ -90,7 +92,7 @@ class RankState:
         self.draws = self.pipeline.stage + 1 == self.pipeline.stages
         """Or is of a stage before the last, which is sent later what was drawn."""
         self.grammars = grammars
-        self.staging = staging_for(device)
+        self.staging = staging_for(self.device)
         self.caches: KvCaches = decoder.allocate_kv(num_blocks, max_num_seqs + state_checkpoints)
         """Read and written by steps and copies only, and by measurements without sequences."""
         self.kv: RankKvCache | None = decoder.share_kv(self.caches, digest)
@@ -117,7 +119,7 @@ class RankState:
         """What plug-ins change logits by; None on ranks that have none."""
         self.guided = None if grammars is None else GuidedSequences(grammars)
         self.drafting = RankDrafting(
-            *(drafting, proposer, self.sequences, self.guided, communicator, self.pipeline, device),
+            *(drafting, proposer, self.sequences, self.guided, communicator, self.pipeline, self.device),
             rolls_back=self.states is None,
         )
 
@@ -227,8 +229,8 @@ class StepRunner:
         self.num_blocks = rank.num_blocks
         self.kv_groups = rank.groups
         self.state_checkpoints = None if rank.states is None else rank.states.checkpoints
-        self.device = str(rank.device)
-        """PyTorch's name of it: "cpu", "cuda:1"."""
+        self.device = str(rank.platform)
+        self.device_name = rank.platform.device_name
         self.kv: RankKvCache | None = rank.kv
         self.grammars = rank.grammars
         self.adapters = rank.loras

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from msgspec.structs import replace
 
 from services.worker.batch.pooled_rows import PooledHead
@@ -17,6 +16,7 @@ from services.worker.graphs.replayed_decodes import Replaying
 from services.worker.guided.library import GrammarLibrary
 from services.worker.models.decoder import CausalLm
 from services.worker.models.lora.slots import LoraSlots
+from services.worker.platforms.interface import Platform
 from services.worker.sampling.plugins.request_processors import RequestProcessors
 from services.worker.speculation.drafter import Drafter, ReplaysDecodes
 from services.worker.speculation.proposer import DraftSettings, Proposer
@@ -32,7 +32,7 @@ class RunnerParts:
 
     card: ModelCard
     """With the longest sequences that are asked for; what fits may be shorter."""
-    device: torch.device
+    platform: Platform
     decoder: CausalLm
     digest: str
     max_num_seqs: int
@@ -69,7 +69,7 @@ class RunnerParts:
         model that drafts."""
         rank = RankState(
             card=replace(self.card, max_model_len=max_model_len),
-            device=self.device,
+            platform=self.platform,
             decoder=self.decoder,
             num_blocks=num_blocks,
             max_num_seqs=self.max_num_seqs,
@@ -102,4 +102,4 @@ class RunnerParts:
     @property
     def launches(self) -> bool:
         """Whether the device works by itself, and nobody needs what is drawn in main memory; logits processors do."""
-        return self.device.type == "cuda" and self.pipeline.stages == 1 and not self.processed
+        return self.platform.launches_ahead and self.pipeline.stages == 1 and not self.processed

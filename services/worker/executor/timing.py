@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from services.worker.platforms.interface import Platform
+
 _FRESH_SECONDS = 60.0
 """Events tell the time between them in single precision, so they are compared with one that is not much older."""
 
@@ -171,9 +173,6 @@ def _timing_event() -> Event:
     return event
 
 
-def clock_of(device: torch.device) -> StepClock:
-    """The clock of `device`; the current GPU where it names none."""
-    if device.type != "cuda":
-        return HostClock()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return CudaClock(lambda: torch.cuda.set_device(index))
+def clock_of(platform: Platform) -> StepClock:
+    """The clock of a rank's device."""
+    return CudaClock(platform.activate) if platform.launches_ahead else HostClock()

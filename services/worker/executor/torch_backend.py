@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from services.worker.models.pooling.sentence_transformers import PoolingChoice
 from services.worker.models.sharding import stage_of
 from services.worker.models.states.limits import check_states
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
+from services.worker.platforms.interface import Platform
 from services.worker.sampling.plugins.interface import ProcessorConfig
 from services.worker.sampling.plugins.request_processors import (
     NO_PROCESSORS,
@@ -53,10 +53,9 @@ from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.lifecycle import ModelCard
 from shared.telemetry.startup import STARTUP
 
-_WARM_UP_ROWS = 64
-_WARM_UP_ROWS_ON_CPU = 8
-"""Nothing is compiled there for sizes of work, and what a first step costs was paid when memory was profiled,
-or is paid by these."""
+_WARM_UP_ROWS = 8
+"""What a first step costs was paid when memory was profiled, or is paid by these."""
+_WARM_UP_ROWS_WHERE_COMPILED = 64
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def create_backend(
     model_dir: Path,
     *,
     model_name: ModelName,
-    device: str,
+    platform: Platform,
     dtype: DtypeChoice,
     max_model_len: int | None,
     kv_memory_bytes: int | None,
@@ -99,7 +98,7 @@ def create_backend(
     processors: ProcessorClasses = NO_PROCESSORS,
     prompt_embeds: bool = False,
 ) -> Runner:
-    """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
+    """One rank of the model in `model_dir`, ready to step, on the device of `platform`.
 
     `rank` and `world_size` count the ranks of its stage. `threads`: for computing on a CPU; None: this rank's share of
     the machine's cores. `layers`: of each stage of `pipeline`; None: as even as can be. `gpu_memory_utilization`: the
@@ -112,14 +111,15 @@ def create_backend(
     """
     if (rank, world_size) != (communicator.rank, communicator.world_size):
         raise ValueError(f"rank {rank} of {world_size} is not the communicator's")
-    place = _chosen_device(device)
-    if on_layer is not None and place.type != "cpu":
+    platform.activate()
+    platform.empty_cache()  # what an engine that was in this process before has left in PyTorch's hands
+    if on_layer is not None and not platform.in_main_memory:
         raise ModelError("kv_connector: layer by layer needs a CPU; a GPU is given steps ahead, decodes as graphs")
     pipeline = pipeline or SingleStage()
     torch.set_num_threads(threads or max(1, available_cores() // (world_size * pipeline.stages)))
     wanted = LoadSettings(
         folder=model_dir,
-        device=place,
+        platform=platform,
         dtype=dtype,
         max_model_len=max_model_len,
         load_format=load_format,
@@ -138,7 +138,7 @@ def create_backend(
         trust_remote_code=trust_remote_code,
         quantization=quantization,
     )
-    with _enough_memory("weights were loaded: end what else is on the GPU, or use more ranks"):
+    with _enough_memory("weights were loaded: end what else is on the device, or use more ranks"):
         loaded = load_model(wanted)
         drafts = None if speculation is None else speculation.method
         connected = kv_connector or on_layer is not None
@@ -149,7 +149,7 @@ def create_backend(
                 raise ModelError("enable_prompt_embeds: the model has no language model head and generates no text")
             loaded.decoder.check_inputs()
         slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, loras, model_name)
-    eager = why_eager(loaded.decoder, place, communicator, pipeline, enforced=enforce_eager)
+    eager = why_eager(loaded.decoder, platform, communicator, pipeline, enforced=enforce_eager)
     limits = f"steps of {max_num_seqs} and {max_batch_tokens}, decodes {'captured' if eager is None else 'run eagerly'}"
     adapters = "" if slots is None else f", {slots.max_loras} of {[card.id.hex() for card in slots.cards]}"
     check_agreement(communicator, f"{loaded.fingerprint}, {limits}{adapters}, {', '.join(processors)}")
@@ -214,7 +214,7 @@ def _parts(
             loras=() if loras is None else loras.cards,
             extra_args=argument_names(processors),
         ),
-        device=wanted.device,
+        platform=wanted.platform,
         decoder=loaded.decoder,
         digest=loaded.digest,
         max_num_seqs=max_num_seqs,
@@ -277,10 +277,10 @@ def _ready(parts: RunnerParts, size: KvSize, graphs: RankGraphs, rows: int) -> R
             *(size.num_blocks, size.max_model_len, *graphs.replaying(size.max_model_len)),
             state_checkpoints=size.state_checkpoints,
         )
-        cuda = parts.device.type == "cuda"
-        few = min(rows, _WARM_UP_ROWS if cuda else _WARM_UP_ROWS_ON_CPU)
+        compiles = parts.platform.compiles
+        few = min(rows, _WARM_UP_ROWS_WHERE_COMPILED if compiles else _WARM_UP_ROWS)
         warm_up(runner, rows=few, sequences=parts.max_num_seqs)
-        if cuda:
+        if compiles:
             warm_up_shapes(runner, rows=rows)
     return runner
 
@@ -291,7 +291,7 @@ def _enough_memory(otherwise: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
-        raise ModelError(f"the GPU's memory ran out while {otherwise}") from None
+        raise ModelError(f"the device's memory ran out while {otherwise}") from None
 
 
 def _tell(loaded: LoadedModel, parts: RunnerParts, size: KvSize, memory: DeviceMemory, eager: str | None) -> None:
@@ -307,17 +307,6 @@ def _tell(loaded: LoadedModel, parts: RunnerParts, size: KvSize, memory: DeviceM
             "captured" if eager is None else f"run eagerly: {eager}",
         ),
     )
-
-
-def _chosen_device(name: str) -> torch.device:
-    """Current on this thread from here on: libraries launch on whatever that is. What an engine that was in this
-    process before has left in PyTorch's hands is free again."""
-    device = torch.device(name)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        gc.collect()
-        torch.cuda.empty_cache()
-    return device
 
 
 def check_agreement(communicator: Communicator, own: str) -> None:

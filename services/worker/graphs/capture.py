@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
+
+from services.worker.platforms.interface import MemoryReading
 
 Replay = Callable[[], None]
 """Does again what was captured, on the memory that it was captured on."""
@@ -46,14 +48,6 @@ class CudaCapture:
 
 MAX_DRIVER_BYTES = 32 << 20
 """Bytes that the driver may keep for one graph. What else is missing then was taken by other processes meanwhile."""
-
-
-class MemoryReading(NamedTuple):
-    """A device's memory in bytes."""
-
-    free: int
-    own: int
-    """What this process is known to hold."""
 
 
 class MeasuredCapture:

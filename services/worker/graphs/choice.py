@@ -6,7 +6,6 @@ import logging
 import time
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -14,9 +13,10 @@ from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.graphs.capture import Capture, CudaCapture
 from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
 from services.worker.graphs.replayed_decodes import ReplayedDecodes, Replaying
-from services.worker.kv.device_memory import free_bytes, gib
 from services.worker.models.decoder import CausalLm
 from services.worker.models.weights import ForwardPass, KvCaches
+from services.worker.platforms.interface import Platform
+from services.worker.platforms.main_memory import gib
 from services.worker.speculation.drafter import Drafter, HasDecoder
 from services.worker.speculation.proposer import DraftSettings
 from shared.blocks import blocks_for
@@ -45,7 +45,7 @@ class RankParts(Protocol):
         """With the longest sequences that are asked for."""
 
     @property
-    def device(self) -> torch.device:
+    def platform(self) -> Platform:
         """The device that the rank computes on."""
 
     @property
@@ -69,7 +69,7 @@ class DecodeGraphs(Struct, frozen=True):
     """What one rank's decodes are captured with."""
 
     decoder: CausalLm
-    device: torch.device
+    platform: Platform
     sizes: tuple[int, ...]
     max_model_len: int
     features: bool
@@ -79,7 +79,7 @@ class DecodeGraphs(Struct, frozen=True):
     def of(cls, parts: RankParts) -> DecodeGraphs:
         """For all batches of decodes that there can be, up to a limit. Drafts are decodes of their own."""
         sizes = capture_sizes(parts.max_num_seqs * (1 + parts.drafting.max_tokens))
-        return cls(parts.decoder, parts.device, sizes, parts.card.max_model_len, parts.drafting.features)
+        return cls(parts.decoder, parts.platform, sizes, parts.card.max_model_len, parts.drafting.features)
 
     @classmethod
     def of_drafts(cls, parts: RankParts) -> DecodeGraphs | None:
@@ -88,23 +88,23 @@ class DecodeGraphs(Struct, frozen=True):
         if not isinstance(drafter, HasDecoder) or not _capturable(drafter.decoder.ops):
             return None
         sizes = capture_sizes(parts.max_num_seqs * drafter.decodes)
-        return cls(drafter.decoder, parts.device, sizes, parts.card.max_model_len, features=False)
+        return cls(drafter.decoder, parts.platform, sizes, parts.card.max_model_len, features=False)
 
     def replaying(self, capture: Capture | None = None) -> Replaying:
         """Captures all sizes for the forward pass and the caches that it is called with: seconds to a minute."""
-        return lambda forward, caches: self._replayed(forward, caches, capture or CudaCapture(self.device))
+        return lambda forward, caches: self._replayed(forward, caches, capture or CudaCapture(self.platform.device))
 
     def _replayed(self, forward: ForwardPass, caches: KvCaches, capture: Capture) -> ReplayedDecodes:
-        begun, free = time.perf_counter(), free_bytes(self.device)
+        begun, free = time.perf_counter(), self.platform.memory().free
         made = self._captured(forward, caches, capture)
-        taken, seconds = free - free_bytes(self.device), time.perf_counter() - begun
+        taken, seconds = free - self.platform.memory().free, time.perf_counter() - begun
         _log.info("decodes captured", extra={"sizes": len(self.sizes), "memory": gib(taken), "seconds": seconds})
         return made
 
     def _captured(self, forward: ForwardPass, caches: KvCaches, capture: Capture) -> ReplayedDecodes:
         most = self.sizes[-1]
         length, size = self.max_model_len, self.decoder.ops.block_size
-        inputs = DecodeInputs(self.device, most, blocks_for(length, size), length, size)
+        inputs = DecodeInputs(self.platform.device, most, blocks_for(length, size), length, size)
         features = self.decoder.empty_features(most) if self.features else None
         return ReplayedDecodes(forward, caches, capture, self.sizes, inputs, features)
 
@@ -130,13 +130,13 @@ NO_GRAPHS = RankGraphs(None, None)
 
 
 def why_eager(
-    decoder: CausalLm, device: torch.device, communicator: Communicator, pipeline: Pipeline, *, enforced: bool
+    decoder: CausalLm, platform: Platform, communicator: Communicator, pipeline: Pipeline, *, enforced: bool
 ) -> str | None:
     """Why decodes are not captured; None: they are."""
     if enforced:
         return "it was asked for"
-    if device.type != "cuda":
-        return f"there are no graphs on {device.type}"
+    if not platform.captures_graphs:
+        return f"there are no graphs on {platform.name}"
     if pipeline.stages > 1:
         return "rows come from another stage and go to one"
     if not decoder.capturable:

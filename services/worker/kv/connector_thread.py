@@ -111,7 +111,7 @@ class ConnectorThread:
             raise ConnectorUnusable("kv_connector: layer by layer needs a CPU; on a GPU steps are launched ahead")
         self._layers = {f"model.layers.{share.first_layer + i}": cache for i, cache in enumerate(share.caches)}
         self.layout = CacheLayout(cache_format(share, world_size), world_size)
-        if share.device != "cpu":
+        if share.device == "cuda":
             self._use_stream(share.device)
         registered = threading.Event()
         problem: list[str] = []

@@ -237,6 +237,54 @@ class CudaBlockStream:
         return torch.from_numpy(blocks).to(self._device, non_blocking=True)
 
 
+class PlainStagingBuffer:
+    """Memory of the host alone: what is copied through it is over when the copy returns."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.words = torch.empty(shape, dtype=torch.int32)
+        self.host: Int32s = self.words.numpy()
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+class PlainBlockStream:
+    """See `BlockStream`. For devices of PyTorch's whose streams are not known here: each copy waits for its end."""
+
+    def __init__(self, caches: Caches) -> None:
+        self._caches = caches
+        self._device = caches[0][0].device
+        self._blocks = TorchBlocks(caches)
+
+    def stage(self, shape: tuple[int, ...]) -> PlainStagingBuffer:
+        """See `BlockStream.stage`."""
+        return PlainStagingBuffer(shape)
+
+    @torch.inference_mode()
+    def fetch(self, blocks: Int32s, stage: StagingBuffer) -> None:
+        """See `BlockStream.fetch`."""
+        assert isinstance(stage, PlainStagingBuffer)
+        words = stage.words[: len(blocks)]
+        gathered = torch.empty_like(words, device=self._device)
+        self._blocks.gather(torch.from_numpy(blocks).to(self._device), gathered)
+        words.copy_(gathered)
+
+    @torch.inference_mode()
+    def bring(self, blocks: Int32s, stage: StagingBuffer) -> None:
+        """See `BlockStream.bring`."""
+        assert isinstance(stage, PlainStagingBuffer)
+        words = stage.words[: len(blocks)].to(self._device)
+        self._blocks.scatter(torch.from_numpy(blocks).to(self._device), words)
+
+    @torch.inference_mode()
+    def clear(self, blocks: Int32s) -> None:
+        """See `BlockStream.clear`."""
+        index = torch.from_numpy(blocks).to(self._device).long()
+        for halves in self._caches:
+            for cache in halves:
+                cache.index_fill_(0, index, 0)
+
+
 # Blocks between all layers' caches and a stage by PyTorch: what `kernels.kv_blocks` does where Triton can be had.
 
 

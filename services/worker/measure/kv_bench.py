@@ -30,7 +30,8 @@ from kvstore.core.layout import ITEM_BYTES, geometry
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.transfers import Transfers
 from services.worker.ops.interface import OpsName, OpsUnavailable
-from services.worker.ops.selector import create_ops
+from services.worker.ops.selector import OpsChoice
+from services.worker.platforms.installed import PlatformUnavailable, built_in_platform
 from shared.ids import ArenaId
 from shared.messages.kvstore import KvLayout
 from shared.messages.worker import Transfer
@@ -62,7 +63,7 @@ def measure(layout: KvLayout, blocks: int, rounds: int, *, device: str, ops: Ops
     """Saves, loads and copies `blocks` blocks, `rounds` times. Raises KvBenchError where that is not possible."""
     try:
         share, name = _share(layout, blocks, torch.device(device), ops)
-    except OpsUnavailable as error:
+    except (OpsUnavailable, PlatformUnavailable) as error:
         raise KvBenchError(str(error)) from None
     size = blocks * geometry(layout, blocks).payload_bytes
     with _arena(layout, blocks) as path:
@@ -78,7 +79,7 @@ def measure(layout: KvLayout, blocks: int, rounds: int, *, device: str, ops: Ops
 
 
 def _share(layout: KvLayout, blocks: int, device: torch.device, ops_name: OpsName) -> tuple[RankKvCache, str]:
-    ops = create_ops(ops_name, device, getattr(torch, layout.dtype))
+    ops = built_in_platform(device).create_ops(OpsChoice(ops_name, device, getattr(torch, layout.dtype)))
     caches = [ops.allocate_kv(blocks, layout.kv_heads, layout.head_dim) for _ in range(layout.layers)]
     for halves in caches:
         for cache in halves:

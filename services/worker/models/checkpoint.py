@@ -17,10 +17,10 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from services.worker.kv.device_memory import gib
 from services.worker.models.config import ModelError
 from services.worker.models.tensor_file import StoredPart, StoredTensor, TensorFileError, TensorFiles, TensorHeader
 from services.worker.models.weight_files import INDEX, SINGLE, weight_files
+from services.worker.platforms.main_memory import gib
 
 CPU = torch.device("cpu")
 

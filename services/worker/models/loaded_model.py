@@ -15,7 +15,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.worker.distributed.communicator import Communicator, Pipeline
-from services.worker.kv.device_memory import free_bytes, gib
 from services.worker.models.checkpoint import (
     TensorSource,
     checkpoint_files,
@@ -45,7 +44,9 @@ from services.worker.models.sharding import PipelineStage, shard_of, stage_of
 from services.worker.models.states.limits import check_ranks
 from services.worker.ops.interface import AttentionName, CacheDtype, Ops, OpsName
 from services.worker.ops.quantized import Code
-from services.worker.ops.selector import create_ops
+from services.worker.ops.selector import OpsChoice
+from services.worker.platforms.interface import Platform
+from services.worker.platforms.main_memory import gib
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
 from shared.messages.generation import PoolingType
@@ -77,7 +78,7 @@ class LoadSettings:
     """The model to load, and how to load it."""
 
     folder: Path
-    device: torch.device
+    platform: Platform
     dtype: DtypeChoice
     max_model_len: int | None
     load_format: LoadFormat
@@ -102,6 +103,11 @@ class LoadSettings:
     """Tokens of the largest step."""
     trust_remote_code: bool = False
     """Whether code that comes with the model may run; only where `transformers` computes it."""
+
+    @property
+    def device(self) -> torch.device:
+        """What PyTorch calls the rank's device."""
+        return self.platform.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +139,7 @@ class LoadedModel:
         """A text that must be equal on all ranks of an engine."""
         settings = self.settings
         return (
-            f"model {self.digest} in {self.dtype}, quantization {settings.quantization}, on {settings.device.type}, "
+            f"model {self.digest} in {self.dtype}, quantization {settings.quantization}, on {settings.platform.name}, "
             f"layers {settings.layers or 'even'}, {self.decoder.wire}, "
             f"keys and values {settings.cache} in blocks of {settings.block_size}, {self.max_model_len} tokens"
         )
@@ -170,7 +176,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     if plugin is not None:
         _check_plugin(settings, plugin, method)
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
-    dtype = dtype_of(settings.dtype, config, settings.device)
+    dtype = dtype_of(settings.dtype, config, settings.platform)
     length = _model_len(config, settings.max_model_len)
     generates = plugin is not None or has_head(settings.folder)
     pooling = _pooling(settings, config.hidden_size)
@@ -180,7 +186,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         _weight_bytes(settings, config, stage, dtype, method),
         dtype,
         settings.communicator.world_size,
-        free_bytes(settings.device),
+        settings.platform.memory().free,
     )
     digest = _digest(settings, config)
     decoder, classifier = _decoder(settings, config, stage, _DTYPES[dtype], length, pooling, method, plugin)
@@ -243,9 +249,8 @@ def _digest(settings: LoadSettings, config: Struct) -> str:
 
 def _ops(settings: LoadSettings, dtype: torch.dtype) -> Ops:
     """Raises OpsUnavailable."""
-    return create_ops(
-        settings.ops, settings.device, dtype, settings.cache, settings.attention, block_size=settings.block_size
-    )
+    choice = OpsChoice(settings.ops, settings.device, dtype, settings.cache, settings.attention, settings.block_size)
+    return settings.platform.create_ops(choice)
 
 
 def _library_model(settings: LoadSettings) -> LoadedModel:
@@ -267,9 +272,9 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
     if library.has_codes and settings.quantization != "auto":
         raise _already_quantized(settings, "mxfp4")
     pooling = _pooling(settings, config.hidden_size)
-    dtype = dtype_of(settings.dtype, config, settings.device)
+    dtype = dtype_of(settings.dtype, config, settings.platform)
     length = _model_len(config, settings.max_model_len)
-    _check_weights_fit(config.parameters * _DTYPES[dtype].itemsize, dtype, 1, free_bytes(settings.device))
+    _check_weights_fit(config.parameters * _DTYPES[dtype].itemsize, dtype, 1, settings.platform.memory().free)
     digest = _digest(settings, config)
     ops = _ops(settings, _DTYPES[dtype])
     with STARTUP.stage("weights"):
@@ -362,10 +367,10 @@ def _library_encoder(settings: LoadSettings) -> LoadedModel:
     pooling = _pooling(settings, config.hidden_size, library.head_pooling)
     if pooling is None:
         raise ModelError(f"{settings.folder}: an encoder generates no text, so it needs a pooling_type to serve")
-    dtype = dtype_of(settings.dtype, config, settings.device)
+    dtype = dtype_of(settings.dtype, config, settings.platform)
     # A prompt is computed in one step.
     length = min(_model_len(config, settings.max_model_len), settings.max_batch_tokens)
-    _check_weights_fit(config.parameters * _DTYPES[dtype].itemsize, dtype, 1, free_bytes(settings.device))
+    _check_weights_fit(config.parameters * _DTYPES[dtype].itemsize, dtype, 1, settings.platform.memory().free)
     digest = _digest(settings, config)
     ops = _ops(settings, _DTYPES[dtype])
     with STARTUP.stage("weights"):
@@ -395,11 +400,12 @@ def _library_tensors(settings: LoadSettings, dtype: torch.dtype) -> AbstractCont
     return open_checkpoint(settings.folder, dtype, device=settings.device)
 
 
-def dtype_of(choice: DtypeChoice, config: ModelDescription, device: torch.device) -> Dtype:
-    """The dtype that the model runs in. "auto": float32 for small models on a CPU, else the model's own."""
+def dtype_of(choice: DtypeChoice, config: ModelDescription, platform: Platform) -> Dtype:
+    """The dtype that the model runs in. "auto": float32 for small ones where the platform wants it, else its own."""
     if choice != "auto":
         return choice
-    return "float32" if device.type == "cpu" and config.parameters < _SMALL_MODEL else config.dtype
+    small = config.parameters < _SMALL_MODEL
+    return "float32" if small and platform.small_models_in_float32 else config.dtype
 
 
 def _model_len(config: ModelDescription, asked: int | None) -> int:

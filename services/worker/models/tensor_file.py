@@ -170,8 +170,13 @@ class TensorFiles:
     def _fill(self, target: Tensor, tensor: StoredTensor, runs: _Runs) -> None:
         """On one of the threads."""
         part = target[runs.target : runs.target + runs.length * runs.repeats]
-        if self._device.type != "cuda":
+        if self._device.type == "cpu":
             _read(tensor, runs, memoryview(part.numpy().data))
+            return
+        if self._device.type != "cuda":
+            buffer = torch.empty(len(part), dtype=torch.uint8)
+            _read(tensor, runs, memoryview(buffer.numpy().data))
+            part.copy_(buffer)
             return
         lane = self._lane()
         _read(tensor, runs, memoryview(lane.buffer.numpy().data)[: len(part)])

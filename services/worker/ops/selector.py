@@ -14,35 +14,19 @@ from shared.blocks import DEFAULT_BLOCK_SIZE
 _log = logging.getLogger(__name__)
 
 
-def create_ops(
-    name: OpsName,
-    device: torch.device,
-    dtype: torch.dtype,
-    cache: CacheDtype = "auto",
-    attention: AttentionName = "auto",
-    *,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-) -> Ops:
-    """The operations called `name`; `auto` is Triton's on a GPU and the native ones on a CPU where this machine can run
-    them, else PyTorch's. `cache`: how keys and values are kept. `attention`: whose attention Triton's use.
-    `block_size`: tokens of a block of keys and values.
+class OpsChoice(NamedTuple):
+    """Which operations are asked for, and for what."""
 
-    Raises OpsUnavailable where those asked for by name cannot be had, or keep no such keys and values.
-    """
-    ops = _ops_called(name, _Choice(device, dtype, cache, attention, block_size))
-    if cache == "fp8" and ops.name == "torch":
-        raise OpsUnavailable("kv_cache_dtype = fp8: PyTorch's own operations read no such keys and values")
-    if attention != "auto" and ops.name != "triton":
-        raise OpsUnavailable(f"attention = {attention}: {ops.name} operations have an attention of their own")
-    return ops
-
-
-class _Choice(NamedTuple):
+    name: OpsName
     device: torch.device
     dtype: torch.dtype
-    cache: CacheDtype
-    attention: AttentionName
-    block_size: int
+    """Of weights and activations."""
+    cache: CacheDtype = "auto"
+    """How keys and values are kept."""
+    attention: AttentionName = "auto"
+    """Whose attention Triton's operations use."""
+    block_size: int = DEFAULT_BLOCK_SIZE
+    """Tokens of a block of keys and values."""
 
     @property
     def cache_dtype(self) -> torch.dtype | None:
@@ -50,9 +34,11 @@ class _Choice(NamedTuple):
         return None if self.cache == "auto" else torch.float8_e4m3fn
 
     def torch(self) -> Ops:
+        """PyTorch's own."""
         return TorchOps(self.device, self.dtype, block_size=self.block_size)
 
     def native(self) -> Ops:
+        """C++ for CPUs. Raises OpsUnavailable."""
         try:
             from services.worker.ops.native.native_ops import NativeOps
         except ImportError as error:
@@ -60,6 +46,7 @@ class _Choice(NamedTuple):
         return NativeOps(self.device, self.dtype, block_size=self.block_size, cache_dtype=self.cache_dtype)
 
     def triton(self) -> Ops:
+        """Triton's kernels. Raises OpsUnavailable."""
         try:
             from services.worker.ops.triton_ops import TritonOps
         except ImportError as error:
@@ -67,27 +54,37 @@ class _Choice(NamedTuple):
         return TritonOps(self.device, self.dtype, self.cache_dtype, self.attention, block_size=self.block_size)
 
 
-def _ops_called(name: OpsName, choice: _Choice) -> Ops:
+def create_ops(choice: OpsChoice, *, best: OpsName) -> Ops:
+    """Those that are asked for; `auto`: the `best` of the device where this machine can run them, else PyTorch's.
+
+    Raises OpsUnavailable where those asked for by name cannot be had, or keep no such keys and values.
+    """
+    ops = _best(choice, best) if choice.name == "auto" else _ops_called(choice.name, choice)
+    if choice.cache == "fp8" and ops.name == "torch":
+        raise OpsUnavailable("kv_cache_dtype = fp8: PyTorch's own operations read no such keys and values")
+    if choice.attention != "auto" and ops.name != "triton":
+        raise OpsUnavailable(f"attention = {choice.attention}: {ops.name} operations have an attention of their own")
+    return ops
+
+
+def _ops_called(name: OpsName, choice: OpsChoice) -> Ops:
     match name:
-        case "torch":
+        case "torch" | "auto":
             return choice.torch()
         case "native":
             return choice.native()
         case "triton":
             return choice.triton()
-        case "auto":
-            return _best(choice)
         case _:
             assert_never(name)
 
 
-def _best(choice: _Choice) -> Ops:
+def _best(choice: OpsChoice, best: OpsName) -> Ops:
     """The fastest operations for the device."""
-    on_cpu = choice.device.type == "cpu"
     try:
-        return choice.native() if on_cpu else choice.triton()
+        return _ops_called(best, choice)
     except OpsUnavailable as reason:
-        if choice.cache != "auto" or (not on_cpu and choice.attention != "auto"):
+        if choice.cache != "auto" or (best == "triton" and choice.attention != "auto"):
             raise  # PyTorch's have neither, whatever the reason; and that reason is what can be mended
         _log.info("only PyTorch's own operations are available: %s", reason)
         return choice.torch()

@@ -15,7 +15,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from services.worker.kv.copier import KvCopier
-from services.worker.kv.cuda_copier import CudaBlockStream, CudaKvCopier
+from services.worker.kv.cuda_copier import CudaBlockStream, CudaKvCopier, PlainBlockStream
 from services.worker.kv.plain_copier import PlainKvCopier
 from services.worker.ops.gpu import runs_triton
 from services.worker.ops.interface import (
@@ -152,7 +152,7 @@ class TorchOps:
 
     def kv_copier(self, caches: list[tuple[Tensor, Tensor]], head_dim: int) -> KvCopier:
         """On a GPU, a copier with a stream of its own; on a CPU, plain copies."""
-        return _gpu_copier(caches) if self._device.type == "cuda" else PlainKvCopier(caches)
+        return _copier(caches)
 
     def rope_and_store(
         self,
@@ -242,7 +242,7 @@ class TorchLatents:
 
     def copier(self, caches: list[tuple[Tensor, Tensor]]) -> KvCopier:
         """As of keys and values."""
-        return _gpu_copier(caches) if self._device.type == "cuda" else PlainKvCopier(caches)
+        return _copier(caches)
 
     def rope_and_store(
         self,
@@ -268,9 +268,14 @@ class TorchLatents:
         return latent_attention(q, cache, meta, scale)
 
 
-def _gpu_copier(caches: list[tuple[Tensor, Tensor]]) -> CudaKvCopier:
-    """Gathers and scatters blocks by one Triton launch for all layers, where Triton can be had."""
-    if not runs_triton(caches[0][0].device):
+def _copier(caches: list[tuple[Tensor, Tensor]]) -> KvCopier:
+    """By where they lie. A GPU gathers and scatters blocks by one Triton launch for all layers, where it can."""
+    device = caches[0][0].device
+    if device.type == "cpu":
+        return PlainKvCopier(caches)
+    if device.type != "cuda":
+        return CudaKvCopier(caches, PlainBlockStream)
+    if not runs_triton(device):
         return CudaKvCopier(caches)
     from services.worker.ops.triton.kv_blocks import BlockCaches
 

@@ -82,7 +82,7 @@ class SimBackend:
         self.num_blocks = num_blocks
         self.kv_groups: tuple[KvCacheGroup, ...] = ()
         self.state_checkpoints: int | None = None
-        self.device = device
+        self.device = self.device_name = device
         self.kv = kv
         self.grammars = None
         self._speculation = speculation or SimSpeculation()

@@ -37,6 +37,8 @@ from services.worker.measure.roofline.wire import (
 from services.worker.models.hf_config import read_model_config
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.torch_ops import TorchOps
+from services.worker.platforms.cpu import CpuPlatform
+from services.worker.platforms.interface import MemoryReading
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from tests.support.models.tiny_models import make_config
 
@@ -103,7 +105,8 @@ def test_what_the_model_the_memory_or_the_time_has_no_room_for_is_left_out_and_s
     *_, late, _ = steps(model, batches=(), prefills=(40,), seconds=1e-6)
     assert isinstance(late, StepSkipped)
     assert "time is up" in late.reason
-    monkeypatch.setattr("services.worker.measure.roofline.measured_rank.free_bytes", lambda device: 100_000)
+    readings = iter([MemoryReading(free=1 << 30)])  # the weights fit
+    monkeypatch.setattr(CpuPlatform, "memory", lambda platform: next(readings, MemoryReading(free=100_000)))
     *_, small, large, _ = steps(model, batches=(1, 100), contexts=(32,), prefills=())
     assert isinstance(small, StepMeasured)
     assert isinstance(large, StepSkipped)

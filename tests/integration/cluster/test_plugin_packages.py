@@ -22,12 +22,19 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Rome?
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    examples = ("bracket-parsers", "sequence-processors")
+    examples = ("bracket-parsers", "sequence-processors", "pocket-platform")
     packages = [str(pip_installed(each, tmp_path_factory.mktemp(each))) for each in examples]
     environment = {"PYTHONPATH": os.pathsep.join((*packages, str(REPOSITORY)))}
     more = ["--tool-call-parser=brackets", "--logits-processors=begin_with"]
-    with running_stack(tmp_path_factory.mktemp("stack"), more=more, environment=environment) as stack:
+    folder = tmp_path_factory.mktemp("stack")
+    with running_stack(folder, tp=2, device="pocket", more=more, environment=environment) as stack:
         yield stack
+
+
+def test_the_ranks_compute_on_the_devices_of_a_package(stack: RunningStack) -> None:
+    said = stack.baton("ps", "--run-dir", str(stack.run_dir)).stdout
+    assert [f"rank {rank} of 2 on pocket:{rank}" in said for rank in (0, 1)] == [True, True], said
+    assert "pocket operations" in stack.log(stack.instances("worker")[0])
 
 
 async def test_calls_are_forced_and_read_in_the_markup_of_a_package(stack: RunningStack) -> None:

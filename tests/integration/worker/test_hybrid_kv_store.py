@@ -35,6 +35,7 @@ from services.worker.kv.copy_thread import TransferLedger, around
 from services.worker.kv.layer_groups import HybridKvCache, group_layers
 from services.worker.kv.transfers import Transfers
 from services.worker.models.loaded_model import LoadSettings, load_model
+from services.worker.platforms.installed import built_in_platform
 from shared.ids import EngineId, Incarnation, InstanceId
 from shared.messages.kvstore import Attach, Commit, Find, KvStoreReply, KvStoreRequest, LeaseOwner, Reserve
 from shared.messages.scheduler import GenerateRequest, StepFinished
@@ -252,7 +253,7 @@ def shared_by(model: TinyModel, stage: int, seed: int) -> RankKvCache:
     """The KV memory of a stage, full of noise."""
     settings = LoadSettings(
         folder=model.path,
-        device=torch.device("cpu"),
+        platform=built_in_platform("cpu"),
         dtype="float32",
         max_model_len=None,
         load_format="auto",

@@ -16,8 +16,9 @@ from torch import Tensor
 from services.worker.backend import Backend
 from services.worker.ops.interface import OpsUnavailable
 from services.worker.ops.quantized import Code
-from services.worker.ops.selector import create_ops
+from services.worker.ops.selector import OpsChoice
 from services.worker.ops.triton_ops import TritonOps
+from services.worker.platforms.installed import built_in_platform
 from tests.support.kernels.kernel_device import DEVICE
 from tests.support.models.rounded_models import SIZES, rounded
 from tests.support.models.tiny_models import TinyModel, make_model
@@ -148,10 +149,10 @@ def test_keys_and_values_in_fp8_take_half_the_memory() -> None:
 
 def test_pytorchs_operations_keep_no_keys_and_values_in_fp8() -> None:
     with pytest.raises(OpsUnavailable, match="kv_cache_dtype = fp8: PyTorch's own operations read no such"):
-        create_ops("torch", torch.device("cpu"), torch.bfloat16, "fp8")
+        built_in_platform("cpu").create_ops(OpsChoice("torch", torch.device("cpu"), torch.bfloat16, "fp8"))
 
 
 def test_without_a_gpu_or_the_interpreter_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(OpsUnavailable, match=r"run on GPUs, not on cpu"):
-        create_ops("triton", torch.device("cpu"), torch.float32)
+        built_in_platform("cpu").create_ops(OpsChoice("triton", torch.device("cpu"), torch.float32))

@@ -295,7 +295,7 @@ def running_stack(
     tokenizers: int = 1,
     detokenizers: int = 1,
     coordinators: int = 1,
-    device: Literal["auto", "cpu", "cuda", "sim"] = "cpu",
+    device: str = "cpu",
     settings: Sequence[str] = (),
     more: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,

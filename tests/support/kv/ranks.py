@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvstore.arena.owned_arena import OwnedArena
 from services.worker.kv.copier import KvCopier, RankKvCache
-from services.worker.kv.cuda_copier import CudaKvCopier
+from services.worker.kv.cuda_copier import CudaKvCopier, PlainBlockStream
 from services.worker.kv.transfers import Outcome, Transfers
 from services.worker.ops.interface import Ops
 from services.worker.ops.native.build import Level
@@ -24,8 +24,8 @@ from shared.packing import pack
 from tests.support.kv.delayed_copies import LateBlockStream
 from tests.support.worker.native_batches import CPU, Rows, meta_of, native, random
 
-OpsKind = Literal["torch", "native", "staged"]
-"""staged: PyTorch's operations, on a device that copies by itself, and late."""
+OpsKind = Literal["torch", "native", "staged", "plain"]
+"""staged: PyTorch's operations, on a device that copies by itself, and late; plain: on one without streams."""
 ARENA = ArenaId(99)
 BLOCKS = 12
 
@@ -104,8 +104,8 @@ class Rank:
             else TorchOps(CPU, dtype, block_size=size)
         )
         self.caches = [self._allocated(layout) for _ in range(self.first_layer, end)]
-        staged = CudaKvCopier(self.caches, LateBlockStream)
-        copier = staged if kind == "staged" else self._copier(layout)
+        streams = {"staged": LateBlockStream, "plain": PlainBlockStream}
+        copier = CudaKvCopier(self.caches, streams[kind]) if kind in streams else self._copier(layout)
         self.share = RankKvCache(
             layout, self.first, self.heads, writes, BLOCKS, copier, self.first_layer, len(self.caches)
         )

@@ -121,7 +121,6 @@ def served(rank: int, asked: Serve) -> HostRunner:
         communicator, pipeline = join(  # type: ignore[assignment]
             RankTopology(rank, asked.world_size, asked.stages),
             rendezvous=f"file://{asked.rendezvous}",
-            device=torch.device("cpu"),
             timeout=JOIN_DEADLINE,
         )
     return tiny_backend(

@@ -8,6 +8,7 @@ from typing import Any
 from services.worker.distributed.communicator import SingleRank
 from services.worker.executor.host_runner import HostRunner
 from services.worker.executor.torch_backend import create_backend
+from services.worker.platforms.installed import built_in_platform
 from shared.ids import ModelName
 
 
@@ -19,10 +20,11 @@ def tiny_backend(path: Path, **different: Any) -> HostRunner:
 
 
 def tiny_settings(**different: Any) -> dict[str, Any]:
-    """Arguments of `create_backend` for a model that is tiny."""
+    """Arguments of `create_backend` for a model that is tiny. `device`: PyTorch's name of it, where it is no
+    package's."""
     chosen: dict[str, Any] = {
         "model_name": ModelName("tiny"),
-        "device": "cpu",
+        "platform": built_in_platform(different.pop("device", "cpu")),
         "dtype": "auto",
         "max_model_len": None,
         "kv_memory_bytes": 8 << 20,

@@ -14,6 +14,7 @@ from services.worker.graphs.capture import Capture
 from services.worker.graphs.choice import DecodeGraphs
 from services.worker.models.loaded_model import DtypeChoice, LoadedModel, LoadSettings, QuantizationChoice, load_model
 from services.worker.ops.interface import CacheDtype, OpsName
+from services.worker.platforms.installed import built_in_platform
 from services.worker.speculation.draft_model import DraftModelProposer, open_draft_model
 from services.worker.speculation.drafter import TargetModel
 from services.worker.speculation.proposer import NO_DRAFTS, DraftSettings
@@ -40,7 +41,7 @@ def tiny_runner(
     loaded = load_model(
         LoadSettings(
             folder=path,
-            device=torch.device(device),
+            platform=built_in_platform(device),
             dtype=dtype,
             max_model_len=None,
             load_format="auto",
@@ -52,10 +53,11 @@ def tiny_runner(
             quantization=quantization,
         )
     )
-    graphs = DecodeGraphs(loaded.decoder, loaded.settings.device, (max_num_seqs,), loaded.max_model_len, features=False)
+    platform = loaded.settings.platform
+    graphs = DecodeGraphs(loaded.decoder, platform, (max_num_seqs,), loaded.max_model_len, features=False)
     rank = RankState(
         card=loaded.card(ModelName("tiny")),
-        device=loaded.settings.device,
+        platform=platform,
         decoder=loaded.decoder,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
@@ -71,12 +73,12 @@ def tiny_runner(
 def _drafts(
     loaded: LoadedModel, folder: Path, num_blocks: int, max_num_seqs: int, capture: Capture | None
 ) -> DraftModelProposer:
-    device, length = loaded.settings.device, loaded.max_model_len
+    platform, length = loaded.settings.platform, loaded.max_model_len
     decoder = loaded.decoder
-    target = TargetModel(folder, loaded.config, decoder, decoder.ops, device, loaded.torch_dtype, length, 1)
+    target = TargetModel(folder, loaded.config, decoder, decoder.ops, platform.device, loaded.torch_dtype, length, 1)
     with torch.inference_mode():
         drafter = open_draft_model(SpeculationSettings(method="draft", model=str(folder)), target, 2)
     proposer = drafter.proposer(num_blocks, max_num_seqs)
     if capture is not None:
-        proposer.replay_by(DecodeGraphs(drafter.decoder, device, (max_num_seqs,), length, False).replaying(capture))
+        proposer.replay_by(DecodeGraphs(drafter.decoder, platform, (max_num_seqs,), length, False).replaying(capture))
     return proposer

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from services.worker.graphs.capture import CudaCapture
-from services.worker.kv.device_memory import free_bytes
 from services.worker.measure.roofline.cases import Call, Cases, KernelCase, KernelContext, NoKernel
 from services.worker.measure.roofline.ceilings import Stopwatch, measure_ceilings
 from services.worker.measure.roofline.gpu_cases import kv_blocks, masks, on_gpus, rejection, sampling, verification
@@ -25,13 +24,13 @@ from services.worker.measure.roofline.measured_rank import (
     CannotMeasure,
     MeasuredModel,
     describe_start,
-    free_cached_memory,
     open_measured_model,
 )
 from services.worker.measure.roofline.wire import Finding, KernelMeasured, KernelSkipped, KernelsRequest, Timing
 from services.worker.ops.interface import OpsUnavailable
-from services.worker.ops.selector import create_ops
+from services.worker.ops.selector import OpsChoice
 from services.worker.ops.torch_ops import TorchOps
+from services.worker.platforms.interface import Platform
 
 FAMILIES: dict[str, Callable[[KernelContext], Cases]] = {
     "linears": linears,
@@ -65,20 +64,21 @@ def measure_kernels(request: KernelsRequest) -> Iterator[Finding]:
         begun = time.perf_counter()
         ceilings = measure_ceilings(watch, measured.device, measured.dtype, request.seconds * _CEILINGS_SHARE)
         yield ceilings
-        kernels = _Kernels(watch, measured.device, begun + request.seconds * (1 - _CEILINGS_SHARE))
+        kernels = _Kernels(watch, measured.platform, begun + request.seconds * (1 - _CEILINGS_SHARE))
         families = request.only or tuple(FAMILIES)
         context = _kernel_context(request, measured)
         for number, family in enumerate(families):
             yield from kernels.measure(family, context, len(families) - number)
-        free_cached_memory(measured.device)
+        measured.platform.empty_cache()
         again = measure_ceilings(watch, measured.device, measured.dtype, request.seconds * _CEILINGS_SHARE)
         yield ceilings.best_of(again)
 
 
 def _kernel_context(request: KernelsRequest, measured: MeasuredModel) -> KernelContext:
     kind = measured.device.type
+    choice = OpsChoice("auto", measured.device, measured.dtype, request.kv_cache_dtype, request.attention)
     try:
-        ours = create_ops("auto", measured.device, measured.dtype, request.kv_cache_dtype, request.attention)
+        ours = measured.platform.create_ops(choice)
     except OpsUnavailable as error:
         raise CannotMeasure(str(error)) from None
     return KernelContext(
@@ -89,16 +89,16 @@ def _kernel_context(request: KernelsRequest, measured: MeasuredModel) -> KernelC
         torch_ops=TorchOps(measured.device, measured.dtype),
         rows=_ROWS[kind] if request.rows is None else request.rows,
         contexts=_CONTEXTS[kind] if request.contexts is None else request.contexts,
-        room=int(free_bytes(measured.device) * _ROOM),
+        room=int(measured.platform.memory().free * _ROOM),
     )
 
 
 class _Kernels:
     """Owns the time that is left."""
 
-    def __init__(self, watch: Stopwatch, device: torch.device, end: float) -> None:
+    def __init__(self, watch: Stopwatch, platform: Platform, end: float) -> None:
         self._watch = watch
-        self._device = device
+        self._platform = platform
         self._end = end
 
     def measure(self, family: str, context: KernelContext, families_left: int) -> Iterator[Finding]:
@@ -109,7 +109,7 @@ class _Kernels:
         try:
             for case in FAMILIES[family](context):
                 yield self._case(family, case, budget)
-                free_cached_memory(self._device)
+                self._platform.empty_cache()
         except NoKernel as reason:
             yield KernelSkipped(family, "all", str(reason))
 
@@ -138,4 +138,4 @@ class _Kernels:
 
     def _without_launching(self, work: Callable[[], None]) -> Call:
         """On a GPU replayed from a graph: what Python takes to launch a kernel is no part of it."""
-        return CudaCapture(self._device).capture(work) if self._device.type == "cuda" else work
+        return CudaCapture(self._platform.device).capture(work) if self._platform.captures_graphs else work

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
 import time
@@ -20,7 +19,6 @@ from services.worker.distributed.torch_ranks import RankTopology, join
 from services.worker.executor.runner_parts import Runner, RunnerParts
 from services.worker.graphs.choice import DecodeGraphs, why_eager
 from services.worker.graphs.decode_inputs import padded_size
-from services.worker.kv.device_memory import free_bytes
 from services.worker.measure.roofline.traffic import ModelTraffic
 from services.worker.measure.roofline.wire import (
     KernelsRequest,
@@ -36,6 +34,8 @@ from services.worker.models.hf_config import read_model_config
 from services.worker.models.loaded_model import LoadedModel, LoadSettings, dtype_of, load_model
 from services.worker.models.sharding import LayerShard, shard_of
 from services.worker.ops.interface import Ops, OpsUnavailable
+from services.worker.platforms.installed import PlatformUnavailable, open_platform
+from services.worker.platforms.interface import Platform
 from services.worker.speculation.proposer import NO_DRAFTS
 from shared.ids import ModelName
 
@@ -45,12 +45,13 @@ _KEPT_FREE = 0.1
 _NOISE_ELEMENTS = 1 << 20
 
 
-def communicator_of(request: StepsRequest, device: torch.device) -> Communicator:
+def communicator_of(request: StepsRequest, platform: Platform) -> Communicator:
     """The way to the other ranks. Waits for them."""
     if request.tp == 1 or request.rendezvous is None:
         return SingleRank()
     place = RankTopology(request.rank, request.tp)
-    return join(place, rendezvous=request.rendezvous, device=device, timeout=_PATIENCE).communicator
+    where, backend = request.rendezvous, platform.process_group
+    return join(place, rendezvous=where, timeout=_PATIENCE, backend=backend).communicator
 
 
 class MeasuredRank(NamedTuple):
@@ -77,7 +78,7 @@ class MeasuredRank(NamedTuple):
     @property
     def blocks_that_fit(self) -> int:
         """KV blocks that fit on every rank."""
-        room = int(free_bytes(self.model.settings.device) * (1 - _KEPT_FREE))
+        room = int(self.model.settings.platform.memory().free * (1 - _KEPT_FREE))
         return self.communicator.minimum(room // self.block_bytes)
 
     def ready(self, blocks: int) -> ModelReady:
@@ -96,7 +97,7 @@ class MeasuredRank(NamedTuple):
         settings = self.model.settings
         parts = RunnerParts(
             card=self.model.card(ModelName(self.name)),
-            device=settings.device,
+            platform=settings.platform,
             decoder=self.model.decoder,
             digest=self.model.digest,
             max_num_seqs=max(batches, default=1),
@@ -121,7 +122,7 @@ def load(request: StepsRequest, measured: MeasuredModel, communicator: Communica
         model = load_model(
             LoadSettings(
                 folder=measured.folder,
-                device=measured.device,
+                platform=measured.platform,
                 dtype=request.dtype,
                 max_model_len=None,
                 load_format="auto" if _has_weights(measured) else "dummy",
@@ -140,7 +141,7 @@ def load(request: StepsRequest, measured: MeasuredModel, communicator: Communica
     except (ModelError, OpsUnavailable) as error:
         raise CannotMeasure(str(error)) from None
     traffic = traffic_of(measured.config, share, model.decoder.ops, measured.dtype)
-    eager = why_eager(model.decoder, measured.device, communicator, SingleStage(), enforced=request.enforce_eager)
+    eager = why_eager(model.decoder, measured.platform, communicator, SingleStage(), enforced=request.enforce_eager)
     return MeasuredRank(measured.name, model, traffic, time.perf_counter() - begun, eager)
 
 
@@ -192,17 +193,22 @@ class MeasuredModel(NamedTuple):
     name: str
     folder: Path
     config: ModelConfig
-    device: torch.device
+    platform: Platform
     dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """What PyTorch calls it."""
+        return self.platform.device
 
 
 @contextmanager
 def open_measured_model(request: StepsRequest | KernelsRequest) -> Iterator[MeasuredModel]:
     """The model and the device that `request` means. Raises CannotMeasure."""
     rank, ranks = (request.rank, request.tp) if isinstance(request, StepsRequest) else (0, 1)
-    device = _device(request.device, rank, ranks)
+    platform = _platform(request.device, rank, ranks)
     torch.set_num_threads(request.threads or max(1, torch.get_num_threads() // ranks))
-    shape = _DEFAULT_SHAPES[device.type] if request.shape is request.model is None else request.shape
+    shape = _DEFAULT_SHAPES[platform.name] if request.shape is request.model is None else request.shape
     with _folder(shape, request.model) as folder:
         try:
             config = read_model_config(folder)
@@ -210,19 +216,18 @@ def open_measured_model(request: StepsRequest | KernelsRequest) -> Iterator[Meas
             raise CannotMeasure(str(error)) from None
         if config.states is not None:
             raise CannotMeasure(f"{folder}: {config.states.kind} ({config.architecture}) are not measured")
-        dtype = getattr(torch, dtype_of(request.dtype, config, device))
-        yield MeasuredModel(request.name or shape or folder.name, folder, config, device, dtype)
+        dtype = getattr(torch, dtype_of(request.dtype, config, platform))
+        yield MeasuredModel(request.name or shape or folder.name, folder, config, platform, dtype)
 
 
-def _device(settings: str, rank: int, ranks: int) -> torch.device:
-    if settings == "cpu" or (settings == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise CannotMeasure("--device cuda: PyTorch sees no CUDA device here")
-    if ranks > torch.cuda.device_count():
-        raise CannotMeasure(f"--tp {ranks}: each rank needs a GPU of its own, {torch.cuda.device_count()} are there")
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+def _platform(name: str, rank: int, ranks: int) -> Platform:
+    """Current on this thread. Raises CannotMeasure."""
+    try:
+        platform = open_platform(name, index=rank, rank=rank, world_size=ranks)
+    except PlatformUnavailable as error:
+        raise CannotMeasure(f"--{error}") from None
+    platform.activate()
+    return platform
 
 
 @contextmanager
@@ -242,18 +247,11 @@ def _folder(shape: str | None, model: str | None) -> Iterator[Path]:
 
 def describe_start(measured: MeasuredModel) -> MeasureStarted:
     """The first report: the device, the model, and how busy the machine is."""
-    on_cpu = measured.device.type == "cpu"
+    on_cpu = measured.platform.in_main_memory
     return MeasureStarted(
-        device="CPU" if on_cpu else torch.cuda.get_device_name(measured.device),
+        device="CPU" if on_cpu else measured.platform.device_name,
         model=measured.name,
         dtype=str(measured.dtype).removeprefix("torch."),
         threads=torch.get_num_threads() if on_cpu else None,
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     )
-
-
-def free_cached_memory(device: torch.device) -> None:
-    """Gives memory that was freed back to the device: PyTorch keeps a GPU's, and it would count as taken."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()

@@ -19,7 +19,6 @@ from services.worker.measure.roofline.measured_rank import (
     MeasuredRank,
     communicator_of,
     describe_start,
-    free_cached_memory,
     load,
     open_measured_model,
 )
@@ -54,11 +53,11 @@ def measure_steps(request: StepsRequest) -> Iterator[Finding]:
     """Yields findings as they are made. Raises CannotMeasure."""
     with open_measured_model(request) as measured, torch.inference_mode():
         yield describe_start(measured)
-        communicator = communicator_of(request, measured.device)
+        communicator = communicator_of(request, measured.platform)
         watch = Stopwatch(measured.device, communicator.minimum, cpu_time=request.cpu_time)
         ceilings = measure_ceilings(watch, measured.device, measured.dtype, request.seconds * _CEILINGS_SHARE)
         yield ceilings
-        free_cached_memory(measured.device)
+        measured.platform.empty_cache()
         cases = cases_of(request, measured.device.type)
         loaded = load(request, measured, communicator)
         room = loaded.blocks_that_fit
@@ -71,7 +70,7 @@ def measure_steps(request: StepsRequest) -> Iterator[Finding]:
         for case in cases:
             yield steps.measure(case, room)
         del steps
-        free_cached_memory(measured.device)
+        measured.platform.empty_cache()
         again = measure_ceilings(watch, measured.device, measured.dtype, request.seconds * _CEILINGS_SHARE)
         yield ceilings.best_of(again)
 

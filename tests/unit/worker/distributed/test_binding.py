@@ -23,7 +23,7 @@ from services.worker.distributed.binding import (
     cpus_of_share,
 )
 from services.worker.executor import backend_choice
-from services.worker.executor.backend_choice import make_backend, torch_device
+from services.worker.executor.backend_choice import make_backend, platform_of
 from shared.machine.memory_policy import MemoryPolicy
 from shared.machine.numa import Cpus, allowed_cpus
 from tests.support.machine_trees import ONE_NODE, TWO_SOCKETS, WITH_CXL, write_machine
@@ -151,21 +151,30 @@ stop.set()
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
+def seen_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
 @pytest.mark.parametrize(
     ("number", "world_size", "count", "device"),
     [(0, 1, 1, "cuda:0"), (1, 1, 1, "cuda:0"), (3, 1, 2, "cuda:1"), (5, 2, 4, "cuda:1"), (7, 16, 8, "cuda:7")],
 )
-def test_engines_share_gpus_where_there_are_too_few(number: int, world_size: int, count: int, device: str) -> None:
+def test_engines_share_gpus_where_there_are_too_few(
+    monkeypatch: pytest.MonkeyPatch, number: int, world_size: int, count: int, device: str
+) -> None:
     config = WorkerConfig(
         model="m", engine="e", local_rank=number, world_size=world_size, device="cuda", rendezvous="127.0.0.1:1"
     )
-    assert torch_device(config, True, count) == device
+    seen_gpus(monkeypatch, count)
+    assert str(platform_of(config)) == device
 
 
-def test_an_engine_with_more_ranks_than_there_are_gpus_is_refused() -> None:
+def test_an_engine_with_more_ranks_than_there_are_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen_gpus(monkeypatch, 2)
     config = WorkerConfig(model="m", engine="e", rank=2, world_size=3, device="cuda", rendezvous="127.0.0.1:1")
-    with pytest.raises(BackendError, match="rank 2 has no GPU of its own: it is number 2 here, 2 are there"):
-        torch_device(config, True, 2)
+    with pytest.raises(BackendError, match="rank 2 has no device of its own: it is number 2 here, 2 are there"):
+        platform_of(config)
 
 
 def test_a_worker_says_which_processors_cannot_be_had() -> None:
@@ -178,8 +187,7 @@ def test_a_gpu_that_cannot_be_opened_is_named_with_what_cuda_says(monkeypatch: p
     def full(device: object) -> None:
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    seen_gpus(monkeypatch, 2)
     monkeypatch.setattr(torch.cuda, "set_device", full)
     config = WorkerConfig(model=str(DEMO_MODEL), engine="e", device="cuda", local_rank=1, bind="none")
     with pytest.raises(BackendError, match=r"^cuda:1 cannot be used: CUDA error: out of memory$"):

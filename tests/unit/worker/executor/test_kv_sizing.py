@@ -6,14 +6,13 @@ import mmap
 from typing import Any
 
 import pytest
-import torch
 
 from services.worker.executor.kv_sizing import DeviceMemory, KvDemand, KvSize, size_kv
-from services.worker.kv.device_memory import free_bytes, peak_bytes
 from services.worker.models.config import ModelError
+from services.worker.platforms.installed import built_in_platform
 from shared.messages.kv_groups import MAX_TOKENS, KvCacheGroup
 
-CPU = torch.device("cpu")
+CPU = built_in_platform("cpu")
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -32,14 +31,14 @@ def demand(**different: Any) -> KvDemand:
 
 
 def cpu(free: int, activations: int = 0) -> DeviceMemory:
-    return DeviceMemory(kind="cpu", total=2 * free, free=free, held=0, activations=activations)
+    return DeviceMemory(kind="shared", total=2 * free, free=free, held=0, activations=activations)
 
 
 def gpu(**different: Any) -> DeviceMemory:
     """140 GiB, of which the driver has taken one and this worker's weights 16."""
     held = different.get("held", 16 * GIB)
     others = different.pop("others", GIB)
-    plain = {"kind": "gpu", "total": 140 * GIB, "free": 140 * GIB - held - others, "held": held, "activations": 2 * GIB}
+    plain = {"kind": "own", "total": 140 * GIB, "free": 140 * GIB - held - others, "held": held, "activations": 2 * GIB}
     return DeviceMemory(**(plain | different))
 
 
@@ -146,8 +145,8 @@ def test_the_peak_of_a_piece_of_work_is_measured_even_after_a_higher_one() -> No
                 memory[offset] = 1
 
     work(256 * MIB)
-    assert 50 * MIB < peak_bytes(CPU, lambda: work(64 * MIB)) < 128 * MIB
-    assert free_bytes(CPU) > 0
+    assert 50 * MIB < CPU.peak_bytes(lambda: work(64 * MIB)) < 128 * MIB
+    assert 0 < CPU.memory().free < CPU.memory().total
 
 
 GROUPS = (KvCacheGroup(layers=4), *[KvCacheGroup(layers=4, window=64)] * 5)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from services.worker.distributed.communicator import SingleRank, SingleStage
-from services.worker.graphs.capture import MAX_DRIVER_BYTES, MeasuredCapture, MemoryReading
+from services.worker.graphs.capture import MAX_DRIVER_BYTES, MeasuredCapture
 from services.worker.graphs.choice import DecodeGraphs, RankGraphs, why_eager
+from services.worker.platforms.installed import built_in_platform
+from services.worker.platforms.interface import MemoryReading, Platform
 from services.worker.speculation.proposer import DraftSettings
 from tests.support.worker.emulated_graphs import RunAgain
 
 MIB = 1 << 20
-CUDA = torch.device("cuda")
+CUDA = built_in_platform("cuda")
 
 
 class Part:
@@ -47,12 +48,12 @@ KERNELS = Model(Part(True))
 
 def why(
     model: Model = KERNELS,
-    device: torch.device = CUDA,
+    platform: Platform = CUDA,
     ranks: object = None,
     stages: object = None,
     enforced: bool = False,
 ) -> str | None:
-    return why_eager(model, device, ranks or SingleRank(), stages or SingleStage(), enforced=enforced)
+    return why_eager(model, platform, ranks or SingleRank(), stages or SingleStage(), enforced=enforced)
 
 
 def test_one_gpu_with_kernels_that_can_be_captured_captures() -> None:
@@ -64,7 +65,7 @@ def test_one_gpu_with_kernels_that_can_be_captured_captures() -> None:
     ("asked", "reason"),
     [
         ({"enforced": True}, "asked for"),
-        ({"device": torch.device("cpu")}, "no graphs on cpu"),
+        ({"platform": built_in_platform("cpu")}, "no graphs on cpu"),
         ({"stages": Part(stages=2)}, "another stage"),
         ({"model": Model(Part(None, "torch"))}, "torch operations cannot"),
         ({"model": Model(Part(False, "odd"))}, "odd operations cannot"),
@@ -85,7 +86,7 @@ class Parts:
     drafting: DraftSettings
     drafter: object = None
     decoder: Model = KERNELS
-    device: torch.device = CUDA
+    platform: Platform = CUDA
 
     @property
     def card(self) -> Parts:

@@ -14,9 +14,10 @@ from services.worker.graphs.capture import Replay
 from services.worker.graphs.choice import DecodeGraphs
 from services.worker.models.weights import KvCaches
 from services.worker.ops.interface import BatchMeta
+from services.worker.platforms.cpu import CpuPlatform
+from services.worker.platforms.interface import MemoryReading
 from tests.support.worker.emulated_graphs import RunAgain
 
-CPU = torch.device("cpu")
 MIB = 1 << 20
 
 
@@ -45,14 +46,25 @@ class WatchedDecoder:
         return torch.zeros(len(ids), 8)
 
 
+class WatchedMemory(CpuPlatform):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.given_back = 0
+        # Before and behind the graphs the log looks, too.
+        self.left = [1000 * MIB, 1000 * MIB, 900 * MIB, 893 * MIB, 893 * MIB]
+        self.held = [100 * MIB, 100 * MIB, 195 * MIB, 200 * MIB, 200 * MIB]
+
+    def empty_cache(self) -> None:
+        self.given_back += 1
+
+    def memory(self) -> MemoryReading:
+        return MemoryReading(self.left.pop(0), self.held.pop(0))
+
+
 def test_the_two_largest_sizes_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = [1000 * MIB, 900 * MIB, 893 * MIB]
-    held = [100 * MIB, 195 * MIB, 200 * MIB]
     monkeypatch.setattr(kv_profile, "CudaCapture", lambda device: AllowingChecks())
-    monkeypatch.setattr(kv_profile, "free_bytes", lambda device: left.pop(0))
-    monkeypatch.setattr(kv_profile, "own_bytes", lambda device: held.pop(0))
     decoder = WatchedDecoder()
-    graphs = DecodeGraphs(decoder, CPU, (1, 2, 4, 8, 16), max_model_len=64, features=True)
+    graphs = DecodeGraphs(decoder, WatchedMemory(0), (1, 2, 4, 8, 16), max_model_len=64, features=True)
     assert kv_profile._of_graphs(graphs) == (100 + 4 * 7) * MIB
     assert decoder.steps == [16, 16, 8, 8]
 

@@ -84,7 +84,9 @@ def test_a_slot_holds_its_heads_one_after_the_other(tmp_path: Path, kind: OpsKin
     assert bytes(arena.payload(3)) == expected.view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize(("saver", "loader"), [("torch", "staged"), ("staged", "native"), ("native", "torch")])
+@pytest.mark.parametrize(
+    ("saver", "loader"), [("torch", "staged"), ("staged", "native"), ("native", "plain"), ("plain", "torch")]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_cell_of_latents_is_the_latents_and_then_their_rotated_keys(
     tmp_path: Path, saver: OpsKind, loader: OpsKind, dtype: str

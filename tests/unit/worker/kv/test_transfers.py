@@ -23,7 +23,7 @@ from tests.support.kv.ranks import ARENA, BLOCKS, OpsKind, Rank, make_arena, mak
 LAYOUT = make_layout("float32")
 
 
-@pytest.fixture(params=["torch", "native", "staged"])
+@pytest.fixture(params=["torch", "native", "staged", "plain"])
 def kind(request: pytest.FixtureRequest) -> OpsKind:
     name: OpsKind = request.param
     return name

@@ -10,9 +10,10 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 from services.worker.ops import triton_ops
 from services.worker.ops.gpu import AMPERE, HOPPER, generation
 from services.worker.ops.interface import OpsName, OpsUnavailable
-from services.worker.ops.selector import create_ops
+from services.worker.ops.selector import OpsChoice
 from services.worker.ops.triton.attention.paged_attention import create_attention
 from services.worker.ops.triton.attention.tiles import decode_tile, prefill_tile
+from services.worker.platforms.installed import built_in_platform
 from tests.support.models.attention_reference import FP8
 
 CUDA = torch.device("cuda")
@@ -29,7 +30,7 @@ def test_float8_is_refused_by_name_where_no_instruction_converts_it(
 ) -> None:
     _pretend(monkeypatch, 8, 0)
     with pytest.raises(OpsUnavailable, match=r"kv_cache_dtype = fp8 needs .* 8\.9, cuda has 8\.0"):
-        create_ops(ops, CUDA, torch.bfloat16, "fp8")
+        built_in_platform(CUDA).create_ops(OpsChoice(ops, CUDA, torch.bfloat16, "fp8"))
     create_attention("auto", CUDA, torch.bfloat16, torch.bfloat16)
 
 
@@ -42,7 +43,7 @@ def test_float8_is_kept_where_one_does(monkeypatch: pytest.MonkeyPatch, capabili
 def test_attention_that_was_asked_for_and_cannot_be_had_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend(monkeypatch, 9, 0)
     with pytest.raises(OpsUnavailable, match="not installed"):
-        create_ops("auto", CUDA, torch.bfloat16, attention="flash-attn")
+        built_in_platform(CUDA).create_ops(OpsChoice("auto", CUDA, torch.bfloat16, attention="flash-attn"))
 
 
 @pytest.mark.parametrize(("major", "like"), [(8, AMPERE), (9, HOPPER), (10, 10), (12, AMPERE)])
