@@ -31,10 +31,12 @@ from services.gateway.config import GatewayConfig
 from services.gateway.core.api_keys import KeyFileError
 from services.gateway.key_file import KeyFileWatcher
 from services.worker.distributed.binding import available_cores
+from services.worker.platforms.names import check_device_name
 from services.worker.speculation.settings import SpeculationError, check_supported, read_speculation
 from shared.config import ConfigError, ServiceConfig, load_config, process_environment
 from shared.ids import NodeId, checked_instance
 from shared.messages.lifecycle import Service
+from shared.plugins.entry_points import PluginError
 from shared.settings import parse_bytes, settings_of
 
 Settings = Mapping[str, Mapping[str, str]]
@@ -76,6 +78,7 @@ def stack_spec(
     if ray is not None:
         counts = replace(counts, kvstore=0, engine_stores=store is not None)
     check_journal(assigned, counts.all_engines)
+    check_device(assigned.get("worker", {}).get("device", values.get("device") or "auto"))
     drafts = drafting(values.get("speculative"), device=values.get("device"), stages=max(stack.stages(pp)))
     numa_nodes = numa_choice(values, assigned) if ray is None else ()
     threads = cpu_share(counts, numa_nodes) if ray is None else ray.cpus_per_rank
@@ -363,7 +366,15 @@ def node_name(text: str | None) -> NodeId:
         raise CommandError(f"--node {text}: 1 to 64 of A-Z a-z 0-9 _ - are allowed", status=2) from None
 
 
-# `--speculative`, checked before anything starts.
+# `--device` and `--speculative`, checked before anything starts.
+
+
+def check_device(name: str) -> None:
+    """Raises CommandError where no device is called so here."""
+    try:
+        check_device_name(name)
+    except PluginError as error:
+        raise CommandError(f"--device {name}: {error}", status=2) from None
 
 
 def drafting(text: str | None, *, device: str | None, stages: int) -> str | None:

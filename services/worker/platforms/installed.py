@@ -10,12 +10,10 @@ import torch
 from services.worker.platforms.cpu import CpuPlatform
 from services.worker.platforms.cuda import CudaPlatform
 from services.worker.platforms.interface import Platform
+from services.worker.platforms.names import BUILT_IN, GROUP
 from shared.plugins.entry_points import PluginError, load_class
 
-GROUP = "baton.platforms"
-_BUILT_IN: dict[str, type[Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform}
-_CHOICES = ("auto", *_BUILT_IN, "sim")
-"""What `--device` takes without any package; sim needs no PyTorch."""
+_OURS: dict[str, type[Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform}
 
 T = TypeVar("T")
 
@@ -46,16 +44,16 @@ def open_platform(name: str, *, index: int, rank: int, world_size: int) -> Platf
 def built_in_platform(device: torch.device | str) -> Platform:
     """The platform of a device of PyTorch's, "cpu" or one of "cuda". Raises PlatformUnavailable for another one."""
     device = torch.device(device)
-    if device.type not in _BUILT_IN:
-        raise PlatformUnavailable(f"device = {device}: it must be one of {', '.join(_BUILT_IN)}")
-    return _BUILT_IN[device.type](device.index or 0)
+    if device.type not in _OURS:
+        raise PlatformUnavailable(f"device = {device}: it must be one of {', '.join(_OURS)}")
+    return _OURS[device.type](device.index or 0)
 
 
 def _kind(name: str) -> type[Platform]:
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
+    if name in _OURS:
+        return _OURS[name]
     try:
-        return load_class(GROUP, name, Platform, built_in=_CHOICES).value  # type: ignore[type-abstract]
+        return load_class(GROUP, name, Platform, built_in=BUILT_IN).value  # type: ignore[type-abstract]
     except PluginError as error:
         raise PlatformUnavailable(f"device = {name}: {error}") from None
 

@@ -21,7 +21,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 

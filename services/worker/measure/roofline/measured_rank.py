@@ -223,9 +223,12 @@ def open_measured_model(request: StepsRequest | KernelsRequest) -> Iterator[Meas
 def _platform(name: str, rank: int, ranks: int) -> Platform:
     """Current on this thread. Raises CannotMeasure."""
     try:
-        platform = open_platform(name, index=rank, rank=rank, world_size=ranks)
+        platform = open_platform(name, index=rank, rank=rank, world_size=1)
     except PlatformUnavailable as error:
         raise CannotMeasure(f"--{error}") from None
+    count = platform.device_count()
+    if count is not None and ranks > count:
+        raise CannotMeasure(f"--tp {ranks}: each rank needs a GPU of its own, {count} are there")
     platform.activate()
     return platform
 

@@ -115,3 +115,10 @@ def test_every_thread_that_reads_for_a_gpu_has_it_as_its_own(monkeypatch: pytest
     with TensorFiles(torch.device("cuda", 1)) as files:
         thread = files._threads.submit(threading.get_ident).result()
     assert entered == {thread: torch.device("cuda", 1)}
+
+
+def test_other_devices_are_read_for_through_main_memory(tmp_path: Path) -> None:
+    save_file({"a": made((40, 30), torch.float32)}, tmp_path / "model.safetensors")
+    with TensorFiles(torch.device("meta")) as files:
+        read = files.read(files.open(tmp_path / "model.safetensors")["a"], rows=(3, 20), columns=(2, 9))
+    assert (read.shape, read.device.type) == ((17, 7), "meta")

@@ -1,4 +1,4 @@
-"""Where speculation cannot be had, it is refused before anything starts, by name and with what is allowed."""
+"""Speculation and devices that cannot be had are refused before anything starts, by name and with what is allowed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.up.choices import drafting
+from deploy.cli.up.choices import check_device, drafting
 from deploy.errors import CommandError
 from services.worker.config import WorkerConfig
 from services.worker.distributed.communicator import SingleStage
@@ -62,3 +62,10 @@ def test_the_simulated_device_refuses_every_method_and_says_what_it_has(method: 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="nowhere: there is no such directory"):
         drafting(settings("eagle", tmp_path / "nowhere"), device=None, stages=1)
+
+
+def test_a_device_that_nobody_brings_is_refused_with_those_that_there_are() -> None:
+    for name in ("auto", "cpu", "cuda", "sim"):
+        check_device(name)
+    with pytest.raises(CommandError, match="--device gpu: no installed package brings it; there are: auto, cpu, cuda"):
+        check_device("gpu")
