@@ -57,6 +57,8 @@ LORA_IN_NEW, LORA_IN_GENERATION, FORGET_LORAS_IN_PLAN, EXTRA_ARGS_IN_SAMPLING, V
 version 6."""
 RESTORED_IN_PLAN, EMBEDS_IN_NEW, EMBEDS_IN_GENERATION = 10, 11, 24
 """Where messages say of checkpoints of states, and of embeddings in place of tokens, since version 7."""
+RUNS_IN_EMBEDS = 3
+"""Where embeddings say of which tokens they are, since version 8."""
 GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_PLACED_FIELDS = 6
@@ -89,7 +91,25 @@ class JournalNames:
         return name, content
 
 
-class TokensOnly(JournalNames):
+class WholePrompts(JournalNames):
+    """Version 7: embeddings stood in place of all tokens of a prompt, or of none."""
+
+    def output(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """Plans and hand-overs whose embeddings do not say in place of which tokens; other outputs as they are."""
+        if name not in ("SendPlan", "SendHandOver"):
+            return name, content
+        output = _decode(content)
+        if name == "SendPlan":
+            found = [new[EMBEDS_IN_NEW] for new in output["plan"][NEW_IN_PLAN]]
+        else:
+            found = [output["generate"][1][EMBEDS_IN_GENERATION]]
+        for embeds in found:
+            if embeds is not None:
+                del embeds[RUNS_IN_EMBEDS:]
+        return name, _encode(output)
+
+
+class TokensOnly(WholePrompts):
     """Version 6: every prompt was of tokens, and no model had states that were kept."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
@@ -265,5 +285,7 @@ def names_of(version: int) -> JournalNames:
             return AdapterFree()
         case 6:
             return TokensOnly()
+        case 7:
+            return WholePrompts()
         case _:
             return JournalNames()

@@ -8,8 +8,9 @@ from pathlib import Path
 from services.tokenizer.actor import TokenizerActor
 from services.tokenizer.config import TokenizerConfig
 from services.tokenizer.core.chat_template import ChatTemplates, score_template
-from services.tokenizer.core.encoder import PromptEncoder, Vocabulary
+from services.tokenizer.core.encoder import PromptEncoder
 from services.tokenizer.core.template_files import read_template, read_templates
+from services.tokenizer.core.vocabulary import Vocabulary
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit

@@ -257,7 +257,8 @@ def _size(prompt: Prompt) -> int:
     match prompt:
         case ChatPrompt():
             variables = sum(map(_weight, prompt.template_kwargs.values()))
-            return len(prompt.messages) + len(prompt.tools or b"") + variables
+            rows = sum(len(each.rows) for each in prompt.embeds) // 256
+            return len(prompt.messages) + len(prompt.tools or b"") + variables + rows
         case TextPrompt():
             return len(prompt.text)
         case TokenPrompt():

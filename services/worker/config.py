@@ -249,7 +249,10 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     ] = ()
     enable_prompt_embeds: Annotated[
         bool,
-        Meta(description="Whether /v1/completions takes prompts as embeddings, in the field prompt_embeds."),
+        Meta(
+            description="Whether /v1/completions takes prompts as embeddings, in the field prompt_embeds, and chats "
+            "parts of messages."
+        ),
         UpOption("Model"),
         ContainerVariable(),
     ] = False

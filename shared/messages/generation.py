@@ -114,13 +114,15 @@ MAX_PROMPT_EMBEDS_BYTES = 6 * 2**20
 
 
 class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
-    """What a prompt has in place of the embeddings of its tokens, whose ids are 0 and mean nothing."""
+    """What a prompt has in place of the embeddings of some of its tokens, whose ids are 0 and mean nothing."""
 
     dtype: EmbeddingDtype
     size: Annotated[int, Meta(ge=1)]
     """Elements of a row, as many as the model's hidden states have."""
     rows: Annotated[bytes, Meta(max_length=MAX_PROMPT_EMBEDS_BYTES)]
-    """Little-endian, one row behind the other, one for each token of the prompt."""
+    """Little-endian, one row behind the other."""
+    runs: tuple[tuple[int, int], ...] = ()
+    """Tokens that have rows: the first of each run, and how many follow each other. None: all tokens of the prompt."""
 
     @property
     def row_bytes(self) -> int:
@@ -129,13 +131,34 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def count(self) -> int:
-        """How many tokens the prompt has; of rows that are not whole the last one does not count."""
+        """How many tokens have rows; of rows that are not whole the last one does not count."""
         return len(self.rows) // self.row_bytes
 
     def of_tokens(self, first: int, end: int) -> bytes:
         """See :class:`shared.blocks.InPlaceOfTokens`."""
-        rows = self.rows[first * self.row_bytes : end * self.row_bytes]
-        return self.dtype.encode() + rows if rows else b""
+        if not self.runs:
+            rows = self.rows[first * self.row_bytes : end * self.row_bytes]
+            return self.dtype.encode() + rows if rows else b""
+        parts, row = [], 0
+        for start, count in self.runs:
+            low, high = max(first, start), min(end, start + count)
+            if low < high:
+                place = (low - first).to_bytes(2, "little") + (high - first).to_bytes(2, "little")
+                at = row + low - start
+                parts += [place, self.rows[at * self.row_bytes : (at + high - low) * self.row_bytes]]
+            row += count
+        return self.dtype.encode() + b"".join(parts) if parts else b""
+
+    def fits(self, prompt_length: int) -> bool:
+        """Whether each row has its token of a prompt of this length: all of them, or runs that follow each other."""
+        if not self.runs:
+            return len(self.rows) == prompt_length * self.row_bytes
+        end = rows = 0
+        for start, count in self.runs:
+            if count < 1 or start < end:
+                return False
+            end, rows = start + count, rows + count
+        return end <= prompt_length and len(self.rows) == rows * self.row_bytes
 
 
 class StopConditions(Struct, frozen=True, array_like=True, kw_only=True):

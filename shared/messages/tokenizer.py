@@ -29,6 +29,13 @@ class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat", kw_only=True)
     """Variables for the template, from `chat_template_kwargs` and fields such as `documents`."""
     add_special_tokens: bool = False
     """Whether the tokenizer adds its special tokens to those that the template has written."""
+    embeds: tuple[PromptEmbeds, ...] = ()
+    """Parts that are no text; the messages have `embeds_placeholder` where the template is to put them."""
+
+
+def embeds_placeholder(number: int) -> str:
+    """The text that stands for a chat's part of embeddings, counted from 0, until it is tokenized."""
+    return f"<|prompt_embeds:{number}|>"
 
 
 class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):

@@ -396,6 +396,10 @@ MESSAGES: list[Any] = [
     gateway.RequestsAborted(("chatcmpl-1",)),
     tokenizer.Encode(tokenizer.EmbedsPrompt(EMBEDS)),
     coordinator.Route(msgspec.structs.replace(GENERATION, prompt_embeds=EMBEDS)),
+    tokenizer.Encode(tokenizer.ChatPrompt(messages=b"[]", embeds=(EMBEDS,))),
+    coordinator.Route(
+        msgspec.structs.replace(GENERATION, prompt_embeds=msgspec.structs.replace(EMBEDS, runs=((3, 1),)))
+    ),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, assert_never
 
 import msgspec
 
+from services.gateway.api.embeds.prompt_embeds import EmbeddedParts, check_needs_no_tokens
 from services.gateway.api.errors import abbreviated, check_packable, decode_body, invalid, not_allowed, unsupported
 from services.gateway.api.generation import (
     CommonFields,
@@ -97,7 +98,7 @@ def chat_request(
         if getattr(fields, name) is not None:
             raise invalid(name, "deprecated and not supported; use tools")
     if fields.prompt_embeds is not None:
-        raise unsupported("prompt_embeds", "a prompt as embeddings outside of /v1/completions")
+        raise unsupported("prompt_embeds", "a prompt as embeddings outside of /v1/completions and parts of messages")
     for name in ("audio", "web_search_options"):
         if getattr(fields, name) is not None:
             raise unsupported(name, "spoken output" if name == "audio" else "a search in the web")
@@ -127,7 +128,11 @@ def chat_request(
             parser = parser_options(dialect, tools, include_reasoning=fields.include_reasoning is not False)
             if parser is not None and parser.dialect.sees_special_tokens:
                 fields.skip_special_tokens = False
-    prompt = chat_prompt(fields.messages, fields, limits)
+    parts = EmbeddedParts(card)
+    prompt = chat_prompt(fields.messages, fields, limits, parts.read if kind == "chat" else None)
+    if parts.found:
+        check_needs_no_tokens(fields)
+        prompt = msgspec.structs.replace(prompt, embeds=tuple(parts.found))
     role = "assistant" if prompt.add_generation_prompt else fields.messages[-1]["role"]
     return generation_request(
         fields,

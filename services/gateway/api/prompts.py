@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -158,8 +159,15 @@ def _token_prompt(name: str, ids: list[int], card: ModelCard) -> TokenPrompt:
     return TokenPrompt(pack(ids))
 
 
-def chat_prompt(given: list[dict[str, Any]], fields: ChatTemplateFields, limits: RequestLimits) -> ChatPrompt:
-    """Returns the messages as the tokenizer's chat template takes them. Raises RequestError."""
+PartReader = Callable[[dict[str, Any], str], str]
+"""Reads a part that is no text, at a path of the body; returns the text that stands for it. Raises RequestError."""
+
+
+def chat_prompt(
+    given: list[dict[str, Any]], fields: ChatTemplateFields, limits: RequestLimits, embeds: PartReader | None = None
+) -> ChatPrompt:
+    """Returns the messages as the tokenizer's chat template takes them. `embeds`: reads parts of type prompt_embeds,
+    None: they are refused. Raises RequestError."""
     if not given:
         raise invalid("messages", "[] is not allowed; at least one message is needed")
     go_on = bool(fields.continue_final_message)
@@ -173,7 +181,7 @@ def chat_prompt(given: list[dict[str, Any]], fields: ChatTemplateFields, limits:
         check_depth("tools", fields.tools)
     if fields.chat_template_kwargs:
         check_packable("chat_template_kwargs", fields.chat_template_kwargs)
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+    messages = [_message(message, f"messages[{i}]", embeds) for i, message in enumerate(given)]
     return ChatPrompt(
         messages=msgspec.json.encode(messages),
         tools=msgspec.json.encode(fields.tools) if fields.tools else None,
@@ -185,7 +193,7 @@ def chat_prompt(given: list[dict[str, Any]], fields: ChatTemplateFields, limits:
     )
 
 
-def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
+def _message(message: dict[str, Any], path: str, embeds: PartReader | None) -> dict[str, Any]:
     """One message: a role, which the chat template may refuse, and content that is text."""
     role = message.get("role")
     if not isinstance(role, str) or not 1 <= len(role) <= MAX_ROLE_CHARS:
@@ -197,7 +205,8 @@ def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
         case str():
             pass
         case list():
-            message = {**message, "content": [_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]}
+            parts = [_part(part, f"{path}.content[{i}]", embeds) for i, part in enumerate(content)]
+            message = {**message, "content": parts}
         case _:
             raise not_allowed(f"{path}.content", content, "a string or a list of text parts")
     if (calls := message.get("tool_calls")) is not None:
@@ -218,8 +227,10 @@ def _check_calls(calls: Any, path: str) -> None:
                 raise not_allowed(f"{path}[{i}].function", function, "name and arguments are")
 
 
-def _part(part: Any, path: str) -> dict[str, str]:
+def _part(part: Any, path: str, embeds: PartReader | None) -> dict[str, str]:
     match part:
+        case {"type": "prompt_embeds"} if embeds is not None:
+            return {"type": "text", "text": embeds(part, path)}
         case str(text) | {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return {"type": "text", "text": text}
         case {"type": str(kind)} if kind not in ("text", "refusal"):

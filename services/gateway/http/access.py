@@ -269,7 +269,7 @@ def _prompt_tokens(prompt: Prompt) -> int:
         case PairPrompt():
             length = len(prompt.text) + len(prompt.second)
         case ChatPrompt():
-            length = len(prompt.messages)
+            length = len(prompt.messages) + CHARS_PER_TOKEN * sum(each.count for each in prompt.embeds)
     return math.ceil(length / CHARS_PER_TOKEN)
 
 

@@ -1,19 +1,19 @@
-"""Text to token ids and back, checked against the vocabulary; encodes prompts, and makes the message that a coordinator
-receives. No bus, no threads of its own."""
+"""Encodes prompts as token ids, and makes the message that a coordinator receives. No bus, no threads of its own."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 import msgspec
 from msgspec.structs import replace
 
 from services.tokenizer.core.chat_template import ChatTemplate, ChatTemplates
 from services.tokenizer.core.refusal import PromptRefused
-from services.tokenizer.core.token_bound import token_bound
+from services.tokenizer.core.vocabulary import PLACEHOLDER, Truncation, Vocabulary
 from shared.blocks import DEFAULT_BLOCK_SIZE, hash_chain
 from shared.messages.coordinator import Route
 from shared.messages.dialects import (
@@ -42,120 +42,17 @@ from shared.messages.tokenizer import (
     TokenizerReply,
     TokenizerRequest,
     TokenPrompt,
-    TruncationSide,
+    embeds_placeholder,
 )
 from shared.models.structural_tags import as_format, perhaps_behind_thoughts, tagged
-from shared.models.tokenizer_files import TokenizerFiles
-from shared.packing import TOKEN_BYTES, pack, unpack
+from shared.packing import pack
 
 MAX_WORD_TOKENS = 64
 """Most tokens of one bad word; workers keep all bad words in arrays with rows of equal length."""
 ALL_THINKING_MARKS = tuple(dict.fromkeys(THINKING_MARKS.values()))
+_NUMBERED = re.compile(re.escape(embeds_placeholder(0)).replace("0", r"(\d{1,9})"))
 MARK_WINDOW = 16
 """Tokens at a prompt's end that hold the marks which a template writes there."""
-
-
-class Truncation(NamedTuple):
-    """How many tokens of a prompt are kept, and on which side the others are lost."""
-
-    tokens: int
-    side: TruncationSide
-
-    def of(self, ids: list[int]) -> list[int]:
-        """Returns those of `ids` that are kept."""
-        return ids[-self.tokens :] if self.side == "left" else ids[: self.tokens]
-
-
-class Vocabulary:
-    """The model's tokenizer. Safe to use from several threads: encoding releases the interpreter's lock."""
-
-    def __init__(self, files: TokenizerFiles) -> None:
-        self._tokenizer = files.tokenizer
-        self.size = files.vocab_size
-        self._bound = token_bound(files.tokenizer)
-
-    def encode(
-        self,
-        text: str,
-        *,
-        add_special_tokens: bool,
-        field: str,
-        max_model_len: int | None = None,
-        generates: bool = True,
-        truncation: Truncation | None = None,
-    ) -> list[int]:
-        """The ids of `text`; none for no text. Raises PromptRefused where it is no Unicode text, makes a token that the
-        model lacks, or certainly does not fit into `max_model_len` tokens, with one more if something `generates`.
-        Special tokens are added to what `truncation` leaves, and count."""
-        self._check_text(text, field, max_model_len, generates=generates)
-        if truncation is not None and add_special_tokens:
-            return self.checked(self._truncated(text, truncation), field)
-        # The batch call releases the interpreter's lock and computes no offsets; the plain one does neither.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return self.checked(encoding.ids, field) if encoding.ids else []
-
-    def _truncated(self, text: str, truncation: Truncation) -> list[int]:
-        """As `transformers` truncates: the text's own tokens make room for the special ones."""
-        special = self._tokenizer.num_special_tokens_to_add(False)
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        encoding.truncate(max(0, truncation.tokens - special), direction=truncation.side)
-        ids: list[int] = self._tokenizer.post_process(encoding, None, True).ids
-        return truncation.of(ids)
-
-    def encode_pair(self, pair: PairPrompt, *, max_model_len: int | None) -> list[int]:
-        """The ids of two texts with the special tokens of a pair. Raises what `encode` raises."""
-        for text in (pair.text, pair.second):
-            self._check_text(text, "prompt", max_model_len, generates=False)
-        (encoding,) = self._tokenizer.encode_batch_fast([(pair.text, pair.second)], add_special_tokens=True)
-        return self.checked(encoding.ids, "prompt")
-
-    def checked(self, ids: list[int], field: str) -> list[int]:
-        """`ids`. Raises PromptRefused where there are none, or one is not the model's."""
-        if not ids:
-            raise PromptRefused(field, f"{field}: at least one token is needed")
-        if max(ids) >= self.size:
-            wrong = next(i for i in ids if i >= self.size)
-            raise PromptRefused(field, f"{field}: token id {wrong} is not in the vocabulary of {self.size}")
-        return ids
-
-    def _check_text(self, text: str, field: str, max_model_len: int | None, *, generates: bool) -> None:
-        if max_model_len is not None and len(text) >= max_model_len and self._bound is not None:
-            tokens = self._bound.at_least(text)
-            if tokens + generates > max_model_len:
-                raise PromptRefused(field, _too_long(tokens, max_model_len), "context_length_exceeded")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise PromptRefused(
-                field, f"{field}: lone surrogate {text[error.start]!a} at character {error.start}"
-            ) from None
-
-    def unpacked(self, packed: bytes, field: str) -> list[int]:
-        """Token ids that a client sent packed. Raises PromptRefused."""
-        if len(packed) % TOKEN_BYTES:
-            raise PromptRefused(field, f"{field}: packed token ids are {TOKEN_BYTES} bytes each")
-        return self.checked(unpack(packed), field)
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        """The text of `ids`, which must be the model's."""
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    def named(self, tokens: Iterable[str]) -> list[int]:
-        """The ids of these tokens, in order; those that the vocabulary lacks are left out."""
-        found = (self._tokenizer.token_to_id(token) for token in tokens)
-        return sorted(token for token in found if token is not None)
-
-    def strings(self, ids: list[int]) -> tuple[str, ...]:
-        """Each token as the vocabulary spells it; empty for padding ids, which it has no spelling for."""
-        return tuple(self._tokenizer.id_to_token(i) or "" for i in ids)
-
-
-def _too_long(tokens: int, max_model_len: int) -> str:
-    """In the words of the refusal that a coordinator makes for a prompt of known length."""
-    return (
-        f"This model's maximum context length is {max_model_len} tokens. However, your request has at least {tokens} "
-        "input tokens. Please reduce the length of the input."
-    )
 
 
 class RenderedPrompt(TextPrompt, frozen=True, array_like=True, tag="rendered"):
@@ -202,16 +99,20 @@ class PromptEncoder:
         try:
             truncation = _truncation(message)
             longest = None if truncation is not None else message.max_model_len
-            ids = self._tokens(prompt, longest, generates=message.pooling is None, truncation=truncation)
+            parts = message.prompt.embeds if isinstance(message.prompt, ChatPrompt) else ()
+            if truncation is not None and (parts or isinstance(prompt, EmbedsPrompt)):
+                raise PromptRefused("truncate_prompt_tokens", "truncate_prompt_tokens: not of prompt_embeds")
+            embeds = prompt.embeds if isinstance(prompt, EmbedsPrompt) else None
+            if parts:
+                ids, embeds = self._with_parts(prompt, parts, longest)
+            else:
+                ids = self._tokens(prompt, longest, generates=message.pooling is None, truncation=truncation)
             if not ids:
                 raise PromptRefused("prompt", "prompt: at least one token is needed")
-            embeds = prompt.embeds if isinstance(prompt, EmbedsPrompt) else None
-            if truncation is not None and embeds is not None:
-                raise PromptRefused("truncate_prompt_tokens", "truncate_prompt_tokens: not of prompt_embeds")
             if message.resume:
                 self._vocabulary.unpacked(message.resume, "resume")
             thinking = self._thinking(message.prompt, ids)
-            sampling, shown = message.sampling, ids if embeds is None else []
+            sampling, shown = message.sampling, [] if isinstance(prompt, EmbedsPrompt) else ids
             if message.bad_words or sampling.thinking_budget is not None:
                 sampling = translate_sampling(message, self._vocabulary, self._templates.dialect, thinking, shown)
         except PromptRefused as refused:
@@ -303,13 +204,48 @@ class PromptEncoder:
                 text = self._pair_template.render(pair_messages(prompt), self.special_tokens)
                 return encode(text, add_special_tokens=False, field="prompt")
             case ChatPrompt():
-                template = self._templates.choose(prompt.template, tools=prompt.tools is not None)
-                if template is None:
-                    raise PromptRefused("chat_template", "chat_template: not rendered")
-                text = template.render(prompt, self.special_tokens)
+                text = self._chat_text(prompt)
                 return encode(text, add_special_tokens=prompt.add_special_tokens, field="messages")
             case _:
                 assert_never(prompt)
+
+    def _chat_text(self, prompt: ChatPrompt) -> str:
+        template = self._templates.choose(prompt.template, tools=prompt.tools is not None)
+        if template is None:
+            raise PromptRefused("chat_template", "chat_template: not rendered")
+        return template.render(prompt, self.special_tokens)
+
+    def _with_parts(
+        self, prompt: Prompt, parts: tuple[PromptEmbeds, ...], max_model_len: int | None
+    ) -> tuple[list[int], PromptEmbeds]:
+        """The ids of a chat, 0 where it has rows of its own, and these, in the order in which the template shows its
+        parts. Raises PromptRefused where it does not show each of them once."""
+        if not isinstance(prompt, (ChatPrompt, RenderedPrompt)):
+            raise TypeError(f"a {type(prompt).__name__} has no parts")
+        text = prompt.text if isinstance(prompt, RenderedPrompt) else self._chat_text(prompt)
+        order = [int(number) for number in _NUMBERED.findall(text)]
+        text = _NUMBERED.sub(PLACEHOLDER, text)
+        if sorted(order) != list(range(len(parts))) or text.count(PLACEHOLDER) != len(parts):
+            raise PromptRefused(
+                "messages",
+                f"messages: the chat template has to show each of the {len(parts)} parts of type prompt_embeds once, "
+                f"and other text must not have what stands for them, such as {PLACEHOLDER}",
+            )
+        found = self._vocabulary.encode_with_places(
+            text, add_special_tokens=prompt.add_special_tokens, max_model_len=max_model_len
+        )
+        ids: list[int] = []
+        runs: list[tuple[int, int]] = []
+        shown = iter(order)
+        for token in found:
+            if token is None:
+                count = parts[next(shown)].count
+                runs.append((len(ids), count))
+                ids += [0] * count
+            else:
+                ids.append(token)
+        rows = b"".join(parts[number].rows for number in order)
+        return ids, replace(parts[0], rows=rows, runs=tuple(runs))
 
     def _thinking(self, prompt: Prompt, ids: list[int]) -> Thinking | None:
         """Whether a chat's prompt ends within thoughts or behind them; None where it does not show."""

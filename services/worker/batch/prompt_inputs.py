@@ -17,14 +17,23 @@ _DTYPES: dict[EmbeddingDtype, torch.dtype] = {
 }
 
 
-def embedded_prompt(embeds: PromptEmbeds) -> Tensor:
-    """[tokens, hidden] in the client's dtype."""
-    return torch.frombuffer(bytearray(embeds.rows), dtype=_DTYPES[embeds.dtype]).view(-1, embeds.size)
+class EmbeddedPrompt:
+    """The rows of one prompt [rows, hidden], in the client's dtype, and the tokens that have them, ascending [rows]."""
+
+    def __init__(self, embeds: PromptEmbeds) -> None:
+        self.rows = torch.frombuffer(bytearray(embeds.rows), dtype=_DTYPES[embeds.dtype]).view(-1, embeds.size)
+        runs = embeds.runs or ((0, len(self.rows)),)
+        self.tokens: Int32s = np.concatenate([np.arange(first, first + n, dtype=np.int32) for first, n in runs])
+
+    def between(self, first: int, end: int) -> tuple[Int32s, Tensor]:
+        """The tokens from `first` up to `end` that have rows, and these."""
+        low, high = np.searchsorted(self.tokens, (first, end))
+        return self.tokens[low:high], self.rows[low:high]
 
 
-def input_rows(prompts: dict[int, Tensor], units: RowRuns, last_rows: Int32s) -> InputRows | None:
-    """Those of a step; None where it computes no part of such a prompt. `prompts` [tokens, hidden]: by sequence index,
-    those of which the step computes the last token are removed; last_rows [U]."""
+def input_rows(prompts: dict[int, EmbeddedPrompt], units: RowRuns, last_rows: Int32s) -> InputRows | None:
+    """Those of a step; None where it computes no token that has one. `prompts`: by sequence index; those of which the
+    step computes the last row are removed. last_rows [U]."""
     rows: list[Int32s] = []
     values: list[Tensor] = []
     for place, seq_index in enumerate(units.seq_indices.tolist()):
@@ -32,11 +41,11 @@ def input_rows(prompts: dict[int, Tensor], units: RowRuns, last_rows: Int32s) ->
         if prompt is None:
             continue
         start, count = int(units.starts[place]), int(units.counts[place])
-        if start + count >= len(prompt):
+        if start + count > prompt.tokens[-1]:
             del prompts[seq_index]
-        if (own := prompt[start : start + count]).numel():
-            first = int(last_rows[place]) - count + 1
-            rows.append(np.arange(first, first + len(own), dtype=np.int32))
+        tokens, own = prompt.between(start, start + count)
+        if len(tokens):
+            rows.append(tokens + np.int32(int(last_rows[place]) - count + 1 - start))
             values.append(own)
     if not rows:
         return None

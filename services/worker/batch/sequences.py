@@ -10,11 +10,10 @@ from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from services.worker.batch.batch import NO_COPIES, Batch, BrokenPlan, DraftTokens, ScheduledWork, StateCopies
 from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledHead, PromptPool, pooled_rows
-from services.worker.batch.prompt_inputs import embedded_prompt, input_rows
+from services.worker.batch.prompt_inputs import EmbeddedPrompt, input_rows
 from services.worker.batch.prompt_rows import PromptRows, ScoredPrompt, merge_logits_rows, prompt_rows
 from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, in_groups, rows_of
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
@@ -72,9 +71,8 @@ class SequenceTable:
         """The sequences whose prompts are scored, by sequence index."""
         self._pooled: dict[int, PromptPool] = {}
         """The sequences whose prompts become vectors, by sequence index."""
-        self._embedded: dict[int, Tensor] = {}
-        """What prompts have in place of their tokens' embeddings, [tokens, hidden] by sequence index, until all of them
-        is computed."""
+        self._embedded: dict[int, EmbeddedPrompt] = {}
+        """What prompts have in place of their tokens' embeddings, by sequence index, until all of it is computed."""
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -124,7 +122,7 @@ class SequenceTable:
         if new.pooling is not None:
             self._pooled[seq_index] = PromptPool(new.sequence, new.prompt_length, new.pooling, self._classifier)
         if new.prompt_embeds is not None:
-            self._embedded[seq_index] = embedded_prompt(new.prompt_embeds)
+            self._embedded[seq_index] = EmbeddedPrompt(new.prompt_embeds)
         return seq_index
 
     def _lora_number(self, new: NewSequence, lora: LoraId) -> int:
@@ -140,9 +138,7 @@ class SequenceTable:
             raise BrokenPlan(f"sequence {new.sequence} is one more than the {len(self._indices)} agreed on")
         if not 0 < length < self.tokens.shape[1]:
             raise BrokenPlan(f"sequence {new.sequence}: {length} tokens do not fit the context")
-        if new.prompt_embeds is not None and len(new.prompt_embeds.rows) != (
-            new.prompt_length * new.prompt_embeds.row_bytes
-        ):
+        if new.prompt_embeds is not None and not new.prompt_embeds.fits(new.prompt_length):
             raise BrokenPlan(f"sequence {new.sequence}: its embeddings are not one for each token of its prompt")
         if not 0 <= new.computed < length or not 0 <= new.prompt_length <= length:
             raise BrokenPlan(f"sequence {new.sequence}: computed or prompt_length is out of range")

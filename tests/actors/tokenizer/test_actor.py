@@ -15,8 +15,9 @@ from services.tokenizer import client_template, encoding_lanes
 from services.tokenizer.actor import INLINE_BYTES, TokenizerActor
 from services.tokenizer.client_template import MAX_TEMPLATE_CHARS
 from services.tokenizer.core.chat_template import ChatTemplates
-from services.tokenizer.core.encoder import PromptEncoder, Vocabulary
+from services.tokenizer.core.encoder import PromptEncoder
 from services.tokenizer.core.template_files import read_templates
+from services.tokenizer.core.vocabulary import Vocabulary
 from services.tokenizer.encoding_lanes import LARGE_BYTES
 from shared import topics
 from shared.actor import ActorRuntime

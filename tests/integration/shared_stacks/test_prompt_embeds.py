@@ -117,6 +117,41 @@ async def test_adapters_compute_them(
     assert answer.choices[0].text == wanted(rows, adapters["pirate"]) != wanted(rows, demo)
 
 
+@pytest.mark.features("prompt embeds", "tool calls", "prefix cache")
+async def test_parts_of_a_chat_stand_where_its_template_puts_them(
+    client: AsyncOpenAI, stack: RunningStack, demo: TinyModel
+) -> None:
+    tokenizer, rows = AutoTokenizer.from_pretrained(DEMO_MODEL), random_rows(demo.reference, 40, 9)
+    texts = "Tell me of", "and of the sea."
+    content: Any = [
+        {"type": "text", "text": texts[0]},
+        {"type": "prompt_embeds", "data": prompt_embeds_field(rows)},
+        {"type": "text", "text": texts[1]},
+    ]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|rows|>"]})
+    shown = [{"role": "user", "content": "\n".join((texts[0], "<|rows|>", texts[1]))}]
+    ids = tokenizer.apply_chat_template(shown, add_generation_prompt=True, return_dict=False)
+    place = ids.index(tokenizer.convert_tokens_to_ids("<|rows|>"))
+    parts = own_embeddings(demo.reference, ids[:place]), rows, own_embeddings(demo.reference, ids[place + 1 :])
+    asked: dict[str, Any] = {
+        "model": stack.model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": LENGTH,
+        "extra_body": {"ignore_eos": True},
+    }
+    answer = await client.chat.completions.create(**asked)
+    assert answer.choices[0].message.content == wanted(torch.cat(parts), demo)
+    assert answer.usage.prompt_tokens == len(ids) - 1 + len(rows)
+    again = await client.chat.completions.create(**asked)
+    assert (again.choices[0].message.content, cached(again) > 32) == (answer.choices[0].message.content, True)
+    tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    called = await client.chat.completions.create(
+        **{**asked, "max_tokens": 60, "extra_body": {}}, tools=[tool], tool_choice="required", parallel_tool_calls=False
+    )
+    assert called.choices[0].message.tool_calls[0].function.name == "look"
+
+
 async def test_what_is_wrong_with_rows_is_said(client: AsyncOpenAI, stack: RunningStack, demo: TinyModel) -> None:
     with pytest.raises(openai.BadRequestError, match=r"shape \[3, 5\] is not allowed; \[tokens, ") as error:
         await complete(client, stack, torch.zeros(3, 5))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from services.worker.models.config import ModelError
@@ -123,6 +124,31 @@ def test_rows_of_several_dtypes_meet_in_one_step(tiny: Callable[[str], TinyModel
     embedded = [add(driver, each) for each in rows]
     driver.run()
     assert [each.output for each in embedded] == [greedy_of_rows(model.reference, each, OUTPUT) for each in rows]
+
+
+@pytest.mark.features("prompt embeds", "chunked prefill", "preemption")
+@pytest.mark.parametrize("ops", ["torch", "native"])
+def test_rows_stand_between_tokens(tiny: Callable[[str], TinyModel], ops: OpsName) -> None:
+    """In runs that lie across the borders of chunks and blocks, and end where a prompt does."""
+    model, prompts = tiny("llama"), []
+    try:
+        driver = Driver(tiny_backend(model.path, ops=ops, prompt_embeds=True), budget=11)
+    except OpsUnavailable as reason:
+        pytest.skip(str(reason))
+    sequences = []
+    for seed, (length, runs) in enumerate([(40, ((0, 3), (9, 20))), (30, ((14, 1), (15, 2), (29, 1))), (9, ((4, 2),))]):
+        tokens, rows = words(length, seed), random_rows(model.reference, sum(count for _, count in runs), seed)
+        places = [place for first, count in runs for place in range(first, first + count)]
+        whole = own_embeddings(model.reference, tokens).clone()
+        whole[places] = rows
+        prompts.append(whole)
+        ids = [0 if place in places else token for place, token in enumerate(tokens)]
+        sequences.append(driver.add(ids, OUTPUT, prompt_embeds=replace(prompt_embeds(rows), runs=runs)))
+    for _ in range(5):
+        driver.step()
+    driver.preempt(sequences[0])
+    driver.run()
+    assert [each.output for each in sequences] == [greedy_of_rows(model.reference, each, OUTPUT) for each in prompts]
 
 
 @pytest.mark.parametrize("fault", [None, NotImplementedError("rows are not read")])

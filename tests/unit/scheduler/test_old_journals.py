@@ -47,6 +47,17 @@ def test_todays_journals_are_read_as_they_are() -> None:
     assert names_of(JOURNAL_VERSION).output("SendPlan", b"\x90") == ("SendPlan", b"\x90")
 
 
+def test_version_7_says_not_of_which_tokens_embeddings_are() -> None:
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    today, then = ["float32", 8, b"", [[3, 1]]], ["float32", 8, b""]
+    news = [[*range(11), each] for each in (today, None)]
+    _, plan = names_of(7).output("SendPlan", encode({"plan": [1, 0, [], news]}))
+    assert decode(plan) == {"plan": [1, 0, [], [[*range(11), each] for each in (then, None)]]}
+    _, passed = names_of(7).output("SendHandOver", encode({"generate": ["GenerateRequest", [*range(24), today]]}))
+    assert decode(passed) == {"generate": ["GenerateRequest", [*range(24), then]]}
+    assert names_of(7).output("SendTokens", b"\x90") == ("SendTokens", b"\x90")
+
+
 def test_version_6_says_nothing_of_embeddings() -> None:
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
     _, plan = names_of(6).output("SendPlan", encode({"plan": [1, 0, [], [list(range(12))]]}))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.blocks import HASH_BYTES, hash_chain, next_hash, root_hash, split_hashes
 from shared.ids import LoraId
+from shared.messages.generation import PromptEmbeds
 from shared.packing import count, pack, unpack
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=80)
@@ -59,3 +63,38 @@ def test_an_adapter_shares_no_block_with_another_or_with_none(
 ) -> None:
     assert root_hash(salt, LoraId(adapter)) not in {root_hash(salt), root_hash(other)}
     assert (root_hash(salt, LoraId(adapter)) == root_hash(salt, LoraId(adapter[::-1]))) == (adapter == adapter[::-1])
+
+
+def rows_in(*runs: tuple[int, int], values: bytes) -> PromptEmbeds:
+    return PromptEmbeds(dtype="float16", size=1, rows=values, runs=runs)
+
+
+def test_a_block_is_named_by_the_rows_in_it_and_by_their_places() -> None:
+    tokens = pack([0] * 3 * BLOCK_SIZE)
+    values = bytes(range(2 * 20))
+    chain = partial(hash_chain, tokens, None, BLOCK_SIZE)
+    plain = chain()
+    second = chain(in_place=rows_in((BLOCK_SIZE, 20), values=values))
+    assert second[0] == plain[0]
+    assert len({plain[1], second[1], chain(in_place=rows_in((BLOCK_SIZE - 1, 20), values=values))[1]}) == 3
+    split = chain(in_place=rows_in((BLOCK_SIZE, 10), (BLOCK_SIZE + 10, 10), values=values))
+    moved = chain(in_place=rows_in((BLOCK_SIZE, 10), (BLOCK_SIZE + 11, 10), values=values))
+    assert len({second[1], split[1], moved[1]}) == 3
+    assert chain(in_place=rows_in((BLOCK_SIZE, 20), values=values[:-2] + b"xy"))[1:2] == second[1:2]
+
+
+@pytest.mark.parametrize(
+    ("runs", "rows", "length", "fits"),
+    [
+        ((), 5, 5, True),
+        ((), 4, 5, False),
+        (((0, 2), (2, 1), (4, 1)), 4, 5, True),
+        (((0, 2), (4, 2)), 4, 5, False),
+        (((3, 1), (0, 1)), 2, 5, False),
+        (((0, 2), (1, 1)), 3, 5, False),
+        (((1, 0),), 0, 5, False),
+        (((1, 2),), 3, 5, False),
+    ],
+)
+def test_rows_fit_where_each_has_a_token(runs: tuple[tuple[int, int], ...], rows: int, length: int, fits: bool) -> None:
+    assert rows_in(*runs, values=bytes(2 * rows)).fits(length) is fits

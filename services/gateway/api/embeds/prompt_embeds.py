@@ -1,4 +1,5 @@
-"""`prompt_embeds` of `POST /v1/completions`: prompts given as rows of embeddings, and what cannot be had of them."""
+"""`prompt_embeds`: prompts of completions, and parts of a chat's messages, given as rows of embeddings; and what cannot
+be had of them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from services.gateway.api.errors import RequestError, invalid, not_allowed
 from services.gateway.api.generation import CommonFields
 from shared.messages.generation import EMBEDDING_BYTES, MAX_PROMPT_EMBEDS_BYTES, EmbeddingDtype, PromptEmbeds
 from shared.messages.lifecycle import ModelCard
-from shared.messages.tokenizer import EmbedsPrompt
+from shared.messages.tokenizer import EmbedsPrompt, embeds_placeholder
 
 FIELD = "prompt_embeds"
 MAX_ENCODED = (MAX_PROMPT_EMBEDS_BYTES + 64 * 2**10) * 4 // 3
@@ -33,23 +34,56 @@ _TOO_LARGE: dict[EmbeddingDtype, tuple[int, int]] = {
 
 def embedded_prompts(fields: CommonFields, card: ModelCard) -> tuple[EmbedsPrompt, ...]:
     """The prompts of `prompt_embeds`, which is set. Raises RequestError 400."""
-    given = fields.prompt_embeds
-    if card.prompt_embeds is None:
-        reason = f"{card.name} takes none; its engines have to be started with --enable-prompt-embeds"
-        raise RequestError(400, f"{FIELD}: {reason}", param=FIELD, code="unsupported_parameter")
+    given, size = fields.prompt_embeds, _size(card, FIELD)
+    check_needs_no_tokens(fields)
+    if isinstance(given, str):
+        return (EmbedsPrompt(_rows(FIELD, given, size)),)
+    if not isinstance(given, list) or not given or not all(isinstance(each, str) for each in given):
+        raise not_allowed(FIELD, given, "a tensor of torch.save in base64, or a list of these, is")
+    return tuple(EmbedsPrompt(_rows(f"{FIELD}[{i}]", each, size)) for i, each in enumerate(given))
+
+
+def check_needs_no_tokens(fields: CommonFields) -> None:
+    """Raises RequestError 400 where some field asks for the tokens of a prompt that has embeddings."""
     for name in NEEDS_TOKENS:
         if (value := getattr(fields, name, None)) is not None and value is not False:
             raise invalid(name, f"not allowed together with {FIELD}, which have no tokens")
     if fields.repetition_penalty not in (None, 1.0):
         raise not_allowed("repetition_penalty", fields.repetition_penalty, f"with {FIELD} only 1 is")
-    if isinstance(given, str):
-        return (_prompt(FIELD, given, card.prompt_embeds),)
-    if not isinstance(given, list) or not given or not all(isinstance(each, str) for each in given):
-        raise not_allowed(FIELD, given, "a tensor of torch.save in base64, or a list of these, is")
-    return tuple(_prompt(f"{FIELD}[{i}]", each, card.prompt_embeds) for i, each in enumerate(given))
 
 
-def _prompt(name: str, encoded: str, size: int) -> EmbedsPrompt:
+class EmbeddedParts:
+    """Owns the rows of a chat's parts of type prompt_embeds, in the order of its messages."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self._card = card
+        self.found: list[PromptEmbeds] = []
+
+    def read(self, part: dict[str, Any], path: str) -> str:
+        """Reads one of them, `{"type": "prompt_embeds", "data": …}`: what stands for it in the messages. Raises
+        RequestError 400."""
+        size, name = _size(self._card, f"{path}.type"), f"{path}.data"
+        data = part.get("data")
+        if not isinstance(data, str):
+            raise not_allowed(name, data, "a tensor of torch.save in base64 is")
+        rows = _rows(name, data, size)
+        if self.found and rows.dtype != self.found[0].dtype:
+            raise invalid(name, f"dtype {rows.dtype} is not allowed beside {self.found[0].dtype} in one chat")
+        self.found.append(rows)
+        if (total := sum(len(each.rows) for each in self.found)) > MAX_PROMPT_EMBEDS_BYTES:
+            raise invalid(name, f"{total} bytes of rows are not allowed in one chat; {MAX_PROMPT_EMBEDS_BYTES} are")
+        return embeds_placeholder(len(self.found) - 1)
+
+
+def _size(card: ModelCard, name: str) -> int:
+    """Elements of a row. Raises RequestError 400 for a model that takes none."""
+    if card.prompt_embeds is None:
+        reason = f"{card.name} takes no {FIELD}; its engines have to be started with --enable-prompt-embeds"
+        raise RequestError(400, f"{name}: {reason}", param=name, code="unsupported_parameter")
+    return card.prompt_embeds
+
+
+def _rows(name: str, encoded: str, size: int) -> PromptEmbeds:
     """`size`: elements of a row. Raises RequestError 400."""
     if len(encoded) > MAX_ENCODED:
         most = f"at most {MAX_PROMPT_EMBEDS_BYTES} bytes of rows are allowed in one prompt"
@@ -60,7 +94,7 @@ def _prompt(name: str, encoded: str, size: int) -> EmbedsPrompt:
         raise not_allowed(name, encoded, "base64 of what torch.save wrote is") from None
     except NoSavedTensor as error:
         raise invalid(name, f"not a tensor that torch.save wrote: {error}") from None
-    return EmbedsPrompt(_checked(name, saved, size))
+    return _checked(name, saved, size)
 
 
 def _checked(name: str, saved: SavedTensor, size: int) -> PromptEmbeds:

@@ -108,7 +108,7 @@ class RequestValidator:
         if embeds.size != self.card.prompt_embeds:
             allowed = f"rows of {embeds.size} elements are not allowed; of {self.card.prompt_embeds}"
             raise _InvalidRequest("prompt_embeds", f"prompt_embeds: {allowed}")
-        if len(embeds.rows) != generation.prompt_length * embeds.row_bytes:
+        if not embeds.fits(generation.prompt_length):
             raise _InvalidRequest("prompt_embeds", "prompt_embeds: one row for each token of the prompt is expected")
 
     def _limit(self, generation: Generation) -> int:

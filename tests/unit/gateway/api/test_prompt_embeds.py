@@ -20,10 +20,11 @@ from services.gateway.api.embeds.prompt_embeds import MAX_MAGNITUDE, has_undefin
 from services.gateway.api.embeds.saved_tensor import NoSavedTensor, SavedTensor, read_saved_tensor
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
+from services.gateway.api.prompts import read_tokenize
 from shared.ids import ModelName
 from shared.messages.generation import MAX_PROMPT_EMBEDS_BYTES
 from shared.messages.lifecycle import ModelCard
-from shared.messages.tokenizer import EmbedsPrompt, TextPrompt
+from shared.messages.tokenizer import ChatPrompt, EmbedsPrompt, TextPrompt, embeds_placeholder
 from tests.support.models.embedded_prompts import prompt_embeds
 from tests.support.models.embedded_prompts import prompt_embeds_field as encoded
 
@@ -231,8 +232,53 @@ def test_engines_that_take_none_say_how_they_would() -> None:
     assert "--enable-prompt-embeds" in error.message
 
 
-@pytest.mark.features("prompt embeds", "tool calls", refused=True)
-def test_chats_have_none() -> None:
+def chat(*parts: Any, card: ModelCard = CARD, **fields: Any) -> GenerationRequest:
+    body = {"model": "demo", "messages": [{"role": "user", "content": list(parts)}]} | fields
+    return read_chat(msgspec.json.encode(body), [card], RequestLimits())
+
+
+def part(tensor: Tensor) -> dict[str, str]:
+    return {"type": "prompt_embeds", "data": encoded(tensor)}
+
+
+def test_parts_of_a_chat_are_taken_out_of_its_messages() -> None:
+    (prompt,) = chat(part(rows(3)), {"type": "text", "text": "and"}, part(rows(2))).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.embeds == (prompt_embeds(rows(3)), prompt_embeds(rows(2)))
+    (message,) = msgspec.json.decode(prompt.messages)
+    assert [each["text"] for each in message["content"]] == [embeds_placeholder(0), "and", embeds_placeholder(1)]
+    (plain,) = chat({"type": "text", "text": "and"}).prompts
+    assert isinstance(plain, ChatPrompt)
+    assert plain.embeds == ()
+
+
+@pytest.mark.parametrize(
+    ("parts", "param", "complaint"),
+    [
+        ([{"type": "prompt_embeds"}], "data", "None is not allowed; a tensor of torch.save in base64 is"),
+        ([part(rows(2, size=9))], "data", r"shape \[2, 9\] is not allowed"),
+        ([part(rows(2)), part(rows(2, torch.bfloat16))], "data", "dtype bfloat16 is not allowed beside float32"),
+        ([part(torch.zeros(131_072, 8)), part(torch.zeros(65_537, 8))], "data", "6291488 bytes of rows .* 6291456 are"),
+    ],
+)
+def test_a_part_that_is_none_names_itself(parts: list[Any], param: str, complaint: str) -> None:
+    error = refusal(chat, *parts)
+    assert error.param == f"messages[0].content[{len(parts) - 1}].{param}"
+    with pytest.raises(RequestError, match=complaint):
+        raise error
+
+
+def test_what_needs_tokens_is_refused_beside_parts_too() -> None:
+    assert refusal(chat, part(rows(3)), echo=True).param == "echo"
+    assert chat(part(rows(3)), repetition_penalty=1).prompts
+    error = refusal(chat, part(rows(3)), card=msgspec.structs.replace(CARD, prompt_embeds=None))
+    assert (error.param, error.code) == ("messages[0].content[0].type", "unsupported_parameter")
+    body = {"model": "demo", "messages": [{"role": "user", "content": [part(rows(3))]}]}
+    tokenized = refusal(read_tokenize, msgspec.json.encode(body), [CARD], RequestLimits())
+    assert tokenized.param == "messages[0].content[0].type"
+
+
+def test_a_whole_chat_is_none() -> None:
     body = {
         "model": "demo",
         "messages": [{"role": "user", "content": "hi"}],

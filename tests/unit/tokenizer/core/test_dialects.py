@@ -12,8 +12,9 @@ from xgrammar.testing import _is_grammar_accept_string
 
 from services.detokenizer.core.vocabularies import text_vocabulary
 from services.tokenizer.core.chat_template import ChatTemplates, dialect_of
-from services.tokenizer.core.encoder import PromptEncoder, Vocabulary, adapt_grammar, thinking_state
+from services.tokenizer.core.encoder import PromptEncoder, adapt_grammar, thinking_state
 from services.tokenizer.core.template_files import read_templates
+from services.tokenizer.core.vocabulary import Vocabulary
 from shared.ids import Attempt, GatewayId, ModelName, RequestId
 from shared.messages.coordinator import Route
 from shared.messages.dialects import Dialect, Thinking

@@ -11,13 +11,14 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from services.tokenizer.core.chat_template import ChatTemplates
-from services.tokenizer.core.encoder import PromptEncoder, Vocabulary
+from services.tokenizer.core.encoder import PromptEncoder
 from services.tokenizer.core.template_files import read_templates
+from services.tokenizer.core.vocabulary import Vocabulary
 from shared.blocks import hash_chain
 from shared.ids import Attempt, EngineId, GatewayId, ModelName, RequestId
 from shared.messages.coordinator import Route
 from shared.messages.gateway import RequestRejected
-from shared.messages.generation import Generation, SamplingOptions, StopConditions
+from shared.messages.generation import Generation, PromptEmbeds, SamplingOptions, StopConditions
 from shared.messages.tokenizer import (
     ChatPrompt,
     Decode,
@@ -30,6 +31,7 @@ from shared.messages.tokenizer import (
     Tokenize,
     TokenizerRefusal,
     TokenPrompt,
+    embeds_placeholder,
 )
 from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer, special_ids
 from shared.packing import pack, unpack
@@ -281,3 +283,53 @@ def test_special_tokens_stay_where_a_text_is_shortened_as_transformers_do_it(
         assert found == theirs(text, truncation=True, max_length=keep)["input_ids"]
     else:
         assert len(found) == 1, "transformers refuse to keep fewer tokens than there are special ones"
+
+
+def embedded(count: int, first: int) -> PromptEmbeds:
+    return PromptEmbeds(dtype="float16", size=1, rows=pack(range(first, first + count))[: 2 * count])
+
+
+def chat_of(*texts: str, embeds: tuple[PromptEmbeds, ...]) -> ChatPrompt:
+    messages = [{"role": "user", "content": text} for text in texts]
+    return ChatPrompt(messages=json.dumps(messages).encode(), embeds=embeds)
+
+
+def test_parts_of_embeddings_stand_where_the_template_shows_them(encoding: PromptEncoder, folder: Path) -> None:
+    one, two = embedded(20, 5), embedded(3, 100)
+    texts = f"Hello {embeds_placeholder(0)} world", f"{embeds_placeholder(1)}\nHello"
+    prompt = chat_of(*texts, embeds=(one, two))
+    route = encoding.route(tokenize(prompt), prompt)
+    assert isinstance(route, Route)
+    generation, ids = route.generation, unpack(route.generation.tokens)
+    embeds = generation.prompt_embeds
+    assert embeds is not None
+    assert embeds.rows == one.rows + two.rows
+    assert [count for _, count in embeds.runs] == [20, 3]
+    assert embeds.fits(generation.prompt_length)
+    assert all(ids[first : first + count] == [0] * count for first, count in embeds.runs)
+    # As the library, with the placeholder among its special tokens.
+    library = AutoTokenizer.from_pretrained(folder)
+    library.add_special_tokens({"additional_special_tokens": ["<|rows|>"]})
+    chat = [{"role": "user", "content": text} for text in texts]
+    text = library.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    for number in (0, 1):
+        text = text.replace(embeds_placeholder(number), "<|rows|>")
+    place, counts = library.convert_tokens_to_ids("<|rows|>"), iter((20, 3))
+    wanted: list[int] = []
+    for token in library(text, add_special_tokens=False)["input_ids"]:
+        wanted += [0] * next(counts) if token == place else [token]
+    assert ids == wanted
+    again = chat_of(*texts, embeds=(embedded(20, 6), two))
+    other = encoding.route(tokenize(again), again)
+    assert isinstance(other, Route)
+    assert other.generation.block_hashes != generation.block_hashes, "their rows name the blocks"
+
+
+@pytest.mark.parametrize(
+    "text", [embeds_placeholder(0) + "<|prompt_embeds|>", embeds_placeholder(0) * 2, embeds_placeholder(1), "nothing"]
+)
+def test_a_chat_that_does_not_show_each_part_once_is_refused(encoding: PromptEncoder, text: str) -> None:
+    prompt = chat_of(text, embeds=(embedded(2, 1),))
+    refused = encoding.route(tokenize(prompt), prompt)
+    assert isinstance(refused, RequestRejected)
+    assert (refused.field, "show each of the 1 parts" in refused.message) == ("messages", True)

@@ -10,8 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from services.tokenizer.core.chat_template import ChatTemplates
-from services.tokenizer.core.encoder import PromptEncoder, Vocabulary
+from services.tokenizer.core.encoder import PromptEncoder
 from services.tokenizer.core.template_files import read_templates
+from services.tokenizer.core.vocabulary import Vocabulary
 from shared.ids import Attempt, GatewayId, ModelName, RequestId
 from shared.messages.coordinator import Route
 from shared.messages.gateway import RequestRejected

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
-from services.tokenizer.core.encoder import Vocabulary
 from services.tokenizer.core.refusal import PromptRefused
 from services.tokenizer.core.token_bound import NFC_SHRINKS, token_bound
+from services.tokenizer.core.vocabulary import Vocabulary
 from shared.models.tokenizer_files import TokenizerFiles
 from tests.support.models import tiny_tokenizers
 
