@@ -7,13 +7,13 @@
 #include "low_rank.h"
 #include "probe.h"
 #include "rows.h"
-#include "state_space.h"
+#include "states.h"
 #include "threads.h"
 
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 14; }
+int baton_version() { return 15; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -75,9 +75,9 @@ void baton_attend_latents(Pool* pool, const LatentAttention* what, const Batch* 
     attend_latents(*pool, *what, *batch, *cache, plan_attention(*batch, pool->threads(), what->heads, 1, 0));
 }
 void baton_mix_states(
-    Pool* pool, const MixStates* what, const Batch* batch, const StateSpace* space, const StateCache* cache
+    Pool* pool, const MixStates* what, const Batch* batch, const StateMixer* mixer, const StateCache* cache
 ) {
-    mix_states(*pool, *what, *batch, *space, *cache);
+    mix_states(*pool, *what, *batch, *mixer, *cache);
 }
 Decoder* baton_decoder(Pool* pool, const DecoderConfig* config, const DecoderLayer* layers) {
     return new Decoder(*pool, *config, layers);

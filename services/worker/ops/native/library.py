@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 14
+VERSION = 15
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -237,10 +237,11 @@ class Forward(Structure):
     )
 
 
-class NativeStateSpace(Structure):
-    """`StateSpace` of state_space.h: a mixer between its projections."""
+class NativeStateMixer(Structure):
+    """`StateMixer` of states.h: a mixer between its projections."""
 
     _fields_ = (
+        ("rule", c_int),
         ("heads", c_int),
         ("head_dim", c_int),
         ("groups", c_int),
@@ -257,13 +258,13 @@ class NativeStateSpace(Structure):
 
 
 class NativeStateCache(Structure):
-    """`StateCache` of state_space.h: one layer's states."""
+    """`StateCache` of states.h: one layer's states."""
 
     _fields_ = (("windows", c_void_p), ("states", c_void_p))
 
 
 class MixStates(Structure):
-    """`MixStates` of state_space.h: the arguments of `StateOps.mix`."""
+    """`MixStates` of states.h: the arguments of `StateOps.mix`."""
 
     _fields_ = (("projected", c_void_p), ("slots", c_void_p), ("out", c_void_p))
 
@@ -338,7 +339,7 @@ _SIGNATURES = {
     ),
     "baton_mix_states": (
         None,
-        (c_void_p, POINTER(MixStates), POINTER(NativeBatch), POINTER(NativeStateSpace), POINTER(NativeStateCache)),
+        (c_void_p, POINTER(MixStates), POINTER(NativeBatch), POINTER(NativeStateMixer), POINTER(NativeStateCache)),
     ),
     "baton_decoder": (c_void_p, (c_void_p, POINTER(DecoderConfig), POINTER(DecoderLayer))),
     "baton_decoder_free": (None, (c_void_p,)),

@@ -1,4 +1,4 @@
-"""State-space layers by the C++ library; see :class:`services.worker.ops.interface.StateOps`."""
+"""Layers with states by the C++ library; see :class:`services.worker.ops.interface.StateOps`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from services.worker.ops.native.native_ops import NativeOps
 
 MAX_KERNEL = 64
-"""Tokens that a convolution sees at the most, as state_space.cpp counts them."""
+"""Tokens that a convolution sees at the most, as states.cpp counts them."""
+
+_STATE_SPACE, _GATED_DELTA = 0, 1
+"""`StateRule` of states.h."""
 
 
 class NativeStates:
@@ -26,23 +29,37 @@ class NativeStates:
         self._ops = ops
         self._plain = TorchStates()
 
-    def mix(self, projected: Tensor, space: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
+    def mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
         """In float32, token by token: a row's result does not depend on other sequences, nor on how its own is cut into
         steps."""
-        if isinstance(space, DeltaNet) or space.conv_weight.shape[0] > MAX_KERNEL:
-            return self._plain.mix(projected, space, cache, meta)
+        if mixer.conv_weight.shape[0] > MAX_KERNEL:
+            return self._plain.mix(projected, mixer, cache, meta)
         assert meta.states is not None, "a model with states has them in every step"
         projected = projected.float().contiguous()
-        to = torch.empty(len(projected), space.heads * space.head_dim)
+        to = torch.empty(len(projected), mixer.heads * mixer.head_dim)
         what = library.MixStates(projected.data_ptr(), meta.states.slots.data_ptr(), to.data_ptr())
-        sizes = library.NativeStateSpace(
-            *(space.heads, space.head_dim, space.groups, space.state_dim, space.conv_weight.shape[0]),
-            *(space.conv_weight.data_ptr(), space.conv_bias.data_ptr(), space.decay.data_ptr(), space.skip.data_ptr()),
-            *(space.step_bias.data_ptr(), space.norm.data_ptr(), space.eps),
-        )
+        described = _described(mixer)
         caches = library.NativeStateCache(cache.windows.data_ptr(), cache.states.data_ptr())
         batch = self._ops.batch_of(meta)
         self._ops.kernels.library.baton_mix_states(
-            self._ops.kernels.pool, *map(ctypes.byref, (what, batch, sizes, caches))
+            self._ops.kernels.pool, *map(ctypes.byref, (what, batch, described, caches))
         )
         return to
+
+
+def _described(mixer: StateMixer) -> library.NativeStateMixer:
+    return library.NativeStateMixer(
+        rule=_GATED_DELTA if isinstance(mixer, DeltaNet) else _STATE_SPACE,
+        heads=mixer.heads,
+        head_dim=mixer.head_dim,
+        groups=mixer.groups,
+        state_dim=mixer.state_dim,
+        kernel=mixer.conv_weight.shape[0],
+        conv_weight=mixer.conv_weight.data_ptr(),
+        conv_bias=mixer.conv_bias.data_ptr(),
+        decay=mixer.decay.data_ptr(),
+        skip=None if isinstance(mixer, DeltaNet) else mixer.skip.data_ptr(),
+        step_bias=mixer.step_bias.data_ptr(),
+        norm=mixer.norm.data_ptr(),
+        eps=mixer.eps,
+    )

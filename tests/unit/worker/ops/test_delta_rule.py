@@ -139,3 +139,21 @@ def test_prompts_and_what_follows_them_are_what_transformers_computes(ops: State
     ]
     torch.testing.assert_close(torch.cat(own_mixed), expected, atol=5e-5, rtol=1e-4)
     torch.testing.assert_close(states.states[3], state[0].mT, atol=2e-5, rtol=1e-4)
+
+
+def test_native_rows_are_the_same_to_the_last_bit_however_a_sequence_is_cut() -> None:
+    """In one step or in many, alone or beside others, by one thread or two: who is computed again goes on alike."""
+    own, length = net(), CHUNK + 7
+    rows = torch.randn(length, PROJECTED)
+    one, two = (NativeOps(torch.device("cpu"), torch.float32, threads=threads).states for threads in (1, 2))
+    whole, cut = cache(torch.nan), cache(torch.nan)
+    expected = one.mix(rows, own, whole, meta_of([Share(3, 0, length)]))
+    parts, first = [], 0
+    for count in (1, 2, 5, 1, length - 9):
+        shares = [Share(6, 0, 1), Share(4, first, count)]
+        given = torch.cat((torch.randn(1, PROJECTED), rows[first : first + count]))
+        parts.append(two.mix(given, own, cut, meta_of(shares))[1:])
+        first += count
+    assert torch.equal(torch.cat(parts), expected)
+    assert torch.equal(cut.states[4], whole.states[3])
+    assert torch.equal(cut.windows[4], whole.windows[3])

@@ -1,0 +1,45 @@
+// Layers with states (Mamba-2, gated delta nets): what is between a mixer's two projections.
+#pragma once
+#include "attention.h"
+
+enum class StateRule : int { kStateSpace = 0, kGatedDelta = 1 };
+
+// H heads of P elements in G groups, N numbers of state for each element; C = H * P + 2 * G * N channels. Of a delta net:
+// heads of values, groups with a key and a query each, N elements of these; channels are values, keys and queries.
+struct StateMixer {
+    StateRule rule;
+    int heads;
+    int head_dim;
+    int groups;
+    int state_dim;
+    int kernel;
+    const float* conv_weight;  // [kernel, C], the oldest token's first
+    const float* conv_bias;    // [C]
+    const float* decay;        // [H]
+    const float* skip;         // [H]; a delta net has none
+    const float* step_bias;    // [H]
+    const float* norm;         // [H * P]; of a delta net [P]
+    float eps;
+
+    int inner() const { return heads * head_dim; }
+    int shared() const { return groups * state_dim; }
+    int channels() const { return inner() + 2 * shared(); }
+    int projected() const { return inner() + channels() + (rule == StateRule::kGatedDelta ? 2 : 1) * heads; }
+};
+
+// One layer's states, by slot.
+struct StateCache {
+    float* windows;  // [slots, kernel - 1, C]
+    float* states;   // [slots, H, P, N]
+};
+
+struct MixStates {
+    // [rows, H * P + C + H]: gates, the convolution's inputs, time steps; of a delta net H more: how much is written
+    const float* projected;
+    const int64_t* slots;  // [sequences]
+    float* out;            // [rows, H * P]
+};
+
+// Token by token, as the recurrence is written down: a row's result depends on the rows of its own sequence alone, to the
+// last bit, not on how they are cut into steps.
+void mix_states(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache);
