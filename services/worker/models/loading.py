@@ -68,11 +68,13 @@ class _LayoutNames(NamedTuple):
     mixer: str = "mamba"
 
 
+_GRANITE = "GraniteMoeHybridForCausalLM"
+
 _LAYOUTS = {
     "BambaForCausalLM": _LayoutNames(
         mlp_norm="pre_ff_layernorm", mlp="feed_forward", final_norm="model.final_layernorm.weight"
     ),
-    "GraniteMoeHybridForCausalLM": _LayoutNames(mlp="shared_mlp"),
+    _GRANITE: _LayoutNames(mlp="shared_mlp"),
     **dict.fromkeys(DELTA_ARCHITECTURES, _LayoutNames(mixer="linear_attn")),
     "Mamba2ForCausalLM": _LayoutNames(
         embedding="backbone.embeddings.weight",
@@ -245,13 +247,13 @@ class _Loader:
     def _mlp(self, name: str) -> DenseMlp | None:
         if not self._config.intermediate_size:
             return None
-        if self._config.architecture == "GraniteMoeHybridForCausalLM":
-            return self._joined_mlp(name)
+        if self._config.architecture == _GRANITE:
+            return self._joined_mlp(name, self._config.intermediate_size)
         return self._columns_of(name, self._config.intermediate_size, self._share.mlp, self._config.mlp_bias)
 
-    def _joined_mlp(self, name: str) -> DenseMlp:
+    def _joined_mlp(self, name: str, size: int) -> DenseMlp:
         """Gates and ups are one matrix, so only a rank that has all columns reads it."""
-        size, hidden = self._config.intermediate_size, self._config.hidden_size
+        hidden = self._config.hidden_size
         gate_up = self._matrices.read(f"{name}.input_linear", (2 * size, hidden))
         down = self._matrices.read(f"{name}.output_linear", (hidden, size))
         return DenseMlp(self._matrices.pack_linear(gate_up, None), self._matrices.pack_linear(down, None))
@@ -271,9 +273,7 @@ class _Loader:
             router=self._matrices.pack(read.router, None),
             experts=self._ops.pack_experts(read.gate_up, read.down),
             routing=self._routing(f"{name}.mlp", mixture),
-            shared=None
-            if mixture.shared_size is None
-            else self._shared_expert(f"{name}.mlp", mixture.shared_size, gated=mixture.shared_gated),
+            shared=None if mixture.shared_size is None else self._shared_expert(name, mixture, mixture.shared_size),
         )
 
     def _routing(self, name: str, mixture: Mixture) -> Routing:
@@ -290,13 +290,15 @@ class _Loader:
             scale=mixture.scale,
         )
 
-    def _shared_expert(self, name: str, size: int, *, gated: bool) -> SharedExpert:
-        """`gated`: Qwen's name of it and its gate; else DeepSeek's."""
-        block = f"{name}.shared_expert" if gated else f"{name}.shared_experts"
+    def _shared_expert(self, layer: str, mixture: Mixture, size: int) -> SharedExpert:
+        """By Granite's names, by DeepSeek's, or, with a gate, by Qwen's."""
+        if self._config.architecture == _GRANITE:
+            return SharedExpert(self._joined_mlp(f"{layer}.{self._names.mlp}", size), gate=None)
+        block = f"{layer}.mlp.shared_expert"
+        if not mixture.shared_gated:
+            return SharedExpert(self._columns_of(f"{block}s", size, self._share.shared_expert, bias=False), gate=None)
         mlp = self._columns_of(block, size, self._share.shared_expert, bias=False)
-        if not gated:
-            return SharedExpert(mlp, gate=None)
-        gate = self._checkpoint.read(f"{name}.shared_expert_gate.weight", (1, self._config.hidden_size))
+        gate = self._checkpoint.read(f"{block}_gate.weight", (1, self._config.hidden_size))
         return SharedExpert(mlp, self._matrices.pack(gate, None))
 
     def _column_parallel(self, parts: list[tuple[str, int, tuple[int, int]]], bias: bool) -> PackedLinear:

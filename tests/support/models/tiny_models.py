@@ -135,6 +135,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "granite-hybrid-moe": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MAMBA,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 40,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "residual_multiplier": 0.7,
+        },
+    ),
     "qwen3-next": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
@@ -149,7 +161,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-STATE_FAMILIES = ("mamba2", "bamba", "granite-hybrid", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+STATE_FAMILIES = ("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 """With Mamba-2 layers or gated delta nets: one rank computes them."""
 
 

@@ -38,10 +38,18 @@ class _Names(NamedTuple):
     gate: str
     up: str
     down: str
+    router: str = "gate.weight"
+    all_gates_and_ups: str = "experts.gate_up_proj"
+    """Where there are tensors of all experts."""
+    all_downs: str = "experts.down_proj"
 
 
 _QWEN = _Names("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = _Names("block_sparse_moe", "w1", "w3", "w2")
+_GRANITE = _MIXTRAL._replace(
+    router="router.layer.weight", all_gates_and_ups="input_linear.weight", all_downs="output_linear.weight"
+)
+_GRANITE_TOGETHER = _MIXTRAL._replace(router="router.weight")
 
 
 def read_experts(
@@ -50,16 +58,17 @@ def read_experts(
     """`columns` of every expert of `layer` ("model.layers.0"), on the device, rounded to what `matrices` are. Raises
     ModelError."""
     tensors = matrices.checkpoint
-    names = _MIXTRAL if f"{layer}.{_MIXTRAL.block}.gate.weight" in tensors else _QWEN
+    others = (_MIXTRAL, _GRANITE, _GRANITE_TOGETHER)
+    names = next((each for each in others if f"{layer}.{each.block}.{each.router}" in tensors), _QWEN)
     block = f"{layer}.{names.block}"
-    router = tensors.read(f"{block}.gate.weight", (mixture.experts, hidden)).to(matrices.device)
-    reading = _Reading(matrices, f"{block}.experts", names, mixture, hidden, columns)
+    router = tensors.read(f"{block}.{names.router}", (mixture.experts, hidden)).to(matrices.device)
+    reading = _Reading(matrices, block, names, mixture, hidden, columns)
     return ExpertTensors(router, reading.gates_and_ups(), reading.downs())
 
 
 class _Reading(NamedTuple):
     matrices: MatrixLoader
-    experts: str
+    block: str
     names: _Names
     mixture: Mixture
     hidden: int
@@ -68,7 +77,7 @@ class _Reading(NamedTuple):
     @property
     def _together(self) -> bool:
         """Whether there are tensors of all experts."""
-        return f"{self.experts}.gate_up_proj" in self.matrices.checkpoint
+        return f"{self.block}.{self.names.all_gates_and_ups}" in self.matrices.checkpoint
 
     def gates_and_ups(self) -> WeightStack:
         """[E, 2 * I, hidden]"""
@@ -100,17 +109,18 @@ class _Reading(NamedTuple):
 
     def _gate_and_up_of(self, expert: int) -> Matrix:
         shape = (self.mixture.intermediate_size, self.hidden)
-        names = (f"{self.experts}.{expert}.{part}" for part in (self.names.gate, self.names.up))
+        names = (f"{self.block}.experts.{expert}.{part}" for part in (self.names.gate, self.names.up))
         return self.matrices.join([self.matrices.read(name, shape, rows=self.columns) for name in names])
 
     def _down_of(self, expert: int) -> Matrix:
         shape = (self.hidden, self.mixture.intermediate_size)
-        return self.matrices.read(f"{self.experts}.{expert}.{self.names.down}", shape, columns=self.columns)
+        return self.matrices.read(f"{self.block}.experts.{expert}.{self.names.down}", shape, columns=self.columns)
 
     def _gates_and_ups_together(self) -> Tensor:
         count, size, (first, end) = self.mixture.experts, self.mixture.intermediate_size, self.columns
+        name = f"{self.block}.{self.names.all_gates_and_ups}"
         parts = [
-            self.matrices.checkpoint.read(f"{self.experts}.gate_up_proj", (count, 2 * size, self.hidden), columns=part)
+            self.matrices.checkpoint.read(name, (count, 2 * size, self.hidden), columns=part)
             for part in ((first, end), (size + first, size + end))
         ]
         return torch.cat(parts, dim=1)
@@ -118,7 +128,7 @@ class _Reading(NamedTuple):
     def _gates_and_ups_of_each(self) -> Tensor:
         size, own = self.mixture.intermediate_size, self.columns[1] - self.columns[0]
         parts = [
-            TensorPart(f"{self.experts}.{expert}.{part}.weight", (size, self.hidden), rows=self.columns)
+            TensorPart(f"{self.block}.experts.{expert}.{part}.weight", (size, self.hidden), rows=self.columns)
             for expert in range(self.mixture.experts)
             for part in (self.names.gate, self.names.up)
         ]
@@ -127,9 +137,9 @@ class _Reading(NamedTuple):
     def _down_numbers(self, columns: tuple[int, int]) -> Tensor:
         count, size, own = self.mixture.experts, self.mixture.intermediate_size, columns[1] - columns[0]
         if self._together:
-            down = self.matrices.checkpoint.read(f"{self.experts}.down_proj", (count, self.hidden, size))
+            down = self.matrices.checkpoint.read(f"{self.block}.{self.names.all_downs}", (count, self.hidden, size))
             return down[:, :, slice(*columns)].contiguous()
-        names = [f"{self.experts}.{expert}.{self.names.down}.weight" for expert in range(count)]
+        names = [f"{self.block}.experts.{expert}.{self.names.down}.weight" for expert in range(count)]
         parts = [TensorPart(name, (self.hidden, size), columns=columns) for name in names]
         return self._read_together(parts).view(count, self.hidden, own)
 

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import LayerConfig, MambaConfig, ModelConfig, ModelError, dtype_named
+from services.worker.models.config import LayerConfig, MambaConfig, Mixture, ModelConfig, ModelError, dtype_named
 from services.worker.models.hf_rope import RawRope, read_ropes
 from services.worker.models.rope import PlainRope, Rope
 
@@ -80,6 +80,8 @@ class _RawBamba(_RawHybrid, kw_only=True):
 class _RawGranite(_RawHybrid, kw_only=True):
     shared_intermediate_size: int = 1024
     num_local_experts: int | None = 8
+    num_experts_per_tok: int | None = 2
+    intermediate_size: int = 11008
     layer_types: list[str] | None = None
     layers_block_type: list[str] | None = None
     rms_norm_eps: float = 1e-6
@@ -197,8 +199,6 @@ _LAYER_TYPES = {"mamba": False, "linear_attention": False, "attention": True, "f
 
 
 def _granite(raw: _RawGranite, eos: tuple[int, ...]) -> ModelConfig:
-    if raw.num_local_experts:
-        raise ModelError(f"num_local_experts {raw.num_local_experts} is not supported; supported: 0, without experts")
     if raw.position_embedding_type not in (None, "nope", "rope"):
         raise ModelError(
             f"position_embedding_type {raw.position_embedding_type!r} is not supported; supported: rope, nope"
@@ -215,6 +215,10 @@ def _granite(raw: _RawGranite, eos: tuple[int, ...]) -> ModelConfig:
     config = _hybrid(
         *(raw, "GraniteMoeHybridForCausalLM", attends, raw.shared_intermediate_size, dim, rope, eos),
     )
+    mixture = _granite_mixture(raw)
+    if mixture is not None:  # beside the chosen experts every token goes through what is the MLP of the others
+        layers = tuple(msgspec.structs.replace(layer, mixes=True) for layer in config.layers)
+        config = msgspec.structs.replace(config, mixture=mixture, layers=layers, intermediate_size=0)
     return msgspec.structs.replace(
         config,
         rotary_dim=None if rotates else 0,
@@ -225,6 +229,26 @@ def _granite(raw: _RawGranite, eos: tuple[int, ...]) -> ModelConfig:
         scales_inputs=True,
         residual_scale=None if raw.residual_multiplier == 1 else raw.residual_multiplier,
         logits_divisor=None if raw.logits_scaling == 1 else raw.logits_scaling,
+    )
+
+
+def _granite_mixture(raw: _RawGranite) -> Mixture | None:
+    """Of every layer; its router's softmax is over the chosen ones. None: there is none."""
+    experts, chosen = raw.num_local_experts or 0, 2 if raw.num_experts_per_tok is None else raw.num_experts_per_tok
+    if not experts:
+        return None
+    for key, value in (("num_local_experts", experts), ("intermediate_size", raw.intermediate_size)):
+        if value < 1:
+            raise ModelError(f"{key} {value} is not positive")
+    if not 1 <= chosen <= experts:
+        raise ModelError(f"num_experts_per_tok {chosen}: there are {experts} experts")
+    return Mixture(
+        experts=experts,
+        chosen=chosen,
+        intermediate_size=raw.intermediate_size,
+        renormalised=True,
+        shared_size=raw.shared_intermediate_size,
+        shared_gated=False,
     )
 
 

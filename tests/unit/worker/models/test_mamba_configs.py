@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.worker.backend import BackendError
-from services.worker.models.config import MambaConfig, ModelConfig, ModelError
+from services.worker.models.config import MambaConfig, Mixture, ModelConfig, ModelError
 from services.worker.models.hf_config import is_native, read_model_config
 from services.worker.models.rope import PlainRope
 from services.worker.models.states.limits import check_ranks
@@ -118,6 +118,17 @@ def test_granite_4_without_experts_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, GRANITE_1B, position_embedding_type="rope").rotated_dim == 128
 
 
+def test_granite_4_with_experts_is_read(tmp_path: Path) -> None:
+    tiny = {"num_local_experts": 64, "num_experts_per_tok": 6, "intermediate_size": 512, "num_attention_heads": 12}
+    config = read(tmp_path, GRANITE_1B, **tiny, shared_intermediate_size=1024)
+    assert config.mixture == Mixture(
+        experts=64, chosen=6, intermediate_size=512, renormalised=True, shared_size=1024, shared_gated=False
+    )
+    assert all(layer.mixes for layer in config.layers)
+    assert round(config.parameters / 1e9, 1) == 7.0
+    assert round(config.active_parameters / 1e9, 1) == 1.5
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "complaint"),
     [
@@ -135,7 +146,12 @@ def test_granite_4_without_experts_is_read(tmp_path: Path) -> None:
         (BAMBA_9B, {"attn_layer_indices": [32]}, "attn_layer_indices 32: there are 32 layers"),
         (BAMBA_9B, {"num_key_value_heads": 5}, "num_attention_heads 32 is no multiple of 5 KV heads"),
         (BAMBA_9B, {"mamba_d_state": 0}, "mamba_d_state 0 is not positive"),
-        (GRANITE_1B, {"num_local_experts": 62}, "num_local_experts 62 is not supported; supported: 0, without experts"),
+        (GRANITE_1B, {"num_local_experts": -1}, "num_local_experts -1 is not positive"),
+        (
+            GRANITE_1B,
+            {"num_local_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok 5: there are 4 experts",
+        ),
         (GRANITE_1B, {"layer_types": ["mamba"]}, "layer_types names 1 layers, num_hidden_layers 40"),
     ],
     ids=str,
