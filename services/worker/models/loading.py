@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.worker.models.checkpoint import TensorSource, read_exactly
 from services.worker.models.config import DeltaConfig, LatentConfig, LayerConfig, Mixture, ModelConfig
-from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
+from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, SEEING_ARCHITECTURES
 from services.worker.models.latent.loading import LatentLoader
 from services.worker.models.mixture.loading import read_experts
 from services.worker.models.quantization.matrices import MatrixLoader, permuted
@@ -76,6 +76,15 @@ _LAYOUTS = {
     ),
     _GRANITE: _LayoutNames(mlp="shared_mlp"),
     **dict.fromkeys(DELTA_ARCHITECTURES, _LayoutNames(mixer="linear_attn")),
+    **dict.fromkeys(
+        SEEING_ARCHITECTURES,
+        _LayoutNames(
+            embedding="model.language_model.embed_tokens.weight",
+            layers="model.language_model.layers",
+            final_norm="model.language_model.norm.weight",
+            mixer="linear_attn",
+        ),
+    ),
     "Mamba2ForCausalLM": _LayoutNames(
         embedding="backbone.embeddings.weight",
         layers="backbone.layers",

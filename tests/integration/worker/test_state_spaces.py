@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from services.worker.batch.batch import BrokenPlan
 from services.worker.models.config import ModelError
+from services.worker.models.hf_config import read_model_config
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import ModelName
 from tests.support.models.rounded_models import rounded
-from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, TinyModel, make_model
+from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, TinyModel, make_config, make_model
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.planned_engine import PlannedEngine
 from tests.support.worker.recorded_logits import record_logits
@@ -89,6 +91,20 @@ def test_variants_are_as_the_reference_has_them(
     tmp_path: Path, recorded: list[Tensor], family: str, changes: dict[str, Any]
 ) -> None:
     agrees(make_model(family, tmp_path, **changes), recorded)
+
+
+def test_of_a_checkpoint_with_a_vision_tower_the_language_model_is_read(tmp_path: Path, recorded: list[Tensor]) -> None:
+    """As Qwen3.5 is published: other names of tensors, and a configuration within the configuration."""
+    text = make_config("qwen3.5", eos_token_id=5)
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 16}
+    whole = Qwen3_5Config(
+        text_config=text.to_dict(), vision_config={**vision, "out_hidden_size": 48}, tie_word_embeddings=True
+    )
+    torch.manual_seed(3)
+    model = Qwen3_5ForConditionalGeneration(whole).eval()
+    model.save_pretrained(tmp_path)
+    agrees(TinyModel("qwen3.5", tmp_path, model), recorded)
+    assert read_model_config(tmp_path).eos_token_ids == (5,)
 
 
 @pytest.mark.parametrize("ops", ["torch", "native"])

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-DELTA_ARCHITECTURES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+SEEING_ARCHITECTURES = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+"""Those with a vision tower, and what their language models are, which alone are read."""
+
+DELTA_ARCHITECTURES = ("Qwen3NextForCausalLM", *SEEING_ARCHITECTURES.values(), *SEEING_ARCHITECTURES)
 """Those whose layers, or most of them, have a state in place of keys and values."""
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+from msgspec import Struct
 
 from services.worker.models.config import DeltaConfig, LayerConfig, ModelConfig, ModelError, dtype_named
+from services.worker.models.hf_layers.delta import SEEING_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import MixtureLayers, RawMixture, read_mixture
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
 
@@ -48,6 +50,17 @@ class _RawDelta(RawMixture, kw_only=True):
     quantization_config: dict[str, object] | None = None
 
 
+class _RawSeeing(Struct, kw_only=True):
+    """The keys of a model with a vision tower."""
+
+    text_config: dict[str, object]
+    tie_word_embeddings: bool | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    eos_token_id: int | list[int] | None = None
+    quantization_config: dict[str, object] | None = None
+
+
 _POSITIVE = (
     "vocab_size",
     "hidden_size",
@@ -70,8 +83,9 @@ def delta_model_config(
 ) -> ModelConfig:
     """What `text`, a `config.json`, says of a model of `architecture`. `stop_tokens`: what ends its texts, given those
     that the config names. Raises ModelError, and msgspec's errors."""
+    text = _language_model(text) if architecture in SEEING_ARCHITECTURES else text
     raw = msgspec.json.decode(text, type=_RawDelta, strict=True)
-    raw.architectures = [architecture]
+    raw.architectures = [SEEING_ARCHITECTURES.get(architecture, architecture)]
     _refuse_unsupported(raw)
     delta, mixing, heads = _delta(raw), _mixing(raw), raw.num_attention_heads
     ropes, rotated = _rotation(raw)
@@ -108,6 +122,20 @@ def delta_model_config(
         gated_attention=True,
         rotary_dim=rotated,
     )
+
+
+def _language_model(text: bytes) -> bytes:
+    """What the configuration of a model with a vision tower says of its language model, as if that were all. Whether
+    embeddings are tied is said of the whole."""
+    whole = msgspec.json.decode(text, type=_RawSeeing, strict=True)
+    tied = {} if whole.tie_word_embeddings is None else {"tie_word_embeddings": whole.tie_word_embeddings}
+    outside = {
+        "dtype": whole.dtype or whole.torch_dtype,
+        "eos_token_id": whole.eos_token_id,
+        "quantization_config": whole.quantization_config,
+    }
+    given = {key: value for key, value in outside.items() if value is not None}
+    return msgspec.json.encode({**given, **whole.text_config, **tied, "architectures": []})
 
 
 def _refuse_unsupported(raw: _RawDelta) -> None:
