@@ -215,9 +215,11 @@ def test_ranks_share_experts_that_were_rounded_as_a_whole(
     assert torch.equal(numbers(whole.gate_up), expected)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize(
+    ("family", "block"), [("mixtral", "mlp"), ("qwen3-moe", "mlp"), ("granite-hybrid-moe", "block_sparse_moe")]
+)
 def test_both_layouts_of_checkpoints_give_the_same_weights(
-    tiny: Callable[[str], TinyModel], tmp_path: Path, family: str
+    tiny: Callable[[str], TinyModel], tmp_path: Path, family: str, block: str
 ) -> None:
     """One tensor for each expert, as on the Hub, and one for all, as transformers 5 writes it when asked to."""
     model = tiny(family)
@@ -229,7 +231,7 @@ def test_both_layouts_of_checkpoints_give_the_same_weights(
         experts: list[ExpertTensors] = []
         for folder in (model.path, tmp_path):
             with open_checkpoint(folder, torch.float32) as checkpoint:
-                assert ("model.layers.0.mlp.experts.gate_up_proj" in checkpoint) == (folder == tmp_path)
+                assert (f"model.layers.0.{block}.experts.gate_up_proj" in checkpoint) == (folder == tmp_path)
                 columns = shard_of(config, rank, 2).experts
                 experts.append(read_experts(plain(checkpoint), "model.layers.0", mixture, 48, columns))
         assert experts[0].gate_up.shape == (mixture.experts, mixture.intermediate_size, 48)
