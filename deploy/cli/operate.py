@@ -86,6 +86,10 @@ def scale(
         str | None,
         typer.Option("--host", help="Name of the host where that is to be, in a stack of several. Default: this one."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Name of the model whose tokenizers or engines these are, of several."),
+    ] = None,
     kubernetes: KubernetesUrl = None,
     kubernetes_namespace: KubernetesNamespace = "baton",
     wait: Annotated[
@@ -103,13 +107,15 @@ def scale(
     if kubernetes is not None:
         if host is not None:
             raise CommandError("--host: Kubernetes chooses hosts itself", status=2)
+        if model is not None:
+            raise CommandError("--model: on Kubernetes each model is a stack of its own", status=2)
         change = asyncio.run(_scale_pods(kubernetes, kubernetes_namespace, pool, int(count), wait))
     else:
         if wait:
             raise CommandError("--wait: with --kubernetes only", status=2)
         state = running_stack(name, run_dir)
         where = host if host is not None or state.spec.cluster is None else state.spec.cluster.node
-        change = asyncio.run(SupervisorLauncher(state, where).scale(pool, int(count)))
+        change = asyncio.run(SupervisorLauncher(state, where, model).scale(pool, int(count)))
     changes = [f"starting {', '.join(change.started)}"] if change.started else []
     changes += [f"draining and stopping {', '.join(change.stopping)}"] if change.stopping else []
     answer = {"service": pool, "started": change.started, "stopping": change.stopping}

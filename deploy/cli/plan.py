@@ -76,7 +76,10 @@ def plan(
     except ProfileError as error:
         raise CommandError(f"--profile {error}", status=2) from None
     if kubernetes is None:
-        fleet = _stack_fleet(running_stack(name, run_dir))
+        state = running_stack(name, run_dir)
+        if state.spec.models:
+            raise CommandError(f"baton plan sizes the engines of one model; the stack serves {', '.join(state.names)}")
+        fleet = _stack_fleet(state)
     else:
         user = None if nats_password is None else "operator"
         options = NatsOptions(

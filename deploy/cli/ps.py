@@ -60,6 +60,7 @@ def _described(state: StackState, rows: list[dict[str, Any]], *, supervised: boo
         "phase": state.phase,
         "supervised": supervised,
         "model": state.model,
+        "models": list(state.names),
         "supervisor_pid": state.pid,
         "nats_pid": state.nats_pid,
         "redis_pid": state.redis_pid,
@@ -219,7 +220,9 @@ def _print_table(state: StackState, rows: list[dict[str, Any]]) -> None:
         )
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     console.print(
-        f"[bold]{state.name}[/bold] {state.phase}  {state.url}  model {state.model}", highlight=False, soft_wrap=True
+        f"[bold]{state.name}[/bold] {state.phase}  {state.url}  model {', '.join(state.names)}",
+        highlight=False,
+        soft_wrap=True,
     )
     console.print(table)
 

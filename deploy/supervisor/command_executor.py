@@ -18,7 +18,7 @@ from deploy.supervisor.core.events import (
     StartProcess,
     TerminateProcess,
 )
-from deploy.supervisor.core.plan import ProcessSpec, all_process_specs
+from deploy.supervisor.core.plan import ProcessSpec
 from deploy.supervisor.launch import CommandLineOf, LaunchContext, module_of, secret_settings
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.network import network_environment
@@ -118,7 +118,7 @@ class CommandExecutor:
     def make_templates(self, notify: Callable[[], None]) -> None:
         """Has processes forked from now on, of the services that are planned now. `notify` is called when a template
         has said something."""
-        planned = {process.service for process in all_process_specs(self._spec.counts)} - {"worker"}
+        planned = {process.service for process in self._spec.planned()} - {"worker"}
         self.templates = Templates(module_of("worker"), [module_of(service) for service in planned], notify)
 
     def start_service_template(self) -> None:
@@ -131,9 +131,7 @@ class CommandExecutor:
         """Starts what forks services and what forks workers, where that is missing and may be there. Needs a running
         event loop."""
         self.start_service_template()
-        worker = next(
-            (process for process in all_process_specs(self._spec.counts) if process.service == "worker"), None
-        )
+        worker = next((process for process in self._spec.planned() if process.service == "worker"), None)
         if self.templates is None or worker is None or not self.templates.workers.may_start:
             return
         template = self.templates.workers

@@ -56,6 +56,7 @@ class CommandLineOf(Protocol):
 def service_command(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> list[str]:
     """`python -m services.X --key=value …`; the user's own settings come last and override the others. Without those
     that are secrets: see `secret_settings`."""
+    spec = spec.of(process)
     settings = {
         **_common(spec, process, where),
         **_own(spec, process, where),
@@ -241,7 +242,7 @@ SECRETS = frozenset(
 
 def secret_settings(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[str, str]:
     """Settings that go by environment, as every user of the machine may read a command line."""
-    own = f"BATON_{process.service.upper()}_"
+    spec, own = spec.of(process), f"BATON_{process.service.upper()}_"
     found: dict[str, str] = {}
     if process.service == "gateway" and spec.api_keys:
         found["BATON_GATEWAY_API_KEYS"] = ",".join(spec.api_keys)

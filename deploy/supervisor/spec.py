@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from deploy.supervisor.core.plan import Counts, StartMethod
+from deploy.supervisor.core.plan import Counts, ProcessSpec, StartMethod, all_process_specs
 from shared.ids import ClusterName, ModelName, NodeId
 from shared.machine.gpu_topology import GpuTopology
 
@@ -130,6 +131,18 @@ class StoreSpec(Struct, frozen=True, kw_only=True):
     """The lower tier; None without Redis."""
 
 
+class ModelSpec(Struct, frozen=True, kw_only=True):
+    """One of several models that a stack serves, and the processes that work for it alone."""
+
+    name: ModelName
+    model: Path
+    """A directory with config.json, resolved."""
+    counts: Counts
+    pp_layers: tuple[int, ...] = ()
+    settings: Mapping[str, Mapping[str, str]] = {}
+    """As in the stack's, with what was said of this model alone."""
+
+
 class StackSpec(Struct, frozen=True, kw_only=True):
     """A whole stack with every choice made; the supervisor runs it."""
 
@@ -143,6 +156,8 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     port: int
     """0 picks a free one."""
     counts: Counts = Counts()
+    models: tuple[ModelSpec, ...] = ()
+    """Each of several. `model` and `served_model_name` are then those of the first, and `counts` what all share."""
     pp_layers: tuple[int, ...] = ()
     """Layers of each pipeline stage; empty: spread evenly."""
     store: StoreSpec = StoreSpec()
@@ -181,3 +196,32 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     start_method: StartMethod = "forkserver"
     silence_limit: float = 6.0
     """Seconds without a lifecycle message after which a process that was ready is replaced."""
+
+    @property
+    def names(self) -> tuple[ModelName, ...]:
+        """Of all models, for clients."""
+        return tuple(each.name for each in self.models) or (self.served_model_name,)
+
+    @property
+    def model_counts(self) -> tuple[Counts, ...]:
+        """What each of several models has."""
+        return tuple(each.counts for each in self.models)
+
+    def planned(self) -> list[ProcessSpec]:
+        """Every process of this host, as the stack starts."""
+        return all_process_specs(self.counts, self.model_counts)
+
+    def of(self, process: ProcessSpec) -> StackSpec:
+        """The stack as a process sees it: where it works for one of several models, with that one only."""
+        own = next((each for each in self.models if each.name == process.model), None)
+        if own is None:
+            return self
+        return replace(
+            self,
+            model=own.model,
+            served_model_name=own.name,
+            counts=own.counts,
+            models=(),
+            pp_layers=own.pp_layers,
+            settings=own.settings,
+        )

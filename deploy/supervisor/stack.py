@@ -81,7 +81,6 @@ LOG_BOUND_EVERY = 5.0
 MAX_LIFECYCLES_QUEUED = 10_000
 """Lifecycle messages waiting; above it the bus's own bounded queue fills."""
 
-
 Beside = Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -104,8 +103,9 @@ class Stack:
         self.spec = spec
         forks = spec.start_method == "forkserver" and launch is service_command and sys.platform == "linux"
         forks = forks and remote is None
+        deadlines = StopDeadlines(drain=spec.drain_timeout + 2.0)
         self.supervisor = Supervisor(
-            spec.counts, deadlines=StopDeadlines(drain=spec.drain_timeout + 2.0), holds_workers=forks, gpus=spec.gpus
+            spec.counts, deadlines=deadlines, holds_workers=forks, gpus=spec.gpus, models=spec.model_counts
         )
         self.logs = LogFolder(spec.run_dir)
         self.port = spec.port
@@ -314,7 +314,7 @@ class Stack:
             self._handle(LifecycleReceived(message))
 
     async def _scale(self, question: Scale) -> ScaleReply:
-        commands = self._handle(ScaleRequested(question.service, question.count))
+        commands = self._handle(ScaleRequested(question.service, question.count, question.model))
         answer = next(command.answer for command in commands if isinstance(command, ReplyToScale))
         log.info("scale requested", extra={"request": question, "answer": answer})
         return answer

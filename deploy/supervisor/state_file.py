@@ -21,7 +21,7 @@ from deploy.supervisor.core.members import State, SupervisedProcess
 from deploy.supervisor.core.plan import Pool, ProcessSpec, Scalable
 from deploy.supervisor.processes import ProcessIdentity, start_time
 from deploy.supervisor.spec import StackSpec
-from shared.ids import EngineId, InstanceId
+from shared.ids import EngineId, InstanceId, ModelName
 from shared.messages.lifecycle import Service
 from shared.private_files import private_opener
 from shared.supervision import supervisor_lives
@@ -60,10 +60,14 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
     """Whether its engine stands by."""
     last_lines: tuple[str, ...] = ()
     """Of the log of one that failed, as they were at its last death."""
+    model: ModelName | None = None
+    """Which of several models it works for."""
 
     def member(self) -> SupervisedProcess:
         """As the supervisor's core has it, but for what only its next lifecycle message says."""
-        process = ProcessSpec(self.service, self.instance, self.number, self.kind, self.engine, self.pool, self.rank)
+        process = ProcessSpec(
+            self.service, self.instance, self.number, self.kind, self.engine, self.pool, self.rank, self.model
+        )
         return SupervisedProcess(
             process,
             device=self.device,
@@ -142,6 +146,11 @@ class StackState(Struct, frozen=True, kw_only=True):
     """Where the gateways reach the federation's server; None in no federation."""
     rendezvous: Mapping[EngineId, str] = {}
     """Where the ranks of each engine met."""
+
+    @property
+    def names(self) -> tuple[ModelName, ...]:
+        """Of all models that it serves, for clients; `model` is the first of them."""
+        return self.spec.names
 
     def living(self) -> dict[str, ProcessIdentity]:
         """Those of `processes` that are still there."""

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from shared import topics
 from shared.bus import Bus, BusError, Endpoint, EndpointError, NoResponders, ReplyError, ReplyTimeout
-from shared.ids import EngineId, InstanceId, NodeId, checked_instance
+from shared.ids import EngineId, InstanceId, ModelName, NodeId, checked_instance
 from shared.messages.kv_events import PrefixCacheReset, ResetPrefixCache
 from shared.messages.lifecycle import (
     Drain,
@@ -64,11 +64,13 @@ class UndrainRequest(Struct, forbid_unknown_fields=True):
 
 
 class ScaleRequest(Struct, forbid_unknown_fields=True):
-    """The body of `admin.scale`: how many of a service there shall be on a host; without one, on the first."""
+    """The body of `admin.scale`: how many of a service there shall be on a host; without one, on the first. `model`:
+    for which of several models."""
 
     service: Scalable
     count: int
     host: str | None = None
+    model: ModelName | None = None
 
 
 class ResetPrefixCacheRequest(Struct, forbid_unknown_fields=True):
@@ -127,7 +129,7 @@ class Admin:
         request = _parse(body, ScaleRequest)
         if not 0 <= request.count <= MAX_INSTANCES:
             raise EndpointError(400, f"count: {request.count} is not allowed; 0 to {MAX_INSTANCES} are")
-        question, topic = Scale(request.service, request.count), _scaling_of(request.host)
+        question, topic = Scale(request.service, request.count, request.model), _scaling_of(request.host)
         try:
             answer: ScaleReply = await self._bus.request(topic, question, ScaleReply, self._scale_timeout)
         except NoResponders:
@@ -277,7 +279,8 @@ def _refusal(registry: Registry, life: Lifecycle, leaving: Sequence[Lifecycle]) 
 
 def _kind_of(life: Lifecycle) -> str:
     if life.engine is None:
-        return "engine" if life.service == "scheduler" else life.service
+        kind = "engine" if life.service == "scheduler" else life.service
+        return kind if life.model is None else f"{kind} of model {life.model}"
     return f"engine of model {life.engine.model.name} that decodes"
 
 
@@ -289,6 +292,6 @@ def _decodes(engine: EngineReport) -> bool:
 def _alike(life: Lifecycle) -> Callable[[Lifecycle], bool]:
     """Whether another instance of the same service could take over from `life`."""
     if life.engine is None:
-        return lambda other: True
+        return lambda other: life.model is None or other.model in (life.model, None)
     model = life.engine.model.name
     return lambda other: other.engine is not None and other.engine.model.name == model and _decodes(other.engine)

@@ -19,7 +19,7 @@ from shared.bus import Bus, BusError, NoResponders, PayloadTooLarge, Undelivered
 from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, new_incarnation
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import Deltas, GatewayMessage, RequestFailed
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import DetokenizerReport, Lifecycle
 from shared.messages.scheduler import Cancel, Probe, ProbeReply, StopMatched, TokenBatchLost
 from shared.registry import InstanceGone, Registry
 from shared.telemetry.metrics import PublishedTotals
@@ -52,6 +52,7 @@ class DetokenizerActor(Actor):
     ) -> None:
         super().__init__(bus, instance)
         self._id = DetokenizerId(instance)
+        self._model = model
         self.core = Detokenizer(self._id, new_incarnation(), model, vocabulary, max_streams)
         self._registry = Registry(SILENCE)
         self._probes = StreamProbes()
@@ -123,6 +124,10 @@ class DetokenizerActor(Actor):
     def load(self) -> int:
         """Streams that are open here."""
         return len(self.core.streams)
+
+    def detokenizer_report(self) -> DetokenizerReport:
+        """The model whose text this detokenizer makes."""
+        return DetokenizerReport(model=self._model)
 
     async def _drop(self, gone: InstanceGone) -> None:
         last, reason = gone

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from shared.bus import Bus, BusError, Undelivered
 from shared.ids import InstanceId, RequestId, new_incarnation
 from shared.messages.lifecycle import (
+    DetokenizerReport,
     EngineReport,
     Lifecycle,
     Phase,
@@ -150,6 +151,10 @@ class Actor:
 
     def tokenizer_report(self) -> TokenizerReport | None:
         """What the lifecycle reports of a tokenizer; None for every service but the tokenizer."""
+        return None
+
+    def detokenizer_report(self) -> DetokenizerReport | None:
+        """What the lifecycle reports of a detokenizer; None for every service but the detokenizer."""
         return None
 
 

@@ -355,6 +355,7 @@ class ActorRuntime:
             standby=self._standby,
             keep_alive=self._beat.keep_alive,
             block_size=self._block_size,
+            detokenizer=actor.detokenizer_report(),
         )
 
 

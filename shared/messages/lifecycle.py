@@ -371,6 +371,13 @@ class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):
     """The markup formats recognised in the chat template."""
 
 
+class DetokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):
+    """What a detokenizer says of itself."""
+
+    model: ModelName
+    """Whose text it makes."""
+
+
 class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
     """Identity, phase, load and progress of one process. Published at each change of phase, half a second after any
     other change, and every `keep_alive` seconds at least."""
@@ -408,6 +415,15 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
     release that does not say it publishes every half second."""
     block_size: int | None = None
     """Tokens of a KV block, as the process is configured; None: of a release that has no such setting."""
+    detokenizer: DetokenizerReport | None = None
+
+    @property
+    def model(self) -> ModelName | None:
+        """The model that the process works for; None: it works for all, or does not say."""
+        if self.engine is not None:
+            return self.engine.model.name
+        report = self.tokenizer or self.detokenizer
+        return None if report is None else report.model
 
     @property
     def stands_by(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from shared.ids import EngineId, Incarnation, InstanceId, NodeId
+from shared.ids import EngineId, Incarnation, InstanceId, ModelName, NodeId
 
 
 class Scale(Struct, frozen=True, array_like=True, tag=True):
@@ -14,6 +14,8 @@ class Scale(Struct, frozen=True, array_like=True, tag=True):
     service: str
     """gateway, tokenizer, detokenizer, coordinator, or a pool: engines, prefill, decode."""
     count: int
+    model: ModelName | None = None
+    """Whose pool it is, in a stack that serves several models; None: there is one, or what all of them share."""
 
 
 class ScaleResult(Struct, frozen=True, array_like=True, tag=True):

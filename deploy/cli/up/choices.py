@@ -8,6 +8,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 
 from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.machine import gpu_choice, numa_choice
+from deploy.cli.up.models import ChosenModel, check_together, chosen_models, first_of, own_settings
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
 from deploy.cli.up.other_hosts import check_certificates, check_outside_bus, cluster_choice, hosts_choice
 from deploy.errors import CommandError
@@ -25,7 +27,7 @@ from deploy.supervisor.core.plan import POOLS, Counts, process_specs
 from deploy.supervisor.launch import EVERY_SERVICE, LaunchContext, secret_settings, service_command
 from deploy.supervisor.servers.arenas import clear_leftovers, default_memory, fits, free_memory
 from deploy.supervisor.settings import StackSettings
-from deploy.supervisor.spec import EmbeddedRedis, OutsideBus, OutsideRedis, RaySpec, StackSpec, StoreSpec
+from deploy.supervisor.spec import EmbeddedRedis, ModelSpec, OutsideBus, OutsideRedis, RaySpec, StackSpec, StoreSpec
 from deploy.supervisor.state_file import shared_memory
 from services.gateway.config import GatewayConfig
 from services.gateway.core.api_keys import KeyFileError
@@ -34,7 +36,7 @@ from services.worker.distributed.binding import available_cores
 from services.worker.platforms.names import check_device_name
 from services.worker.speculation.settings import SpeculationError, check_supported, read_speculation
 from shared.config import ConfigError, ServiceConfig, load_config, process_environment
-from shared.ids import NodeId, checked_instance
+from shared.ids import ModelName, NodeId, checked_instance
 from shared.messages.lifecycle import Service
 from shared.plugins.entry_points import PluginError
 from shared.settings import parse_bytes, settings_of
@@ -43,13 +45,23 @@ Settings = Mapping[str, Mapping[str, str]]
 
 
 def stack_spec(
-    typed: Mapping[str, Any], assigned: Settings, *, name: str, run_dir: Path, config: Path | None
+    typed: Mapping[str, Any],
+    assigned: Settings,
+    *,
+    name: str,
+    run_dir: Path,
+    config: Path | None,
+    models: Sequence[str] = (),
+    own: Mapping[ModelName, Sequence[str]] = MappingProxyType({}),
 ) -> StackSpec:
-    """The stack that the options describe. `assigned` is what `--set` said, which wins. Raises CommandError.
+    """The stack that the options describe. `assigned` is what `--set` said, which wins; `models` is what `--model` said
+    each time, and `own` what `--set` said of one of several. Raises CommandError.
 
     Removes what a killed supervisor left in shared memory, as it takes the memory that the store is to have.
     """
-    values = given(typed)
+    chosen = chosen_models(models)
+    values = given(first_of(chosen, typed))
+    check_together(chosen, values, own)
     stack, dealt = stack_settings(values), placed(values)
     pp, outside_bus = dealt["pp"], dealt["nats_url"]
     check_outside_bus(outside_bus or (), insecure=stack.insecure)
@@ -125,7 +137,48 @@ def stack_spec(
     )
     if counts.leads:
         check_gateway(spec)
-    return spec
+    return spec if len(chosen) < 2 else _of_several(spec, chosen, values, assigned, own)
+
+
+def _of_several(
+    spec: StackSpec,
+    chosen: Sequence[ChosenModel],
+    values: Mapping[str, Any],
+    assigned: Settings,
+    own: Mapping[ModelName, Sequence[str]],
+) -> StackSpec:
+    """The stack with processes for each model, which share this machine's processors evenly. Raises CommandError."""
+    models = [_model_spec(spec.run_dir, each, values, assigned, own.get(each.name, ())) for each in chosen]
+    ranks = sum(each.counts.all_ranks for each in models)
+    check_journal(assigned, sum(each.counts.all_engines for each in models))
+    threads = {"worker": {"threads": str(max(1, available_cores() // ranks))}}
+    return replace(
+        spec,
+        model=models[0].model,
+        served_model_name=models[0].name,
+        counts=replace(spec.counts, tokenizer=0, detokenizer=0, engines=0, prefill=0, decode=0),
+        models=tuple(replace(each, settings=merged(threads, each.settings)) for each in models),
+        numa_nodes=(),
+    )
+
+
+def _model_spec(
+    run_dir: Path, chosen: ChosenModel, values: Mapping[str, Any], assigned: Settings, own: Sequence[str]
+) -> ModelSpec:
+    """`values` and `assigned` are of all models, `own` of this one, and wins. Raises CommandError."""
+    options, assignments = own_settings(chosen.name, own)
+    values = {**values, **options}
+    stack, pp = stack_settings(values), placed(values)["pp"]
+    counts = replace(counts_of(stack, pp, has_store=False), gateway=0, coordinator=0, model=chosen.name)
+    drafts = drafting(values.get("speculative"), device=values.get("device"), stages=max(stack.stages(pp)))
+    drafted = {} if drafts is None else {"worker": {"speculative": drafts}}
+    return ModelSpec(
+        name=chosen.name,
+        model=model_folder(chosen.source, values.get("load_format"), run_dir),
+        counts=counts,
+        pp_layers=layer_split(values.get("pp_layers"), counts),
+        settings=merged(service_settings(values), drafted, assigned, parsed_settings(assignments)),
+    )
 
 
 def check_gateway(spec: StackSpec) -> None:

@@ -11,6 +11,7 @@ import typer
 from deploy.cli import end_at_once, raise_interrupt
 from deploy.cli.running_stack import DEFAULT, Name, RunDir, run_dir_of
 from deploy.cli.up.choices import parsed_settings, stack_spec
+from deploy.cli.up.models import split_assignments
 from deploy.cli.up.options import DETACH, Detach, StackAssignments, offers, with_options
 
 
@@ -29,7 +30,6 @@ def up(
     """Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer."""
     end_at_once()
     where = run_dir_of(name, run_dir)
-    assigned = parsed_settings(settings or [])
     if detach:
         from deploy.supervisor.background import start_in_background
 
@@ -41,9 +41,12 @@ def up(
         return
     from deploy.cli.up.run import run_stack
 
-    spec = stack_spec(typed, assigned, name=name, run_dir=where, config=config)
+    asked = split_assignments(settings or [])
+    assigned, models = parsed_settings(asked.shared), typed.pop("model") or []
+    spec = stack_spec(typed, assigned, name=name, run_dir=where, config=config, models=models, own=asked.own)
     raise_interrupt()
     run_stack(spec, ready_fd)
 
 
-with_options(up, offers().values())
+SEVERAL_MODELS = "Several, each as NAME=PATH_OR_ID: a stack of several models."
+with_options(up, ({**offers(), "model": offers()["model"]._replace(more=SEVERAL_MODELS)}).values())

@@ -58,6 +58,8 @@ class Offer(NamedTuple):
     """The one whose type and meaning the option has; other settings of the option get the same value."""
     targets: tuple[tuple[str, Setting], ...]
     """(service, setting); the service is EVERY_SERVICE or STACK for what is no service's own."""
+    more: str | None = None
+    """How more than one value is given, where a process has one of them; None: there is one."""
 
     @property
     def flag(self) -> str:
@@ -72,7 +74,7 @@ class Offer(NamedTuple):
     @property
     def repeated(self) -> bool:
         """Whether the option is given once per value."""
-        return bool(self.setting.plain_type == tuple[str, ...])
+        return self.more is not None or bool(self.setting.plain_type == tuple[str, ...])
 
 
 @cache
@@ -117,7 +119,7 @@ def parameter(offer: Offer, panel: str | None) -> inspect.Parameter:
         *names,
         min=setting.limit("ge") if number else None,
         max=setting.limit("le") if number else None,
-        help=setting.meaning,
+        help=setting.meaning if offer.more is None else f"{setting.meaning} {offer.more}",
         envvar=offer.option.environment,
         rich_help_panel=panel,
         show_default=shown if shown and plain is not bool else False,

@@ -120,7 +120,8 @@ async def _run(stack: Stack, console: Console, begun: float, ready_fd: int | Non
         await stack.stop_asked.wait()
         console.print("\nDraining and stopping … (Ctrl-C again: faster)", style="dim")
 
-    console.print(f"Starting stack [bold]{spec.name}[/bold] with {spec.model}", highlight=False, soft_wrap=True)
+    models = ", ".join(str(each.model) for each in spec.models or (spec,))
+    console.print(f"Starting stack [bold]{spec.name}[/bold] with {models}", highlight=False, soft_wrap=True)
     await stack.run(beside=(show,))
     console.print("Stopped.", style="dim")
 
@@ -152,7 +153,7 @@ def _say_ready(stack: Stack, console: Console, seconds: float) -> None:
         console.print(f"Took over {stack.adopted} processes that went on without their supervisor", highlight=False)
     console.print(
         f"\n[green]Ready[/green] after {seconds:.1f} s: [bold]{stack.url}[/bold]"
-        f"  model {stack.spec.served_model_name}\n",
+        f"  model {', '.join(stack.spec.names)}\n",
         highlight=False,
         soft_wrap=True,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from deploy.supervisor.core.plan import ProcessSpec
-from shared.ids import EngineId, InstanceId
+from shared.ids import EngineId, InstanceId, ModelName
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import ScaleReply
 
@@ -44,6 +44,7 @@ class ScaleRequested(Struct, frozen=True):
 
     service: str
     count: int
+    model: ModelName | None = None
 
 
 class ProcessesStalled(Struct, frozen=True):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
 from msgspec import Struct
 
-from shared.ids import EngineId, InstanceId, NodeId
+from shared.ids import EngineId, InstanceId, ModelName, NodeId
 from shared.messages.lifecycle import Role, Service
 
 Pool = Literal["engines", "prefill", "decode"]
@@ -16,7 +18,11 @@ Scalable = Literal[LightService, Pool]
 """What a user counts."""
 POOLS: tuple[Pool, ...] = get_args(Pool)
 SCALABLE: tuple[Scalable, ...] = (*get_args(LightService), *POOLS)
+OF_A_MODEL: frozenset[Scalable] = frozenset({"tokenizer", "detokenizer", *POOLS})
+"""What each model of a stack has for itself; all else serves all of them."""
 MAX_COUNT = 256
+MAX_PREFIX = 40
+"""Characters of a model's name that names of its processes begin with."""
 
 LauncherName = Literal["local", "ray"]
 StartMethod = Literal["forkserver", "spawn"]
@@ -60,6 +66,9 @@ class Counts(Struct, frozen=True, kw_only=True):
     joined: NodeId | None = None
     """The name of this host where it joined another host's stack: its processes' names begin with it. None: the first
     host, or the only one."""
+    model: ModelName | None = None
+    """Which of several models all of these work for: their names begin with its name. None: there is one model, or
+    these are what several share."""
 
     def of(self, what: Scalable) -> int:
         """The number of instances of a light service, or of engines of a pool."""
@@ -91,8 +100,9 @@ class Counts(Struct, frozen=True, kw_only=True):
         return range(self.host * ranks // self.hosts, (self.host + 1) * ranks // self.hosts)
 
     def named(self, name: str) -> InstanceId:
-        """The name of a process or an engine of this host, like no other host's."""
-        return InstanceId(name if self.joined is None else f"{self.joined}-{name}")
+        """The name of a process or an engine of this host, like no other host's, and no other model's."""
+        prefix = self.joined if self.model is None else name_prefix(self.model)
+        return InstanceId(name if prefix is None else f"{prefix}-{name}")
 
     @property
     def leads(self) -> bool:
@@ -128,6 +138,13 @@ class ProcessSpec(NamedTuple):
     """The pool of its engine; None for a service that belongs to no engine."""
     rank: int | None = None
     """The rank of a worker; None for other services."""
+    model: ModelName | None = None
+    """Which of several models it works for; None: there is one, or it serves all of them."""
+
+
+def name_prefix(model: ModelName) -> str:
+    """What the names of a model's processes begin with: its own, as far as it can be part of a subject."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", model)[:MAX_PREFIX]
 
 
 def process_specs(what: Scalable, number: int, counts: Counts) -> list[ProcessSpec]:
@@ -138,22 +155,25 @@ def process_specs(what: Scalable, number: int, counts: Counts) -> list[ProcessSp
             process_specs = _engine_processes(what, number, counts)
             return process_specs if counts.leads else process_specs[1:]
         case _:
-            return [ProcessSpec(what, counts.named(f"{what}-{number}"), number, what)]
+            return [ProcessSpec(what, counts.named(f"{what}-{number}"), number, what, model=counts.model)]
 
 
 def _engine_processes(pool: Pool, number: int, counts: Counts) -> list[ProcessSpec]:
     engine, ranks = EngineId(counts.named(f"{ENGINE_NAMES[pool]}-{number}")), counts.ranks_here(pool)
-    scheduler = ProcessSpec("scheduler", InstanceId(engine), number, pool, engine, pool)
+    scheduler = ProcessSpec("scheduler", InstanceId(engine), number, pool, engine, pool, model=counts.model)
+    workers = (scheduler._replace(service="worker", instance=InstanceId(f"{engine}-rank{r}"), rank=r) for r in ranks)
     stores = [InstanceId(f"{engine}-kvstore")] if counts.engine_stores else []
     return [
         scheduler,
-        *(ProcessSpec("worker", InstanceId(f"{engine}-rank{r}"), number, pool, engine, pool, r) for r in ranks),
-        *(ProcessSpec("kvstore", store, number, pool, engine, pool) for store in stores),
+        *workers,
+        *(scheduler._replace(service="kvstore", instance=store) for store in stores),
     ]
 
 
-def all_process_specs(counts: Counts) -> list[ProcessSpec]:
-    """Every process of this host, those that take longest to start first."""
+def all_process_specs(counts: Counts, models: Iterable[Counts] = ()) -> list[ProcessSpec]:
+    """Every process of this host, those that take longest to start first. `models`: what each of several models has."""
+    if own := [process for each in models for process in all_process_specs(each)]:
+        return [*own, *all_process_specs(counts)]
     if not counts.leads:
         return _counted(POOLS, counts)
     light: tuple[Scalable, ...] = ("gateway", "tokenizer", "coordinator", "detokenizer")

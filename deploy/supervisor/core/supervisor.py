@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import msgspec
 from msgspec import Struct
@@ -34,6 +34,7 @@ from deploy.supervisor.core.members import RestartPolicy, SupervisedProcess
 from deploy.supervisor.core.plan import (
     DECODING,
     MAX_COUNT,
+    OF_A_MODEL,
     POOLS,
     SCALABLE,
     STOP_ORDER,
@@ -45,7 +46,7 @@ from deploy.supervisor.core.plan import (
     stop_stage,
 )
 from deploy.supervisor.core.standbys import StandbyEngines
-from shared.ids import EngineId, InstanceId
+from shared.ids import EngineId, InstanceId, ModelName
 from shared.machine.gpu_topology import GpuTopology
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import ScaleRefusal, ScaleResult
@@ -65,6 +66,17 @@ class StopDeadlines(Struct, frozen=True, kw_only=True):
     hurry: float = 2.0
 
 
+class _Group(NamedTuple):
+    """What is counted together."""
+
+    what: Scalable
+    model: ModelName | None
+
+    def has(self, process: ProcessSpec) -> bool:
+        """Whether the process is one of them, or of one of their engines."""
+        return (process.kind, process.model) == self
+
+
 class Supervisor:
     """Owns every process of the stack. Single writer; the shell hands in events and executes the commands."""
 
@@ -76,16 +88,19 @@ class Supervisor:
         *,
         holds_workers: bool = False,
         gpus: GpuTopology | None = None,
+        models: Sequence[Counts] = (),
     ) -> None:
         """`holds_workers`: no worker starts before `WorkersReleased`. `gpus`: how those of this host are joined; None:
-        not known."""
+        not known. `models`: what each of several models has; `counts` is then what they share."""
         self._policy = policy or RestartPolicy()
         self._deadlines = deadlines or StopDeadlines()
         self._counts = counts
         self._gpus = gpus
         self._members: dict[InstanceId, SupervisedProcess] = {}
-        self._standbys = StandbyEngines(self._members, counts)
-        self._add_processes(all_process_specs(counts), 0.0)
+        self._plans = {each.model: each for each in (counts, *models)}
+        """By model; None: what is no model's own, and all of it where there is one."""
+        self._standbys = StandbyEngines(self._members, self._plans.values())
+        self._add_processes(all_process_specs(counts, models), 0.0)
         self._stops_asked = 0
         self._requested: dict[EngineId, str] = {}
         """Where the ranks of an engine are to meet, on a host that is not the first."""
@@ -137,8 +152,8 @@ class Supervisor:
         commands = list(self._apply(event, now))
         self.settled = self.settled or (self.all_ready and not self.stopping)
         if self.settled and not self.stopping:
-            for pool, lacking in tuple(self._standbys.missing()):
-                self._add(pool, lacking, now, standby=True)
+            for model, pool, lacking in tuple(self._standbys.missing()):
+                self._add(pool, model, lacking, now, standby=True)
         match event:
             case LifecycleReceived(lifecycle):
                 commands += self._standbys.commands(lifecycle.instance)
@@ -158,8 +173,8 @@ class Supervisor:
                 return ()
             case ProcessExited(instance, status):
                 return self._exited(instance, status, now)
-            case ScaleRequested(service, count):
-                return (self._scale(service, count, now),)
+            case ScaleRequested(service, count, model):
+                return (self._scale(service, count, model, now),)
             case ProcessesStalled(instances):
                 return self._kill(self._present(instances), now)
             case RanksRequested():
@@ -342,47 +357,67 @@ class Supervisor:
 
     # ---- scaling
 
-    def _scale(self, service: str, count: int, now: float) -> ReplyToScale:
+    def _scale(self, service: str, count: int, model: ModelName | None, now: float) -> ReplyToScale:
         what = next((each for each in SCALABLE if each == service), None)
         if what is None:
             return ReplyToScale(ScaleRefusal(f"{service}: cannot be scaled; {', '.join(SCALABLE)} can"))
         if what in POOLS and self._counts.hosts > 1:
             return ReplyToScale(ScaleRefusal(f"{service}: engines over several hosts cannot be scaled"))
-        least = self._least(what)
+        if (refused := self._model_refusal(what, model)) is not None:
+            return ReplyToScale(ScaleRefusal(refused))
+        group = _Group(what, model)
+        least = self._least(group)
         if not least <= count <= MAX_COUNT:
             return ReplyToScale(ScaleRefusal(f"{service}={count}: from {least} to {MAX_COUNT} are possible"))
         if self.stopping:
             return ReplyToScale(ScaleRefusal("the stack is stopping"))
-        numbers = self._numbers(what)
+        numbers = self._numbers(group)
         promoted = [
-            name for pool in POOLS if pool == what for name in self._standbys.promote(pool, count - len(numbers))
+            name for pool in POOLS if pool == what for name in self._standbys.promote(model, pool, count - len(numbers))
         ]
-        started = [*promoted, *self._add(what, count - len(self._numbers(what)), now)]
-        stopping = self._dismiss(what, self._stop_candidates(what)[: max(0, len(numbers) - count)])
+        started = [*promoted, *self._add(what, model, count - len(self._numbers(group)), now)]
+        stopping = self._dismiss(group, self._stop_candidates(group)[: max(0, len(numbers) - count)])
         return ReplyToScale(ScaleResult(started=tuple(started), stopping=tuple(stopping)))
 
-    def _least(self, what: Scalable) -> int:
+    def _model_refusal(self, what: Scalable, model: ModelName | None) -> str | None:
+        """Why a model is named that is not there, or none where one has to be; None where that is right."""
+        known = ", ".join(str(name) for name in self._plans if name is not None)
+        if not known:
+            return None if model is None else f"model: {model!r} is not needed, as the stack serves one model"
+        if what not in OF_A_MODEL:
+            return None if model is None else f"model: {what} serves all models"
+        if model is None:
+            return f"model: {what} are of one model each; there are {known}"
+        return None if model in self._plans else f"model: {model!r} is not served; there are {known}"
+
+    def _least(self, group: _Group) -> int:
         """Prefill engines may all go, and so may others while some remain that finish what was begun. A host that
         joined may be left with nothing: others serve."""
         if self._counts.joined is not None:
             return 0
+        what, model = group
         if what not in POOLS:
             return 1
-        others = sum(len(self._numbers(pool)) for pool in DECODING if pool != what)
+        others = sum(len(self._numbers(_Group(pool, model))) for pool in DECODING if pool != what)
         return 1 if what in DECODING and not others else 0
 
-    def _numbers(self, what: Scalable) -> set[int]:
-        """Of those that serve, or are to."""
-        members = (m for m in self._members.values() if m.wanted and not m.standby)
-        return {member.process.number for member in members if member.process.kind == what}
+    def _serving(self, group: _Group) -> list[SupervisedProcess]:
+        """Those that serve, or are to."""
+        return [m for m in self._members.values() if m.wanted and not m.standby and group.has(m.process)]
 
-    def _add(self, what: Scalable, how_many: int, now: float, *, standby: bool = False) -> list[InstanceId]:
+    def _numbers(self, group: _Group) -> set[int]:
+        return {member.process.number for member in self._serving(group)}
+
+    def _add(
+        self, what: Scalable, model: ModelName | None, how_many: int, now: float, *, standby: bool = False
+    ) -> list[InstanceId]:
         added: list[InstanceId] = []
-        taken = {m.process.number for m in self._members.values() if m.process.kind == what}
+        group = _Group(what, model)
+        taken = {m.process.number for m in self._members.values() if group.has(m.process)}
         for _ in range(how_many):
             number = next(n for n in range(1, 2 * MAX_COUNT + 2) if n not in taken)
             taken.add(number)
-            new = process_specs(what, number, self._counts)
+            new = process_specs(what, number, self._plans[model])
             self._add_processes(new, now, standby=standby)
             added += [process.instance for process in new]
         return added
@@ -394,19 +429,18 @@ class Supervisor:
             members = [SupervisedProcess(process, due=due, standby=standby) for process in group]
             workers = [member for member in members if member.process.service == "worker"]
             pool = workers[0].process.pool if workers else None
-            stages = 1 if pool is None else self._counts.stages_of(pool)
+            stages = 1 if pool is None else self._plans[workers[0].process.model].stages_of(pool)
             devices = choose_devices(taken, len(workers), self._gpus, stages=stages)
             for device, worker in zip(devices, workers, strict=True):
                 worker.device = device
                 taken.add(device)
             self._members |= {member.process.instance: member for member in members}
 
-    def _stop_candidates(self, what: Scalable) -> list[int]:
+    def _stop_candidates(self, group: _Group) -> list[int]:
         """Which to stop first: drained ones, then those not ready, of equals the newest. Serving ones stay."""
-        of: dict[int, list[SupervisedProcess]] = {number: [] for number in self._numbers(what)}
-        for member in self._members.values():
-            if member.wanted and not member.standby and member.process.kind == what:
-                of[member.process.number].append(member)
+        of: dict[int, list[SupervisedProcess]] = {number: [] for number in self._numbers(group)}
+        for member in self._serving(group):
+            of[member.process.number].append(member)
 
         def worth(number: int) -> tuple[bool, bool, int]:
             members = of[number]
@@ -415,8 +449,8 @@ class Supervisor:
 
         return sorted(of, key=worth)
 
-    def _dismiss(self, what: Scalable, numbers: list[int]) -> list[InstanceId]:
-        leaving = [m for m in self._members.values() if m.process.kind == what and m.process.number in numbers]
+    def _dismiss(self, group: _Group, numbers: list[int]) -> list[InstanceId]:
+        leaving = [m for m in self._members.values() if group.has(m.process) and m.process.number in numbers]
         for member in leaving:
             member.wanted = False
         return [member.process.instance for member in leaving]

@@ -107,6 +107,8 @@ class EngineFleet:
         self._pools: dict[_PoolKey, EnginePool] = {}
         self._detokenizers: list[Lifecycle] = []
         """The detokenizers that are ready."""
+        self._detokenizers_of: dict[ModelName, list[Lifecycle]] = {}
+        """Those of each model, computed on demand."""
 
     # ---- what is seen of them
 
@@ -259,12 +261,12 @@ class EngineFleet:
         """What a request for `model` cannot do without and is not ready, for people; None where all is there."""
         if not self._ready_names(model):
             return f"no engine for the model {model!r} is ready"
-        return None if self._detokenizers else "no detokenizer is ready"
+        return None if self._of_model(model) else "no detokenizer is ready"
 
     def has_room(self, model: ModelName, *, fair: bool) -> bool:
         """Whether some engine of `model` takes one more, that is `fair` (of an API key, and competes with those of
         others) or not; a quick no for a long queue."""
-        return bool(self._detokenizers) and len(self._pool(_PoolKey(model, "decode", fair))) > 0
+        return bool(self._of_model(model)) and len(self._pool(_PoolKey(model, "decode", fair))) > 0
 
     def decode_candidates(self, generation: Generation) -> EnginePool:
         """The engines that may take the whole of a request; none where all are full.
@@ -290,10 +292,10 @@ class EngineFleet:
         )
         return self._new_pool(able, fair=is_fair(generation))
 
-    def choose_detokenizer(self) -> DetokenizerId | None:
-        """One with the least work, with rotation among equals; None where there is none."""
+    def choose_detokenizer(self, model: ModelName) -> DetokenizerId | None:
+        """One of that model with the least work, with rotation among equals; None where there is none."""
         loads = [
-            (life.load + self._reservations.on(life.instance).requests, life.instance) for life in self._detokenizers
+            (life.load + self._reservations.on(life.instance).requests, life.instance) for life in self._of_model(model)
         ]
         if not loads:
             return None
@@ -421,6 +423,15 @@ class EngineFleet:
 
     def _list_detokenizers(self) -> None:
         self._detokenizers = list(self.registry.all("detokenizer", "ready"))
+        self._detokenizers_of.clear()
+
+    def _of_model(self, model: ModelName) -> list[Lifecycle]:
+        """The detokenizers that are ready and work for `model`; one of a release that does not say so works for all."""
+        found = self._detokenizers_of.get(model)
+        if found is None:
+            found = [life for life in self._detokenizers if life.model in (model, None)]
+            self._detokenizers_of[model] = found
+        return found
 
     def _count_coordinators(self) -> None:
         """This coordinator is counted even before it receives its own lifecycle message."""

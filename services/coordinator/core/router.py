@@ -81,7 +81,7 @@ class Router:
         """Where the request goes best; None where no engine, or no detokenizer, takes one more. `whole`: one engine has
         to do all of it."""
         pool = self._fleet.decode_candidates(generation)
-        detokenizer = self._fleet.choose_detokenizer()
+        detokenizer = self._fleet.choose_detokenizer(generation.model)
         if not pool or detokenizer is None:
             return None
         request = self._describe(generation, now)
@@ -117,7 +117,7 @@ class Router:
         """The engine that computes the prompt, of those that have asked for one (`room`: tokens that an engine asked
         for): the one that has most of it, then the one with most room; a request that is computed sooner than handed
         over goes to one engine whole. None where none has asked, or none would go on."""
-        detokenizer = self._fleet.choose_detokenizer()
+        detokenizer = self._fleet.choose_detokenizer(generation.model)
         decoding = self._decoding(self._fleet.decode_candidates(generation))
         asking = [each for each in self._fleet.prefill_candidates(generation) if room(each.engine.id) > 0]
         if not decoding or not asking or detokenizer is None:

@@ -21,7 +21,7 @@ MODEL_MEMORY_S = 600.0
 404."""
 
 ServiceKind = tuple[Service, ModelName | None]
-"""A service; engines by the model that they serve."""
+"""A service, and the model that it works for; None: all, as coordinators do."""
 
 
 class Absence(NamedTuple):
@@ -80,7 +80,8 @@ class ClusterView:
         for name in old:
             del self._cards[name]
             self._dialects.pop(name, None)
-            self._served_until.pop(("scheduler", name), None)
+            for service in REQUIRED_SERVICES:
+                self._served_until.pop((service, name), None)
         gone = self._registry.expire(now)
         for each in gone:
             self._count_ready(each.last, -1)
@@ -137,21 +138,32 @@ class ClusterView:
         if model is None and self._cards:
             absences = [self.absence(name, now) for name in self._cards]
             return None if None in absences else absences[0]
-        kinds = [(service, model if service == "scheduler" else None) for service in REQUIRED_SERVICES]
-        missing = [kind for kind in kinds if not self._ready[kind]]
-        since = min((self._served_until.get(kind, -math.inf) for kind in missing), default=math.inf)
+        missing = self._missing(model)
+        since = min((self._was_served_until(service, model) for service in missing), default=math.inf)
         if now - since <= self._wait_s:
             return None
-        return Absence(f"no {' and no '.join(service for service, _ in missing)} is ready", since)
+        return Absence(f"no {' and no '.join(missing)} is ready", since)
+
+    def _missing(self, model: ModelName | None) -> list[Service]:
+        """The services of which no instance is ready that works for `model`, or (None) for any."""
+        return [
+            service
+            for service in REQUIRED_SERVICES
+            if not any(_works_for(kind, service, model) for kind, number in self._ready.items() if number)
+        ]
+
+    def _was_served_until(self, service: Service, model: ModelName | None) -> float:
+        times = (at for kind, at in self._served_until.items() if _works_for(kind, service, model))
+        return max(times, default=-math.inf)
 
     def rooms(self) -> dict[ModelName, Room]:
         """Returns how many more requests the ready engines of each model would run at once; those that only prefill
         left out, where there are others. Nothing where they cannot be used for want of another service."""
-        if not all(self._ready[service, None] for service in REQUIRED_SERVICES if service != "scheduler"):
-            return {}
+        served = {name for name in self._cards if not self._missing(name)}
         rooms: dict[ModelName, Room] = {}
-        for message in self._registry.all("scheduler", "ready"):
-            if (engine := message.engine) is not None and engine.role != "prefill" and engine.suspect is None:
+        for message in self._registry.all("scheduler", "ready") if served else ():
+            engine = message.engine
+            if engine is not None and engine.model.name in served and engine.role != "prefill" and not engine.suspect:
                 room = rooms.get(engine.model.name, Room(0, 0))
                 free = max(0, engine.max_running - engine.running - engine.waiting)
                 loras = room.loras.union(each.id for each in engine.model.loras)
@@ -179,4 +191,10 @@ class ClusterView:
 
 
 def _kind(message: Lifecycle) -> ServiceKind:
-    return message.service, None if message.engine is None else message.engine.model.name
+    return message.service, message.model
+
+
+def _works_for(kind: ServiceKind, service: Service, model: ModelName | None) -> bool:
+    """Whether an instance of that kind is of the service and works for `model`, or (None) for any. A tokenizer or
+    detokenizer that does not say for which counts for all."""
+    return kind[0] == service and (model is None or kind[1] == model or (kind[1] is None and service != "scheduler"))

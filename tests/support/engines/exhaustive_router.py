@@ -44,7 +44,7 @@ class ExhaustiveRouter:
     def choose(self, generation: Generation, now: float) -> Placement | None:
         """Where the request goes best; None where no engine, or no detokenizer, takes one more."""
         candidates = self._decode_candidates(generation)
-        detokenizer = self._fleet.choose_detokenizer()
+        detokenizer = self._fleet.choose_detokenizer(generation.model)
         if not candidates or detokenizer is None:
             return None
         request = self._describe(generation, now)
