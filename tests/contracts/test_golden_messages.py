@@ -400,6 +400,17 @@ MESSAGES: list[Any] = [
     coordinator.Route(
         msgspec.structs.replace(GENERATION, prompt_embeds=msgspec.structs.replace(EMBEDS, runs=((3, 1),)))
     ),
+    supervisor.Scale("engines", 2, ModelName("demo")),
+    lifecycle.Lifecycle(
+        service="detokenizer",
+        instance=InstanceId("detokenizer-1"),
+        incarnation=Incarnation(1),
+        phase="ready",
+        pid=1,
+        host="h",
+        started=1.5,
+        detokenizer=lifecycle.DetokenizerReport(model=ModelName("demo")),
+    ),
 ]
 
 

@@ -10,12 +10,12 @@ from services.coordinator.core.actions import NotifyGateway, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
 from services.coordinator.core.kv_sources import Reuse
 from services.coordinator.core.reservations import EXPECT_SECONDS
-from shared.ids import InstanceId, NodeId
+from shared.ids import InstanceId, ModelName, NodeId
 from shared.messages.coordinator import Route
 from shared.messages.gateway import RequestFailed
 from shared.messages.kv_events import KvEvents
-from shared.messages.lifecycle import Lifecycle
-from tests.support.engines.coordinator_events import at, detokenizer, engine, holds, route, store
+from shared.messages.lifecycle import DetokenizerReport, Lifecycle
+from tests.support.engines.coordinator_events import MODEL, at, detokenizer, engine, holds, route, store
 
 BLOCK = 16
 PROMPT = 20 * BLOCK + 3
@@ -262,3 +262,14 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_whole_wherever_
     assert isinstance(action, PlaceRequest)
     assert (action.engine, action.generate.predicted_cached) == ("a", 0)
     assert place(core, "s").engine == "b"
+
+
+def test_a_request_gets_a_detokenizer_of_its_model_or_one_that_does_not_say() -> None:
+    core = Coordinator(InstanceId("coordinator-1"), CoordinatorConfig())
+    other = replace(detokenizer("a-of-another"), detokenizer=DetokenizerReport(model=ModelName("other")))
+    core.lifecycle(engine("e"), at(0))
+    core.lifecycle(other, at(0))
+    assert not [each for each in core.route(route("r"), at(0)) if isinstance(each, PlaceRequest)]
+    core.lifecycle(replace(other, instance=InstanceId("b"), detokenizer=DetokenizerReport(model=MODEL)), at(0.1))
+    placed = [each for each in core.time_passed(at(0.2)) if isinstance(each, PlaceRequest)]
+    assert [each.generate.detokenizer for each in placed] == ["b"]

@@ -6,7 +6,16 @@ from msgspec.structs import replace
 
 from services.gateway.core.cluster import MODEL_MEMORY_S, REQUIRED_SERVICES, Absence, ClusterView
 from shared.ids import InstanceId, LoraId, ModelName
-from shared.messages.lifecycle import EngineReport, Lifecycle, LoraCard, ModelCard, Phase
+from shared.messages.dialects import Dialect
+from shared.messages.lifecycle import (
+    DetokenizerReport,
+    EngineReport,
+    Lifecycle,
+    LoraCard,
+    ModelCard,
+    Phase,
+    TokenizerReport,
+)
 from tests.unit.gateway.core.test_supervisor import life
 
 CARD = ModelCard(name=ModelName("m"), max_model_len=8, vocab_size=9, eos_token_ids=(), dtype="float32", created=1)
@@ -62,6 +71,24 @@ def test_requests_for_one_model_do_not_wait_for_engines_of_another() -> None:
     cluster.record_lifecycle(replace(engine(), phase="draining"), 0.1)
     assert reason(cluster, 0.2, CARD.name) == "no scheduler is ready"
     assert reason(cluster, 0.2, other.name) is reason(cluster, 0.2) is None
+
+
+def test_a_model_needs_a_tokenizer_and_a_detokenizer_of_its_own() -> None:
+    cluster, other = ClusterView(), ModelName("other")
+    cluster.record_lifecycle(life("coordinator", "coordinator-1"), 0.0)
+    for name in (CARD.name, other):
+        report = replace(REPORT, model=replace(CARD, name=name))
+        cluster.record_lifecycle(replace(engine(f"{name}-engine-1"), engine=report), 0.0)
+        tokenizer = replace(life("tokenizer", f"{name}-t"), tokenizer=TokenizerReport(model=name, dialect=Dialect()))
+        cluster.record_lifecycle(tokenizer, 0.0)
+    detokenizer = replace(life("detokenizer", "m-d"), detokenizer=DetokenizerReport(model=CARD.name))
+    cluster.record_lifecycle(detokenizer, 0.0)
+    assert reason(cluster, 0.0, CARD.name) is reason(cluster, 0.0) is None
+    assert reason(cluster, 0.0, other) == "no detokenizer is ready"
+    assert set(cluster.rooms()) == {CARD.name}
+    cluster.record_lifecycle(replace(detokenizer, phase="draining"), 0.1)
+    cluster.record_lifecycle(life("detokenizer", "of-an-older-release"), 0.1)
+    assert reason(cluster, 0.2, CARD.name) is reason(cluster, 0.2, other) is None
 
 
 def test_what_is_silent_was_there_until_its_next_heartbeat_was_due() -> None:

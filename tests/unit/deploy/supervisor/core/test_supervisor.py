@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import msgspec
 import pytest
 
 from deploy.supervisor.core.events import (
@@ -26,7 +27,7 @@ from deploy.supervisor.core.events import (
 from deploy.supervisor.core.members import RestartPolicy
 from deploy.supervisor.core.plan import Counts
 from deploy.supervisor.core.supervisor import BAD_SETTINGS_STATUS, StopDeadlines, Supervisor
-from shared.ids import Incarnation, InstanceId
+from shared.ids import Incarnation, InstanceId, ModelName
 from shared.messages.lifecycle import Lifecycle, Phase
 from shared.messages.supervisor import ScaleRefusal, ScaleResult
 
@@ -34,8 +35,9 @@ from shared.messages.supervisor import ScaleRefusal, ScaleResult
 class Simulation:
     """Plays the shell: gives every start a pid, and lets processes say and do what a test wants."""
 
-    def __init__(self, counts: Counts | None = None) -> None:
-        self.supervisor = Supervisor(counts or Counts(), RestartPolicy(), StopDeadlines(drain=32, idle=5, hurry=2))
+    def __init__(self, counts: Counts | None = None, models: Sequence[Counts] = ()) -> None:
+        deadlines = StopDeadlines(drain=32, idle=5, hurry=2)
+        self.supervisor = Supervisor(counts or Counts(), RestartPolicy(), deadlines, models=models)
         self.now = 100.0
         self.pids: dict[str, int] = {}
         self._next_pid = 1000
@@ -53,8 +55,8 @@ class Simulation:
         self.now += seconds
         return self.handle(ClockTick())
 
-    def says(self, instance: str, phase: Phase) -> Lifecycle:
-        message = Lifecycle(
+    def message(self, instance: str, phase: Phase) -> Lifecycle:
+        return Lifecycle(
             service="gateway",
             instance=InstanceId(instance),
             incarnation=Incarnation(7),
@@ -63,8 +65,13 @@ class Simulation:
             host="h",
             started=0.0,
         )
-        assert self.handle(LifecycleReceived(message)) == []
-        return message
+
+    def hears(self, instance: str, phase: Phase) -> list[Command]:
+        return self.handle(LifecycleReceived(self.message(instance, phase)))
+
+    def says(self, instance: str, phase: Phase) -> Lifecycle:
+        assert self.hears(instance, phase) == []
+        return self.message(instance, phase)
 
     def ends(self, instance: str, status: int = -9) -> list[Command]:
         return self.handle(ProcessExited(InstanceId(instance), status))
@@ -303,6 +310,60 @@ def test_scaling_down_drains_the_newest() -> None:
         TerminateProcess(InstanceId("tokenizer-3")),
     ]
     assert started([*stack.ends("tokenizer-2", 0), *stack.ends("tokenizer-3", 0), *stack.tick(60)]) == set()
+
+
+def of_two_models(standby: int = 0) -> Simulation:
+    shared = Counts(engines=0, tokenizer=0, detokenizer=0)
+    big = Counts(model=ModelName("org/big"), ranks=2, standby=standby, gateway=0, coordinator=0)
+    return Simulation(shared, [big, Counts(model=ModelName("small"), gateway=0, coordinator=0)])
+
+
+def test_each_model_has_processes_that_bear_its_name() -> None:
+    stack = of_two_models().all_ready()
+    assert stack.present() == {
+        *("gateway-1", "coordinator-1"),
+        *("org-big-engine-1", "org-big-engine-1-rank0", "org-big-engine-1-rank1"),
+        *("org-big-tokenizer-1", "org-big-detokenizer-1"),
+        *("small-engine-1", "small-engine-1-rank0", "small-tokenizer-1", "small-detokenizer-1"),
+    }
+    workers = [member.device for member in stack.supervisor.members() if member.process.service == "worker"]
+    assert sorted(workers) == [0, 1, 2]  # type: ignore[type-var]
+
+
+def test_pools_of_several_models_are_scaled_by_name() -> None:
+    stack = of_two_models().all_ready()
+    small, big = ModelName("small"), ModelName("org/big")
+    commands = stack.handle(ScaleRequested("engines", 2, small))
+    assert answer(commands) == ScaleResult(started=("small-engine-2", "small-engine-2-rank0"), stopping=())
+    assert answer(stack.handle(ScaleRequested("engines", 1, small))) == ScaleResult(
+        started=(), stopping=("small-engine-2", "small-engine-2-rank0")
+    )
+    assert answer(stack.handle(ScaleRequested("tokenizer", 2, big))) == ScaleResult(("org-big-tokenizer-2",), ())
+    assert answer(stack.handle(ScaleRequested("gateway", 2))) == ScaleResult(("gateway-2",), ())
+    for asked, why in (
+        (ScaleRequested("engines", 2), "model: engines are of one model each; there are org/big, small"),
+        (ScaleRequested("gateway", 2, small), "model: gateway serves all models"),
+        (ScaleRequested("engines", 2, ModelName("x")), "model: 'x' is not served; there are org/big, small"),
+        (ScaleRequested("engines", 0, small), "engines=0: from 1 to 256 are possible"),
+    ):
+        assert answer(stack.handle(asked)) == ScaleRefusal(why)
+    assert answer(Simulation().all_ready().handle(ScaleRequested("engines", 2, small))) == ScaleRefusal(
+        "model: 'small' is not needed, as the stack serves one model"
+    )
+
+
+def test_a_standby_takes_the_place_of_an_engine_of_its_own_model_only() -> None:
+    stack = of_two_models(standby=1)
+    stack.tick()
+    started_last = [started(stack.hears(instance, "ready")) for instance in list(stack.pids)][-1]
+    assert started_last == {"org-big-engine-2", "org-big-engine-2-rank0", "org-big-engine-2-rank1"}
+    scheduler = stack.message("org-big-engine-2", "draining")
+    stack.handle(LifecycleReceived(msgspec.structs.replace(scheduler, service="scheduler", standby=True)))
+    standing_by = {m.process.engine for m in stack.supervisor.members() if m.standby}
+    stack.ends("small-engine-1-rank0")
+    assert {m.process.engine for m in stack.supervisor.members() if m.standby} == standing_by == {"org-big-engine-2"}
+    stack.ends("org-big-engine-1-rank0")
+    assert {m.process.engine for m in stack.supervisor.members() if m.standby} == {"org-big-engine-1"}
 
 
 def test_an_engine_that_goes_keeps_its_ranks_until_its_scheduler_has_finished() -> None:

@@ -1,0 +1,116 @@
+"""`--model` several times: one stack with processes for each model, and what is said of one alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.cli.up.choices import parsed_settings, stack_spec
+from deploy.cli.up.models import chosen_models, split_assignments
+from deploy.errors import CommandError
+from deploy.supervisor.launch import LaunchContext, service_command
+from deploy.supervisor.spec import StackSpec
+from tests.support.paths import DEMO_MODEL
+
+BOTH = (f"org/a={DEMO_MODEL}", f"b={DEMO_MODEL}")
+WHERE = LaunchContext(port=8001, rendezvous="127.0.0.1:9")
+
+
+def described(folder: Path, *settings: str, models: tuple[str, ...] = BOTH, **typed: object) -> StackSpec:
+    said = split_assignments(settings)
+    options = {"device": "sim", "kvstore_memory": "0", **typed}
+    return stack_spec(
+        options,
+        parsed_settings(said.shared),
+        name="s",
+        run_dir=folder,
+        config=None,
+        models=models,
+        own=said.own,
+    )
+
+
+def test_a_name_stands_before_the_model_unless_there_is_a_folder_of_that_name(tmp_path: Path) -> None:
+    odd = tmp_path / "lr=1"
+    odd.mkdir()
+    named, unnamed, hub = chosen_models([f"org/a={DEMO_MODEL}", str(odd), "Org/Model-7B"])
+    assert named == ("org/a", str(DEMO_MODEL), True)
+    assert unnamed == ("lr=1", str(odd), False)
+    assert hub == ("Org/Model-7B", "Org/Model-7B", False)
+
+
+def test_one_model_may_be_named_so_too(tmp_path: Path) -> None:
+    spec = described(tmp_path, models=BOTH[:1])
+    assert (spec.served_model_name, spec.models, spec.counts.engines) == ("org/a", (), 1)
+    with pytest.raises(CommandError, match="--served-model-name c: --model org/a=… names it already"):
+        described(tmp_path, models=BOTH[:1], served_model_name="c")
+
+
+def test_each_has_processes_of_its_own_beside_what_all_share(tmp_path: Path) -> None:
+    said = ("b/engines=2", "b/tp=2", "b/worker.sim_step_ms=7", "b/max-model-len=99", "worker.seed=3")
+    spec = described(tmp_path, *said, tp=1, max_model_len=50)
+    assert spec.names == ("org/a", "b")
+    assert (spec.counts.gateway, spec.counts.coordinator) == (2, 1)
+    processes = {each.instance: each for each in spec.planned()}
+    assert set(processes) == {
+        *("org-a-engine-1", "org-a-engine-1-rank0", "org-a-tokenizer-1", "org-a-detokenizer-1"),
+        *("b-engine-1", "b-engine-1-rank0", "b-engine-1-rank1", "b-tokenizer-1", "b-detokenizer-1"),
+        *("b-engine-2", "b-engine-2-rank0", "b-engine-2-rank1"),
+        *("gateway-1", "gateway-2", "coordinator-1"),
+    }
+    of_a, of_b = (
+        service_command(spec, processes[name], WHERE)[3:] for name in ("org-a-engine-1-rank0", "b-engine-1-rank0")
+    )
+    assert {"--served-model-name=org/a", "--max-model-len=50", "--seed=3"} <= set(of_a)
+    assert {"--served-model-name=b", "--max-model-len=99", "--seed=3", "--sim-step-ms=7", "--world-size=2"} <= set(of_b)
+    assert f"--model={DEMO_MODEL.resolve()}" in of_b
+    assert "--served-model-name=b" in service_command(spec, processes["b-tokenizer-1"], WHERE)
+    assert "--world-size=2" in service_command(spec, processes["b-engine-2"], WHERE)
+    assert "--world-size=1" in service_command(spec, processes["org-a-engine-1"], WHERE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "typed", "named"),
+    [
+        ((), {"served_model_name": "c"}, "--served-model-name c: not with several models \\(org/a, b\\)"),
+        ((), {"nodes": 2}, "--nodes 2: not with several models"),
+        ((), {"advertise_address": "10.0.0.1"}, "--advertise-address 10.0.0.1: not with several models"),
+        ((), {"federation_address": "10.0.0.1"}, "--federation-address 10.0.0.1: not with several models"),
+        ((), {"launcher": "ray"}, "--launcher ray: not with several models"),
+        ((), {"lora": ["x=/y"]}, "--lora x=/y: not with .*; --set org/a/lora=… is of one of them"),
+        ((), {"lora_registry": "/r.json"}, "--lora-registry /r.json: not with several models"),
+        (("c/engines=2",), {}, "--set c/engines=2: the models are org/a, b"),
+        (("b/port=2",), {}, "--set b/port=2: 'port' is no option of one model; there are .*max_model_len"),
+        (("b/gateway.port=2",), {}, "--set b/gateway.port=2: 'gateway' is no service of one model; detokenizer"),
+        (("b/engines=many",), {}, "--set b/engines=many: "),
+        (("b/engines",), {}, "--set b/engines: MODEL/OPTION=VALUE"),
+        (("b/kv_connector=x",), {}, "'kv_connector' is no option of one model"),
+    ],
+)
+def test_what_several_models_cannot_have_is_refused_by_name(
+    settings: tuple[str, ...], typed: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CommandError, match=named) as refused:
+        described(tmp_path, *settings, **typed)
+    assert refused.value.status == 2
+
+
+@pytest.mark.parametrize(
+    ("models", "named"),
+    [
+        (("a=/x", "a=/y"), "--model a twice"),
+        (("a/b=/x", "a-b=/y"), "--model a-b and a/b: names of processes would be the same"),
+        (("=/x", "a=/y"), "--model =/x: NAME=PATH_OR_ID is expected"),
+        (("a=",), "--model a=: NAME=PATH_OR_ID is expected"),
+        (tuple(f"m{number}=/x" for number in range(65)), "--model: 65 models, 64 are allowed"),
+    ],
+)
+def test_models_that_cannot_be_told_apart_are_refused(models: tuple[str, ...], named: str, tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=named):
+        described(tmp_path, models=models)
+
+
+def test_settings_of_one_model_need_several(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="--set org/a/engines=2: there is one model; leave MODEL/ out"):
+        described(tmp_path, "org/a/engines=2", models=BOTH[:1])
