@@ -54,9 +54,10 @@ def chosen_models(typed: Sequence[str]) -> tuple[ChosenModel, ...]:
         raise CommandError(f"--model: {len(models)} models, {MAX_MODELS} are allowed", status=2)
     prefixes: dict[str, ModelName] = {}
     for model in models:
-        if (other := prefixes.setdefault(name_prefix(model.name), model.name)) is not model.name:
+        if (other := prefixes.get(name_prefix(model.name))) is not None:
             same = "twice" if other == model.name else f"and {other}: names of processes would be the same"
             raise CommandError(f"--model {model.name} {same}; name them as NAME=PATH_OR_ID", status=2)
+        prefixes[name_prefix(model.name)] = model.name
     return models
 
 

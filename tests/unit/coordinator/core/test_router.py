@@ -270,6 +270,10 @@ def test_a_request_gets_a_detokenizer_of_its_model_or_one_that_does_not_say() ->
     core.lifecycle(engine("e"), at(0))
     core.lifecycle(other, at(0))
     assert not [each for each in core.route(route("r"), at(0)) if isinstance(each, PlaceRequest)]
-    core.lifecycle(replace(other, instance=InstanceId("b"), detokenizer=DetokenizerReport(model=MODEL)), at(0.1))
-    placed = [each for each in core.time_passed(at(0.2)) if isinstance(each, PlaceRequest)]
-    assert [each.generate.detokenizer for each in placed] == ["b"]
+    own = replace(other, instance=InstanceId("b"), detokenizer=DetokenizerReport(model=MODEL))
+    (placed,) = core.lifecycle(own, at(0.1))
+    assert isinstance(placed, PlaceRequest)
+    assert placed.generate.detokenizer == "b"
+    core.lifecycle(replace(own, phase="draining"), at(0.2))
+    core.lifecycle(detokenizer("of-an-older-release"), at(0.2))
+    assert place(core, "s", prompt=32).generate.detokenizer == "of-an-older-release"
