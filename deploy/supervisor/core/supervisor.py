@@ -66,7 +66,7 @@ class StopDeadlines(Struct, frozen=True, kw_only=True):
     hurry: float = 2.0
 
 
-class _Group(NamedTuple):
+class _ScaledProcesses(NamedTuple):
     """What is counted together."""
 
     what: Scalable
@@ -365,7 +365,7 @@ class Supervisor:
             return ReplyToScale(ScaleRefusal(f"{service}: engines over several hosts cannot be scaled"))
         if (refused := self._model_refusal(what, model)) is not None:
             return ReplyToScale(ScaleRefusal(refused))
-        group = _Group(what, model)
+        group = _ScaledProcesses(what, model)
         least = self._least(group)
         if not least <= count <= MAX_COUNT:
             return ReplyToScale(ScaleRefusal(f"{service}={count}: from {least} to {MAX_COUNT} are possible"))
@@ -390,7 +390,7 @@ class Supervisor:
             return f"model: {what} are of one model each; there are {known}"
         return None if model in self._plans else f"model: {model!r} is not served; there are {known}"
 
-    def _least(self, group: _Group) -> int:
+    def _least(self, group: _ScaledProcesses) -> int:
         """Prefill engines may all go, and so may others while some remain that finish what was begun. A host that
         joined may be left with nothing: others serve."""
         if self._counts.joined is not None:
@@ -398,21 +398,21 @@ class Supervisor:
         what, model = group
         if what not in POOLS:
             return 1
-        others = sum(len(self._numbers(_Group(pool, model))) for pool in DECODING if pool != what)
+        others = sum(len(self._numbers(_ScaledProcesses(pool, model))) for pool in DECODING if pool != what)
         return 1 if what in DECODING and not others else 0
 
-    def _serving(self, group: _Group) -> list[SupervisedProcess]:
+    def _serving(self, group: _ScaledProcesses) -> list[SupervisedProcess]:
         """Those that serve, or are to."""
         return [m for m in self._members.values() if m.wanted and not m.standby and group.has(m.process)]
 
-    def _numbers(self, group: _Group) -> set[int]:
+    def _numbers(self, group: _ScaledProcesses) -> set[int]:
         return {member.process.number for member in self._serving(group)}
 
     def _add(
         self, what: Scalable, model: ModelName | None, how_many: int, now: float, *, standby: bool = False
     ) -> list[InstanceId]:
         added: list[InstanceId] = []
-        group = _Group(what, model)
+        group = _ScaledProcesses(what, model)
         taken = {m.process.number for m in self._members.values() if group.has(m.process)}
         for _ in range(how_many):
             number = next(n for n in range(1, 2 * MAX_COUNT + 2) if n not in taken)
@@ -436,7 +436,7 @@ class Supervisor:
                 taken.add(device)
             self._members |= {member.process.instance: member for member in members}
 
-    def _stop_candidates(self, group: _Group) -> list[int]:
+    def _stop_candidates(self, group: _ScaledProcesses) -> list[int]:
         """Which to stop first: drained ones, then those not ready, of equals the newest. Serving ones stay."""
         of: dict[int, list[SupervisedProcess]] = {number: [] for number in self._numbers(group)}
         for member in self._serving(group):
@@ -449,7 +449,7 @@ class Supervisor:
 
         return sorted(of, key=worth)
 
-    def _dismiss(self, group: _Group, numbers: list[int]) -> list[InstanceId]:
+    def _dismiss(self, group: _ScaledProcesses, numbers: list[int]) -> list[InstanceId]:
         leaving = [m for m in self._members.values() if group.has(m.process) and m.process.number in numbers]
         for member in leaving:
             member.wanted = False
