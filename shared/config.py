@@ -62,6 +62,27 @@ class ServiceConfig(Struct, frozen=True, kw_only=True):
         UpOption("Run"),
         ContainerVariable(),
     ] = "info"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(
+            pattern="^https?://",
+            description="URL of an OpenTelemetry collector's OTLP/HTTP receiver of traces, "
+            "http://127.0.0.1:4318/v1/traces for instance; none: requests are not traced. Needs the extra `otel`.",
+        ),
+        UpOption("Run"),
+        ContainerVariable(),
+    ] = None
+    trace_sample_rate: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Share of the requests that gateways begin a trace for; the `traceparent` of a client says it "
+            "for its own request.",
+        ),
+        UpOption("Run"),
+        ContainerVariable(),
+    ] = 1.0
     metrics_host: Annotated[str, Meta(description="Address of the Prometheus endpoint.")] = "127.0.0.1"
     metrics_port: Annotated[
         Port | None, Meta(description="Port of the Prometheus endpoint; 0 picks one, none switches it off.")

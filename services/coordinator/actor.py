@@ -26,6 +26,7 @@ from shared.messages.kv_events import KvDump, KvDumpRequest, KvEvents
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import GenerateRequest
 from shared.telemetry.metrics import PublishedTotals
+from shared.telemetry.tracing import TRACING
 
 log = logging.getLogger(__name__)
 
@@ -227,6 +228,9 @@ class CoordinatorActor(Actor):
         placed = RequestPlaced(request, attempt, action.engine, generate.detokenizer)
         await self.bus.publish(topics.gateway_inbox(generation.gateway), placed, confirm=True)
         metrics.record_placement(action, self.core.config.router_policy)
+        ended = time.time()
+        begun, cached = ended - action.waited, generate.predicted_cached
+        TRACING.record("route", generation.trace, begun, ended, engine=action.engine, predicted_cached=cached)
         extra = {"decode_on": generate.decode_on, "predicted_cached": generate.predicted_cached}
         log.info("placed", extra=msgspec.structs.asdict(placed) | extra)
 

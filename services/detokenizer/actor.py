@@ -16,13 +16,15 @@ from services.detokenizer.core.text import TextVocabulary
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, BusError, NoResponders, PayloadTooLarge, Undelivered
-from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, new_incarnation
-from shared.messages.detokenizer import TokenBatch
+from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, RequestId, new_incarnation
+from shared.messages.detokenizer import OpenStream, TokenBatch
 from shared.messages.gateway import Deltas, GatewayMessage, RequestFailed
+from shared.messages.generation import FinishReason
 from shared.messages.lifecycle import DetokenizerReport, Lifecycle
 from shared.messages.scheduler import Cancel, Probe, ProbeReply, StopMatched, TokenBatchLost
 from shared.registry import InstanceGone, Registry
 from shared.telemetry.metrics import PublishedTotals
+from shared.telemetry.tracing import TRACING
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class DetokenizerActor(Actor):
         self._registry = Registry(SILENCE)
         self._probes = StreamProbes()
         self._totals = PublishedTotals()
+        self._traced: dict[RequestId, tuple[str | None, float]] = {}
+        """The context of each open stream that is traced, and when it was opened, in Unix seconds."""
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """Token batches, and the heartbeats of engines and gateways.
@@ -76,6 +80,8 @@ class DetokenizerActor(Actor):
                 for opened in message.opened:
                     extra = {"request": opened.request, "attempt": opened.attempt, "engine": message.engine}
                     log.info("opened", extra=extra)
+                    if opened.trace is not None:
+                        self._follow(opened)
                 await self._send(self.core.handle(message))
                 metrics.SECONDS.observe(time.perf_counter() - started)
             case Lifecycle():
@@ -158,6 +164,7 @@ class DetokenizerActor(Actor):
                         for delta in message.deltas:
                             if delta.finish is not None:
                                 log.info("finished", extra={"request": delta.request, "finish": delta.finish})
+                                self._record_span(delta.request, delta.finish)
                     elif isinstance(message, RequestFailed):
                         log.warning("failed", extra={"request": message.request, "why": message.reason})
                 case ToEngine(engine, message):
@@ -165,6 +172,15 @@ class DetokenizerActor(Actor):
                     await self.bus.publish(topics.engine_control(engine), message)
                 case _:
                     assert_never(action)
+
+    def _follow(self, opened: OpenStream) -> None:
+        """Those whose streams have ended otherwise are followed no longer."""
+        self._traced = {request: traced for request, traced in self._traced.items() if request in self.core.streams}
+        self._traced[opened.request] = opened.trace, time.time()
+
+    def _record_span(self, request: RequestId, finish: FinishReason) -> None:
+        trace, began = self._traced.pop(request, (None, 0.0))
+        TRACING.record("detokenize", trace, began, time.time(), finish=finish)
 
     async def _give_up(self, gateway: GatewayId, message: GatewayMessage, error: PayloadTooLarge) -> None:
         """Only log-probabilities of very many requests at once come to this. The gateway will see a gap in the

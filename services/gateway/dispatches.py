@@ -83,4 +83,5 @@ def first_dispatch(
         max_model_len=max_model_len,
         keep_markup=parser is not None,
         thinking_end="" if marks is None else marks.end,
+        trace=generation.trace,
     )

@@ -43,6 +43,7 @@ from services.scheduler.core.limits import EngineLimits, EngineRole
 from services.scheduler.core.transfer.prefill_pulls import PrefillPulls
 from services.scheduler.journal import DecisionJournal, EngineStart, JournalSettings
 from services.scheduler.kv_publisher import KvPublisher
+from services.scheduler.request_log import RequestLog
 from services.scheduler.store_requests import StoreRequests
 from services.scheduler.worker_ranks import UnequalRanks, UnusableRanks, WorkerRanks
 from shared import topics
@@ -51,7 +52,6 @@ from shared.bus import Bus, PayloadTooLarge, Undelivered
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, InstanceId, NodeId, new_incarnation
 from shared.messages.coordinator import PullPrefills
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.kv_events import KvDumpRequest, PrefixCacheReset
 from shared.messages.kvstore import LeaseOwner
 from shared.messages.lifecycle import EngineHealth, EngineReport, Lifecycle, Phase, Role, Service
@@ -130,6 +130,7 @@ class SchedulerActor(Actor):
         self._totals = PublishedTotals()
         self._kv = KvPublisher(bus, instance)
         self._refused_ranks: UnequalRanks | UnusableRanks | None = None
+        self._request_log = RequestLog(self.engine_id)
         self._outbox: deque[Output] = deque()
         self._sending = False
         self._alarm = asyncio.Event()
@@ -238,7 +239,7 @@ class SchedulerActor(Actor):
             metrics.STEPS.inc()
             metrics.DECISION.observe(time.perf_counter() - started)
         elif isinstance(event, GenerateRequest):
-            metrics.PREDICTED_CACHED.inc(event.predicted_cached)
+            self._request_log.arrived(event, self.core.requests)
         self._kv.update(self.core)
         if self.core.isolated != self.isolated:
             await self.isolate(self.core.isolated)
@@ -297,17 +298,16 @@ class SchedulerActor(Actor):
     async def _send(self, output: Output) -> None:
         match output:
             case SendPlan(plan):
-                if plan.work:
-                    metrics.BATCH_TOKENS.observe(sum(work.count for work in plan.work))
+                self._request_log.planned(output, self.core.requests)
                 if plan.connector is not None and self._connector is not None:
                     plan = await self._connector.complete(plan)
                 await self.bus.publish(topics.engine_steps(self.engine_id), plan, confirm=True)
                 await asyncio.sleep(0)  # so that it leaves before the tokens are encoded: a device may wait for it
             case SendTokens(detokenizer, batch):
-                _record_batch(batch)
+                self._request_log.sent(batch)
                 await self.bus.publish(topics.detokenizer_tokens(detokenizer), batch, confirm=True)
             case SendToGateway(gateway, message):
-                _record_answer(message)
+                self._request_log.answered(message)
                 await self.bus.publish(topics.gateway_inbox(gateway), message, confirm=True)
             case ConnectorLookUp() | ConnectorRequestFinished() | ConnectorReport():
                 assert self._connector is not None, "only with a connector there is anything to ask"
@@ -333,6 +333,7 @@ class SchedulerActor(Actor):
                 assert node is not None, "only with a node there are leases"
                 await self.bus.publish(topics.kvstore_releases(node), release)
             case SendHandOver():
+                self._request_log.handed_over(output)
                 await self._send_hand_over(output)
             case SendPrefetch(other, prefetch):
                 await self.bus.publish(topics.kvstore_prefetches(other), prefetch)
@@ -467,33 +468,3 @@ class SchedulerActor(Actor):
         if self.is_idle() and self._check_due and alive_now - self._checked_at > CHECK_INTERVAL:
             self._checked_at, self._check_due = alive_now, False
             check(self.core)
-
-
-def _record_batch(batch: TokenBatch) -> None:
-    """Counts what a message to a detokenizer holds, and logs each request's life, to be followed by its id."""
-    if batch.entries:
-        metrics.OUTPUT_TOKENS.inc(sum([len(entry.tokens) for entry in batch.entries]))
-    for opened in batch.opened:
-        metrics.PROMPT_TOKENS.labels("cached").inc(opened.cached_tokens)
-        metrics.PROMPT_TOKENS.labels("computed").inc(opened.prompt_tokens - opened.cached_tokens)
-        extra = {"prompt_tokens": opened.prompt_tokens, "cached_tokens": opened.cached_tokens}
-        log.info("started", extra={"request": opened.request, "attempt": opened.attempt, **extra})
-    for entry in batch.entries:
-        if entry.finish is not None:
-            life = {"request": entry.request, "attempt": entry.attempt, "finish": entry.finish}
-            log.info("finished", extra={**life, "output_tokens": entry.position + len(entry.tokens)})
-    for abandoned in batch.abandoned:
-        log.info("request abandoned", extra={"request": abandoned.request, "attempt": abandoned.attempt})
-
-
-def _record_answer(message: RequestRejected | RequestFailed | RequestPlaced) -> None:
-    if isinstance(message, RequestPlaced):
-        extra = {"request": message.request, "attempt": message.attempt, "engine": message.engine}
-        log.info("handed over", extra=extra)
-        return
-    kind, reason = (
-        (message.kind, message.message) if isinstance(message, RequestRejected) else ("failed", message.reason)
-    )
-    metrics.REFUSED.labels(kind).inc()
-    extra = {"request": message.request, "attempt": message.attempt, "kind": kind, "reason": reason}
-    log.info("request refused", extra=extra)

@@ -57,8 +57,8 @@ LORA_IN_NEW, LORA_IN_GENERATION, FORGET_LORAS_IN_PLAN, EXTRA_ARGS_IN_SAMPLING, V
 version 6."""
 RESTORED_IN_PLAN, EMBEDS_IN_NEW, EMBEDS_IN_GENERATION = 10, 11, 24
 """Where messages say of checkpoints of states, and of embeddings in place of tokens, since version 7."""
-RUNS_IN_EMBEDS = 3
-"""Where embeddings say of which tokens they are, since version 8."""
+RUNS_IN_EMBEDS, TRACE_BEHIND_GENERATION, TRACE_BEHIND_OPEN_STREAM = 3, 25, 15
+"""Where embeddings say of which tokens they are, and messages have the context of their trace, since version 8."""
 GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_PLACED_FIELDS = 6
@@ -92,20 +92,25 @@ class JournalNames:
 
 
 class WholePrompts(JournalNames):
-    """Version 7: embeddings stood in place of all tokens of a prompt, or of none."""
+    """Version 7: embeddings stood in place of all tokens of a prompt, or of none, and no request was traced."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
-        """Plans and hand-overs whose embeddings do not say in place of which tokens; other outputs as they are."""
-        if name not in ("SendPlan", "SendHandOver"):
+        """Plans, tokens and hand-overs without their newest fields; other outputs as they are."""
+        if name not in ("SendPlan", "SendTokens", "SendHandOver"):
             return name, content
-        output = _decode(content)
+        output, embeds = _decode(content), []
         if name == "SendPlan":
-            found = [new[EMBEDS_IN_NEW] for new in output["plan"][NEW_IN_PLAN]]
+            embeds = [each for new in output["plan"][NEW_IN_PLAN] for each in new[EMBEDS_IN_NEW:]]
+        elif name == "SendTokens":
+            for opened in output["batch"][OPENED_IN_BATCH]:
+                del opened[TRACE_BEHIND_OPEN_STREAM:]
         else:
-            found = [output["generate"][1][EMBEDS_IN_GENERATION]]
-        for embeds in found:
-            if embeds is not None:
-                del embeds[RUNS_IN_EMBEDS:]
+            generation = output["generate"][1]
+            del generation[TRACE_BEHIND_GENERATION:]
+            embeds = generation[EMBEDS_IN_GENERATION:]
+        for each in embeds:
+            if isinstance(each, list):
+                del each[RUNS_IN_EMBEDS:]
         return name, _encode(output)
 
 
@@ -113,10 +118,10 @@ class TokensOnly(WholePrompts):
     """Version 6: every prompt was of tokens, and no model had states that were kept."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
-        """Plans and hand-overs without their newest fields; other outputs as they are."""
+        """Plans and hand-overs without their newest fields; other outputs as they were in version 7."""
         if name not in ("SendPlan", "SendHandOver"):
-            return name, content
-        output = _decode(content)
+            return super().output(name, content)
+        output = _decode(super().output(name, content)[1])
         if name == "SendPlan":
             del output["plan"][RESTORED_IN_PLAN:]
             for new in output["plan"][NEW_IN_PLAN]:

@@ -38,6 +38,7 @@ from shared.messages.tokenizer import (
     TokenPrompt,
 )
 from shared.packing import count
+from shared.telemetry.tracing import TRACING
 
 R = TypeVar("R")
 
@@ -227,15 +228,18 @@ class TokenizerActor(Actor):
             await self.bus.publish(topics.gateway_inbox(message.gateway), outcome)
             return
         seconds = time.monotonic() - started
+        tokens = outcome.generation.prompt_length
         metrics.PROMPTS.labels(KINDS[type(message.prompt)]).inc()
-        metrics.TOKENS.inc(outcome.generation.prompt_length)
+        metrics.TOKENS.inc(tokens)
         metrics.SECONDS.observe(seconds)
+        ended = time.time()
+        TRACING.record("tokenize", message.trace, ended - seconds, ended, prompt_tokens=tokens)
         log.info(
             "tokenized",
             extra={
                 "request": message.request,
                 "attempt": message.attempt,
-                "tokens": outcome.generation.prompt_length,
+                "tokens": tokens,
                 "resumed": count(message.resume),
                 "ms": round(seconds * 1e3, 2),
             },

@@ -41,6 +41,7 @@ from shared.supervision import orphaned
 from shared.telemetry.logs import set_up_logs
 from shared.telemetry.metrics import HANDLED, HEARTBEAT_AGE, PHASE, UNDELIVERED, metrics_server
 from shared.telemetry.startup import STARTUP, process_age
+from shared.telemetry.tracing import TRACING, TracingUnavailable
 from shared.topics import heartbeat_interval, instance_control, lifecycle_requests, name_claims
 
 log = logging.getLogger(__name__)
@@ -381,6 +382,12 @@ def run_service(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[
     if (age := process_age()) is not None:
         STARTUP.record("process", age)
     set_up_logs(service, config.instance, config.log_level)
+    if config.otlp_traces_endpoint is not None:
+        try:
+            TRACING.set_up(service, config.instance, config.otlp_traces_endpoint, config.trace_sample_rate)
+        except TracingUnavailable as error:
+            log.error("cannot trace", extra={"error": str(error)})
+            raise SystemExit(1) from None
     run_loop(_serve(config, build))
 
 
@@ -430,6 +437,7 @@ async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable
             if watch is not None:
                 watch.cancel()
             await bus.close()
+            await asyncio.to_thread(TRACING.shut_down)
 
 
 def keep_from_collecting() -> None:

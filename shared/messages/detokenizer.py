@@ -33,6 +33,8 @@ class OpenStream(Struct, frozen=True, array_like=True, kw_only=True):
     """The marks of tool calls and reasoning are part of the text even if `skip_special_tokens` is set."""
     thinking: Thinking | None = None
     """Passed on to the gateway in `StreamOpened.thinking`."""
+    trace: str | None = None
+    """See `Generation.trace`."""
 
 
 class NewTokens(Struct, frozen=True, array_like=True, gc=False):

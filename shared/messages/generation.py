@@ -227,6 +227,8 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     """The adapter that computes it, one of `ModelCard.loras`; None: `model` alone. Part of `block_hashes`."""
     prompt_embeds: PromptEmbeds | None = None
     """In place of the embeddings of the prompt's tokens; None: the prompt is `tokens`. Part of `block_hashes`."""
+    trace: str | None = None
+    """Context of its trace (W3C `traceparent`); None: it is not traced."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):

@@ -117,6 +117,8 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     lora: LoraId | None = None
     """See `Generation.lora`."""
     truncation_side: TruncationSide = "left"
+    trace: str | None = None
+    """See `Generation.trace`."""
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):

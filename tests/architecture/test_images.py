@@ -23,11 +23,14 @@ DISTRIBUTIONS = {
     "prometheus_client": "prometheus-client",
     "nats": "nats-py",
     "grpc": "grpcio",
+    "opentelemetry": "opentelemetry-sdk",
     "python_multipart": "python-multipart",
 }
 """Of packages whose import name is not that of the distribution."""
+IN_ALL = ("otel",)
+"""Extras of every image."""
 EXTRAS = {"worker": ("worker",), "kvstore": ("kvstore",), "gateway": ("overflow", "database")}
-"""What the image of a service installs beside what all need."""
+"""Those that the image of a service has beside these."""
 OPTIONAL = {"triton", "flash_attn", "flashinfer"}
 """Imported only where they are found."""
 
@@ -108,7 +111,7 @@ def test_an_image_holds_what_its_service_imports(target: str) -> None:
 @pytest.mark.parametrize("target", ENTRY)
 def test_a_service_imports_only_packages_that_its_image_installs(target: str) -> None:
     _, others = reachable(ENTRY[target])
-    assert {DISTRIBUTIONS.get(name, name) for name in others - OPTIONAL} <= required(EXTRAS.get(target, ()))
+    assert {DISTRIBUTIONS.get(name, name) for name in others - OPTIONAL} <= required((*IN_ALL, *EXTRAS.get(target, ())))
 
 
 def test_an_image_without_a_folder_is_noticed() -> None:

@@ -157,6 +157,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """The adapter that the client named in the model's place; None: it named the model."""
     request_id: str | None = None
     """What the client calls the request; it is part of the answer's `id`."""
+    trace: str | None = None
+    """See `Generation.trace`."""
 
     @property
     def served_name(self) -> ModelName:

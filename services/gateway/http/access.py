@@ -198,6 +198,7 @@ class AccessControl:
             "client": (call.scope.get("client") or [None])[0],
             "request": record.request,
             "client_request": call.client_id,
+            "trace": None if call.span is None else call.span.trace_id,
         }
         log.info("audit", extra={name: value for name, value in fields.items() if value is not None})
 

@@ -22,6 +22,7 @@ from services.gateway.api.response import ResponseOutcome
 from services.gateway.core.api_keys import ANONYMOUS
 from services.gateway.metrics import BODY_BYTES, ERRORS
 from shared.ids import ModelName
+from shared.telemetry.tracing import RequestSpan
 
 EXTENSION = "baton.connection"
 """Key in the ASGI scope's extensions under which the connection is found."""
@@ -219,6 +220,13 @@ class Call:
         given = self.headers.get(b"x-request-id", b"")
         self.client_id = given.decode() if _REQUEST_ID.fullmatch(given) else None
         self.id = self.client_id or secrets.token_hex(16)
+        self.span: RequestSpan | None = None
+        """Of its trace; None: it is not traced."""
+
+    @property
+    def trace(self) -> str | None:
+        """The context that its requests carry."""
+        return None if self.span is None else self.span.context
 
     def query(self) -> list[tuple[str, str]]:
         """Returns the names and values behind the path, in their order. How many there may be, the limit of a request's

@@ -30,6 +30,7 @@ from shared.ids import ModelName
 from shared.messages.lifecycle import LoraCard, ModelCard
 from shared.messages.tokenizer import DecodeReply, EncodeReply
 from shared.packing import unpack
+from shared.telemetry.tracing import TRACING, RequestSpan
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, as ASGI defines it."""
         call, began = Call(scope, receive, send, self._limits, self._error_body), time.monotonic()
+        if self._scope == "inference" and self._counted:
+            call.span = TRACING.request(f"{scope['method']} {self._path}", call.headers.get(b"traceparent"))
         try:
             if self._scope is not None:
                 self._access.admit(call, self._scope, counted=self._counted)
@@ -77,6 +80,25 @@ class Endpoint:
             call.close()
             if self._scope is not None:
                 self._access.finish(call, self._path, began)
+            if call.span is not None:
+                _end_span(call.span, call, self._path)
+
+
+def _end_span(span: RequestSpan, call: Call, path: str) -> None:
+    """With the names of OpenTelemetry's semantic conventions, those for generative models included."""
+    record = call.record
+    told = {
+        "http.request.method": call.scope["method"],
+        "http.route": path,
+        "http.response.status_code": record.status,
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.id": record.request,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.output_tokens,
+        "baton.outcome": record.outcome,
+    }
+    failed = record.outcome == "failed" or (record.status or 0) >= 500
+    span.end(failed=failed, attributes={name: value for name, value in told.items() if value is not None})
 
 
 class InfoEndpoints:

@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from services.gateway.api.errors import RequestError, invalid
 from services.gateway.api.event_ids import EventId
 from services.gateway.api.generation import GenerationRequest, StreamOptions
@@ -76,7 +78,7 @@ class GeneratingEndpoint:
         """The request as its key may make it; room for it is taken. Raises RequestError."""
         table = self._table
         call.record.model = generation.served_name
-        generation = self._access.bound(generation, call.key)
+        generation = replace(self._access.bound(generation, call.key), trace=call.trace)
         table.admit(generation.sequences, generation.model.name)
         self._access.reserve(call, generation, table.free)
         return generation

@@ -8,6 +8,8 @@ import secrets
 import time
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from services.gateway.api.pooling.pooled_request import PooledRequest
 from services.gateway.api.response import GenerationResponse, ResponseHeader, ResponseWriter, prompt_tokens
 from services.gateway.http.access import AccessControl
@@ -50,7 +52,7 @@ class PooledEndpoint:
             asked: PooledRequest = await self._parser.read(self._kind, await call.body())
         generation = asked.generation
         call.record.model = generation.served_name
-        generation = self._access.bound(generation, call.key)
+        generation = replace(self._access.bound(generation, call.key), trace=call.trace)
         table.admit(generation.sequences, generation.model.name)
         self._access.reserve(call, generation, table.free)
         name = f"{_PREFIXES[self._kind]}-{secrets.token_hex(12)}"

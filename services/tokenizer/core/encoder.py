@@ -145,6 +145,7 @@ class PromptEncoder:
                 pooling=message.pooling,
                 lora=message.lora,
                 prompt_embeds=embeds,
+                trace=message.trace,
             )
         )
 

@@ -55,7 +55,15 @@ def test_version_7_says_not_of_which_tokens_embeddings_are() -> None:
     assert decode(plan) == {"plan": [1, 0, [], [[*range(11), each] for each in (then, None)]]}
     _, passed = names_of(7).output("SendHandOver", encode({"generate": ["GenerateRequest", [*range(24), today]]}))
     assert decode(passed) == {"generate": ["GenerateRequest", [*range(24), then]]}
-    assert names_of(7).output("SendTokens", b"\x90") == ("SendTokens", b"\x90")
+    assert names_of(7).output("SendToGateway", b"\x90") == ("SendToGateway", b"\x90")
+
+
+def test_version_7_says_nothing_of_traces() -> None:
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    _, passed = names_of(7).output("SendHandOver", encode({"generate": ["GenerateRequest", [*range(24), None, 25]]}))
+    assert decode(passed) == {"generate": ["GenerateRequest", [*range(24), None]]}
+    _, tokens = names_of(7).output("SendTokens", encode({"batch": ["e", 1, 0, [list(range(16))], []]}))
+    assert decode(tokens) == {"batch": ["e", 1, 0, [list(range(15))], []]}
 
 
 def test_version_6_says_nothing_of_embeddings() -> None:
@@ -64,7 +72,7 @@ def test_version_6_says_nothing_of_embeddings() -> None:
     assert decode(plan) == {"plan": [1, 0, [], [list(range(11))]]}
     _, passed = names_of(6).output("SendHandOver", encode({"generate": ["GenerateRequest", list(range(25))]}))
     assert decode(passed) == {"generate": ["GenerateRequest", list(range(24))]}
-    assert names_of(6).output("SendTokens", b"\x90") == ("SendTokens", b"\x90")
+    assert names_of(6).output("SendToGateway", b"\x90") == ("SendToGateway", b"\x90")
 
 
 def test_version_5_says_nothing_of_adapters() -> None:
@@ -82,14 +90,14 @@ def test_version_5_says_nothing_of_adapters() -> None:
     assert [len(decode(passed)["generate"][1]), len(decode(passed)["generate"][1][7])] == [23, 17]
     _, asked = names_of(5).output("SendStoreRequest", encode({"request": ["Attach", list(range(7))]}))
     assert decode(asked) == {"request": ["Attach", list(range(6))]}
-    assert names_of(5).output("SendTokens", b"\x90") == ("SendTokens", b"\x90")
+    assert names_of(5).output("SendToGateway", b"\x90") == ("SendToGateway", b"\x90")
 
 
 def test_version_4_says_nothing_of_vectors() -> None:
     """Tokens, plans and hand-overs have today's fields in front of those."""
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
-    _, tokens = names_of(4).output("SendTokens", encode({"batch": list(range(9))}))
-    assert decode(tokens) == {"batch": list(range(8))}
+    _, tokens = names_of(4).output("SendTokens", encode({"batch": [0, 1, 2, [], *range(4, 9)]}))
+    assert decode(tokens) == {"batch": [0, 1, 2, [], *range(4, 8)]}
     _, plan = names_of(4).output("SendPlan", encode({"plan": [1, 0, [], [[*range(5), [], *range(6, 10)]], []]}))
     assert decode(plan) == {"plan": [1, 0, [], [[*range(5), [], *range(6, 9)]], []]}
     generation = [*range(7), [], *range(8, 23)]
@@ -110,4 +118,4 @@ def test_version_6_says_nothing_of_checkpoints() -> None:
     plan = [1, 0, [], [], [], [], [], [], None, [b"x"]]
     name, output = names_of(6).output("SendPlan", encode({"plan": [*plan, [[1, 0]], []]}))
     assert (name, decode(output)) == ("SendPlan", {"plan": plan})
-    assert names_of(6).output("SendTokens", b"\x90") == ("SendTokens", b"\x90")
+    assert names_of(6).output("SendToGateway", b"\x90") == ("SendToGateway", b"\x90")

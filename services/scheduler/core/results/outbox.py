@@ -84,6 +84,7 @@ class TokenStreams:
             skip_special_tokens=generation.skip_special_tokens,
             keep_markup=generation.keep_markup,
             thinking=generation.thinking,
+            trace=generation.trace,
         )
         self.pending[sequence.detokenizer].opened.append(opening)
 

@@ -1,0 +1,73 @@
+"""Spans as a collector receives them, and which requests are traced."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from shared.telemetry.tracing import Tracing, TracingUnavailable
+from tests.support.otlp_receiver import otlp_receiver
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+def test_a_request_and_what_is_done_for_it() -> None:
+    tracing = Tracing()
+    with otlp_receiver() as receiver:
+        tracing.set_up("gateway", "gateway-1", receiver.endpoint)
+        request = tracing.request("POST /v1/completions", f"00-{TRACE}-{PARENT}-01".encode())
+        assert request is not None
+        tracing.record("queue", request.context, 1.5, 1.75, engine="engine-1", tokens=3)
+        tracing.record("clocks differ", request.context, 2.0, 1.0)
+        tracing.record("not traced", None, 1.0, 2.0)
+        tracing.record("no context", "anything", 1.0, 2.0)
+        request.end(failed=True, attributes={"http.response.status_code": 500})
+        tracing.shut_down()
+        queue, clocks, root = receiver.spans(TRACE)
+    assert (queue.name, queue.began, queue.ended) == ("queue", 1.5, 1.75)
+    assert queue.attributes == {"baton.engine": "engine-1", "baton.tokens": 3}
+    assert (clocks.began, clocks.ended) == (2.0, 2.0)
+    assert (root.parent, root.failed, root.attributes) == (PARENT, True, {"http.response.status_code": 500})
+    assert {queue.parent, clocks.parent} == {root.span}
+    assert (root.service, root.instance) == ("baton-gateway", "gateway-1")
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "rate", "traced"),
+    [
+        (None, 1.0, True),
+        (None, 0.0, False),
+        (f"00-{TRACE}-{PARENT}-01", 0.0, True),
+        (f"00-{TRACE}-{PARENT}-00", 1.0, False),
+        (f"cc-{TRACE}-{PARENT}-09-of-a-later-version", 0.0, True),
+        (f"00-{'0' * 32}-{PARENT}-01", 0.0, False),
+        (f"00-{TRACE}-{'0' * 16}-01", 0.0, False),
+        (f"ff-{TRACE}-{PARENT}-01", 0.0, False),
+        (f"00-{TRACE.upper()}-{PARENT}-01", 0.0, False),
+        ("\xff\xfe", 0.0, False),
+        ("00-" * 1000, 0.0, False),
+    ],
+)
+def test_who_is_traced(traceparent: str | None, rate: float, traced: bool) -> None:
+    tracing = Tracing()
+    with otlp_receiver() as receiver:
+        tracing.set_up("gateway", "gateway-1", receiver.endpoint, rate)
+        request = tracing.request("POST /", None if traceparent is None else traceparent.encode("latin-1"))
+        tracing.shut_down()
+    assert (request is not None) is traced
+    if request is not None and traceparent is not None:
+        assert request.trace_id == TRACE
+
+
+def test_nothing_is_traced_where_nothing_is_exported() -> None:
+    tracing = Tracing()
+    assert tracing.request("POST /", f"00-{TRACE}-{PARENT}-01".encode()) is None
+    tracing.record("queue", f"00-{TRACE}-{PARENT}-01", 1.0, 2.0)
+    tracing.shut_down()
+
+
+def test_the_missing_sdk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(TracingUnavailable, match=r"pip install 'baton-serve\[otel\]'"):
+        Tracing().set_up("gateway", "gateway-1", "http://127.0.0.1:4318/v1/traces")
