@@ -23,8 +23,8 @@ COMPUTED = ("prefilling", "decoding", "handing")
 """Phases of a sequence whose turn has come."""
 
 
-class TracedRequest:
-    """Where a traced request stands: its stages follow each other without a gap."""
+class RequestStage:
+    """The stage that a traced request is in: one follows the other without a gap."""
 
     def __init__(self, generate: GenerateRequest) -> None:
         self.context = generate.generation.trace
@@ -47,7 +47,7 @@ class RequestLog:
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
-        self._traced: dict[RequestId, TracedRequest] = {}
+        self._traced: dict[RequestId, RequestStage] = {}
 
     def arrived(self, generate: GenerateRequest, held: Mapping[RequestId, Sequence]) -> None:
         """A request was taken. `held`: those that have not ended; others are followed no longer."""
@@ -57,7 +57,7 @@ class RequestLog:
         if len(self._traced) >= MAX_TRACED:
             self._traced = {request: traced for request, traced in self._traced.items() if request in held}
         if len(self._traced) < MAX_TRACED:
-            self._traced[generate.generation.request] = TracedRequest(generate)
+            self._traced[generate.generation.request] = RequestStage(generate)
 
     def planned(self, output: SendPlan, held: Mapping[RequestId, Sequence]) -> None:
         """A plan is sent. `held`: as in `arrived`."""
