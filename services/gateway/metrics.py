@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from shared.ids import GatewayId
-from shared.telemetry.metrics import LATENCY_BUCKETS
+from shared.messages.generation import FinishReason
+from shared.telemetry.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, ForeignName, ForeignNames
 
 REQUESTS = Counter("baton_gateway_requests_total", "Generation requests that ended.", ["model", "endpoint", "outcome"])
 ERRORS = Counter("baton_gateway_errors_total", "Error responses, by HTTP status.", ["status"])
@@ -62,10 +63,10 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        """Counts one observation, in seconds, in its bucket and in the sum."""
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._sum += seconds
+    def observe(self, value: float) -> None:
+        """Counts one observation in its bucket and in the sum."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Returns cumulative counts by upper bound, and the sum of all observations."""
@@ -79,11 +80,20 @@ class Histogram:
 class ModelMeters:
     """Owns one model's figures."""
 
+    def record_finish(self, reason: FinishReason, prompt_tokens: int, output_tokens: int) -> None:
+        """A choice has ended."""
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+        self.prompt_lengths.observe(prompt_tokens)
+        self.output_lengths.observe(output_tokens)
+
     def __init__(self) -> None:
         self.ttft = Histogram()
         self.itl = Histogram()
         self.tpot = Histogram()
         self.e2e = Histogram()
+        self.prompt_lengths = Histogram(TOKEN_BUCKETS)
+        self.output_lengths = Histogram(TOKEN_BUCKETS)
+        self.finished: dict[FinishReason, int] = {}
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
@@ -104,7 +114,7 @@ class Meters(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics, as `prometheus_client` asks for them."""
         for attribute, name, text in _HISTOGRAMS:
-            histogram = HistogramMetricFamily(f"baton_gateway_{name}_seconds", text, labels=["model"])
+            histogram = HistogramMetricFamily(f"baton_gateway_{name}", text, labels=["model"])
             for model, meters in self._models.items():
                 buckets, total = getattr(meters, attribute).buckets()
                 histogram.add_metric([model], buckets, total)
@@ -114,13 +124,22 @@ class Meters(Collector):
             for model, meters in self._models.items():
                 counter.add_metric([model], getattr(meters, attribute))
             yield counter
+        ends = CounterMetricFamily(
+            "baton_gateway_choices_finished", "Choices, by why they ended.", labels=["model", "reason"]
+        )
+        for model, meters in self._models.items():
+            for reason, count in meters.finished.items():
+                ends.add_metric([model, reason], count)
+        yield ends
 
 
 _HISTOGRAMS = (
-    ("ttft", "time_to_first_token", "From the request's arrival to its first token."),
-    ("itl", "inter_token_latency", "Between two deltas of one choice."),
-    ("tpot", "time_per_output_token", "Mean time for each token after the first, by choice."),
-    ("e2e", "e2e_request_latency", "From the request's arrival to its end."),
+    ("ttft", "time_to_first_token_seconds", "From the request's arrival to its first token."),
+    ("itl", "inter_token_latency_seconds", "Between two deltas of one choice."),
+    ("tpot", "time_per_output_token_seconds", "Mean time for each token after the first, by choice."),
+    ("e2e", "e2e_request_latency_seconds", "From the request's arrival to its end."),
+    ("prompt_lengths", "request_prompt_tokens", "Tokens of the prompt, by choice."),
+    ("output_lengths", "request_generation_tokens", "Tokens generated, by choice."),
 )
 _COUNTERS = (
     ("prompt_tokens", "Tokens of prompts."),
@@ -130,6 +149,26 @@ _COUNTERS = (
 
 METERS = Meters()
 REGISTRY.register(METERS)
+
+VLLM_NAMES = ForeignNames(
+    [METERS],
+    (
+        ForeignName("baton_gateway_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+        ForeignName("baton_gateway_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
+        ForeignName("baton_gateway_inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+        ForeignName("baton_gateway_time_per_output_token_seconds", "vllm:request_time_per_output_token_seconds"),
+        ForeignName("baton_gateway_e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
+        ForeignName("baton_gateway_request_prompt_tokens", "vllm:request_prompt_tokens"),
+        ForeignName("baton_gateway_request_generation_tokens", "vllm:request_generation_tokens"),
+        ForeignName("baton_gateway_prompt_tokens", "vllm:prompt_tokens"),
+        ForeignName("baton_gateway_cached_tokens", "vllm:prompt_tokens_cached"),
+        ForeignName("baton_gateway_generation_tokens", "vllm:generation_tokens"),
+        ForeignName("baton_gateway_choices_finished", "vllm:request_success"),
+    ),
+    {"model": "model_name", "reason": "finished_reason"},
+)
+"""As vLLM calls what it measures of requests. Its `time_per_output_token_seconds` was the time between two tokens."""
+REGISTRY.register(VLLM_NAMES)
 
 
 def metrics_of_process() -> bytes:

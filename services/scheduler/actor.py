@@ -298,7 +298,7 @@ class SchedulerActor(Actor):
     async def _send(self, output: Output) -> None:
         match output:
             case SendPlan(plan):
-                self._request_log.planned(output, self.core.requests)
+                self._request_log.planned(plan)
                 if plan.connector is not None and self._connector is not None:
                     plan = await self._connector.complete(plan)
                 await self.bus.publish(topics.engine_steps(self.engine_id), plan, confirm=True)
@@ -408,6 +408,7 @@ class SchedulerActor(Actor):
             self._refused_ranks = workers
         elif workers is not None:
             log.info("workers ready", extra={"blocks": workers.num_blocks, "model": workers.card.name})
+            metrics.VLLM_NAMES.added = {"model_name": workers.card.name, "engine": self.engine_id}
             if self._connector is not None:
                 self._connector.set_layout(workers.cache_format, workers.world_size, workers.card.block_size)
             await self._decide(workers)

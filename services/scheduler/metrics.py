@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from services.scheduler.core.counters import EngineCounters, EngineSnapshot
-from shared.telemetry.metrics import PublishedTotals
+from shared.telemetry.metrics import LATENCY_BUCKETS, ForeignName, ForeignNames, PublishedTotals
 
 WAITING = Gauge("baton_scheduler_waiting_requests", "Waiting requests, including preempted ones.")
 RUNNING = Gauge("baton_scheduler_running_requests", "Running requests.")
@@ -94,6 +94,47 @@ DECISION = Histogram(
 )
 
 
+KV_USAGE = Gauge("baton_scheduler_kv_usage_ratio", "Share of the KV memory's blocks that running requests hold.")
+QUEUE_SECONDS = Histogram(
+    "baton_scheduler_queue_seconds",
+    "From a request's arrival at the engine to the first step that computes something of it.",
+    buckets=LATENCY_BUCKETS,
+)
+PREFILL_SECONDS = Histogram(
+    "baton_scheduler_prefill_seconds", "From that step to the request's first token.", buckets=LATENCY_BUCKETS
+)
+DECODE_SECONDS = Histogram(
+    "baton_scheduler_decode_seconds", "From the first token, or from its load, to the last.", buckets=LATENCY_BUCKETS
+)
+
+VLLM_NAMES = ForeignNames(
+    (
+        *(RUNNING, WAITING, KV_USAGE, PREEMPTIONS, BATCH_TOKENS, PROMPT_TOKENS),
+        *(SPECULATED, DRAFTED, ACCEPTED, QUEUE_SECONDS, PREFILL_SECONDS, DECODE_SECONDS),
+    ),
+    (
+        ForeignName("baton_scheduler_running_requests", "vllm:num_requests_running"),
+        ForeignName("baton_scheduler_waiting_requests", "vllm:num_requests_waiting"),
+        ForeignName("baton_scheduler_kv_usage_ratio", "vllm:kv_cache_usage_perc"),
+        ForeignName("baton_scheduler_preemptions", "vllm:num_preemptions"),
+        ForeignName("baton_scheduler_step_tokens", "vllm:iteration_tokens_total"),
+        ForeignName("baton_scheduler_prompt_tokens", "vllm:prefix_cache_queries", summed=["source"]),
+        ForeignName("baton_scheduler_prompt_tokens", "vllm:prefix_cache_hits", where={"source": "cached"}),
+        ForeignName("baton_scheduler_speculated_draws", "vllm:spec_decode_num_drafts"),
+        ForeignName("baton_scheduler_draft_tokens", "vllm:spec_decode_num_draft_tokens"),
+        ForeignName(
+            "baton_scheduler_accepted_draft_tokens", "vllm:spec_decode_num_accepted_tokens", summed=["position"]
+        ),
+        ForeignName("baton_scheduler_queue_seconds", "vllm:request_queue_time_seconds"),
+        ForeignName("baton_scheduler_prefill_seconds", "vllm:request_prefill_time_seconds"),
+        ForeignName("baton_scheduler_decode_seconds", "vllm:request_decode_time_seconds"),
+    ),
+)
+"""As vLLM calls what it measures of an engine; with `model_name` and `engine`, once there is one."""
+VLLM_NAMES.added = None
+REGISTRY.register(VLLM_NAMES)
+
+
 def show(snapshot: EngineSnapshot, totals: PublishedTotals) -> None:
     """Sets the gauges, and adds to the counters the growth since the last call."""
     epoch = snapshot.epoch
@@ -106,6 +147,7 @@ def show(snapshot: EngineSnapshot, totals: PublishedTotals) -> None:
         COMPILING.set(epoch.compiling)
         BLOCKS.labels("used").set(epoch.blocks_total - epoch.blocks_free)
         BLOCKS.labels("cached").set(epoch.blocks_cached)
+        KV_USAGE.set(1 - epoch.blocks_free / max(1, epoch.blocks_total))
         BLOCKS.labels("blank").set(epoch.blocks_free - epoch.blocks_cached)
         totals.publish([(PREEMPTIONS, epoch.preemptions)], epoch.epoch)
 

@@ -7,68 +7,86 @@ import time
 from collections.abc import Mapping
 
 from services.scheduler import metrics
-from services.scheduler.core.events import SendHandOver, SendPlan
+from services.scheduler.core.events import SendHandOver
 from services.scheduler.core.sequence import Sequence
-from shared.ids import RequestId
+from shared.ids import RequestId, SequenceId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.scheduler import GenerateRequest
+from shared.messages.worker import StepPlan
 from shared.telemetry.tracing import TRACING, Attribute
 
 log = logging.getLogger(__name__)
 
-MAX_TRACED = 4096
-"""Requests that are followed at a time; above it later ones have no spans of this engine."""
-COMPUTED = ("prefilling", "decoding", "handing")
-"""Phases of a sequence whose turn has come."""
+_SECONDS = {
+    "queue": metrics.QUEUE_SECONDS,
+    "prefill": metrics.PREFILL_SECONDS,
+    "decode": metrics.DECODE_SECONDS,
+}
+"""Of the stages that are measured."""
 
 
 class RequestStage:
-    """The stage that a traced request is in: one follows the other without a gap."""
+    """The stage that a request is in: one follows the other without a gap."""
 
-    def __init__(self, generate: GenerateRequest) -> None:
-        self.context = generate.generation.trace
-        self.stage = "queue" if generate.handed is None else "kv_load"
-        self.began = time.time()
+    __slots__ = ("_began", "_context", "decodes", "name", "prompt", "request", "sequence")
+
+    def __init__(self, generate: GenerateRequest, sequence: SequenceId) -> None:
+        self.request, self.sequence = generate.generation.request, sequence
+        self._context = generate.generation.trace
+        self.name = "queue" if generate.handed is None else "kv_load"
+        self._began = time.time()
         self.decodes = generate.handed is not None
         """Whether its prompt has been computed elsewhere."""
         self.prompt: dict[str, int] = {}
         """Its lengths, once they are known."""
 
-    def enter(self, stage: str, engine: str, **attributes: Attribute) -> None:
+    def enter(self, name: str, engine: str, **attributes: Attribute) -> None:
         """Records the stage that ends, and begins the next one."""
         now = time.time()
-        TRACING.record(self.stage, self.context, self.began, now, engine=engine, **attributes)
-        self.stage, self.began = stage, now
+        if (seconds := _SECONDS.get(self.name)) is not None:
+            seconds.observe(max(0.0, now - self._began))
+        TRACING.record(self.name, self._context, self._began, now, engine=engine, **attributes)
+        self.name, self._began = name, now
 
 
 class RequestLog:
-    """Owns where the traced requests of an engine stand."""
+    """Owns where the requests of an engine stand."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
-        self._traced: dict[RequestId, RequestStage] = {}
+        self._open: dict[RequestId, RequestStage] = {}
+        self._waiting: dict[SequenceId, RequestStage] = {}
+        """Those that no step has computed anything of."""
+        self._prefilling: dict[RequestId, RequestStage] = {}
+        """Those that wait for their first token."""
+        self._most = 1024
+        """Above so many, those that have ended unnoticed are dropped."""
 
     def arrived(self, generate: GenerateRequest, held: Mapping[RequestId, Sequence]) -> None:
-        """A request was taken. `held`: those that have not ended; others are followed no longer."""
+        """The core has decided on a request. `held`: those that have not ended."""
         metrics.PREDICTED_CACHED.inc(generate.predicted_cached)
-        if generate.generation.trace is None:
+        request = generate.generation.request
+        if (sequence := held.get(request)) is None:
             return
-        if len(self._traced) >= MAX_TRACED:
-            self._traced = {request: traced for request, traced in self._traced.items() if request in held}
-        if len(self._traced) < MAX_TRACED:
-            self._traced[generate.generation.request] = RequestStage(generate)
+        if len(self._open) >= self._most:
+            self._open = {request: stage for request, stage in self._open.items() if request in held}
+            here = {sequence.id for sequence in held.values()}
+            self._waiting = {sequence: stage for sequence, stage in self._waiting.items() if sequence in here}
+            self._prefilling = {request: stage for request, stage in self._prefilling.items() if request in held}
+            self._most = max(1024, 2 * len(self._open))
+        self._open[request] = self._waiting[sequence.id] = RequestStage(generate, sequence.id)
 
-    def planned(self, output: SendPlan, held: Mapping[RequestId, Sequence]) -> None:
-        """A plan is sent. `held`: as in `arrived`."""
-        if output.plan.work:
-            metrics.BATCH_TOKENS.observe(sum(work.count for work in output.plan.work))
-        if not output.plan.new:
-            return
-        for request, traced in self._traced.items():
-            sequence = held.get(request)
-            if traced.stage in ("queue", "kv_load") and sequence is not None and sequence.phase in COMPUTED:
-                traced.enter("decode" if traced.decodes else "prefill", self._engine)
+    def planned(self, plan: StepPlan) -> None:
+        """A plan is sent."""
+        if plan.work:
+            metrics.BATCH_TOKENS.observe(sum(work.count for work in plan.work))
+        for new in plan.new:
+            if (stage := self._waiting.pop(new.sequence, None)) is None:
+                continue
+            stage.enter("decode" if stage.decodes else "prefill", self._engine)
+            if not stage.decodes:
+                self._prefilling[stage.request] = stage
 
     def sent(self, batch: TokenBatch) -> None:
         """Tokens are sent to a detokenizer."""
@@ -79,11 +97,13 @@ class RequestLog:
             metrics.PROMPT_TOKENS.labels("computed").inc(opened.prompt_tokens - opened.cached_tokens)
             extra = {"prompt_tokens": opened.prompt_tokens, "cached_tokens": opened.cached_tokens}
             log.info("started", extra={"request": opened.request, "attempt": opened.attempt, **extra})
-            if (traced := self._traced.get(opened.request)) is not None:
-                traced.prompt = extra
+            if (stage := self._open.get(opened.request)) is not None:
+                stage.prompt = extra
+        if self._prefilling:
+            for entry in batch.entries:
+                if (stage := self._prefilling.pop(entry.request, None)) is not None:
+                    stage.enter("decode", self._engine, **stage.prompt)
         for entry in batch.entries:
-            if self._traced and (traced := self._traced.get(entry.request)) is not None and traced.stage == "prefill":
-                traced.enter("decode", self._engine, **traced.prompt)
             if entry.finish is not None:
                 life = {"request": entry.request, "attempt": entry.attempt, "finish": entry.finish}
                 output_tokens = entry.position + len(entry.tokens)
@@ -96,8 +116,8 @@ class RequestLog:
     def handed_over(self, output: SendHandOver) -> None:
         """Another engine goes on with a request, with the blocks of its prompt or before these are computed."""
         request = output.generate.generation.request
-        if (traced := self._traced.get(request)) is not None:
-            traced.stage = "hand_over" if traced.stage == "decode" else traced.stage
+        if (stage := self._open.get(request)) is not None:
+            stage.name = "hand_over" if stage.name == "decode" else stage.name
             self._ended(request, to=output.engine)
 
     def answered(self, message: RequestRejected | RequestFailed | RequestPlaced) -> None:
@@ -115,5 +135,9 @@ class RequestLog:
         self._ended(message.request, error=reason)
 
     def _ended(self, request: RequestId, **attributes: Attribute) -> None:
-        if (traced := self._traced.pop(request, None)) is not None:
-            traced.enter("ended", self._engine, **attributes)
+        if (stage := self._open.pop(request, None)) is None:
+            return
+        self._prefilling.pop(request, None)
+        if self._waiting.get(stage.sequence) is stage:
+            del self._waiting[stage.sequence]
+        stage.enter("ended", self._engine, **attributes)

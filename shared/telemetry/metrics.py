@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from prometheus_client import Counter, Gauge, start_http_server
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 UNDECODABLE = Counter(
     "baton_undecodable_messages_total", "Payloads that could not be decoded, by subject.", ["subject"]
@@ -19,6 +23,56 @@ BUS_CONNECTED = Gauge("baton_bus_connected", "1 while the bus is reachable.")
 _MILLISECONDS = (1, 2.5, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1_000, 2_500, 5_000, 10_000, 20_000, 40_000, 80_000)
 LATENCY_BUCKETS = tuple(ms / 1000 for ms in _MILLISECONDS)
 """Seconds; fine enough for time to first token and for inter-token latency alike."""
+
+
+TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+"""Tokens of a request."""
+
+
+class ForeignName(NamedTuple):
+    """What another server calls one of our metrics, or a part of it."""
+
+    metric: str
+    """Our name, without `_total`."""
+    name: str
+    """The other's, likewise."""
+    where: Mapping[str, str] = {}
+    """Samples with these labels only."""
+    summed: Sequence[str] = ()
+    """Labels that the other does not have: samples that differ in them are added up."""
+
+
+class ForeignNames(Collector):
+    """Our metrics once more, under the names and labels of another server, so that its dashboards read them."""
+
+    def __init__(
+        self, sources: Sequence[Collector], names: Sequence[ForeignName], labels: Mapping[str, str] | None = None
+    ) -> None:
+        """`sources`: where our metrics are. `labels`: what the other server calls our labels."""
+        self._sources, self._names, self._labels = sources, names, labels or {}
+        self.added: Mapping[str, str] | None = {}
+        """Labels of the other server that no sample of ours has; None: there is nothing to show yet."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics, as `prometheus_client` asks for them."""
+        if self.added is None:
+            return
+        families = {family.name: family for source in self._sources for family in source.collect()}
+        for name in self._names:
+            yield self._renamed(families[name.metric], name, self.added)
+
+    def _renamed(self, family: Metric, name: ForeignName, added: Mapping[str, str]) -> Metric:
+        sums: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+        for sample in family.samples:
+            if sample.name.endswith("_created") or not name.where.items() <= sample.labels.items():
+                continue
+            left_out = {*name.where, *name.summed}
+            labels = {self._labels.get(key, key): value for key, value in sample.labels.items() if key not in left_out}
+            sums[name.name + sample.name[len(family.name) :], (*added.items(), *labels.items())] += sample.value
+        renamed = Metric(name.name, family.documentation, family.type)
+        for (sample_name, all_labels), value in sums.items():
+            renamed.add_sample(sample_name, dict(all_labels), value)
+        return renamed
 
 
 class PublishedTotals:

@@ -316,6 +316,7 @@ class GenerationResponse:
         elif delta.finish is not None:
             if choice.tokens > 1 and choice.first_token_at is not None:
                 self._meters.tpot.observe((now - choice.first_token_at) / (choice.tokens - 1))
+            self._meters.record_finish(delta.finish, choice.prompt_tokens, choice.tokens)
             self._unfinished -= 1
             if self._unfinished == 0:
                 self._complete(now)

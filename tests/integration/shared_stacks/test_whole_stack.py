@@ -331,4 +331,8 @@ async def test_every_service_answers_prometheus(stack: RunningStack) -> None:
             assert life.metrics_port, life
             text = (await http.get(f"http://127.0.0.1:{life.metrics_port}/metrics")).text
             assert "baton_messages_handled_total" in text
+            if life.service == "scheduler":
+                labels = f'engine="{life.instance}",model_name="{stack.model}"'
+                for name in ("num_requests_running", "kv_cache_usage_perc", "request_queue_time_seconds_count"):
+                    assert f"vllm:{name}{{{labels}}}" in text
             assert 0 < float(text.split("\nbaton_heartbeat_age_seconds ")[1].split()[0]) < 60

@@ -1,10 +1,10 @@
-"""Counters grow by what totals have grown by."""
+"""Counters grow by what totals have grown by; metrics under the names of another server."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shared.telemetry.metrics import PublishedTotals
+from shared.telemetry.metrics import ForeignName, ForeignNames, PublishedTotals
 
 
 def test_totals_become_counters() -> None:
@@ -23,3 +23,38 @@ def test_totals_of_another_source_begin_at_nothing() -> None:
     for source, total in (("first", 5), ("second", 2), ("second", 4)):
         totals.publish([(lost, total)], source)
     assert registry.get_sample_value("lost_total") == 5 + 4
+
+
+def test_metrics_under_the_names_and_labels_of_another_server() -> None:
+    """Of a counter parts are shown, and its sum; a histogram is shown whole."""
+    prompts = Counter("prompts", "Prompts.", ["source", "model"], registry=None)
+    seconds, running = (
+        Histogram("seconds", "Seconds.", buckets=(1,), registry=None),
+        Gauge("now", "Now.", registry=None),
+    )
+    names = ForeignNames(
+        [prompts, seconds, running],
+        [
+            ForeignName("prompts", "their:queries", summed=["source"]),
+            ForeignName("prompts", "their:hits", where={"source": "cached"}),
+            ForeignName("seconds", "their:seconds"),
+            ForeignName("now", "their:running"),
+        ],
+        {"model": "model_name"},
+    )
+    registry = CollectorRegistry()
+    registry.register(names)
+    for source, model, count in (("cached", "a", 3), ("computed", "a", 4), ("cached", "b", 5)):
+        prompts.labels(source, model).inc(count)
+    seconds.observe(0.5)
+    running.set(2)
+    names.added = {"engine": "engine-1"}
+    value = registry.get_sample_value
+    assert value("their:queries_total", {"engine": "engine-1", "model_name": "a"}) == 7
+    assert value("their:queries_total", {"engine": "engine-1", "model_name": "b"}) == 5
+    assert value("their:hits_total", {"engine": "engine-1", "model_name": "a"}) == 3
+    assert value("their:seconds_bucket", {"engine": "engine-1", "le": "1.0"}) == 1
+    assert value("their:seconds_sum", {"engine": "engine-1"}) == 0.5
+    assert value("their:running", {"engine": "engine-1"}) == 2
+    names.added = None
+    assert list(registry.collect()) == []
