@@ -187,7 +187,7 @@ class RequestTable:
             header,
             choices,
             writer,
-            METERS.of(header.model) if meters is None else meters,
+            METERS.of(self.cluster.counted_as(header.model)) if meters is None else meters,
             time.monotonic(),
             grammar_field=grammar.field if grammar is not None else None,
         )
@@ -231,7 +231,9 @@ class RequestTable:
         """Opens a response that dispatches nothing: its choices are filled in by other requests."""
         states = [ChoiceState(position, position // generation.n) for position in range(generation.sequences)]
         choices = {RequestId(f"{header.id}-{state.index}"): state for state in states}
-        response = GenerationResponse(header, choices, writer, METERS.of(header.model), time.monotonic())
+        response = GenerationResponse(
+            header, choices, writer, METERS.of(self.cluster.counted_as(header.model)), time.monotonic()
+        )
         self._add(response)
         return response
 
@@ -244,10 +246,11 @@ class RequestTable:
         generating goes on, and the record grows."""
         await self.cancel(response, detach=resumable)
         header, choices = response.header, response.choices
-        REQUESTS.labels(header.model, header.kind, outcome).inc()
+        model = self.cluster.counted_as(header.model)
+        REQUESTS.labels(model, header.kind, outcome).inc()
         if outcome in ("client left", "client too slow"):
             DISCONNECTS.labels(outcome).inc()
-        meters = METERS.of(header.model)
+        meters = METERS.of(model)
         meters.prompt_tokens += prompt_tokens(choices)
         meters.cached_tokens += sum(cached_prompt_tokens(choices))
         first = response.first_token_at

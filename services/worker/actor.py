@@ -210,7 +210,8 @@ class WorkerActor(Actor):
         """What the lifecycle message says of this rank; None before its backend is made."""
         if self._backend is None:
             return None
-        card, adapters = self._backend.card, self._backend.adapters
+        adapters = self._backend.adapters
+        card = replace(self._backend.card, aliases=self._identity.aliases)
         return WorkerReport(
             engine=self._identity.engine,
             rank=self._identity.rank,

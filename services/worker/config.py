@@ -37,6 +37,8 @@ class RankIdentity:
     """Seconds that the first step of all may take."""
     kvstore_dir: Path | None = None
     """None: what it asks to be copied to or from a KV store fails."""
+    aliases: tuple[ModelName, ...] = ()
+    """Further names of its model for clients."""
 
     @property
     def publishes(self) -> bool:
@@ -225,6 +227,11 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         Meta(description='Speculative decoding, e.g. {"method": "ngram", "num_speculative_tokens": 4}.'),
         UpOption("Model"),
     ] = None
+    alias: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=512)], ...],
+        Meta(description="Another name by which clients may call the model; may be repeated."),
+        UpOption("Model"),
+    ] = ()
     lora: Annotated[
         tuple[str, ...],
         Meta(
@@ -372,6 +379,7 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             min_step_timeout=self.min_step_timeout,
             first_step_timeout=self.first_step_timeout,
             kvstore_dir=self.kvstore_dir,
+            aliases=tuple(map(ModelName, self.alias)),
         )
 
     def connector(self) -> KVConnectorBase | None:

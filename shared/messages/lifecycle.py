@@ -99,6 +99,8 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """What requests may have in `vllm_xargs`: the arguments of the engine's logits processors."""
     prompt_embeds: int | None = None
     """Elements of each row of a prompt that is given as embeddings; None: it takes none."""
+    aliases: tuple[ModelName, ...] = ()
+    """Further names by which clients may call it."""
 
 
 Role = Literal["mixed", "prefill", "decode"]

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.machine import gpu_choice, numa_choice
-from deploy.cli.up.models import ChosenModel, check_together, chosen_models, first_of, own_settings
+from deploy.cli.up.models import ChosenModel, check_names, check_together, chosen_models, first_of, own_settings
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
 from deploy.cli.up.other_hosts import check_certificates, check_outside_bus, cluster_choice, hosts_choice
 from deploy.errors import CommandError
@@ -149,6 +149,7 @@ def _of_several(
 ) -> StackSpec:
     """The stack with processes for each model, which share this machine's processors evenly. Raises CommandError."""
     models = [_model_spec(spec.run_dir, each, values, assigned, own.get(each.name, ())) for each in chosen]
+    check_names(models)
     ranks = sum(each.counts.all_ranks for each in models)
     check_journal(assigned, sum(each.counts.all_engines for each in models))
     threads = {"worker": {"threads": str(max(1, available_cores() // ranks))}}

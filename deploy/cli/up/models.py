@@ -11,6 +11,7 @@ from deploy.errors import CommandError
 from deploy.model_choice import served_name
 from deploy.supervisor.core.plan import name_prefix
 from deploy.supervisor.settings import SIZE, StackSettings
+from deploy.supervisor.spec import ModelSpec
 from shared.ids import ModelName
 from shared.settings import settings_of
 
@@ -30,6 +31,7 @@ ONE_MODEL_ONLY = (
     "federate",
     "launcher",
     "served_model_name",
+    "alias",
     "lora",
     "lora_registry",
 )
@@ -96,9 +98,24 @@ def check_together(
             raise CommandError(f"--set {model}/{assignments[0]}: {known}", status=2)
     for option in ONE_MODEL_ONLY if names else ():
         if option in values and values[option] != _default(option):
-            hint = f"; --set {names[0]}/{option}=… is of one of them" if option == "lora" else ""
+            hint = f"; --set {names[0]}/{option}=… is of one of them" if option in ("alias", "lora") else ""
             typed = f"{offers()[option].flag} {_shown(values[option])}"
             raise CommandError(f"{typed}: not with several models ({', '.join(names)}){hint}", status=2)
+
+
+def check_names(models: Sequence[ModelSpec]) -> None:
+    """Raises CommandError where clients could mean two of the models by one name."""
+    owners: dict[str, ModelName] = {}
+    for model in models:
+        worker = model.settings.get("worker", {})
+        loras = (each.partition("=")[0] for each in _parts(worker.get("lora", "")))
+        for name in {str(model.name), *_parts(worker.get("alias", "")), *loras}:
+            if (owner := owners.setdefault(name, model.name)) != model.name:
+                raise CommandError(f"{name!r} is a name of {owner} and of {model.name}", status=2)
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _default(option: str) -> Any:

@@ -155,6 +155,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """How each prompt becomes a vector; None: text is generated."""
     lora: LoraCard | None = None
     """The adapter that the client named in the model's place; None: it named the model."""
+    alias: ModelName | None = None
+    """By which of its further names the client called the model; None: by none."""
     request_id: str | None = None
     """What the client calls the request; it is part of the answer's `id`."""
     trace: str | None = None
@@ -163,7 +165,12 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     @property
     def served_name(self) -> ModelName:
         """What the client calls what answers: the adapter, or the model."""
-        return self.model.name if self.lora is None else self.lora.name
+        return (self.alias or self.model.name) if self.lora is None else self.lora.name
+
+    @property
+    def allowed_names(self) -> tuple[ModelName, ...]:
+        """Of these an API key must allow one: an adapter's name; the model's name where it was called by another."""
+        return (self.served_name,) if self.alias is None else (self.alias, self.model.name)
 
     @property
     def sequences(self) -> int:
@@ -419,8 +426,8 @@ def check_generates(card: ModelCard) -> ModelCard:
 
 
 def choose_model(name: str | None, cards: list[ModelCard]) -> ModelCard:
-    """Returns the model that a request names, itself or one of its adapters; without a name the only one. Raises
-    RequestError 404 for an unknown model, 503 while none is known, 400 where the name is missing and there are
+    """Returns the model that a request names: itself, one of its adapters or by an alias; without a name the only one.
+    Raises RequestError 404 for an unknown model, 503 while none is known, 400 where the name is missing and there are
     several."""
     if not cards:
         raise RequestError(
@@ -436,9 +443,19 @@ def choose_model(name: str | None, cards: list[ModelCard]) -> ModelCard:
     for card in cards:
         if card.lora(ModelName(name)) is not None:
             return card
+    for card in cards:
+        if ModelName(name) in card.aliases:
+            return card
     raise RequestError(
         404, f"The model `{abbreviated(name)[1:-1]}` does not exist.", param="model", code="model_not_found"
     )
+
+
+def choose_alias(name: str | None, card: ModelCard) -> ModelName | None:
+    """Returns by which alias a request calls the model of `card`; None: by its name, an adapter's, or none."""
+    if name is None or name == card.name or card.lora(ModelName(name)) is not None:
+        return None
+    return next((alias for alias in card.aliases if alias == name), None)
 
 
 def choose_lora(name: str | None, card: ModelCard) -> LoraCard | None:

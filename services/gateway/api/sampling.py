@@ -16,6 +16,7 @@ from services.gateway.api.generation import (
     ResponseOptions,
     check_resumable,
     check_token_ids,
+    choose_alias,
     choose_lora,
     stream_options,
 )
@@ -76,6 +77,7 @@ def generation_request(
     generation = GenerationRequest(
         model=card,
         lora=choose_lora(fields.model, card),
+        alias=choose_alias(fields.model, card),
         prompts=prompts,
         n=fields.n or 1,
         seed=fields.seed,

@@ -174,6 +174,12 @@ class ClusterView:
         """Returns the cards of all known models."""
         return [card for card, _ in self._cards.values()]
 
+    def counted_as(self, name: str) -> str:
+        """Returns the name that metrics have for what clients call so: a model's own in place of its alias."""
+        if ModelName(name) in self._cards:
+            return name
+        return next((card.name for card, _ in self._cards.values() if name in card.aliases), name)
+
     def max_model_len(self, card: ModelCard) -> int:
         """Returns the longest context of any engine of the model; that of `card` where none is known."""
         engines = (message.engine for message in self._registry.all() if message.engine is not None)

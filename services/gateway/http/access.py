@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from ipaddress import ip_address
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -121,7 +121,7 @@ class AccessControl:
         RequestError: 403 for the model, 400 for the priority."""
         if key is ANONYMOUS:
             return generation
-        check_model(generation.served_name, key)
+        check_model(generation.allowed_names, key)
         if generation.priority < key.priority_ceiling:
             rule = f"requests of this key may have {key.priority_ceiling} or more (lower goes first)"
             raise not_allowed("priority", generation.priority, rule)
@@ -154,7 +154,7 @@ class AccessControl:
     def admit_elsewhere(self, call: Call, model: ModelName, tokens: int) -> None:
         """A request that may not have been read here goes to the overflow provider: what its key may do holds there,
         too. `tokens`: what it may come to. Raises RequestError 403 for the model, 429 above a limit."""
-        check_model(model, call.key)
+        check_model((model,), call.key)
         if call.reserved == 0:
             self._reserve_tokens(call, tokens)
 
@@ -245,10 +245,10 @@ def sent_key(call: Call) -> bytes | None:
     return call.headers.get(b"x-api-key")
 
 
-def check_model(model: ModelName, key: ApiKey) -> None:
-    """Raises RequestError 403 for a model that the key may not use."""
-    if not key.allows_model(model):
-        text = f"model: the key {key.name!r} does not have access to {str(model)!r}"
+def check_model(names: Sequence[ModelName], key: ApiKey) -> None:
+    """Raises RequestError 403 for a model that the key may use by none of these names, of which the first is shown."""
+    if not any(map(key.allows_model, names)):
+        text = f"model: the key {key.name!r} does not have access to {str(names[0])!r}"
         raise RequestError(403, text, param="model", code="model_not_found")
 
 

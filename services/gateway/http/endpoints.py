@@ -26,7 +26,6 @@ from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from services.gateway.tokenizer_client import Reply
-from shared.ids import ModelName
 from shared.messages.lifecycle import LoraCard, ModelCard
 from shared.messages.tokenizer import DecodeReply, EncodeReply
 from shared.packing import unpack
@@ -158,23 +157,26 @@ class InfoEndpoints:
 
     async def models(self, call: Call) -> None:
         """`/v1/models`: all models that are served and that the client may use."""
-        cards = self._table.cluster.models()
-        bodies = [
-            body for card in cards for body in (_model_body(card), *(_lora_body(card, each) for each in card.loras))
-        ]
-        data = [body for body in bodies if call.key.allows_model(body["id"])]
-        await call.respond_json({"object": "list", "data": data})
+        await call.respond_json({"object": "list", "data": self._shown(call)})
 
     async def model(self, call: Call) -> None:
         """`/v1/models/NAME`. Raises RequestError 404."""
         name = call.scope["path_params"]["name"]
-        cards = self._table.cluster.models()
-        found = [_model_body(card) for card in cards if card.name == name]
-        found += [_lora_body(card, each) for card in cards for each in card.loras if each.name == name]
-        if not found or not call.key.allows_model(ModelName(name)):
+        found = [body for body in self._shown(call) if body["id"] == name]
+        if not found:
             message = f"The model `{abbreviated(name)[1:-1]}` does not exist."
             raise RequestError(404, message, param="model", code="model_not_found")
         await call.respond_json(found[0])
+
+    def _shown(self, call: Call) -> list[dict[str, Any]]:
+        """Models, adapters and aliases that the client may use; a key that names a model allows its aliases."""
+        allows, shown = call.key.allows_model, list[dict[str, Any]]()
+        for card in self._table.cluster.models():
+            bodies = [_model_body(card), *(_lora_body(card, each) for each in card.loras)]
+            shown += [body for body in bodies if allows(body["id"])]
+            names = [alias for alias in card.aliases if allows(alias) or allows(card.name)]
+            shown += [{**_model_body(card), "id": alias} for alias in names]
+        return shown
 
     async def tokenize(self, call: Call) -> None:
         """`/tokenize`: the token ids of a text or of messages. Raises RequestError."""
@@ -199,10 +201,11 @@ async def ask_tokenizer(
     call: Call, table: RequestTable, parser: BodyParser, kind: BodyKind, reply_type: type[Reply]
 ) -> tuple[ModelCard, Reply]:
     """Has the body's question answered by a tokenizer of the model that it names. Raises RequestError."""
+    card: ModelCard
     with table.arriving():
         card, question = await parser.read(kind, await call.body())
     call.record.model = card.name
-    check_model(card.name, call.key)
+    check_model((card.name, *card.aliases), call.key)
     return card, await table.tokenizer.ask(card, question, reply_type)
 
 

@@ -15,6 +15,7 @@ from deploy.cli.keys import new_key
 from services.gateway.config import GatewayConfig
 from services.gateway.http.access import MAX_STRANGERS
 from shared.bus.memory_bus import MemoryBus
+from shared.ids import ModelName
 from shared.messages.tokenizer import Tokenize
 from tests.support.gateway.fake_services import MODEL, eventually
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
@@ -94,6 +95,35 @@ async def test_a_model_that_a_key_may_not_use_is_refused_and_not_listed(stack: G
     asked = await stack.http.post("/tokenize", json={"prompt": "a b"}, headers=keys.headers("stranger"))
     assert asked.status_code == 403
     assert tokenizes(stack) == []
+
+
+async def test_an_alias_is_used_with_a_key_for_it_or_for_its_model(stack: GatewayStack, keys: Keys) -> None:
+    watcher = stack.gateway.keys
+    keys.new("by-alias", models=["small"])
+    keys.new("by-model", models=[MODEL])
+    await eventually(lambda: len(watcher.ring) == 8)
+    stack.ring.aliases = (ModelName("small"), ModelName("tiny"))
+    await stack.ring.announce()
+    await eventually(lambda: bool(stack.gateway.requests.cluster.models()[0].aliases))
+    every = [MODEL, "small", "tiny"]
+    for name, shown in (("alice", every), ("by-alias", ["small"]), ("by-model", every)):
+        client = keys.client(stack, name)
+        assert [model.id for model in (await client.models.list()).data] == shown
+        answer = await client.chat.completions.create(model="small", messages=HELLO, max_tokens=3)
+        assert answer.model == "small"
+        assert (await client.models.retrieve("small")).model_dump()["root"] == MODEL
+        asked = await stack.http.post("/tokenize", json={"model": "small", "prompt": "a"}, headers=keys.headers(name))
+        assert asked.status_code == 200
+        loaded = await stack.http.post("/api/chat", json={"model": "small", "messages": []}, headers=keys.headers(name))
+        assert loaded.json()["model"] == "small"
+    by_alias = keys.client(stack, "by-alias")
+    with pytest.raises(openai.PermissionDeniedError, match="'by-alias' does not have access to 'tiny'"):
+        await by_alias.chat.completions.create(model="tiny", messages=HELLO)
+    with pytest.raises(openai.NotFoundError):
+        await by_alias.models.retrieve("tiny")
+    page = (await stack.http.get("/metrics", headers=keys.headers("root"))).text
+    assert f'model="{MODEL}"' in page
+    assert 'model="small"' not in page
 
 
 async def test_no_request_goes_before_its_keys_ceiling(stack: GatewayStack, keys: Keys) -> None:

@@ -22,7 +22,7 @@ from tests.support.models.tiny_adapters import demo_reference
 from tests.support.models.tiny_models import TinyModel, make_model, write_word_tokenizer
 from tests.support.paths import DEMO_MODEL
 
-DEMO, TINY = "org/demo", "tiny"
+DEMO, TINY, SMALL = "org/demo", "tiny", "small"
 TALE, WORDS = "Once upon a time there was", [3, 14, 15, 9]
 LENGTH = 24
 
@@ -51,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     with running_stack(
         folder,
         kvstore="32MiB",
-        settings=(f"{TINY}/engines=2", f"{TINY}/max_model_len=128"),
+        settings=(f"{TINY}/engines=2", f"{TINY}/max_model_len=128", f"{TINY}/alias={SMALL},org/small"),
         more=(f"--model={DEMO}={DEMO_MODEL}", f"--model={TINY}={tiny.path}"),
         wait_for_engines=2.0,
     ) as stack:
@@ -65,7 +65,7 @@ async def client(models: Models) -> AsyncIterator[AsyncOpenAI]:
 
 
 async def complete(client: AsyncOpenAI, model: str, length: int = LENGTH) -> str:
-    prompt: str | list[int] = WORDS if model == TINY else TALE
+    prompt: str | list[int] = TALE if model == DEMO else WORDS
     answer = await client.completions.create(
         model=model, prompt=prompt, temperature=0, max_tokens=length, extra_body={"ignore_eos": True}
     )
@@ -79,16 +79,20 @@ async def admin(stack: RunningStack, endpoint: str, **body: object) -> object:
 
 
 async def test_both_answer_at_the_same_time_what_each_says_alone(models: Models, client: AsyncOpenAI) -> None:
-    texts = await asyncio.gather(*(complete(client, model) for model in (DEMO, TINY) * 3))
-    for model, text in zip((DEMO, TINY) * 3, texts, strict=True):
-        assert text.strip() == models.expected(model).strip()
+    asked = (DEMO, TINY, DEMO, SMALL, DEMO, TINY)
+    texts = await asyncio.gather(*(complete(client, model) for model in asked))
+    for model, text in zip(asked, texts, strict=True):
+        assert text.strip() == models.expected(DEMO if model == DEMO else TINY).strip()
 
 
 async def test_each_is_listed_and_found_and_no_other(models: Models, client: AsyncOpenAI) -> None:
     found = {model.id: model.model_dump() for model in (await client.models.list()).data}
-    assert set(found) == {DEMO, TINY}
+    assert set(found) == {DEMO, TINY, SMALL, "org/small"}
+    assert found[SMALL]["root"] == TINY
+    assert found[SMALL]["max_model_len"] == 128
     assert found[TINY]["max_model_len"] == 128 != found[DEMO]["max_model_len"]
     assert (await client.models.retrieve(DEMO)).id == DEMO
+    assert (await client.models.retrieve("org/small")).id == "org/small"
     with pytest.raises(openai.NotFoundError, match="The model `other` does not exist"):
         await client.models.retrieve("other")
     with pytest.raises(openai.NotFoundError, match="The model `other` does not exist"):
@@ -100,7 +104,7 @@ async def test_each_is_listed_and_found_and_no_other(models: Models, client: Asy
 
 
 async def test_figures_are_of_each(models: Models, client: AsyncOpenAI) -> None:
-    await asyncio.gather(complete(client, DEMO), complete(client, TINY))
+    await asyncio.gather(complete(client, DEMO), complete(client, SMALL))
     async with httpx2.AsyncClient(base_url=models.stack.url, timeout=DEADLINE) as http:
         page = (await http.get("/metrics")).text
     for name in ("requests_total", "time_to_first_token_seconds_count", "generation_tokens_total"):

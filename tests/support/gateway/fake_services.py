@@ -105,6 +105,7 @@ class FakeRing:
         self.script: list[str] | None = None
         """What the model says instead, a token each; it ends by itself then."""
         self.dialect = Dialect()
+        self.aliases: tuple[ModelName, ...] = ()
         self.thinking: Thinking | None = None
         """How every prompt ends."""
         self.hold = asyncio.Event()
@@ -141,7 +142,7 @@ class FakeRing:
 
     async def say(self, service: Service, instance: str, phase: Phase) -> None:
         report = EngineReport(
-            model=CARD,
+            model=replace(CARD, aliases=self.aliases),
             waiting=0,
             running=self.busy,
             max_waiting=9,

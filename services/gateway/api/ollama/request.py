@@ -22,6 +22,7 @@ from services.gateway.api.generation import (
     GenerationRequest,
     RequestLimits,
     check_generates,
+    choose_alias,
     choose_model,
 )
 from services.gateway.api.structured_outputs import JsonSchemaFields, ResponseFormat
@@ -115,6 +116,13 @@ class ModelNameOnly(Struct, frozen=True):
     """A request without a prompt: the client wants the model to be loaded, which it is."""
 
     name: ModelName
+    also: tuple[ModelName, ...] = ()
+    """The model's own name, where it was called by an alias."""
+
+    @property
+    def names(self) -> tuple[ModelName, ...]:
+        """Of these an API key must allow one."""
+        return (self.name, *self.also)
 
 
 _chat_decoder = msgspec.json.Decoder(OllamaChatFields)
@@ -214,6 +222,8 @@ def _card(fields: OllamaFields, cards: list[ModelCard]) -> ModelCard:
 def _loaded(fields: OllamaFields, card: ModelCard) -> ModelNameOnly:
     if fields.keep_alive in (0, "0", "0s"):
         raise unsupported("keep_alive", "unloading a model")
+    if (alias := choose_alias(fields.model, card)) is not None:
+        return ModelNameOnly(alias, (card.name,))
     return ModelNameOnly(ModelName(fields.model) if card.lora(ModelName(fields.model)) else card.name)
 
 

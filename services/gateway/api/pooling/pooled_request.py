@@ -15,6 +15,7 @@ from services.gateway.api.generation import (
     GenerationRequest,
     RequestLimits,
     check_request_id,
+    choose_alias,
     choose_lora,
 )
 from services.gateway.api.prompts import completion_prompts
@@ -150,6 +151,7 @@ def pooled_generation(
         kind=kind,
         model=card,
         lora=choose_lora(fields.model, card),
+        alias=choose_alias(fields.model, card),
         prompts=prompts,
         n=1,
         seed=None,

@@ -92,7 +92,7 @@ class OllamaEndpoint(GeneratingEndpoint):
         """Generates and responds. Raises RequestError as long as no response was started."""
         asked, _ = await self._read(call, "ollama_chat" if self._shape == "chat" else "ollama_generate")
         if isinstance(asked, ModelNameOnly):
-            check_model(asked.name, call.key)
+            check_model(asked.names, call.key)
             loaded = answer(self._shape, asked.name, {})
             await call.respond_json(loaded | {"done": True, "done_reason": "load"})
             return
@@ -150,7 +150,11 @@ class OllamaInfo:
     def _models(self, call: Call) -> list[tuple[ModelCard, ModelName]]:
         cards = [card for card in self._table.cluster.models() if card.generates]
         named = [(card, name) for card in cards for name in (card.name, *(lora.name for lora in card.loras))]
-        return [(card, name) for card, name in named if call.key.allows_model(name)]
+        allowed = [(card, name) for card, name in named if call.key.allows_model(name)]
+        aliases = [(card, alias) for card in cards for alias in card.aliases]
+        return allowed + [
+            (card, alias) for card, alias in aliases if any(map(call.key.allows_model, (alias, card.name)))
+        ]
 
     def _shown(self, card: ModelCard) -> dict[str, Any]:
         dialect = self._table.cluster.dialect(card.name)

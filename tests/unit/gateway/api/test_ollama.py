@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
@@ -88,6 +89,13 @@ def test_a_name_may_have_the_tag_of_the_latest() -> None:
     assert chat(model="demo:latest").served_name == "demo"
     with pytest.raises(RequestError, match="does not exist"):
         chat(model="other:latest")
+
+
+def test_an_alias_may_have_it_too() -> None:
+    known = [replace(CARD, aliases=(ModelName("small"),))]
+    body = msgspec.json.encode({"model": "small:latest", "messages": []})
+    loaded = read_ollama_chat(body, known, RequestLimits(), lambda _: THINKS)
+    assert loaded == ModelNameOnly(ModelName("small"), (CARD.name,))
 
 
 def test_without_a_prompt_a_model_is_only_to_be_there() -> None:

@@ -78,6 +78,7 @@ def test_each_has_processes_of_its_own_beside_what_all_share(tmp_path: Path) -> 
         ((), {"advertise_address": "10.0.0.1"}, "--advertise-address 10.0.0.1: not with several models"),
         ((), {"federation_address": "10.0.0.1"}, "--federation-address 10.0.0.1: not with several models"),
         ((), {"launcher": "ray"}, "--launcher ray: not with several models"),
+        ((), {"alias": ["x"]}, "--alias x: not with several models .*; --set org/a/alias=… is of one of them"),
         ((), {"lora": ["x=/y"]}, "--lora x=/y: not with .*; --set org/a/lora=… is of one of them"),
         ((), {"lora_registry": "/r.json"}, "--lora-registry /r.json: not with several models"),
         (("c/engines=2",), {}, "--set c/engines=2: the models are org/a, b"),
@@ -94,6 +95,19 @@ def test_what_several_models_cannot_have_is_refused_by_name(
     with pytest.raises(CommandError, match=named) as refused:
         described(tmp_path, *settings, **typed)
     assert refused.value.status == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (("b/alias=x,org/a",), "'org/a' is a name of org/a and of b"),
+        (("org/a/alias=x", "b/alias=y,x"), "'x' is a name of org/a and of b"),
+        (("org/a/lora=x=/y", "b/alias=x"), "'x' is a name of org/a and of b"),
+    ],
+)
+def test_a_name_is_of_one_model(settings: tuple[str, ...], named: str, tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=named):
+        described(tmp_path, *settings)
 
 
 @pytest.mark.parametrize(
