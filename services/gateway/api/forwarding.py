@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -117,9 +117,10 @@ def read_forwarded(
     dialect: ProviderDialect,
     models: ModelNames,
     served: Sequence[str],
+    own_name: Callable[[str], str] = str,
 ) -> ForwardedRequest:
-    """Returns what the provider gets of a client's body. `served`: the models that are known here. Raises
-    NotForwardable."""
+    """Returns what the provider gets of a client's body. `served`: the models that are known here; `own_name` says what
+    a model that was called by an alias is called itself. Raises NotForwardable."""
     if len(body) > MAX_FORWARDED_BYTES:
         raise NotForwardable(f"body: more than {MAX_FORWARDED_BYTES} bytes")
     given = _decoded(body, dict[str, Raw], "body")
@@ -129,7 +130,7 @@ def read_forwarded(
     model = _decoded(fields.get("model", b"null"), str | None, "model")
     if model is None and len(served) == 1:
         model = served[0]
-    provider_model = models.at_provider(model)
+    provider_model = models.at_provider(None if model is None else own_name(model))
     stream = bool(_decoded(fields.get("stream", b"null"), bool | None, "stream"))
     fields["model"] = Raw(msgspec.json.encode(provider_model))
     shows_usage = False

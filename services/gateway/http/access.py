@@ -151,10 +151,11 @@ class AccessControl:
             raise _too_many(call.key, reserved)
         call.reserved = reserved
 
-    def admit_elsewhere(self, call: Call, model: ModelName, tokens: int) -> None:
+    def admit_elsewhere(self, call: Call, names: Sequence[ModelName], tokens: int) -> None:
         """A request that may not have been read here goes to the overflow provider: what its key may do holds there,
-        too. `tokens`: what it may come to. Raises RequestError 403 for the model, 429 above a limit."""
-        check_model((model,), call.key)
+        too. `names`: its model's, by one of which the key must allow it; `tokens`: what it may come to. Raises
+        RequestError 403 for the model, 429 above a limit."""
+        check_model(names, call.key)
         if call.reserved == 0:
             self._reserve_tokens(call, tokens)
 

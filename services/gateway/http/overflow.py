@@ -144,11 +144,13 @@ class Overflow:
         settings, began = self._provider.settings, time.monotonic()
         served = [card.name for card in self._cluster.models()]
         try:
-            request = read_forwarded(await call.body(), kind, settings.dialect, settings.models, served)
+            own_name = self._cluster.counted_as
+            request = read_forwarded(await call.body(), kind, settings.dialect, settings.models, served, own_name)
         except NotForwardable as error:
             self._provider.record(cause, "not forwardable", None, began, why=str(error))
             return None
-        self._access.admit_elsewhere(call, ModelName(request.model), request.expected_tokens)
+        names = (ModelName(request.model), ModelName(own_name(request.model)))
+        self._access.admit_elsewhere(call, names, request.expected_tokens)
         return request
 
     async def relay(self, call: Call, answer: ProviderAnswer) -> None:

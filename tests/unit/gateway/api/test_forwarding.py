@@ -92,6 +92,12 @@ def test_models_have_the_providers_names() -> None:
             ModelNames.parse(wrong)
 
 
+def test_an_alias_is_the_providers_name_of_its_model() -> None:
+    body, names = json.dumps({**CHAT, "model": "small"}).encode(), ModelNames.parse(["m=big/M"])
+    request = read_forwarded(body, "chat", "openai", names, ["m"], {"small": "m"}.__getitem__)
+    assert (request.model, request.provider_model, sent(request)["model"]) == ("small", "big/M", "big/M")
+
+
 def test_the_usage_of_a_stream_is_always_asked_for_and_shown_to_who_wants_it() -> None:
     plain = forwarded("chat", **CHAT, stream=True, stream_options={"resumable": False})
     assert (sent(plain)["stream_options"], plain.stream, plain.shows_usage) == ({"include_usage": True}, True, False)
