@@ -10,7 +10,7 @@ import msgspec
 from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.core.plan import Counts, all_process_specs
 from deploy.supervisor.processes import ProcessIdentity, start_time
-from deploy.supervisor.spec import EmbeddedRedis, StackSpec, StoreSpec
+from deploy.supervisor.spec import EmbeddedRedis, ModelSpec, StackSpec, StoreSpec
 from deploy.supervisor.state_file import StackState, held, last_state, read_state, recorded, write_state
 from shared.ids import EngineId, ModelName
 
@@ -56,6 +56,18 @@ def test_a_state_is_read_as_it_was_written_with_all_that_a_successor_needs(tmp_p
     write_state(tmp_path, state)
     assert last_state(tmp_path) == state
     assert [record.member() for record in state.members] == members
+
+
+def test_so_is_that_of_several_models(tmp_path: Path) -> None:
+    own = ModelSpec(name=ModelName("org/b"), model=Path("/b"), counts=Counts(model=ModelName("org/b"), gateway=0))
+    spec = msgspec.structs.replace(SPEC, models=(own,))
+    members = [SupervisedProcess(process) for process in spec.planned()]
+    state = msgspec.structs.replace(STATE, spec=spec, members=tuple(map(recorded, members)))
+    write_state(tmp_path, state)
+    assert last_state(tmp_path) == state
+    assert [record.member() for record in state.members] == members
+    assert state.names == ("org/b",)
+    assert {member.process.model for member in members} == {None, "org/b"}
 
 
 def test_a_stack_runs_while_its_supervisor_or_one_of_its_processes_lives(tmp_path: Path) -> None:
