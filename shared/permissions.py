@@ -85,6 +85,9 @@ TABLE: tuple[TopicRights, ...] = (
 # fmt: on
 
 
+GATEWAY_OPERATIONS = ("drain", "undrain", "scale", "reset_prefix_cache")
+"""What gateways ask coordinators to do for operators who come over HTTP."""
+
 MICRO_SERVICES = "$SRV.>"
 """Where clients find NATS micro services, and these answer."""
 
@@ -112,7 +115,7 @@ def permissions_of(user: User, namespace: str) -> Permissions:
     if user == "coordinator":
         subscribe += [f"{namespace}.{topics.ADMIN}.>", MICRO_SERVICES]
     if user == "gateway":
-        publish += [f"{namespace}.{topics.ADMIN}.{name}" for name in ("scale", "reset_prefix_cache")]
+        publish += [f"{namespace}.{topics.ADMIN}.{name}" for name in GATEWAY_OPERATIONS]
         subscribe += [f"{namespace}.{topics.CLUSTERS_ADMIN}.>", MICRO_SERVICES]
     return Permissions(tuple(publish), tuple(subscribe))
 

@@ -19,6 +19,7 @@ from services.gateway.batches.runner import BatchRunner
 from services.gateway.batches.window import BatchWindow, EngineRoom
 from services.gateway.config import GatewayConfig
 from services.gateway.console.feed import ConsoleFeed
+from services.gateway.console.overview import overview_of
 from services.gateway.core.api_keys import KeyFileError, KeyName
 from services.gateway.core.cluster import REQUIRED_SERVICES
 from services.gateway.core.remote_clusters import RemoteClusters
@@ -61,6 +62,7 @@ from shared.messages.gateway import (
     KeepStream,
     MetricsPage,
     ReadMetrics,
+    ReadOverview,
     RequestFailed,
     RequestPlaced,
     RequestQueued,
@@ -118,10 +120,10 @@ class Gateway(Actor):
                 clusters, self.requests, lambda: connect(options), bus.liveness_now, drain_file=drain_file
             )
         self.peers = GatewayPeers(bus, self._gateway)
+        self.console = ConsoleFeed(bus, self.requests, self.peers)
         own = GatewayLife(self._gateway, self.incarnation)
         self.streams = ResumableStreams(bus, own, self.peers, self.requests)
         self._config = config
-        self.console = ConsoleFeed(bus, self.requests, self._gateway)
         self.database = _database(config)
         self._bodies = config.body_limits()
         self._parsers: list[BodyParser] = []
@@ -311,6 +313,8 @@ class Gateway(Actor):
                 return await self.streams.answer(request)
             case AbortRequests():
                 return RequestsAborted(tuple(await self.requests.abort(request.responses)))
+            case ReadOverview():
+                return overview_of(self.requests, request.max_responses)
             case _:
                 assert_never(request)
 

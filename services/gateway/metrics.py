@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from typing import get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client import Histogram as PlainHistogram
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from shared.ids import GatewayId
+from shared.messages.gateway import LatencyCounts, LatencyName
 from shared.messages.generation import FinishReason
 from shared.telemetry.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, ForeignName, ForeignNames
 
@@ -68,6 +70,10 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def counts(self, model: str, name: LatencyName) -> LatencyCounts:
+        """Returns the counts of each bucket alone."""
+        return LatencyCounts(model, name, self._bounds, tuple(self._counts), self._sum)
+
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Returns cumulative counts by upper bound, and the sum of all observations."""
         total, cumulative = 0, []
@@ -110,6 +116,12 @@ class Meters(Collector):
         if model not in self._models:
             self._models[model] = ModelMeters()
         return self._models[model]
+
+    def latencies(self) -> Iterator[LatencyCounts]:
+        """Yields every model's histograms."""
+        for model, meters in self._models.items():
+            for name in get_args(LatencyName):
+                yield getattr(meters, name).counts(model, name)
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics, as `prometheus_client` asks for them."""

@@ -278,9 +278,58 @@ class RequestsAborted(Struct, frozen=True, array_like=True, tag=True):
     responses: tuple[str, ...]
 
 
-GatewayRequest = ReadMetrics | TakeStream | AbortRequests
+class ReadOverview(Struct, frozen=True, array_like=True, tag=True):
+    """gateway → another gateway, each second while somebody looks at the console: which responses are open, and how
+    long have clients waited? Answered by a `GatewayOverview`."""
+
+    max_responses: Annotated[int, Meta(ge=0, le=1000)]
+
+
+class ResponseOverview(Struct, frozen=True, array_like=True, kw_only=True):
+    """What operators see of an open response; nothing of its texts."""
+
+    id: str
+    model: str
+    kind: str
+    started: float
+    """In Unix seconds."""
+    state: Literal["queued", "running"]
+    """queued: some sequence of it has no engine."""
+    engines: tuple[EngineId, ...]
+    sequences: int
+    prompt_tokens: int
+    tokens: int
+    attempts: int
+
+
+LatencyName = Literal["ttft", "itl", "tpot", "e2e"]
+
+
+class LatencyCounts(Struct, frozen=True, array_like=True):
+    """A histogram of one latency of one model, since the gateway's start."""
+
+    model: str
+    name: LatencyName
+    bounds: tuple[float, ...]
+    """Upper bounds of the buckets in seconds; one more bucket is above all of them."""
+    counts: tuple[int, ...]
+    """Of each bucket alone."""
+    total: float
+    """Seconds of all observations."""
+
+
+class GatewayOverview(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `ReadOverview`."""
+
+    responses: tuple[ResponseOverview, ...]
+    """Those that are open for longest."""
+    open_responses: int
+    latencies: tuple[LatencyCounts, ...]
+
+
+GatewayRequest = ReadMetrics | TakeStream | AbortRequests | ReadOverview
 """What gateways ask each other."""
-GatewayReply = MetricsPage | StreamCopy | StreamUnknown | RequestsAborted
+GatewayReply = MetricsPage | StreamCopy | StreamUnknown | RequestsAborted | GatewayOverview
 """And what they answer."""
 RequestMessage = Deltas | RequestPlaced | RequestQueued | RequestRejected | RequestFailed
 """Of other services, about a request."""

@@ -411,6 +411,25 @@ MESSAGES: list[Any] = [
         started=1.5,
         detokenizer=lifecycle.DetokenizerReport(model=ModelName("demo")),
     ),
+    gateway.ReadOverview(100),
+    gateway.GatewayOverview(
+        (
+            gateway.ResponseOverview(
+                id="chatcmpl-1",
+                model="m",
+                kind="chat",
+                started=1.5,
+                state="running",
+                engines=(E,),
+                sequences=1,
+                prompt_tokens=7,
+                tokens=3,
+                attempts=1,
+            ),
+        ),
+        1,
+        (gateway.LatencyCounts("m", "ttft", (0.1,), (2, 1), 0.5),),
+    ),
 ]
 
 

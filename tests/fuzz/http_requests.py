@@ -50,6 +50,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
 }
 """Fields that only mean something beside others."""
+OPERATIONS = ("/scale_elastic_ep", "/admin/scale", "/admin/drain")
+"""Left out, as they would work: up to 256 engines, or none that takes requests."""
 WEIGHTS = {"/v1/chat/completions": 4, "/v1/completions": 3}
 FIELD = re.compile(r"[\w.\[\]-]+: |.*: this field is not known$", re.DOTALL)
 """How the text of an error begins that names a field."""
@@ -99,7 +101,7 @@ class RequestGenerator:
             path: methods["post"]["requestBody"]["content"]["application/json"]["schema"]
             for path, methods in page["paths"].items()
             if "application/json" in methods.get("post", {}).get("requestBody", {}).get("content", {})
-            and path != "/scale_elastic_ep"  # up to 256 engines
+            and path not in OPERATIONS
         }
         self._paths = list(page["paths"])
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from services.gateway.api.admin.loras import LoadLoraRequest, UnloadLoraRequest
-from services.gateway.api.admin.operations import AbortFields, ScaleFields
+from services.gateway.api.admin.operations import AbortFields, DrainFields, ScaleFields, ScalePoolFields, UndrainFields
 from services.gateway.api.anthropic.request import MessagesFields, MessagesTokensFields
 from services.gateway.api.batches.batch import BatchFields
 from services.gateway.api.batches.files import UploadFields
@@ -108,6 +108,9 @@ OPERATIONS = (
     Operation("GET", "/version", "The version of the server."),
     Operation("GET", "/openapi.json", "This page.", with_key=False),
     Operation("GET", "/admin/keys", "The API keys by name; needs the scope admin."),
+    Operation("POST", "/admin/drain", "An instance takes no more requests; needs the scope admin.", DrainFields),
+    Operation("POST", "/admin/undrain", "It takes requests again; needs the scope admin.", UndrainFields),
+    Operation("POST", "/admin/scale", "So many instances; needs the scope admin.", ScalePoolFields),
     Operation("POST", "/v1/load_lora_adapter", "Serve one more adapter; needs the scope admin.", LoadLoraRequest),
     Operation(
         "POST", "/v1/unload_lora_adapter", "Serve an adapter no longer; needs the scope admin.", UnloadLoraRequest

@@ -3,23 +3,28 @@ it is of any prompt or answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from services.gateway.console.merge_patch import JsonObject, without_none
-from services.gateway.console.open_responses import ResponseOverview
 from services.gateway.console.stack_view import EndedInstance, StackView
+from shared.ids import GatewayId
+from shared.messages.gateway import GatewayOverview
 from shared.messages.lifecycle import Lifecycle, ModelCard
+from shared.packing import to_plain
 from shared.telemetry.stack_figures import EngineFigures, Figures
+
+MAX_REQUESTS = 100
+"""Of the open responses the oldest are shown."""
 
 
 def stack_document(
     view: StackView,
     figures: Figures,
     models: Sequence[ModelCard],
-    responses: Sequence[ResponseOverview],
+    overviews: Mapping[GatewayId, GatewayOverview],
     **more: Any,
 ) -> JsonObject:
     """Returns the whole document; `more`: further fields of it."""
@@ -35,10 +40,33 @@ def stack_document(
         "instances": _instances(view, figures),
         "engines": {engine.instance: _engine(engine) for engine in figures.engines},
         "stores": {store.instance: _named(store) for store in figures.stores},
-        "requests": {each.id: {**each._asdict(), "id": None} for each in responses},
+        "open_responses": sum(each.open_responses for each in overviews.values()),
+        "requests": _requests(overviews),
+        "latency": _latency(overviews.values()),
         "events": [event._asdict() for event in view.events],
     }
     return without_none(document)  # type: ignore[no-any-return]
+
+
+def _requests(overviews: Mapping[GatewayId, GatewayOverview]) -> JsonObject:
+    shown = [(each, gateway) for gateway, overview in overviews.items() for each in overview.responses]
+    shown.sort(key=lambda pair: pair[0].started)
+    return {each.id: {**to_plain(each), "id": None, "gateway": gateway} for each, gateway in shown[:MAX_REQUESTS]}
+
+
+def _latency(overviews: Iterable[GatewayOverview]) -> JsonObject:
+    """The histograms of all gateways together, by model; a gateway with other buckets, of another release, is left
+    out."""
+    models: JsonObject = {}
+    for histogram in (each for overview in overviews for each in overview.latencies):
+        sums = models.setdefault(histogram.model, {})
+        known = sums.get(histogram.name)
+        if known is None:
+            sums[histogram.name] = {"bounds": histogram.bounds, "counts": histogram.counts, "total": histogram.total}
+        elif known["bounds"] == histogram.bounds:
+            known["counts"] = [one + other for one, other in zip(known["counts"], histogram.counts, strict=True)]
+            known["total"] += histogram.total
+    return models
 
 
 def _model(card: ModelCard) -> JsonObject:

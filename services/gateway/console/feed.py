@@ -6,19 +6,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
 
-from services.gateway.console.document import stack_document
+from services.gateway.console.document import MAX_REQUESTS, stack_document
 from services.gateway.console.merge_patch import JsonObject, merge_patch
-from services.gateway.console.open_responses import oldest_responses
+from services.gateway.console.overview import overview_of
 from services.gateway.console.stack_view import StackView
+from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from shared import topics
 from shared.bus import Bus, BusError
 from shared.ids import GatewayId
+from shared.messages.gateway import GatewayOverview, ReadOverview
 from shared.messages.lifecycle import LifecycleRequest
 
 log = logging.getLogger(__name__)
@@ -31,8 +33,6 @@ MAX_VIEWERS = 32
 """Further ones are refused."""
 MAX_UNREAD = 2**20
 """Bytes that a viewer may leave unread; beyond it its connection is closed, and its page asks again."""
-MAX_REQUESTS = 100
-"""Of the open requests the oldest are shown."""
 
 
 class ViewerConnection(Protocol):
@@ -82,14 +82,14 @@ class ConsoleFeed:
         self,
         bus: Bus,
         table: RequestTable,
-        gateway: GatewayId,
+        peers: GatewayPeers,
         *,
         interval: float = INTERVAL,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """`interval`: seconds; `clock`, `wall`: monotonic and Unix seconds."""
-        self._bus, self._table, self._gateway = bus, table, gateway
+        self._bus, self._table, self._peers = bus, table, peers
         self.interval, self._clock, self._wall = interval, clock, wall
         self._viewers: set[ConsoleViewer] = set()
         self._looked_at = asyncio.Event()
@@ -142,7 +142,7 @@ class ConsoleFeed:
             await self._ask_for_lifecycles()
             await asyncio.sleep(min(ANSWERED, self.interval))
             while self._viewers:
-                self._send(view)
+                self._send(view, await self._overviews())
                 await asyncio.sleep(self.interval)
         finally:
             self._document = {}
@@ -155,8 +155,15 @@ class ConsoleFeed:
         except BusError as error:
             log.warning("lifecycles not asked for", extra={"error": str(error)})
 
-    def _send(self, view: StackView) -> None:
-        document = self._compute(view)
+    async def _overviews(self) -> dict[GatewayId, GatewayOverview]:
+        """What each gateway adds; of one that does not answer in time nothing is shown."""
+        others: dict[GatewayId, GatewayOverview] = await self._peers.ask_all(
+            ReadOverview(MAX_REQUESTS), GatewayOverview
+        )
+        return {self._peers.own: overview_of(self._table, MAX_REQUESTS), **others}
+
+    def _send(self, view: StackView, overviews: Mapping[GatewayId, GatewayOverview]) -> None:
+        document = self._compute(view, overviews)
         patch = merge_patch(self._document, document)
         event = _event(b"patch", patch)
         self._document = document
@@ -168,19 +175,17 @@ class ConsoleFeed:
                 whole = whole or _event(b"snapshot", document)
                 viewer.write(whole)
 
-    def _compute(self, view: StackView) -> JsonObject:
+    def _compute(self, view: StackView, overviews: Mapping[GatewayId, GatewayOverview]) -> JsonObject:
         self.computed += 1
         table = self._table
         figures = view.look()
-        responses = oldest_responses(table.open_responses(), table.open_requests(), MAX_REQUESTS)
         return stack_document(
             view,
             figures,
             table.cluster.models(),
-            responses,
+            overviews,
             time=self._wall(),
-            gateway=self._gateway,
-            open_requests=len(table),
+            gateway=self._peers.own,
             not_serving=table.not_serving(),
         )
 

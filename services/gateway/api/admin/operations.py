@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 MAX_ABORTED = 10_000
 """Ids that one request may name."""
+InstanceName = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
 class AbortFields(Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `/abort_requests`; without one all responses end."""
 
     request_ids: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=MAX_ABORTED)] = []
+
+
+class DrainFields(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `/admin/drain`."""
+
+    instance: InstanceName
+    """Or a pool of engines: engines, prefill, decode."""
+    force: bool = False
+    """Also the last of its kind, without which nothing is served."""
+
+
+class UndrainFields(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `/admin/undrain`."""
+
+    instance: InstanceName
+
+
+class ScalePoolFields(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `/admin/scale`."""
+
+    service: Literal["tokenizer", "detokenizer", "gateway", "coordinator", "engines", "prefill", "decode"]
+    count: Annotated[int, Meta(ge=0, le=256)]
+    """Instances that there shall be."""
+    host: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    """In a stack of several; None: the first."""
 
 
 class ScaleFields(Struct, frozen=True, forbid_unknown_fields=True):

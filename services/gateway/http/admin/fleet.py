@@ -9,7 +9,13 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.api.admin.operations import AbortFields, ScaleFields
+from services.gateway.api.admin.operations import (
+    AbortFields,
+    DrainFields,
+    ScaleFields,
+    ScalePoolFields,
+    UndrainFields,
+)
 from services.gateway.api.errors import RequestError, abbreviated, decode_body, not_allowed, unsupported
 from services.gateway.http.admin.waiting import until
 from services.gateway.http.call import Call
@@ -24,6 +30,8 @@ log = logging.getLogger(__name__)
 ADMIN_TIMEOUT = 15.0
 """Seconds in which a coordinator must answer."""
 _SWITCHES = {"true": True, "1": True, "false": False, "0": False}
+_DRAIN, _UNDRAIN = msgspec.json.Decoder(DrainFields), msgspec.json.Decoder(UndrainFields)
+_SCALE_POOL = msgspec.json.Decoder(ScalePoolFields)
 _ABORT, _SCALE = msgspec.json.Decoder(AbortFields), msgspec.json.Decoder(ScaleFields)
 
 
@@ -68,6 +76,26 @@ class FleetEndpoints:
         finally:
             self._scaling = False
         await call.respond_json({"message": f"Scaled to {wanted.new_data_parallel_size} data parallel engines"})
+
+    async def drain(self, call: Call) -> None:
+        """`/admin/drain`, as `baton drain`. Raises RequestError: 404 for an instance that is not known, 409 where it is
+        the last of its kind."""
+        await self._pass_on(call, "drain", _DRAIN)
+
+    async def undrain(self, call: Call) -> None:
+        """`/admin/undrain`, as `baton undrain`. Raises RequestError."""
+        await self._pass_on(call, "undrain", _UNDRAIN)
+
+    async def scale_pool(self, call: Call) -> None:
+        """`/admin/scale`, as `baton scale`: answers what is started and stopped for it, without waiting for these.
+        Raises RequestError."""
+        await self._pass_on(call, "scale", _SCALE_POOL)
+
+    async def _pass_on(self, call: Call, operation: str, decoder: msgspec.json.Decoder[Any]) -> None:
+        fields = msgspec.structs.asdict(decode_body(await call.body(), decoder))
+        answer = await self._ask(operation, fields)
+        log.info("operated", extra={"operation": operation, **fields})
+        await call.respond_json(answer)
 
     async def is_scaling(self, call: Call) -> None:
         """`/is_scaling_elastic_ep`: whether `scale` is under way here."""

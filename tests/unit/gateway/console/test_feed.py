@@ -13,6 +13,7 @@ from services.gateway.api.generation import RequestLimits
 from services.gateway.console.feed import MAX_UNREAD, MAX_VIEWERS, ConsoleFeed
 from services.gateway.core.open_request import RetryPolicy
 from services.gateway.core.stream_records import StreamRecords
+from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
@@ -50,8 +51,9 @@ class Page:
 
 @pytest.fixture
 async def feed(memory_bus: MemoryBus) -> AsyncIterator[ConsoleFeed]:
-    table = RequestTable(memory_bus, GatewayId("g"), RetryPolicy(), RequestLimits(), 9, StreamRecords(2**20, 1.0))
-    feed = ConsoleFeed(memory_bus, table, GatewayId("g"), interval=0.02)
+    own = GatewayId("g")
+    table = RequestTable(memory_bus, own, RetryPolicy(), RequestLimits(), 9, StreamRecords(2**20, 1.0))
+    feed = ConsoleFeed(memory_bus, table, GatewayPeers(memory_bus, own), interval=0.02)
     running = asyncio.create_task(feed.run())
     yield feed
     running.cancel()

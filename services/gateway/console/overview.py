@@ -1,32 +1,24 @@
-"""What operators see of open responses; nothing of their texts."""
+"""What one gateway adds to the console: its open responses, nothing of their texts, and how long its clients waited."""
 
 from __future__ import annotations
 
 import heapq
 import time
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
 
 from services.gateway.api.response import GenerationResponse, prompt_tokens
 from services.gateway.core.open_request import OpenRequest
-from shared.ids import EngineId, RequestId
+from services.gateway.metrics import METERS
+from services.gateway.request_table import RequestTable
+from shared.ids import RequestId
+from shared.messages.gateway import GatewayOverview, ResponseOverview
 
 
-class ResponseOverview(NamedTuple):
-    """An open response."""
-
-    id: str
-    model: str
-    kind: str
-    started: float
-    """In Unix seconds."""
-    state: Literal["queued", "running"]
-    """queued: some sequence of it has no engine."""
-    engines: tuple[EngineId, ...]
-    sequences: int
-    prompt_tokens: int
-    tokens: int
-    attempts: int
+def overview_of(table: RequestTable, max_responses: int) -> GatewayOverview:
+    """Returns what is open in this process, and its latencies."""
+    responses = list(table.open_responses())
+    oldest = oldest_responses(responses, table.open_requests(), max_responses)
+    return GatewayOverview(tuple(oldest), len(responses), tuple(METERS.latencies()))
 
 
 def oldest_responses(
