@@ -17,7 +17,7 @@ export function Engines({ state, history }) {
       </div>
     </${Section}>
     ${stores.length > 0 && html`<${Section} title="KV stores" id="stores-title"><div class="engines">${stores.map(([name, store]) => html`<${Store} key=${name} name=${name} store=${store} />`)}</div></${Section}>`}
-    <${Section} title="Open requests" id="requests-title" aside=${html`<span class="faint">of ${state.gateway}</span>`}>
+    <${Section} title="Open requests" id="requests-title">
       <${Requests} state=${state} />
     </${Section}>
   `;
@@ -79,10 +79,10 @@ function Requests({ state }) {
     .sort((one, other) => other.age - one.age);
   if (requests.length === 0) return html`<${Empty}>No request is open.</${Empty}>`;
   const queued = requests.filter((each) => each.state === "queued");
-  const more = state.open_requests > requests.length ? " The oldest are shown." : "";
+  const more = state.open_responses > requests.length ? " The oldest are shown." : "";
   return html`
     <p class="note">
-      ${counted(requests.length, "response")}, ${queued.length} queued${queued.length ? `, the oldest for ${duration(queued[0].age)}` : ""}.${more}
+      ${counted(state.open_responses, "response")}, ${queued.length} queued${queued.length ? `, the oldest for ${duration(queued[0].age)}` : ""}.${more}
     </p>
     <div class="scroll" tabindex="0" role="region" aria-labelledby="requests-title">
       <table>
@@ -90,7 +90,7 @@ function Requests({ state }) {
         <tbody>
           ${requests.map(
             (each) => html`<tr key=${each.id}>
-              <th scope="row"><code title=${each.id}>${each.id.slice(0, 20)}</code><small>${each.kind} · ${each.model}</small></th>
+              <th scope="row"><code title=${each.id}>${each.id.slice(0, 20)}</code><small>${each.kind} · ${each.model} · ${each.gateway}</small></th>
               <td>${each.state}</td><td>${each.engines.join(", ") || "–"}</td>
               <td class="right">${duration(each.age)}</td><td class="right">${number(each.prompt_tokens)}</td>
               <td class="right">${number(each.tokens)}</td><td class="right">${each.attempts}</td>

@@ -1,12 +1,21 @@
 // The page: follows the stream, keeps a short history for lines, and shows one view at a time by the address's hash.
 
 import { html, render, useEffect, useState } from "./preact.js";
+import { Act } from "./act.js";
 import { Engines } from "./engines.js";
 import { counted, number } from "./format.js";
+import { Latency } from "./latency.js";
+import { Playground } from "./playground.js";
 import { follow } from "./stream.js";
 import { Topology } from "./topology.js";
 
-const VIEWS = { topology: ["Topology", Topology], engines: ["Engines", Engines] };
+const VIEWS = {
+  topology: ["Topology", Topology],
+  engines: ["Engines", Engines],
+  latency: ["Latency", Latency],
+  act: ["Act", Act],
+  playground: ["Playground", Playground],
+};
 const HISTORY = 120;
 const KEY = "baton.console.key";
 
@@ -14,6 +23,7 @@ function Console() {
   const [key, setKey] = useState(sessionStorage.getItem(KEY) ?? "");
   const [state, setState] = useState(null);
   const [history, setHistory] = useState({});
+  const [began, setBegan] = useState(null);
   const [trouble, setTrouble] = useState(null);
   const [view, setView] = useState(currentView());
 
@@ -28,6 +38,7 @@ function Console() {
     const take = (document) => {
       setState(document);
       setHistory((known) => extended(known, document));
+      setBegan((known) => known ?? document.latency ?? {});
     };
     follow(authorization(key), ending.signal, take, setTrouble);
     return () => ending.abort();
@@ -46,7 +57,7 @@ function Console() {
       ${trouble && trouble.status === 401 && html`<${KeyForm} text=${trouble.text} sent=${key !== ""} onKey=${useKey} />`}
       ${trouble && trouble.status !== 401 && html`<p class="trouble" role="alert">${trouble.text}</p>`}
       ${!state && !trouble && html`<p class="note" role="status">Listening to the stack …</p>`}
-      ${state && !(trouble && [401, 403].includes(trouble.status)) && html`<${View} state=${state} history=${history} headers=${authorization(key)} />`}
+      ${state && !(trouble && [401, 403].includes(trouble.status)) && html`<${View} state=${state} history=${history} began=${began} headers=${authorization(key)} />`}
     </main>
   `;
 }

@@ -20,6 +20,12 @@ ASSETS = {
     "parts.js": SCRIPT,
     "topology.js": SCRIPT,
     "engines.js": SCRIPT,
+    "latency.js": SCRIPT,
+    "histogram.js": SCRIPT,
+    "act.js": SCRIPT,
+    "playground.js": SCRIPT,
+    "chat.js": SCRIPT,
+    "tokens.js": SCRIPT,
 }
 POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "

@@ -1,0 +1,106 @@
+// What operators do, through the same operations as `baton drain`, `undrain` and `scale`, and `/abort_requests`.
+
+import { html, useState } from "./preact.js";
+import { duration, number } from "./format.js";
+import { Empty, Phase, Section } from "./parts.js";
+import { refusal } from "./stream.js";
+
+const SCALABLE = ["engines", "prefill", "decode", "tokenizer", "detokenizer", "coordinator", "gateway"];
+const DRAINABLE = ["gateway", "tokenizer", "coordinator", "scheduler", "detokenizer"];
+
+export function Act({ state, headers }) {
+  const [said, setSaid] = useState(null);
+  const [busy, setBusy] = useState("");
+
+  /** Asks the gateway; says what came of it. `again`: what to offer where it is refused as a conflict. */
+  const ask = async (name, path, body, sentence, again) => {
+    setBusy(name);
+    try {
+      const response = await fetch(path, {
+        method: "POST",
+        headers: { "content-type": "application/json", ...headers },
+        body: JSON.stringify(body),
+      });
+      if (response.ok) setSaid({ good: true, text: sentence(await response.json()) });
+      else setSaid({ good: false, text: await refusal(response), again: response.status === 409 ? again : undefined });
+    } catch {
+      setSaid({ good: false, text: "The gateway does not answer." });
+    } finally {
+      setBusy("");
+    }
+  };
+
+  const drain = (instance, force = false) =>
+    ask(instance, "admin/drain", { instance, force }, (answer) => `${instance} drains: it finishes ${answer.load} and takes no more.`, {
+      label: `Drain ${instance} anyway`,
+      run: () => drain(instance, true),
+    });
+  const undrain = (instance) => ask(instance, "admin/undrain", { instance }, () => `${instance} takes requests again.`);
+  const cancel = (id) => ask(id, "abort_requests", { request_ids: [id] }, (answer) => (answer.aborted.length ? `${id} is cancelled.` : `${id} had ended.`));
+  const scale = (service, count) =>
+    ask("scale", "admin/scale", { service, count }, ({ started, stopping }) => {
+      const parts = [started.length && `starting ${started.join(", ")}`, stopping.length && `draining and stopping ${stopping.join(", ")}`];
+      return `${service} = ${count}: ${parts.filter(Boolean).join("; ") || "nothing to change"}.`;
+    });
+
+  return html`
+    <div class="outcome" role="status" aria-live="polite">
+      ${said && html`<p class="said ${said.good ? "good" : "bad"}">${said.text} ${said.again && html`<button class="danger" onClick=${said.again.run}>${said.again.label}</button>`}</p>`}
+    </div>
+    <${Section} title="Instances" id="act-instances"><${Instances} state=${state} busy=${busy} onDrain=${drain} onUndrain=${undrain} /></${Section}>
+    <${Section} title="Scale" id="act-scale"><${Scale} state=${state} busy=${busy === "scale"} onScale=${scale} /></${Section}>
+    <${Section} title="Cancel a request" id="act-cancel"><${Requests} state=${state} busy=${busy} onCancel=${cancel} /></${Section}>
+  `;
+}
+
+function Instances({ state, busy, onDrain, onUndrain }) {
+  const shown = Object.entries(state.instances ?? {})
+    .filter(([, each]) => DRAINABLE.includes(each.service) && each.phase !== "gone")
+    .sort(([, one], [, other]) => DRAINABLE.indexOf(one.service) - DRAINABLE.indexOf(other.service));
+  return html`<p class="note">A drained instance finishes what it has, and takes nothing new until it is undrained.</p>
+    <div class="scroll" tabindex="0" role="region" aria-labelledby="act-instances"><table>
+      <thead><tr><th scope="col">Instance</th><th scope="col">Phase</th><th scope="col" class="right">In hand</th><th scope="col"><span class="hidden">Action</span></th></tr></thead>
+      <tbody>${shown.map(([name, each]) => html`<tr key=${name}>
+        <th scope="row">${name} <small>${each.host}</small></th>
+        <td><${Phase} phase=${each.phase} /></td>
+        <td class="right">${number(each.load)}</td>
+        <td class="right">${["draining", "standby"].includes(each.phase)
+          ? html`<button disabled=${busy === name} onClick=${() => onUndrain(name)} aria-label="Undrain ${name}">Undrain</button>`
+          : html`<button class="quiet" disabled=${busy === name} onClick=${() => onDrain(name)} aria-label="Drain ${name}">Drain</button>`}</td>
+      </tr>`)}</tbody>
+    </table></div>`;
+}
+
+function Scale({ state, busy, onScale }) {
+  const [service, setService] = useState("engines");
+  const [count, setCount] = useState("");
+  const roles = { engines: "mixed", prefill: "prefill", decode: "decode" };
+  const there = Object.values(state.instances ?? {}).filter(
+    (each) => each.phase !== "gone" && (roles[service] ? each.role === roles[service] : each.service === service),
+  ).length;
+  const submit = (event) => {
+    event.preventDefault();
+    onScale(service, Number(count === "" ? there : count));
+  };
+  return html`<form class="panel row" onSubmit=${submit}>
+    <label>Pool <select value=${service} onChange=${(event) => { setService(event.target.value); setCount(""); }}>
+      ${SCALABLE.map((name) => html`<option value=${name} selected=${name === service}>${name}</option>`)}
+    </select></label>
+    <label>Instances <input type="number" min="0" max="256" value=${count === "" ? there : count} onInput=${(event) => setCount(event.target.value)} /></label>
+    <button type="submit" disabled=${busy}>Scale</button>
+    <span class="faint">${there} there now</span>
+  </form>`;
+}
+
+function Requests({ state, busy, onCancel }) {
+  const requests = Object.entries(state.requests ?? {});
+  if (requests.length === 0) return html`<${Empty}>No request is open.</${Empty}>`;
+  return html`<div class="scroll" tabindex="0" role="region" aria-labelledby="act-cancel"><table>
+    <thead><tr><th scope="col">Request</th><th scope="col">State</th><th scope="col" class="right">Age</th><th scope="col" class="right">Tokens</th><th scope="col"><span class="hidden">Action</span></th></tr></thead>
+    <tbody>${requests.map(([id, each]) => html`<tr key=${id}>
+      <th scope="row"><code title=${id}>${id.slice(0, 20)}</code><small>${each.kind} · ${each.model} · ${each.gateway}</small></th>
+      <td>${each.state}</td><td class="right">${duration(state.time - each.started)}</td><td class="right">${number(each.tokens)}</td>
+      <td class="right"><button class="quiet" disabled=${busy === id} onClick=${() => onCancel(id)} aria-label="Cancel ${id}">Cancel</button></td>
+    </tr>`)}</tbody>
+  </table></div>`;
+}
