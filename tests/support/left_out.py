@@ -16,6 +16,7 @@ COMMANDS = {
 """Files with a target of their own; every other slow test runs with `make test-slow`."""
 EXTRAS = (
     "tests/actors/deploy/",
+    "tests/browser/",
     "tests/integration/bench/",
     "tests/integration/deploy/test_baton_batch.py",
     "tests/integration/deploy/test_kubernetes.py",
@@ -34,7 +35,8 @@ EXTRAS = (
     "tests/unit/deploy/test_without_network.py",
     "tests/unit/deploy/tuning/",
 )
-"""What is beside serving: offline use, benchmarks, simulation, tuning, Kubernetes, the wheel. Marked `extras`."""
+"""What is beside serving: offline use, benchmarks, simulation, tuning, Kubernetes, the wheel, the console in
+a browser. Marked `extras`."""
 LANES = {
     "slow": "make test-slow",
     "extras": "make test-extras",

@@ -2,7 +2,7 @@
 // them was within a target.
 
 import { html, useState } from "./preact.js";
-import { milliseconds, number, percent } from "./format.js";
+import { milliseconds, number } from "./format.js";
 import { observations, quantile, range, since, within } from "./histogram.js";
 import { Choice, Empty, Figure, Section } from "./parts.js";
 
@@ -13,10 +13,10 @@ const LATENCIES = [
   ["e2e", "Whole answer", "From a request's arrival to its end."],
 ];
 const TARGETS = { ttft: 0.5, itl: 0.1, tpot: 0.1, e2e: 10 };
-const WINDOWS = { "since this page": "page", "since the start": "start" };
+const WINDOWS = { "since opened": "page", "since start": "start" };
 
 export function Latency({ state, began }) {
-  const [window, setWindow] = useState("since this page");
+  const [window, setWindow] = useState("since opened");
   const models = Object.entries(state.latency ?? {});
   const aside = html`<${Choice} label="Time" value=${window} options=${Object.keys(WINDOWS)} onChange=${setWindow} />`;
   return html`<${Section} title="Latency" id="latency-title" aside=${aside}>
@@ -40,7 +40,7 @@ function Histogram({ name, title, text, histogram }) {
   const count = observations(histogram);
   const ms = (seconds) => milliseconds(seconds === undefined ? undefined : 1000 * seconds);
   return html`<article class="panel" aria-label=${title} data-latency=${name}>
-    <div class="card-head"><h3>${title}</h3><span class="faint">${number(count)} observed</span></div>
+    <div class="card-head"><h3>${title}</h3><small>${number(count)} observed</small></div>
     <p class="note">${text}</p>
     ${count === 0 ? html`<${Empty}>Nothing yet.</${Empty}>` : html`
       <${Bars} histogram=${histogram} title=${title} target=${target} />
@@ -50,8 +50,13 @@ function Histogram({ name, title, text, histogram }) {
       </dl>
       <p class="facts target"><label>Within <select value=${target} onChange=${(event) => setTarget(Number(event.target.value))}>
         ${histogram.bounds.map((bound) => html`<option value=${bound} selected=${bound === target}>${ms(bound)}</option>`)}
-      </select></label> <strong>${percent(within(histogram, target))}</strong></p>`}
+      </select></label> <strong>${floored(within(histogram, target))}</strong></p>`}
   </article>`;
+}
+
+/** Rounded down: a target that was missed once was not always met. */
+function floored(share) {
+  return `${(Math.floor(1000 * share) / 10).toFixed(1)} %`;
 }
 
 function nearest(bounds, wanted) {
@@ -69,7 +74,7 @@ function Bars({ histogram, title, target }) {
   const ms = (seconds) => (seconds === undefined ? "∞" : milliseconds(1000 * seconds).replace(/\.0+ /, " "));
   const told = counts.map((count, index) => `up to ${ms(histogram.bounds[from + index])}: ${count}`).join(", ");
   const every = Math.ceil(counts.length / 7);
-  return html`<svg class="bars" viewBox="0 0 ${width} ${BAR.height + 20}" role="img" aria-label="${title}. ${told}">
+  return html`<svg class="bars" viewBox="0 0 ${width} ${BAR.height + 20}" preserveAspectRatio="xMinYMax" role="img" aria-label="${title}. ${told}">
     ${counts.map((count, index) => {
       const height = most ? Math.max(count ? 2 : 0, (count / most) * BAR.height) : 0;
       const x = index * (BAR.width + BAR.gap);

@@ -49,8 +49,7 @@ export function Playground({ state, headers }) {
   };
 
   const change = (side, name, value) => setSettings((all) => ({ ...all, [side]: { ...all[side], [name]: value } }));
-  const aside = html`<${Choice} label="Settings" value=${layout === "one" ? "one setting" : "two side by side"} options=${["one setting", "two side by side"]}
-    onChange=${(option) => setLayout(option === "one setting" ? "one" : "two")} />`;
+  const aside = html`<${Choice} label="Settings side by side" value=${layout} options=${["one", "two"]} onChange=${setLayout} />`;
   return html`<${Section} title="Playground" id="playground-title" aside=${aside}>
     <div class="sides ${layout}">
       ${sides.map((side) => html`<div class="panel side" key=${side} role="group" aria-label="Setting ${side}" data-side=${side}>
@@ -88,7 +87,7 @@ function Turn({ turn, busy }) {
   return html`<article class="turn">
     <p class="asked">${prompt}</p>
     ${answer.reasoning && html`<details class="reasoning"><summary>Reasoning</summary><p>${answer.reasoning}</p></details>`}
-    ${answer.tokens.length > 0 ? html`<${Tokens} tokens=${answer.tokens} />` : html`<p class="answered">${answer.text}</p>`}
+    ${answer.tokens.length > 0 ? html`<${Tokens} tokens=${answer.tokens} text=${answer.text} />` : html`<p class="answered">${answer.text}</p>`}
     ${answer.error && html`<p class="trouble" role="alert">${answer.error}</p>`}
     <p class="facts faint" role="status">
       ${busy && !answer.finish && !answer.error && html`<span>writing …</span>`}

@@ -3,7 +3,8 @@
 import { html, useState } from "./preact.js";
 import { percent } from "./format.js";
 
-export function Tokens({ tokens }) {
+/** `text`: the answer's; a last token that is not in it, such as the end of the turn, is shown as such. */
+export function Tokens({ tokens, text: answered }) {
   const [looked, setLooked] = useState(null);
   const move = (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
@@ -13,7 +14,7 @@ export function Tokens({ tokens }) {
   };
   const token = looked === null ? undefined : tokens[looked];
   return html`<div class="tokens" tabindex="0" role="group" aria-label="Answer by tokens; the arrow keys go from one to the next" onKeyDown=${move}>
-      ${tokens.map(({ token: text, logprob }, index) => html`<span class="token p${band(logprob)} ${index === looked ? "looked" : ""}" onMouseEnter=${() => setLooked(index)} onClick=${() => setLooked(index)}>${text}</span>`)}
+      ${tokens.map(({ token: text, logprob }, index) => html`<span class="token p${band(logprob)} ${index === looked ? "looked" : ""} ${index === tokens.length - 1 && !answered.endsWith(text) ? "end" : ""}" onMouseEnter=${() => setLooked(index)} onClick=${() => setLooked(index)}>${text}</span>`)}
     </div>
     <div class="alternatives" aria-live="polite">${token ? html`<${Alternatives} token=${token} />` : html`<span class="faint">Point at a token to see what else was likely.</span>`}</div>`;
 }

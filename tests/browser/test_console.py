@@ -1,0 +1,190 @@
+"""The console as people use it: in a browser, on a real stack that is killed, drained and asked meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.browser.chromium import PHONE, WatchedPage, chromium
+from tests.support.cluster.stack import RunningStack, running_stack
+
+VIEWS = ("topology", "engines", "latency", "act", "playground")
+PATIENCE = 60_000
+"""Milliseconds that a page may take to show what it must; a slow machine needs many."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def stack(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    with running_stack(tmp_path_factory.mktemp("console"), engines=2, gateways=2) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def watched(browser: Any, stack: RunningStack) -> Iterator[WatchedPage]:
+    watched = WatchedPage(browser, stack.url)
+    watched.page.set_default_timeout(PATIENCE)
+    watched.open("topology")
+    yield watched
+    watched.close()
+
+
+@pytest.fixture
+def page(watched: WatchedPage) -> Iterator[Any]:
+    """One page for all tests, as an operator keeps it open."""
+    view(watched.page, "topology")
+    yield watched.page
+    assert watched.troubles == []
+
+
+def shown(page: Any, instance: str, phase: str) -> Any:
+    return page.wait_for_selector(f'[data-instance="{instance}"][data-phase="{phase}"]')
+
+
+def view(page: Any, name: str) -> None:
+    page.click(f'nav a[href="#{name}"]')
+    page.wait_for_selector(f'nav a[href="#{name}"][aria-current="page"]')
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_view_fits_a_phone_and_names_its_controls(browser: Any, stack: RunningStack, scheme: str) -> None:
+    watched = WatchedPage(browser, stack.url, viewport=PHONE, color_scheme=scheme)
+    page = watched.open("topology")
+    for name in VIEWS:
+        view(page, name)
+        page.wait_for_selector("main section")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+        assert page.evaluate(NAMELESS) == [], name
+        assert page.locator("h1").count() == 1
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, ground[4:-1].split(","))) < 150) == (scheme == "dark")
+    watched.close()
+    assert watched.troubles == []
+
+
+NAMELESS = """[...document.querySelectorAll("input, select, textarea, button, a, svg[role=img], [role=region]")]
+  .filter((each) => !(each.labels?.length || each.getAttribute("aria-label") || each.textContent.trim()
+    || document.getElementById(each.getAttribute("aria-labelledby"))))
+  .map((each) => each.outerHTML)"""
+"""What a screen reader could not name."""
+
+
+def test_a_killed_process_is_seen_to_die_and_to_come_back(page: Any, stack: RunningStack) -> None:
+    shown(page, "tokenizer-1", "ready")
+    page.wait_for_timeout(3000)  # so that whatever starts now is news
+    pid = stack.kill("tokenizer-1")
+    page.wait_for_selector('.events >> text="failed"')
+    new = stack.replaced("tokenizer-1", pid)
+    card = page.locator('[data-instance="tokenizer-1"][data-phase="ready"]').filter(has_text=f"pid {new}")
+    card.wait_for()
+    assert "1 death seen" in card.inner_text()
+
+
+def test_an_engine_is_drained_and_undrained(page: Any, stack: RunningStack) -> None:
+    view(page, "act")
+    page.get_by_label("Drain engine-2", exact=True).click()
+    page.get_by_text("engine-2 drains").wait_for()
+    page.get_by_label("Undrain engine-2").wait_for()
+    view(page, "topology")
+    shown(page, "engine-2", "draining")
+    view(page, "act")
+    page.get_by_label("Undrain engine-2").click()
+    page.get_by_text("engine-2 takes requests again").wait_for()
+    view(page, "topology")
+    shown(page, "engine-2", "ready")
+
+
+def test_what_would_stop_the_serving_is_refused_and_offered(watched: WatchedPage, page: Any) -> None:
+    view(page, "act")
+    page.get_by_label("Drain coordinator-1", exact=True).click()
+    page.get_by_text("the last ready coordinator").wait_for()
+    assert page.get_by_role("button", name="Drain coordinator-1 anyway").is_enabled()
+    watched.troubles = [each for each in watched.troubles if "409" not in each]  # Chromium's own note
+
+
+def test_a_pool_is_scaled(page: Any) -> None:
+    view(page, "act")
+    page.get_by_label("Pool").select_option("tokenizer")
+    page.get_by_label("Instances", exact=True).last.fill("2")
+    page.get_by_role("button", name="Scale").click()
+    page.get_by_text("starting tokenizer-2").wait_for()
+    view(page, "topology")
+    shown(page, "tokenizer-2", "ready")
+
+
+def test_a_request_is_cancelled(page: Any, stack: RunningStack) -> None:
+    answers: list[Any] = []
+
+    def ask() -> None:
+        body = {"model": stack.model, "prompt": "a", "max_tokens": 1900, "ignore_eos": True}
+        answers.append(httpx2.post(f"{stack.url}/v1/completions", json=body, timeout=120).json())
+
+    asking = threading.Thread(target=ask)
+    view(page, "act")
+    asking.start()
+    page.get_by_role("button", name="Cancel cmpl-").first.click()
+    page.get_by_text("is cancelled").wait_for()
+    asking.join()
+    assert answers[0]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_two_settings_answer_a_chat_token_by_token(page: Any, stack: RunningStack) -> None:
+    view(page, "playground")
+    page.get_by_label("two").check()
+    for side in ("A", "B"):
+        page.locator(f'[data-side="{side}"] input[name="temperature"]').fill("0")
+    page.locator('[data-side="B"] input[name="max_tokens"]').fill("2")
+    page.fill("#prompt", "What is the capital of France?")
+    page.press("#prompt", "Enter")
+    for side, finish in (("A", "finish: stop"), ("B", "finish: length")):
+        page.locator(f'[data-side="{side}"]').get_by_text(finish).wait_for()
+    asked = {"model": stack.model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    body = {**asked, "temperature": 0, "max_tokens": 256}
+    answer = httpx2.post(f"{stack.url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
+    tokens = page.locator('[data-side="A"] .token:not(.end)')
+    assert "".join(tokens.all_inner_texts()) == answer["message"]["content"]
+    assert page.locator('[data-side="B"] .token').count() == 2
+    page.locator('[data-side="A"] .tokens').press("ArrowRight")
+    assert page.locator('[data-side="A"] .alternatives li').count() == 5
+    view(page, "latency")
+    page.locator('[data-latency="ttft"]').get_by_text("p99").wait_for()
+
+
+def test_the_page_patches_as_the_standard_says(page: Any) -> None:
+    """The examples of RFC 7386, appendix A, whose documents are objects."""
+    for before, patch, after in (
+        ({"a": "b"}, {"a": "c"}, {"a": "c"}),
+        ({"a": "b"}, {"b": "c"}, {"a": "b", "b": "c"}),
+        ({"a": "b"}, {"a": None}, {}),
+        ({"a": "b", "b": "c"}, {"a": None}, {"b": "c"}),
+        ({"a": ["b"]}, {"a": "c"}, {"a": "c"}),
+        ({"a": "c"}, {"a": ["b"]}, {"a": ["b"]}),
+        ({"a": {"b": "c"}}, {"a": {"b": "d", "c": None}}, {"a": {"b": "d"}}),
+        ({"a": [{"b": "c"}]}, {"a": [1]}, {"a": [1]}),
+        ({"e": None}, {"a": 1}, {"e": None, "a": 1}),
+        ({}, {"a": {"bb": {"ccc": None}}}, {"a": {"bb": {}}}),
+    ):
+        patched = "async ([one, two]) => (await import('/console/stream.js')).patched(one, two)"
+        assert page.evaluate(patched, [before, patch]) == after
+
+
+def test_quantiles_are_read_from_buckets(page: Any) -> None:
+    histogram = {"bounds": [1, 2, 4], "counts": [5, 0, 4, 1], "total": 20.0}
+    found = page.evaluate(
+        """async (one) => { const m = await import('/console/histogram.js');
+           return [m.quantile(one, 0.5), m.quantile(one, 0.7), m.quantile(one, 1), m.within(one, 2),
+                   m.since(one, {...one, counts: [6, 0, 4, 1]}).counts,
+                   m.since(one, {...one, counts: [1, 0, 0, 0]}).counts,
+                   m.quantile({...one, counts: [0, 0, 0, 0]}, 0.5) === undefined] }""",
+        histogram,
+    )
+    assert found == [1, 3, 4, 0.5, [1, 0, 0, 0], [1, 0, 0, 0], True]
