@@ -17,8 +17,9 @@ import services.gateway.http.console_page as page_files
 from deploy.cli.keys import new_key
 from services.gateway.console.feed import MAX_VIEWERS
 from services.gateway.http.pages.console import ASSETS
+from services.gateway.metrics import METERS
 from shared.bus.memory_bus import MemoryBus
-from tests.support.gateway.fake_services import FakeRing, eventually
+from tests.support.gateway.fake_services import MODEL, FakeRing, eventually
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
 from tests.unit.gateway.console.test_merge_patch import applied
 
@@ -100,6 +101,34 @@ async def test_the_stream_shows_a_death_and_what_is_open(stack: GatewayStack) ->
         await eventually(lambda: seen.document["instances"]["tokenizer-1"]["deaths"] == 1)
     assert seen.names == ["snapshot"] + ["patch"] * (len(seen.names) - 1)
     await eventually(lambda: not stack.gateway.console.watched)
+
+
+async def test_it_shows_what_every_gateway_has(stack: GatewayStack, memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus, ring=FakeRing(memory_bus), wait=False, instance="gateway-2") as other:
+        await eventually(lambda: len(stack.gateway.peers.alive()) == 1 and other.runtime.phase == "ready")
+        async with viewer(stack) as seen:
+            body = {"model": MODEL, "prompt": "HOLD", "max_tokens": 2}
+            asked = asyncio.create_task(other.http.post("/v1/completions", json=body))
+            await eventually(lambda: bool(seen.document.get("requests")))
+            ((request, shown),) = seen.document["requests"].items()
+            assert (shown["gateway"], seen.document["open_responses"]) == ("gateway-2", 1)
+            aborted = await stack.http.post("/abort_requests", json={"request_ids": [request]})
+            assert aborted.json() == {"aborted": [request]}
+            assert (await asked).json()["choices"][0]["finish_reason"] == "abort"
+            await stack.http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 3})
+            await eventually(lambda: MODEL in seen.document["latency"])
+            latencies = seen.document["latency"][MODEL]
+            assert latencies.keys() == {"ttft", "itl", "tpot", "e2e"}
+            for histogram in latencies.values():
+                assert len(histogram["counts"]) == len(histogram["bounds"]) + 1
+            # Gateways of one process have the same figures, so that each is counted twice.
+            await eventually(lambda: seen.document["latency"][MODEL]["e2e"]["counts"] == twice_the_counts("e2e"))
+
+
+def twice_the_counts(name: str) -> list[int]:
+    (found,) = [each for each in METERS.latencies() if (each.model, each.name) == (MODEL, name)]
+    assert any(found.counts)
+    return [2 * count for count in found.counts]
 
 
 async def test_pages_of_elsewhere_are_refused_on_this_machine_too(stack: GatewayStack) -> None:

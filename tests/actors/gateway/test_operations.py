@@ -13,6 +13,7 @@ from shared import topics
 from shared.bus import EndpointError
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.scheduler import Cancel
+from shared.permissions import GATEWAY_OPERATIONS
 from tests.support.gateway.fake_services import MODEL, FakeRing, eventually
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
 
@@ -25,7 +26,7 @@ class FakeCoordinator:
         self.refusal: EndpointError | None = None
 
     async def start(self, bus: MemoryBus) -> None:
-        endpoints = {f"{topics.ADMIN}.{name}": self._answering(name) for name in ("reset_prefix_cache", "scale")}
+        endpoints = {f"{topics.ADMIN}.{name}": self._answering(name) for name in GATEWAY_OPERATIONS}
         await bus.serve_micro("baton-admin", "1.0.0", "", endpoints)
 
     def _answering(self, name: str) -> Any:
@@ -99,6 +100,45 @@ async def test_engines_are_scaled_until_they_are_ready(stack: GatewayStack, coor
     assert second.status_code == 409
     assert (await late).status_code == 408
     assert (await stack.http.post("/is_scaling_elastic_ep")).json() == {"is_scaling_elastic_ep": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "asked"),
+    [
+        ("drain", {"instance": "engine-1"}, {"instance": "engine-1", "force": False}),
+        ("undrain", {"instance": "decode"}, {"instance": "decode"}),
+        ("scale", {"service": "engines", "count": 0}, {"service": "engines", "count": 0, "host": None}),
+    ],
+)
+async def test_coordinators_are_asked_as_the_commands_ask_them(
+    stack: GatewayStack, coordinator: FakeCoordinator, path: str, body: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    answer = await stack.http.post(f"/admin/{path}", json=body)
+    assert answer.json() == {"instances": {"engine-1": 5}}
+    assert coordinator.asked == [(path, asked)]
+    coordinator.refusal = EndpointError(409, "the last one")
+    refused = await stack.http.post(f"/admin/{path}", json=body)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (409, "the last one")
+    foreign = await stack.http.post(f"/admin/{path}", json=body, headers={"origin": "http://evil.example"})
+    assert (foreign.status_code, len(coordinator.asked)) == (403, 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("drain", {"instance": ""}, "instance"),
+        ("drain", {"instance": "engine-1", "force": "yes"}, "force"),
+        ("undrain", {"instance": "engine-1", "force": True}, "force"),
+        ("scale", {"service": "worker", "count": 1}, "service"),
+        ("scale", {"service": "engines", "count": 257}, "count"),
+    ],
+)
+async def test_operations_that_cannot_be_meant_are_refused_by_field(
+    stack: GatewayStack, coordinator: FakeCoordinator, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = await stack.http.post(f"/admin/{path}", json=body)
+    assert (answer.status_code, param in answer.json()["error"]["message"]) == (400, True)
+    assert coordinator.asked == []
 
 
 def chat(**fields: Any) -> dict[str, Any]:
