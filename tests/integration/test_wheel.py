@@ -90,6 +90,16 @@ def test_what_trains_and_compares_is_not_in_it_but_the_demo_model_is(wheel: zipf
     assert {"baton/deploy/demo/prompts.jsonl", "baton/deploy/demo/held_out.jsonl"} <= set(names)
 
 
+def test_the_pages_for_people_find_their_files(wheel: zipfile.ZipFile, installed: Path) -> None:
+    asked = "from baton.services.gateway.http.pages import console, documentation as docs; "
+    asked += "print(sum(len(page.PAGE.file(name).content) > 0 for page in (console, docs) for name in page.ASSETS))"
+    found = int(run(installed, "-c", asked, seconds=60))
+    folders = ("baton/services/gateway/http/console_page/", "baton/services/gateway/http/swagger_ui/")
+    kinds = (".js", ".css", ".svg", ".gz")
+    assert found == sum(name.startswith(folders) and name.endswith(kinds) for name in wheel.namelist())
+    assert f"{folders[0]}preact.js.LICENSE.txt" in wheel.namelist()
+
+
 def test_a_model_generates_in_the_process_that_imports_baton(installed: Path) -> None:
     model = str(installed / "baton" / "deploy" / "demo" / "model")
     text, others = run(installed, "-c", GENERATE, model, seconds=100).splitlines()[-2:]
