@@ -85,9 +85,6 @@ TABLE: tuple[TopicRights, ...] = (
 # fmt: on
 
 
-GATEWAY_OPERATIONS = ("drain", "undrain", "scale", "reset_prefix_cache")
-"""What gateways ask coordinators to do for operators who come over HTTP."""
-
 MICRO_SERVICES = "$SRV.>"
 """Where clients find NATS micro services, and these answer."""
 
@@ -115,7 +112,7 @@ def permissions_of(user: User, namespace: str) -> Permissions:
     if user == "coordinator":
         subscribe += [f"{namespace}.{topics.ADMIN}.>", MICRO_SERVICES]
     if user == "gateway":
-        publish += [f"{namespace}.{topics.ADMIN}.{name}" for name in GATEWAY_OPERATIONS]
+        publish += [f"{namespace}.{topics.ADMIN}.{name}" for name in topics.ADMIN_OF_GATEWAYS]
         subscribe += [f"{namespace}.{topics.CLUSTERS_ADMIN}.>", MICRO_SERVICES]
     return Permissions(tuple(publish), tuple(subscribe))
 

@@ -106,7 +106,8 @@ def engine_control(engine: EngineId) -> Topic[scheduler.SchedulerControl]:
 
 
 def engine_probes(engine: EngineId) -> Topic[scheduler.SchedulerQuestion]:
-    """gateway, detokenizer → scheduler, answered with a `ProbeReply`; coordinator → scheduler: `ResetPrefixCache`."""
+    """gateway, detokenizer → scheduler, answered with a `ProbeReply`; coordinator → scheduler: `ResetPrefixCache`,
+    `PauseGeneration`, `ResumeGeneration`, `ReadPauseState`."""
     return Topic(f"engine.{engine}.probe", scheduler.SchedulerQuestion)
 
 
@@ -237,7 +238,10 @@ def planner_decisions() -> Topic[planner.PlannerDecision]:
 
 ADMIN = "admin"
 """Subject of the NATS micro service: `admin.list`, `admin.drain`, `admin.undrain`, `admin.scale`,
-`admin.reset_prefix_cache`, JSON in and out."""
+`admin.reset_prefix_cache`, `admin.pause`, `admin.resume`, `admin.paused`, JSON in and out."""
+
+ADMIN_OF_GATEWAYS = ("drain", "undrain", "scale", "reset_prefix_cache", "pause", "resume", "paused")
+"""Those of `ADMIN` that gateways use, for API keys with the scope `admin`."""
 
 CLUSTERS_ADMIN = f"{ADMIN}.clusters"
 """Subject of the gateways' micro service: `list`, `drain`, `undrain` of the clusters of a federation."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec import Struct
 
+from services.coordinator.engine_admin import EngineAdmin
+from services.coordinator.operator_requests import parse
 from shared import topics
-from shared.bus import Bus, BusError, Endpoint, EndpointError, NoResponders, ReplyError, ReplyTimeout
-from shared.ids import EngineId, InstanceId, ModelName, NodeId, checked_instance
-from shared.messages.kv_events import PrefixCacheReset, ResetPrefixCache
+from shared.bus import Bus, Endpoint, EndpointError, NoResponders, ReplyError, ReplyTimeout
+from shared.ids import InstanceId, ModelName, NodeId, checked_instance
 from shared.messages.lifecycle import (
     Drain,
     EngineReport,
@@ -31,14 +31,11 @@ from shared.topics import Topic
 
 NAME = "baton-admin"
 VERSION = "1.0.0"
-DESCRIPTION = "Operates a Baton cluster: list, drain, undrain, scale, reset_prefix_cache."
-RESET_SECONDS = 5.0
-"""Within which an engine says that it has forgotten its blocks."""
+DESCRIPTION = "Operates a Baton cluster: list, drain, undrain, scale, reset_prefix_cache, pause, resume."
 
 MAX_INSTANCES = 256
 """The most instances of one service that an operator can request."""
 
-R = TypeVar("R")
 Scalable = Literal["tokenizer", "detokenizer", "gateway", "coordinator", "engines", "prefill", "decode"]
 POOLS: dict[str, Role] = {"engines": "mixed", "prefill": "prefill", "decode": "decode"}
 """Names for all engines of a role, where an instance is expected."""
@@ -73,10 +70,6 @@ class ScaleRequest(Struct, forbid_unknown_fields=True):
     model: ModelName | None = None
 
 
-class ResetPrefixCacheRequest(Struct, forbid_unknown_fields=True):
-    """The body of `admin.reset_prefix_cache`."""
-
-
 class Admin:
     """Answers operators from the registry, which the coordinator's core owns, and sends what they ask for."""
 
@@ -85,6 +78,7 @@ class Admin:
     ) -> None:
         self._bus = bus
         self._registry = registry
+        self._engines = EngineAdmin(bus, registry)
         self._scale_timeout = scale_timeout
         self._wall_clock = wall_clock
 
@@ -95,12 +89,12 @@ class Admin:
             f"{topics.ADMIN}.drain": self.drain,
             f"{topics.ADMIN}.undrain": self.undrain,
             f"{topics.ADMIN}.scale": self.scale,
-            f"{topics.ADMIN}.reset_prefix_cache": self.reset_prefix_cache,
+            **self._engines.endpoints(),
         }
 
     async def list(self, body: bytes) -> bytes:
         """`{}` or `{"service": "scheduler"}` → `{"instances": [...]}`, everything that is known of each."""
-        request = _parse(body, ListRequest)
+        request = parse(body, ListRequest)
         if request.service is not None and request.service not in get_args(Service):
             raise EndpointError(400, f"service: {request.service!r} is none of {', '.join(get_args(Service))}")
         now = self._wall_clock()
@@ -111,7 +105,7 @@ class Admin:
     async def drain(self, body: bytes) -> bytes:
         """`{"instance": "engine-1", "force": false}`: it finishes what it has and takes no more. Also of a whole pool,
         `{"instance": "prefill"}`."""
-        request = _parse(body, DrainRequest)
+        request = parse(body, DrainRequest)
         found = self._find(request.instance)
         refused = drain_refusal(self._registry, found)
         if refused is not None and not request.force:
@@ -120,13 +114,13 @@ class Admin:
 
     async def undrain(self, body: bytes) -> bytes:
         """`{"instance": "engine-1"}`: it takes requests again. Also of a whole pool."""
-        instance = _parse(body, UndrainRequest).instance
+        instance = parse(body, UndrainRequest).instance
         return await self._control(instance, self._find(instance), Undrain(), "undrain")
 
     async def scale(self, body: bytes) -> bytes:
         """`{"service": "tokenizer", "count": 2, "host": "gpu-2"}` → what that host's supervisor starts and stops for
         it."""
-        request = _parse(body, ScaleRequest)
+        request = parse(body, ScaleRequest)
         if not 0 <= request.count <= MAX_INSTANCES:
             raise EndpointError(400, f"count: {request.count} is not allowed; 0 to {MAX_INSTANCES} are")
         question, topic = Scale(request.service, request.count, request.model), _scaling_of(request.host)
@@ -143,32 +137,6 @@ class Admin:
                 return msgspec.json.encode({"service": request.service, "started": started, "stopping": stopping})
             case ScaleRefusal(message):
                 raise EndpointError(409, message)
-
-    async def reset_prefix_cache(self, body: bytes) -> bytes:
-        """`{}` → `{"instances": {"engine-1": 42, "kvstore-1": 60}}`: how many blocks each has forgotten. What lies in
-        lower tiers of KV stores and behind connectors is found again, and what open requests go on to compute."""
-        _parse(body, ResetPrefixCacheRequest)
-        blocks: dict[str, int | None] = {}
-        for service in ("scheduler", "kvstore"):  # engines first, as they save to stores
-            lives = [life for life in self._registry.all(service) if life.engine is not None or life.store is not None]
-            answers = await asyncio.gather(*map(self._reset, lives))
-            blocks |= {life.instance: answer for life, answer in zip(lives, answers, strict=True)}
-        if silent := sorted(instance for instance, number in blocks.items() if number is None):
-            raise EndpointError(503, f"no answer of {', '.join(silent)} within {RESET_SECONDS:g} s")
-        return msgspec.json.encode({"instances": dict(sorted(blocks.items()))})
-
-    async def _reset(self, life: Lifecycle) -> int | None:
-        """None: it does not answer."""
-        topic: Topic[Any] = topics.engine_probes(EngineId(life.instance))
-        if life.store is not None:
-            topic = topics.kvstore_requests(life.store.node)
-        try:
-            reply: PrefixCacheReset = await self._bus.request(
-                topic, ResetPrefixCache(), PrefixCacheReset, RESET_SECONDS
-            )
-        except BusError:
-            return None
-        return reply.blocks
 
     def _find(self, name: str) -> Sequence[Lifecycle]:
         """The instance of that name, or the engines of the pool."""
@@ -208,14 +176,6 @@ def _scaling_of(host: str | None) -> Topic[Scale]:
         return topics.host_scaling(NodeId(checked_instance(host)))
     except ValueError:
         raise EndpointError(400, f"host: {host!r} is no host; 1 to 64 of A-Z a-z 0-9 _ - are allowed") from None
-
-
-def _parse(body: bytes, type_: type[R]) -> R:
-    try:
-        return msgspec.json.decode(body.strip() or b"{}", type=type_)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        names = ", ".join(field.name for field in msgspec.structs.fields(type_))  # type: ignore[arg-type]
-        raise EndpointError(400, f"{error}; a JSON object is expected, its fields may be {names}") from None
 
 
 def _describe(life: Lifecycle, now: float) -> dict[str, Any]:

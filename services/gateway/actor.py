@@ -31,6 +31,7 @@ from services.gateway.federation.drain_file import DrainFile
 from services.gateway.federation.federation import Federation
 from services.gateway.http.access import AccessControl
 from services.gateway.http.admin.fleet import FleetEndpoints
+from services.gateway.http.admin.pauses import PauseEndpoints
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.batches import BatchEndpoints
 from services.gateway.http.app import build_app
@@ -167,6 +168,7 @@ class Gateway(Actor):
             parser=body_parser,
             access=access,
             fleet=FleetEndpoints(self.bus, self.requests, self.peers, VERSION),
+            pauses=PauseEndpoints(self.bus, self.requests, self.peers),
             cors_origins=config.cors_origins,
             provider=self.provider,
             lora_registry=None if config.lora_registry is None else LoraRegistry(config.lora_registry),

@@ -52,13 +52,17 @@ from shared.bus import Bus, PayloadTooLarge, Undelivered
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, InstanceId, NodeId, new_incarnation
 from shared.messages.coordinator import PullPrefills
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.kv_events import KvDumpRequest, PrefixCacheReset
+from shared.messages.kv_events import KvDumpRequest, PrefixCacheReset, ResetPrefixCache
 from shared.messages.kvstore import LeaseOwner
 from shared.messages.lifecycle import EngineHealth, EngineReport, Lifecycle, Phase, Role, Service
 from shared.messages.scheduler import (
     GenerateRequest,
+    PauseGeneration,
+    PauseState,
     Probe,
     ProbeReply,
+    ReadPauseState,
+    ResumeGeneration,
     SchedulerQuestion,
     StepFinished,
 )
@@ -197,13 +201,24 @@ class SchedulerActor(Actor):
             self._had_waiting, self._room_reported_at = False, now
             await self.publish_lifecycle()
 
-    async def respond(self, request: SchedulerQuestion) -> ProbeReply | PrefixCacheReset:
-        """The state of an attempt, as the engine knows it; how many blocks it has forgotten."""
-        if isinstance(request, Probe):
-            return self.core.probe(request.request, request.attempt)
-        blocks = self.core.named_blocks
-        await self._decide(request)
-        return PrefixCacheReset(blocks)
+    async def respond(self, request: SchedulerQuestion) -> ProbeReply | PrefixCacheReset | PauseState:
+        """The state of an attempt, as the engine knows it; how many blocks it has forgotten; whether it is paused."""
+        match request:
+            case Probe():
+                return self.core.probe(request.request, request.attempt)
+            case ResetPrefixCache():
+                blocks = self.core.named_blocks
+                await self._decide(request)
+                return PrefixCacheReset(blocks)
+            case PauseGeneration() | ResumeGeneration():
+                log.info("paused or resumed", extra={"request": type(request).__name__, "load": self.core.load})
+                await self._decide(request)
+                await self.publish_lifecycle()  # before the answer: a paused engine is not to be taken for a hung one
+                return self.core.pause_state()
+            case ReadPauseState():
+                return self.core.pause_state()
+            case _:
+                assert_never(request)
 
     async def tear_down(self) -> None:
         """Fails what is left, so that it is tried again elsewhere."""

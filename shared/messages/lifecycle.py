@@ -12,7 +12,7 @@ from shared.messages.dialects import Dialect
 from shared.messages.generation import PoolingType
 from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.kvstore import KvLayout
-from shared.messages.scheduler import TransferProgress
+from shared.messages.scheduler import PauseMode, TransferProgress
 from shared.protocol import SpokenProtocols
 
 Service = Literal["gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "kvstore", "supervisor"]
@@ -236,6 +236,8 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """The adapters that its ranks have on their devices, so far as the scheduler knows; those used last at the end."""
     lora_refusals: tuple[LoraRefusal, ...] = ()
     """Of the registry's file, those that some rank does not serve."""
+    paused: PauseMode | None = None
+    """How operators have paused it; None: they have not."""
 
     @property
     def suspect(self) -> str | None:

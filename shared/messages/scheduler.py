@@ -113,7 +113,36 @@ class ProbeReply(Struct, frozen=True, array_like=True, tag=True):
     produced: int
 
 
-SchedulerQuestion = Probe | ResetPrefixCache
+PauseMode = Literal["new", "all"]
+"""new: the engine begins no waiting request, and goes on with those that run. all: it computes nothing."""
+
+
+class PauseGeneration(Struct, frozen=True, array_like=True, tag=True):
+    """coordinator → scheduler: pause so, until `ResumeGeneration`. Requests are taken all the same, and wait. Answered
+    by a `PauseState`."""
+
+    mode: PauseMode
+
+
+class ResumeGeneration(Struct, frozen=True, array_like=True, tag=True):
+    """coordinator → scheduler: be paused no longer. Answered by a `PauseState`."""
+
+
+class ReadPauseState(Struct, frozen=True, array_like=True, tag=True):
+    """coordinator → scheduler: are you paused? Answered by a `PauseState`."""
+
+
+class PauseState(Struct, frozen=True, array_like=True, tag=True):
+    """Whether an engine is paused, and whether it rests."""
+
+    mode: PauseMode | None
+    """None: it is not paused."""
+    busy: int
+    """Steps in flight, and requests that go on: 0 once it rests."""
+
+
+SchedulerQuestion = Probe | ResetPrefixCache | PauseGeneration | ResumeGeneration | ReadPauseState
+"""What a scheduler is asked, and answers."""
 
 
 class StepTiming(Struct, frozen=True, array_like=True, kw_only=True):

@@ -97,6 +97,7 @@ ENGINE_REPORT = lifecycle.EngineReport(
     recompute=lifecycle.RecomputeReport(block_bytes=4096, block_seconds=0.5, load_seconds=0.25),
     step_times=lifecycle.StepTimesReport(decodes=lifecycle.StepTimeFit(8.0, 64.0, 0.5, 0.25, 0.125)),
     lora_refusals=(lifecycle.LoraRefusal(ModelName("pirate"), "/a", "r = 0", True),),
+    paused="new",
 )
 KV_GROUPS = (kv_groups.KvCacheGroup(layers=2), kv_groups.KvCacheGroup(layers=2, window=24))
 WORKER_REPORT = lifecycle.WorkerReport(
@@ -430,6 +431,10 @@ MESSAGES: list[Any] = [
         1,
         (gateway.LatencyCounts("m", "ttft", (0.1,), (2, 1), 0.5),),
     ),
+    scheduler.PauseGeneration("all"),
+    scheduler.ResumeGeneration(),
+    scheduler.ReadPauseState(),
+    scheduler.PauseState("new", 3),
 ]
 
 

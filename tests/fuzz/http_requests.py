@@ -50,8 +50,6 @@ NEEDS: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
 }
 """Fields that only mean something beside others."""
-OPERATIONS = ("/scale_elastic_ep", "/admin/scale", "/admin/drain")
-"""Left out, as they would work: up to 256 engines, or none that takes requests."""
 WEIGHTS = {"/v1/chat/completions": 4, "/v1/completions": 3}
 FIELD = re.compile(r"[\w.\[\]-]+: |.*: this field is not known$", re.DOTALL)
 """How the text of an error begins that names a field."""
@@ -84,6 +82,10 @@ HOSTILE_HEADERS = (
 )
 
 
+UNASKED = ("/scale_elastic_ep", "/admin/scale", "/admin/drain", "/pause", "/pause_generation")
+"""As they would work: up to 256 engines, or none that takes or computes requests."""
+
+
 class FuzzRequest(NamedTuple):
     """One request as bytes, and whether it is valid HTTP, so that an answer must come."""
 
@@ -101,9 +103,9 @@ class RequestGenerator:
             path: methods["post"]["requestBody"]["content"]["application/json"]["schema"]
             for path, methods in page["paths"].items()
             if "application/json" in methods.get("post", {}).get("requestBody", {}).get("content", {})
-            and path not in OPERATIONS
+            and path not in UNASKED
         }
-        self._paths = list(page["paths"])
+        self._paths = [path for path in page["paths"] if path not in UNASKED]
 
     def request(self) -> FuzzRequest:
         """Draws the next request."""

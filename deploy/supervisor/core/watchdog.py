@@ -136,7 +136,8 @@ def _wrong(report: EngineReport | None) -> str | None:
 
 
 def _has_work(report: EngineReport | None) -> bool:
-    return report is not None and report.running + report.waiting > 0
+    """Whether it should make steps: a paused engine has requests and makes none."""
+    return report is not None and report.paused is None and report.running + report.waiting > 0
 
 
 # A clock for the watchdog that a pause of the supervisor itself does not move: nothing was heard meanwhile.

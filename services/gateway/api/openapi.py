@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from services.gateway.api.admin.loras import LoadLoraRequest, UnloadLoraRequest
-from services.gateway.api.admin.operations import AbortFields, DrainFields, ScaleFields, ScalePoolFields, UndrainFields
+from services.gateway.api.admin.operations import (
+    AbortFields,
+    ContinueFields,
+    DrainFields,
+    PauseFields,
+    ScaleFields,
+    ScalePoolFields,
+    UndrainFields,
+)
 from services.gateway.api.anthropic.request import MessagesFields, MessagesTokensFields
 from services.gateway.api.batches.batch import BatchFields
 from services.gateway.api.batches.files import UploadFields
@@ -120,6 +128,16 @@ OPERATIONS = (
     Operation("POST", "/abort_requests", "End responses, or all; needs the scope admin.", AbortFields),
     Operation("POST", "/scale_elastic_ep", "So many engines; needs the scope admin.", ScaleFields),
     Operation("POST", "/is_scaling_elastic_ep", "Whether that is under way; needs the scope admin."),
+    Operation(
+        "POST",
+        "/pause",
+        "Have engines rest; needs the scope admin.",
+        parameters=("mode", "wait_for_inflight_requests", "clear_cache"),
+    ),
+    Operation("POST", "/resume", "Have them go on; needs the scope admin."),
+    Operation("GET", "/is_paused", "Whether they rest; needs the scope admin."),
+    Operation("POST", "/pause_generation", "The same as /pause, as SGLang has it.", PauseFields),
+    Operation("POST", "/continue_generation", "The same as /resume, as SGLang has it.", ContinueFields),
     Operation("GET", "/server_info", "Models and engines; needs the scope admin."),
     Operation("GET", "/docs", "This page, for people.", None, ("text/html",), with_key=False),
     Operation("GET", "/console", "A page that shows the stack, live.", None, ("text/html",), with_key=False),

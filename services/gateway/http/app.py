@@ -23,6 +23,7 @@ from services.gateway.core.api_keys import KeyScope
 from services.gateway.http.access import AccessControl
 from services.gateway.http.admin.fleet import FleetEndpoints
 from services.gateway.http.admin.loras import LoraEndpoints
+from services.gateway.http.admin.pauses import PauseEndpoints
 from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEndpoint
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.batches import BatchEndpoints
@@ -75,6 +76,7 @@ def build_app(
     access: AccessControl,
     cors_origins: Sequence[str],
     fleet: FleetEndpoints,
+    pauses: PauseEndpoints,
     provider: OverflowProvider | None = None,
     lora_registry: LoraRegistry | None = None,
     background: BackgroundResponses | None = None,
@@ -180,6 +182,11 @@ def build_app(
             route("POST", "/abort_requests", fleet.abort_requests, "admin"),
             route("POST", "/scale_elastic_ep", fleet.scale, "admin"),
             route("POST", "/is_scaling_elastic_ep", fleet.is_scaling, "admin"),
+            route("POST", "/pause", pauses.pause, "admin"),
+            route("POST", "/resume", pauses.resume, "admin"),
+            route("GET", "/is_paused", pauses.is_paused, "admin"),
+            route("POST", "/pause_generation", pauses.pause_generation, "admin"),
+            route("POST", "/continue_generation", pauses.continue_generation, "admin"),
             route("GET", "/server_info", fleet.server_info, "admin"),
             *pages,
             route("GET", "/docs", documentation.page, None),

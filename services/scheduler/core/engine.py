@@ -46,7 +46,11 @@ from shared.messages.scheduler import (
     GenerateRequest,
     GrammarCompiled,
     OutlierReport,
+    PauseGeneration,
+    PauseMode,
+    PauseState,
     ProbeReply,
+    ResumeGeneration,
     StepFinished,
     StepMissed,
     StopMatched,
@@ -70,6 +74,8 @@ class EngineCore:
         """None while there are no workers."""
         self.plan_due: float | None = None
         """When `TimePassed` is wanted at the latest, so that the device finds its next plan ready."""
+        self.paused: PauseMode | None = None
+        """How operators have paused it, through all epochs; None: they have not."""
         self._epoch = epoch
         self._tickets = count(1)
         self._outbox = EngineOutbox(engine, epoch)
@@ -112,10 +118,14 @@ class EngineCore:
             case ResetPrefixCache():
                 if self.epoch_state is not None:
                     self.epoch_state.memory.pool.forget()
+            case PauseGeneration():
+                self._pause(event.mode)
+            case ResumeGeneration():
+                self.paused = None
             case _:
                 assert_never(event)
         outputs = self._advance(now)
-        if self.health.canary.is_due(now) and self._ask_canary(now):
+        if self.paused is None and self.health.canary.is_due(now) and self._ask_canary(now):
             outputs += self._advance(now)
         return outputs
 
@@ -123,7 +133,7 @@ class EngineCore:
         """Plans what can be planned now. Returns all that is to be sent."""
         state = self.epoch_state
         if state is not None:
-            self.plan_due = state.plan(now)
+            self.plan_due = state.plan(now, self.paused)
         if self.role.node is not None:
             self._exchange_with_store(now)
         if self.role.connector is not None:
@@ -196,6 +206,13 @@ class EngineCore:
         running = sequence.phase in ("loading", "prefilling", "decoding", "handing")
         return ProbeReply("running" if running else "waiting", sequence.tokens.produced)
 
+    def pause_state(self) -> PauseState:
+        """Whether it is paused, and what it still computes."""
+        state = self.epoch_state
+        if state is None:
+            return PauseState(self.paused, 0)
+        return PauseState(self.paused, state.steps.in_flight + (0 if self.paused == "all" else state.queues.running))
+
     @property
     def named_blocks(self) -> int:
         """Blocks of which it is known what they hold, those in use included."""
@@ -261,12 +278,20 @@ class EngineCore:
             step_times=None if self.epoch_state is None else self.epoch_state.step_times.report(),
             loras=() if self.epoch_state is None else self.epoch_state.queues.adapters.recent,
             lora_refusals=() if self.epoch_state is None else self.epoch_state.lora_refusals,
+            paused=self.paused,
         )
 
     @property
     def idle(self) -> bool:
         """Whether nothing is in hand, neither requests of clients nor blocks on their way to the store."""
         return self.epoch_state is None or not (self.load or self.epoch_state.saving)
+
+    def _pause(self, mode: PauseMode) -> None:
+        """A canary under way is given up, as it could not answer in time; the next comes when the pause is over."""
+        self.paused = mode
+        if (run := self.health.canary.run) is not None:
+            self._call_off(run.cancel)
+            self.health.canary.abandon()
 
     # ---- requests
 
@@ -401,7 +426,7 @@ class EngineCore:
                 break
             for each in settled:
                 self._hand_over(state, each)
-            self.plan_due = state.plan(now)
+            self.plan_due = state.plan(now, self.paused)
         for output in self.store.take_outputs():
             self._outbox.add(output)
 

@@ -39,7 +39,7 @@ from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Incarnation, SequenceId
 from shared.messages.kvstore import Commit, Find, KvStoreReply, Reserve
 from shared.messages.lifecycle import LoraRefusal
-from shared.messages.scheduler import StepFinished, TransferProgress
+from shared.messages.scheduler import PauseMode, StepFinished, TransferProgress
 from shared.messages.worker import StepPlan
 
 MAX_SENDINGS = 3
@@ -139,9 +139,11 @@ class EpochState:
 
     # ---- steps
 
-    def plan(self, now: float) -> float | None:
-        """Plans until enough are in flight, or nothing is left to do. Returns when the next plan is due, where the
-        workers have enough to do until then. Raises EngineStuck."""
+    def plan(self, now: float, paused: PauseMode | None = None) -> float | None:
+        """Plans until enough are in flight, or nothing is left to do while `paused` so. Returns when the next plan is
+        due, where the workers have enough to do until then. Raises EngineStuck."""
+        if paused == "all":
+            return None
         steps, limits, isolation = self.steps, self.limits, self.isolation
         while steps.issued - steps.finished <= self._plans_ahead:
             if limits.plan_late and limits.run_ahead:
@@ -149,16 +151,16 @@ class EpochState:
                 if now < due:
                     return due
             suspected = isolation.current is not None or self.queues.suspects
-            if suspected and isolation.pauses(steps.in_flight):
+            if suspected and isolation.pauses(steps.in_flight, begins=paused is None):
                 return None if steps.in_flight else now
-            step = self.planner.plan(now)
+            step = self.planner.plan(now, admits=paused is None)
             for sequence in self.remote.take_leaving():
                 self._pass_on(sequence)
             if step is None and suspected and isolation.goes_on(steps.in_flight):
                 continue
             if step is None:
                 held = len(self.requests.held)
-                if held and steps.in_flight == 0 and not self.planner.waits_elsewhere:
+                if held and paused is None and steps.in_flight == 0 and not self.planner.waits_elsewhere:
                     raise EngineStuck(f"{held} requests are held, and none can be computed")
                 return None
             self._issue(step, now)

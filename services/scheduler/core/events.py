@@ -16,6 +16,8 @@ from shared.messages.lifecycle import LoraCard, LoraRefusal, ModelCard
 from shared.messages.scheduler import (
     Cancel,
     GenerateRequest,
+    PauseGeneration,
+    ResumeGeneration,
     SchedulerControl,
     StopMatched,
     TransferProgress,
@@ -176,6 +178,8 @@ Event = (
     | ConnectorKeeps
     | HandOverRefused
     | ResetPrefixCache
+    | PauseGeneration
+    | ResumeGeneration
 )
 
 

@@ -35,7 +35,8 @@ def check(engine: EngineCore) -> None:
         if state.steps.in_flight == 0:
             _hold(not sequence.tokens.in_flight, f"{sequence.id} awaits a token, but no step is in flight")
     if state.steps.in_flight == 0 and not state.planner.waits_elsewhere and engine.plan_due is None:
-        _hold(not engine.requests, "requests are held, but nothing is being computed")
+        waits = engine.paused == "all" or (engine.paused == "new" and not state.queues.running)
+        _hold(waits or not engine.requests, "requests are held, but nothing is being computed")
     _check_store(engine, state)
 
 

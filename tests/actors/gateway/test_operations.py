@@ -13,7 +13,6 @@ from shared import topics
 from shared.bus import EndpointError
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.scheduler import Cancel
-from shared.permissions import GATEWAY_OPERATIONS
 from tests.support.gateway.fake_services import MODEL, FakeRing, eventually
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
 
@@ -24,9 +23,12 @@ class FakeCoordinator:
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
         self.refusal: EndpointError | None = None
+        self.paused: str | None = None
+        self.busy = 0
+        """How often its engine is still at work when it is asked."""
 
     async def start(self, bus: MemoryBus) -> None:
-        endpoints = {f"{topics.ADMIN}.{name}": self._answering(name) for name in GATEWAY_OPERATIONS}
+        endpoints = {f"{topics.ADMIN}.{name}": self._answering(name) for name in topics.ADMIN_OF_GATEWAYS}
         await bus.serve_micro("baton-admin", "1.0.0", "", endpoints)
 
     def _answering(self, name: str) -> Any:
@@ -34,9 +36,17 @@ class FakeCoordinator:
             self.asked.append((name, json.loads(body)))
             if self.refusal is not None:
                 raise self.refusal
+            if name in ("pause", "resume", "paused"):
+                return self._pause_state(name)
             return b'{"instances": {"engine-1": 5}}'
 
         return answer
+
+    def _pause_state(self, name: str) -> bytes:
+        if name != "paused":
+            self.paused = self.asked[-1][1].get("mode")
+        self.busy -= self.busy > 0
+        return json.dumps({"instances": {"engine-1": {"paused": self.paused, "busy": self.busy}}}).encode()
 
 
 @pytest.fixture
@@ -178,6 +188,64 @@ async def test_responses_of_another_gateway_are_aborted_too(memory_bus: MemoryBu
         answer = await other.http.post("/abort_requests", json={"request_ids": [first.id]})
         assert answer.json() == {"aborted": [first.id]}
         assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "abort"
+
+
+async def test_a_pause_ends_what_is_open_and_answers_when_engines_rest(
+    stack: GatewayStack, coordinator: FakeCoordinator
+) -> None:
+    stream = await stack.openai.chat.completions.create(**chat(stream=True))
+    await anext(stream)
+    coordinator.busy = 3
+    answer = await stack.http.post("/pause")
+    assert (answer.status_code, answer.json()) == (200, {"status": "paused"})
+    asked = [("pause", {"mode": "new"}), *[("paused", {})] * 2, ("reset_prefix_cache", {})]
+    assert coordinator.asked == asked
+    assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "abort"
+    assert (await stack.http.get("/is_paused")).json() == {"is_paused": True, "instances": {"engine-1": True}}
+    assert (await stack.http.post("/resume")).json() == {"status": "resumed"}
+    assert (await stack.http.get("/is_paused")).json() == {"is_paused": False, "instances": {"engine-1": False}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "mode", "reset"),
+    [
+        ("/pause?mode=wait", None, "new", True),
+        ("/pause?wait_for_inflight_requests=true", None, "new", True),
+        ("/pause?mode=wait&clear_cache=false", None, "new", False),
+        ("/pause?mode=keep&clear_cache=true", None, "all", False),
+        ("/pause_generation", {"mode": "in_place"}, "all", False),
+    ],
+)
+async def test_a_pause_may_leave_what_runs(
+    stack: GatewayStack, coordinator: FakeCoordinator, path: str, body: Any, mode: str, reset: bool
+) -> None:
+    request = asyncio.create_task(stack.http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}))
+    await eventually(lambda: len(stack.gateway.requests) > 0)
+    assert (await stack.http.post(path, json=body)).status_code == 200
+    assert coordinator.asked == [("pause", {"mode": mode}), *[("reset_prefix_cache", {})] * reset]
+    assert (await request).json()["choices"][0]["finish_reason"] != "abort"
+    assert (await stack.http.post("/continue_generation", json={})).json()["status"] == "ok"
+    assert coordinator.paused is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "text"),
+    [
+        ("/pause?mode=stop", None, "mode", "abort, wait, keep"),
+        ("/pause?clear_cache=maybe", None, "clear_cache", "true or false"),
+        ("/pause?all=1", None, "all", "mode, wait_for_inflight_requests, clear_cache"),
+        ("/resume?tags=all", None, "tags", "no fields"),
+        ("/pause_generation", {"mode": "retract"}, "mode", "abort"),
+        ("/continue_generation", {"mode": "abort"}, "mode", "mode"),
+    ],
+)
+async def test_what_a_pause_cannot_do_is_refused(
+    stack: GatewayStack, coordinator: FakeCoordinator, path: str, body: Any, param: str, text: str
+) -> None:
+    answer = await stack.http.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert text in answer.json()["error"]["message"]
+    assert coordinator.asked == []
 
 
 async def test_operators_may_not_be_web_pages_of_others(memory_bus: MemoryBus, coordinator: FakeCoordinator) -> None:

@@ -21,6 +21,7 @@ from shared.bus.nats_bus import NatsBus, NatsOptions, connect
 from shared.ids import EngineId, InstanceId
 from shared.messages.gateway import RequestPlaced
 from shared.messages.lifecycle import Drain, Lifecycle, Role, Undrain
+from shared.messages.scheduler import PauseGeneration, PauseState, ReadPauseState, ResumeGeneration, SchedulerQuestion
 from shared.messages.supervisor import Scale, ScaleRefusal, ScaleReply, ScaleResult
 from tests.support.cluster.nats_server import NatsServer
 from tests.support.engines.coordinator_events import GATEWAY, detokenizer, engine, life, route
@@ -44,6 +45,10 @@ REFUSED = [
     ("scale", '{"service": "tokenizer", "count": -1}', 400, "count: -1 is not allowed; 0 to 256 are"),
     ("scale", '{"service": "nonsense", "count": 1}', 400, "$.service"),
     ("scale", '{"service": "tokenizer", "count": 2}', 503, "supervisor"),
+    ("pause", "", 400, "mode"),
+    ("pause", '{"mode": "some"}', 400, "$.mode"),
+    ("resume", '{"mode": "all"}', 400, "mode"),
+    ("paused", "", 503, "no engine"),
 ]
 """Endpoint, body, the code it is refused with, and what the refusal names."""
 
@@ -112,6 +117,9 @@ async def test_the_service_is_discovered_like_any_other(cluster: Cluster) -> Non
         "baton.admin.undrain",
         "baton.admin.reset_prefix_cache",
         "baton.admin.scale",
+        "baton.admin.pause",
+        "baton.admin.resume",
+        "baton.admin.paused",
     }
 
 
@@ -197,6 +205,24 @@ async def test_scale_asks_the_supervisor(cluster: Cluster) -> None:
     assert answer == {"service": "tokenizer", "started": ["tokenizer-1", "tokenizer-2"], "stopping": []}
     refused = (await cluster.ask("scale", {"service": "engines", "count": 2}))["error"]
     assert (refused["code"], refused["message"]) == (409, "only one GPU")
+
+
+async def test_every_engine_is_paused_or_the_silent_one_is_named(cluster: Cluster) -> None:
+    asked: list[Any] = []
+
+    async def answer(question: SchedulerQuestion) -> PauseState:
+        asked.append(question)
+        return PauseState("all", 2)
+
+    await cluster.bus.serve(topics.engine_probes(EngineId("engine-1")), answer)
+    await cluster.bus.flush()
+    await cluster.hear(engine("engine-1"))
+    assert await cluster.ask("pause", {"mode": "all"}) == {"instances": {"engine-1": {"paused": "all", "busy": 2}}}
+    assert await cluster.ask("paused") == {"instances": {"engine-1": {"paused": "all", "busy": 2}}}
+    await cluster.hear(engine("engine-2"))
+    refused = (await cluster.ask("resume"))["error"]
+    assert (refused["code"], "engine-2" in refused["message"]) == (503, True)
+    assert asked == [PauseGeneration("all"), ReadPauseState(), ResumeGeneration()]
 
 
 async def test_two_coordinators_share_the_requests_and_place_each_once(cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx2
@@ -35,6 +36,27 @@ async def test_what_was_computed_before_a_reset_is_not_found(stack: RunningStack
         assert await cached(client, stack) > 0
         info = (await http.get("/server_info")).raise_for_status().json()
         assert info["engines"]["engine-1"]["model"]["name"] == stack.model
+
+
+async def test_a_pause_loses_nothing(stack: RunningStack, client: AsyncOpenAI) -> None:
+    asked: Any = {"model": stack.model, "prompt": PROMPT, "max_tokens": 300, "temperature": 0}
+    asked["extra_body"] = {"ignore_eos": True}
+    before = (await client.completions.create(**asked)).choices[0].text
+    stream = await client.completions.create(**asked, stream=True)
+    text = (await anext(stream)).choices[0].text
+    async with httpx2.AsyncClient(base_url=stack.url, timeout=60) as http:
+        (await http.post("/pause?mode=keep")).raise_for_status()
+        assert (await http.get("/is_paused")).json()["is_paused"] is True
+        newcomer = asyncio.create_task(client.completions.create(**asked))
+        await asyncio.sleep(1.5)  # until its report is of the time since
+        steps = (await http.get("/server_info")).json()["engines"]["engine-1"]["steps"]
+        await asyncio.sleep(2.5)  # longer than requests may be silent without being asked after
+        info = (await http.get("/server_info")).json()["engines"]["engine-1"]
+        assert (info["steps"], info["paused"], newcomer.done()) == (steps, "all", False)
+        (await http.post("/resume")).raise_for_status()
+        assert (await http.get("/is_paused")).json()["is_paused"] is False
+    assert text + "".join([chunk.choices[0].text async for chunk in stream]) == before
+    assert (await newcomer).choices[0].text == before
 
 
 async def test_streams_at_any_gateway_are_aborted(stack: RunningStack, client: AsyncOpenAI) -> None:

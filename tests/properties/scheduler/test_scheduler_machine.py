@@ -36,6 +36,10 @@ from shared.messages.kv_groups import KvCacheGroup, longest_sequence
 from shared.messages.scheduler import (
     Cancel,
     GenerateRequest,
+    PauseGeneration,
+    PauseMode,
+    PauseState,
+    ResumeGeneration,
     StepFinished,
     StepMissed,
     StopMatched,
@@ -157,7 +161,7 @@ class EngineMachine(RuleBasedStateMachine):
         check(self.engine)
         for output in outputs:
             self.hear(output)
-        if self.engine.isolated is not None and not self.plans:
+        if self.engine.isolated is not None and not self.plans and self.engine.paused != "all":
             self.tell(TimePassed())  # the trial was announced, and begins
 
     @rule(
@@ -312,6 +316,26 @@ class EngineMachine(RuleBasedStateMachine):
         if seldom:
             self.tell(ResetPrefixCache())
 
+    @rule(seldom=SELDOM, mode=st.sampled_from(["new", "all"]))
+    def it_is_paused(self, seldom: bool, mode: PauseMode) -> None:
+        if seldom:
+            self.tell(PauseGeneration(mode))
+
+    @precondition(lambda self: self.engine.paused)
+    @rule()
+    def it_rests(self) -> None:
+        """What is planned ends, and where nothing new begins, what runs does, but for what a store is awaited for."""
+        while self.plans:
+            self.tell(self.worker.step(self.plans.pop(0)))
+        state = self.engine.epoch_state
+        loading = state is not None and self.engine.paused == "new" and bool(state.queues.loading)
+        assert loading or self.engine.pause_state() == PauseState(self.engine.paused, 0)
+
+    @precondition(lambda self: self.engine.paused)
+    @rule()
+    def it_goes_on(self) -> None:
+        self.tell(ResumeGeneration())
+
     @precondition(lambda self: self.late)
     @rule()
     def a_result_comes_late(self) -> None:
@@ -390,6 +414,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        self.tell(ResumeGeneration())
         while self.plans or self.worker.compiling:
             if self.plans:
                 self.tell(self.worker.step(self.plans.pop(0)))

@@ -29,6 +29,7 @@ from services.scheduler.core.limits import EngineLimits, EngineRole, QueuePolicy
 from shared.ids import EngineId, Incarnation, InstanceId, LeaseId, NodeId
 from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.kvstore import KvStoreReply, KvStoreRequest, LeaseOwner
+from shared.messages.scheduler import ResumeGeneration
 from tests.properties.scheduler.test_scheduler_machine import GROUPS, OPENINGS, SELDOM, EngineMachine
 from tests.support.engines.checking_store import LAYOUT, HonestStore
 from tests.support.engines.checking_worker import HonestWorker, card, generate
@@ -241,6 +242,7 @@ class StoreMachine(EngineMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        self.tell(ResumeGeneration())
         self.finish()
         assert self.engine.idle, "something is in hand for ever"
         super().teardown()

@@ -49,3 +49,14 @@ class ScaleFields(Struct, frozen=True, forbid_unknown_fields=True):
     """Engines that there shall be."""
     drain_timeout: Annotated[float, Meta(gt=0, le=3600)] = 120.0
     """Seconds in which they must be ready, and those that are too many gone."""
+
+
+class PauseFields(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of SGLang's `/pause_generation`."""
+
+    mode: str = "abort"
+    """abort: what is open ends. in_place: it stops where it is."""
+
+
+class ContinueFields(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of SGLang's `/continue_generation`."""

@@ -16,20 +16,18 @@ from services.gateway.api.admin.operations import (
     ScalePoolFields,
     UndrainFields,
 )
-from services.gateway.api.errors import RequestError, abbreviated, decode_body, not_allowed, unsupported
+from services.gateway.api.errors import RequestError, decode_body, unsupported
+from services.gateway.http.admin.coordinator_client import ask_coordinator
+from services.gateway.http.admin.query import SWITCH, query
 from services.gateway.http.admin.waiting import until
 from services.gateway.http.call import Call
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
-from shared import topics
-from shared.bus import Bus, BusError, EndpointError
+from shared.bus import Bus
 from shared.packing import to_plain
 
 log = logging.getLogger(__name__)
 
-ADMIN_TIMEOUT = 15.0
-"""Seconds in which a coordinator must answer."""
-_SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 _DRAIN, _UNDRAIN = msgspec.json.Decoder(DrainFields), msgspec.json.Decoder(UndrainFields)
 _SCALE_POOL = msgspec.json.Decoder(ScalePoolFields)
 _ABORT, _SCALE = msgspec.json.Decoder(AbortFields), msgspec.json.Decoder(ScaleFields)
@@ -45,11 +43,11 @@ class FleetEndpoints:
     async def reset_prefix_cache(self, call: Call) -> None:
         """`/reset_prefix_cache` of vLLM and `/flush_cache` of SGLang: no engine finds again what it has computed until
         now. Raises RequestError: 400 for what vLLM could do besides, 503 where an engine does not answer."""
-        options = query(call, ("reset_running_requests", "reset_external"))
+        options = query(call, {"reset_running_requests": SWITCH, "reset_external": SWITCH})
         for name, wanted in options.items():
             if wanted:
                 raise unsupported(name, "more than the engines' own prefix caches")
-        await call.respond_json(await self._ask("reset_prefix_cache", {}))
+        await call.respond_json(await ask_coordinator(self._bus, "reset_prefix_cache", {}))
 
     async def abort_requests(self, call: Call) -> None:
         """`/abort_requests`: these responses end with what their clients have, and the finish reason `abort`."""
@@ -69,7 +67,7 @@ class FleetEndpoints:
             raise RequestError(409, "the number of engines is being changed already")
         self._scaling = True
         try:
-            await self._ask("scale", {"service": "engines", "count": wanted.new_data_parallel_size})
+            await ask_coordinator(self._bus, "scale", {"service": "engines", "count": wanted.new_data_parallel_size})
             ready = self._table.cluster.ready_engines
             if not await until(lambda: len(ready()) == wanted.new_data_parallel_size, wanted.drain_timeout):
                 raise RequestError(408, f"it is not done within {wanted.drain_timeout:g} s, and goes on")
@@ -93,7 +91,7 @@ class FleetEndpoints:
 
     async def _pass_on(self, call: Call, operation: str, decoder: msgspec.json.Decoder[Any]) -> None:
         fields = msgspec.structs.asdict(decode_body(await call.body(), decoder))
-        answer = await self._ask(operation, fields)
+        answer = await ask_coordinator(self._bus, operation, fields)
         log.info("operated", extra={"operation": operation, **fields})
         await call.respond_json(answer)
 
@@ -110,28 +108,3 @@ class FleetEndpoints:
         }
         models = [to_plain(card) for card in cluster.models()]
         await call.respond_json({"version": self._version, "models": models, "engines": engines})
-
-    async def _ask(self, endpoint: str, request: dict[str, Any]) -> Any:
-        """Asks a coordinator. Raises RequestError."""
-        try:
-            answer = await self._bus.request_raw(
-                f"{topics.ADMIN}.{endpoint}", msgspec.json.encode(request), ADMIN_TIMEOUT
-            )
-        except EndpointError as error:
-            raise RequestError(error.code, error.text) from None
-        except BusError as error:
-            raise RequestError(503, f"no coordinator answers: {error}", retry_after=1.0) from None
-        return msgspec.json.decode(answer)
-
-
-def query(call: Call, names: Collection[str]) -> dict[str, bool]:
-    """The switches in a call's query string. Raises RequestError 400 for others, and for what is neither true nor
-    false."""
-    found: dict[str, bool] = {}
-    for name, value in call.query():
-        if name not in names:
-            raise not_allowed(abbreviated(name)[1:-1], value, f"the query's fields are {', '.join(names)}")
-        if value.lower() not in _SWITCHES:
-            raise not_allowed(name, value, "true or false")
-        found[name] = _SWITCHES[value.lower()]
-    return found

@@ -41,8 +41,8 @@ class SuspectIsolation:
             return False
         return suspect.queue_key < newcomer.queue_key
 
-    def pauses(self, in_flight: int) -> bool:
-        """Ends the trial that is over, and begins the next where it is due. True: nothing is planned now. Either the
+    def pauses(self, in_flight: int, *, begins: bool = True) -> bool:
+        """Ends the trial that is over, and `begins` the next where it is due. True: nothing is planned now. Either the
         `in_flight` steps have to end first, or a trial has just begun, which is to be announced before its first step.
         """
         if self.current is not None:
@@ -50,7 +50,7 @@ class SuspectIsolation:
                 return False
             self.current, self._steps_due = None, STEPS_BETWEEN
         suspect = self._queues.suspects.first
-        if suspect is None or (self._steps_due > 0 and self._others):
+        if suspect is None or not begins or (self._steps_due > 0 and self._others):
             return False
         self._short_of_room = not self._admission.has_room_for(suspect)
         if self._short_of_room:

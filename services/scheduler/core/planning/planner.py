@@ -66,8 +66,9 @@ class StepPlanner:
         sought = len(self.queues.seeking) > self._prompts.waiting
         return bool(sought or self.queues.handing or self._transfers.in_flight or self._grammars.answers_awaited)
 
-    def plan(self, now: float) -> StepBuilder | None:
-        """The next step, or None where there is nothing to compute, copy or compile before results come."""
+    def plan(self, now: float, *, admits: bool = True) -> StepBuilder | None:
+        """The next step, or None where there is nothing to compute, copy or compile before results come. `admits`:
+        whether it may begin with waiting sequences."""
         step = StepBuilder(self._limits.max_batch_tokens, self._limits.max_new_bytes)
         queues, preempted = self.queues, self.preemption.count
         alone = self.isolation.current is not None
@@ -83,7 +84,7 @@ class StepPlanner:
                 self._prefills.plan(step)
             held_back = queues.suspects and self.isolation.holds_back_admission
             # A sequence that was preempted just now is first in the queue; it would only be preempted again.
-            if queues.waiting and preempted == self.preemption.count and not held_back:
+            if admits and queues.waiting and preempted == self.preemption.count and not held_back:
                 self._admission.admit(step, now)
             if self._prefills.long_threshold:
                 step.budget += reserved

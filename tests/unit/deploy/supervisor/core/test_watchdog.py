@@ -14,6 +14,7 @@ from deploy.supervisor.core.watchdog import (
 )
 from shared.ids import EngineId, Incarnation, InstanceId, ModelName
 from shared.messages.lifecycle import EngineHealth, EngineReport, Lifecycle, ModelCard, Phase, WorkerReport
+from shared.messages.scheduler import PauseMode
 
 CARD = ModelCard(name=ModelName("m"), max_model_len=8, vocab_size=8, eos_token_ids=(), dtype="float32", created=0)
 
@@ -28,6 +29,7 @@ def said(
     step_deadline: float = 0.0,
     faults: int = 0,
     engine: str = "engine-1",
+    paused: PauseMode | None = None,
 ) -> Lifecycle:
     report = EngineReport(
         model=CARD,
@@ -41,6 +43,7 @@ def said(
         tokens=0,
         step_deadline=step_deadline,
         health=EngineHealth(suspect="canary: wrong" if faults else None, faults=faults),
+        paused=paused,
     )
     return Lifecycle(
         service="scheduler",
@@ -90,6 +93,13 @@ def test_waiting_requests_are_work_too() -> None:
 
 def test_an_idle_engine_may_stand_still_for_ever() -> None:
     assert reasons(watched(*every_second(500, steps=5)), 500.0) == []
+
+
+def test_a_paused_engine_may_stand_still_with_work_in_hand() -> None:
+    paused = [(float(second), said(steps=5, running=1, paused="all")) for second in range(501)]
+    dog = watched(*paused, (501.0, said(steps=5, running=1)), (559.0, said(steps=5, running=1)))
+    assert reasons(dog, 559.0) == []
+    assert reasons(watched(*paused, *((float(at), said(steps=5, running=1)) for at in (501, 562))), 562.0)
 
 
 def test_steps_are_progress() -> None:
