@@ -53,6 +53,7 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.prefill_pulls,      ("scheduler",),                                   ("coordinator",)),
     TopicRights(topics.engine_requests,    ("coordinator", "scheduler"),                     ("scheduler",)),
     TopicRights(topics.engine_steps,       ("scheduler",),                                   ("worker",)),
+    TopicRights(topics.rank_orders,        ("scheduler",),                                   ("worker",)),
     TopicRights(topics.engine_results,     ("worker",),                                      ("scheduler",)),
     TopicRights(topics.engine_control,     ("gateway", "detokenizer", "coordinator", "scheduler"), ("scheduler",)),
     TopicRights(topics.engine_probes,      ("gateway", "detokenizer", "coordinator"),        ("scheduler",)),

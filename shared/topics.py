@@ -89,6 +89,11 @@ def engine_steps(engine: EngineId) -> Topic[worker.StepPlan]:
     return Topic(f"engine.{engine}.steps", worker.StepPlan)
 
 
+def rank_orders(engine: EngineId) -> Topic[worker.RankOrder]:
+    """scheduler → every rank of the engine: sleep, wake up."""
+    return Topic(f"engine.{engine}.ranks", worker.RankOrder)
+
+
 def prefill_pulls() -> Topic[coordinator.PullPrefills]:
     """prefill engine's scheduler → every coordinator: prompts are wanted."""
     return Topic("prefill.pulls", coordinator.PullPrefills)
@@ -107,7 +112,8 @@ def engine_control(engine: EngineId) -> Topic[scheduler.SchedulerControl]:
 
 def engine_probes(engine: EngineId) -> Topic[scheduler.SchedulerQuestion]:
     """gateway, detokenizer → scheduler, answered with a `ProbeReply`; coordinator → scheduler: `ResetPrefixCache`,
-    `PauseGeneration`, `ResumeGeneration`, `ReadPauseState`."""
+    `PauseGeneration`, `ResumeGeneration`, `ReadPauseState`, `SleepEngine`, `WakeEngine`,
+    `ReadSleepState`."""
     return Topic(f"engine.{engine}.probe", scheduler.SchedulerQuestion)
 
 
@@ -238,9 +244,13 @@ def planner_decisions() -> Topic[planner.PlannerDecision]:
 
 ADMIN = "admin"
 """Subject of the NATS micro service: `admin.list`, `admin.drain`, `admin.undrain`, `admin.scale`,
-`admin.reset_prefix_cache`, `admin.pause`, `admin.resume`, `admin.paused`, JSON in and out."""
+`admin.reset_prefix_cache`, `admin.pause`, `admin.resume`, `admin.paused`,
+`admin.sleep`, `admin.wake_up`, `admin.sleeping`, JSON in and out."""
 
-ADMIN_OF_GATEWAYS = ("drain", "undrain", "scale", "reset_prefix_cache", "pause", "resume", "paused")
+ADMIN_OF_GATEWAYS = (
+    *("drain", "undrain", "scale", "reset_prefix_cache"),
+    *("pause", "resume", "paused", "sleep", "wake_up", "sleeping"),
+)
 """Those of `ADMIN` that gateways use, for API keys with the scope `admin`."""
 
 CLUSTERS_ADMIN = f"{ADMIN}.clusters"

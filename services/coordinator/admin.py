@@ -31,7 +31,7 @@ from shared.topics import Topic
 
 NAME = "baton-admin"
 VERSION = "1.0.0"
-DESCRIPTION = "Operates a Baton cluster: list, drain, undrain, scale, reset_prefix_cache, pause, resume."
+DESCRIPTION = "Operates a Baton cluster: list, drain, undrain, scale, reset_prefix_cache, pause, sleep."
 
 MAX_INSTANCES = 256
 """The most instances of one service that an operator can request."""

@@ -15,7 +15,18 @@ from shared.bus import Bus, BusError, Endpoint, EndpointError
 from shared.ids import EngineId
 from shared.messages.kv_events import PrefixCacheReset, ResetPrefixCache
 from shared.messages.lifecycle import Lifecycle
-from shared.messages.scheduler import PauseGeneration, PauseMode, PauseState, ReadPauseState, ResumeGeneration
+from shared.messages.scheduler import (
+    PauseGeneration,
+    PauseMode,
+    PauseState,
+    ReadPauseState,
+    ReadSleepState,
+    ResumeGeneration,
+    SleepEngine,
+    SleepState,
+    WakeEngine,
+)
+from shared.messages.worker import SleepLevel
 from shared.registry import Registry
 from shared.topics import Topic
 
@@ -43,6 +54,20 @@ class PausedRequest(Struct, forbid_unknown_fields=True):
     """The body of `admin.paused`."""
 
 
+class SleepRequest(Struct, forbid_unknown_fields=True):
+    """The body of `admin.sleep`."""
+
+    level: SleepLevel = 1
+
+
+class WakeUpRequest(Struct, forbid_unknown_fields=True):
+    """The body of `admin.wake_up`."""
+
+
+class SleepingRequest(Struct, forbid_unknown_fields=True):
+    """The body of `admin.sleeping`."""
+
+
 class EngineAdmin:
     """Passes an operator's wish on to all engines that are known, and answers with what they say."""
 
@@ -57,6 +82,9 @@ class EngineAdmin:
             f"{topics.ADMIN}.pause": self.pause,
             f"{topics.ADMIN}.resume": self.resume,
             f"{topics.ADMIN}.paused": self.paused,
+            f"{topics.ADMIN}.sleep": self.sleep,
+            f"{topics.ADMIN}.wake_up": self.wake_up,
+            f"{topics.ADMIN}.sleeping": self.sleeping,
         }
 
     async def reset_prefix_cache(self, body: bytes) -> bytes:
@@ -86,13 +114,36 @@ class EngineAdmin:
         return await self._pauses(ReadPauseState())
 
     async def _pauses(self, question: PauseGeneration | ResumeGeneration | ReadPauseState) -> bytes:
-        """Engines without workers are asked, too: what they are told holds when they have some."""
+        answers = await self._ask_all(self._engines(), question, PauseState)
+        told = {instance: {"paused": state.mode, "busy": state.busy} for instance, state in sorted(answers.items())}
+        return msgspec.json.encode({"instances": told})
+
+    async def sleep(self, body: bytes) -> bytes:
+        """`{"level": 1}`: ranks give up their memory; what is open waits elsewhere. Answers with
+        `{"instances": {"engine-1": {"asleep": 1, "busy": 1}}}`; `busy` is 0 once all of an engine's ranks sleep."""
+        return await self._sleeps(SleepEngine(parse(body, SleepRequest).level))
+
+    async def wake_up(self, body: bytes) -> bytes:
+        """`{}`: ranks load their models. Answers as `sleep` does; `busy` is 0 once an engine serves."""
+        parse(body, WakeUpRequest)
+        return await self._sleeps(WakeEngine())
+
+    async def sleeping(self, body: bytes) -> bytes:
+        """`{}` → what `sleep` answers, and nothing changes."""
+        parse(body, SleepingRequest)
+        return await self._sleeps(ReadSleepState())
+
+    async def _sleeps(self, question: SleepEngine | WakeEngine | ReadSleepState) -> bytes:
+        answers = await self._ask_all(self._engines(), question, SleepState)
+        told = {instance: {"asleep": state.level, "busy": state.busy} for instance, state in sorted(answers.items())}
+        return msgspec.json.encode({"instances": told})
+
+    def _engines(self) -> list[Lifecycle]:
+        """Those without workers, too: what they are told holds when they have some. Raises EndpointError."""
         lives = list(self._registry.all("scheduler"))
         if not lives:
             raise EndpointError(503, "no engine is there")
-        answers = await self._ask_all(lives, question, PauseState)
-        told = {instance: {"paused": state.mode, "busy": state.busy} for instance, state in sorted(answers.items())}
-        return msgspec.json.encode({"instances": told})
+        return lives
 
     async def _ask_all(self, lives: Iterable[Lifecycle], question: Any, reply: type[R]) -> dict[str, R]:
         """Their answers by instance. Raises EndpointError where one does not answer in time."""

@@ -32,6 +32,7 @@ from services.gateway.federation.federation import Federation
 from services.gateway.http.access import AccessControl
 from services.gateway.http.admin.fleet import FleetEndpoints
 from services.gateway.http.admin.pauses import PauseEndpoints
+from services.gateway.http.admin.sleeps import SleepEndpoints
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.batches import BatchEndpoints
 from services.gateway.http.app import build_app
@@ -159,6 +160,7 @@ class Gateway(Actor):
             origins=config.cors_origins,
         )
         background = self._background_responses(body_parser, access)
+        pauses = PauseEndpoints(self.bus, self.requests, self.peers)
         return build_app(
             self.requests,
             self.peers,
@@ -168,7 +170,8 @@ class Gateway(Actor):
             parser=body_parser,
             access=access,
             fleet=FleetEndpoints(self.bus, self.requests, self.peers, VERSION),
-            pauses=PauseEndpoints(self.bus, self.requests, self.peers),
+            pauses=pauses,
+            sleeps=SleepEndpoints(self.bus, self.requests, pauses),
             cors_origins=config.cors_origins,
             provider=self.provider,
             lora_registry=None if config.lora_registry is None else LoraRegistry(config.lora_registry),

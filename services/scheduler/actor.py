@@ -13,26 +13,14 @@ from typing import Any, assert_never
 from services.scheduler import metrics
 from services.scheduler.connector_host import ConnectorHalf, ConnectorHost
 from services.scheduler.core.events import (
-    ConnectorLookUp,
-    ConnectorReport,
-    ConnectorRequestFinished,
     DetokenizerGone,
-    EndProcess,
     Event,
-    ForwardControl,
     GatewayGone,
     HandOverRefused,
     LorasChanged,
     Output,
     PeerChanged,
     RankProgress,
-    ReleaseLease,
-    SendHandOver,
-    SendPlan,
-    SendPrefetch,
-    SendStoreRequest,
-    SendToGateway,
-    SendTokens,
     StoreGone,
     StoreReady,
     TimePassed,
@@ -41,20 +29,31 @@ from services.scheduler.core.events import (
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits, EngineRole
 from services.scheduler.core.transfer.prefill_pulls import PrefillPulls
+from services.scheduler.engine_sleep import EngineSleep
 from services.scheduler.journal import DecisionJournal, EngineStart, JournalSettings
 from services.scheduler.kv_publisher import KvPublisher
+from services.scheduler.output_sender import OutputSender
 from services.scheduler.request_log import RequestLog
 from services.scheduler.store_requests import StoreRequests
 from services.scheduler.worker_ranks import UnequalRanks, UnusableRanks, WorkerRanks
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
-from shared.bus import Bus, PayloadTooLarge, Undelivered
+from shared.bus import Bus, Undelivered
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, InstanceId, NodeId, new_incarnation
 from shared.messages.coordinator import PullPrefills
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.kv_events import KvDumpRequest, PrefixCacheReset, ResetPrefixCache
 from shared.messages.kvstore import LeaseOwner
-from shared.messages.lifecycle import EngineHealth, EngineReport, Lifecycle, Phase, Role, Service
+from shared.messages.lifecycle import (
+    EngineHealth,
+    EngineReport,
+    Lifecycle,
+    ModelCard,
+    Phase,
+    Role,
+    Service,
+    SleepReport,
+)
 from shared.messages.scheduler import (
     GenerateRequest,
     PauseGeneration,
@@ -62,11 +61,15 @@ from shared.messages.scheduler import (
     Probe,
     ProbeReply,
     ReadPauseState,
+    ReadSleepState,
     ResumeGeneration,
     SchedulerQuestion,
+    SleepEngine,
+    SleepState,
     StepFinished,
+    WakeEngine,
 )
-from shared.messages.worker import StepPlan
+from shared.messages.worker import SleepLevel, StepPlan
 from shared.registry import InstanceGone, Registry
 from shared.telemetry.metrics import PublishedTotals
 
@@ -90,10 +93,6 @@ ALARM_RESOLUTION = 0.001
 
 WATCHED_SERVICES: tuple[Service, ...] = ("detokenizer", "gateway")
 """What an engine gives requests up for, once it is gone."""
-
-
-class EngineWedged(Exception):
-    """A step did not end in time. Every request was failed; the process ends, and its supervisor starts a new one."""
 
 
 class SchedulerActor(Actor):
@@ -127,6 +126,10 @@ class SchedulerActor(Actor):
         self._handle_event = self.core.handle if self._journal is None else self._journal.handle
         self._store = StoreRequests(bus, node, self._decide) if node is not None else None
         self._connector = connector and ConnectorHost(connector.connector, limits.store_deadline, self._decide)
+        self._request_log = RequestLog(self.engine_id)
+        self._sender = OutputSender(
+            bus, self.engine_id, node, self._store, self._connector, self._request_log, self._decide
+        )
         self._ranks = WorkerRanks(self.engine_id, world_size, role)
         self._others = Registry(PEER_TIMEOUT)
         """Gateways, detokenizers, other engines and the store."""
@@ -134,7 +137,6 @@ class SchedulerActor(Actor):
         self._totals = PublishedTotals()
         self._kv = KvPublisher(bus, instance)
         self._refused_ranks: UnequalRanks | UnusableRanks | None = None
-        self._request_log = RequestLog(self.engine_id)
         self._outbox: deque[Output] = deque()
         self._sending = False
         self._alarm = asyncio.Event()
@@ -143,6 +145,9 @@ class SchedulerActor(Actor):
         """The epoch of a plan that found no worker, and when."""
         self._loras = LorasChanged(())
         """As the core knows them."""
+        self._sleep = EngineSleep()
+        self._model: ModelCard | None = None
+        """What the workers serve, or served when there were any."""
         self._had_waiting = False
         """Whether requests waited since the last report that none does."""
         self._room_reported_at = -math.inf
@@ -201,8 +206,9 @@ class SchedulerActor(Actor):
             self._had_waiting, self._room_reported_at = False, now
             await self.publish_lifecycle()
 
-    async def respond(self, request: SchedulerQuestion) -> ProbeReply | PrefixCacheReset | PauseState:
-        """The state of an attempt, as the engine knows it; how many blocks it has forgotten; whether it is paused."""
+    async def respond(self, request: SchedulerQuestion) -> ProbeReply | PrefixCacheReset | PauseState | SleepState:
+        """The state of an attempt, as the engine knows it; how many blocks it has forgotten; whether it rests or
+        sleeps."""
         match request:
             case Probe():
                 return self.core.probe(request.request, request.attempt)
@@ -217,8 +223,25 @@ class SchedulerActor(Actor):
                 return self.core.pause_state()
             case ReadPauseState():
                 return self.core.pause_state()
+            case SleepEngine() | WakeEngine():
+                await self._decide_sleep(None if isinstance(request, WakeEngine) else request.level)
+                return self._sleep.state(self._ranks.world_size, serves=self.core.serves)
+            case ReadSleepState():
+                return self._sleep.state(self._ranks.world_size, serves=self.core.serves)
             case _:
                 assert_never(request)
+
+    async def _decide_sleep(self, level: SleepLevel | None) -> None:
+        """An engine that sleeps has no workers: what it holds is tried again elsewhere, or when it serves again."""
+        log.info("sleep" if level else "wake up", extra={"level": level, "load": self.core.load})
+        order = self._sleep.decide(level)
+        if level is not None:
+            self._ranks.forget()
+            await self._lose_workers(WorkersLost("the engine was put to sleep"))
+        elif self.core.paused is not None:
+            await self._decide(ResumeGeneration())
+        await self.bus.publish(topics.rank_orders(self.engine_id), order)
+        await self.publish_lifecycle()
 
     async def tear_down(self) -> None:
         """Fails what is left, so that it is tried again elsewhere."""
@@ -243,6 +266,10 @@ class SchedulerActor(Actor):
     def engine_report(self) -> EngineReport | None:
         """The engine's load, for coordinators; None while there are no workers."""
         return self.core.report()
+
+    def sleep_report(self) -> SleepReport | None:
+        """Whether the engine sleeps."""
+        return self._sleep.report(self._model)
 
     async def _decide(self, event: Event) -> None:
         """Passes the event to the core, sends its outputs in the order of decisions, and sets a timer for its next
@@ -273,7 +300,7 @@ class SchedulerActor(Actor):
         self._sending = True
         try:
             while self._outbox:
-                await self._send(self._outbox.popleft())
+                await self._sender.send(self._outbox.popleft())
         finally:
             self._sending = False
 
@@ -310,59 +337,6 @@ class SchedulerActor(Actor):
             self._alarm_at = None
             await self._decide(TimePassed())
 
-    async def _send(self, output: Output) -> None:
-        match output:
-            case SendPlan(plan):
-                self._request_log.planned(plan)
-                if plan.connector is not None and self._connector is not None:
-                    plan = await self._connector.complete(plan)
-                await self.bus.publish(topics.engine_steps(self.engine_id), plan, confirm=True)
-                await asyncio.sleep(0)  # so that it leaves before the tokens are encoded: a device may wait for it
-            case SendTokens(detokenizer, batch):
-                self._request_log.sent(batch)
-                await self.bus.publish(topics.detokenizer_tokens(detokenizer), batch, confirm=True)
-            case SendToGateway(gateway, message):
-                self._request_log.answered(message)
-                await self.bus.publish(topics.gateway_inbox(gateway), message, confirm=True)
-            case ConnectorLookUp() | ConnectorRequestFinished() | ConnectorReport():
-                assert self._connector is not None, "only with a connector there is anything to ask"
-                self._connector.take(output)
-            case SendStoreRequest() | ReleaseLease() | SendHandOver() | SendPrefetch() | ForwardControl():
-                await self._send_elsewhere(output)
-            case EndProcess(reason):
-                await self.bus.flush()
-                raise EngineWedged(reason)
-            case _:
-                assert_never(output)
-
-    async def _send_elsewhere(
-        self, output: SendStoreRequest | ReleaseLease | SendHandOver | SendPrefetch | ForwardControl
-    ) -> None:
-        """To KV stores, and to other engines."""
-        node = self.core.role.node
-        match output:
-            case SendStoreRequest():
-                assert self._store is not None, "only with a node there is a store to ask"
-                self._store.send(output)
-            case ReleaseLease(release):
-                assert node is not None, "only with a node there are leases"
-                await self.bus.publish(topics.kvstore_releases(node), release)
-            case SendHandOver():
-                self._request_log.handed_over(output)
-                await self._send_hand_over(output)
-            case SendPrefetch(other, prefetch):
-                await self.bus.publish(topics.kvstore_prefetches(other), prefetch)
-            case ForwardControl(engine, message):
-                await self.bus.publish(topics.engine_control(engine), message)
-            case _:
-                assert_never(output)
-
-    async def _send_hand_over(self, output: SendHandOver) -> None:
-        try:
-            await self.bus.publish(topics.engine_requests(output.engine), output.generate, confirm=True)
-        except PayloadTooLarge:
-            await self._decide(HandOverRefused(output.generate, output.engine))
-
     # ---- lifecycles of other processes
 
     async def _handle_lifecycle(self, life: Lifecycle) -> None:
@@ -398,9 +372,12 @@ class SchedulerActor(Actor):
 
     async def _record_worker_lifecycle(self, life: Lifecycle, now: float) -> None:
         await self._lose_workers(self._ranks.record_lifecycle(life, now))
+        if (order := self._sleep.record_lifecycle(life)) is not None:
+            await self.bus.publish(topics.rank_orders(self.engine_id), order)
         report = life.worker
         if self.core.epoch is None:
-            await self._assemble()
+            if self._sleep.level is None:
+                await self._assemble()
         elif report is not None and self._ranks.is_member(life):
             progress = RankProgress(report.rank, report.epoch, report.received, report.published, report.transfers)
             await self._decide(progress)
@@ -426,6 +403,7 @@ class SchedulerActor(Actor):
             metrics.VLLM_NAMES.added = {"model_name": workers.card.name, "engine": self.engine_id}
             if self._connector is not None:
                 self._connector.set_layout(workers.cache_format, workers.world_size, workers.card.block_size)
+            self._model = workers.card
             await self._decide(workers)
             self._loras = LorasChanged(workers.card.loras)
             await self._follow_loras()

@@ -37,6 +37,7 @@ class WorkerRanks:
         self._role = role
         self._world_size = world_size
         """None: what the workers themselves say."""
+        self._reported_size = 1
         self._registry = Registry()
         self._members: dict[InstanceId, Incarnation] = {}
 
@@ -44,12 +45,19 @@ class WorkerRanks:
         """Takes a worker's lifecycle in. Returns why the engine lost its workers, None where it did not."""
         if message.worker is not None and message.worker.engine != self._engine:
             return None
+        if message.worker is not None:
+            self._reported_size = message.worker.world_size
         gone = self._registry.record_lifecycle(message, now)
         return self._lost([gone] if gone else [])
 
     def expire(self, now: float) -> WorkersLost | None:
         """Returns, as `record_lifecycle` does, whether a member has been silent for too long."""
         return self._lost(self._registry.expire(now))
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are to be, as configured or as they said last; 1 where nobody knows."""
+        return self._world_size or self._reported_size
 
     def forget(self) -> None:
         """Forgets every rank, because none took our plan. Those that live report again within half a second."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 from kvstore.connectors.installed import ConnectorRefused
@@ -14,12 +15,15 @@ from services.worker.executor.backend_choice import make_backend
 from services.worker.flops import FlopsMeter, peak_flops
 from services.worker.kv.connector_thread import ConnectorThread
 from services.worker.lora_watcher import LoraWatcher
+from services.worker.rank_sleep import RankSleep, discard_pages, execute_asleep
 from services.worker.sim.shape import read_shape
 from services.worker.watchdog import StepHung
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
 from shared.error_groups import innermost
+from shared.machine.numa import allowed_cpus
+from shared.messages.worker import SleepLevel
 from shared.models.lora_registry import LoraRegistry
 
 log = logging.getLogger(__name__)
@@ -27,27 +31,30 @@ log = logging.getLogger(__name__)
 CANNOT_SERVE = 2
 """Exit status, as for settings that cannot be used: a start is given up at once, as the next one would fail, too."""
 
+_LEVELS: tuple[SleepLevel | None, ...] = (None, 1, 2)
 HUNG = 70
 """Exit status after a step that never ended."""
 
 
-async def build(config: WorkerConfig, bus: Bus) -> WorkerActor:
-    """The worker's actor; its backend is made on the compute thread once the actor starts. Raises BackendError for a KV
-    connector that cannot be had."""
+async def build(config: WorkerConfig, bus: Bus, sleep: RankSleep | None = None) -> WorkerActor:
+    """The worker's actor, which begins as `sleep` says; its backend is made on the compute thread once the actor
+    starts. Raises BackendError for a KV connector that cannot be had."""
     try:
         half = config.connector()
     except ConnectorRefused as error:
         raise BackendError(str(error)) from None
     connector = None if half is None else ConnectorThread(half)
     on_layer = connector.layer_stored if connector is not None and connector.layerwise else None
+    sleep = sleep or RankSleep()
     return WorkerActor(
         bus,
         config.instance_id(),
         config.place(),
-        lambda: make_backend(config, on_layer),
+        lambda: make_backend(config.meeting(sleep.met_under), on_layer),
         lambda backend: make_meter(config, backend),
         connector,
         None if config.lora_registry is None else LoraWatcher(LoraRegistry(config.lora_registry)),
+        sleep,
     )
 
 
@@ -61,10 +68,13 @@ def make_meter(config: WorkerConfig, backend: Backend) -> FlopsMeter | None:
 
 
 def main() -> None:
-    """Serves until it is told to end. Exits with CANNOT_SERVE where the model cannot be served with these settings."""
+    """Serves until it is told to end, or to sleep: then the process goes on as one that does. Exits with CANNOT_SERVE
+    where the model cannot be served with these settings."""
     config = load_or_exit("worker", WorkerConfig)
+    processors = allowed_cpus()
+    sleep = RankSleep(_LEVELS[config.asleep], partial(discard_pages, Path(config.model).expanduser()))
     try:
-        run_service(config, lambda bus: build(config, bus), "worker")
+        run_service(config, lambda bus: build(config, bus, sleep), "worker")
     except* BackendError as errors:
         log.error("cannot serve", extra={"model": config.model, "reason": str(errors.exceptions[0])})
         raise SystemExit(CANNOT_SERVE) from None
@@ -72,6 +82,8 @@ def main() -> None:
         log.critical("step hung", extra={"reason": str(innermost(errors))})
         logging.shutdown()
         os._exit(HUNG)  # an orderly exit would wait for the thread that hangs
+    if sleep.next_level is not None:
+        execute_asleep(sleep.next_level, processors)
 
 
 if __name__ == "__main__":

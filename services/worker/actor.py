@@ -20,14 +20,15 @@ from services.worker.guided.outbox import CompileOutbox
 from services.worker.kv.connector_thread import ConnectorThread, ConnectorUnusable
 from services.worker.kv.copy_thread import CopyThread, TransferLedger
 from services.worker.lora_watcher import LoraWatcher
+from services.worker.rank_sleep import RankSleep
 from services.worker.watchdog import CHECK_EVERY, StepWatchdog
 from shared import topics
 from shared.actor import Actor, TopicSubscription
 from shared.bus import Bus
 from shared.ids import InstanceId
-from shared.messages.lifecycle import Lifecycle, StepSums, WorkerReport
+from shared.messages.lifecycle import Lifecycle, SleepReport, StepSums, WorkerReport
 from shared.messages.scheduler import StepFinished, StepMissed
-from shared.messages.worker import StepPlan
+from shared.messages.worker import RankOrder, SleepRank, StepPlan, WakeRank
 from shared.topics import Topic
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,11 @@ class WorkerActor(Actor):
         make_meter: Callable[[Backend], FlopsMeter | None] = lambda _: None,
         connector: ConnectorThread | None = None,
         loras: LoraWatcher | None = None,
+        sleep: RankSleep | None = None,
     ) -> None:
         """`connector`: what works for a KV connector; None: there is none. `loras`: what follows the file of adapters
         that come at run time; None: none come. `make_meter`: what estimates the operations
-        of its steps; None where the model's shape is not known."""
+        of its steps; None where the model's shape is not known. `sleep`: of a rank that starts asleep."""
         super().__init__(bus, instance)
         self._identity = identity
         self._publishes = identity.publishes
@@ -68,6 +70,7 @@ class WorkerActor(Actor):
         self._make_meter = make_meter
         self._meter: FlopsMeter | None = None
         self._loras = loras
+        self._sleep = sleep or RankSleep()
         self._ledger = TransferLedger(identity.rank)
         self._grammars = CompileOutbox()
         self._watchdog = StepWatchdog(identity.min_step_timeout, identity.first_step_timeout)
@@ -77,8 +80,9 @@ class WorkerActor(Actor):
         self._sums = StepSums()
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
-        """The plans of this rank's engine."""
-        return [TopicSubscription(topics.engine_steps(self._identity.engine))]
+        """The plans of this rank's engine, and when it is to sleep."""
+        engine = self._identity.engine
+        return [TopicSubscription(topics.engine_steps(engine)), TopicSubscription(topics.rank_orders(engine))]
 
     def lifecycle_topic(self) -> Topic[Lifecycle]:
         """Its engine's: the scheduler hears of no other ranks."""
@@ -88,7 +92,10 @@ class WorkerActor(Actor):
     """Ranks wait for each other, and one that is told to stop may wait for one that never comes."""
 
     async def set_up(self) -> None:
-        """Makes the backend, which takes from a second to minutes. Raises BackendError."""
+        """Makes the backend, which takes from a second to minutes, once the rank is awake. Raises BackendError."""
+        if self._sleep.level is not None:
+            await self._sleep.until_woken(self.bus, self._identity.engine)
+            await self.publish_lifecycle()
         try:
             self._backend = await self._thread.start()
         except ConnectorUnusable as error:
@@ -104,7 +111,21 @@ class WorkerActor(Actor):
         extra = {"device": self._backend.device, "blocks": self._backend.num_blocks}
         log.info("backend ready", extra=extra)
 
-    async def handle(self, message: StepPlan) -> None:
+    async def handle(self, message: StepPlan | RankOrder) -> None:
+        """Has a plan computed, or the process ended that is to sleep: one that sleeps takes its place."""
+        match message:
+            case StepPlan():
+                await self._take_plan(message)
+            case SleepRank(level):
+                log.info("falling asleep", extra={"level": level})
+                self._sleep.next_level = level
+                self.stop()
+            case WakeRank():  # it is awake
+                pass
+            case _:
+                assert_never(message)
+
+    async def _take_plan(self, message: StepPlan) -> None:
         """Has a plan computed after those before it. One that came twice is dropped; for a missing one the scheduler is
         sent `StepMissed`, and sends it again. If it begins a new epoch instead, a rank of several raises
         RankOutOfStep."""
@@ -205,6 +226,10 @@ class WorkerActor(Actor):
     def load(self) -> int:
         """Number of plans that have been received and not finished."""
         return len(self._watchdog)
+
+    def sleep_report(self) -> SleepReport | None:
+        """Whether it sleeps."""
+        return None if self._sleep.level is None else SleepReport(self._sleep.level)
 
     def worker_report(self) -> WorkerReport | None:
         """What the lifecycle message says of this rank; None before its backend is made."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from kvstore.connectors.installed import ConnectorExtraConfig, ConnectorName, ConnectorRole, open_connector
 from kvstore.connectors.interface import KVConnectorBase
@@ -15,7 +16,7 @@ from services.worker.kv.layer_groups import HybridKvCache
 from services.worker.sim.accelerator import PROFILES, Accelerator, ProfileName
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
 from shared.config import ModelServiceConfig
-from shared.ids import EngineId, ModelName
+from shared.ids import EngineId, Incarnation, ModelName
 from shared.machine.numa import NumaMode
 from shared.settings import ByteSize, ContainerVariable, UpOption
 
@@ -68,6 +69,10 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     rendezvous: Annotated[
         str | None, Meta(description="Where the ranks meet: file:///PATH on one host, tcp://HOST:PORT.")
     ] = None
+    asleep: Annotated[
+        int,
+        Meta(ge=0, le=2, description="Level of sleep in which the rank starts, until it is woken; 0: it is awake."),
+    ] = 0
     rendezvous_timeout: Annotated[float, Meta(gt=0, description="Seconds to wait for the other ranks.")] = 300.0
     device: Annotated[
         str,
@@ -403,6 +408,13 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         """Where the ranks meet, as `join` takes it."""
         assert self.rendezvous is not None, "checked at the start"
         return self.rendezvous if "://" in self.rendezvous else f"tcp://{self.rendezvous}"
+
+    def meeting(self, number: Incarnation | None) -> WorkerConfig:
+        """The settings of a rank that meets the others under this number, as they have met before: what they have left
+        in a file then is nothing to go by. None: they meet for the first time."""
+        if number is None or self.rendezvous is None or not self.rendezvous.startswith("file://"):
+            return self
+        return replace(self, rendezvous=f"{self.rendezvous}-{number:x}")
 
     def grammar_limits(self) -> GrammarLimits:
         """What a client's grammar may cost."""

@@ -15,6 +15,7 @@ from shared.messages.lifecycle import (
     Lifecycle,
     Phase,
     Service,
+    SleepReport,
     StoreReport,
     TokenizerReport,
     WorkerReport,
@@ -76,6 +77,8 @@ class Actor:
         """Whether it begins as a standby; see `Lifecycle.standby`. Whatever runs the actor knows what it is later."""
         self.publish_lifecycle: Callable[[], Awaitable[None]] = _published_by_nobody
         """Set by whatever runs the actor."""
+        self.stop: Callable[[], None] = _stopped_by_nobody
+        """Ends the process as a signal would: it drains first. Set by whatever runs the actor."""
 
     async def isolate(self, suspect: RequestId | None) -> None:
         """Announces, before anything of it is handled, that the process handles this suspect and no other request from
@@ -145,6 +148,10 @@ class Actor:
         """What the lifecycle reports of a rank; None for every service but the worker."""
         return None
 
+    def sleep_report(self) -> SleepReport | None:
+        """Whether it sleeps; None for all but schedulers and ranks that do."""
+        return None
+
     def store_report(self) -> StoreReport | None:
         """What the lifecycle reports of a KV store; None for every service but the store."""
         return None
@@ -160,6 +167,10 @@ class Actor:
 
 async def _published_by_nobody() -> None:
     """What an actor publishes of its life while nothing runs it."""
+
+
+def _stopped_by_nobody() -> None:
+    """How an actor ends that nothing runs."""
 
 
 # The phases of an actor's life, and which may follow which.

@@ -100,6 +100,7 @@ class ActorRuntime:
         self._incompatible: RecentEntries[Incarnation, str] = RecentEntries(MAX_INCOMPATIBLE)
         """Processes whose lifecycle messages are dropped, and why."""
         actor.publish_lifecycle = self._publish_lifecycle
+        actor.stop = self.stop
 
     @property
     def phase(self) -> Phase:
@@ -350,6 +351,7 @@ class ActorRuntime:
             worker=actor.worker_report(),
             store=actor.store_report(),
             tokenizer=actor.tokenizer_report(),
+            sleep=actor.sleep_report(),
             min_protocol=MIN_PROTOCOL,
             protocol=PROTOCOL,
             isolated=actor.isolated,

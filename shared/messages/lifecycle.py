@@ -13,6 +13,7 @@ from shared.messages.generation import PoolingType
 from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.kvstore import KvLayout
 from shared.messages.scheduler import PauseMode, TransferProgress
+from shared.messages.worker import SleepLevel
 from shared.protocol import SpokenProtocols
 
 Service = Literal["gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "kvstore", "supervisor"]
@@ -367,6 +368,14 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     any."""
 
 
+class SleepReport(Struct, frozen=True, array_like=True):
+    """Of a scheduler whose engine sleeps, or of a rank that does."""
+
+    level: SleepLevel
+    model: ModelCard | None = None
+    """What the engine served before; None of ranks, and where that is not known."""
+
+
 class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):
     """What a tokenizer finds in its model's files."""
 
@@ -420,6 +429,8 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
     block_size: int | None = None
     """Tokens of a KV block, as the process is configured; None: of a release that has no such setting."""
     detokenizer: DetokenizerReport | None = None
+    sleep: SleepReport | None = None
+    """None: it is awake."""
 
     @property
     def model(self) -> ModelName | None:
@@ -436,7 +447,9 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def shown_phase(self) -> str:
-        """The phase for people: a standby that is loaded says so."""
+        """The phase for people: a standby that is loaded says so, and who sleeps."""
+        if self.sleep is not None and self.phase == "starting":
+            return "asleep"
         return "standby" if self.stands_by else self.phase
 
     @property

@@ -21,6 +21,7 @@ from shared.ids import (
 )
 from shared.messages.generation import Generation, TokenLogprobs
 from shared.messages.kv_events import ResetPrefixCache
+from shared.messages.worker import SleepLevel
 
 
 class HandOver(Struct, frozen=True, array_like=True, kw_only=True):
@@ -141,7 +142,41 @@ class PauseState(Struct, frozen=True, array_like=True, tag=True):
     """Steps in flight, and requests that go on: 0 once it rests."""
 
 
-SchedulerQuestion = Probe | ResetPrefixCache | PauseGeneration | ResumeGeneration | ReadPauseState
+class SleepEngine(Struct, frozen=True, array_like=True, tag=True):
+    """coordinator → scheduler: have your ranks give up their memory, and serve nothing until `WakeEngine`. Answered by
+    a `SleepState`."""
+
+    level: SleepLevel
+
+
+class WakeEngine(Struct, frozen=True, array_like=True, tag=True):
+    """coordinator → scheduler: have your ranks load the model, and serve again, not paused either. Answered by a
+    `SleepState`."""
+
+
+class ReadSleepState(Struct, frozen=True, array_like=True, tag=True):
+    """coordinator → scheduler: are you asleep? Answered by a `SleepState`."""
+
+
+class SleepState(Struct, frozen=True, array_like=True, tag=True):
+    """Whether an engine is to be asleep, and whether it has come to that."""
+
+    level: SleepLevel | None
+    """None: it is to be awake."""
+    busy: int
+    """Ranks that are not asleep yet; of an engine that is to be awake 1 until it serves. 0: it has come to that."""
+
+
+SchedulerQuestion = (
+    Probe
+    | ResetPrefixCache
+    | PauseGeneration
+    | ResumeGeneration
+    | ReadPauseState
+    | SleepEngine
+    | WakeEngine
+    | ReadSleepState
+)
 """What a scheduler is asked, and answers."""
 
 

@@ -158,6 +158,27 @@ class ConnectorPlan(Struct, frozen=True, array_like=True, kw_only=True):
         return [*(load.number for load in self.loads), *save, *(send.number for send in self.sends)]
 
 
+SleepLevel = Literal[1, 2]
+"""What a rank gives up until it is woken: at either level weights, KV cache and device. 1: the kernel keeps of the
+weights' files what it read, as long as it has the memory. 2: it gives that up, too."""
+
+
+class SleepRank(Struct, frozen=True, array_like=True, tag=True):
+    """scheduler → every rank: give up your memory."""
+
+    level: SleepLevel
+
+
+class WakeRank(Struct, frozen=True, array_like=True, tag=True):
+    """scheduler → every rank: load the model."""
+
+    number: Incarnation
+    """Unlike any before: ranks that wake up by it meet under it."""
+
+
+RankOrder = SleepRank | WakeRank
+
+
 class StepPlan(Struct, frozen=True, array_like=True, kw_only=True):
     """scheduler → every rank. (epoch, step) are consecutive from step 0; a new epoch drops every sequence.
 

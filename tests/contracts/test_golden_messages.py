@@ -256,6 +256,7 @@ MESSAGES: list[Any] = [
         started=1.5,
         engine=ENGINE_REPORT,
         worker=WORKER_REPORT,
+        sleep=lifecycle.SleepReport(2, CARD),
     ),
     lifecycle.Lifecycle(
         service="kvstore",
@@ -435,6 +436,12 @@ MESSAGES: list[Any] = [
     scheduler.ResumeGeneration(),
     scheduler.ReadPauseState(),
     scheduler.PauseState("new", 3),
+    scheduler.SleepEngine(1),
+    scheduler.WakeEngine(),
+    scheduler.ReadSleepState(),
+    scheduler.SleepState(2, 1),
+    worker.SleepRank(1),
+    worker.WakeRank(Incarnation(5)),
 ]
 
 

@@ -58,6 +58,8 @@ class ClusterView:
         """Takes an instance's lifecycle message. Returns the instance that it ends or replaces, if any."""
         if message.engine is not None:
             self._cards[message.engine.model.name] = (self._merged(message.instance, message.engine.model), now)
+        elif message.sleep is not None and (card := message.sleep.model) is not None:
+            self._cards[card.name] = (self._cards.get(card.name, (card, now))[0], now)
         if message.tokenizer is not None:
             self._dialects[message.tokenizer.model] = message.tokenizer.dialect
         before = self._registry.get(message.service, message.instance)
@@ -142,7 +144,10 @@ class ClusterView:
         since = min((self._was_served_until(service, model) for service in missing), default=math.inf)
         if now - since <= self._wait_s:
             return None
-        return Absence(f"no {' and no '.join(missing)} is ready", since)
+        reason = f"no {' and no '.join(missing)} is ready"
+        if "scheduler" in missing and any(life.sleep is not None for life in self._registry.all("scheduler")):
+            reason += "; engines are asleep, until POST /wake_up"
+        return Absence(reason, since)
 
     def _missing(self, model: ModelName | None) -> list[Service]:
         """The services of which no instance is ready that works for `model`, or (None) for any."""

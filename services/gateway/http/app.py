@@ -24,6 +24,7 @@ from services.gateway.http.access import AccessControl
 from services.gateway.http.admin.fleet import FleetEndpoints
 from services.gateway.http.admin.loras import LoraEndpoints
 from services.gateway.http.admin.pauses import PauseEndpoints
+from services.gateway.http.admin.sleeps import SleepEndpoints
 from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEndpoint
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.batches import BatchEndpoints
@@ -77,6 +78,7 @@ def build_app(
     cors_origins: Sequence[str],
     fleet: FleetEndpoints,
     pauses: PauseEndpoints,
+    sleeps: SleepEndpoints,
     provider: OverflowProvider | None = None,
     lora_registry: LoraRegistry | None = None,
     background: BackgroundResponses | None = None,
@@ -184,6 +186,11 @@ def build_app(
             route("POST", "/is_scaling_elastic_ep", fleet.is_scaling, "admin"),
             route("POST", "/pause", pauses.pause, "admin"),
             route("POST", "/resume", pauses.resume, "admin"),
+            route("POST", "/sleep", sleeps.sleep, "admin"),
+            route("POST", "/wake_up", sleeps.wake_up, "admin"),
+            route("POST", "/release_memory_occupation", sleeps.release_memory, "admin"),
+            route("POST", "/resume_memory_occupation", sleeps.resume_memory, "admin"),
+            route("GET", "/is_sleeping", sleeps.is_sleeping, "admin"),
             route("GET", "/is_paused", pauses.is_paused, "admin"),
             route("POST", "/pause_generation", pauses.pause_generation, "admin"),
             route("POST", "/continue_generation", pauses.continue_generation, "admin"),

@@ -24,6 +24,7 @@ class FakeCoordinator:
         self.asked: list[tuple[str, Any]] = []
         self.refusal: EndpointError | None = None
         self.paused: str | None = None
+        self.asleep: int | None = None
         self.busy = 0
         """How often its engine is still at work when it is asked."""
 
@@ -38,6 +39,8 @@ class FakeCoordinator:
                 raise self.refusal
             if name in ("pause", "resume", "paused"):
                 return self._pause_state(name)
+            if name in ("sleep", "wake_up", "sleeping"):
+                return self._sleep_state(name)
             return b'{"instances": {"engine-1": 5}}'
 
         return answer
@@ -47,6 +50,13 @@ class FakeCoordinator:
             self.paused = self.asked[-1][1].get("mode")
         self.busy -= self.busy > 0
         return json.dumps({"instances": {"engine-1": {"paused": self.paused, "busy": self.busy}}}).encode()
+
+    def _sleep_state(self, name: str) -> bytes:
+        if name != "sleeping":
+            self.asleep = self.asked[-1][1].get("level")
+            self.busy = 2
+        self.busy -= self.busy > 0
+        return json.dumps({"instances": {"engine-1": {"asleep": self.asleep, "busy": self.busy}}}).encode()
 
 
 @pytest.fixture
@@ -228,6 +238,24 @@ async def test_a_pause_may_leave_what_runs(
     assert coordinator.paused is None
 
 
+async def test_engines_rest_and_forget_before_they_sleep(stack: GatewayStack, coordinator: FakeCoordinator) -> None:
+    stream = await stack.openai.chat.completions.create(**chat(stream=True))
+    await anext(stream)
+    assert (await stack.http.post("/sleep?level=2")).json() == {"is_sleeping": True}
+    asked = [("pause", {"mode": "new"}), ("reset_prefix_cache", {}), ("sleep", {"level": 2}), ("sleeping", {})]
+    assert coordinator.asked == asked
+    assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "abort"
+    assert (await stack.http.get("/is_sleeping")).json() == {"is_sleeping": True, "instances": {"engine-1": True}}
+    coordinator.asked.clear()
+    assert (await stack.http.post("/release_memory_occupation", json={})).status_code == 200
+    assert [name for name, _ in coordinator.asked] == ["pause", "reset_prefix_cache", "sleep", "sleeping"]
+    coordinator.asked.clear()
+    assert (await stack.http.post("/resume_memory_occupation", json={"tags": ["weights", "kv_cache"]})).json() is None
+    assert (await stack.http.post("/wake_up?tags=weights&tags=kv_cache")).json() == {"is_sleeping": False}
+    assert coordinator.asked == [("wake_up", {}), ("sleeping", {})] * 2
+    assert (await stack.http.get("/is_sleeping")).json()["is_sleeping"] is False
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "text"),
     [
@@ -235,6 +263,12 @@ async def test_a_pause_may_leave_what_runs(
         ("/pause?clear_cache=maybe", None, "clear_cache", "true or false"),
         ("/pause?all=1", None, "all", "mode, wait_for_inflight_requests, clear_cache"),
         ("/resume?tags=all", None, "tags", "no fields"),
+        ("/sleep?level=0", None, "level", "1, 2"),
+        ("/sleep?mode=now", None, "mode", "abort, wait, keep"),
+        ("/wake_up?tags=weights", None, "tags", "weights, kv_cache"),
+        ("/wake_up?level=1", None, "level", "tags"),
+        ("/release_memory_occupation", {"tags": ["kv_cache"]}, "tags", "weights, kv_cache"),
+        ("/resume_memory_occupation", {"tags": ["weights", "experts"]}, "tags", "weights, kv_cache"),
         ("/pause_generation", {"mode": "retract"}, "mode", "abort"),
         ("/continue_generation", {"mode": "abort"}, "mode", "mode"),
     ],

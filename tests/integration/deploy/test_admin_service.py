@@ -49,6 +49,9 @@ REFUSED = [
     ("pause", '{"mode": "some"}', 400, "$.mode"),
     ("resume", '{"mode": "all"}', 400, "mode"),
     ("paused", "", 503, "no engine"),
+    ("sleep", '{"level": 3}', 400, "$.level"),
+    ("wake_up", '{"tags": ["weights"]}', 400, "tags"),
+    ("sleeping", "", 503, "no engine"),
 ]
 """Endpoint, body, the code it is refused with, and what the refusal names."""
 
@@ -120,6 +123,9 @@ async def test_the_service_is_discovered_like_any_other(cluster: Cluster) -> Non
         "baton.admin.pause",
         "baton.admin.resume",
         "baton.admin.paused",
+        "baton.admin.sleep",
+        "baton.admin.wake_up",
+        "baton.admin.sleeping",
     }
 
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 from openai import AsyncOpenAI
 
@@ -57,6 +58,28 @@ async def test_a_pause_loses_nothing(stack: RunningStack, client: AsyncOpenAI) -
         assert (await http.get("/is_paused")).json()["is_paused"] is False
     assert text + "".join([chunk.choices[0].text async for chunk in stream]) == before
     assert (await newcomer).choices[0].text == before
+
+
+async def test_an_engine_that_slept_says_what_it_said_before(stack: RunningStack, client: AsyncOpenAI) -> None:
+    """Beside adapters that came at the start, a KV store, and two gateways."""
+    asked: Any = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    models = (stack.model, "pirate")
+    before = [(await client.completions.create(model=model, **asked)).choices[0].text for model in models]
+    frozen = asyncio.create_task(client.completions.create(model=stack.model, **{**asked, "max_tokens": 600}))
+    rank = psutil.Process(stack.pid("engine-1-rank0"))
+    memory = rank.memory_info().rss
+    async with httpx2.AsyncClient(base_url=stack.url, timeout=120) as http:
+        (await http.post("/sleep?mode=keep")).raise_for_status()
+        assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True, "instances": {"engine-1": True}}
+        assert rank.memory_info().rss < memory / 2
+        assert [card.id for card in (await client.models.list()).data].count(stack.model) == 1
+        assert not frozen.done()
+        (await http.post("/wake_up")).raise_for_status()
+        assert (await http.get("/is_sleeping")).json()["is_sleeping"] is False
+        assert (await http.get("/is_paused")).json()["is_paused"] is False
+    after = [(await client.completions.create(model=model, **asked)).choices[0].text for model in models]
+    assert after == before
+    assert (await frozen).choices[0].text.startswith(before[0])
 
 
 async def test_streams_at_any_gateway_are_aborted(stack: RunningStack, client: AsyncOpenAI) -> None:

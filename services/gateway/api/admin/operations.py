@@ -60,3 +60,10 @@ class PauseFields(Struct, frozen=True, forbid_unknown_fields=True):
 
 class ContinueFields(Struct, frozen=True, forbid_unknown_fields=True):
     """The body of SGLang's `/continue_generation`."""
+
+
+class MemoryFields(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of SGLang's `/release_memory_occupation` and `/resume_memory_occupation`."""
+
+    tags: Annotated[list[str], Meta(max_length=8)] | None = None
+    """Parts of an engine's memory; None: all, and no others are allowed."""

@@ -24,3 +24,12 @@ def query(call: Call, fields: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]
             raise not_allowed(name, value, "true or false" if choices is SWITCH else ", ".join(choices))
         found[name] = choices[value.lower()]
     return found
+
+
+def query_list(call: Call, name: str) -> list[str]:
+    """All values of the one field that a call's query may have. Raises RequestError 400 for other fields."""
+    found = call.query()
+    for other, value in found:
+        if other != name:
+            raise not_allowed(abbreviated(other)[1:-1], value, f"the query's fields are {name}")
+    return [value for _, value in found]

@@ -14,6 +14,7 @@ from shared.messages.lifecycle import (
     LoraCard,
     ModelCard,
     Phase,
+    SleepReport,
     TokenizerReport,
 )
 from tests.unit.gateway.core.test_supervisor import life
@@ -110,6 +111,29 @@ def test_a_model_outlives_its_engines_for_a_while() -> None:
     ring.expire(1.0 + MODEL_MEMORY_S + 0.1)
     assert ring.models() == []
     assert ring.model(ModelName("m")) is None
+
+
+def test_the_model_of_an_engine_that_sleeps_stays_known() -> None:
+    cluster = ClusterView(wait_s=2.0)
+    whole(cluster, 0.0)
+    asleep = replace(life("scheduler", "engine-1"), phase="starting", sleep=SleepReport(1, CARD))
+    for now in (1.0, MODEL_MEMORY_S - 1.0):
+        whole(cluster, now, "scheduler")
+        cluster.record_lifecycle(asleep, now)
+    cluster.expire(MODEL_MEMORY_S + 10.0)
+    assert cluster.models() == [CARD]
+    expected = "no scheduler is ready; engines are asleep, until POST /wake_up"
+    whole(cluster, MODEL_MEMORY_S, "scheduler")
+    cluster.record_lifecycle(asleep, MODEL_MEMORY_S)
+    assert reason(cluster, MODEL_MEMORY_S, CARD.name) == reason(cluster, MODEL_MEMORY_S) == expected
+    whole(cluster, MODEL_MEMORY_S + 1.0)
+    assert reason(cluster, MODEL_MEMORY_S + 1.0) is None
+
+
+def test_a_gateway_that_comes_later_knows_the_model_of_an_engine_that_sleeps() -> None:
+    cluster = ClusterView()
+    cluster.record_lifecycle(replace(life("scheduler", "engine-1"), phase="starting", sleep=SleepReport(2, CARD)), 0.0)
+    assert cluster.models() == [CARD]
 
 
 def test_a_model_has_the_adapters_of_all_its_engines() -> None:
