@@ -157,11 +157,20 @@ def _say_ready(stack: Stack, console: Console, seconds: float) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    console.print(pages_line(stack), markup=False, highlight=False, soft_wrap=True)
     console.print(curl_line(stack), markup=False, highlight=False, soft_wrap=True)
     if stack.spec.cluster is not None and stack.spec.cluster.join_port is not None:
         console.print("Other hosts join with what this prints: baton token --print-join-command", style="dim")
     if console.is_terminal:
         console.print("\nStop with Ctrl-C. In another terminal: baton chat, baton ps, baton logs", style="dim")
+
+
+def pages_line(stack: Stack) -> str:
+    """Where people look."""
+    pages = {"API": "/docs", "console": "/console", "metrics": "/metrics"}
+    if stack.spec.settings.get("gateway", {}).get("console") == "false":
+        del pages["console"]
+    return "  ".join(f"{name} {stack.url}{path}" for name, path in pages.items()) + "\n"
 
 
 def curl_line(stack: Stack) -> str:

@@ -52,6 +52,7 @@ def detached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     started = baton("up", "--detach", *more)
     assert started.returncode == 0, started.stdout + started.stderr
     assert f"curl {present(run_dir).url}/v1/chat/completions" in started.stdout
+    assert f"API {present(run_dir).url}/docs  console {present(run_dir).url}/console" in started.stdout
     assert f"baton down --run-dir {run_dir}" in started.stdout
     yield run_dir
     state = present(run_dir)

@@ -63,26 +63,26 @@ function nearest(bounds, wanted) {
   return bounds.reduce((best, bound) => (Math.abs(bound - wanted) < Math.abs(best - wanted) ? bound : best), bounds[0]);
 }
 
-const BAR = { width: 30, gap: 4, height: 110 };
+const CHART = { width: 420, height: 110, gap: 4, labels: 7 };
 
 function Bars({ histogram, title, target }) {
   const [first, last] = range(histogram);
   const from = Math.max(0, first - 1);
   const counts = histogram.counts.slice(from, last + 2);
   const most = Math.max(...counts);
-  const width = counts.length * (BAR.width + BAR.gap);
+  const slot = CHART.width / counts.length;
   const ms = (seconds) => (seconds === undefined ? "∞" : milliseconds(1000 * seconds).replace(/\.0+ /, " "));
   const told = counts.map((count, index) => `up to ${ms(histogram.bounds[from + index])}: ${count}`).join(", ");
-  const every = Math.ceil(counts.length / 7);
-  return html`<svg class="bars" viewBox="0 0 ${width} ${BAR.height + 20}" preserveAspectRatio="xMinYMax" role="img" aria-label="${title}. ${told}">
+  const every = Math.ceil(counts.length / CHART.labels);
+  return html`<svg class="bars" viewBox="0 0 ${CHART.width} ${CHART.height + 20}" role="img" aria-label="${title}. ${told}">
     ${counts.map((count, index) => {
-      const height = most ? Math.max(count ? 2 : 0, (count / most) * BAR.height) : 0;
-      const x = index * (BAR.width + BAR.gap);
+      const height = most ? Math.max(count ? 2 : 0, (count / most) * CHART.height) : 0;
+      const x = index * slot;
       const bound = histogram.bounds[from + index];
       return html`
-        <rect class=${bound <= target ? "" : "late"} x=${x + BAR.gap / 2} y=${BAR.height - height} width=${BAR.width} height=${height} rx="3"><title>up to ${ms(bound)}: ${count}</title></rect>
-        ${index % every === 0 && html`<text x=${x + BAR.width / 2 + 2} y=${BAR.height + 15}>${ms(bound)}</text>`}`;
+        <rect class=${bound <= target ? "" : "late"} x=${x + CHART.gap / 2} y=${CHART.height - height} width=${slot - CHART.gap} height=${height} rx="3"><title>up to ${ms(bound)}: ${count}</title></rect>
+        ${index % every === 0 && html`<text x=${x + slot / 2} y=${CHART.height + 15}>${ms(bound)}</text>`}`;
     })}
-    <line x1="0" x2=${width} y1=${BAR.height} y2=${BAR.height} />
+    <line x1="0" x2=${CHART.width} y1=${CHART.height} y2=${CHART.height} />
   </svg>`;
 }
