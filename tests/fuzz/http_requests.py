@@ -50,7 +50,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
 }
 """Fields that only mean something beside others."""
-WEIGHTS = {"/v1/chat/completions": 4, "/v1/completions": 3}
+WEIGHTS = {"/v1/chat/completions": 8, "/v1/completions": 6}
 FIELD = re.compile(r"[\w.\[\]-]+: |.*: this field is not known$", re.DOTALL)
 """How the text of an error begins that names a field."""
 ROLES = ("system", "user", "assistant", "tool", "developer")

@@ -129,7 +129,7 @@ async def test_requests_are_answered_and_undeliverable_messages_come_back(server
         ("detokenizer", topics.detokenizer_tokens(DetokenizerId("d1")).subject),
         ("gateway", topics.instance_control(InstanceId("e1")).subject),
         ("gateway", topics.route().subject),
-        ("gateway", f"{topics.ADMIN}.drain"),
+        ("gateway", f"{topics.ADMIN}.list"),
         ("kvstore", topics.tokenize(ModelName("m")).subject),
         ("operator", topics.scaling().subject),
     ],
