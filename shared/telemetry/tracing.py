@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import time
 from random import random
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -79,11 +80,13 @@ class Tracing:
         self._provider, self._sample_rate = provider, sample_rate
 
     def shut_down(self) -> None:
-        """Exports what is left, for a bounded time."""
-        if self._provider is not None:
-            self._provider.force_flush(int(FLUSH_SECONDS * 1000))
-            self._provider.shutdown()
-            self._provider = None
+        """Exports what is left, for a bounded time: the SDK's own end waits for a collector that is away."""
+        if self._provider is None:
+            return
+        provider, self._provider = self._provider, None
+        ending = Thread(target=provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(FLUSH_SECONDS)
 
     def request(self, name: str, traceparent: bytes | None) -> RequestSpan | None:
         """Begins the span of a request; None where it is not traced. A client's `traceparent` decides where there is a

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from shared.telemetry.tracing import Tracing, TracingUnavailable
+from tests.support.cluster.ports import free_port
 from tests.support.otlp_receiver import otlp_receiver
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -65,6 +66,18 @@ def test_nothing_is_traced_where_nothing_is_exported() -> None:
     assert tracing.request("POST /", f"00-{TRACE}-{PARENT}-01".encode()) is None
     tracing.record("queue", f"00-{TRACE}-{PARENT}-01", 1.0, 2.0)
     tracing.shut_down()
+
+
+def test_a_collector_that_is_away_keeps_nobody_waiting() -> None:
+    tracing = Tracing()
+    tracing.set_up("gateway", "gateway-1", f"http://127.0.0.1:{free_port()}/v1/traces")
+    request = tracing.request("POST /v1/completions", None)
+    assert request is not None
+    for number in range(5000):  # more than wait to be exported at most
+        tracing.record("queue", request.context, number, number + 1)
+    request.end(failed=False, attributes={})
+    tracing.shut_down()
+    assert tracing.request("POST /v1/completions", None) is None
 
 
 def test_the_missing_sdk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
