@@ -20,7 +20,7 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-extras test-faults test-hosts test-ray test-kernels test-slow fuzz test-gpu test-compose lint fmt proto bench chaos wheels install-offline gpu-report house clean
+.PHONY: help setup up down test test-extras test-faults test-hosts test-ray test-kernels test-slow fuzz test-gpu test-compose lint fmt proto bench chaos docs wheels install-offline gpu-report house clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ fmt: $(DEV) ## formats and fixes what can be fixed
 
 proto: $(DEV) ## the Python of kvstore/transfer/transfer.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. kvstore/transfer/transfer.proto
+
+docs: $(DEV) ## docs/ as a site, in build/docs/site; a link that leads nowhere ends it
+	@$(BIN)/python -m tests.docs_site
 
 bench: setup ## measures a running stack: make bench ARGS="serve --max-concurrency 16"
 	@$(BIN)/baton bench $(ARGS)

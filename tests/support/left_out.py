@@ -29,6 +29,7 @@ EXTRAS = (
     "tests/integration/worker/test_library_architectures.py",
     "tests/integration/worker/test_library_ranks.py",
     "tests/integration/worker/test_sentence_transformers.py",
+    "tests/integration/test_docs_site.py",
     "tests/integration/test_wheel.py",
     "tests/unit/deploy/cli/sizing/",
     "tests/unit/deploy/kubernetes/",

@@ -1,0 +1,96 @@
+"""The pages that are made from code name all that the code has, and what a page says of other servers' names is so."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from deploy.cli.app import COMMANDS, loaded
+from deploy.configuration import CONFIGS
+from services.gateway.api.openapi import OPERATIONS
+from shared.permissions import TABLE
+from shared.settings import settings_of
+from tests.contracts.golden import GOLDEN
+from tests.docs_site import api_page, commands_page, messages_page, metrics_page
+from tests.docs_site.sources import DOCS, on_site
+from tests.support.paths import REPOSITORY
+
+METRIC = re.compile(r'\b(?:Counter|Gauge|Histogram|PlainHistogram)\(\s*"(baton_\w+)"')
+COMING_FROM = DOCS / "coming_from.md"
+
+
+def test_every_metric_that_is_made_is_on_the_page_once() -> None:
+    sources = [path for top in ("shared", "services", "kvstore") for path in (REPOSITORY / top).rglob("*.py")]
+    made = {name for path in sources for name in METRIC.findall(path.read_text(encoding="utf-8"))}
+    listed = re.findall(r"^\| `(baton_\w+)` \|", metrics_page.page(), re.MULTILINE)
+    assert made
+    assert made - set(listed) == set()
+    assert [name for name in set(listed) if listed.count(name) > 1] == []
+
+
+def test_a_metric_is_listed_with_its_labels() -> None:
+    page = metrics_page.page()
+    assert "| `baton_router_requests_total` | counter | `policy`, `kind` | Requests placed," in page
+    assert "| `baton_gateway_time_to_first_token_seconds` | histogram | `model` |" in page
+    assert "| `vllm:num_requests_running` | `baton_scheduler_running_requests` |" in page
+
+
+def test_every_message_and_every_subject_is_on_the_page() -> None:
+    page = messages_page.page()
+    sent = {name.rpartition(".")[2] for name in GOLDEN}
+    assert [name for name in sent if f"### {name}\n" not in page] == []
+    assert [rights.subject for rights in TABLE if f"| `{rights.subject}` |" not in page] == []
+
+
+def test_every_endpoint_and_every_field_is_on_the_page() -> None:
+    page = api_page.page()
+    assert [each for each in OPERATIONS if f"| `{each.method} {each.path}` |" not in page] == []
+    assert "| `temperature` | number ≥ 0 or null | `null` |" in page
+
+
+def test_every_option_is_on_the_page() -> None:
+    page = commands_page.page()
+    for name in COMMANDS:
+        section = page.partition(f"## baton {name}\n")[2].partition("\n## ")[0]
+        options = [option for each in loaded(name).params if not getattr(each, "hidden", False) for option in each.opts]
+        assert [option for option in options if option.startswith("-") and f"`{option}`" not in section] == []
+
+
+def baton_column() -> list[str]:
+    """The last cells of the page's tables."""
+    lines = COMING_FROM.read_text(encoding="utf-8").splitlines()
+    return [line.rsplit("|", 2)[1] for line in lines if line.startswith("|")]
+
+
+def test_what_is_named_for_others_users_is_there() -> None:
+    text = "\n".join(baton_column())
+    typed = {
+        option for name in COMMANDS for each in loaded(name).params for option in (*each.opts, *each.secondary_opts)
+    }
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+    settings = re.findall(r"--set (\w+)\.(\w+)=", text)
+    endpoints = set(re.findall(r"`(/[\w/]+)`", text))
+    commands = set(re.findall(r"\bbaton (\w[\w-]*)", text))
+    assert len(flags) > 40
+    assert len(endpoints) > 20
+    assert flags - typed == set()
+    assert [each for each in settings if each[1] not in settings_of(CONFIGS[each[0]])] == []
+    assert endpoints - {each.path for each in OPERATIONS} == set()
+    assert commands - COMMANDS.keys() - {"import"} == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "link", "shown"),
+    [
+        ("README.md", "[a](docs/api.md#files)", "[a](api.md#files)"),
+        ("README.md", "[a](deploy/demo/README.md)", "[a](demo_model.md)"),
+        ("docs/api.md", "[a](../ARCHITECTURE.md#subjects)", "[a](architecture.md#subjects)"),
+        ("docs/adr/0001-x.md", "[a](../api.md)", "[a](../api.md)"),
+        ("docs/plugins.md", "[`a`](../services/worker/platforms)", "`a`"),
+        ("docs/api.md", "```\n[a](../README.md)\n```", "```\n[a](../README.md)\n```"),
+        ("docs/api.md", "[a](https://nats.io) [b](#files)", "[a](https://nats.io) [b](#files)"),
+    ],
+)
+def test_links_lead_where_they_led_in_the_repository(source: str, link: str, shown: str) -> None:
+    assert on_site(link, source) == shown

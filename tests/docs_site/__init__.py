@@ -1,0 +1,1 @@
+"""Makes docs/ a site: `make docs` (docs/adr/0085)."""
