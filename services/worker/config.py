@@ -86,7 +86,7 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="Data type of weights. auto: the model's own; on a CPU float32 for small models."),
+        Meta(description="Data type of weights. auto: the checkpoint's own."),
         UpOption("Model"),
         ContainerVariable(),
     ] = "auto"

@@ -8,6 +8,7 @@ from random import Random
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from services.offline import LLM, SamplingParams
 from tests.demo_training.examples import Example, Exchange, Kind, Passage, draw_held_out
 from tests.demo_training.mixture import DRAWS
 from tests.demo_training.texts import passages, stories
@@ -32,7 +33,7 @@ class Score:
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The shipped weights in fp32, as they are served on a CPU."""
+    """The shipped weights in fp32, by `transformers`."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train(False)
     return model, AutoTokenizer.from_pretrained(folder)
@@ -107,19 +108,28 @@ def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts:
     return given
 
 
-def evaluate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Score]:
-    """A score for every kind."""
+def evaluate(folder: Path, count: int) -> list[Score]:
+    """A score for every kind, of the model as an engine serves it on a CPU: in its checkpoint's dtype."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     scores = []
-    for kind in DRAWS:
-        examples = sorted(questions(kind, count), key=lambda example: len(wanted(example)))
-        given = answers(model, tokenizer, [prompt(example, tokenizer) for example in examples])
-        wrong = tuple(
-            (prompt(example, tokenizer), wanted(example), answer)
-            for example, answer in zip(examples, given, strict=True)
-            if not is_right(example, answer)
-        )
-        scores.append(Score(kind, len(examples), len(examples) - len(wrong), wrong))
+    with LLM(str(folder), device="cpu", max_num_seqs=BATCH) as llm:
+        for kind in DRAWS:
+            examples = questions(kind, count)
+            given = served_answers(llm, tokenizer, [prompt(example, tokenizer) for example in examples])
+            wrong = tuple(
+                (prompt(example, tokenizer), wanted(example), answer)
+                for example, answer in zip(examples, given, strict=True)
+                if not is_right(example, answer)
+            )
+            scores.append(Score(kind, len(examples), len(examples) - len(wrong), wrong))
     return scores
+
+
+def served_answers(llm: LLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[str]:
+    """See `answers`."""
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in prompts]
+    choices = [each.outputs[0] for each in llm.generate(ids, SamplingParams(temperature=0, max_tokens=LONGEST_ANSWER))]
+    return [each.text if each.finish_reason == "stop" else f"{each.text} [no end]" for each in choices]
 
 
 def table(scores: Sequence[Score]) -> str:

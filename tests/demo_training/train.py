@@ -186,13 +186,12 @@ def ship(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
 
 def report(out: Path, count: int) -> str:
     """Evaluate what was shipped and write the table beside it; returns the table."""
-    model, tokenizer = evaluation.load(out)
-    scores = evaluation.evaluate(model, tokenizer, count)
+    scores = evaluation.evaluate(out, count)
     for score in scores:
         for question, wanted, given in score.mistakes[:5]:
             print(f"{score.kind}: {question!r}\n    wanted {wanted!r}\n    given  {given!r}")
     table = evaluation.table(scores)
-    heading = "Held-out questions, greedy decoding, the shipped bf16 weights computed in fp32.\n\n"
+    heading = "Held-out questions, greedy decoding, the shipped weights computed in bf16, as they are served.\n\n"
     (out / "EVALUATION.md").write_text(heading + table + "\n", encoding="utf-8")
     return table
 

@@ -42,7 +42,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 AHEAD_BYTES = 256 << 20
-"""Bytes of blocks that are provided beyond the last used one; the scheduler uses blocks in order."""
+"""Most bytes of blocks that are provided beyond the last used one; the scheduler uses blocks in order."""
+FIRST_BYTES = 32 << 20
+"""Bytes that are provided before any is used: an engine that idles should not look as if it worked. From then on as
+many are provided as are in use, up to `AHEAD_BYTES`."""
 PIECE_BYTES = 2 << 20
 """Bytes that are provided at a time: less than a millisecond's work, so that nothing waits for it."""
 
@@ -55,12 +58,13 @@ class PagesAhead:
     def __init__(self, share: RankKvCache) -> None:
         self._runs = tuple(share.copier.runs)
         self._blocks = share.num_blocks
-        self._ahead = AHEAD_BYTES // max(1, sum(run.block_bytes for run in self._runs))
+        block_bytes = max(1, sum(run.block_bytes for run in self._runs))
+        self._first, self._most = (bytes_ // block_bytes for bytes_ in (FIRST_BYTES, AHEAD_BYTES))
         self._at_a_time = max(1, PIECE_BYTES // max((run.block_bytes for run in self._runs), default=1))
         self._provided = 0
         """Blocks before this one have their pages, and it and those behind it in the first `_run` runs."""
         self._run = 0
-        self._wanted = min(self._ahead, self._blocks) if self._runs else 0
+        self._wanted = min(self._first, self._blocks) if self._runs else 0
 
     @property
     def left(self) -> bool:
@@ -70,7 +74,8 @@ class PagesAhead:
     def used(self, block: int) -> None:
         """It and what lies before it is in use."""
         if self._runs:
-            self._wanted = max(self._wanted, min(block + 1 + self._ahead, self._blocks))
+            ahead = min(max(block + 1, self._first), self._most)
+            self._wanted = max(self._wanted, min(block + 1 + ahead, self._blocks))
 
     def provide_some(self) -> None:
         """One piece, where some is left."""

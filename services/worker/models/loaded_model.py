@@ -69,8 +69,6 @@ _QUANTIZED_BYTES: dict[Code, float] = {"int8": 1.0, "fp8": 1.0, "int4": 0.6}
 """Of a weight, with the scales of groups."""
 DEFAULT_STATE_MODEL_LEN = 32_768
 """Tokens of the longest sequence of a model without attention, which has no positions and could go on for ever."""
-_SMALL_MODEL = 50_000_000
-"""Parameters under which a CPU reads float32 fast enough, and gains results that hardly depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +174,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     if plugin is not None:
         _check_plugin(settings, plugin, method)
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
-    dtype = dtype_of(settings.dtype, config, settings.platform)
+    dtype = dtype_of(settings.dtype, config)
     length = _model_len(config, settings.max_model_len)
     generates = plugin is not None or has_head(settings.folder)
     pooling = _pooling(settings, config.hidden_size)
@@ -272,7 +270,7 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
     if library.has_codes and settings.quantization != "auto":
         raise _already_quantized(settings, "mxfp4")
     pooling = _pooling(settings, config.hidden_size)
-    dtype = dtype_of(settings.dtype, config, settings.platform)
+    dtype = dtype_of(settings.dtype, config)
     length = _model_len(config, settings.max_model_len)
     _check_weights_fit(config.parameters * _DTYPES[dtype].itemsize, dtype, 1, settings.platform.memory().free)
     digest = _digest(settings, config)
@@ -367,7 +365,7 @@ def _library_encoder(settings: LoadSettings) -> LoadedModel:
     pooling = _pooling(settings, config.hidden_size, library.head_pooling)
     if pooling is None:
         raise ModelError(f"{settings.folder}: an encoder generates no text, so it needs a pooling_type to serve")
-    dtype = dtype_of(settings.dtype, config, settings.platform)
+    dtype = dtype_of(settings.dtype, config)
     # A prompt is computed in one step.
     length = min(_model_len(config, settings.max_model_len), settings.max_batch_tokens)
     _check_weights_fit(config.parameters * _DTYPES[dtype].itemsize, dtype, 1, settings.platform.memory().free)
@@ -400,12 +398,9 @@ def _library_tensors(settings: LoadSettings, dtype: torch.dtype) -> AbstractCont
     return open_checkpoint(settings.folder, dtype, device=settings.device)
 
 
-def dtype_of(choice: DtypeChoice, config: ModelDescription, platform: Platform) -> Dtype:
-    """The dtype that the model runs in. "auto": float32 for small ones where the platform wants it, else its own."""
-    if choice != "auto":
-        return choice
-    small = config.parameters < _SMALL_MODEL
-    return "float32" if small and platform.small_models_in_float32 else config.dtype
+def dtype_of(choice: DtypeChoice, config: ModelDescription) -> Dtype:
+    """The dtype that the model runs in. "auto": the checkpoint's own."""
+    return config.dtype if choice == "auto" else choice
 
 
 def _model_len(config: ModelDescription, asked: int | None) -> int:

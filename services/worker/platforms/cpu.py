@@ -16,7 +16,6 @@ class CpuPlatform(Platform):
     name = "cpu"
     operations = ("native", "torch", "triton")  # the last are interpreted, where TRITON_INTERPRET says so
     owns_memory = False
-    small_models_in_float32 = True
     profiled_rows = 128
     """The largest batch of a large model takes a minute. Activations grow with the rows, so fewer will do. With 512 a
     model of 110 M parameters took 22 s of processor time and was taken to need 0.99 GiB, with 128 9 s and 1.05."""

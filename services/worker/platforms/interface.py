@@ -81,8 +81,6 @@ class Platform(ABC):
     owns_memory = True
     """Whether its memory is there for the engine, which takes a share of all of it (`--gpu-memory-utilization`); else
     it belongs to others too, and less is taken."""
-    small_models_in_float32 = False
-    """Whether `--dtype auto` is float32 for models that are small."""
     profiled_rows: int | None = None
     """Rows of the step that is tried at the start, to see what memory it takes; None: as many as a step may have."""
     keeps_profile = False

@@ -170,7 +170,7 @@ def load(request: PeerSettings, device: torch.device) -> Any:
     """The model in the dtype that our worker would choose. Raises ModelError, and what transformers raises."""
     folder = Path(request.folder)
     config = read_model_config(folder)
-    dtype = getattr(torch, dtype_of(request.dtype, config, device))
+    dtype = getattr(torch, dtype_of(request.dtype, config))
     how = (
         {"dtype": dtype} if request.attention == "auto" else {"dtype": dtype, "attn_implementation": request.attention}
     )

@@ -115,8 +115,9 @@ def test_the_shipped_table_tells_of_every_kind_and_is_what_readers_are_shown() -
     assert table in (DEMO_MODEL.parent / "README.md").read_text(encoding="utf-8")
 
 
-def test_choices_are_clear_so_that_batching_cannot_turn_them(shipped: Model) -> None:
-    """Rounding differs with the batch by about 1e-5 in fp32: the best token must lead by far more than that."""
+def test_choices_are_clear_so_that_rounding_cannot_turn_them(shipped: Model) -> None:
+    """Other operations and other machines round differently, by about 1e-5 in fp32: the best token must lead by far
+    more than that."""
     model, tokenizer = shipped
     asked = [example for kind in ("capitals", "json", "arithmetic") for example in evaluation.questions(kind, 5)]
     for example in asked:

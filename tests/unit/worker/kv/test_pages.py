@@ -50,8 +50,9 @@ class Device:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 KiB ahead, 16 KiB at a time."""
-    monkeypatch.setattr(pages_ahead, "AHEAD_BYTES", 64 * KIB)
+    """64 KiB at first, 128 KiB ahead at most, 16 KiB at a time."""
+    monkeypatch.setattr(pages_ahead, "FIRST_BYTES", 64 * KIB)
+    monkeypatch.setattr(pages_ahead, "AHEAD_BYTES", 128 * KIB)
     monkeypatch.setattr(pages_ahead, "PIECE_BYTES", 16 * KIB)
 
 
@@ -70,9 +71,16 @@ def test_what_is_used_first_has_its_pages_before_anybody_comes() -> None:
     pages = PagesAhead(device.share)
     assert steps(pages) == 4, "16 KiB a piece: four blocks of 16 KiB in two runs"
     assert [device.resident(run) for run in (0, 1)] == [32 * KIB, 32 * KIB]
+    pages.used(1)
+    assert steps(pages) == 2
+    assert [device.resident(run) for run in (0, 1)] == [48 * KIB, 48 * KIB], "blocks 0 and 1 and four more"
     pages.used(5)
-    assert steps(pages) == 6
-    assert [device.resident(run) for run in (0, 1)] == [80 * KIB, 80 * KIB], "blocks 0 to 5 and four more"
+    assert [device.resident(run) for run in (0, 1)] == [48 * KIB, 48 * KIB], "nothing before it is its turn"
+    steps(pages)
+    assert [device.resident(run) for run in (0, 1)] == [96 * KIB, 96 * KIB], "blocks 0 to 5 and as many more"
+    pages.used(20)
+    steps(pages)
+    assert [device.resident(run) for run in (0, 1)] == [240 * KIB, 240 * KIB], "eight more, in whole pieces"
     pages.used(63)
     steps(pages)
     assert device.resident(1) == 512 * KIB, "all there is, and no more"
