@@ -7,13 +7,14 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+TORCH  ?= auto
 FOR    ?= 3.12
 OUT    ?= .wheels
 THERE  ?=
 
 BIN     := $(VENV)/bin
-# Byte code is made of what is imported, when it is: making it of all that PyTorch brings takes longer than the rest.
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
+# Says how much it fetches; without an NVIDIA driver it takes PyTorch's build without CUDA (TORCH=any: as pip finds it).
+INSTALL := $(BIN)/python -m deploy.set_up --torch $(TORCH)
 RUNTIME := $(VENV)/.runtime-installed
 DEV     := $(VENV)/.dev-installed
 KERNELS := $(VENV)/.kernels-built
@@ -33,11 +34,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(RUNTIME): pyproject.toml | $(BIN)/python
-	$(INSTALL) --editable '.[worker,kvstore,cli]'
+	@$(INSTALL) --extras worker,kvstore,cli
 	@touch $@
 
 $(DEV): pyproject.toml | $(BIN)/python
-	$(INSTALL) --editable '.[worker,kvstore,cli,dev]'
+	@$(INSTALL) --extras worker,kvstore,cli,dev
 	@touch $@ $(RUNTIME)
 
 # Built here, the first start need not; without a compiler the worker uses torch's own operators.

@@ -19,6 +19,7 @@ _COMMANDS = "tests/integration/deploy/test_baton_command.py"
 _DEATHS = "tests/faults/test_deaths.py::test_streams_survive_a_kill"
 _RESUMED = "tests/faults/test_gateway_deaths.py::test_resumable_streams_go_on_with_the_same_text"
 _SEVERAL = "tests/integration/cluster/test_several_models.py"
+_SET_UP = "tests/unit/deploy/test_set_up.py"
 _MODELS = "tests/unit/demo_training/test_model.py"
 
 SENTENCES: Mapping[str, tuple[str, ...]] = {
@@ -37,7 +38,11 @@ SENTENCES: Mapping[str, tuple[str, ...]] = {
     "If the gateway dies that holds its connection": (_RESUMED,),
     "Baton is written in Python and small enough": ("tests/architecture/test_house.py",),
     "You need Python 3.11 or newer and make.": (f"{_HERE}::test_python_is_the_one_that_the_package_asks_for",),
-    "The first call creates `.venv`": (f"{_HERE}::test_make_up_installs_and_then_is_baton_up",),
+    "The first call creates `.venv`": (
+        f"{_HERE}::test_make_up_installs_and_then_is_baton_up",
+        f"{_SET_UP}::test_what_is_installed_without_a_driver_brings_no_cuda_and_its_size_is_said_before",
+    ),
+    "Where there is no NVIDIA driver": (f"{_SET_UP}::test_a_build_with_cuda_is_replaced_by_one_without",),
     "`make up` starts a nats-server with credentials": (
         f"{_UP}::test_nobody_says_or_hears_what_the_bus_does_not_permit",
         f"{_RUN}::test_the_start_says_where_to_look",

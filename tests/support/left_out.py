@@ -34,6 +34,7 @@ EXTRAS = (
     "tests/unit/deploy/cli/sizing/",
     "tests/unit/deploy/kubernetes/",
     "tests/unit/deploy/simulation/",
+    "tests/unit/deploy/test_set_up.py",
     "tests/unit/deploy/test_without_network.py",
     "tests/unit/deploy/tuning/",
 )
