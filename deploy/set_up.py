@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     arguments = chosen(wanted, options.torch, options.cpu_index)
     # Byte code is made of what is imported, when it is: making it of all of PyTorch takes longer than the rest.
-    done = subprocess.run([*_pip(), "install", "--quiet", "--no-compile", *arguments], cwd=REPOSITORY, check=False)
+    done = subprocess.run([*_pip(), "install", "-qq", "--no-compile", *arguments], cwd=REPOSITORY, check=False)
     if done.returncode == 0:
         say(f"installed in {time.monotonic() - began:.0f} s")
     return done.returncode

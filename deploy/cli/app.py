@@ -45,7 +45,7 @@ COMMANDS: Mapping[str, Listed] = {
     "token": Listed(RUN, "deploy.cli.hosts.token", "Make a token by which other hosts join this one's stack."),
     "down": Listed(RUN, "deploy.cli.operate", "Drain and stop a stack, with its supervisor or without one."),
     "keys": Listed(RUN, "deploy.cli.keys", "Make an API key, or list those of a file: baton keys new NAME, list."),
-    "chat": Listed(USE, "deploy.cli.chat", "Talk to the model in the terminal."),
+    "chat": Listed(USE, "deploy.cli.chat.command", "Talk to the model in the terminal."),
     "batch": Listed(
         USE,
         "deploy.cli.batch.command",

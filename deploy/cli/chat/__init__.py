@@ -1,0 +1,1 @@
+"""`baton chat`: a conversation with a model in the terminal."""
