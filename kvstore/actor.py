@@ -20,6 +20,7 @@ from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus
 from shared.ids import InstanceId, NodeId
+from shared.kv_event_publisher import KvEventPublisher
 from shared.messages.kv_events import KvDumpRequest, PrefixCacheReset, ResetPrefixCache
 from shared.messages.kvstore import (
     Attach,
@@ -31,7 +32,7 @@ from shared.messages.kvstore import (
     Release,
     Reserve,
 )
-from shared.messages.lifecycle import Lifecycle, StoreReport
+from shared.messages.lifecycle import HeartbeatInterval, Lifecycle, StoreReport
 from shared.registry import InstanceGone, Registry
 
 CHECK_SECONDS, CHECK_EVERY = 0.002, 0.01
@@ -64,6 +65,7 @@ class KvStoreActor(Actor):
         self.store = NodeStore(
             directory, memory, lease_seconds, announced_as, tier=chain, bandwidth=copy_bandwidth, clock=clock
         )
+        self._kv = KvEventPublisher(bus, instance, self.store.announcer)
         self._search = LowerTierSearch(self.store, tiers, peers)
         self._tiers = tiers
         self._peers = peers
@@ -92,6 +94,7 @@ class KvStoreActor(Actor):
     async def background(self) -> None:
         """Compares blocks found at the start with their checksums between requests; runs searches and tiers."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._kv.run())
             tasks.create_task(self._search.run())
             tasks.create_task(self._memory.run())
             if self._spill is not None:
@@ -103,7 +106,7 @@ class KvStoreActor(Actor):
         """The reply to one request; a future where lower tiers or other nodes are searched for a `Find`."""
         with metrics.SECONDS.labels(type(request).__name__.lower()).time():
             answer = self._answer(request)
-        await self._publish_events()
+        self._record_changes()
         return answer
 
     def _answer(self, request: Any) -> KvStoreReply | PrefixCacheReset | asyncio.Future[FindOutcome]:
@@ -123,7 +126,7 @@ class KvStoreActor(Actor):
                 raise TypeError(f"a store does not reply to {type(request).__name__}")
 
     async def handle(self, message: Any) -> None:
-        """Handles a release, a prefetch, a lifecycle, a dump request or a tick; publishes what events come of it."""
+        """Handles a release, a prefetch, a lifecycle, a dump request or a tick; events that come of it follow."""
         match message:
             case Release():
                 self._search.released(message)
@@ -133,12 +136,12 @@ class KvStoreActor(Actor):
             case Lifecycle():
                 self._record_lifecycle(message)
             case KvDumpRequest():
-                await self._publish_dump(message)
+                self._kv.request_dump(message)
             case Tick():
                 self._time_passed(message)
             case _:
                 raise TypeError(f"a store handles no {type(message).__name__}")
-        await self._publish_events()
+        self._record_changes()
 
     def _record_lifecycle(self, message: Lifecycle) -> None:
         others = self._owners if message.service == "scheduler" else self._stores
@@ -164,17 +167,13 @@ class KvStoreActor(Actor):
         elif self._peers is not None:
             self._peers.gone(gone.last)
 
-    async def _publish_events(self) -> None:
-        for event in self.store.announcer.flush():
-            await self.bus.publish(topics.kv_events(self.instance), event)
+    def set_interval(self, interval: HeartbeatInterval) -> None:
+        """As `Actor` has it: changes of blocks are gathered for as long as the fleet's size asks for."""
+        self._kv.set_interval(interval)
 
-    async def _publish_dump(self, request: KvDumpRequest) -> None:
-        # Both at once, before a search has time to land another block.
-        events, dumps = self.store.announcer.flush(), self.store.announcer.dumps()
-        for event in events:
-            await self.bus.publish(topics.kv_events(self.instance), event)
-        for dump in dumps:
-            await self.bus.publish(topics.kv_dumps(request.coordinator), dump)
+    def _record_changes(self) -> None:
+        if self.store.announcer.pending:
+            self._kv.record_change()
 
     async def tear_down(self) -> None:
         """Gives up the directory; the arenas stay there for the next store."""

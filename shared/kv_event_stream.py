@@ -6,7 +6,7 @@ does not store which blocks are held; for a dump, the holder passes them in from
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from shared.blocks import BlockHash
 from shared.ids import Incarnation
@@ -69,28 +69,24 @@ class KvEventStream:
         if not self.pending:
             return []
         removed, stored = self.changes.take()
-        pieces = [(True, piece) for piece in _cut(removed)] + [(False, piece) for piece in _cut(stored)]
         events = [self._event(b"", b"")] if self._next == 0 else []
-        for is_removed, piece in pieces:
-            events.append(self._event(b"", piece) if is_removed else self._event(piece, b""))
+        for start in range(0, len(removed) + len(stored), MAX_HASHES):
+            first, last = max(0, start - len(removed)), max(0, start + MAX_HASHES - len(removed))
+            events.append(self._event(b"".join(stored[first:last]), b"".join(removed[start : start + MAX_HASHES])))
         return events
 
-    def dump(self, held: Collection[BlockHash]) -> list[KvDump]:
-        """All that is held, as of the last event. Raises ValueError where a flush must come first."""
+    def dump(self, held: Iterable[BlockHash]) -> Iterator[KvDump]:
+        """All that is held now, as of the last event, in parts that are made one by one: further changes and flushes
+        do not alter them. Raises ValueError where a flush must come first."""
         if self.pending:
             raise ValueError("changes are pending: they must be flushed and published before a dump")
-        pieces = list(_cut(list(held))) or [b""]
-        return [
-            KvDump(
-                source=self.source,
-                epoch=self.epoch,
-                number=self._next - 1,
-                part=part,
-                parts=len(pieces),
-                hashes=piece,
-            )
-            for part, piece in enumerate(pieces)
-        ]
+        return self._parts(list(held), self._next - 1)
+
+    def _parts(self, held: Sequence[BlockHash], number: int) -> Iterator[KvDump]:
+        parts = max(1, -(-len(held) // MAX_HASHES))
+        for part in range(parts):
+            hashes = b"".join(held[part * MAX_HASHES : (part + 1) * MAX_HASHES])
+            yield KvDump(source=self.source, epoch=self.epoch, number=number, part=part, parts=parts, hashes=hashes)
 
     def _event(self, stored: bytes, removed: bytes) -> KvEvents:
         number = self._next
@@ -103,7 +99,3 @@ class KvEventStream:
             removed=removed,
             cleared=number == 0,
         )
-
-
-def _cut(hashes: Sequence[BlockHash]) -> list[bytes]:
-    return [b"".join(hashes[start : start + MAX_HASHES]) for start in range(0, len(hashes), MAX_HASHES)]

@@ -98,6 +98,8 @@ class EngineCell:
         self._store = SimulatedStore(kit.store_memory, kit.copier.block_bytes) if kit.store_memory else None
         self._news: list[EngineNews] = []
         self._told = 0
+        self._kv_due = inf
+        """When the store publishes which blocks have changed; infinity while none has."""
         if self._store is not None:
             self._tell(0.0, self._store.lifecycle())
 
@@ -131,7 +133,11 @@ class EngineCell:
         engines = self.engines.values()
         while True:
             engine = min(engines, key=_next_at, default=None)
-            if engine is None or engine.next_at >= until:
+            next_at = inf if engine is None else engine.next_at
+            if self._kv_due < until and self._kv_due <= next_at:
+                self._publish_blocks(store)
+                continue
+            if engine is None or next_at >= until:
                 return
             engine.run_next()
             if engine.calls:
@@ -150,8 +156,13 @@ class EngineCell:
             case SendHandOver(target, generate):
                 assert call.record is not None, "a request has a record"
                 self.engines[number_of(target)].take_over(HandedRequest(generate, call.record), call.at + hops.place)
+        if self._kv_due == inf and store.changed:
+            self._kv_due = call.at + self._kit.kv_event_seconds
+
+    def _publish_blocks(self, store: SimulatedStore) -> None:
+        at, self._kv_due = self._kv_due, inf
         for event in store.take_events():
-            self._tell(call.at + hops.report, event)
+            self._tell(at + self._kit.hops.report, event)
 
     def _tell(self, at: float, message: Lifecycle | KvEvents) -> None:
         self._told += 1
@@ -160,7 +171,7 @@ class EngineCell:
     def finish(self) -> CellState:
         """As `Cell` has it."""
         news, self._news = self._news, []
-        next_at = inf
+        next_at = self._kv_due
         for engine in self.engines.values():
             if engine.news:
                 news += engine.news

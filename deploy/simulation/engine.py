@@ -38,12 +38,10 @@ from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestPlaced, RequestRejected
 from shared.messages.kv_events import KvEvents, KvSource
 from shared.messages.kvstore import LeaseOwner
-from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, Phase, Role
+from shared.messages.lifecycle import HEARTBEAT_SECONDS, KV_EVENT_SECONDS, Lifecycle, Phase, Role
 from shared.messages.scheduler import GenerateRequest, StepFinished, StepTiming, TransferProgress
 from shared.messages.worker import StepPlan
 
-KV_EVENTS_PAUSE = 0.025
-"""Seconds for which an engine gathers changes of its blocks, as `services.scheduler.kv_publisher` does."""
 ROOM_REPORT_SECONDS = 0.1
 """Between two reports that nothing waits any more, as in `services.scheduler.actor`."""
 TIMER_SECONDS = 0.001
@@ -102,6 +100,8 @@ class EngineKit(NamedTuple):
     """Bytes of the KV store that all engines share, on one node; 0: there is none."""
     report_seconds: float = HEARTBEAT_SECONDS
     """Between two reports of an engine's load."""
+    kv_event_seconds: float = KV_EVENT_SECONDS
+    """For which engines and the store gather changes of their blocks."""
 
     @property
     def copier(self) -> SimKvCopier:
@@ -232,6 +232,7 @@ class VirtualEngine:
         self._busy = 0.0
         self._plan_at: float | None = None
         self._report_seconds = kit.report_seconds
+        self._kv_event_seconds = kit.kv_event_seconds
         self._first_heartbeat = ready + (number * PHASE_STEP % 1.0) * kit.report_seconds
         self._heartbeat = -1
         """The number of the last one that was sent or is to be sent."""
@@ -360,7 +361,7 @@ class VirtualEngine:
         kv = self._kv
         if kv is not None and not self._kv_due and kv.changes.changed:
             self._kv_due = True
-            self._at(now + KV_EVENTS_PAUSE, "kv events")
+            self._at(now + self._kv_event_seconds, "kv events")
         self._keep_reporting(now)
 
     def _act(self, output: Output, now: float) -> None:

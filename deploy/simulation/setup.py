@@ -12,7 +12,7 @@ from msgspec.structs import replace as with_fields
 from deploy.simulation.engine import EngineKit, EnginePools, SlowEngines
 from deploy.simulation.hops import HopDelays
 from services.coordinator.config import CoordinatorConfig, Policy
-from services.coordinator.core.fleet_heartbeat import interval_for
+from services.coordinator.core.fleet_heartbeat import interval_for, kv_interval_for
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from services.worker.executor.simulated import simulated_device
@@ -47,12 +47,18 @@ class SimulationSetup(NamedTuple):
             pulls=pulls,
             store_memory=self.store_memory,
             report_seconds=self._report_seconds,
+            kv_event_seconds=self._kv_event_seconds,
         )
 
     @property
     def _report_seconds(self) -> float:
         """As a fleet of this size at its beginning is told by its coordinators."""
         return max(HEARTBEAT_SECONDS, interval_for(self.pools.total, self.routing.lifecycle_budget) / 2)
+
+    @property
+    def _kv_event_seconds(self) -> float:
+        """As a fleet of this size at its beginning is told by its coordinators."""
+        return kv_interval_for(self.pools.total + bool(self.store_memory), self.routing.kv_event_budget)
 
     @property
     def description(self) -> dict[str, object]:

@@ -75,6 +75,11 @@ class SimulatedStore:
         key = LeaseKey(release.layout, release.owner, release.lease)
         self._announce(self._core.release(key, now, frozenset(split_hashes(release.drop))))
 
+    @property
+    def changed(self) -> bool:
+        """Whether coordinators are to hear anything new of it."""
+        return self._announcer.pending
+
     def take_events(self) -> list[KvEvents]:
         """What coordinators are to hear of it, since the last call."""
         return self._announcer.flush()

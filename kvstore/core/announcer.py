@@ -4,7 +4,8 @@ them."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Protocol
 
 from shared.blocks import BlockHash
@@ -62,17 +63,26 @@ class KvAnnouncer:
         """A committed block, `full` or partial, left this layout."""
         self._changed(layout, name, full=full, there=False)
 
+    @property
+    def pending(self) -> bool:
+        """Whether a flush would say anything."""
+        return any(stream.pending for stream in self._streams.values())
+
     def flush(self) -> list[KvEvents]:
         """The events since the last flush, to be published in this order."""
         return [event for stream in self._streams.values() for event in stream.flush()]
 
-    def dumps(self) -> list[KvDump]:
-        """Dumps of all that is held, of every model. Only right after the events of a flush were published."""
-        return [
-            part
-            for model, stream in self._streams.items()
-            for part in stream.dump(set().union(*(self._holdings.held(layout) for layout in self._layouts[model])))
-        ]
+    def dumps(self) -> Iterator[KvDump]:
+        """The parts of dumps of all that is held now, of every model. Only right behind a flush, whose events are to be
+        published first."""
+        dumps = [stream.dump(self._held(self._layouts[model])) for model, stream in self._streams.items()]
+        return chain.from_iterable(dumps)
+
+    def _held(self, layouts: set[str]) -> Iterable[BlockHash]:
+        """Each block once."""
+        if len(layouts) == 1:
+            return self._holdings.held(*layouts)
+        return set().union(*map(self._holdings.held, layouts))
 
     def _changed(self, layout: str, name: BlockHash, *, full: bool, there: bool) -> None:
         if not full:

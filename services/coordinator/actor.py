@@ -50,7 +50,7 @@ class CoordinatorActor(Actor):
         # Different names start the rotation at different engines.
         turn = zlib.crc32(instance.encode())
         self.core = Coordinator(instance, config, turn=turn)
-        self._heartbeat = FleetHeartbeat(config.lifecycle_budget)
+        self._heartbeat = FleetHeartbeat(config.lifecycle_budget, config.kv_event_budget)
         self._totals = PublishedTotals()
         self._ejected: frozenset[InstanceId] = frozenset()
         self._paces: dict[InstanceId, Pace] = {}
@@ -106,7 +106,8 @@ class CoordinatorActor(Actor):
                 await self._request_dumps(at)
                 self._follow_ejections()
                 if (interval := self._heartbeat.due(self.core.fleet.registry.all(), at.alive)) is not None:
-                    log.info("heartbeat interval", extra={"seconds": interval.keep_alive})
+                    seconds = {"seconds": interval.keep_alive, "kv_events": interval.kv_events}
+                    log.info("heartbeat interval", extra=seconds)
                     await self.bus.publish(topics.heartbeat_interval(), interval)
                 metrics.show_index(self.core.sources, self._totals)
             case Undelivered():

@@ -124,6 +124,16 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
     ] = 128.0
     """What it costs to hear a fleet does not grow with it any more, but a death that nobody announces is noticed
     later."""
+    kv_event_budget: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Messages a second by which all engines and KV stores say which blocks they store and remove, "
+            "while all of them do; of more engines each says it less often.",
+        ),
+    ] = 1280.0
+    """As many as 32 engines publish at the shortest interval. Placements are expected where they were made, so that a
+    late event costs little."""
     scale_timeout: Annotated[
         float, Meta(gt=0, description="Seconds that the supervisor may take for `admin.scale`.")
     ] = 30.0

@@ -31,7 +31,7 @@ from services.scheduler.core.limits import EngineLimits, EngineRole
 from services.scheduler.core.transfer.prefill_pulls import PrefillPulls
 from services.scheduler.engine_sleep import EngineSleep
 from services.scheduler.journal import DecisionJournal, EngineStart, JournalSettings
-from services.scheduler.kv_publisher import KvPublisher
+from services.scheduler.kv_publisher import EngineKvPublisher
 from services.scheduler.output_sender import OutputSender
 from services.scheduler.request_log import RequestLog
 from services.scheduler.store_requests import StoreRequests
@@ -47,6 +47,7 @@ from shared.messages.kvstore import LeaseOwner
 from shared.messages.lifecycle import (
     EngineHealth,
     EngineReport,
+    HeartbeatInterval,
     Lifecycle,
     ModelCard,
     Phase,
@@ -135,7 +136,7 @@ class SchedulerActor(Actor):
         """Gateways, detokenizers, other engines and the store."""
         self._pulls = PrefillPulls(limits) if pulls and role == "prefill" else None
         self._totals = PublishedTotals()
-        self._kv = KvPublisher(bus, instance)
+        self._kv = EngineKvPublisher(bus, instance)
         self._refused_ranks: UnequalRanks | UnusableRanks | None = None
         self._outbox: deque[Output] = deque()
         self._sending = False
@@ -242,6 +243,10 @@ class SchedulerActor(Actor):
             await self._decide(ResumeGeneration())
         await self.bus.publish(topics.rank_orders(self.engine_id), order)
         await self.publish_lifecycle()
+
+    def set_interval(self, interval: HeartbeatInterval) -> None:
+        """As `Actor` has it: changes of blocks are gathered for as long as the fleet's size asks for."""
+        self._kv.set_interval(interval)
 
     async def tear_down(self) -> None:
         """Fails what is left, so that it is tried again elsewhere."""

@@ -12,6 +12,7 @@ from shared.ids import InstanceId, RequestId, new_incarnation
 from shared.messages.lifecycle import (
     DetokenizerReport,
     EngineReport,
+    HeartbeatInterval,
     Lifecycle,
     Phase,
     Service,
@@ -113,6 +114,10 @@ class Actor:
     async def handle_undelivered(self, message: Undelivered) -> None:
         """A confirmed message had no subscriber."""
         await self.handle(message)
+
+    def set_interval(self, interval: HeartbeatInterval) -> None:
+        """A coordinator has said how often a process of a fleet of this size says what is new. Its lifecycle follows
+        that by itself."""
 
     async def on_drain(self) -> None:
         """The intake is closed; called once at each start of a drain."""

@@ -325,6 +325,7 @@ class ActorRuntime:
 
     async def _record_interval(self, interval: HeartbeatInterval) -> None:
         self._beat.set_interval(interval.keep_alive)
+        self.actor.set_interval(interval)
 
     async def _publish_lifecycle(self) -> None:
         await self._publish(self._lifecycle())

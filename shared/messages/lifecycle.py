@@ -25,6 +25,10 @@ KEEP_ALIVE_SECONDS = 1.0
 """Between two of one that does not change, unless it is configured otherwise. Half of what receivers wait whose release
 does not read `Lifecycle.keep_alive`."""
 MAX_KEEP_ALIVE_SECONDS = 30.0
+KV_EVENT_SECONDS = 0.025
+"""For which an engine or a KV store gathers changes of its blocks: steps may come faster, but coordinators need not
+know sooner."""
+MAX_KV_EVENT_SECONDS = 2.0
 MAX_MEASURED = 1e9
 Measured = Annotated[float, Meta(ge=0, le=MAX_MEASURED)]
 """A quantity with which a receiver may compute: no infinity."""
@@ -469,6 +473,8 @@ class HeartbeatInterval(Struct, frozen=True, array_like=True, tag=True):
     keep_alive: Annotated[float, Meta(gt=0, le=MAX_KEEP_ALIVE_SECONDS)]
     """Seconds between two lifecycle messages that say the same, for all that are configured to say it more often; half
     of it between two that say something new but for the phase."""
+    kv_events: Annotated[float, Meta(ge=0, le=MAX_KV_EVENT_SECONDS)] = 0.0
+    """Seconds for which engines and KV stores gather changes of their blocks, KV_EVENT_SECONDS at least."""
 
 
 class Drain(Struct, frozen=True, array_like=True, tag=True):

@@ -201,7 +201,7 @@ class Coordinator:
 
     def dumps_due(self, at: Moment) -> list[InstanceId]:
         """The engines and KV stores to request a dump from now; each request is recorded as made."""
-        return self.sources.requests.due(at.now) if self.sources.requests.needed else []
+        return self.sources.dumps_due(at.now) if self.sources.requests.needed else []
 
     # ---- engines that fail
 

@@ -6,7 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from shared.messages.lifecycle import KEEP_ALIVE_SECONDS, MAX_KEEP_ALIVE_SECONDS, HeartbeatInterval, Lifecycle
+from shared.messages.lifecycle import (
+    KEEP_ALIVE_SECONDS,
+    KV_EVENT_SECONDS,
+    MAX_KEEP_ALIVE_SECONDS,
+    MAX_KV_EVENT_SECONDS,
+    HeartbeatInterval,
+    Lifecycle,
+)
 
 REPEAT_SECONDS = 10.0
 """Between two messages that say the same: for processes that have come since, and as one may be lost."""
@@ -18,21 +25,29 @@ and goes changes nothing."""
 def interval_for(processes: int, budget: float) -> float:
     """Seconds between two messages of each of so many that say the same: a power of two, at most
     MAX_KEEP_ALIVE_SECONDS, by which all say no more than `budget` a second."""
-    wanted = max(KEEP_ALIVE_SECONDS, processes / budget)
-    return min(MAX_KEEP_ALIVE_SECONDS, KEEP_ALIVE_SECONDS * 2.0 ** math.ceil(math.log2(wanted / KEEP_ALIVE_SECONDS)))
+    return _doubled(KEEP_ALIVE_SECONDS, processes / budget, MAX_KEEP_ALIVE_SECONDS)
+
+
+def kv_interval_for(sources: int, budget: float) -> float:
+    """Seconds for which each of so many engines and KV stores gathers changes of its blocks: KV_EVENT_SECONDS times a
+    power of two, at most MAX_KV_EVENT_SECONDS, by which all publish no more than `budget` times a second."""
+    return _doubled(KV_EVENT_SECONDS, sources / budget, MAX_KV_EVENT_SECONDS)
 
 
 class FleetHeartbeat:
     """Owns what was last said of the interval, and when.
 
     Heartbeats at a rate of one over the number of members, as Serf and Cassandra scale what all hear by the size of the
-    cluster: the interval doubles each time that more than `budget` messages a second would come from one service.
+    cluster: the interval doubles each time that more than `budget` messages a second would come from one service; and
+    so does that of block events, by a budget of their own.
     """
 
-    def __init__(self, budget: float) -> None:
-        """`budget`: messages a second of one service's processes, while nothing changes."""
+    def __init__(self, budget: float, kv_budget: float) -> None:
+        """`budget`: messages a second of one service's processes, while nothing changes; `kv_budget`: block events a
+        second of all engines and KV stores, while all of them change."""
         self._budget = budget
-        self._interval = KEEP_ALIVE_SECONDS
+        self._kv_budget = kv_budget
+        self._interval = HeartbeatInterval(KEEP_ALIVE_SECONDS, KV_EVENT_SECONDS)
         self._said_at: float | None = None
         """None before anything was to be said: a small fleet is told nothing."""
         self._since: float | None = None
@@ -51,17 +66,29 @@ class FleetHeartbeat:
         if interval == self._interval and not repeats:
             return None
         self._interval, self._said_at = interval, now
-        return HeartbeatInterval(interval)
+        return interval
 
-    def _of(self, lives: Iterable[Lifecycle]) -> float:
+    def _of(self, lives: Iterable[Lifecycle]) -> HeartbeatInterval:
         """While there is a process that says it twice a second, which releases do that know no promises, all must say
         it as often as they ever did: silence means death to it."""
         processes: Counter[str] = Counter()
+        promises = True
         for life in lives:
-            if life.keep_alive < KEEP_ALIVE_SECONDS:
-                return KEEP_ALIVE_SECONDS
+            promises = promises and life.keep_alive >= KEEP_ALIVE_SECONDS
             processes[life.service] += 1
         most = max(processes.values(), default=0)
-        if self._interval / 2 * SHRUNK < most / self._budget <= self._interval:
-            return self._interval
-        return interval_for(most, self._budget)
+        keep_alive = interval_for(most, self._budget) if promises else KEEP_ALIVE_SECONDS
+        if promises and _still_fits(self._interval.keep_alive, most / self._budget):
+            keep_alive = self._interval.keep_alive
+        sources = processes["scheduler"] + processes["kvstore"]
+        if _still_fits(self._interval.kv_events, sources / self._kv_budget):
+            return HeartbeatInterval(keep_alive, self._interval.kv_events)
+        return HeartbeatInterval(keep_alive, kv_interval_for(sources, self._kv_budget))
+
+
+def _doubled(shortest: float, wanted: float, longest: float) -> float:
+    return min(longest, shortest * 2.0 ** math.ceil(math.log2(max(shortest, wanted) / shortest)))
+
+
+def _still_fits(interval: float, wanted: float) -> bool:
+    return interval / 2 * SHRUNK < wanted <= interval

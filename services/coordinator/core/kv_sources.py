@@ -20,15 +20,16 @@ from shared.messages.kv_events import KvDump, KvEvents, KvSource
 from shared.reliability.retry import Backoff
 
 MAX_HELD_EVENTS = 256
-"""Events kept while a dump is awaited, to be applied after it. If they do not reach back to it, another is
-requested."""
+"""Events kept from the request for a dump to its first part. If they do not reach back to it, another is requested."""
+MAX_REMOVED = 262_144
+"""Blocks that are removed while a dump arrives, and may be in its later parts. With more, another is requested."""
 TIDY_BLOCKS = 8192
 """Blocks looked at in one `tidy`: about two milliseconds."""
 DUMP_TIMEOUTS = Backoff(first=2.0, longest=32.0)
 """Without a part of a dump for so long the request for it counts as lost; longer with each that is not answered."""
-MAX_DUMPS = 16
-"""Dumps that are awaited at a time: of a million blocks each has 16 MB. A source that does not answer keeps others
-waiting for one timeout."""
+MAX_DUMPS = 4
+"""Dumps that are awaited at a time. Each brings 4,096 blocks every 25 ms: four take half of a coordinator's time, which
+places requests in between. A source that does not answer keeps others waiting for one timeout."""
 DUMP_PAUSE = 0.5
 """Seconds between a whole dump and the next request to the same source."""
 
@@ -102,8 +103,13 @@ class _DumpInProgress:
     number: int
     """Number of the last event that the dump includes."""
     bit: int
-    parts: int
+    """What the dump and the events behind it show; the source's own bit goes on showing what was known before."""
+    next: int
+    """The number that the next event must have."""
+    parts: int = 0
     """Number of parts received so far."""
+    removed: set[int] = field(default_factory=set)
+    """Blocks that have gone since, of which later parts do not know; those that came back are there by their event."""
 
 
 @dataclass(slots=True)
@@ -118,6 +124,7 @@ class _SourceStream:
     """Whether everything that it holds is known."""
     dump: _DumpInProgress | None = None
     held: deque[KvEvents] = field(default_factory=lambda: deque(maxlen=MAX_HELD_EVENTS))
+    """Since the last request for a dump."""
 
 
 class KvSources:
@@ -132,6 +139,8 @@ class KvSources:
         self.dumps = 0
         """Whole dumps received, since the start."""
         self._alive: set[InstanceId] = set()
+        self._asked: set[InstanceId] = set()
+        """Of which a dump was requested that is not all there."""
         self._streams: dict[_SourceKey, _SourceStream] = {}
         self._by_bit: dict[int, _SourceStream] = {}
         self._names: list[InstanceId] = []
@@ -154,6 +163,7 @@ class KvSources:
     def forget(self, instance: InstanceId) -> None:
         """The instance is gone, and all that it held."""
         self._alive.discard(instance)
+        self._asked.discard(instance)
         self.requests.forget(instance)
         for key in [key for key in self._streams if key.instance == instance]:
             stream = self._streams.pop(key)
@@ -200,13 +210,18 @@ class KvSources:
         elif stream.complete and event.number > stream.next:
             self.gaps += 1
             stream.complete = False
-        if event.removed:
-            self.map.remove(stream.bit, keys_of(event.removed))
-        if event.stored:
-            self.map.add(stream.bit, keys_of(event.stored))
+        self._change(stream.bit, event)
         stream.next = event.number + 1
-        if not stream.complete:
+        if not stream.complete and event.source.instance in self._asked:
             stream.held.append(event)
+        if stream.dump is not None:
+            self._follow_dump(stream, stream.dump, event)
+
+    def _change(self, bit: int, event: KvEvents) -> None:
+        if event.removed:
+            self.map.remove(bit, keys_of(event.removed))
+        if event.stored:
+            self.map.add(bit, keys_of(event.stored))
 
     def _begin_epoch(self, stream: _SourceStream, event: KvEvents) -> None:
         """The source holds nothing of what it held. Where the event says that it holds nothing else, all is known."""
@@ -219,6 +234,17 @@ class KvSources:
 
     # ---- dumps
 
+    def dumps_due(self, now: float) -> list[InstanceId]:
+        """The sources to request a dump from now; each request is recorded as made. The dump will hold all that has
+        come by now, so only events that come from now on are kept for it."""
+        due = self.requests.due(now)
+        if due:
+            self._asked.update(due)
+            for key, stream in self._streams.items():
+                if key.instance in due:
+                    stream.held.clear()
+        return due
+
     def record_dump(self, dump: KvDump, now: float) -> None:
         """Applies one part of a dump. Parts come in order; where one is missing the whole dump is of no use."""
         if dump.source.instance not in self._alive:
@@ -226,7 +252,10 @@ class KvSources:
         stream = self._stream(dump.source)
         progress = None if stream.complete else self._progress_of(stream, dump)
         if progress is not None:
-            self.map.add(progress.bit, keys_of(dump.hashes))
+            keys = keys_of(dump.hashes)
+            if progress.removed:
+                keys = [key for key in keys if key not in progress.removed]
+            self.map.add(progress.bit, keys)
             progress.parts += 1
             self.requests.received_part(dump.source.instance, now)
             if progress.parts == dump.parts:
@@ -238,7 +267,7 @@ class KvSources:
         progress = stream.dump
         if dump.part == 0:
             self._drop_dump(stream)
-            stream.dump = _DumpInProgress(dump.epoch, dump.number, self.map.open(), 0)
+            self._begin_dump(stream, dump)
         elif progress is None or (progress.epoch, progress.number, progress.parts) != (
             dump.epoch,
             dump.number,
@@ -247,17 +276,35 @@ class KvSources:
             self._drop_dump(stream)
         return stream.dump
 
+    def _begin_dump(self, stream: _SourceStream, dump: KvDump) -> None:
+        """The events behind it that have come already follow it at once. Where some of them are not there any more it
+        is of no use."""
+        progress = stream.dump = _DumpInProgress(dump.epoch, dump.number, self.map.open(), dump.number + 1)
+        for event in stream.held:
+            self._follow_dump(stream, progress, event)
+        if stream.epoch == dump.epoch and progress.next < stream.next:
+            self._drop_dump(stream)
+
+    def _follow_dump(self, stream: _SourceStream, dump: _DumpInProgress, event: KvEvents) -> None:
+        """An event changes what the dump shows, too; a gap makes that useless."""
+        if event.epoch != dump.epoch or event.number < dump.next:
+            return
+        if event.number > dump.next or len(dump.removed) > MAX_REMOVED:
+            if stream.dump is dump:
+                self._drop_dump(stream)
+            return
+        dump.next += 1
+        self._change(dump.bit, event)
+        dump.removed.update(keys_of(event.removed))
+
     def _finish_dump(self, stream: _SourceStream, dump: _DumpInProgress) -> None:
-        """The dump takes the place of all events so far, and those behind it follow."""
+        """It takes the place of what was known of its source before."""
         self.dumps += 1
         stream.dump = None
+        stream.held.clear()
         self._close(stream)
         self._open(stream, dump.bit)
-        stream.epoch, stream.next, stream.complete = dump.epoch, dump.number + 1, True
-        held = [event for event in stream.held if event.epoch == dump.epoch]
-        stream.held.clear()
-        for event in held:
-            self._apply(stream, event)
+        stream.epoch, stream.next, stream.complete = dump.epoch, dump.next, True
 
     def _drop_dump(self, stream: _SourceStream) -> None:
         if stream.dump is not None:
@@ -270,6 +317,7 @@ class KvSources:
         if not stream.complete:
             self.requests.need(instance)
         elif instance in self.requests.needed and self.is_complete(instance):
+            self._asked.discard(instance)
             self.requests.met(instance, now)
 
     # ---- streams

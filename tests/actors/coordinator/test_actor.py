@@ -22,6 +22,7 @@ from shared.ids import Attempt, EngineId, InstanceId, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestQueued, RequestRejected
 from shared.messages.lifecycle import (
+    KV_EVENT_SECONDS,
     Drain,
     EngineHealth,
     HeartbeatInterval,
@@ -282,5 +283,5 @@ async def test_a_large_fleet_is_told_to_say_less_often_how_it_is(memory_bus: Mem
     await world.actor.handle(Tick(now, now))
     now = REPEAT_SECONDS
     await world.actor.handle(Tick(now, now))
-    await world.until(lambda: HeartbeatInterval(4.0) in world.sent)
+    await world.until(lambda: HeartbeatInterval(4.0, KV_EVENT_SECONDS) in world.sent)
     await world.stop()

@@ -127,7 +127,7 @@ class VirtualStore(KvStoreActor):
     """A real store on real arenas, without what works beside it on threads: their time is not the clock's."""
 
     async def background(self) -> None:
-        await asyncio.Event().wait()
+        await self._kv.run()
 
 
 class VirtualDetokenizer(Actor):

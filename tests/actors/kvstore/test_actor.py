@@ -19,6 +19,7 @@ from shared.blocks import BlockHash
 from shared.bus import NoResponders
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Incarnation, InstanceId, LeaseId, ModelName
+from shared.kv_event_publisher import DUMP_PART_SECONDS
 from shared.messages.kv_events import KvDump, KvDumpRequest, KvEvents
 from shared.messages.kvstore import (
     Attach,
@@ -235,21 +236,17 @@ async def test_the_store_tells_what_it_holds_and_what_it_lost(world: World) -> N
     layout, old = await world.attach(), chain("old", 6)
     slots = world.attached.slots
     await world.save(layout, old)
+    await world.until(lambda: len(world.told()) == 2)
     lease, _ = await world.find(layout, old[5:])
     await world.release(layout, lease, drop=old[5:])
+    await world.until(lambda: len(world.told()) == 3)
     new = chain("new", slots - 3)
     await world.save(layout, new)
-    await world.until(lambda: len(world.told()) == 5)
-    made_room = world.told()[3][1]
+    await world.until(lambda: [name for stored, _, _ in world.told()[3:] for name in stored] == new)
+    made_room = [name for _, removed, _ in world.told()[3:] for name in removed]
     # One more where memory is just being taken for a slot.
     assert made_room in (old[4:2:-1], old[4:1:-1])
-    assert world.told() == [
-        ([], [], True),
-        (old, [], False),
-        ([], old[5:], False),
-        ([], made_room, False),
-        (new, [], False),
-    ]
+    assert world.told()[:3] == [([], [], True), (old, [], False), ([], old[5:], False)]
     source = world.events[0].source
     assert (source.instance, source.model, source.node, source.store) == (STORE, MODEL, NODE, True)
 
@@ -284,8 +281,10 @@ async def test_a_block_that_lands_while_everything_is_told_is_told_afterwards(
     world.actor.store.land(layout, first)
     await world.actor.handle(KvDumpRequest(COORDINATOR))
     await world.until(lambda: len(world.told()) == 3 and world.dumps)
-    assert [(names_in(dump.hashes), dump.number) for dump in world.dumps] == [([first.hash], 1)]
     assert world.told()[1:] == [([first.hash], [], False), ([second.hash], [], False)]
+    [dump] = world.dumps
+    told_by_then = [name for stored, _, _ in world.told()[: dump.number + 1] for name in stored]
+    assert sorted(names_in(dump.hashes)) == sorted(told_by_then)
 
 
 async def test_partial_blocks_are_nobodys_business(world: World) -> None:
@@ -302,6 +301,7 @@ async def test_after_a_restart_what_was_found_is_told_once_its_model_is_known(wo
     await world.stop()
     await world.start()
     await world.bus.publish(topics.kv_dump_requests(STORE), KvDumpRequest(COORDINATOR))
+    await asyncio.sleep(4 * DUMP_PART_SECONDS)
     await world.attach()
     await world.until(lambda: len(world.told()) == 2)
     [cleared, (stored, removed, _)] = world.told()
@@ -314,6 +314,7 @@ async def test_a_model_is_told_of_once_however_many_layouts_it_has(world: World)
     small, large, names = await world.attach(SMALL), await world.attach(LARGE), chain("a", 1)
     await world.save(small, names)
     await world.save(large, names)
+    await world.until(lambda: len(world.told()) == 2)
     lease, _ = await world.find(small, names)
     await world.release(small, lease, drop=names)
     lease, _ = await world.find(large, names)

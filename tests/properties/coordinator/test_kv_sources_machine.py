@@ -33,10 +33,11 @@ BLOCKS = sorted({hash_ for chain in CHAINS for hash_ in chain})
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_messages() -> object:
-    """So that dumps have several parts, and the events kept while one is awaited run out."""
+    """So that dumps have several parts, and what is kept for one runs out."""
     patch = pytest.MonkeyPatch()
     patch.setattr(kv_journal, "MAX_HASHES", 3)
     patch.setattr(kv_sources, "MAX_HELD_EVENTS", 4)
+    patch.setattr(kv_sources, "MAX_REMOVED", 3)
     yield
     patch.undo()
 
@@ -132,7 +133,7 @@ class Knowledge(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 40.0]))
     def time_passes_and_who_is_asked_answers(self, seconds: float) -> None:
         self.now += seconds
-        for name in self.core.requests.due(self.now):
+        for name in self.core.dumps_due(self.now):
             self.answer(name)
         self.core.tidy()
 
@@ -149,6 +150,34 @@ class Knowledge(RuleBasedStateMachine):
             channel = self.on_the_way[name].events if is_event else self.on_the_way[name].dumps
             if channel:
                 self.arrive(name, channel.popleft(), lost=luck == 0)  # type: ignore[attr-defined]
+
+    @rule(
+        name=st.sampled_from(NAMES[1:]),
+        changes=st.lists(st.sets(st.sampled_from(BLOCKS), max_size=3), min_size=1, max_size=8),
+        lost=st.none() | st.integers(0, 8),
+    )
+    def blocks_change_while_a_dump_arrives(self, name: str, changes: list[set[BlockHash]], lost: int | None) -> None:
+        """Of one that has missed something; and perhaps another event is lost then."""
+        self.all_arrives(name)
+        holder, way = self.holders[name], self.on_the_way[name]
+        for is_lost in (True, False):
+            for model in holder.held:
+                holder.turn_around(model, BLOCKS[0])
+            for event in holder.flush():
+                self.arrive(name, event, lost=is_lost)
+        self.now += 40.0
+        for each in self.core.dumps_due(self.now):
+            self.answer(each)
+        for number, hashes in enumerate(changes):
+            for model in holder.held:
+                for hash_ in sorted(hashes):
+                    holder.turn_around(model, hash_)
+            self.flush(name)
+            while way.events:
+                self.arrive(name, way.events.popleft(), lost=number == lost)
+            if way.dumps:
+                self.arrive(name, way.dumps.popleft())
+        self.all_arrives(name)
 
     def arrive(self, name: str, message: KvEvents | KvDump, *, lost: bool = False) -> None:
         if isinstance(message, KvEvents):
@@ -168,10 +197,10 @@ class Knowledge(RuleBasedStateMachine):
             self.all_arrives(name)
         for _ in range(4):
             self.now += 40.0
-            for name in self.core.requests.due(self.now):
+            for name in self.core.dumps_due(self.now):
                 self.answer(name)
                 self.all_arrives(name)
-        assert self.core.requests.due(self.now + 100.0) == []
+        assert self.core.dumps_due(self.now + 100.0) == []
         assert all(self.core.is_complete(InstanceId(name)) for name in self.holders)
         self.compare(list(self.holders))
 

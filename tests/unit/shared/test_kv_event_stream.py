@@ -35,13 +35,13 @@ def test_an_epoch_begins_with_a_cleared_event_even_when_nothing_is_held() -> Non
     assert told.flush() == []
 
 
-def test_events_are_numbered_without_gaps_and_removals_come_first() -> None:
+def test_events_are_numbered_without_gaps_and_one_says_what_has_gone_and_what_has_come() -> None:
     told = journal()
     told.changes.stored(name(1))
     assert told.flush() == [event(0), event(1, stored=name(1))]
     told.changes.stored(name(2))
     told.changes.removed(name(1))
-    assert told.flush() == [event(2, removed=name(1)), event(3, stored=name(2))]
+    assert told.flush() == [event(2, stored=name(2), removed=name(1))]
 
 
 def test_what_comes_and_goes_between_two_flushes_is_not_mentioned() -> None:
@@ -63,7 +63,7 @@ def test_large_changes_and_dumps_are_cut_to_messages_of_bounded_size() -> None:
         told.changes.stored(hash_)
     events = told.flush()
     assert [len(e.stored) // 16 for e in events] == [0, MAX_HASHES, MAX_HASHES, 1]
-    dump = told.dump(many)
+    dump = list(told.dump(many))
     assert [(d.part, d.parts, d.number, len(d.hashes) // 16) for d in dump] == [
         (0, 3, 3, MAX_HASHES),
         (1, 3, 3, MAX_HASHES),
@@ -71,10 +71,38 @@ def test_large_changes_and_dumps_are_cut_to_messages_of_bounded_size() -> None:
     ]
 
 
+def test_what_goes_and_what_comes_shares_messages_of_bounded_size() -> None:
+    told = journal()
+    old, new = [name(i) for i in range(MAX_HASHES + 1)], [name(-1 - i) for i in range(MAX_HASHES + 1)]
+    for hash_ in old:
+        told.changes.stored(hash_)
+    told.flush()
+    for gone, come in zip(old, new, strict=True):
+        told.changes.removed(gone)
+        told.changes.stored(come)
+    events = told.flush()
+    counts = [(len(e.removed) // 16, len(e.stored) // 16) for e in events]
+    assert counts == [(MAX_HASHES, 0), (1, MAX_HASHES - 1), (0, 2)]
+    assert b"".join(e.removed for e in events) == b"".join(old)
+    assert b"".join(e.stored for e in events) == b"".join(new)
+
+
+def test_a_dump_is_of_the_moment_at_which_it_was_asked_for() -> None:
+    told, held = journal(), {name(1): None, name(2): None}
+    for hash_ in held:
+        told.changes.stored(hash_)
+    told.flush()
+    dump = told.dump(held)
+    del held[name(1)]
+    told.changes.removed(name(1))
+    told.flush()
+    assert [(part.number, part.hashes) for part in dump] == [(1, name(1) + name(2))]
+
+
 def test_a_dump_of_nothing_is_one_part() -> None:
     told = journal()
     told.flush()
-    assert told.dump([]) == [KvDump(source=SOURCE, epoch=EPOCH, number=0, part=0, parts=1, hashes=b"")]
+    assert list(told.dump([])) == [KvDump(source=SOURCE, epoch=EPOCH, number=0, part=0, parts=1, hashes=b"")]
 
 
 def test_a_dump_before_its_events_is_a_bug() -> None:

@@ -97,7 +97,9 @@ class Use(NamedTuple):
 
 @cache
 def uses(folder: str) -> tuple[Use, ...]:
-    return tuple(use for path in sorted((REPOSITORY / folder).rglob("*.py")) for use in _uses_of(path))
+    """Of a folder, or of one module."""
+    paths = [REPOSITORY / folder] if folder.endswith(".py") else sorted((REPOSITORY / folder).rglob("*.py"))
+    return tuple(use for path in paths for use in _uses_of(path))
 
 
 def _uses_of(path: Path) -> Iterator[Use]:
@@ -137,6 +139,17 @@ def may(user: User, use: Use) -> bool:
     return {"publish": publishes, "subscribe": subscribes, "either": publishes or subscribes}[use.direction]
 
 
+KV_EVENT_PUBLISHER = "shared/kv_event_publisher.py"
+HOLDERS_OF_BLOCKS: tuple[Service, ...] = ("scheduler", "kvstore")
+
+
+@pytest.mark.parametrize("service", HOLDERS_OF_BLOCKS)
+def test_who_holds_blocks_may_publish_them(service: Service) -> None:
+    found = uses(KV_EVENT_PUBLISHER)
+    assert {use.topic for use in found} == {"kv_events", "kv_dumps"}
+    assert [use for use in found if not may(service, use)] == []
+
+
 @pytest.mark.parametrize("service", get_args(Service))
 def test_a_service_uses_only_topics_that_the_table_gives_it(service: Service) -> None:
     folder = {"kvstore": "kvstore", "supervisor": "deploy/supervisor"}.get(service, f"services/{service}")
@@ -155,5 +168,7 @@ def test_no_right_is_given_that_no_code_uses() -> None:
     folders = {service: f"services/{service}" for service in ACTORS} | {"kvstore": "kvstore"}
     for service in ACTORS:
         used = {use.topic for use in [*uses(folders[service]), *uses("shared/actor")]}
+        if service in HOLDERS_OF_BLOCKS:
+            used |= {use.topic for use in uses(KV_EVENT_PUBLISHER)}
         given = {name for name, row in ROWS.items() if service in (*row.publishers, *row.subscribers)}
         assert given - used == set(), service

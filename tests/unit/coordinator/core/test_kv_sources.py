@@ -40,7 +40,7 @@ def sources() -> KvSources:
     """One engine, "a", that was asked for a dump."""
     known = KvSources(limit=1000)
     known.follow(A)
-    assert known.requests.due(0.0) == [A]
+    assert known.dumps_due(0.0) == [A]
     return known
 
 
@@ -53,7 +53,7 @@ def test_events_from_the_beginning_need_no_dump(sources: KvSources) -> None:
     sources.record_events(holds("a", blocks(2), number=1, removed=blocks(1)), 0.0)
     assert held(sources) == [0, 2]
     assert sources.is_complete(A)
-    assert sources.requests.due(100.0) == []
+    assert sources.dumps_due(100.0) == []
 
 
 def test_a_gap_is_closed_by_a_dump_and_what_is_known_counts_meanwhile(sources: KvSources) -> None:
@@ -61,7 +61,7 @@ def test_a_gap_is_closed_by_a_dump_and_what_is_known_counts_meanwhile(sources: K
     sources.record_events(holds("a", blocks(2), number=2), 10.0)
     assert sources.gaps == 1
     assert held(sources) == [0, 2]
-    assert sources.requests.due(10.0) == [A]
+    assert sources.dumps_due(10.0) == [A]
     sources.record_dump(dump(2, 1, 2), 10.1)
     assert held(sources) == [1, 2]
     assert sources.is_complete(A)
@@ -79,8 +79,8 @@ def test_a_dump_that_does_not_reach_the_events_heard_is_asked_for_again(sources:
     sources.record_events(holds("a", blocks(5), number=7), 0.0)
     sources.record_dump(dump(5, 0), 0.1)
     assert not sources.is_complete(A)
-    assert sources.requests.due(0.2) == [], "not at once"
-    assert sources.requests.due(10.0) == [A]
+    assert sources.dumps_due(0.2) == [], "not at once"
+    assert sources.dumps_due(10.0) == [A]
     sources.record_dump(dump(7, 0, 5), 10.1)
     assert held(sources) == [0, 5]
 
@@ -110,6 +110,43 @@ def test_a_dump_takes_effect_once_all_its_parts_are_there(sources: KvSources) ->
     assert held(sources) == [0, 1]
 
 
+def test_what_happens_while_a_dump_arrives_is_known_when_it_is_there(sources: KvSources) -> None:
+    """However long that takes: nothing is kept of the events but what they say."""
+    sources.record_dump(dump(3, 0, 1, part=0, parts=3), 0.0)
+    sources.record_events(holds("a", blocks(5), number=4, removed=blocks(0, 2)), 0.0)
+    sources.record_dump(dump(3, 2, 3, part=1, parts=3), 0.0)
+    for number in range(5, 6 + 2 * MAX_HELD_EVENTS):
+        sources.record_events(holds("a", number=number), 0.0)
+    sources.record_events(holds("a", blocks(2), number=number + 1, removed=blocks(4)), 0.0)
+    assert held(sources) == [2, 5], "what was known goes on to count"
+    sources.record_dump(dump(3, 4, part=2, parts=3), 0.0)
+    assert held(sources) == [1, 2, 3, 5]
+    assert sources.is_complete(A)
+    sources.record_events(holds("a", number=number + 2, removed=blocks(1)), 0.0)
+    assert held(sources) == [2, 3, 5]
+    assert sources.gaps == 0
+
+
+def test_an_event_that_is_lost_while_a_dump_arrives_makes_it_useless(sources: KvSources) -> None:
+    sources.record_dump(dump(3, 0, part=0, parts=2), 0.0)
+    sources.record_events(holds("a", number=5), 0.0)
+    sources.record_dump(dump(3, 1, part=1, parts=2), 0.0)
+    assert not sources.is_complete(A)
+    assert sources.dumps_due(10.0) == [A]
+
+
+def test_nothing_is_kept_of_a_source_that_has_yet_to_be_asked() -> None:
+    """In a large fleet a newcomer waits for the dumps of most."""
+    known = KvSources(limit=1000)
+    known.follow(A)
+    known.record_events(holds("a", blocks(0), number=7), 0.0)
+    assert known.dumps_due(0.0) == [A]
+    known.record_dump(dump(6, 1), 0.0)
+    assert not known.is_complete(A), "the event behind it came before the request, and so before the dump was made"
+    known.record_dump(dump(7, 0, 1), 0.1)
+    assert known.is_complete(A)
+
+
 @pytest.mark.parametrize(
     "second",
     [
@@ -137,13 +174,13 @@ def test_a_new_epoch_of_which_the_beginning_was_missed_is_asked_for(sources: KvS
     sources.record_events(holds("a", blocks(0, 1)), 0.0)
     sources.record_events(holds("a", blocks(2), epoch=2, number=5), 1.0)
     assert held(sources) == [2]
-    assert sources.requests.due(1.0) == [A]
+    assert sources.dumps_due(1.0) == [A]
     sources.record_dump(dump(5, 2, 3, epoch=2), 1.0)
     assert held(sources) == [2, 3]
 
 
 def test_who_does_not_answer_is_asked_ever_less(sources: KvSources) -> None:
-    asked = [seconds for seconds in range(1, 200) if sources.requests.due(float(seconds))]
+    asked = [seconds for seconds in range(1, 200) if sources.dumps_due(float(seconds))]
     assert asked == [2, 6, 14, 30, 62, 94, 126, 158, 190]
     assert max(b - a for a, b in itertools.pairwise(asked)) == DUMP_TIMEOUTS.longest
 
@@ -156,7 +193,7 @@ def test_a_source_that_is_gone_holds_nothing_and_one_not_known_to_live_is_ignore
     sources.record_events(holds("a", blocks(1), number=1), 0.0)
     sources.record_dump(dump(1, 1), 0.0)
     assert len(sources) == 0
-    assert sources.requests.due(1000.0) == []
+    assert sources.dumps_due(1000.0) == []
 
 
 def test_engines_and_stores_are_kept_apart_and_so_are_models(sources: KvSources) -> None:
