@@ -20,7 +20,7 @@ from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus
 from shared.ids import InstanceId, NodeId
-from shared.kv_event_publisher import KvEventPublisher
+from shared.kv_events.publisher import KvEventPublisher
 from shared.messages.kv_events import KvDumpRequest, PrefixCacheReset, ResetPrefixCache
 from shared.messages.kvstore import (
     Attach,

@@ -32,13 +32,13 @@ from services.scheduler.core.transfer.prefill_pulls import PrefillPulls
 from services.worker.sim.backend import SimBackend
 from services.worker.sim.kv_copier import SimKvCopier
 from shared.ids import EngineId, Incarnation, InstanceId, RequestId
-from shared.kv_event_stream import KvEventStream
+from shared.kv_events.stream import KvEventStream
 from shared.messages.coordinator import PullPrefills
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestPlaced, RequestRejected
-from shared.messages.kv_events import KvEvents, KvSource
+from shared.messages.kv_events import KV_EVENT_SECONDS, KvEvents, KvSource
 from shared.messages.kvstore import LeaseOwner
-from shared.messages.lifecycle import HEARTBEAT_SECONDS, KV_EVENT_SECONDS, Lifecycle, Phase, Role
+from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, Phase, Role
 from shared.messages.scheduler import GenerateRequest, StepFinished, StepTiming, TransferProgress
 from shared.messages.worker import StepPlan
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from shared.blocks import BlockHash
 from shared.ids import Incarnation, InstanceId, ModelName, NodeId
-from shared.kv_event_stream import KvEventStream
+from shared.kv_events.stream import KvEventStream
 from shared.messages.kv_events import KvDump, KvEvents, KvSource
 
 

@@ -9,8 +9,8 @@ from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from shared.bus import Bus
 from shared.ids import InstanceId
-from shared.kv_event_publisher import KvEventPublisher
-from shared.kv_event_stream import KvEventStream
+from shared.kv_events.publisher import KvEventPublisher
+from shared.kv_events.stream import KvEventStream
 from shared.messages.kv_events import KvDump, KvEvents, KvSource
 
 

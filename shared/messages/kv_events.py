@@ -6,6 +6,10 @@ from msgspec import Struct
 
 from shared.ids import Count, Incarnation, InstanceId, ModelName, NodeId
 
+KV_EVENT_SECONDS = 0.025
+"""For which an engine or a KV store gathers changes of its blocks: steps may come faster, but coordinators need not
+know sooner."""
+
 
 class KvSource(Struct, frozen=True, array_like=True, kw_only=True):
     """The holder of the blocks: an engine on its device, or a node's KV store for the engines there.

@@ -22,13 +22,8 @@ Phase = Literal["starting", "ready", "draining", "stopped", "failed"]
 HEARTBEAT_SECONDS = 0.5
 """Between two lifecycle messages of a process that changes all the time."""
 KEEP_ALIVE_SECONDS = 1.0
-"""Between two of one that does not change, unless it is configured otherwise. Half of what receivers wait whose release
-does not read `Lifecycle.keep_alive`."""
+"""Between two of one that does not change, unless configured otherwise. Receivers of release 0.2 wait twice as long."""
 MAX_KEEP_ALIVE_SECONDS = 30.0
-KV_EVENT_SECONDS = 0.025
-"""For which an engine or a KV store gathers changes of its blocks: steps may come faster, but coordinators need not
-know sooner."""
-MAX_KV_EVENT_SECONDS = 2.0
 MAX_MEASURED = 1e9
 Measured = Annotated[float, Meta(ge=0, le=MAX_MEASURED)]
 """A quantity with which a receiver may compute: no infinity."""
@@ -467,13 +462,12 @@ class LifecycleRequest(Struct, frozen=True, array_like=True, tag=True):
 
 
 class HeartbeatInterval(Struct, frozen=True, array_like=True, tag=True):
-    """A coordinator → every process: how often each says how it is, in a fleet of this size. Said when it changes, and
-    again for processes that have come since."""
+    """A coordinator → every process: how often each says what is new, in such a fleet. Repeated for newcomers."""
 
     keep_alive: Annotated[float, Meta(gt=0, le=MAX_KEEP_ALIVE_SECONDS)]
     """Seconds between two lifecycle messages that say the same, for all that are configured to say it more often; half
     of it between two that say something new but for the phase."""
-    kv_events: Annotated[float, Meta(ge=0, le=MAX_KV_EVENT_SECONDS)] = 0.0
+    kv_events: Annotated[float, Meta(ge=0, le=MAX_KEEP_ALIVE_SECONDS)] = 0.0
     """Seconds for which engines and KV stores gather changes of their blocks, KV_EVENT_SECONDS at least."""
 
 

@@ -21,7 +21,7 @@ from services.coordinator.core.kv_sources import KvSources
 from shared.blocks import BlockHash
 from shared.bus.codec import decode, encode
 from shared.ids import Incarnation, InstanceId, ModelName
-from shared.kv_event_stream import KvEventStream
+from shared.kv_events.stream import KvEventStream
 from shared.messages.kv_events import KvEvents, KvSource
 
 Prompt = list[BlockHash]

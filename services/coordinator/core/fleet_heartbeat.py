@@ -6,17 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from shared.messages.lifecycle import (
-    KEEP_ALIVE_SECONDS,
-    KV_EVENT_SECONDS,
-    MAX_KEEP_ALIVE_SECONDS,
-    MAX_KV_EVENT_SECONDS,
-    HeartbeatInterval,
-    Lifecycle,
-)
+from shared.messages.kv_events import KV_EVENT_SECONDS
+from shared.messages.lifecycle import KEEP_ALIVE_SECONDS, MAX_KEEP_ALIVE_SECONDS, HeartbeatInterval, Lifecycle
 
 REPEAT_SECONDS = 10.0
 """Between two messages that say the same: for processes that have come since, and as one may be lost."""
+MAX_KV_EVENT_SECONDS = 2.0
+"""For which changes of blocks are gathered at the most, however large the fleet."""
 SHRUNK = 0.75
 """Share of a step of the interval, from its beginning, above which a fleet that shrinks keeps it: an engine that comes
 and goes changes nothing."""

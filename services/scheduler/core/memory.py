@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from services.scheduler.core.sequence import Sequence
 from shared.blocks import HASH_BYTES, BlockHash, blocks_for
-from shared.kv_event_stream import KvChanges
+from shared.kv_events.stream import KvChanges
 from shared.messages.worker import StateCopy
 
 NO_PARENT = bytes(HASH_BYTES)

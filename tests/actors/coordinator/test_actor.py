@@ -21,8 +21,8 @@ from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, EngineId, InstanceId, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestQueued, RequestRejected
+from shared.messages.kv_events import KV_EVENT_SECONDS
 from shared.messages.lifecycle import (
-    KV_EVENT_SECONDS,
     Drain,
     EngineHealth,
     HeartbeatInterval,

@@ -19,7 +19,7 @@ from shared.blocks import BlockHash
 from shared.bus import NoResponders
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Incarnation, InstanceId, LeaseId, ModelName
-from shared.kv_event_publisher import DUMP_PART_SECONDS
+from shared.kv_events.publisher import DUMP_PART_SECONDS
 from shared.messages.kv_events import KvDump, KvDumpRequest, KvEvents
 from shared.messages.kvstore import (
     Attach,

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from services.coordinator.core import kv_sources
 from services.coordinator.core.kv_sources import KvSources
-from shared import kv_event_stream, topics
+from shared import topics
 from shared.blocks import BlockHash
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Incarnation, InstanceId, ModelName
-from shared.kv_event_publisher import KvEventPublisher
-from shared.kv_event_stream import KvEventStream
+from shared.kv_events import stream
+from shared.kv_events.publisher import KvEventPublisher
+from shared.kv_events.stream import KvEventStream
 from shared.messages.kv_events import KvDump, KvDumpRequest, KvEvents, KvSource
 from shared.messages.lifecycle import HeartbeatInterval
 from tests.support.virtual_time import VirtualTimeLoop
@@ -126,7 +127,7 @@ def test_after_any_order_of_events_gaps_dumps_and_deaths_the_index_is_the_truth(
     happenings: list[tuple[str, int, Any]], seed: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_event_stream, "MAX_HASHES", 4)
+        patch.setattr(stream, "MAX_HASHES", 4)
         patch.setattr(kv_sources, "MAX_HELD_EVENTS", 4)
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             runner.run(_live_through(happenings, random.Random(seed)))

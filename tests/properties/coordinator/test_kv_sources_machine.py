@@ -17,10 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.coordinator.core import kv_sources
 from services.coordinator.core.kv_sources import KvSources
-from shared import kv_event_stream as kv_journal
 from shared.blocks import BlockHash, hash_chain
 from shared.ids import Incarnation, InstanceId, ModelName, NodeId
-from shared.kv_event_stream import KvEventStream
+from shared.kv_events import stream as kv_journal
+from shared.kv_events.stream import KvEventStream
 from shared.messages.kv_events import KvDump, KvEvents, KvSource
 from shared.packing import pack
 

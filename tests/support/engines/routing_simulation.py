@@ -24,7 +24,7 @@ from services.scheduler.core.events import Event, SendPlan, SendTokens, WorkersR
 from services.scheduler.core.limits import EngineLimits as EngineLimits
 from shared.blocks import hash_chain
 from shared.ids import Attempt, EngineId, GatewayId, Incarnation, InstanceId, ModelName, RequestId
-from shared.kv_event_stream import KvEventStream
+from shared.kv_events.stream import KvEventStream
 from shared.messages.coordinator import PlacementMade, Route
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.generation import Generation, SamplingOptions, StopConditions

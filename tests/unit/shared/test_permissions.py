@@ -139,7 +139,7 @@ def may(user: User, use: Use) -> bool:
     return {"publish": publishes, "subscribe": subscribes, "either": publishes or subscribes}[use.direction]
 
 
-KV_EVENT_PUBLISHER = "shared/kv_event_publisher.py"
+KV_EVENT_PUBLISHER = "shared/kv_events/publisher.py"
 HOLDERS_OF_BLOCKS: tuple[Service, ...] = ("scheduler", "kvstore")
 
 

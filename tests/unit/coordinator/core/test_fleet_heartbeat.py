@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.coordinator.core.fleet_heartbeat import REPEAT_SECONDS, FleetHeartbeat
+from services.coordinator.core.fleet_heartbeat import MAX_KV_EVENT_SECONDS, REPEAT_SECONDS, FleetHeartbeat
 from shared.ids import Incarnation, InstanceId
+from shared.messages.kv_events import KV_EVENT_SECONDS
 from shared.messages.lifecycle import (
     HEARTBEAT_SECONDS,
     KEEP_ALIVE_SECONDS,
-    KV_EVENT_SECONDS,
     MAX_KEEP_ALIVE_SECONDS,
-    MAX_KV_EVENT_SECONDS,
     HeartbeatInterval,
     Lifecycle,
     Service,

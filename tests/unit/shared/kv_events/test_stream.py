@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shared.blocks import BlockHash, split_hashes
 from shared.ids import Incarnation, InstanceId, ModelName
-from shared.kv_event_stream import MAX_HASHES, KvEventStream
+from shared.kv_events.stream import MAX_HASHES, KvEventStream
 from shared.messages.kv_events import KvDump, KvEvents, KvSource
 
 SOURCE = KvSource(instance=InstanceId("engine-1"), model=ModelName("m"), node=None)

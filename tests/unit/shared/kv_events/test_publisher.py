@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from shared import kv_event_stream, topics
+from shared import topics
 from shared.blocks import BlockHash, split_hashes
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Incarnation, InstanceId, ModelName
-from shared.kv_event_publisher import DUMP_PART_SECONDS, MAX_ASKERS, KvEventPublisher
-from shared.kv_event_stream import KvEventStream
-from shared.messages.kv_events import KvDump, KvDumpRequest, KvEvents, KvSource
-from shared.messages.lifecycle import KV_EVENT_SECONDS, HeartbeatInterval
+from shared.kv_events import stream
+from shared.kv_events.publisher import DUMP_PART_SECONDS, MAX_ASKERS, KvEventPublisher
+from shared.kv_events.stream import KvEventStream
+from shared.messages.kv_events import KV_EVENT_SECONDS, KvDump, KvDumpRequest, KvEvents, KvSource
+from shared.messages.lifecycle import HeartbeatInterval
 from tests.support.virtual_time import VirtualTimeLoop
 
 ENGINE = InstanceId("engine-1")
@@ -89,7 +90,7 @@ def on_virtual_time(story: Coroutine[Any, Any, None]) -> None:
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_event_stream, "MAX_HASHES", BLOCKS_OF_A_PART)
+    monkeypatch.setattr(stream, "MAX_HASHES", BLOCKS_OF_A_PART)
 
 
 @pytest.mark.parametrize("interval", [None, 0.2])

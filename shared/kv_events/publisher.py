@@ -10,8 +10,8 @@ from typing import Protocol
 from shared import topics
 from shared.bus import Bus
 from shared.ids import InstanceId
-from shared.messages.kv_events import KvDump, KvDumpRequest, KvEvents
-from shared.messages.lifecycle import KV_EVENT_SECONDS, HeartbeatInterval
+from shared.messages.kv_events import KV_EVENT_SECONDS, KvDump, KvDumpRequest, KvEvents
+from shared.messages.lifecycle import HeartbeatInterval
 
 log = logging.getLogger(__name__)
 
