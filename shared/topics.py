@@ -111,8 +111,8 @@ def engine_control(engine: EngineId) -> Topic[scheduler.SchedulerControl]:
 
 
 def engine_probes(engine: EngineId) -> Topic[scheduler.SchedulerQuestion]:
-    """gateway, detokenizer → scheduler, answered with a `ProbeReply`; coordinator → scheduler: `ResetPrefixCache`,
-    `PauseGeneration`, `ResumeGeneration`, `ReadPauseState`, `SleepEngine`, `WakeEngine`,
+    """gateway, detokenizer → scheduler, answered with a `ProbeReply`; gateway: `ReadPicture`; coordinator:
+    `ResetPrefixCache`, `PauseGeneration`, `ResumeGeneration`, `ReadPauseState`, `SleepEngine`, `WakeEngine`,
     `ReadSleepState`."""
     return Topic(f"engine.{engine}.probe", scheduler.SchedulerQuestion)
 

@@ -28,6 +28,7 @@ from services.scheduler.core.events import (
 )
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits, EngineRole
+from services.scheduler.core.picture import engine_picture
 from services.scheduler.core.transfer.prefill_pulls import PrefillPulls
 from services.scheduler.engine_sleep import EngineSleep
 from services.scheduler.journal import DecisionJournal, EngineStart, JournalSettings
@@ -58,15 +59,14 @@ from shared.messages.lifecycle import (
 from shared.messages.scheduler import (
     GenerateRequest,
     PauseGeneration,
-    PauseState,
     Probe,
-    ProbeReply,
     ReadPauseState,
+    ReadPicture,
     ReadSleepState,
     ResumeGeneration,
+    SchedulerAnswer,
     SchedulerQuestion,
     SleepEngine,
-    SleepState,
     StepFinished,
     WakeEngine,
 )
@@ -207,9 +207,9 @@ class SchedulerActor(Actor):
             self._had_waiting, self._room_reported_at = False, now
             await self.publish_lifecycle()
 
-    async def respond(self, request: SchedulerQuestion) -> ProbeReply | PrefixCacheReset | PauseState | SleepState:
+    async def respond(self, request: SchedulerQuestion) -> SchedulerAnswer:
         """The state of an attempt, as the engine knows it; how many blocks it has forgotten; whether it rests or
-        sleeps."""
+        sleeps; what it holds."""
         match request:
             case Probe():
                 return self.core.probe(request.request, request.attempt)
@@ -229,6 +229,8 @@ class SchedulerActor(Actor):
                 return self._sleep.state(self._ranks.world_size, serves=self.core.serves)
             case ReadSleepState():
                 return self._sleep.state(self._ranks.world_size, serves=self.core.serves)
+            case ReadPicture():
+                return engine_picture(self.core)
             case _:
                 assert_never(request)
 

@@ -20,7 +20,7 @@ from shared.ids import (
     TokenId,
 )
 from shared.messages.generation import Generation, TokenLogprobs
-from shared.messages.kv_events import ResetPrefixCache
+from shared.messages.kv_events import PrefixCacheReset, ResetPrefixCache
 from shared.messages.worker import SleepLevel
 
 
@@ -167,6 +167,11 @@ class SleepState(Struct, frozen=True, array_like=True, tag=True):
     """Ranks that are not asleep yet; of an engine that is to be awake 1 until it serves. 0: it has come to that."""
 
 
+class ReadPicture(Struct, frozen=True, array_like=True, tag=True):
+    """gateway → scheduler, each second while somebody looks at the engine: what does it hold, and what has it done
+    last? Answered by an `EnginePicture`."""
+
+
 SchedulerQuestion = (
     Probe
     | ResetPrefixCache
@@ -176,6 +181,7 @@ SchedulerQuestion = (
     | SleepEngine
     | WakeEngine
     | ReadSleepState
+    | ReadPicture
 )
 """What a scheduler is asked, and answers."""
 
@@ -191,6 +197,76 @@ class StepTiming(Struct, frozen=True, array_like=True, kw_only=True):
     sample: float
     answer: float = 0.0
     """From the end of the step until its result is handed to the bus; the next step runs meanwhile."""
+
+
+class BlockMap(Struct, frozen=True, array_like=True, kw_only=True):
+    """What the blocks of an engine's KV memory are used for."""
+
+    total: Count
+    free: Count
+    """Blocks that hold nothing of use."""
+    cached: Count
+    """Blocks that nobody uses, and that are found by what they hold."""
+    loading: Count
+    """Blocks in use that are being filled from a KV store or connector."""
+    every: Count
+    """`cells` has one of so many blocks, in the order of their numbers."""
+    cells: bytes
+    """A byte for each block that is shown: 0 free, 1 cached, 2 in use, 3 in use by several, 4 loading."""
+
+
+class StepPicture(Struct, frozen=True, array_like=True, kw_only=True):
+    """One step that an engine has finished."""
+
+    step: int
+    seconds: float
+    """Between its result and that before it, or its plan where that came later."""
+    prefill_tokens: Count
+    decode_tokens: Count
+    """Those of drafts included."""
+    prefills: Count
+    """Sequences whose prompts it computed."""
+    decodes: Count
+    drafted: Count
+    accepted: Count
+    timing: StepTiming
+    """On the rank that samples."""
+
+
+class SequencePicture(Struct, frozen=True, array_like=True, kw_only=True):
+    """One request inside an engine; nothing of its texts."""
+
+    request: RequestId
+    phase: str
+    arrival: float
+    """When a gateway took it, in Unix seconds."""
+    priority: int
+    prompt_tokens: Count
+    computed_tokens: Count
+    """How many of its tokens have been planned."""
+    output_tokens: Count
+    cached_tokens: Count
+    """Prompt tokens that a cache held."""
+    blocks: Count
+
+
+class EnginePicture(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Reply to `ReadPicture`: what an engine holds, bounded, however much that is."""
+
+    blocks: BlockMap | None
+    """None while the engine has no workers; then all below is empty."""
+    block_size: Count = 0
+    max_batch_tokens: Count = 0
+    """The budget of a step."""
+    steps: tuple[StepPicture, ...] = ()
+    """The last ones, oldest first."""
+    waiting: tuple[SequencePicture, ...] = ()
+    """The first in the order in which they are served, then those that wait beside the queue."""
+    running: tuple[SequencePicture, ...] = ()
+    queued: Count = 0
+    """All that wait."""
+    computing: Count = 0
+    """All that run."""
 
 
 class SampledTokens(Struct, frozen=True, array_like=True, gc=False):
@@ -293,5 +369,8 @@ class GrammarCompiled(Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
     """Why it cannot be compiled, and where, in words for the client; None if it is ready."""
     fault: GrammarFault = "refused"
 
+
+SchedulerAnswer = ProbeReply | PrefixCacheReset | PauseState | SleepState | EnginePicture
+"""And what it answers."""
 
 WorkerResult = StepFinished | StepMissed | TransferProgress | GrammarCompiled

@@ -7,14 +7,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
-
-import msgspec
 
 from services.gateway.console.document import MAX_REQUESTS, stack_document
+from services.gateway.console.engine_feed import EngineFeed
 from services.gateway.console.merge_patch import JsonObject, merge_patch
 from services.gateway.console.overview import overview_of
 from services.gateway.console.stack_view import StackView
+from services.gateway.console.viewer import ConsoleViewer, ViewerConnection, event_bytes
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from shared import topics
@@ -31,48 +30,6 @@ ANSWERED = 0.6
 """Seconds in which every process says how it is, when asked."""
 MAX_VIEWERS = 32
 """Further ones are refused."""
-MAX_UNREAD = 2**20
-"""Bytes that a viewer may leave unread; beyond it its connection is closed, and its page asks again."""
-
-
-class ViewerConnection(Protocol):
-    """What is needed of a viewer's connection."""
-
-    def write_chunk(self, data: bytes) -> None:
-        """Writes a part of the response."""
-
-    def unread(self) -> int:
-        """Returns the bytes that the client has left unread."""
-
-    def abort(self) -> None:
-        """Closes the connection at once."""
-
-
-class ConsoleViewer:
-    """Owns one page's connection. A patch goes to those that have the document that it changes."""
-
-    def __init__(self, connection: ViewerConnection) -> None:
-        self._connection = connection
-        self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Done when nothing more is written; whether the client may be told so."""
-        self.started = False
-        """Whether it has a document."""
-
-    def write(self, event: bytes) -> None:
-        """Writes an event, or gives the viewer up where it does not read."""
-        if self.ended.done():
-            return
-        if self._connection.unread() > MAX_UNREAD:
-            self._connection.abort()
-            self.end(told=False)
-            return
-        self.started = True
-        self._connection.write_chunk(event)
-
-    def end(self, *, told: bool) -> None:
-        """Writes no more. `told`: the connection is still there."""
-        if not self.ended.done():
-            self.ended.set_result(told)
 
 
 class ConsoleFeed:
@@ -92,6 +49,8 @@ class ConsoleFeed:
         self._bus, self._table, self._peers = bus, table, peers
         self.interval, self._clock, self._wall = interval, clock, wall
         self._viewers: set[ConsoleViewer] = set()
+        self.engines = EngineFeed(bus, interval)
+        """What pages that look into an engine see."""
         self._looked_at = asyncio.Event()
         self._document: JsonObject = {}
         """What viewers that have started have; empty before the first."""
@@ -108,12 +67,16 @@ class ConsoleFeed:
         """Whether somebody looks."""
         return bool(self._viewers)
 
+    def has_engine(self, engine: str) -> bool:
+        """Whether an engine of this name lives and serves, or has just done."""
+        return any(life.instance == engine for life in self._table.cluster.engines())
+
     def add(self, connection: ViewerConnection) -> ConsoleViewer:
         """Takes a viewer, whose response has been started; it begins with the whole document."""
         viewer = ConsoleViewer(connection)
         self._viewers.add(viewer)
         if self._document:
-            viewer.write(_event(b"snapshot", self._document))
+            viewer.write(event_bytes(b"snapshot", self._document))
         self._looked_at.set()
         return viewer
 
@@ -125,6 +88,7 @@ class ConsoleFeed:
         """Ends all viewers' streams, as the gateway is stopping."""
         for viewer in self._viewers:
             viewer.end(told=True)
+        self.engines.stop()
 
     async def run(self) -> None:
         """Follows the stack whenever somebody looks."""
@@ -165,14 +129,14 @@ class ConsoleFeed:
     def _send(self, view: StackView, overviews: Mapping[GatewayId, GatewayOverview]) -> None:
         document = self._compute(view, overviews)
         patch = merge_patch(self._document, document)
-        event = _event(b"patch", patch)
+        event = event_bytes(b"patch", patch)
         self._document = document
         whole: bytes | None = None
         for viewer in self._viewers:
             if viewer.started:
                 viewer.write(event)
             else:
-                whole = whole or _event(b"snapshot", document)
+                whole = whole or event_bytes(b"snapshot", document)
                 viewer.write(whole)
 
     def _compute(self, view: StackView, overviews: Mapping[GatewayId, GatewayOverview]) -> JsonObject:
@@ -188,7 +152,3 @@ class ConsoleFeed:
             gateway=self._peers.own,
             not_serving=table.not_serving(),
         )
-
-
-def _event(name: bytes, data: JsonObject) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name, msgspec.json.encode(data))

@@ -21,7 +21,13 @@ from services.scheduler.core.planning.prefill_budget import PrefillBudget
 from services.scheduler.core.planning.speculation import SpeculationBudget
 from services.scheduler.core.planning.step_builder import StepBuilder, new_sequence
 from services.scheduler.core.planning.step_regression import StepRegressions
-from services.scheduler.core.planning.step_timing import ExpectedResult, MissedPlan, StepsInFlight
+from services.scheduler.core.planning.step_timing import (
+    RECENT_STEPS,
+    ExpectedResult,
+    FinishedStep,
+    MissedPlan,
+    StepsInFlight,
+)
 from services.scheduler.core.queue.grammars import Grammars
 from services.scheduler.core.results.outbox import EngineOutbox
 from services.scheduler.core.results.requests import EngineRequests, RequestValidator
@@ -119,6 +125,8 @@ class EpochState:
         self._plans_ahead = self.limits.plans_ahead
         self._sent: deque[StepPlan] = deque()
         """The plans in flight, oldest first."""
+        self.recent_steps: deque[FinishedStep] = deque(maxlen=RECENT_STEPS)
+        """The last finished ones, oldest first; only this class writes it."""
         self._last_missed: int | None = None
         self._sendings = 0
         """How often the plan of step `_last_missed` was sent again."""
@@ -174,7 +182,7 @@ class EpochState:
             self.hand_overs.start(sequence)
         tokens = self.limits.max_batch_tokens - step.budget - step.withheld
         prefills = len(step.work) > step.decodes
-        number = self.steps.issue(ExpectedResult(step.samples, tokens, step.extras, prefills), now)
+        number = self.steps.issue(ExpectedResult(step.samples, tokens, step.extras, prefills, step.decodes), now)
         plan = StepPlan(
             epoch=self.steps.epoch,
             step=number,
@@ -250,7 +258,13 @@ class EpochState:
         self.step_times.record(expected.tokens, used, steps.last_seconds, prefills=expected.prefills)
         if expected.prefills:
             self.costs.record_step(expected.tokens, steps.last_seconds)
-        self._sent.popleft()
+        work = self._sent.popleft().work
+        self.recent_steps.append(
+            FinishedStep(
+                *(result.step, work, expected.decodes, steps.last_seconds),
+                *(result.timing, result.drafted, result.accepted),
+            )
+        )
         if self.transfers.in_flight:
             self.transfers.finish_step(result.step, now)
         self._results.record(result, expected, now)

@@ -185,3 +185,49 @@ async def test_it_can_be_switched_off(memory_bus: MemoryBus) -> None:
     async with gateway_stack(memory_bus, console=False) as stack:
         for path in ("/console", "/console/main.js", "/console/events"):
             assert (await stack.http.get(path)).status_code == 404
+
+
+@asynccontextmanager
+async def engine_viewer(stack: GatewayStack) -> AsyncIterator[list[tuple[str, Any]]]:
+    """What a page sees of `engine-1`, as it comes."""
+    seen: list[tuple[str, Any]] = []
+
+    async def read(response: httpx2.Response) -> None:
+        async for line in response.aiter_lines():
+            name, _, data = line.partition(": ")
+            if name == "event":
+                seen.append((data, None))
+            elif name == "data":
+                seen[-1] = seen[-1][0], json.loads(data)
+
+    async with stack.http.stream("GET", "/console/engines/engine-1") as response:
+        assert response.status_code == 200
+        reading = asyncio.create_task(read(response))
+        try:
+            yield seen
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+
+async def test_an_engine_is_asked_once_for_all_and_only_while_somebody_looks(stack: GatewayStack) -> None:
+    feed = stack.gateway.console.engines
+    feed.interval = 0.2
+    assert feed.asked == 0
+    async with engine_viewer(stack) as one, engine_viewer(stack) as other:
+        await eventually(lambda: len(one) >= 4 and len(other) >= 4)
+        name, picture = one[0]
+        assert (name, picture["engine"], picture["blocks"]["cells"]) == ("engine", "engine-1", "01234")
+        assert picture["steps"][0]["timing"]["forward"] == 0.25
+        assert feed.asked <= max(len(one), len(other)) + 1
+        await stack.ring.probes.stop()
+        await eventually(lambda: one[-1][0] == "trouble")
+    await eventually(lambda: not feed.watched)
+    asked = feed.asked
+    await asyncio.sleep(3 * feed.interval)
+    assert feed.asked == asked
+
+
+async def test_an_unknown_engine_is_named(stack: GatewayStack) -> None:
+    answer = await stack.http.get("/console/engines/engine-9")
+    assert (answer.status_code, "engine-9" in answer.text) == (404, True)

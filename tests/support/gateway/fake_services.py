@@ -32,7 +32,17 @@ from shared.messages.gateway import (
     StreamOpened,
 )
 from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Phase, Service, TokenizerReport
-from shared.messages.scheduler import Cancel, Probe, ProbeReply, SchedulerControl
+from shared.messages.scheduler import (
+    BlockMap,
+    Cancel,
+    EnginePicture,
+    Probe,
+    ProbeReply,
+    ReadPicture,
+    SchedulerControl,
+    StepPicture,
+    StepTiming,
+)
 from shared.messages.tokenizer import (
     ChatPrompt,
     Decode,
@@ -55,6 +65,25 @@ CARD = ModelCard(
 )
 WORDS = ("Paris", " is", " the", " capital", " of", " France", ".", " Ünïcödé", ' \u2028"quoted"\n', " 🎉")
 """What the model says, over and over: token i is word i modulo their number."""
+
+PICTURE = EnginePicture(
+    blocks=BlockMap(total=5, free=1, cached=1, loading=1, every=1, cells=bytes(range(5))),
+    block_size=16,
+    steps=(
+        StepPicture(
+            step=3,
+            seconds=1.0,
+            prefill_tokens=5,
+            decode_tokens=2,
+            prefills=1,
+            decodes=2,
+            drafted=0,
+            accepted=0,
+            timing=StepTiming(wait=0.0, prepare=0.125, forward=0.25, sample=0.125),
+        ),
+    ),
+)
+"""What the engine says of its inside."""
 
 IDENTITY: dict[Service, str] = {
     "tokenizer": "tokenizer-1",
@@ -115,7 +144,7 @@ class FakeRing:
         self.intake = await self.bus.subscribe(topics.tokenize(MODEL), self._tokenize)
         await self.bus.serve(topics.tokenizer_requests(MODEL), self._question)
         await self.bus.subscribe(topics.engine_control(ENGINE), self._control)
-        await self.bus.serve(topics.engine_probes(ENGINE), self._probe)
+        self.probes = await self.bus.serve(topics.engine_probes(ENGINE), self._probe)
         await self.bus.subscribe(topics.withdrawals(), self._withdraw)
         await self.announce()
         self._spawn(self._heartbeat())
@@ -201,7 +230,9 @@ class FakeRing:
         if isinstance(message, Withdraw):
             self.withdrawn.add(message.request)
 
-    async def _probe(self, probe: Probe) -> ProbeReply:
+    async def _probe(self, probe: Probe | ReadPicture) -> ProbeReply | EnginePicture:
+        if isinstance(probe, ReadPicture):
+            return PICTURE
         self.seen.append(probe)
         produced = self.running.get(probe.request)
         return ProbeReply("unknown", 0) if produced is None else ProbeReply("running", produced)

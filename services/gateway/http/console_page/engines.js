@@ -2,11 +2,12 @@
 
 import { html } from "./preact.js";
 import { bytes, counted, duration, milliseconds, number, percent } from "./format.js";
+import { EngineInside } from "./engine_inside.js";
 import { Empty, Figure, Meter, Phase, Section, Spark, Stack } from "./parts.js";
 
 const STEP_PARTS = ["wait", "prepare", "forward", "sample", "answer"];
 
-export function Engines({ state, history }) {
+export function Engines({ state, history, headers }) {
   const engines = Object.entries(state.engines ?? {});
   const stores = Object.entries(state.stores ?? {});
   return html`
@@ -16,6 +17,7 @@ export function Engines({ state, history }) {
         ${engines.map(([name, engine]) => html`<${Engine} key=${name} name=${name} engine=${engine} history=${history[name] ?? []} />`)}
       </div>
     </${Section}>
+    ${engines.length > 0 && html`<${EngineInside} state=${state} headers=${headers} />`}
     ${stores.length > 0 && html`<${Section} title="KV stores" id="stores-title"><div class="engines">${stores.map(([name, store]) => html`<${Store} key=${name} name=${name} store=${store} />`)}</div></${Section}>`}
     <${Section} title="Open requests" id="requests-title">
       <${Requests} state=${state} />

@@ -6,7 +6,7 @@ import { Engines } from "./engines.js";
 import { counted, number } from "./format.js";
 import { Latency } from "./latency.js";
 import { Playground } from "./playground.js";
-import { follow } from "./stream.js";
+import { followDocument } from "./stream.js";
 import { Topology } from "./topology.js";
 
 const VIEWS = {
@@ -40,7 +40,7 @@ function Console() {
       setHistory((known) => extended(known, document));
       setBegan((known) => known ?? document.latency ?? {});
     };
-    follow(authorization(key), ending.signal, take, setTrouble);
+    followDocument(authorization(key), ending.signal, take, setTrouble);
     return () => ending.abort();
   }, [key]);
 

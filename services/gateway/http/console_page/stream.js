@@ -48,29 +48,34 @@ export async function refusal(response) {
   return body?.error?.message ?? `${response.status} ${response.statusText}`;
 }
 
+/** Follows the document of `/console/events`; `onDocument(document)` gets each state of it. */
+export function followDocument(headers, signal, onDocument, onTrouble) {
+  let document = {};
+  const take = (event, data) => onDocument((document = event === "snapshot" ? data : patched(document, data)));
+  return follow("console/events", headers, signal, take, onTrouble);
+}
+
 /**
- * Follows `/console/events` until `signal` aborts, and connects again where the stream ends or falls silent.
- * `onDocument(document)` gets each state; `onTrouble({status, text})` whatever is in the way, null where it is gone.
+ * Follows a stream of this server until `signal` aborts, and connects again where it ends or falls silent.
+ * `onEvent(event, data)` gets each event; `onTrouble({status, text})` whatever is in the way, null where it is gone.
  */
-export async function follow(headers, signal, onDocument, onTrouble) {
+export async function follow(path, headers, signal, onEvent, onTrouble) {
   while (!signal.aborted) {
     const attempt = new AbortController();
     const stop = () => attempt.abort();
     signal.addEventListener("abort", stop);
     let silence = setTimeout(stop, SILENCE_MS);
     try {
-      const response = await fetch("console/events", { headers, signal: attempt.signal, cache: "no-store" });
+      const response = await fetch(path, { headers, signal: attempt.signal, cache: "no-store" });
       if (!response.ok) {
         onTrouble({ status: response.status, text: await refusal(response) });
         if (response.status === 401 || response.status === 403) return;
       } else {
-        let document = {};
         for await (const { event, data } of events(response)) {
           clearTimeout(silence);
           silence = setTimeout(stop, SILENCE_MS);
-          document = event === "snapshot" ? JSON.parse(data) : patched(document, JSON.parse(data));
           onTrouble(null);
-          onDocument(document);
+          onEvent(event, JSON.parse(data));
         }
         onTrouble({ status: 0, text: "The stream ended. Connecting again …" });
       }

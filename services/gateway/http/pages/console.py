@@ -4,7 +4,9 @@ nothing of the stack: everybody may load it, and what it asks for then needs an 
 from __future__ import annotations
 
 from services.gateway.api.errors import RequestError, abbreviated
+from services.gateway.console.engine_feed import MAX_VIEWERS_OF_ENGINES
 from services.gateway.console.feed import MAX_VIEWERS, ConsoleFeed
+from services.gateway.console.viewer import ConsoleViewer
 from services.gateway.http.call import Call
 from services.gateway.http.generation import EVENT_STREAM, STREAM_HEADERS
 from services.gateway.http.pages.static_files import HTML, StaticFiles
@@ -20,6 +22,7 @@ ASSETS = {
     "parts.js": SCRIPT,
     "topology.js": SCRIPT,
     "engines.js": SCRIPT,
+    "engine_inside.js": SCRIPT,
     "latency.js": SCRIPT,
     "histogram.js": SCRIPT,
     "act.js": SCRIPT,
@@ -76,3 +79,23 @@ class Console:
         finally:
             call.connection.on_lost = None
             self._feed.remove(viewer)
+
+    async def engine(self, call: Call) -> None:
+        """`/console/engines/NAME`: server-sent events, `engine` each second: what it holds, and its last steps. It is
+        asked only as long as somebody reads this. Raises RequestError 404; 503 where too many look already."""
+        engine = call.scope["path_params"]["engine"]
+        if not self._feed.has_engine(engine):
+            raise RequestError(404, f"there is no engine {abbreviated(engine)}")
+        if self._feed.engines.full:
+            raise RequestError(503, f"{MAX_VIEWERS_OF_ENGINES} pages look into engines already", retry_after=5.0)
+        await call.start(200, EVENT_STREAM, STREAM_HEADERS)
+        viewer = ConsoleViewer(call.connection)
+        call.connection.on_lost = lambda: viewer.end(told=False)
+        try:
+            if call.connection.is_closing():
+                return
+            await self._feed.engines.follow(engine, viewer)
+            if viewer.ended.result():
+                await call.end()
+        finally:
+            call.connection.on_lost = None

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from services.scheduler.core.events import RankProgress
 from shared.ids import Incarnation, SequenceId
+from shared.messages.scheduler import StepTiming
+from shared.messages.worker import SequenceWork
 from shared.reliability.step_times import StepTimes, deadline_of
 
 MIN_REPORT_INTERVAL = 0.4
@@ -23,13 +25,32 @@ MIN_DELAY = 0.001
 
 
 class ExpectedResult(NamedTuple):
-    """What is known of a step in flight: how many sequences draw a token, how many tokens it computes at most, and how
-    many extra tokens each sequence may yield."""
+    """What is known of a step in flight: how many sequences draw a token, how many tokens it computes at most, how
+    many extra tokens each sequence may yield, and how many sequences decode in it."""
 
     samples: int
     tokens: int
     extras: Mapping[SequenceId, int]
     prefills: bool
+    decodes: int = 0
+
+
+RECENT_STEPS = 48
+"""Finished steps that an epoch remembers, to be looked at."""
+
+
+class FinishedStep(NamedTuple):
+    """A step that was finished, as little of it as can be noted in a microsecond."""
+
+    step: int
+    work: tuple[SequenceWork, ...]
+    decodes: int
+    """The first of `work` are decodes."""
+    seconds: float
+    timing: StepTiming
+    drafted: int
+    accepted: tuple[int, ...]
+    """As in `StepFinished`."""
 
 
 class MissedPlan(NamedTuple):
