@@ -83,6 +83,17 @@ class ServiceConfig(Struct, frozen=True, kw_only=True):
         UpOption("Run"),
         ContainerVariable(),
     ] = 1.0
+    trace_history: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="Spans of the last requests that a process remembers, for `baton trace` and the console, with "
+            "or without a collector; 0: none.",
+        ),
+        UpOption("Run"),
+        ContainerVariable(),
+    ] = 2048
     metrics_host: Annotated[str, Meta(description="Address of the Prometheus endpoint.")] = "127.0.0.1"
     metrics_port: Annotated[
         Port | None, Meta(description="Port of the Prometheus endpoint; 0 picks one, none switches it off.")

@@ -76,6 +76,7 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.heartbeat_interval,     ("coordinator",),                                 ACTORS),
     TopicRights(topics.instance_control,   ("coordinator", "supervisor"),                    ACTORS),
     TopicRights(topics.name_claims,        ACTORS,                                           ACTORS),
+    TopicRights(topics.span_requests,      ("gateway", "operator"),                          ACTORS),
     TopicRights(topics.rank_assignments,   ("supervisor",),                                  ("supervisor",)),
     TopicRights(topics.rank_status,        ("supervisor",),                                  ("supervisor",)),
     TopicRights(topics.host_reports,       ("supervisor",),                                  ("supervisor",)),

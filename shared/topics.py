@@ -212,6 +212,11 @@ def name_claims(instance: InstanceId) -> Topic[lifecycle.NameClaim]:
     return Topic(f"instance.{instance}.claim", lifecycle.NameClaim)
 
 
+def span_requests(instance: InstanceId) -> Topic[gateway.ReadSpans]:
+    """gateway, operator → an instance, answered with what it has done for a request: `SpansFound`."""
+    return Topic(f"instance.{instance}.spans", gateway.ReadSpans)
+
+
 def rank_assignments() -> Topic[supervisor.RankAssignment]:
     """first host's supervisor → the other hosts' supervisors: which ranks shall run. Once a second, and on changes."""
     return Topic("supervisor.ranks.wanted", supervisor.RankAssignment)

@@ -85,6 +85,11 @@ COMMANDS: Mapping[str, Listed] = {
         "deploy.cli.logs",
         "Show the services' log lines, merged in time order. Works on a stack that has ended, too.",
     ),
+    "trace": Listed(
+        OPERATE,
+        "deploy.cli.top.trace",
+        "Follow one request through the services, hop by hop with times: an open one, or one that ended a while ago.",
+    ),
     "drain": Listed(OPERATE, "deploy.cli.operate", "Let an instance finish its open requests and accept no new ones."),
     "undrain": Listed(OPERATE, "deploy.cli.operate", "Let a drained instance accept requests again."),
     "scale": Listed(OPERATE, "deploy.cli.operate", "Start or stop instances: baton scale tokenizer=3."),

@@ -24,7 +24,7 @@ from shared.messages.lifecycle import DetokenizerReport, Lifecycle
 from shared.messages.scheduler import Cancel, Probe, ProbeReply, StopMatched, TokenBatchLost
 from shared.registry import InstanceGone, Registry
 from shared.telemetry.metrics import PublishedTotals
-from shared.telemetry.tracing import TRACING
+from shared.telemetry.tracing import TRACING, OpenSpan, trace_id_of
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ class DetokenizerActor(Actor):
         self._totals = PublishedTotals()
         self._traced: dict[RequestId, tuple[str | None, float]] = {}
         """The context of each open stream that is traced, and when it was opened, in Unix seconds."""
+        self._most_traced = 1024
+        """Above so many, those that have ended unnoticed are dropped."""
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """Token batches, and the heartbeats of engines and gateways.
@@ -70,6 +72,14 @@ class DetokenizerActor(Actor):
         """
         peers = [TopicSubscription(topics.lifecycles("scheduler")), TopicSubscription(topics.lifecycles("gateway"))]
         return [TopicSubscription(topics.detokenizer_tokens(self._id)), *peers]
+
+    def open_spans(self, trace_id: str) -> list[OpenSpan]:
+        """The streams of a trace that have not ended."""
+        return [
+            OpenSpan("detokenize", began)
+            for request, (context, began) in self._traced.items()
+            if context and trace_id_of(context) == trace_id and request in self.core.streams
+        ]
 
     async def handle(self, message: Any) -> None:
         """One message to the core, and what the core answers to the bus. Raises TypeError for a message that no topic
@@ -174,8 +184,9 @@ class DetokenizerActor(Actor):
                     assert_never(action)
 
     def _follow(self, opened: OpenStream) -> None:
-        """Those whose streams have ended otherwise are followed no longer."""
-        self._traced = {request: traced for request, traced in self._traced.items() if request in self.core.streams}
+        if len(self._traced) >= self._most_traced:
+            self._traced = {request: traced for request, traced in self._traced.items() if request in self.core.streams}
+            self._most_traced = max(1024, 2 * len(self._traced))
         self._traced[opened.request] = opened.trace, time.time()
 
     def _record_span(self, request: RequestId, finish: FinishReason) -> None:

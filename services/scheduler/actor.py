@@ -73,6 +73,7 @@ from shared.messages.scheduler import (
 from shared.messages.worker import SleepLevel, StepPlan
 from shared.registry import InstanceGone, Registry
 from shared.telemetry.metrics import PublishedTotals
+from shared.telemetry.tracing import OpenSpan
 
 log = logging.getLogger(__name__)
 
@@ -273,6 +274,10 @@ class SchedulerActor(Actor):
     def engine_report(self) -> EngineReport | None:
         """The engine's load, for coordinators; None while there are no workers."""
         return self.core.report()
+
+    def open_spans(self, trace_id: str) -> list[OpenSpan]:
+        """The stages that requests of a trace are in."""
+        return self._request_log.open_stages(trace_id)
 
     def sleep_report(self) -> SleepReport | None:
         """Whether the engine sleeps."""

@@ -14,7 +14,7 @@ from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.scheduler import GenerateRequest
 from shared.messages.worker import StepPlan
-from shared.telemetry.tracing import TRACING, Attribute
+from shared.telemetry.tracing import TRACING, Attribute, OpenSpan, trace_id_of
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ _SECONDS = {
 class RequestStage:
     """The stage that a request is in: one follows the other without a gap."""
 
-    __slots__ = ("_began", "_context", "decodes", "name", "prompt", "request", "sequence")
+    __slots__ = ("began", "context", "decodes", "name", "prompt", "request", "sequence")
 
     def __init__(self, generate: GenerateRequest, sequence: SequenceId) -> None:
         self.request, self.sequence = generate.generation.request, sequence
-        self._context = generate.generation.trace
+        self.context = generate.generation.trace
         self.name = "queue" if generate.handed is None else "kv_load"
-        self._began = time.time()
+        self.began = time.time()
         self.decodes = generate.handed is not None
         """Whether its prompt has been computed elsewhere."""
         self.prompt: dict[str, int] = {}
@@ -45,9 +45,9 @@ class RequestStage:
         """Records the stage that ends, and begins the next one."""
         now = time.time()
         if (seconds := _SECONDS.get(self.name)) is not None:
-            seconds.observe(max(0.0, now - self._began))
-        TRACING.record(self.name, self._context, self._began, now, engine=engine, **attributes)
-        self.name, self._began = name, now
+            seconds.observe(max(0.0, now - self.began))
+        TRACING.record(self.name, self.context, self.began, now, engine=engine, **attributes)
+        self.name, self.began = name, now
 
 
 class RequestLog:
@@ -62,6 +62,11 @@ class RequestLog:
         """Those that wait for their first token."""
         self._most = 1024
         """Above so many, those that have ended unnoticed are dropped."""
+
+    def open_stages(self, trace_id: str) -> list[OpenSpan]:
+        """Returns in which stages the requests of a trace are."""
+        stages = (stage for stage in self._open.values() if stage.context and trace_id_of(stage.context) == trace_id)
+        return [OpenSpan(stage.name, stage.began) for stage in stages]
 
     def arrived(self, generate: GenerateRequest, held: Mapping[RequestId, Sequence]) -> None:
         """The core has decided on a request. `held`: those that have not ended."""

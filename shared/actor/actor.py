@@ -22,6 +22,7 @@ from shared.messages.lifecycle import (
     WorkerReport,
 )
 from shared.reliability.transitions import extend_history
+from shared.telemetry.tracing import OpenSpan
 from shared.topics import Topic, lifecycle_of
 
 M = TypeVar("M")
@@ -140,6 +141,10 @@ class Actor:
     def load(self) -> int:
         """Unfinished requests, for `baton ps`."""
         return 0
+
+    def open_spans(self, trace_id: str) -> Sequence[OpenSpan]:
+        """What it is doing for the requests of a trace just now."""
+        return ()
 
     def lifecycle_topic(self) -> Topic[Lifecycle]:
         """Where its lifecycle messages go: by its name, or by what others choose it by who need not hear all."""

@@ -21,6 +21,7 @@ from shared.bus import Bus, BusError, Subscription, Undelivered
 from shared.bus.nats_bus import connect
 from shared.config import ServiceConfig
 from shared.ids import Incarnation, InstanceId
+from shared.messages.gateway import ReadSpans, SpansFound
 from shared.messages.lifecycle import (
     HEARTBEAT_SECONDS,
     KEEP_ALIVE_SECONDS,
@@ -42,7 +43,8 @@ from shared.telemetry.logs import set_up_logs
 from shared.telemetry.metrics import HANDLED, HEARTBEAT_AGE, PHASE, UNDELIVERED, metrics_server
 from shared.telemetry.startup import STARTUP, process_age
 from shared.telemetry.tracing import TRACING, TracingUnavailable
-from shared.topics import heartbeat_interval, instance_control, lifecycle_requests, name_claims
+from shared.topics import heartbeat_interval, instance_control, lifecycle_requests, name_claims, span_requests
+from shared.traces.request_trace import RECORDERS, spans_found
 
 log = logging.getLogger(__name__)
 
@@ -179,10 +181,16 @@ class ActorRuntime:
         log.warning("another process wants this name", extra={"incarnation": claim.incarnation})
         return NameHolder(self.incarnation, os.getpid(), socket.gethostname())
 
+    async def _find_spans(self, request: ReadSpans) -> SpansFound:
+        """What is remembered of the request, and what is under way."""
+        return spans_found(TRACING, request.name, self.actor.open_spans)
+
     async def _subscribe_all(self) -> None:
         self._internal.append(await self._bus.subscribe(instance_control(self.actor.instance), self._inbox.put))
         self._internal.append(await self._bus.subscribe(lifecycle_requests(), self._record_request))
         self._internal.append(await self._bus.subscribe(heartbeat_interval(), self._record_interval))
+        if self.actor.service in RECORDERS:
+            self._internal.append(await self._bus.serve(span_requests(self.actor.instance), self._find_spans))
         for subscription in self.actor.subscriptions():
             if not subscription.intake:
                 self._internal.append(await self._subscribe(subscription))
@@ -385,6 +393,7 @@ def run_service(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[
     if (age := process_age()) is not None:
         STARTUP.record("process", age)
     set_up_logs(service, config.instance, config.log_level)
+    TRACING.remember(config.trace_history)
     if config.otlp_traces_endpoint is not None:
         try:
             TRACING.set_up(service, config.instance, config.otlp_traces_endpoint, config.trace_sample_rate)

@@ -278,6 +278,37 @@ class RequestsAborted(Struct, frozen=True, array_like=True, tag=True):
     responses: tuple[str, ...]
 
 
+class ReadSpans(Struct, frozen=True, array_like=True, tag=True):
+    """gateway, operator → any process: what have you done for this request? Answered by a `SpansFound`."""
+
+    name: str
+    """The id of the trace; gateways know its request by its response's id, too, or by the client's own."""
+
+
+class SpanFound(Struct, frozen=True, array_like=True, kw_only=True):
+    """Something that a process has done for a request, or is doing."""
+
+    name: str
+    begun: float
+    """In Unix seconds."""
+    ended: float | None
+    """None: it is under way."""
+    attributes: dict[str, str | int | float | bool]
+
+
+MAX_SPANS_FOUND = 256
+"""Spans of one process in an answer: a request has some for each sequence and attempt."""
+
+
+class SpansFound(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `ReadSpans`."""
+
+    trace_id: str | None
+    """None: it knows of no such request."""
+    spans: tuple[SpanFound, ...] = ()
+    """The newest, at most `MAX_SPANS_FOUND`."""
+
+
 class ReadOverview(Struct, frozen=True, array_like=True, tag=True):
     """gateway → another gateway, each second while somebody looks at the console: which responses are open, and how
     long have clients waited? Answered by a `GatewayOverview`."""
@@ -300,6 +331,19 @@ class ResponseOverview(Struct, frozen=True, array_like=True, kw_only=True):
     prompt_tokens: int
     tokens: int
     attempts: int
+
+
+class EndedResponse(Struct, frozen=True, array_like=True, kw_only=True):
+    """A response that ended a while ago; nothing of its texts."""
+
+    id: str
+    model: str
+    started: float
+    """In Unix seconds."""
+    ended: float
+    outcome: str
+    prompt_tokens: int
+    tokens: int
 
 
 LatencyName = Literal["ttft", "itl", "tpot", "e2e"]
@@ -325,6 +369,8 @@ class GatewayOverview(Struct, frozen=True, array_like=True, tag=True):
     """Those that are open for longest."""
     open_responses: int
     latencies: tuple[LatencyCounts, ...]
+    ended: tuple[EndedResponse, ...] = ()
+    """Those that ended last, the newest first."""
 
 
 GatewayRequest = ReadMetrics | TakeStream | AbortRequests | ReadOverview

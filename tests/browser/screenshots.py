@@ -18,6 +18,7 @@ WINDOW = {"width": 1360, "height": 860}
 PICTURES: tuple[tuple[str, str, str, dict[str, int]], ...] = (
     ("topology", "topology", "light", WINDOW),
     ("engines", "engines", "dark", WINDOW),
+    ("requests", "requests", "light", WINDOW),
     ("latency", "latency", "light", WINDOW),
     ("playground", "playground", "dark", WINDOW),
     ("phone", "topology", "light", PHONE),
@@ -65,6 +66,9 @@ def main(url: str, folder: Path) -> None:
             else:
                 load(url, 8)
                 page.wait_for_timeout(7000)
+            if view == "requests":
+                page.locator("section", has_text="Ended last").get_by_role("button", name="Follow").nth(3).click()
+                page.wait_for_selector("[data-hop=detokenize]")
             path = folder / f"console-{name}.png"
             page.screenshot(path=path)
             Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)

@@ -12,7 +12,7 @@ import pytest
 from tests.browser.chromium import PHONE, WatchedPage, chromium
 from tests.support.cluster.stack import RunningStack, running_stack
 
-VIEWS = ("topology", "engines", "latency", "act", "playground")
+VIEWS = ("topology", "engines", "requests", "latency", "act", "playground")
 PATIENCE = 60_000
 """Milliseconds that a page may take to show what it must; a slow machine needs many."""
 
@@ -53,6 +53,31 @@ def shown(page: Any, instance: str, phase: str) -> Any:
 def view(page: Any, name: str) -> None:
     page.click(f'nav a[href="#{name}"]')
     page.wait_for_selector(f'nav a[href="#{name}"][aria-current="page"]')
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_that_keeps_people_out(browser: Any, stack: RunningStack, scheme: str) -> None:
+    """Names, roles, order of headings, contrast of 4.5 : 1 and the rest of axe-core's rules for WCAG 2.2 AA."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python").Axe()
+    watched = WatchedPage(browser, stack.url, color_scheme=scheme)
+    page = watched.open("topology")
+    ask(stack, max_tokens=3)
+    for name in VIEWS:
+        view(page, name)
+        page.wait_for_selector("main section")
+        if name == "engines":
+            page.wait_for_selector("[data-inside] canvas")
+        if name == "requests":
+            page.get_by_role("button", name="Follow cmpl-").first.click()
+            page.wait_for_selector("[data-hop=decode]")
+        found = axe.run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]})
+        assert found.violations_count == 0, f"{name}: {found.generate_report()}"
+    watched.close()
+
+
+def ask(stack: RunningStack, **fields: Any) -> Any:
+    body = {"model": stack.model, "prompt": "a", "ignore_eos": True, **fields}
+    return httpx2.post(f"{stack.url}/v1/completions", json=body, timeout=120).json()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -123,18 +148,56 @@ def test_a_pool_is_scaled(page: Any) -> None:
 
 def test_a_request_is_cancelled(page: Any, stack: RunningStack) -> None:
     answers: list[Any] = []
-
-    def ask() -> None:
-        body = {"model": stack.model, "prompt": "a", "max_tokens": 1900, "ignore_eos": True}
-        answers.append(httpx2.post(f"{stack.url}/v1/completions", json=body, timeout=120).json())
-
-    asking = threading.Thread(target=ask)
+    asking = threading.Thread(target=lambda: answers.append(ask(stack, max_tokens=1900)))
     view(page, "act")
     asking.start()
     page.get_by_role("button", name="Cancel cmpl-").first.click()
     page.get_by_text("is cancelled").wait_for()
     asking.join()
     assert answers[0]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_an_engine_is_looked_into_while_it_computes(page: Any, stack: RunningStack) -> None:
+    asking = threading.Thread(target=ask, args=(stack,), kwargs={"max_tokens": 1900})
+    asking.start()
+    view(page, "requests")
+    engine = page.locator("section", has_text="Open requests").locator("td", has_text="engine-").first.inner_text()
+    view(page, "engines")
+    page.get_by_role("radio", name=engine, exact=True).check()
+    page.locator(f"[data-inside={engine}] td", has_text="decoding").wait_for()
+    page.get_by_text("Tokens of each step").wait_for()
+    told = page.locator("[data-inside] canvas").get_attribute("aria-label")
+    assert told.startswith("KV memory as a map of blocks: ")
+    assert len(page.evaluate(COLOURS_OF_THE_MAP)) >= 2, "free blocks, and blocks that hold something"
+    view(page, "act")
+    page.get_by_role("button", name="Cancel cmpl-").first.click()
+    page.get_by_text("is cancelled").wait_for()
+    asking.join()
+
+
+COLOURS_OF_THE_MAP = """() => { const canvas = document.querySelector("[data-inside] canvas");
+  const pixels = new Uint32Array(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.buffer);
+  return [...new Set(pixels)].filter((pixel) => pixel !== 0) }"""
+
+
+def test_a_request_is_followed_on_its_way_while_it_is_open_and_afterwards(page: Any, stack: RunningStack) -> None:
+    view(page, "requests")
+    asking = threading.Thread(target=ask, args=(stack,), kwargs={"max_tokens": 400})
+    asking.start()
+    page.locator("section", has_text="Open requests").get_by_role("button", name="Follow cmpl-").first.click()
+    hops = page.locator("[data-followed] [data-hop]")
+    page.wait_for_selector('[data-hop="decode"] .hop.open')
+    asking.join()
+    page.wait_for_selector('[data-hop="decode"] .hop:not(.open)')
+    names = {row.get_attribute("data-hop") for row in hops.all()}
+    assert names == {"POST /v1/completions", "tokenize", "route", "queue", "prefill", "decode", "detokenize"}
+    page.get_by_text("outcome finished").wait_for()
+    followed = page.locator("[data-followed]").get_attribute("data-followed")
+    page.get_by_role("button", name="Close").click()
+    page.get_by_label("Id of a response").fill(followed)
+    page.get_by_role("button", name="Follow", exact=True).click()
+    page.wait_for_selector('[data-hop="prefill"]')
+    page.get_by_role("button", name="Close").click()
 
 
 def test_two_settings_answer_a_chat_token_by_token(page: Any, stack: RunningStack) -> None:

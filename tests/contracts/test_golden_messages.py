@@ -431,7 +431,14 @@ MESSAGES: list[Any] = [
         ),
         1,
         (gateway.LatencyCounts("m", "ttft", (0.1,), (2, 1), 0.5),),
+        (
+            gateway.EndedResponse(
+                id="cmpl-2", model="m", started=1.5, ended=2.5, outcome="finished", prompt_tokens=7, tokens=3
+            ),
+        ),
     ),
+    gateway.ReadSpans("cmpl-1"),
+    gateway.SpansFound("0a", (gateway.SpanFound(name="queue", begun=1.5, ended=None, attributes={"engine": "e"}),)),
     scheduler.PauseGeneration("all"),
     scheduler.ResumeGeneration(),
     scheduler.ReadPauseState(),

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.console.merge_patch import JsonObject, without_none
+from services.gateway.console.overview import MAX_ENDED_RESPONSES
 from services.gateway.console.stack_view import EndedInstance, StackView
 from shared.ids import GatewayId
 from shared.messages.gateway import GatewayOverview
@@ -42,6 +43,7 @@ def stack_document(
         "stores": {store.instance: _named(store) for store in figures.stores},
         "open_responses": sum(each.open_responses for each in overviews.values()),
         "requests": _requests(overviews),
+        "ended": _ended_responses(overviews),
         "latency": _latency(overviews.values()),
         "events": [event._asdict() for event in view.events],
     }
@@ -52,6 +54,13 @@ def _requests(overviews: Mapping[GatewayId, GatewayOverview]) -> JsonObject:
     shown = [(each, gateway) for gateway, overview in overviews.items() for each in overview.responses]
     shown.sort(key=lambda pair: pair[0].started)
     return {each.id: {**to_plain(each), "id": None, "gateway": gateway} for each, gateway in shown[:MAX_REQUESTS]}
+
+
+def _ended_responses(overviews: Mapping[GatewayId, GatewayOverview]) -> JsonObject:
+    shown = [(each, gateway) for gateway, overview in overviews.items() for each in overview.ended]
+    shown.sort(key=lambda pair: pair[0].ended, reverse=True)
+    newest = shown[:MAX_ENDED_RESPONSES]
+    return {each.id: {**to_plain(each), "id": None, "gateway": gateway} for each, gateway in newest}
 
 
 def _latency(overviews: Iterable[GatewayOverview]) -> JsonObject:

@@ -18,9 +18,10 @@ from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from shared import topics
 from shared.bus import Bus, BusError
-from shared.ids import GatewayId
+from shared.ids import GatewayId, InstanceId
 from shared.messages.gateway import GatewayOverview, ReadOverview
 from shared.messages.lifecycle import LifecycleRequest
+from shared.traces.request_trace import RequestTrace, request_trace
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,11 @@ class ConsoleFeed:
     def has_engine(self, engine: str) -> bool:
         """Whether an engine of this name lives and serves, or has just done."""
         return any(life.instance == engine for life in self._table.cluster.engines())
+
+    async def request(self, name: str) -> RequestTrace | None:
+        """Returns the way of a request, open or ended a while ago; None where no process remembers it."""
+        gateways = [self._peers.own, *self._peers.alive()]
+        return await request_trace(self._bus, name, map(InstanceId, gateways), self._table.cluster.instances())
 
     def add(self, connection: ViewerConnection) -> ConsoleViewer:
         """Takes a viewer, whose response has been started; it begins with the whole document."""

@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from services.gateway.api.response import GenerationResponse, prompt_tokens
 from services.gateway.core.open_request import OpenRequest
 from services.gateway.metrics import METERS
 from services.gateway.request_table import RequestTable
 from shared.ids import RequestId
-from shared.messages.gateway import GatewayOverview, ResponseOverview
+from shared.messages.gateway import EndedResponse, GatewayOverview, ResponseOverview
+from shared.telemetry.tracing import RESPONSE, TRACING
+
+MAX_ENDED_RESPONSES = 20
+"""Of those that have ended the newest are shown."""
 
 
 def overview_of(table: RequestTable, max_responses: int) -> GatewayOverview:
     """Returns what is open in this process, and its latencies."""
     responses = list(table.open_responses())
     oldest = oldest_responses(responses, table.open_requests(), max_responses)
-    return GatewayOverview(tuple(oldest), len(responses), tuple(METERS.latencies()))
+    return GatewayOverview(tuple(oldest), len(responses), tuple(METERS.latencies()), tuple(_ended()))
+
+
+def _ended() -> Iterator[EndedResponse]:
+    for span in TRACING.ended_requests(MAX_ENDED_RESPONSES):
+        told = span.attributes
+        yield EndedResponse(
+            id=str(told[RESPONSE]),
+            model=str(told.get("gen_ai.request.model", "")),
+            started=span.begun,
+            ended=span.ended,
+            outcome=str(told.get("baton.outcome", "refused")),
+            prompt_tokens=int(told.get("gen_ai.usage.input_tokens", 0)),
+            tokens=int(told.get("gen_ai.usage.output_tokens", 0)),
+        )
 
 
 def oldest_responses(

@@ -127,6 +127,10 @@ class ClusterView:
         lives = [life for life in self._registry.all("scheduler") if life.engine is not None]
         return sorted(lives, key=lambda life: life.instance)
 
+    def instances(self) -> list[InstanceId]:
+        """Returns the names of all services that live."""
+        return [life.instance for life in self._registry.all()]
+
     def _count_ready(self, life: Lifecycle | None, change: int) -> None:
         if life is not None and life.phase == "ready":
             kind = _kind(life)

@@ -228,6 +228,12 @@ class Call:
         """The context that its requests carry."""
         return None if self.span is None else self.span.context
 
+    def name_request(self, response: str) -> None:
+        """Its response has an id."""
+        self.record.request = response
+        if self.span is not None:
+            self.span.response = response
+
     def query(self) -> list[tuple[str, str]]:
         """Returns the names and values behind the path, in their order. How many there may be, the limit of a request's
         head says."""

@@ -29,7 +29,7 @@ from services.gateway.tokenizer_client import Reply
 from shared.messages.lifecycle import LoraCard, ModelCard
 from shared.messages.tokenizer import DecodeReply, EncodeReply
 from shared.packing import unpack
-from shared.telemetry.tracing import TRACING, RequestSpan
+from shared.telemetry.tracing import CLIENT_REQUEST, RESPONSE, TRACING, RequestSpan
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ def _end_span(span: RequestSpan, call: Call, path: str) -> None:
         "http.route": path,
         "http.response.status_code": record.status,
         "gen_ai.request.model": record.model,
-        "gen_ai.response.id": record.request,
+        RESPONSE: record.request,
+        CLIENT_REQUEST: call.client_id,
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.output_tokens": record.output_tokens,
         "baton.outcome": record.outcome,

@@ -86,7 +86,7 @@ class GeneratingEndpoint:
     def _log(
         self, call: Call, generation: GenerationRequest, header: ResponseHeader, last: EventId | None = None
     ) -> None:
-        call.record.request = header.id
+        call.name_request(header.id)
         extra = {
             "request": header.id,
             "client_request": call.client_id,

@@ -65,7 +65,7 @@ class PooledEndpoint:
             asked.prompt_field,
             "" if own is None else f"{_PREFIXES[self._kind]}-{own}",
         )
-        call.record.request = header.id
+        call.name_request(header.id)
         extra = {"request": header.id, "client_request": call.client_id, "endpoint": header.kind}
         log.info("request", extra={**extra, "model": header.model, "choices": generation.sequences, "stream": False})
         response = await table.open(generation, header, ResponseWriter(), [])

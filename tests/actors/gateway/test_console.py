@@ -19,6 +19,7 @@ from services.gateway.console.feed import MAX_VIEWERS
 from services.gateway.http.pages.console import ASSETS
 from services.gateway.metrics import METERS
 from shared.bus.memory_bus import MemoryBus
+from shared.telemetry.tracing import Tracing
 from tests.support.gateway.fake_services import MODEL, FakeRing, eventually
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
 from tests.unit.gateway.console.test_merge_patch import applied
@@ -231,3 +232,25 @@ async def test_an_engine_is_asked_once_for_all_and_only_while_somebody_looks(sta
 async def test_an_unknown_engine_is_named(stack: GatewayStack) -> None:
     answer = await stack.http.get("/console/engines/engine-9")
     assert (answer.status_code, "engine-9" in answer.text) == (404, True)
+
+
+async def test_a_request_is_followed_though_no_collector_wants_it(
+    stack: GatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remembering = Tracing()
+    remembering.remember(100)
+    for module in ("services.gateway.http.endpoints", "services.gateway.console.overview", "shared.actor.runtime"):
+        monkeypatch.setattr(f"{module}.TRACING", remembering)
+    headers = {"x-request-id": "mine"}
+    answer = await stack.http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}, headers=headers)
+    response = answer.json()["id"]
+    for name in (response, "mine"):
+        found = (await stack.http.get(f"/console/requests/{name}")).json()
+        ((hop,), trace) = found["hops"], found["trace"]
+        assert (hop["name"], hop["instance"], len(trace)) == ("POST /v1/completions", "gateway-1", 32)
+        assert hop["attributes"]["gen_ai.response.id"] == response
+    async with viewer(stack) as seen:
+        await eventually(lambda: response in seen.document.get("ended", {}))
+        assert seen.document["ended"][response]["outcome"] == "finished"
+    unknown = await stack.http.get("/console/requests/cmpl-9")
+    assert (unknown.status_code, "cmpl-9" in unknown.text) == (404, True)

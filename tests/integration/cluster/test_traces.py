@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -66,6 +68,26 @@ def test_spans_of_all_services_are_children_of_the_clients_span(stack: RunningSt
     begun = [by_name[name].began for name in order]
     assert begun == sorted(begun)
     assert all(root.began - 0.01 <= span.began <= span.ended for span in spans)
+
+
+def test_the_stack_itself_remembers_the_way_of_a_request(stack: RunningStack) -> None:
+    """Of one that no collector gets: the rate is 0."""
+    answer = ask(stack, None)
+    options = ("--json", "--run-dir", str(stack.run_dir))
+    asked = [sys.executable, "-m", "deploy.cli", "trace", answer.json()["id"], *options]
+    expected = {"tokenize", "route", "queue", "prefill", "hand_over", "kv_load", "decode", "detokenize"}
+    deadline = time.monotonic() + 60
+    while True:  # a span comes into a process's memory a moment after the client has its answer
+        found = json.loads(subprocess.run(asked, capture_output=True, check=True, text=True).stdout)
+        names = [hop["name"] for hop in found["hops"]]
+        if set(names) == {"POST /v1/completions", *expected}:
+            break
+        assert time.monotonic() < deadline, names
+    assert names[0] == "POST /v1/completions"
+    assert all(hop["ended"] >= hop["begun"] for hop in found["hops"])
+    asked[4] = "nobody's"
+    refused = subprocess.run(asked, capture_output=True, check=False, text=True)
+    assert (refused.returncode, "nobody's" in refused.stderr) == (1, True)
 
 
 def test_the_client_or_the_rate_decides_what_is_traced(stack: RunningStack, receiver: OtlpReceiver) -> None:

@@ -1,7 +1,7 @@
-// Each engine: its queue, KV memory, speed and where its steps' time goes; and the open requests with their ages.
+// Each engine: its queue, KV memory, speed and where its steps' time goes; one of them looked into.
 
 import { html } from "./preact.js";
-import { bytes, counted, duration, milliseconds, number, percent } from "./format.js";
+import { bytes, milliseconds, number, percent } from "./format.js";
 import { EngineInside } from "./engine_inside.js";
 import { Empty, Figure, Meter, Phase, Section, Spark, Stack } from "./parts.js";
 
@@ -19,9 +19,6 @@ export function Engines({ state, history, headers }) {
     </${Section}>
     ${engines.length > 0 && html`<${EngineInside} state=${state} headers=${headers} />`}
     ${stores.length > 0 && html`<${Section} title="KV stores" id="stores-title"><div class="engines">${stores.map(([name, store]) => html`<${Store} key=${name} name=${name} store=${store} />`)}</div></${Section}>`}
-    <${Section} title="Open requests" id="requests-title">
-      <${Requests} state=${state} />
-    </${Section}>
   `;
 }
 
@@ -73,33 +70,4 @@ function Store({ name, store }) {
       <${Figure} label="Hits" value=${percent(store.hit_rate)} />
     </dl>
   </article>`;
-}
-
-function Requests({ state }) {
-  const requests = Object.entries(state.requests ?? {})
-    .map(([id, each]) => ({ id, age: Math.max(0, state.time - each.started), ...each }))
-    .sort((one, other) => other.age - one.age);
-  if (requests.length === 0) return html`<${Empty}>No request is open.</${Empty}>`;
-  const queued = requests.filter((each) => each.state === "queued");
-  const more = state.open_responses > requests.length ? " The oldest are shown." : "";
-  return html`
-    <p class="note">
-      ${counted(state.open_responses, "response")}, ${queued.length} queued${queued.length ? `, the oldest for ${duration(queued[0].age)}` : ""}.${more}
-    </p>
-    <div class="scroll" tabindex="0" role="region" aria-labelledby="requests-title">
-      <table>
-        <thead><tr><th scope="col">Request</th><th scope="col">State</th><th scope="col">Engine</th><th scope="col" class="right">Age</th><th scope="col" class="right">Prompt</th><th scope="col" class="right">Tokens</th><th scope="col" class="right">Attempts</th></tr></thead>
-        <tbody>
-          ${requests.map(
-            (each) => html`<tr key=${each.id}>
-              <th scope="row"><code title=${each.id}>${each.id.slice(0, 20)}</code><small>${each.kind} · ${each.model} · ${each.gateway}</small></th>
-              <td>${each.state}</td><td>${each.engines.join(", ") || "–"}</td>
-              <td class="right">${duration(each.age)}</td><td class="right">${number(each.prompt_tokens)}</td>
-              <td class="right">${number(each.tokens)}</td><td class="right">${each.attempts}</td>
-            </tr>`,
-          )}
-        </tbody>
-      </table>
-    </div>
-  `;
 }

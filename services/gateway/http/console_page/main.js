@@ -7,11 +7,13 @@ import { counted, number } from "./format.js";
 import { Latency } from "./latency.js";
 import { Playground } from "./playground.js";
 import { followDocument } from "./stream.js";
+import { Requests } from "./requests.js";
 import { Topology } from "./topology.js";
 
 const VIEWS = {
   topology: ["Topology", Topology],
   engines: ["Engines", Engines],
+  requests: ["Requests", Requests],
   latency: ["Latency", Latency],
   act: ["Act", Act],
   playground: ["Playground", Playground],

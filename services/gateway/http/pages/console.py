@@ -23,6 +23,8 @@ ASSETS = {
     "topology.js": SCRIPT,
     "engines.js": SCRIPT,
     "engine_inside.js": SCRIPT,
+    "requests.js": SCRIPT,
+    "waterfall.js": SCRIPT,
     "latency.js": SCRIPT,
     "histogram.js": SCRIPT,
     "act.js": SCRIPT,
@@ -99,3 +101,12 @@ class Console:
                 await call.end()
         finally:
             call.connection.on_lost = None
+
+    async def request(self, call: Call) -> None:
+        """`/console/requests/ID`: what each service has done for a request, and is doing, as far as it is remembered.
+        Raises RequestError 404."""
+        name = call.scope["path_params"]["request"]
+        trace = await self._feed.request(name)
+        if trace is None:
+            raise RequestError(404, f"no process remembers a request {abbreviated(name)} (--trace-history)")
+        await call.respond_json({"trace": trace.trace_id, "hops": [hop._asdict() for hop in trace.hops]})

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from services.gateway.api.generation import RequestLimits
-from services.gateway.console.feed import MAX_UNREAD, MAX_VIEWERS, ConsoleFeed
+from services.gateway.console.feed import MAX_VIEWERS, ConsoleFeed
+from services.gateway.console.viewer import MAX_UNREAD
 from services.gateway.core.open_request import RetryPolicy
 from services.gateway.core.stream_records import StreamRecords
 from services.gateway.peers import GatewayPeers

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shared.telemetry.tracing import Tracing, TracingUnavailable
+from shared.telemetry.tracing import CLIENT_REQUEST, RESPONSE, Tracing, TracingUnavailable, trace_id_of
 from tests.support.cluster.ports import free_port
 from tests.support.otlp_receiver import otlp_receiver
 
@@ -32,6 +32,50 @@ def test_a_request_and_what_is_done_for_it() -> None:
     assert (root.parent, root.failed, root.attributes) == (PARENT, True, {"http.response.status_code": 500})
     assert {queue.parent, clocks.parent} == {root.span}
     assert (root.service, root.instance) == ("baton-gateway", "gateway-1")
+
+
+def test_the_last_spans_are_remembered_without_a_collector() -> None:
+    tracing = Tracing()
+    assert tracing.request("POST /", None) is None
+    tracing.remember(3)
+    request = tracing.request("POST /", None)
+    assert request is not None
+    assert request.context == f"00-{request.trace_id}-{request.context[36:52]}-00"
+    assert trace_id_of(request.context) == request.trace_id
+    request.response = "cmpl-1"
+    assert tracing.trace_of("cmpl-1") == tracing.trace_of("cmpl-1-0") == request.trace_id
+    assert [each.name for each in tracing.open_requests(request.trace_id)] == ["POST /"]
+    tracing.record("queue", request.context, 1.5, 1.75, engine="e")
+    tracing.record("no context", "anything", 1.0, 2.0)
+    request.end(failed=False, attributes={RESPONSE: "cmpl-1", CLIENT_REQUEST: "mine"})
+    queue, root = tracing.recent(request.trace_id)
+    assert (queue.name, queue.begun, queue.ended, queue.attributes) == ("queue", 1.5, 1.75, {"engine": "e"})
+    assert (root.name, tracing.open_requests(request.trace_id)) == ("POST /", [])
+    assert tracing.trace_of("mine") == tracing.trace_of("cmpl-1-1") == request.trace_id
+    assert [tracing.trace_of(other) for other in ("cmpl-2", "cmpl-10", "", "cmpl")] == [None] * 4
+    assert [span.name for span in tracing.ended_requests(5)] == ["POST /"]
+    for number in range(3):
+        tracing.record(str(number), request.context, 0.0, 1.0)
+    assert tracing.trace_of("cmpl-1") is None, "it is forgotten"
+
+
+def test_what_is_remembered_alone_is_not_exported() -> None:
+    tracing = Tracing()
+    with otlp_receiver() as receiver:
+        tracing.set_up("gateway", "gateway-1", receiver.endpoint, 0.0)
+        tracing.remember(10)
+        quiet = tracing.request("POST /", f"00-{TRACE}-{PARENT}-00".encode())
+        assert quiet is not None
+        tracing.record("queue", quiet.context, 1.0, 2.0)
+        quiet.end(failed=False, attributes={})
+        loud = tracing.request("POST /", f"00-{'b' * 32}-{PARENT}-01".encode())
+        assert loud is not None
+        loud.end(failed=False, attributes={})
+        tracing.shut_down()
+        assert receiver.spans(TRACE) == []
+        assert len(receiver.spans("b" * 32)) == 1
+    assert [span.name for span in tracing.recent(TRACE)] == ["queue", "POST /"]
+    assert [span.name for span in tracing.recent("b" * 32)] == ["POST /"]
 
 
 @pytest.mark.parametrize(

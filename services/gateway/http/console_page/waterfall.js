@@ -1,0 +1,78 @@
+// One request's way through the services: a row for each hop, with when it began and how long it took.
+
+import { html, useEffect, useState } from "./preact.js";
+import { milliseconds } from "./format.js";
+import { Empty } from "./parts.js";
+import { refusal } from "./stream.js";
+
+const AGAIN_MS = 1000;
+/** What each hop does, for people. */
+const HOPS = {
+  tokenize: "the prompt becomes tokens", route: "an engine is chosen, or waited for", queue: "it waits in the engine", prefill: "the prompt is computed",
+  hand_over: "its blocks go to another engine", kv_load: "its blocks are loaded", decode: "tokens are generated", detokenize: "tokens become text",
+};
+
+/** Asks for the request's hops, again each second while something is under way. */
+export function Waterfall({ id, headers }) {
+  const [found, setFound] = useState(null);
+  const [trouble, setTrouble] = useState(null);
+  useEffect(() => {
+    const ending = new AbortController();
+    let timer;
+    const look = async () => {
+      try {
+        const response = await fetch(`console/requests/${encodeURIComponent(id)}`, { headers, signal: ending.signal, cache: "no-store" });
+        if (!response.ok) return setTrouble(await refusal(response));
+        const trace = await response.json();
+        setTrouble(null);
+        setFound({ ...trace, at: Date.now() / 1000 });
+        if (trace.hops.some((hop) => hop.ended === null)) timer = setTimeout(look, AGAIN_MS);
+      } catch {
+        if (!ending.signal.aborted) setTrouble("The gateway does not answer.");
+      }
+    };
+    setFound(null);
+    setTrouble(null);
+    look();
+    return () => {
+      clearTimeout(timer);
+      ending.abort();
+    };
+  }, [id, headers.authorization]);
+  if (trouble) return html`<p class="trouble" role="status">${trouble}</p>`;
+  if (!found) return html`<${Empty}>Asking the services …</${Empty}>`;
+  return html`<${Hops} trace=${found.trace} hops=${found.hops} now=${found.at} />`;
+}
+
+function Hops({ trace, hops, now }) {
+  const began = Math.min(...hops.map((hop) => hop.begun));
+  const whole = Math.max(1e-6, Math.max(...hops.map((hop) => hop.ended ?? now)) - began);
+  const open = hops.some((hop) => hop.ended === null);
+  return html`<p class="facts faint"><span>${open ? "under way" : "ended"}</span><span>trace <code>${trace}</code></span></p>
+    <div class="scroll" tabindex="0" role="region" aria-label="Hops of the request"><table class="hops">
+      <thead><tr><th scope="col">Hop</th><th scope="col">Instance</th><th scope="col" class="right">After</th><th scope="col" class="right">Time</th><th scope="col"><span class="hidden">Where in the whole</span></th><th scope="col">More</th></tr></thead>
+      <tbody>${hops.map((hop, index) => {
+        const start = hop.begun - began;
+        const taken = Math.max(0, (hop.ended ?? now) - hop.begun);
+        const left = Math.min(99, (100 * start) / whole);
+        const width = Math.max(0.6, Math.min(100 - left, (100 * taken) / whole));
+        return html`<tr key=${index} data-hop=${hop.name}>
+          <th scope="row">${hop.name}<small>${HOPS[hop.name] ?? "the whole request"}</small></th><td>${hop.instance}</td>
+          <td class="right">${milliseconds(1000 * start)}</td>
+          <td class="right">${milliseconds(1000 * taken)}${hop.ended === null ? " …" : ""}</td>
+          <td class="span"><div class="hop ${hop.ended === null ? "open" : ""} ${HOPS[hop.name] ? "" : "whole"}" style=${{ marginLeft: `${left}%`, width: `${width}%` }}></div></td>
+          <td class="faint more">${told(hop.attributes)}</td>
+        </tr>`;
+      })}</tbody>
+    </table></div>`;
+}
+
+const SHORT = { "gen_ai.usage.input_tokens": "prompt", "gen_ai.usage.output_tokens": "tokens", "baton.outcome": "outcome", "http.response.status_code": "status" };
+const LEFT_OUT = ["http.request.method", "http.route", "gen_ai.response.id", "gen_ai.request.model"];
+
+function told(attributes) {
+  return Object.entries(attributes)
+    .filter(([name]) => !LEFT_OUT.includes(name))
+    .map(([name, value]) => `${SHORT[name] ?? name.replaceAll("_", " ")} ${value}`)
+    .join(" · ");
+}

@@ -1,0 +1,1 @@
+"""Requests on their way through the services, as these remember them."""
