@@ -222,6 +222,45 @@ def test_two_settings_answer_a_chat_token_by_token(page: Any, stack: RunningStac
     page.locator('[data-latency="ttft"]').get_by_text("p99").wait_for()
 
 
+WEATHER = """[{"type": "function", "function": {"name": "weather", "parameters":
+  {"type": "object", "properties": {"city": {"type": "string", "enum": ["Paris"]}}, "required": ["city"]}}}]"""
+
+
+def test_tools_are_called_and_answered_and_an_answer_follows_a_schema(page: Any) -> None:
+    view(page, "playground")
+    page.get_by_role("button", name="Clear").click()
+    page.get_by_label("one").check()
+    side = page.locator('[data-side="A"]')
+    side.get_by_text("Tools and structured output").click()
+    side.locator('input[name="temperature"]').fill("0")
+    side.get_by_label("Tools, a JSON list").fill(WEATHER)
+    side.get_by_label("Choice").select_option("required")
+    say(page, "How is the weather?")
+    assert side.locator('[data-call="weather"] code').first.inner_text() in CALLS
+    side.get_by_label("Choice").select_option("none")
+    side.get_by_label("Result of weather").fill('{"sky": "blue"}')
+    side.get_by_role("button", name="Send the result").click()
+    side.get_by_text("finish: stop").or_(side.get_by_text("finish: length")).first.wait_for()
+    side.get_by_label("Tools, a JSON list").fill("")
+    side.get_by_label("Schema of the answer").fill('{"enum": ["Rome"]}')
+    page.get_by_role("button", name="Clear").click()
+    say(page, "A city?")
+    assert "".join(side.locator(".token:not(.end)").all_inner_texts()) == '"Rome"'
+    side.get_by_label("Schema of the answer").fill("[]")
+    page.fill("#prompt", "Another?")
+    page.press("#prompt", "Enter")
+    side.get_by_text("Schema of the answer: an object, a JSON schema").wait_for()
+
+
+CALLS = ('weather({"city": "Paris"})', 'weather({"city":"Paris"})')
+
+
+def say(page: Any, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+    page.locator('[data-side="A"] .turn').last.get_by_text("finish:").wait_for()
+
+
 def test_the_page_patches_as_the_standard_says(page: Any) -> None:
     """The examples of RFC 7386, appendix A, whose documents are objects."""
     for before, patch, after in (

@@ -1,7 +1,7 @@
 // Chats with a model, with one or two settings side by side.
 
 import { html, useEffect, useRef, useState } from "./preact.js";
-import { DEFAULTS, chat, chatBody } from "./chat.js";
+import { DEFAULTS, EMPTY, chat, chatBody, messagesOf } from "./chat.js";
 import { milliseconds, number, percent } from "./format.js";
 import { Choice, Section } from "./parts.js";
 import { Tokens } from "./tokens.js";
@@ -34,18 +34,27 @@ export function Playground({ state, headers }) {
     const ending = (stopping.current = new AbortController());
     setPrompt("");
     setRunning(sides.length);
-    await Promise.all(sides.map((side) => ask(side, prompt, ending.signal)));
+    await Promise.all(sides.map((side) => ask(side, { prompt }, ending.signal)));
   };
 
-  const ask = async (side, text, signal) => {
+  /** Asks with a new turn: {prompt}, or {results} of the calls of the last answer. */
+  const ask = async (side, turn, signal) => {
     const chosen = { ...settings[side], model: settings[side].model || models[0] || "" };
     const past = turns[side];
-    const messages = past.flatMap((turn) => [{ role: "user", content: turn.prompt }, { role: "assistant", content: turn.answer.text }]);
-    const body = chatBody(chosen, [...messages, { role: "user", content: text }]);
-    const show = (answer) => setTurns((all) => ({ ...all, [side]: [...past, { prompt: text, answer }] }));
-    show({ text: "", reasoning: "", tokens: [] });
-    await chat(body, headers, signal, show);
+    const show = (answer) => setTurns((all) => ({ ...all, [side]: [...past, { ...turn, answer }] }));
+    show(EMPTY);
+    try {
+      await chat(chatBody(chosen, messagesOf([...past, turn])), headers, signal, show);
+    } catch (error) {
+      show({ ...EMPTY, error: error.message });
+    }
     setRunning((count) => count - 1);
+  };
+
+  const answerCalls = (side, results) => {
+    const ending = (stopping.current = new AbortController());
+    setRunning(1);
+    ask(side, { results }, ending.signal);
   };
 
   const change = (side, name, value) => setSettings((all) => ({ ...all, [side]: { ...all[side], [name]: value } }));
@@ -54,7 +63,8 @@ export function Playground({ state, headers }) {
     <div class="sides ${layout}">
       ${sides.map((side) => html`<div class="panel side" key=${side} role="group" aria-label="Setting ${side}" data-side=${side}>
         <${Settings} side=${side} settings=${settings[side]} models=${models} onChange=${(name, value) => change(side, name, value)} />
-        <div class="turns">${turns[side].map((turn, index) => html`<${Turn} key=${index} turn=${turn} busy=${running > 0 && index === turns[side].length - 1} />`)}</div>
+        <div class="turns">${turns[side].map((turn, index) => html`<${Turn} key=${index} turn=${turn} busy=${running > 0 && index === turns[side].length - 1}
+          onResults=${running === 0 && index === turns[side].length - 1 ? (results) => answerCalls(side, results) : null} />`)}</div>
       </div>`)}
     </div>
     <form class="panel composer" onSubmit=${send}>
@@ -78,16 +88,43 @@ function Settings({ side, settings, models, onChange }) {
       <input type="number" name=${name} min=${min} max=${max} step=${step} value=${settings[name]} placeholder="none" onInput=${(event) => onChange(name, event.target.value)} /></label>`)}
     <label class="wide">System prompt <textarea rows="1" value=${settings.system} onInput=${(event) => onChange("system", event.target.value)}></textarea></label>
     <label class="check"><input type="checkbox" checked=${settings.logprobs} onChange=${(event) => onChange("logprobs", event.target.checked)} /> Log-probabilities by token</label>
-  </div></details>`;
+  </div>
+  <details class="more-settings"><summary>Tools and structured output</summary><div class="fields">
+    <label class="whole">Tools, a JSON list <textarea name="tools" rows="3" spellcheck="false" value=${settings.tools} placeholder=${TOOLS} onInput=${(event) => onChange("tools", event.target.value)}></textarea></label>
+    <label>Choice <select name="toolChoice" value=${settings.toolChoice} onChange=${(event) => onChange("toolChoice", event.target.value)}>
+      ${["auto", "required", "none"].map((name) => html`<option value=${name} selected=${name === settings.toolChoice}>${name}</option>`)}
+    </select></label>
+    <label class="whole">Schema of the answer, a JSON schema <textarea name="schema" rows="3" spellcheck="false" value=${settings.schema} placeholder=${SCHEMA} onInput=${(event) => onChange("schema", event.target.value)}></textarea></label>
+  </div></details></details>`;
 }
 
-function Turn({ turn, busy }) {
-  const { prompt, answer } = turn;
+const TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]';
+const SCHEMA = '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}';
+
+/** The calls that an answer asks for; with `onResults` fields for what they gave. */
+function Calls({ calls, onResults }) {
+  const submit = (event) => {
+    event.preventDefault();
+    const given = new FormData(event.target);
+    onResults(calls.map(({ id }, index) => ({ id, content: given.get(`result-${index}`) })));
+  };
+  return html`<form class="calls" onSubmit=${submit}>
+    ${calls.map((call, index) => html`<div class="call" data-call=${call.name}>
+      <p><span class="faint">calls</span> <code>${call.name}(${call.arguments})</code></p>
+      ${onResults && html`<label>Result of ${call.name} <input name="result-${index}" required autocomplete="off" /></label>`}
+    </div>`)}
+    ${onResults && html`<button type="submit" class="quiet">Send ${calls.length === 1 ? "the result" : "the results"}</button>`}
+  </form>`;
+}
+
+function Turn({ turn, busy, onResults }) {
+  const { prompt, results, answer } = turn;
   const rate = answer.usage && answer.seconds > answer.ttft ? (answer.usage.completion_tokens - 1) / (answer.seconds - answer.ttft) : undefined;
   return html`<article class="turn">
-    <p class="asked">${prompt}</p>
+    ${results ? results.map(({ content }) => html`<p class="asked"><span class="faint">result</span> <code>${content}</code></p>`) : html`<p class="asked">${prompt}</p>`}
     ${answer.reasoning && html`<details class="reasoning"><summary>Reasoning</summary><p>${answer.reasoning}</p></details>`}
     ${answer.tokens.length > 0 ? html`<${Tokens} tokens=${answer.tokens} text=${answer.text} />` : html`<p class="answered">${answer.text}</p>`}
+    ${answer.calls.length > 0 && html`<${Calls} calls=${answer.calls} onResults=${answer.finish ? onResults : null} />`}
     ${answer.error && html`<p class="trouble" role="alert">${answer.error}</p>`}
     <p class="facts faint" role="status">
       ${busy && !answer.finish && !answer.error && html`<span>writing …</span>`}
