@@ -45,7 +45,7 @@ def load(url: str, requests: int) -> None:
 
 def chat(page: Any) -> None:
     """A chat with two settings, and a look at one of its tokens."""
-    page.get_by_label("two").check()
+    page.get_by_role("radio", name="two").check()
     page.locator('[data-side="A"] input[name="temperature"]').fill("1.4")
     page.locator('[data-side="A"] input[name="seed"]').fill("7")
     page.fill("#prompt", "Tell me a short story.")

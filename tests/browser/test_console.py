@@ -168,7 +168,7 @@ def test_an_engine_is_looked_into_while_it_computes(page: Any, stack: RunningSta
     page.get_by_text("Tokens of each step").wait_for()
     told = page.locator("[data-inside] canvas").get_attribute("aria-label")
     assert told.startswith("KV memory as a map of blocks: ")
-    assert len(page.evaluate(COLOURS_OF_THE_MAP)) >= 2, "free blocks, and blocks that hold something"
+    page.wait_for_function(f"({COLOURS_OF_THE_MAP})().length >= 2")  # free blocks, and some that hold something
     view(page, "act")
     page.get_by_role("button", name="Cancel cmpl-").first.click()
     page.get_by_text("is cancelled").wait_for()
@@ -202,7 +202,7 @@ def test_a_request_is_followed_on_its_way_while_it_is_open_and_afterwards(page: 
 
 def test_two_settings_answer_a_chat_token_by_token(page: Any, stack: RunningStack) -> None:
     view(page, "playground")
-    page.get_by_label("two").check()
+    page.get_by_role("radio", name="two").check()
     for side in ("A", "B"):
         page.locator(f'[data-side="{side}"] input[name="temperature"]').fill("0")
     page.locator('[data-side="B"] input[name="max_tokens"]').fill("2")
@@ -229,7 +229,7 @@ WEATHER = """[{"type": "function", "function": {"name": "weather", "parameters":
 def test_tools_are_called_and_answered_and_an_answer_follows_a_schema(page: Any) -> None:
     view(page, "playground")
     page.get_by_role("button", name="Clear").click()
-    page.get_by_label("one").check()
+    page.get_by_role("radio", name="one").check()
     side = page.locator('[data-side="A"]')
     side.get_by_text("Tools and structured output").click()
     side.locator('input[name="temperature"]').fill("0")
