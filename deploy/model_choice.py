@@ -30,9 +30,13 @@ def model_directory(model: str | None, *, weights: bool = True) -> Path:
     if model is not None and is_gguf(model) and Path(model).expanduser().is_file():
         return _converted(Path(model).expanduser().resolve())
     try:
-        return resolve_model(model or str(DEMO_MODEL), weights=weights)
+        return resolve_model(model or str(DEMO_MODEL), weights=weights, say=_say)
     except ModelNotFound as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(f"--model {error}") from None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def served_name(model: str | None, name: str | None) -> ModelName:

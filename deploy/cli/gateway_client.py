@@ -72,7 +72,7 @@ def post(url: str, key: str | None, path: str, body: dict[str, Any]) -> str:
 def _connection(url: str) -> http.client.HTTPConnection:
     where = urlsplit(url)
     if where.scheme not in ("http", "https") or not where.hostname:
-        raise CommandError(f"{url}: http://HOST:PORT is expected", status=2)
+        raise CommandError(f"--url {url}: http://HOST:PORT is expected", status=2)
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
     return kind(where.hostname, where.port, timeout=ANSWER_TIMEOUT)
 
@@ -91,7 +91,10 @@ def _answer(
         connection.request(method, path, body, headers)
         response = connection.getresponse()
     except (OSError, http.client.HTTPException) as error:
-        raise CommandError(f"http://{connection.host}:{connection.port} does not answer: {error}") from None
+        where = f"http://{connection.host}:{connection.port}"
+        raise CommandError(
+            f"{where} does not answer: {error}; is a stack running there? (baton up, baton ps)"
+        ) from None
     if response.status != 200:
         raise CommandError(_refusal(response))
     return response
@@ -101,7 +104,8 @@ def _refusal(response: http.client.HTTPResponse) -> str:
     text = response.read(65_536).decode(errors="replace")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         text = json.loads(text)["error"]["message"]
-    return f"the gateway answered {response.status}: {text}"
+    key = "; the key: --api-key, or BATON_API_KEY" if response.status == 401 else ""
+    return f"the gateway answered {response.status}: {text}{key}"
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -47,7 +47,7 @@ def _bind(one: socket.socket, host: str, port: int) -> None:
         one.bind((host, port))
     except OSError as error:
         raise PortTaken(
-            f"port {port} on {host} cannot be had ({error.strerror}); choose with --host and --port"
+            f"port {port} on {host} cannot be had ({error.strerror}); choose with --host and --port (0: any free one)"
         ) from None
 
 

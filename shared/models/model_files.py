@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shared.models.hub_download import Say, fetched
+
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+EXPECTED = "expected: a folder with config.json and safetensors, a .gguf file, or a repository such as Qwen/Qwen3-0.6B"
 
 
 class ModelNotFound(Exception):
@@ -16,10 +19,11 @@ def is_gguf(model: str) -> bool:
     return model.endswith(".gguf")
 
 
-def resolve_model(model: str, *, weights: bool) -> Path:
+def resolve_model(model: str, *, weights: bool, say: Say | None = None) -> Path:
     """The directory of `model`, downloading it from the hub when it names a repository.
 
-    `weights=False` fetches everything but the safetensors. Raises ModelNotFound.
+    `weights=False` fetches everything but the safetensors. `say` is told how much is fetched, and how long it took.
+    Raises ModelNotFound.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -32,17 +36,21 @@ def resolve_model(model: str, *, weights: bool) -> Path:
             "python -m services.worker.models.gguf FILE FOLDER"
         )
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelNotFound(f"{model}: no such directory")
-    return _download(model, WANTED if weights else [p for p in WANTED if p != "*.safetensors"])
+        raise ModelNotFound(f"{model}: no such directory; {EXPECTED}")
+    if is_gguf(model):
+        raise ModelNotFound(f"{model}: no such file; {EXPECTED}")
+    return _download(model, WANTED if weights else [p for p in WANTED if p != "*.safetensors"], say)
 
 
-def _download(repository: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download  # imported late: slow, and most starts serve a directory
+def _download(repository: str, patterns: list[str], say: Say | None) -> Path:
+    # imported late: slow, and most starts serve a directory
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=patterns))
+        return fetched(repository, patterns, say)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ModelNotFound(
-            f"{repository}: not a directory here, and fetching it from the Hugging Face hub failed ({error})"
+            f"{repository}: not a directory here, and fetching it from the Hugging Face hub failed ({reason}); "
+            f"{EXPECTED}"
         ) from None

@@ -13,6 +13,8 @@ from prometheus_client import Gauge
 
 log = logging.getLogger(__name__)
 
+STAGE_BEGUN = "startup stage"
+"""Event of the log line by which `baton up` shows what a process is at."""
 STAGE_SECONDS = Gauge(
     "baton_startup_seconds",
     "Seconds of each stage of this process's start; total: from the process's start until it was ready; processor: "
@@ -34,7 +36,8 @@ class StartupStages:
 
     @contextlib.contextmanager
     def stage(self, stage: str) -> Iterator[None]:
-        """Records how long the context is open, unless it raises."""
+        """Records how long the context is open, unless it raises; says in the log that it has begun."""
+        log.info(STAGE_BEGUN, extra={"stage": stage})
         began = time.perf_counter()
         yield
         self.record(stage, time.perf_counter() - began)

@@ -7,6 +7,7 @@ import re
 import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -20,6 +21,7 @@ from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.models import ChosenModel, check_names, check_together, chosen_models, first_of, own_settings
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
 from deploy.cli.up.other_hosts import check_certificates, check_outside_bus, cluster_choice, hosts_choice
+from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder, served_name
 from deploy.supervisor.adoption import LeftStack, left_stack
@@ -232,7 +234,13 @@ def parsed_settings(assignments: Sequence[str]) -> dict[str, dict[str, str]]:
             raise CommandError(f"--set {assignment}: SERVICE.KEY=VALUE or KEY=VALUE is expected", status=2)
         if dot and service not in get_args(Service):
             raise CommandError(f"--set {assignment}: {service!r} is none of {', '.join(get_args(Service))}", status=2)
-        settings[service if dot else EVERY_SERVICE][key.replace("-", "_")] = value
+        name = key.replace("-", "_")
+        known = settings_of(CONFIGS[service]) if service in CONFIGS else {}
+        if known and name not in known:
+            close = get_close_matches(name, known, 1)
+            meant = f", {service}.{close[0]} is near" if close else ""
+            raise CommandError(f"--set {assignment}: no such setting{meant}; docs/configuration.md has all", status=2)
+        settings[service if dot else EVERY_SERVICE][name] = value
     return dict(settings)
 
 
@@ -389,7 +397,10 @@ def _store_memory(text: str | None, left: StackSpec | None) -> int:
         return default_memory(free) if left is None else taken or 0
     size = _size("--kvstore-memory", text)
     if size != taken and not fits(size, free):
-        raise CommandError(f"--kvstore-memory {text}: {shared_memory()} has {free / 2**20:.0f} MiB left")
+        raise CommandError(
+            f"--kvstore-memory {text}: {shared_memory()} has {free / 2**20:.0f} MiB left; take less, 0 for "
+            "no store, or give a container more (docker run --shm-size)"
+        )
     return size
 
 

@@ -8,20 +8,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, TextIO, cast
+from collections.abc import Iterator
+from typing import Any, TextIO, cast
 
 from rich.console import Console
-from rich.live import Live
-from rich.spinner import Spinner
-from rich.table import Table
-from rich.text import Text
 
 from deploy.cli.gateway_client import wait_until_ready
 from deploy.cli.logs import shown_lines
+from deploy.cli.up.progress import follow
 from deploy.errors import CommandError
 from deploy.supervisor.adoption import StackDiffers
-from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.network import PortTaken
 from deploy.supervisor.processes import RemoteProcesses
 from deploy.supervisor.servers.nats import NatsServerUnavailable
@@ -180,90 +176,3 @@ def curl_line(stack: Stack) -> str:
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if needed else ""
     quoted = json.dumps(body).replace("'", "'\\''")
     return f"curl {stack.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d '{quoted}'"
-
-
-# What `baton up` shows while the stack starts: a live table on a terminal, plain lines elsewhere.
-
-
-REFRESH = 0.1
-_STYLES = {"ready": "green", "starting": "yellow", "failed": "red", "draining": "cyan", "stopped": "dim"}
-
-
-class Display(Protocol):
-    """How the start of a stack is shown."""
-
-    def show(self, members: Iterable[SupervisedProcess], seconds: float) -> None:
-        """Shows the state of all processes, `seconds` after the start."""
-
-    def close(self) -> None:
-        """Ends the display; nothing is shown after it."""
-
-
-class PlainDisplay:
-    """One line whenever an instance becomes something else."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._shown: dict[str, str] = {}
-
-    def show(self, members: Iterable[SupervisedProcess], seconds: float) -> None:
-        """Prints a line for each process whose state differs from the one printed last."""
-        for member in members:
-            now = described(member)
-            if self._shown.get(member.process.instance) != now:
-                self._shown[member.process.instance] = now
-                self._console.print(f"{seconds:6.1f} s  {member.process.instance:<20} {now}", highlight=False)
-
-    def close(self) -> None:
-        """Does nothing: every line is final."""
-
-
-class LiveDisplay:
-    """A table that is drawn again in place. Refreshed by hand: the supervisor has no threads."""
-
-    def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._live.start()
-        self._spinner = Spinner("dots")
-        self._ready_at: dict[str, float] = {}
-
-    def show(self, members: Iterable[SupervisedProcess], seconds: float) -> None:
-        """Draws the whole table again."""
-        table = Table(box=None, padding=(0, 2), show_header=False)
-        for member in members:
-            name, now = member.process.instance, described(member)
-            if now != "ready":
-                self._ready_at.pop(name, None)
-            since = self._ready_at.setdefault(name, seconds) if now == "ready" else seconds
-            mark = Text("●", "green") if now == "ready" else self._spinner.render(time.monotonic())
-            table.add_row(mark, name, Text(now, _STYLES.get(now, "yellow")), Text(f"{since:.1f} s", "dim"))
-        self._live.update(table, refresh=True)
-
-    def close(self) -> None:
-        """Removes the table from the terminal."""
-        self._live.stop()
-
-
-def described(member: SupervisedProcess) -> str:
-    """The phase that the process reports, or, before it reports any, the state of the program."""
-    match member.state:
-        case "waiting":
-            return "restarting" if member.restarts else "waiting"
-        case "ending":
-            return "ending"
-        case "running":
-            return member.phase or "loading"
-
-
-async def follow(stack: Stack, console: Console) -> None:
-    """Shows the start until all are ready or the stack stops."""
-    display: Display = LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
-    begun = time.monotonic()
-    try:
-        while stack.phase == "starting":
-            display.show(list(stack.supervisor.members()), time.monotonic() - begun)
-            await asyncio.sleep(REFRESH)
-        if stack.phase == "ready":
-            display.show(list(stack.supervisor.members()), time.monotonic() - begun)
-    finally:
-        display.close()

@@ -55,7 +55,9 @@ def shard_of(config: ModelConfig, rank: int, world_size: int) -> LayerShard:
         ("shared_expert_intermediate_size", shared),
     ):
         if count % world_size:
-            raise ModelError(f"{key} {count} does not divide over {world_size} tensor-parallel ranks")
+            raise ModelError(
+                f"{key} {count} does not divide over {world_size} tensor-parallel ranks: choose another --tp"
+            )
     if config.num_kv_heads % world_size and world_size % config.num_kv_heads:
         raise ModelError(
             f"num_key_value_heads {config.num_kv_heads} neither divides over {world_size} ranks nor divides them"

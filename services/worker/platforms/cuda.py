@@ -24,7 +24,11 @@ class CudaPlatform(Platform):
     @classmethod
     def why_unavailable(cls) -> str | None:
         """Where there is no GPU, or no driver, or a PyTorch without CUDA."""
-        return None if torch.cuda.is_available() else "PyTorch sees no CUDA device here"
+        return (
+            None
+            if torch.cuda.is_available()
+            else "PyTorch sees no CUDA device here (baton doctor says why); --device cpu computes without"
+        )
 
     @classmethod
     def device_count(cls) -> int:

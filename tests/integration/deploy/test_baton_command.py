@@ -266,8 +266,11 @@ def test_without_a_stack_every_command_says_so_in_one_line(
         (("up", "--set", "nonsense"), "nonsense"),
         (("up", "--engines", "2", "--set", "scheduler.journal=no-such-folder"), "no-such-folder"),
         (("up", "--set", "kitchen.sink=1"), "kitchen"),
+        (("up", "--set", "scheduler.polcy=priority"), "scheduler.policy is near"),
+        (("up", "--model", "model.gguf"), "no such file; expected: a folder"),
+        (("up", "--kvstore-memory", "9999TiB"), "--shm-size"),
         (("chat", "--url", "ftp://x", "hello"), "ftp://x"),
-        (("chat", "--url", f"http://127.0.0.1:{free_port()}", "hello"), "does not answer"),
+        (("chat", "--url", f"http://127.0.0.1:{free_port()}", "hello"), "is a stack running there?"),
         (("ps", "--name", "../../etc"), "../../etc"),
     ],
 )

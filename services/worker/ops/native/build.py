@@ -157,7 +157,10 @@ def _compilers(level: Level) -> list[list[str]]:
 def _compile(level: Level, target: Path) -> None:
     commands = _compilers(level)
     if not commands:
-        raise BuildError("no C++ compiler: none of c++, g++ and clang++ is installed, nor the Python package ziglang")
+        raise BuildError(
+            "no C++ compiler: none of c++, g++ and clang++ is installed, nor the Python package ziglang "
+            "(apt-get install g++, or pip install ziglang)"
+        )
     failures = []
     for command in commands:
         failure = _compile_with(command, target)

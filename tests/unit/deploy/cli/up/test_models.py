@@ -48,7 +48,7 @@ def test_one_model_may_be_named_so_too(tmp_path: Path) -> None:
 
 
 def test_each_has_processes_of_its_own_beside_what_all_share(tmp_path: Path) -> None:
-    said = ("b/engines=2", "b/tp=2", "b/worker.sim_step_ms=7", "b/max-model-len=99", "worker.seed=3")
+    said = ("b/engines=2", "b/tp=2", "b/worker.sim_step_ms=7", "b/max-model-len=99", "worker.threads=3")
     spec = described(tmp_path, *said, tp=1, max_model_len=50)
     assert spec.names == ("org/a", "b")
     assert (spec.counts.gateway, spec.counts.coordinator) == (2, 1)
@@ -62,8 +62,10 @@ def test_each_has_processes_of_its_own_beside_what_all_share(tmp_path: Path) -> 
     of_a, of_b = (
         service_command(spec, processes[name], WHERE)[3:] for name in ("org-a-engine-1-rank0", "b-engine-1-rank0")
     )
-    assert {"--served-model-name=org/a", "--max-model-len=50", "--seed=3"} <= set(of_a)
-    assert {"--served-model-name=b", "--max-model-len=99", "--seed=3", "--sim-step-ms=7", "--world-size=2"} <= set(of_b)
+    assert {"--served-model-name=org/a", "--max-model-len=50", "--threads=3"} <= set(of_a)
+    assert {"--served-model-name=b", "--max-model-len=99", "--threads=3", "--sim-step-ms=7", "--world-size=2"} <= set(
+        of_b
+    )
     assert f"--model={DEMO_MODEL.resolve()}" in of_b
     assert "--served-model-name=b" in service_command(spec, processes["b-tokenizer-1"], WHERE)
     assert "--world-size=2" in service_command(spec, processes["b-engine-2"], WHERE)
