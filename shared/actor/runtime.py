@@ -186,7 +186,8 @@ class ActorRuntime:
         return spans_found(TRACING, request.name, self.actor.open_spans)
 
     async def _subscribe_all(self) -> None:
-        self._internal.append(await self._bus.subscribe(instance_control(self.actor.instance), self._inbox.put))
+        control = instance_control(self.actor.instance)
+        self._internal.append(await self._bus.subscribe(control, self._inbox.put, offer=self._offer))
         self._internal.append(await self._bus.subscribe(lifecycle_requests(), self._record_request))
         self._internal.append(await self._bus.subscribe(heartbeat_interval(), self._record_interval))
         if self.actor.service in RECORDERS:
@@ -205,7 +206,14 @@ class ActorRuntime:
     async def _subscribe(self, subscription: TopicSubscription[Any]) -> Subscription:
         if subscription.request:
             return await self._bus.serve(subscription.topic, self._receive_request)
-        return await self._bus.subscribe(subscription.topic, self._inbox.put)
+        return await self._bus.subscribe(subscription.topic, self._inbox.put, offer=self._offer)
+
+    def _offer(self, message: Any) -> bool:
+        """Puts a message in the inbox, unless that is full."""
+        if self._inbox.full():
+            return False
+        self._inbox.put_nowait(message)
+        return True
 
     async def _receive_undelivered(self, message: Undelivered) -> None:
         UNDELIVERED.labels(self.actor.service).inc()

@@ -48,6 +48,8 @@ class Undelivered:
 
 
 Handler = Callable[[M], Awaitable[None]]
+Offer = Callable[[M], bool]
+"""Takes a message at once, or refuses it."""
 Responder = Callable[[M], Awaitable[Any]]
 Tap = Callable[[str, bytes], Awaitable[None]]
 """Handler of a tap: receives the subject (below the namespace) and the payload of each message."""
@@ -97,8 +99,12 @@ class Bus(Protocol):
         Raises PayloadTooLarge. While the bus is away messages are buffered up to a bound, then dropped.
         """
 
-    async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> Subscription:
-        """Calls `handler` for each message, one at a time. Undecodable ones are counted, logged and skipped."""
+    async def subscribe(self, topic: Topic[M], handler: Handler[M], *, offer: Offer[M] | None = None) -> Subscription:
+        """Calls `handler` for each message, one at a time. Undecodable ones are counted, logged and skipped.
+
+        With `offer`, a message that nothing is ahead of may be given to that instead, which spares a task's turn; what
+        it refuses `handler` gets.
+        """
 
     async def serve(self, topic: Topic[M], responder: Responder[M]) -> Subscription:
         """Like `subscribe`, for requests: what `responder` returns is sent back as the reply.

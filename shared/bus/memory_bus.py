@@ -15,6 +15,7 @@ from shared.bus import (
     Endpoint,
     Handler,
     NoResponders,
+    Offer,
     PayloadTooLarge,
     ReplyError,
     ReplyTimeout,
@@ -178,8 +179,10 @@ class MemoryBus:
                 receiver.queue.put_nowait((subject, payload, reply))
         return bool(receivers)
 
-    async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> MemorySubscription:
-        """See `Bus.subscribe`; each subscription has a task of its own."""
+    async def subscribe(
+        self, topic: Topic[M], handler: Handler[M], *, offer: Offer[M] | None = None
+    ) -> MemorySubscription:
+        """See `Bus.subscribe`; each subscription has a task of its own, and offers nothing."""
         return self._members.add(MemorySubscription(topic, handler))
 
     async def serve(self, topic: Topic[M], responder: Responder[M]) -> MemorySubscription:

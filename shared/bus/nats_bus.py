@@ -1,4 +1,4 @@
-"""The bus over NATS. The only module that imports `nats`.
+"""The bus over NATS. With `nats_client`, from which it has the library, the only module that knows `nats`.
 
 Core NATS, no JetStream. "No responders" comes back at once because messages that need a receiver carry a
 reply subject; `max_payload` is read from the server and checked before each publish.
@@ -11,9 +11,8 @@ import contextlib
 import importlib
 import logging
 import ssl
-import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from shared.bus import (
     EndpointError,
     Handler,
     NoResponders,
+    Offer,
     PayloadTooLarge,
     ReplyError,
     ReplyTimeout,
@@ -35,44 +35,27 @@ from shared.bus import (
 from shared.bus.codec import Undecodable, decode, decode_received, encode
 from shared.bus.concurrent_requests import ConcurrentRequests
 from shared.bus.liveness import LivenessClock
+from shared.bus.nats_client import (
+    ERROR_CODE_HEADER,
+    ERROR_HEADER,
+    Client,
+    EncryptedClient,
+    Msg,
+    NatsNativeSubscription,
+    PromptClient,
+    Request,
+    nats,
+)
+from shared.bus.nats_wire import DirectReceivers
 from shared.bus.unconfirmed import Unconfirmed
 from shared.telemetry.metrics import BUS_CONNECTED
 from shared.topics import Topic, inbox_prefix
-
-
-@contextlib.contextmanager
-def _hidden(module: str) -> Iterator[None]:
-    """Imports inside find no such module installed, unless it has been imported before."""
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = None  # type: ignore[assignment]  # Python's own way to say that an import shall fail
-    try:
-        yield
-    finally:
-        del sys.modules[module]
-
-
-# Where aiohttp is installed, nats-py imports it for WebSockets, which hardly anybody uses: that was half of the time
-# that a light service took to start, and 10 MB of each.
-with _hidden("aiohttp"):
-    import nats
-    import nats.aio.transport
-    import nats.errors
-    import nats.micro
-    from nats.aio.client import Client
-    from nats.aio.msg import Msg
-    from nats.aio.subscription import Subscription as NatsNativeSubscription
-    from nats.micro.request import ERROR_CODE_HEADER, ERROR_HEADER, Request
 
 M = TypeVar("M")
 log = logging.getLogger(__name__)
 
 PENDING_BYTES = 32 * 2**20
 """Bytes buffered for sending while the server is unreachable; publishing beyond them raises."""
-PROMPT_BYTES = 2**15
-"""Bytes that the socket has not taken yet, up to which more are handed to it at once; asyncio lets a writer wait at 64
-KiB."""
 CANCEL_AGAIN = 0.1
 """Seconds from one cancellation to the next of a task that goes on."""
 RECONNECT_WAIT = 0.1
@@ -111,6 +94,22 @@ class NatsSubscription:
 
     def __init__(self, native: NatsNativeSubscription) -> None:
         self._native = native
+        self._direct: DirectReceivers | None = None
+
+    def receive_directly(self, topic: Topic[M], offer: Offer[M], direct: DirectReceivers) -> None:
+        """Has messages taken by `offer` as they are read, where none before them waits for the handler."""
+        native = self._native
+
+        def receive(payload: bytes) -> bool:
+            if native._pending_queue._unfinished_tasks:  # type: ignore[attr-defined]
+                return False
+            try:
+                return offer(decode_received(payload, topic))
+            except Undecodable:
+                return True
+
+        direct.add(native._id, receive)
+        self._direct = direct
 
     async def stop(self) -> None:
         """Unsubscribes; messages that the client has already received are still handed over."""
@@ -118,12 +117,15 @@ class NatsSubscription:
             await self._native.drain()  # type: ignore[no-untyped-call]
         except (nats.errors.ConnectionClosedError, nats.errors.BadSubscriptionError, nats.errors.Error):
             log.debug("subscription was gone before it was stopped")
+        finally:
+            if self._direct is not None:
+                self._direct.remove(self._native._id)
 
 
 class NatsBus:
     """Owns one connection. It reconnects for ever and without errors; `liveness_now` is paused meanwhile."""
 
-    def __init__(self, client: Client, namespace: str, liveness: LivenessClock) -> None:
+    def __init__(self, client: PromptClient, namespace: str, liveness: LivenessClock) -> None:
         self._client = client
         self._prefix = f"{namespace}."
         self._liveness = liveness
@@ -154,8 +156,10 @@ class NatsBus:
         """See `Bus.publish`; up to `PENDING_BYTES` are buffered while the server is away."""
         payload = self._payload(topic, message)
         reply = f"{self._confirm_prefix}.{self._unconfirmed.add(topic, payload)}" if confirm else ""
+        subject = self._prefix + topic.subject
         try:
-            await self._client.publish(self._prefix + topic.subject, payload, reply)
+            if not self._client.publish_at_once(subject, payload, reply):
+                await self._client.publish(subject, payload, reply)
         except nats.errors.OutboundBufferLimitError:
             log.error("bus away and its buffer full, message dropped", extra={"subject": topic.subject})
 
@@ -184,7 +188,9 @@ class NatsBus:
         """See `Bus.on_undelivered`."""
         self._undelivered = handler
 
-    async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> NatsSubscription:
+    async def subscribe(
+        self, topic: Topic[M], handler: Handler[M], *, offer: Offer[M] | None = None
+    ) -> NatsSubscription:
         """See `Bus.subscribe`, in the topic's queue group if it has one."""
 
         async def received(msg: Msg) -> None:
@@ -194,7 +200,10 @@ class NatsBus:
                 return
             await handler(message)
 
-        return await self._subscribe(topic, received)
+        subscription = await self._subscribe(topic, received)
+        if offer is not None:
+            subscription.receive_directly(topic, offer, self._client.direct)
+        return subscription
 
     async def tap(self, pattern: str, handler: Tap) -> NatsSubscription:
         """See `Bus.tap`, in no queue group."""
@@ -310,45 +319,6 @@ def _allow_websockets() -> None:
         raise BusError("a NATS server's WebSocket needs aiohttp, which is not installed") from None
 
 
-class _PromptClient(Client):
-    """Hands what is published to the socket before the next task runs: its own writer is a task that has to be woken up
-    first, behind all that were, which took a tenth of a millisecond of every hop."""
-
-    async def _flush_pending(self, force_flush: bool = False) -> None:
-        transport = self._transport
-        if force_flush or transport is None or not self._takes_more(transport):
-            await super()._flush_pending(force_flush)
-            return
-        try:
-            transport.writelines(self._pending)
-        except (OSError, RuntimeError):  # the connection has just ended: its writer knows what to do then
-            await super()._flush_pending()
-        else:
-            self._pending, self._pending_data_size = [], 0
-
-    def _takes_more(self, transport: nats.aio.transport.Transport) -> bool:
-        """Whether the server keeps up: otherwise the writer waits for it, and the bound of what is pending holds."""
-        if not self.is_connected or not isinstance(transport, nats.aio.transport.TcpTransport):
-            return False
-        writer = transport._io_writer
-        return writer is not None and writer.transport.get_write_buffer_size() < PROMPT_BYTES
-
-
-class _EncryptedClient(_PromptClient):
-    """Sends no password over a connection that is not encrypted, whatever the server says that it needs: between us and
-    it there may be somebody who leaves its demand out."""
-
-    def _connect_command(self) -> bytes:
-        if not self._server_info.get("tls_required"):
-            raise nats.errors.Error("it offers no TLS")
-        return super()._connect_command()
-
-    async def _close(self, status: int, do_cbs: bool = True) -> None:
-        if not self.is_connected:  # what waits for the server would be written to a transport that TLS has closed
-            self._pending, self._pending_data_size = [], 0
-        await super()._close(status, do_cbs)
-
-
 class _ClosedAtOnce(Exception):
     """The server has closed a connection right behind the handshake; the text is why."""
 
@@ -387,7 +357,7 @@ async def _connect_once(options: NatsOptions) -> NatsBus:
         closed.set()
 
     callbacks: dict[str, Any] = {"error_cb": failed, "closed_cb": ended, **_outages(liveness)}
-    client = _EncryptedClient() if options.is_encrypted else _PromptClient()
+    client = EncryptedClient() if options.is_encrypted else PromptClient()
     try:
         connecting = client.connect(**_arguments(options), **callbacks)
         await _in_time(connecting, options.connect_timeout, options.refused_timeout, lambda: refusals == {True})

@@ -318,3 +318,61 @@ async def test_a_micro_service_answers_and_refuses(any_bus: Bus) -> None:
     assert "empty body" in error.value.text
     with pytest.raises(NoResponders):
         await any_bus.request_raw("admin.nothing", b"", DEADLINE)
+
+
+async def test_messages_may_be_offered_first_and_those_that_are_refused_come_by_the_handler_in_order(
+    any_bus: Bus,
+) -> None:
+    """Whatever way each message takes, a receiver hears them as they were sent, and nothing behind its stop."""
+    topic = topics.engine_control(ENGINE)
+    heard: list[Cancel] = []
+    last = asyncio.Event()
+
+    def offer(message: Cancel) -> bool:
+        if message.attempt % 5 == 0:
+            return False
+        heard.append(message)
+        return True
+
+    async def handle(message: Cancel) -> None:
+        await asyncio.sleep(0.001)
+        heard.append(message)
+        if message.attempt == 100:
+            last.set()
+
+    subscription = await any_bus.subscribe(topic, handle, offer=offer)
+    await any_bus.flush()
+    sent = [Cancel(RequestId(f"r{i}" * (i % 7) * 500), Attempt(i)) for i in range(1, 101)]
+    for message in sent:
+        await any_bus.publish(topic, message)
+    async with asyncio.timeout(DEADLINE):
+        await last.wait()
+    assert heard == sent
+    await subscription.stop()
+    probe = await collect(any_bus, topics.gateway_inbox(GatewayId("g")), 1)
+    await any_bus.publish(topic, CANCEL)
+    await any_bus.publish(topics.gateway_inbox(GatewayId("g")), RequestFailed(RequestId("r"), Attempt(1), "x"))
+    async with asyncio.timeout(DEADLINE):
+        await probe
+    assert heard == sent
+
+
+async def test_what_is_offered_and_does_not_decode_is_skipped(any_bus: Bus) -> None:
+    heard: list[Cancel] = []
+    received = asyncio.Event()
+
+    def offer(message: Cancel) -> bool:
+        heard.append(message)
+        received.set()
+        return True
+
+    async def handle(message: Cancel) -> None:
+        offer(message)
+
+    await any_bus.subscribe(topics.engine_control(ENGINE), handle, offer=offer)
+    await any_bus.flush()
+    await any_bus.publish(Topic(topics.engine_control(ENGINE).subject, str), "no cancel")
+    await any_bus.publish(topics.engine_control(ENGINE), CANCEL)
+    async with asyncio.timeout(DEADLINE):
+        await received.wait()
+    assert heard == [CANCEL]

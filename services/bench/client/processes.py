@@ -52,10 +52,12 @@ def _listener(port: int) -> psutil.Process | None:
 
 
 def _root(process: psutil.Process) -> psutil.Process:
-    """The process that started the listener as part of a stack; the listener itself if there is none."""
-    parent = process.parent()
-    if parent is not None and any(word in part for part in parent.cmdline()[:4] for word in STACK_WORDS):
-        return parent
+    """The process that started the listener as part of a stack, be it through a template that it was forked from; the
+    listener itself if there is none."""
+    for parent in process.parents():
+        if not any(word in part for part in parent.cmdline()[:4] for word in STACK_WORDS):
+            break
+        process = parent
     return process
 
 

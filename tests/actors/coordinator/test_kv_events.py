@@ -49,7 +49,7 @@ class CoordinatorsBus:
     def on_undelivered(self, handler: UndeliveredHandler) -> None:
         pass
 
-    async def subscribe(self, topic: Any, handler: Any) -> Any:
+    async def subscribe(self, topic: Any, handler: Any, *, offer: Any = None) -> Any:
         async def hear(message: Any) -> None:
             if isinstance(message, KvEvents) and self.lose(message):
                 return

@@ -35,7 +35,13 @@ class Link:
         elif not self.cut:
             await self._bus.publish(topic, message, confirm=confirm)
 
-    async def subscribe(self, topic: Topic[Any], handler: Callable[[Any], Awaitable[None]]) -> Any:
+    async def subscribe(
+        self,
+        topic: Topic[Any],
+        handler: Callable[[Any], Awaitable[None]],
+        *,
+        offer: Callable[[Any], bool] | None = None,
+    ) -> Any:
         async def hear(message: Any) -> None:
             if not self.cut:
                 await handler(message)
