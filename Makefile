@@ -21,7 +21,7 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-extras test-faults test-hosts test-ray test-kernels test-slow fuzz test-gpu test-compose lint fmt proto bench chaos docs wheels install-offline gpu-report house clean
+.PHONY: help setup up down test test-extras test-faults test-hosts test-ray test-kernels test-slow fuzz test-gpu test-compose lint fmt proto bench bench-guard chaos docs wheels install-offline gpu-report house clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,6 +107,9 @@ docs: $(DEV) ## docs/ as a site, in build/docs/site; a link that leads nowhere e
 
 bench: setup ## measures a running stack: make bench ARGS="serve --max-concurrency 16"
 	@$(BIN)/baton bench $(ARGS)
+
+bench-guard: setup ## this checkout against the last version of CHANGELOG, in turn; ends with 1 where it is worse beyond chance
+	@$(BIN)/python -m tests.campaigns guard $(ARGS)
 
 # Two of what it kills, and everything that a stack can have. Other layouts: make chaos ARGS="--tp 2 --pp 2".
 chaos: setup ## an hour of faults under load on a stack of its own: make chaos ARGS="--duration 300 --seed 7"

@@ -1,4 +1,4 @@
-"""`python -m tests.campaigns gpu|peers [flags]`, which `baton bench gpu` and `baton bench peers` start."""
+"""`python -m tests.campaigns gpu|peers|guard [flags]`: `baton bench gpu`, `baton bench peers`, `make bench-guard`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from deploy.errors import CommandError
 
-USAGE = "usage: python -m tests.campaigns gpu|peers [--help] [flags]"
+USAGE = "usage: python -m tests.campaigns gpu|peers|guard [--help] [flags]"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,6 +22,10 @@ def main(argv: Sequence[str]) -> int:
                 from tests.campaigns.peers import run_peers
 
                 run_peers(flags, up.removeprefix("--up="))
+            case ["guard", *flags]:
+                from tests.campaigns.guard import run_guard
+
+                return run_guard(flags)
             case ["peers", *flags]:
                 from tests.campaigns.peers import run_peers
 
