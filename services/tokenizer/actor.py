@@ -106,7 +106,7 @@ class TokenizerActor(Actor):
             case Undelivered():
                 await self._undelivered(message)
             case Tick():
-                pass
+                self._lanes.give_back_memory()
             case _:
                 raise TypeError(f"a tokenizer takes no {type(message).__name__}")
 

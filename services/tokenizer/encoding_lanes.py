@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple
 
+from shared.machine.heap import give_back_freed_memory
+
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
@@ -27,6 +29,8 @@ class EncodingLanes:
         self._long = ThreadPoolExecutor(threads, thread_name_prefix="encode")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="encode-large")
         self._prompts = self._bytes = 0
+        self._grown = False
+        """Whether a large prompt has been encoded since memory was given back."""
 
     def add(self, size: int) -> None:
         """Counts a prompt of `size` bytes among those on their way, until `remove`."""
@@ -37,6 +41,7 @@ class EncodingLanes:
         """A prompt of `size` bytes has been answered."""
         self._prompts -= 1
         self._bytes -= size
+        self._grown = self._grown or size > LARGE_BYTES
 
     def refusal(self, size: int) -> str | None:
         """Returns why no further prompt of `size` bytes is taken now; None where there is room. An only one is always
@@ -49,6 +54,13 @@ class EncodingLanes:
         """Returns what the function makes of a prompt of `size` bytes, once a thread of its lane was free."""
         lane = self._long if size <= LARGE_BYTES else self._large
         return await asyncio.get_running_loop().run_in_executor(lane, function, *arguments)
+
+    def give_back_memory(self) -> None:
+        """Called now and then: what large prompts took, a hundred times their size, goes back to the system once none
+        is on its way."""
+        if self._grown and not self._prompts:
+            self._grown = False
+            self._large.submit(give_back_freed_memory)
 
     def close(self) -> None:
         """Drops what no thread has begun."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from services.tokenizer import client_template, encoding_lanes
@@ -89,6 +91,11 @@ class Ring:
         self.runtime.stop()
         async with asyncio.timeout(60):
             await self.task
+
+
+def resident_bytes() -> int:
+    """What this process holds of main memory."""
+    return psutil.Process().memory_info().rss
 
 
 async def heard(queue: asyncio.Queue[Any]) -> Any:
@@ -348,3 +355,18 @@ async def test_a_bug_on_a_thread_ends_the_process(ring: Ring, monkeypatch: pytes
             await ring.task
     assert error.group_contains(ZeroDivisionError)
     ring.task = asyncio.create_task(asyncio.sleep(0))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's heap is its own matter")
+async def test_what_a_large_prompt_took_goes_back_to_the_system(ring: Ring) -> None:
+    """Encoding takes a hundred times the text's size, which glibc would keep."""
+    words = " ".join(f"{number * 2654435761 % 2**32:x}" for number in range(60_000))
+    before = resident_bytes()
+    answer = await ring.ask(Encode(TextPrompt(words)))
+    assert isinstance(answer, EncodeReply)
+    del answer
+    grown = resident_bytes() - before
+    assert grown > 30 * 2**20, "else there is nothing to give back"
+    async with asyncio.timeout(60):
+        while resident_bytes() - before > grown // 2:
+            await asyncio.sleep(0.05)
