@@ -59,7 +59,7 @@ async def text_of(stack: RunningStack, begun: asyncio.Event | None = None) -> st
 @pytest.fixture(scope="module")
 def expected() -> str:
     """What one process says."""
-    with LLM(str(DEMO_MODEL), device="cpu", kv_memory="32MiB", progress=False) as llm:
+    with LLM(str(DEMO_MODEL), device="cpu", dtype="float32", kv_memory="32MiB", progress=False) as llm:
         params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
         (answer,) = llm.chat([{"role": "user", "content": QUESTION}], params)
     return answer.outputs[0].text

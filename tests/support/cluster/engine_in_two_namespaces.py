@@ -26,7 +26,15 @@ TOKEN = {"BATON_CLUSTER_TOKEN": "known to both hosts and to nobody else"}
 
 
 def host(folder: Path, number: int, within: list[str], authority: Authority) -> RunningStack:
-    argv = ["--nodes=2", f"--node-rank={number}", f"--master={HERE}:{PORT}", "--tp=2", "--pp=2", "--device=cpu"]
+    argv = [
+        "--nodes=2",
+        f"--node-rank={number}",
+        f"--master={HERE}:{PORT}",
+        "--tp=2",
+        "--pp=2",
+        "--device=cpu",
+        "--dtype=float32",
+    ]
     certificate, key, ca = authority.files(f"host-{number}", HERE)
     argv += [f"--tls-ca={ca}", *([f"--tls-cert={certificate}", f"--tls-key={key}"] if number == 0 else [])]
     return RunningStack(folder / f"host-{number}", [*argv, "--port=0", "--set=worker.threads=1"], TOKEN, within)

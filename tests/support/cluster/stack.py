@@ -296,6 +296,7 @@ def running_stack(
     detokenizers: int = 1,
     coordinators: int = 1,
     device: str = "cpu",
+    dtype: str = "float32",
     settings: Sequence[str] = (),
     more: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
@@ -305,8 +306,9 @@ def running_stack(
 
     Without `model` it serves the demo model. Without `engines` there is one, but none beside pools. `kvstore` is the
     KV store's memory ("64MiB"), "0" for none; `redis` starts one below it. `settings` are `--set`s, `more` any other
-    arguments of `baton up`. New requests wait for `wait_for_engines` seconds while what serves them starts anew, as a
-    machine under test may be slow; None: for as long as by default.
+    arguments of `baton up`. `dtype`: float32, as stacks are compared with references and with each other, and other
+    numbers of ranks round bfloat16 otherwise. New requests wait for `wait_for_engines` seconds while what serves them
+    starts anew, as a machine under test may be slow; None: for as long as by default.
     """
     chosen = {
         "engines": engines,
@@ -317,6 +319,7 @@ def running_stack(
         "tp-prefill": tp_prefill,
         "tp-decode": tp_decode,
         "kvstore-memory": kvstore,
+        "dtype": dtype if device == "cpu" else None,
         "gateways": gateways,
         "tokenizers": tokenizers,
         "detokenizers": detokenizers,
