@@ -16,6 +16,8 @@ from msgspec import Struct
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed has them without types
 
+from services.worker.distributed.host_memory import HostExchange, Seat, SharedExchange, share
+
 RESOLVE_PAUSE = 1.0
 """Seconds between two questions for the address of a name."""
 MAX_PENDING_SENDS = 2
@@ -60,10 +62,18 @@ class Joined(NamedTuple):
     pipeline: TorchPipeline
 
 
-def join(place: RankTopology, *, rendezvous: str, timeout: timedelta, backend: str = "gloo") -> Joined:
+def join(
+    place: RankTopology,
+    *,
+    rendezvous: str,
+    timeout: timedelta,
+    backend: str = "gloo",
+    shared: SharedExchange | None = None,
+) -> Joined:
     """Blocks until every rank has joined, at `file:///PATH` or `tcp://HOST:PORT`. A rank that dies makes the others'
-    exchanges raise. `backend`: as torch.distributed has it; a GPU of NCCL's is current on this thread. Raises OSError
-    where the first rank cannot have HOST's address and PORT, or PATH."""
+    exchanges raise. `backend`: as torch.distributed has it; a GPU of NCCL's is current on this thread. `shared` is used
+    where every rank of a stage has it, and they are on one host. Raises OSError where the first rank cannot have HOST's
+    address and PORT, or PATH."""
     dist.init_process_group(
         backend,
         store=rendezvous_store(rendezvous, place, timeout),
@@ -73,8 +83,25 @@ def join(place: RankTopology, *, rendezvous: str, timeout: timedelta, backend: s
     )
     # Every rank has to take part in the making of every group.
     groups = [dist.new_group(place.ranks_of(stage), timeout=timeout) for stage in range(place.stages)]
-    communicator = TorchCommunicator(place, groups[place.stage], capturable="nccl" in backend)
+    group = groups[place.stage]
+    exchange = _exchange_on_host(place, group, shared, timeout) if place.stage_size > 1 else None
+    communicator = TorchCommunicator(place, group, exchange, capturable="nccl" in backend)
     return Joined(communicator, TorchPipeline(place))
+
+
+def _exchange_on_host(
+    place: RankTopology, group: dist.ProcessGroup | None, shared: SharedExchange | None, timeout: timedelta
+) -> HostExchange | None:
+    """Every rank of the stage has one, or none has."""
+
+    def agree_on(value: bytes) -> list[bytes]:
+        said = [b""] * place.stage_size
+        dist.all_gather_object(said, value, group=group)
+        return said
+
+    size = 0 if shared is None else shared.memory_bytes
+    memory = share(Seat(place.in_stage, place.stage_size), size, agree_on, timeout)
+    return None if memory is None or shared is None else shared.open(memory)
 
 
 def rendezvous_store(rendezvous: str, place: RankTopology, timeout: timedelta) -> Store:
@@ -118,20 +145,38 @@ def _listen(host: str, port: int) -> int:
 
 
 class TorchCommunicator:
-    """The `Communicator` over torch.distributed."""
+    """The `Communicator` over torch.distributed, or what is quicker on one host."""
 
-    def __init__(self, place: RankTopology, group: dist.ProcessGroup | None, *, capturable: bool = False) -> None:
-        """`capturable`: collectives are NCCL's, which can be part of a graph; gloo's wait for the host."""
+    def __init__(
+        self,
+        place: RankTopology,
+        group: dist.ProcessGroup | None,
+        exchange: HostExchange | None = None,
+        *,
+        capturable: bool = False,
+    ) -> None:
+        """`exchange`: of the stage's ranks, for tensors that it takes. `capturable`: collectives are NCCL's, which can
+        be part of a graph; others wait for the host."""
         self.capturable = capturable
         self.rank = place.in_stage
         self.world_size = place.stage_size
         self._everybody = place.world_size
         self._first = place.ranks_of(place.stage)[0]
         self._group = group
+        self._exchange = exchange
+
+    @property
+    def exchanges_in_memory(self) -> bool:
+        """Whether the ranks of the stage share memory for what they exchange."""
+        return self._exchange is not None
 
     def sum(self, x: Tensor) -> Tensor:
         """See `Communicator.sum`; `x` is overwritten."""
-        if self.world_size > 1:
+        if self.world_size == 1:
+            return x
+        if self._exchange is not None and self._exchange.takes(x):
+            self._exchange.sum(x)
+        else:
             dist.all_reduce(x, group=self._group)
         return x
 
@@ -139,13 +184,19 @@ class TorchCommunicator:
         """See `Communicator.gather`."""
         if self.world_size == 1:
             return [x]
+        if self._exchange is not None and self._exchange.takes(x):
+            return self._exchange.gather(x)
         parts = [torch.empty_like(x) for _ in range(self.world_size)] if self.rank == 0 else None
         dist.gather(x, parts, dst=self._first, group=self._group)
         return parts or []
 
     def broadcast(self, x: Tensor) -> Tensor:
         """See `Communicator.broadcast`."""
-        if self.world_size > 1:
+        if self.world_size == 1:
+            return x
+        if self._exchange is not None and x.device.type == "cpu":
+            self._exchange.broadcast(x)
+        else:
             dist.broadcast(x, src=self._first, group=self._group)
         return x
 
@@ -163,6 +214,8 @@ class TorchCommunicator:
 
     def close(self) -> None:
         """Leaves all process groups."""
+        if self._exchange is not None:
+            self._exchange.close()
         dist.destroy_process_group()
 
 

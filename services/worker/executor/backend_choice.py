@@ -210,9 +210,11 @@ def _others(config: WorkerConfig, platform: Platform) -> tuple[Communicator, Pip
 
     if config.world_size == 1:
         return SingleRank(), SingleStage()
+    place = RankTopology(config.rank, config.world_size, config.pp)
     return join(
-        RankTopology(config.rank, config.world_size, config.pp),
+        place,
         rendezvous=config.rendezvous_url(),
         timeout=timedelta(seconds=config.rendezvous_timeout),
         backend=platform.process_group,
+        shared=platform.shared_exchange(place.stage_size),
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from services.worker.distributed.host_memory import SharedExchange
 from services.worker.platforms import main_memory
 from services.worker.platforms.interface import MemoryReading, Platform
 
@@ -28,6 +29,12 @@ class CpuPlatform(Platform):
     def torch_device(self, index: int) -> torch.device:
         """The same for all ranks."""
         return torch.device("cpu")
+
+    def shared_exchange(self, ranks: int) -> SharedExchange | None:
+        """By the C++ library, through shared memory."""
+        from services.worker.ops.native.native_exchange import shared_exchange
+
+        return shared_exchange(ranks)
 
     def memory(self) -> MemoryReading:
         """Main memory. What this process holds of it is not told from what others do."""

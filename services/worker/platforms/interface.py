@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from msgspec import Struct
 
+from services.worker.distributed.host_memory import SharedExchange
 from services.worker.ops.interface import AttentionName, CacheDtype, Ops, OpsName, OpsUnavailable
 from services.worker.ops.selector import OpsChoice, create_ops
 from services.worker.ops.torch_ops import TorchOps
@@ -134,6 +135,11 @@ class Platform(ABC):
         if choice.name not in ("auto", *self.operations):
             raise OpsUnavailable(f"ops = {choice.name}: on {self.name} there are auto, {', '.join(self.operations)}")
         return create_ops(choice, best=self.operations[0])
+
+    def shared_exchange(self, ranks: int) -> SharedExchange | None:
+        """How so many ranks exchange this device's tensors where they are on one host; None: as elsewhere, by
+        `process_group`."""
+        return None
 
     def pci_addresses(self) -> list[str] | None:
         """Of all such devices that this process sees, by index, as sysfs writes them: a rank is bound to processors

@@ -30,6 +30,7 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.loaded_model import QuantizationChoice
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
+from services.worker.ops.native.native_exchange import shared_exchange
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import Incarnation, ModelName
 from shared.messages.kv_groups import KvCacheGroup
@@ -122,6 +123,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
             RankTopology(rank, asked.world_size, asked.stages),
             rendezvous=f"file://{asked.rendezvous}",
             timeout=JOIN_DEADLINE,
+            shared=shared_exchange(asked.tp) if asked.ops == "native" else None,
         )
     return tiny_backend(
         Path(asked.model),

@@ -50,8 +50,13 @@ def communicator_of(request: StepsRequest, platform: Platform) -> Communicator:
     if request.tp == 1 or request.rendezvous is None:
         return SingleRank()
     place = RankTopology(request.rank, request.tp)
-    where, backend = request.rendezvous, platform.process_group
-    return join(place, rendezvous=where, timeout=_PATIENCE, backend=backend).communicator
+    return join(
+        place,
+        rendezvous=request.rendezvous,
+        timeout=_PATIENCE,
+        backend=platform.process_group,
+        shared=platform.shared_exchange(place.stage_size),
+    ).communicator
 
 
 class MeasuredRank(NamedTuple):

@@ -1,6 +1,7 @@
 // The library's C interface; services/worker/ops/native/library.py mirrors it field by field.
 #include "attention.h"
 #include "decoder.h"
+#include "exchange.h"
 #include "kv_copy.h"
 #include "latent.h"
 #include "linear.h"
@@ -13,7 +14,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 15; }
+int baton_version() { return 16; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -88,6 +89,9 @@ int baton_kv_save(const KvMemory* memory, const KvArena* arena, const KvBlocks* 
 }
 int baton_kv_load(const KvMemory* memory, const KvArena* arena, const KvBlocks* what) {
     return int(load_blocks(*memory, *arena, *what));
+}
+int baton_exchange(Exchange* exchange, int kind, int number, void* x, int64_t bytes, void* to, int milliseconds) {
+    return advance(*exchange, ExchangeKind(kind), Number(number), (char*)x, bytes, (char*)to, milliseconds);
 }
 float baton_probe_reading(Pool* pool, const void* from, int64_t bytes) { return probe_reading(*pool, from, bytes); }
 int64_t baton_probe_multiplying(Pool* pool, int number, int64_t steps) { return probe_multiplying(*pool, Number(number), steps); }

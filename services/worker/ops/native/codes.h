@@ -28,6 +28,14 @@ template <Code code> BATON_INLINE Pair decode(const uint8_t* codes, Bytes zero) 
     }
 }
 
+// The same as bf16, as Half multiplies them: the first input's in the low halves. Exact, as bf16 holds every code's number.
+template <Code code> BATON_INLINE U decode_halves(const uint8_t* codes, Bytes zero) {
+    Pair weights = decode<code>(codes, zero);
+    U low = bits_of(weights.first), high = bits_of(weights.second);
+    BATON_EACH low.part[i_] = (low.part[i_] >> 16) | (high.part[i_] & 0xffff0000u);
+    return low;
+}
+
 BATON_INLINE Bytes zeros_at(const uint8_t* zeros, int column) { return zeros ? load_bytes(zeros + column * kLanes) : Bytes{} + 8; }
 
 // As multiply_panel, which computes the same sums of what decode_steps writes. Where `steps` is odd, x has another input.
@@ -53,6 +61,26 @@ __attribute__((noinline)) void multiply_codes(const float* x, int64_t stride, co
         for (int c = 0; c < Columns; ++c) sums[r][c] = sum[r][c];
 }
 
+// The same for activations in bf16, and what the other decode_steps writes of `steps` pairs of inputs.
+template <Code code, int Rows, int Columns>
+__attribute__((noinline)) void multiply_codes(const Bf16* x, int64_t stride, const uint8_t* codes, const uint8_t* zeros, int steps,
+                                              F sums[Rows][Columns]) {
+    F sum[Rows][Columns];
+    Bytes zero[Columns];
+    for (int c = 0; c < Columns; ++c) {
+        zero[c] = zeros_at(zeros, c);
+        for (int r = 0; r < Rows; ++r) sum[r][c] = sums[r][c];
+    }
+    for (int step = 0; step < steps; ++step, codes += kGroupColumns * code_bytes(code), x += Half::kItems) {
+        for (int c = 0; c < Columns; ++c) {
+            U weights = decode_halves<code>(codes + c * code_bytes(code), zero[c]);
+            for (int r = 0; r < Rows; ++r) sum[r][c] = Half::multiply(sum[r][c], weights, Half::broadcast(x + r * stride));
+        }
+    }
+    for (int r = 0; r < Rows; ++r)
+        for (int c = 0; c < Columns; ++c) sums[r][c] = sum[r][c];
+}
+
 // The codes of `steps` inputs of a group as floats [steps][64]; where `steps` is odd, one more is written.
 template <Code code> void decode_steps(const uint8_t* codes, const uint8_t* zeros, int steps, float* to) {
     for (int step = 0; step < steps; step += kCodeInputs, to += kCodeInputs * kGroupOutputs)
@@ -61,6 +89,13 @@ template <Code code> void decode_steps(const uint8_t* codes, const uint8_t* zero
             store(to + c * kLanes, weights.first);
             store(to + kGroupOutputs + c * kLanes, weights.second);
         }
+}
+
+// The codes of `steps` pairs of inputs of a group as bf16 [steps][64][2].
+template <Code code> void decode_steps(const uint8_t* codes, const uint8_t* zeros, int steps, Bf16* to) {
+    for (int step = 0; step < steps; ++step)
+        for (int c = 0; c < kGroupColumns; ++c, codes += code_bytes(code), to += kLanes * Half::kItems)
+            store_bits(to, decode_halves<code>(codes, zeros_at(zeros, c)));
 }
 
 // Puts the code of an input and an output into a group whose codes are 0.

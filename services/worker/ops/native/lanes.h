@@ -73,6 +73,9 @@ BATON_INLINE U load_bits(const void* from) {
 BATON_INLINE void store(float* to, F x) {
     BATON_EACH *(LooseF*)((char*)to + i_ * kRegister) = x.part[i_];
 }
+BATON_INLINE void store_bits(void* to, U x) {
+    BATON_EACH *(LooseU*)((char*)to + i_ * kRegister) = x.part[i_];
+}
 BATON_INLINE F operator+(F a, F b) {
     BATON_EACH a.part[i_] = a.part[i_] + b.part[i_];
     return a;

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
-VERSION = 15
+VERSION = 16
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -53,6 +53,27 @@ class LowRankTable(Structure):
         ("products", POINTER(LowRank)),
     )
 
+
+class Exchange(Structure):
+    """`Exchange` of exchange.h: one rank's end of the memory that the ranks of a host share."""
+
+    _fields_ = (
+        ("memory", c_void_p),
+        ("rank", c_int),
+        ("ranks", c_int),
+        ("capacity", c_int64),
+        ("number", c_uint32),
+        ("posted", c_int),
+        ("done", c_int64),
+    )
+
+
+EXCHANGE_SUM, EXCHANGE_GATHER, EXCHANGE_BROADCAST = 0, 1, 2
+"""The values of `ExchangeKind` in exchange.h."""
+OTHER_EXCHANGE = -1
+"""`kOtherExchange` of exchange.h."""
+HEAD_PAGE, MAX_EXCHANGING = 4096, 62
+"""`kHeadPage` and `kMostExchanging` of exchange.h."""
 
 PAGE_TOKENS = 16
 """`kPageTokens` of attention.h: a block is one page, two or four."""
@@ -345,6 +366,7 @@ _SIGNATURES = {
     "baton_decoder_free": (None, (c_void_p,)),
     "baton_kv_save": (c_int, (POINTER(NativeKvCaches), POINTER(KvArena), POINTER(KvBlocks))),
     "baton_kv_load": (c_int, (POINTER(NativeKvCaches), POINTER(KvArena), POINTER(KvBlocks))),
+    "baton_exchange": (c_int, (POINTER(Exchange), c_int, c_int, c_void_p, c_int64, c_void_p, c_int)),
     "baton_probe_reading": (c_float, (c_void_p, c_void_p, c_int64)),
     "baton_probe_multiplying": (c_int64, (c_void_p, c_int, c_int64)),
     "baton_decoder_run": (c_int, (c_void_p, POINTER(Forward))),

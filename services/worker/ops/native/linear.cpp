@@ -17,8 +17,17 @@ constexpr int kBlockSteps = 512;
 constexpr int kBlockRows = 96;
 
 int steps_of(Number number, int in) { return number == Number::kHalf ? (in + 1) / 2 : in; }
-// Codes are multiplied as floats, whatever the activations are.
-int steps_of(const Linear& linear) { return linear.code == Code::kPlain ? steps_of(linear.number, linear.in) : linear.in; }
+// Codes are multiplied as bf16, which holds their numbers exactly, where activations are bf16 and one instruction takes
+// pairs of them: AVX2 would need more instructions than for floats.
+#if defined(BATON_BF16)
+constexpr bool kHalfCodes = true;
+#else
+constexpr bool kHalfCodes = false;
+#endif
+Number multiplied_as(const Linear& linear) {
+    return linear.code == Code::kPlain || kHalfCodes ? linear.number : Number::kSingle;
+}
+int steps_of(const Linear& linear) { return steps_of(multiplied_as(linear), linear.in); }
 int groups_of(int out) { return (out + kGroupOutputs - 1) / kGroupOutputs; }
 
 struct Product {
@@ -144,23 +153,24 @@ template <class Kind> struct Numbers {
     Numbers from(int step) const { return {at + size_t(step) * kStep}; }
 };
 // Codes, turned into numbers in registers.
-template <Code code> struct Coded {
+template <class Kind, Code code> struct Coded {
+    using Item = typename Kind::Item;
     // One row leaves registers for the sums of a whole group: its codes are read in the order they lie in.
     template <int R> static constexpr int kColumns = R == 1 ? kGroupColumns : kTileColumns;
     const uint8_t* at;
     const uint8_t* zeros;
 
-    template <int R, int C> BATON_INLINE void multiply(const float* x, int64_t stride, int column, int steps, Ahead, Sums<R, C>& sums) const {
+    template <int R, int C> BATON_INLINE void multiply(const Item* x, int64_t stride, int column, int steps, Ahead, Sums<R, C>& sums) const {
         multiply_codes<code, R, C>(x, stride, at + column * code_bytes(code), zeros ? zeros + column * kLanes : nullptr, steps, sums.at);
     }
-    Coded from(int step) const { return {at + size_t(step / kCodeInputs) * kGroupColumns * code_bytes(code), zeros}; }
+    Coded from(int step) const { return {at + size_t(step * Kind::kItems / kCodeInputs) * kGroupColumns * code_bytes(code), zeros}; }
 };
 
 // What belongs to the codes of one block of steps of a group: [scales of the block][64].
 struct Scales {
     const float* scales;
     const uint8_t* zeros;
-    int inputs;  // that share one; 0: the sums of all steps are scaled
+    int steps;  // that share one; 0: the sums of all are scaled
 
     const uint8_t* zeros_of(int segment) const { return zeros ? zeros + segment * kGroupOutputs : nullptr; }
 };
@@ -175,7 +185,7 @@ template <int R, int C> BATON_INLINE void add_scaled(const float* scales, const 
         for (int r = 0; r < R; ++r) sums.at[r][c] = fma(part.at[r][c], load(scales + c * kLanes), sums.at[r][c]);
 }
 
-Coded<Code::kInt4> with_zeros(Coded<Code::kInt4> weights, const uint8_t* zeros) { return {weights.at, zeros}; }
+template <class Kind> Coded<Kind, Code::kInt4> with_zeros(Coded<Kind, Code::kInt4> weights, const uint8_t* zeros) { return {weights.at, zeros}; }
 template <class Weights> Weights with_zeros(Weights weights, const uint8_t*) { return weights; }
 
 // One tile over one block of steps; sums wait in `kept` [rows][kGroupColumns] for the next one.
@@ -192,17 +202,17 @@ void run_tile(const Product& p, const Block& block, const Weights& weights, cons
         int output = block.group * kGroupOutputs + column * kLanes, at = row * kGroupColumns + column;
         if (last && !block.to_gates && !block.gates) expect_floats<R, C>(p, block.row + row, output);
         Ahead fetched = column ? Ahead{nullptr, 0} : ahead;
-        if (!scaling.inputs) {
+        if (!scaling.steps) {
             weights.template multiply<R, C>(x, stride, column, count, fetched, sums);
             if (scaling.scales && last) scale(scaling.scales + column * kLanes, sums);
         } else {
-            for (int step = 0; step < count; step += scaling.inputs) {
-                int segment = step / scaling.inputs;
+            for (int step = 0; step < count; step += scaling.steps) {
+                int segment = step / scaling.steps;
                 Sums<R, C> scaled;
                 for (int r = 0; r < R; ++r)
                     for (int c = 0; c < C; ++c) scaled.at[r][c] = zeros();
                 auto own = with_zeros(weights.from(step), scaling.zeros_of(segment));
-                own.template multiply<R, C>(x + step, stride, column, scaling.inputs, fetched, scaled);
+                own.template multiply<R, C>(x + step * Kind::kItems, stride, column, scaling.steps, fetched, scaled);
                 add_scaled(scaling.scales + segment * kGroupOutputs + column * kLanes, scaled, sums);
                 fetched = {nullptr, 0};
             }
@@ -279,27 +289,28 @@ template <class Kind> void run_block(const Product& p, const Block& block) {
 template <Code code> constexpr int kReadingTiles = code == Code::kInt8 && kTileRows <= 3 ? 2 : 1;
 
 // The same for codes: for more tiles than that they are turned into numbers once.
-template <Code code> void run_coded_block(const Product& p, const Block& block) {
-    int tiles = tiles_of_rows(block.rows), scaled = p.linear.scaled;
+template <class Kind, Code code> void run_coded_block(const Product& p, const Block& block) {
+    using Item = typename Kind::Item;
+    int tiles = tiles_of_rows(block.rows), scaled = p.linear.scaled / Kind::kItems;
     F kept[kBlockRows * kGroupColumns];
-    size_t pairs = size_t(p.steps + kCodeInputs - 1) / kCodeInputs, pair_bytes = kGroupColumns * code_bytes(code);
+    size_t pairs = size_t(p.linear.in + kCodeInputs - 1) / kCodeInputs, pair_bytes = kGroupColumns * code_bytes(code);
     auto* group = (const uint8_t*)p.linear.groups + block.group * pairs * pair_bytes;
     size_t segments = scaled ? size_t(p.steps / scaled) : 1;
     for (int first = 0; first < p.steps; first += kBlockSteps) {
         int count = std::min(kBlockSteps, p.steps - first);
-        const uint8_t* codes = group + size_t(first / kCodeInputs) * pair_bytes;
+        const uint8_t* codes = group + size_t(first * Kind::kItems / kCodeInputs) * pair_bytes;
         size_t at = (block.group * segments + (scaled ? first / scaled : 0)) * kGroupOutputs;
         Scales scaling{p.linear.scales + at, p.linear.zeros ? p.linear.zeros + at : nullptr, scaled};
         Steps steps{first, count, tiles, {nullptr, 0}};
         if (tiles <= kReadingTiles<code>) {
-            run_tiles<Single>(p, block, steps, Coded<code>{codes, scaling.zeros}, scaling, kept);
+            run_tiles<Kind>(p, block, steps, Coded<Kind, code>{codes, scaling.zeros}, scaling, kept);
             continue;
         }
-        alignas(64) static thread_local float numbers[kBlockSteps * kGroupOutputs];
+        alignas(64) static thread_local Item numbers[kBlockSteps * kGroupOutputs * Kind::kItems];
         for (int step = 0, part = scaled ? scaled : count; step < count; step += part)
-            decode_steps<code>(codes + size_t(step / kCodeInputs) * pair_bytes, scaling.zeros_of(scaled ? step / scaled : 0), part,
-                               numbers + step * kGroupOutputs);
-        run_tiles<Single>(p, block, steps, Numbers<Single>{numbers}, scaling, kept);
+            decode_steps<code>(codes + size_t(step * Kind::kItems / kCodeInputs) * pair_bytes, scaling.zeros_of(scaled ? step / scaled : 0), part,
+                               numbers + step * kGroupOutputs * Kind::kItems);
+        run_tiles<Kind>(p, block, steps, Numbers<Kind>{numbers}, scaling, kept);
     }
 }
 
@@ -319,15 +330,18 @@ template <class Run> void multiply_tile(const Product& p, int tile, Run run) {
     run(p, {row, end - row, groups + group, gates, nullptr});
 }
 
-void multiply_tile_of(const Product& p, int tile) {
+template <class Kind> void multiply_tile_as(const Product& p, int tile) {
     switch (p.linear.code) {
-        case Code::kInt8: return multiply_tile(p, tile, run_coded_block<Code::kInt8>);
-        case Code::kInt4: return multiply_tile(p, tile, run_coded_block<Code::kInt4>);
-        case Code::kFp8: return multiply_tile(p, tile, run_coded_block<Code::kFp8>);
-        case Code::kPlain: break;
+        case Code::kPlain: return multiply_tile(p, tile, run_block<Kind>);
+        case Code::kInt8: return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt8>);
+        case Code::kInt4: return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt4>);
+        case Code::kFp8: return multiply_tile(p, tile, run_coded_block<Kind, Code::kFp8>);
     }
-    if (p.linear.number == Number::kHalf) multiply_tile(p, tile, run_block<Half>);
-    else multiply_tile(p, tile, run_block<Single>);
+}
+
+void multiply_tile_of(const Product& p, int tile) {
+    if (multiplied_as(p.linear) == Number::kHalf) multiply_tile_as<Half>(p, tile);
+    else multiply_tile_as<Single>(p, tile);
 }
 
 const void* row_at(const void* data, int64_t row, int64_t stride, Number number) {

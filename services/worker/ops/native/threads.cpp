@@ -1,11 +1,8 @@
 // The pool's waiting and waking.
 #include "threads.h"
 
-#include <chrono>
+#include "waiting.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 #if defined(__linux__)
 #include <sched.h>
 #endif
@@ -18,40 +15,12 @@ constexpr uint64_t kTileMask = (uint64_t(1) << kTileBits) - 1;
 uint64_t end_of(uint64_t word) { return (word >> kTileBits) & kTileMask; }
 uint64_t next_of(uint64_t word) { return word & kTileMask; }
 
-void relax() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 int this_core() {
 #if defined(__linux__)
     return sched_getcpu();
 #else
     return 0;
 #endif
-}
-
-// Waking a sleeping thread takes 5 to 50 µs, and the jobs of one forward pass follow each other within a few: so a
-// waiter spins first, then lets others have the core, then sleeps. The cores are shared with other processes, which
-// is why the spinning is short.
-template <class Ready> bool spin(const Ready& ready) {
-    using Clock = std::chrono::steady_clock;
-    for (int i = 0; i < 200; ++i) {
-        if (ready()) return true;
-        relax();
-    }
-    auto end = Clock::now() + std::chrono::microseconds(60);
-    do {
-        for (int i = 0; i < 20; ++i) {
-            if (ready()) return true;
-            relax();
-        }
-        std::this_thread::yield();
-    } while (Clock::now() < end);
-    return ready();
 }
 
 }  // namespace

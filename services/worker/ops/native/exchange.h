@@ -1,0 +1,30 @@
+// Sums, gathers and broadcasts among processes of one host, through memory that they share. Knows no tensors.
+#pragma once
+#include "linear.h"
+
+enum class ExchangeKind : int { kSum = 0, kGather = 1, kBroadcast = 2 };
+
+// One rank's end. The memory has a page of heads, one of 64 bytes for each rank from byte 64 on, all zero at first, and
+// behind it two buffers of `capacity` bytes for each rank: what is exchanged goes through them piece by piece.
+struct Exchange {
+    char* memory;
+    int rank;
+    int ranks;  // kMostExchanging at the most
+    int64_t capacity;  // a multiple of 64
+    uint32_t number;  // of the last piece
+    int posted;  // whether the next one is in our buffer already
+    int64_t done;  // bytes of the current exchange
+};
+constexpr int kHeadPage = 4096;
+constexpr int kMostExchanging = 62;
+
+// Values of `advance` beside 0 and the ranks'.
+constexpr int kOtherExchange = -1;
+
+// Every rank calls it for the same exchange, of the same kind and bytes. kSum: x becomes the sum of all ranks' x, each
+// element's in the order of the ranks, in float, so that all have the same bits. kGather: rank 0 gets all ranks' x one
+// behind the other in `to`, which may be null elsewhere. kBroadcast: x becomes rank 0's.
+//
+// Returns 0 when it is done; 1 + the number of a rank that has not come for so many milliseconds: called again with the
+// same arguments, it goes on; or kOtherExchange where another rank exchanges something else.
+int advance(Exchange& own, ExchangeKind kind, Number number, char* x, int64_t bytes, char* to, int milliseconds);

@@ -1,0 +1,88 @@
+"""Collectives of the ranks of one host by the C++ library, through memory that they share.
+
+A sum of gloo's goes through the sockets and threads of both processes and costs half a millisecond of processor time,
+a decode step has two for each layer. Here a rank copies its part to where all can read it, and adds up what it reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from datetime import timedelta
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from services.worker.distributed.host_memory import HostMemory, RankGone, SharedExchange
+from services.worker.ops.native import library
+from services.worker.ops.native.build import BuildError, best_level, library_path
+
+_log = logging.getLogger(__name__)
+
+BUFFER_BYTES = 256 << 10
+"""Of a rank's two buffers each: larger tensors go through them piece by piece."""
+CHECK_PERIOD = timedelta(milliseconds=200)
+"""How long a rank waits for another one before it looks whether that lives."""
+_NUMBERS = {torch.float32: library.SINGLE, torch.bfloat16: library.HALF}
+
+
+def shared_exchange(ranks: int) -> SharedExchange | None:
+    """For so many ranks; None where there is no library, or they are too many."""
+    if ranks > library.MAX_EXCHANGING:
+        return None
+    try:
+        loaded = library.load(library_path(best_level()))
+    except (BuildError, OSError, AttributeError) as error:
+        _log.info("ranks exchange tensors by sockets: %s", error)
+        return None
+    return SharedExchange(library.HEAD_PAGE + ranks * 2 * BUFFER_BYTES, partial(NativeExchange, loaded))
+
+
+class NativeExchange:
+    """See :class:`services.worker.distributed.host_memory.HostExchange`."""
+
+    def __init__(self, loaded: ctypes.CDLL, memory: HostMemory) -> None:
+        self._library = loaded
+        self._memory = memory
+        self._view = torch.frombuffer(memory.mapping, dtype=torch.uint8)
+        seat = memory.seat
+        self._own = library.Exchange(self._view.data_ptr(), seat.rank, seat.ranks, BUFFER_BYTES)
+        self._reference = ctypes.byref(self._own)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `x` is of floats or bf16 in main memory."""
+        return x.dtype in _NUMBERS and x.device.type == "cpu"
+
+    def sum(self, x: Tensor) -> None:
+        """See `HostExchange.sum`; rounded to bf16 once."""
+        self._exchange(library.EXCHANGE_SUM, x, None)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """See `HostExchange.gather`."""
+        seat = self._memory.seat
+        parts = None if seat.rank else torch.empty((seat.ranks, *x.shape), dtype=x.dtype)
+        self._exchange(library.EXCHANGE_GATHER, x, parts)
+        return [] if parts is None else list(parts)
+
+    def broadcast(self, x: Tensor) -> None:
+        """See `HostExchange.broadcast`."""
+        self._exchange(library.EXCHANGE_BROADCAST, x, None)
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._memory.close()
+
+    def _exchange(self, kind: int, x: Tensor, to: Tensor | None) -> None:
+        if not x.is_contiguous():
+            raise ValueError(f"a tensor of strides {x.stride()} is exchanged: contiguous ones are")
+        number = _NUMBERS.get(x.dtype, library.SINGLE)
+        where = None if to is None else to.data_ptr()
+        call = partial(self._library.baton_exchange, self._reference, kind, number, x.data_ptr(), x.nbytes, where)
+        begun: float | None = None
+        while late := call(int(CHECK_PERIOD.total_seconds() * 1000)):
+            if late == library.OTHER_EXCHANGE:
+                raise RankGone("the ranks of this stage are in different exchanges")
+            begun = begun or time.monotonic()
+            self._memory.check(late - 1, begun)

@@ -1,0 +1,91 @@
+"""One of several ranks that exchange tensors: `exchange_process RANK RANKS RENDEZVOUS WHAT`, a module to run.
+
+Prints a digest of all that it got, so that ranks can be compared; or how the exchange ended where another rank left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.worker.distributed.host_memory import RankGone
+from services.worker.distributed.torch_ranks import RankTopology, TorchCommunicator, join
+from services.worker.ops.native.native_exchange import BUFFER_BYTES, shared_exchange
+
+SIZES = (0, 1, 15, 16, 17, 768, BUFFER_BYTES // 4, BUFFER_BYTES // 4 + 1, BUFFER_BYTES)
+"""Elements: less than a lane, more than what one buffer holds."""
+PATIENCE = timedelta(seconds=3)
+
+
+def part(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """What a rank brings to an exchange."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(1000 * rank + size)).to(dtype)
+
+
+def check(got: Tensor, expected: Tensor) -> None:
+    assert got.dtype == expected.dtype
+    assert torch.equal(got, expected), (got.shape, got.dtype)
+
+
+def in_order(parts: list[Tensor]) -> Tensor:
+    """Their sum by the order of the ranks, in float, rounded once."""
+    total = parts[0].float()
+    for each in parts[1:]:
+        total = total + each.float()
+    return total.to(parts[0].dtype)
+
+
+def exchange_all(communicator: TorchCommunicator, rank: int, ranks: int) -> str:
+    digest = hashlib.sha256()
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in SIZES:
+            parts = [part(each, size, dtype) for each in range(ranks)]
+            total = communicator.sum(parts[rank].clone())
+            check(total, in_order(parts))
+            digest.update(total.view(torch.uint8).numpy().tobytes())
+            gathered = communicator.gather(parts[rank])
+            assert len(gathered) == (0 if rank else ranks)
+            for got, expected in zip(gathered, parts, strict=False):
+                check(got, expected)
+            check(communicator.broadcast(parts[rank].clone()), parts[0])
+    ids = torch.arange(5, dtype=torch.int32) + rank
+    check(communicator.broadcast(ids), torch.arange(5, dtype=torch.int32))
+    whole = communicator.sum(torch.tensor([rank + 1], dtype=torch.int64))  # not of a kind that memory is used for
+    assert whole.item() == ranks * (ranks + 1) // 2
+    return digest.hexdigest()
+
+
+def main() -> None:
+    rank, ranks, rendezvous, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    torch.set_num_threads(1)
+    shared = None if what == "sockets" and rank == 1 else shared_exchange(ranks)
+    assert shared is not None or what == "sockets"
+    communicator = join(RankTopology(rank, ranks), rendezvous=rendezvous, timeout=PATIENCE, shared=shared).communicator
+    if what == "sockets":
+        print(communicator.sum(torch.ones(3)).tolist(), communicator.exchanges_in_memory, flush=True)
+        return
+    assert communicator.exchanges_in_memory
+    # Whoever makes the file has unlinked it before `join` returns, and all have said that they have it before that.
+    assert communicator.minimum(rank) == 0
+    assert not list(Path("/dev/shm").glob(f"baton-ranks-{os.getpid()}-*"))
+    print(exchange_all(communicator, rank, ranks), flush=True)
+    if rank == ranks - 1:
+        if what == "silent":
+            time.sleep(4 * PATIENCE.total_seconds())
+        os._exit(0)
+    try:
+        communicator.sum(torch.ones(3))
+    except RankGone as gone:
+        print(gone, flush=True)
+    os._exit(0)  # the others' end is no matter of gloo's
+
+
+if __name__ == "__main__":
+    main()
