@@ -15,6 +15,7 @@ from services.worker.backend import Backend, BackendError
 from services.worker.config import RankIdentity
 from services.worker.executor.compute_thread import ComputeThread
 from services.worker.executor.plan_queue import PlanGap, PlanQueue
+from services.worker.expert_reporter import ExpertReporter
 from services.worker.flops import FlopsMeter
 from services.worker.guided.outbox import CompileOutbox
 from services.worker.kv.connector_thread import ConnectorThread, ConnectorUnusable
@@ -71,6 +72,7 @@ class WorkerActor(Actor):
         self._meter: FlopsMeter | None = None
         self._loras = loras
         self._sleep = sleep or RankSleep()
+        self._experts: ExpertReporter | None = None
         self._ledger = TransferLedger(identity.rank)
         self._grammars = CompileOutbox()
         self._watchdog = StepWatchdog(identity.min_step_timeout, identity.first_step_timeout)
@@ -105,6 +107,8 @@ class WorkerActor(Actor):
             raise
         if self._loras is not None and self._backend.adapters is not None:
             await self._loras.follow(self._backend.adapters)  # before it is ready: requests for them wait for it
+        if self._backend.expert_load is not None:
+            self._experts = ExpertReporter(self._backend.expert_load)
         self._watchdog.compiles_kernels = self._backend.mode == "launched"
         self._meter = self._make_meter(self._backend)
         metrics.PEAK_FLOPS.set((self._meter and self._meter.peak) or 0.0)
@@ -159,6 +163,8 @@ class WorkerActor(Actor):
                 reports.create_task(self._report_transfers(self._connector))
             reports.create_task(self._report_grammars())
             reports.create_task(self._watch_steps())
+            if self._experts is not None:
+                reports.create_task(self._experts.run())
             if self._loras is not None and self._backend is not None and self._backend.adapters is not None:
                 reports.create_task(self._loras.run(self._backend.adapters, self.publish_lifecycle))
 
@@ -216,6 +222,8 @@ class WorkerActor(Actor):
         await self._copies.stop()
         if self._connector is not None:
             await self._connector.stop()
+        if self._experts is not None:
+            await self._experts.report()
         if self._backend is not None and self._backend.grammars is not None:
             await asyncio.to_thread(self._backend.grammars.close)
 

@@ -17,6 +17,7 @@ from shared.messages.worker import StepPlan
 if TYPE_CHECKING:
     from services.worker.guided.library import GrammarLibrary
     from services.worker.kv.copier import RankKvCache
+    from services.worker.models.expert_parallel.expert_load import ExpertLoad
 
 
 ExecutionMode = Literal["sequential", "prepared", "launched"]
@@ -143,6 +144,10 @@ class Backend(Protocol):
     @property
     def max_jump_ahead(self) -> int:
         """Most forced tokens that one step may yield for a sequence with a grammar."""
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        """How often each expert was picked; None where that is not counted, as on all but the first rank of a stage."""
 
     @property
     def grammars(self) -> GrammarLibrary | None:

@@ -13,6 +13,7 @@ from kvstore.connectors.installed import ConnectorExtraConfig, ConnectorName, Co
 from kvstore.connectors.interface import KVConnectorBase
 from services.worker.guided.limits import GrammarBackendName, GrammarLimits
 from services.worker.kv.layer_groups import HybridKvCache
+from services.worker.models.expert_parallel.settings import ExpertSettings
 from services.worker.sim.accelerator import PROFILES, Accelerator, ProfileName
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
 from shared.config import ModelServiceConfig
@@ -66,6 +67,31 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         Meta(description="Layers of each stage, e.g. 17,15; default: spread evenly."),
         UpOption("How many", placed=True),
     ] = ()
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(
+            description="Whether the --tp ranks have whole experts of a mixture, in place of a share of every expert."
+        ),
+        UpOption("How many"),
+    ] = False
+    enable_eplb: Annotated[
+        bool,
+        Meta(
+            description="Whether experts are placed on ranks by how often each was picked, as files in expert_load_dir "
+            "say at the start; without any, evenly. Needs enable_expert_parallel."
+        ),
+        UpOption("How many"),
+    ] = False
+    num_redundant_experts: Annotated[
+        int,
+        Meta(ge=0, description="Replicas of much picked experts, over all ranks of a stage. Needs enable_eplb."),
+        UpOption("How many"),
+    ] = 0
+    expert_load_dir: Annotated[
+        Path | None,
+        Meta(description="Directory of files that say how often each expert was picked; each engine writes its own."),
+        UpOption("How many"),
+    ] = None
     rendezvous: Annotated[
         str | None, Meta(description="Where the ranks meet: file:///PATH on one host, tcp://HOST:PORT.")
     ] = None
@@ -329,6 +355,7 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             raise ValueError(f"pp_layers: {len(self.pp_layers)} numbers for {self.pp} stages")
         if self.pp > 1 and self.device == "sim":
             raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
+        self._check_experts()
         for each in self.lora:
             name, _, folder = each.partition("=")
             if not (name and folder):
@@ -350,6 +377,27 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
                 raise ValueError(f"{name}: must be above 0")
         if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
             raise ValueError("rendezvous: must be set where there are several ranks")
+
+    def _check_experts(self) -> None:
+        if self.device == "sim" and (self.enable_expert_parallel or self.expert_load_dir is not None):
+            name = "enable_expert_parallel" if self.enable_expert_parallel else "expert_load_dir"
+            raise ValueError(f"{name}: the simulated device has no experts")
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ValueError("enable_eplb: needs enable_expert_parallel, as else every rank has a share of all experts")
+        if self.enable_eplb and self.expert_load_dir is None:
+            raise ValueError("enable_eplb: needs expert_load_dir, which says how often experts are picked")
+        if self.num_redundant_experts and not self.enable_eplb:
+            raise ValueError(f"num_redundant_experts = {self.num_redundant_experts}: needs enable_eplb")
+
+    def expert_settings(self) -> ExpertSettings:
+        """How a mixture's experts are spread over ranks."""
+        return ExpertSettings(
+            self.enable_expert_parallel,
+            self.enable_eplb,
+            self.num_redundant_experts,
+            self.expert_load_dir,
+            self.engine,
+        )
 
     def lora_folders(self) -> tuple[tuple[ModelName, Path], ...]:
         """Each adapter's name and folder."""

@@ -51,6 +51,12 @@ ACCEPTED = Counter(
 )
 DRAFTS = Counter("baton_worker_drafts_total", "Steps of single sequences with at least one draft token.")
 
+EXPERT_PICKS = Counter(
+    "baton_worker_expert_picks_total",
+    "Picks (of an expert by a token) that each rank of the stage computed, by layer; of expert parallelism.",
+    ["layer", "rank"],
+)
+
 _WAIT, _PREPARE, _FORWARD, _SAMPLE, _ANSWER = (
     PART_SECONDS.labels(part) for part in ("wait", "prepare", "forward", "sample", "answer")
 )

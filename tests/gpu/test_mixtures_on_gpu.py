@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.worker.ops.interface import Routing
-from services.worker.ops.triton.moe.mixture import mixture
+from services.worker.ops.triton.moe.mixture import choose_experts, mixture
 from tests.support.models.expert_mixtures import MixedExperts, Shape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -18,8 +18,8 @@ MIXTRAL_OF_8_RANKS = Shape(experts=8, chosen=2, hidden=4096, size=14336 // 8, dt
 
 def mixed(made: MixedExperts) -> torch.Tensor:
     shape = made.shape
-    routing = Routing(shape.chosen, shape.renormalised)
-    return mixture(made.x, made.logits, made.gate_up, made.down, routing=routing, kind=shape.kind)
+    picks = choose_experts(made.logits, Routing(shape.chosen, shape.renormalised))
+    return mixture(made.x, picks, made.gate_up, made.down, kind=shape.kind)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 200, 500, 3000])

@@ -107,6 +107,7 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
             kv_connector=config.kv_connector is not None,
             processors=load_processors(config.logits_processors),
             prompt_embeds=config.enable_prompt_embeds,
+            experts=config.expert_settings(),
         )
     except PluginError as error:
         raise BackendError(f"logits_processors = {','.join(config.logits_processors)}: {error}") from None

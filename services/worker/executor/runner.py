@@ -26,6 +26,7 @@ from services.worker.guided.guided_sequences import GuidedSequences
 from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import RankKvCache
 from services.worker.models.decoder import CausalLm
+from services.worker.models.expert_parallel.expert_load import ExpertLoad
 from services.worker.models.lora.slots import LoraSlots
 from services.worker.models.states.sequence_states import SequenceStates
 from services.worker.models.weights import ForwardPass, KvCaches
@@ -74,13 +75,15 @@ class RankState:
         loras: LoraSlots | None = None,
         groups: tuple[KvCacheGroup, ...] = (),
         processors: RequestProcessors | None = None,
+        expert_load: ExpertLoad | None = None,
         state_checkpoints: int = 0,
     ) -> None:
         """`digest` tells this model's keys and values from those of any other. `grammars`, `processors`: given to the
         rank that samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none. `replaying`:
         captures what can be replayed of the decoder's forward pass on these caches. `classifier`: see
         `LoadedModel.classifier`. `loras`: the adapters that are served. `groups`: of layers, as the decoder uses
-        them. `state_checkpoints`: places for them, where the model has states."""
+        them. `expert_load`: where steps count picks. `state_checkpoints`: places for them, where the model has
+        states."""
         self.card = card
         self.platform = platform
         self.device = platform.device
@@ -115,6 +118,7 @@ class RankState:
         if loras is not None:
             self.sequences.lora_numbers = loras.numbers
         self.groups = groups
+        self.expert_load = expert_load
         self.processors = processors
         """What plug-ins change logits by; None on ranks that have none."""
         self.guided = None if grammars is None else GuidedSequences(grammars)
@@ -234,6 +238,7 @@ class StepRunner:
         self.kv: RankKvCache | None = rank.kv
         self.grammars = rank.grammars
         self.adapters = rank.loras
+        self.expert_load = rank.expert_load
         self.max_loras = 0 if rank.loras is None else rank.loras.max_loras
         self.max_speculate = rank.drafting.settings.max_tokens
         self.max_jump_ahead = rank.drafting.max_jump_ahead

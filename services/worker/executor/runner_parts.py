@@ -15,6 +15,7 @@ from services.worker.executor.token_table import table_bytes
 from services.worker.graphs.replayed_decodes import Replaying
 from services.worker.guided.library import GrammarLibrary
 from services.worker.models.decoder import CausalLm
+from services.worker.models.expert_parallel.expert_load import ExpertLoad
 from services.worker.models.lora.slots import LoraSlots
 from services.worker.platforms.interface import Platform
 from services.worker.sampling.plugins.request_processors import RequestProcessors
@@ -41,6 +42,8 @@ class RunnerParts:
     grammars: GrammarLibrary | None
     drafter: Drafter | None
     drafting: DraftSettings
+    expert_load: ExpertLoad | None = None
+    """See `Backend.expert_load`."""
     processors: RequestProcessors | None = None
     """See `RankState`."""
     processed: bool = False
@@ -84,6 +87,7 @@ class RunnerParts:
             loras=self.loras,
             groups=self.groups,
             processors=self.processors,
+            expert_load=self.expert_load,
             state_checkpoints=state_checkpoints,
         )
         return DeviceRunner(rank) if self.launches else HostRunner(rank)

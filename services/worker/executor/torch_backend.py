@@ -21,6 +21,9 @@ from services.worker.guided.limits import DEFAULT_LIMITS, GrammarBackendName, Gr
 from services.worker.guided.protocol import ServerSettings
 from services.worker.kv.layer_groups import HybridKvCache, group_layers, why_one_group
 from services.worker.models.config import ModelError
+from services.worker.models.decoder import Decoder
+from services.worker.models.expert_parallel.expert_load import ExpertLoad, load_path
+from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
 from services.worker.models.loaded_model import (
     DtypeChoice,
     LoadedModel,
@@ -34,6 +37,7 @@ from services.worker.models.lora.slots import NO_LORAS, LoraSettings, LoraSlots,
 from services.worker.models.pooling.sentence_transformers import PoolingChoice
 from services.worker.models.sharding import stage_of
 from services.worker.models.states.limits import check_states
+from services.worker.models.weights import MixtureMlp
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
 from services.worker.platforms.interface import Platform
 from services.worker.sampling.plugins.interface import ProcessorConfig
@@ -97,6 +101,7 @@ def create_backend(
     kv_connector: bool = False,
     processors: ProcessorClasses = NO_PROCESSORS,
     prompt_embeds: bool = False,
+    experts: ExpertSettings = NO_EXPERT_PARALLEL,
 ) -> Runner:
     """One rank of the model in `model_dir`, ready to step, on the device of `platform`.
 
@@ -105,7 +110,7 @@ def create_backend(
     share of all of a GPU's memory that may be taken. `enforce_eager`: no graphs of decodes. `block_size`: tokens of a
     KV block. `loras`: adapters that are served beside the model. `on_layer`: see `LayerwiseDecoder`; only for CPUs.
     `hybrid_kv_cache`: see `_layer_groups`. `kv_connector`: there is one. `processors`: logits processors of plug-ins.
-    `prompt_embeds`: prompts may be embeddings.
+    `prompt_embeds`: prompts may be embeddings. `experts`: how a mixture's are spread over ranks.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
     """
@@ -137,6 +142,7 @@ def create_backend(
         max_batch_tokens=max_batch_tokens,
         trust_remote_code=trust_remote_code,
         quantization=quantization,
+        experts=experts,
     )
     with _enough_memory("weights were loaded: end what else is on the device, or use more ranks"):
         loaded = load_model(wanted)
@@ -228,7 +234,22 @@ def _parts(
         groups=groups,
         processors=RequestProcessors(processors, made_for) if samples else None,
         processed=bool(processors),
+        expert_load=_expert_load(loaded),
     )
+
+
+def _expert_load(loaded: LoadedModel) -> ExpertLoad | None:
+    """Of the first rank of a stage, where picks are counted. Raises ModelError."""
+    wanted, decoder = loaded.settings.experts, loaded.decoder
+    if not wanted.counts or loaded.settings.communicator.rank or not isinstance(decoder, Decoder):
+        return None
+    path, first = None, loaded.stage.first_layer
+    if wanted.load_dir is not None:
+        path = load_path(wanted.load_dir, loaded.digest, wanted.engine, first)
+    mixing = {first + number: layer.mlp for number, layer in enumerate(decoder.weights.layers)}
+    counts = {number: mlp.counts for number, mlp in mixing.items() if isinstance(mlp, MixtureMlp)}
+    counted = {number: each for number, each in counts.items() if each is not None}
+    return ExpertLoad(counted, decoder.share.placements, path, model=loaded.digest, engine=wanted.engine)
 
 
 def _layer_groups(
@@ -282,6 +303,8 @@ def _ready(parts: RunnerParts, size: KvSize, graphs: RankGraphs, rows: int) -> R
         warm_up(runner, rows=few, sequences=parts.max_num_seqs)
         if compiles:
             warm_up_shapes(runner, rows=rows)
+        if parts.expert_load is not None:
+            parts.expert_load.restart()
     return runner
 
 

@@ -164,7 +164,8 @@ class Decoder:
     @property
     def wire(self) -> str:
         """How rows pass between ranks; all ranks must say the same."""
-        return f"rows of {self._ops.empty_rows(1, 1).dtype}"
+        rows = f"rows of {self._ops.empty_rows(1, 1).dtype}"
+        return f"{rows}, experts {self._share.experts_digest}" if self._share.placements else rows
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -26,6 +26,9 @@ from services.worker.models.checkpoint import (
 from services.worker.models.config import Dtype, ModelConfig, ModelDescription, ModelError
 from services.worker.models.decoder import CausalLm, Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
+from services.worker.models.expert_parallel.engine_experts import check_experts, largest_share, place_experts
+from services.worker.models.expert_parallel.placement import ExpertPlacement
+from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.loading import load_weights
 from services.worker.models.plugins.architectures import PluginModel, find_plugin_model
@@ -101,6 +104,7 @@ class LoadSettings:
     """Tokens of the largest step."""
     trust_remote_code: bool = False
     """Whether code that comes with the model may run; only where `transformers` computes it."""
+    experts: ExpertSettings = NO_EXPERT_PARALLEL
 
     @property
     def device(self) -> torch.device:
@@ -180,14 +184,11 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     pooling = _pooling(settings, config.hidden_size)
     if pooling is None and not generates:
         raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
-    _check_weights_fit(
-        _weight_bytes(settings, config, stage, dtype, method),
-        dtype,
-        settings.communicator.world_size,
-        settings.platform.memory().free,
-    )
     digest = _digest(settings, config)
-    decoder, classifier = _decoder(settings, config, stage, _DTYPES[dtype], length, pooling, method, plugin)
+    experts = place_experts(settings.experts, config, digest, settings.communicator)
+    stage_bytes = _weight_bytes(settings, config, stage, dtype, method) * largest_share(config, experts)
+    _check_weights_fit(int(stage_bytes), dtype, settings.communicator.world_size, settings.platform.memory().free)
+    decoder, classifier = _decoder(settings, config, stage, _DTYPES[dtype], length, pooling, method, plugin, experts)
     return LoadedModel(
         settings=settings,
         config=config,
@@ -267,6 +268,7 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
         return _library_encoder(settings)
     library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code)
     config = library.config
+    check_experts(settings.experts, config)
     if library.has_codes and settings.quantization != "auto":
         raise _already_quantized(settings, "mxfp4")
     pooling = _pooling(settings, config.hidden_size)
@@ -308,15 +310,18 @@ def _decoder(
     pooling: PoolingCard | None,
     method: QuantizationMethod | None,
     plugin: PluginModel | None,
+    experts: tuple[ExpertPlacement, ...],
 ) -> tuple[Decoder, ClassifierHead | None]:
     """With the classification head on the last stage of a classifier."""
     communicator = settings.communicator
-    share = shard_of(config, communicator.rank, communicator.world_size)
+    share = shard_of(config, communicator.rank, communicator.world_size, experts)
     with STARTUP.stage("kernels"):
         ops = _ops(settings, dtype)
     with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype, method, plugin) as tensors:
         weights = load_weights(
-            *(tensors, config, share, ops, settings.device, max_model_len, stage), quantization=_code_of(settings)
+            *(tensors, config, share, ops, settings.device, max_model_len, stage),
+            quantization=_code_of(settings),
+            counts_picks=settings.experts.counts and communicator.rank == 0,
         )
         head = _head_of(settings, tensors, config, pooling) if stage.is_last else None
     if plugin is not None:
@@ -362,6 +367,7 @@ def _library_encoder(settings: LoadSettings) -> LoadedModel:
         raise ModelError("tp: an encoder is computed by one rank; more engines serve more prompts")
     library = LibraryEncoderModel(settings.folder)
     config = library.config
+    check_experts(settings.experts, config)
     pooling = _pooling(settings, config.hidden_size, library.head_pooling)
     if pooling is None:
         raise ModelError(f"{settings.folder}: an encoder generates no text, so it needs a pooling_type to serve")

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from services.worker.models.checkpoint import TensorSource, read_exactly
 from services.worker.models.config import DeltaConfig, LatentConfig, LayerConfig, Mixture, ModelConfig
+from services.worker.models.expert_parallel.expert_load import empty_counts
+from services.worker.models.expert_parallel.local_experts import LocalExperts
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, SEEING_ARCHITECTURES
 from services.worker.models.latent.loading import LatentLoader
 from services.worker.models.mixture.loading import read_experts
@@ -39,12 +41,15 @@ def load_weights(
     max_model_len: int,
     stage: PipelineStage | None = None,
     quantization: Code | None = None,
+    *,
+    counts_picks: bool = False,
 ) -> DecoderWeights:
     """This rank's weights on `device`, packed by `ops`. Raises ModelError where a tensor is missing or misshapen.
 
     `stage`: None: all layers. `quantization`: what the matrices of attention, MLPs and experts are rounded to; the head
-    is rounded to int8 then. Embeddings and routers are not."""
-    loader = _Loader(checkpoint, config, share, ops, device, max_model_len, quantization)
+    is rounded to int8 then. Embeddings and routers are not. `counts_picks`: it is counted how often each expert is
+    picked."""
+    loader = _Loader(checkpoint, config, share, ops, device, max_model_len, quantization, counts_picks=counts_picks)
     return loader.weights(stage or stage_of(config, 0, 1))
 
 
@@ -118,7 +123,10 @@ class _Loader:
         device: torch.device,
         max_model_len: int,
         quantization: Code | None = None,
+        *,
+        counts_picks: bool = False,
     ) -> None:
+        self._counts_picks = counts_picks
         self._checkpoint = checkpoint
         self._config = config
         self._share = share
@@ -169,7 +177,7 @@ class _Loader:
             output=mixer.output,
             attention_post_norm=self._post_norm(f"{name}.post_attention_layernorm.weight"),
             mlp_norm=self._norm(f"{name}.{before_mlp}.weight") if layer.mixes or config.intermediate_size else None,
-            mlp=self._mixture(name) if layer.mixes else self._mlp(f"{name}.{names.mlp}"),
+            mlp=self._mixture(name, index) if layer.mixes else self._mlp(f"{name}.{names.mlp}"),
             mlp_post_norm=self._post_norm(f"{name}.post_feedforward_layernorm.weight"),
             cos_sin=mixer.cos_sin,
             window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
@@ -274,15 +282,19 @@ class _Loader:
             down=self._row_parallel(f"{name}.down_proj", size, columns, bias),
         )
 
-    def _mixture(self, name: str) -> MixtureMlp:
-        mixture, hidden = self._config.mixture, self._config.hidden_size
+    def _mixture(self, name: str, index: int) -> MixtureMlp:
+        mixture, hidden, share = self._config.mixture, self._config.hidden_size, self._share
         assert mixture is not None, "a layer mixes"
-        read = read_experts(self._matrices, name, mixture, hidden, self._share.experts)
+        placement = share.placements[index] if share.placements else None
+        own = None if placement is None else placement.experts_of(share.rank)
+        read = read_experts(self._matrices, name, mixture, hidden, share.experts, own)
         return MixtureMlp(
             router=self._matrices.pack(read.router, None),
             experts=self._ops.pack_experts(read.gate_up, read.down),
             routing=self._routing(f"{name}.mlp", mixture),
             shared=None if mixture.shared_size is None else self._shared_expert(name, mixture, mixture.shared_size),
+            local=None if placement is None else LocalExperts.of(placement, share.rank, self._device),
+            counts=empty_counts(mixture.experts, self._device) if self._counts_picks else None,
         )
 
     def _routing(self, name: str, mixture: Mixture) -> Routing:

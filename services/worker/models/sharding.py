@@ -4,6 +4,9 @@
 arXiv:1909.08053): each rank computes partial sums of the embedding and of the attention's and the MLP's outputs, which
 are added up over the ranks. Key/value heads are replicated where there are fewer of them than ranks.
 
+*Expert parallelism* (Lepikhin et al., "GShard", arXiv:2006.16668), if it is enabled, gives ranks whole experts in place
+of columns of all; the sum over the ranks is the same.
+
 *Pipeline parallelism.* Layers are split into stages (Huang et al., "GPipe", arXiv:1811.06965). The ranks of a stage
 share its layers by tensor parallelism: rank = stage * ranks of a stage + its place in the stage.
 """
@@ -11,10 +14,13 @@ share its layers by tensor parallelism: rank = stage * ranks of a stage + its pl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
+import msgspec
 from msgspec import Struct
 
 from services.worker.models.config import ModelConfig, ModelDescription, ModelError
+from services.worker.models.expert_parallel.placement import ExpertPlacement
 
 
 class LayerShard(Struct, frozen=True):
@@ -32,6 +38,15 @@ class LayerShard(Struct, frozen=True):
     vocab: tuple[int, int]
     padded_vocab: int
     """Words of each rank's share of the embedding and the logits, padding included: the same on every rank."""
+    rank: int = 0
+    """Its number among the ranks of its stage."""
+    placements: tuple[ExpertPlacement, ...] = ()
+    """Expert parallelism: which experts each rank has of every layer of the model, whole. Empty: a share of all."""
+
+    @property
+    def experts_digest(self) -> str:
+        """Tells the placements of all ranks from any others."""
+        return blake2b(msgspec.json.encode(self.placements), digest_size=8).hexdigest()
 
     @property
     def num_heads(self) -> int:
@@ -44,14 +59,17 @@ class LayerShard(Struct, frozen=True):
         return self.kv_heads[1] - self.kv_heads[0]
 
 
-def shard_of(config: ModelConfig, rank: int, world_size: int) -> LayerShard:
-    """What `rank` of a stage holds. Raises ModelError where the model does not divide by `world_size`."""
+def shard_of(
+    config: ModelConfig, rank: int, world_size: int, placements: tuple[ExpertPlacement, ...] = ()
+) -> LayerShard:
+    """What `rank` of a stage holds; `placements`: see `LayerShard`. Raises ModelError where the model does not divide
+    by `world_size`."""
     mixture = config.mixture
     experts, shared = (mixture.intermediate_size, mixture.shared_size or 0) if mixture is not None else (0, 0)
     for key, count in (
         ("num_attention_heads", config.num_heads),
         ("intermediate_size", config.intermediate_size),
-        ("moe_intermediate_size", experts),
+        ("moe_intermediate_size", 0 if placements else experts),
         ("shared_expert_intermediate_size", shared),
     ):
         if count % world_size:
@@ -69,10 +87,12 @@ def shard_of(config: ModelConfig, rank: int, world_size: int) -> LayerShard:
         first_of_kv_heads=rank == 0
         or _kv_part(config.num_kv_heads, rank - 1, world_size) != _kv_part(config.num_kv_heads, rank, world_size),
         mlp=_part(config.intermediate_size, rank, world_size),
-        experts=_part(experts, rank, world_size),
+        experts=(0, experts) if placements else _part(experts, rank, world_size),
         shared_expert=_part(shared, rank, world_size),
         vocab=(min(rank * words, config.vocab_size), min((rank + 1) * words, config.vocab_size)),
         padded_vocab=words,
+        rank=rank,
+        placements=placements,
     )
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, assert_never
 
 from torch import Tensor
 
+from services.worker.models.expert_parallel.local_experts import LocalExperts, count_picks
 from services.worker.ops.interface import (
     Activation,
     BatchMeta,
@@ -38,12 +39,17 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class MixtureMlp:
-    """One rank's columns of every expert, and the whole router: every rank chooses the same experts."""
+    """One rank's columns of every expert, or all columns of some, and the whole router: every rank chooses the same
+    experts."""
 
     router: PackedLinear
     experts: PackedExperts
     routing: Routing
     shared: SharedExpert | None
+    local: LocalExperts | None = None
+    """Expert parallelism: which experts `experts` are; None: all."""
+    counts: Tensor | None = None
+    """int64 [E]: how often each was picked, added to in every step; None: it is not counted."""
 
 
 Mlp = DenseMlp | MixtureMlp
@@ -135,7 +141,12 @@ def apply_mlp(ops: Ops, mlp: Mlp, x: Tensor, activation: Activation) -> Tensor:
 
 def _apply_mixture(ops: Ops, mixture: MixtureMlp, x: Tensor, activation: Activation) -> Tensor:
     logits = ops.linear(x, mixture.router)
-    mixed = ops.mixture(x, logits, mixture.experts, routing=mixture.routing, kind=activation)
+    picks = ops.choose_experts(logits, mixture.routing)
+    if mixture.counts is not None:
+        count_picks(mixture.counts, picks)
+    if mixture.local is not None:
+        picks = mixture.local.own_picks(picks, logits)
+    mixed = ops.mixture(x, picks, mixture.experts, kind=activation)
     if mixture.shared is None:
         return mixed
     output = apply_mlp(ops, mixture.shared.mlp, x, activation)

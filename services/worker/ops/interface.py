@@ -210,6 +210,15 @@ class Routing(NamedTuple):
         return self.scoring == "softmax" and self.groups == 1 and self.bias is None and self.scale == 1.0
 
 
+class Picks(NamedTuple):
+    """The experts that a router chose for n rows. A *pick* is one of a row's chosen experts."""
+
+    chances: Tensor
+    """float32 [n, chosen]"""
+    experts: Tensor
+    """Integers [n, chosen]: which of the packed experts each is; -1: none of them, as another rank has it."""
+
+
 class DraftAttempt(NamedTuple):
     """What a step drew for Q sequences, of which some try drafts: for each a row behind its last token, and one behind
     every draft, all of a sequence's together, R in all. Tensors are contiguous and on the device."""
@@ -387,12 +396,12 @@ class Ops(Protocol):
         """`gate_up` [E, 2 * I, hidden] (gates, then ups) and `down` [E, hidden, I] made ready for `mixture`, each in as
         many bits as it has."""
 
-    def mixture(
-        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, routing: Routing, kind: Activation
-    ) -> Tensor:
-        """x [n, hidden] → the sum of its chosen experts' outputs, each times its chance [n, hidden].
+    def choose_experts(self, logits: Tensor, routing: Routing) -> Picks:
+        """A router's `logits` [n, E] → each row's experts by their numbers. Chances are made in float32."""
 
-        `logits` [n, E] are made chances in float32. An expert is down(act(gate) * up).
+    def mixture(self, x: Tensor, picks: Picks, experts: PackedExperts, *, kind: Activation) -> Tensor:
+        """x [n, hidden] → the sum of the outputs of its picks, each times its chance [n, hidden]; zeros of a row none
+        of whose picks are here. An expert is down(act(gate) * up).
         """
 
     @property

@@ -28,6 +28,7 @@ from services.worker.ops.interface import (
     PackedExperts,
     PackedHeads,
     PackedLinear,
+    Picks,
     Routing,
 )
 from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, WeightStack, pack_nibbles, unpack_nibbles
@@ -129,13 +130,15 @@ class TorchOps:
             return tuple(self.pack_quantized(weight, None) for weight in stack.matrices)
         return tuple(self.pack_linear(weight, None) for weight in stack)
 
-    def mixture(
-        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, routing: Routing, kind: Activation
-    ) -> Tensor:
+    def choose_experts(self, logits: Tensor, routing: Routing) -> Picks:
+        """By PyTorch's operations."""
+        return route(logits, routing)
+
+    def mixture(self, x: Tensor, picks: Picks, experts: PackedExperts, *, kind: Activation) -> Tensor:
         """One expert after the other, summed in float32. Waits for the device."""
         assert isinstance(experts, ExpertLinears)
         mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, rows, chances in rows_by_expert(*route(logits, routing), len(experts.down)):
+        for expert, rows, chances in rows_by_expert(picks, len(experts.down)):
             gate_up = self.linear(x.index_select(0, rows), experts.gate_up[expert])
             down = self.linear(self.gated_act(gate_up, kind), experts.down[expert])
             mixed.index_add_(0, rows, down.float() * chances)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.ops.interface import Routing
+from services.worker.ops.interface import Picks, Routing
 
 
 class ExpertRows(NamedTuple):
@@ -21,8 +21,8 @@ class ExpertRows(NamedTuple):
     """[m, 1] float32"""
 
 
-def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """logits [n, E] → chances (float32) and numbers of the chosen experts of each row, both [n, chosen]."""
+def route(logits: Tensor, routing: Routing) -> Picks:
+    """See `Ops.choose_experts`; int64."""
     logits = logits.float()
     scores = logits.softmax(dim=-1) if routing.scoring == "softmax" else logits.sigmoid()
     choosing = scores if routing.bias is None else scores + routing.bias
@@ -32,7 +32,7 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     chances = scores.gather(1, experts)
     if routing.renormalised:
         chances = chances / chances.sum(dim=-1, keepdim=True)
-    return chances * routing.scale if routing.scale != 1.0 else chances, experts
+    return Picks(chances * routing.scale if routing.scale != 1.0 else chances, experts)
 
 
 def _in_best_groups(choosing: Tensor, routing: Routing) -> Tensor:
@@ -45,13 +45,13 @@ def _in_best_groups(choosing: Tensor, routing: Routing) -> Tensor:
     return best.repeat_interleave(experts // routing.groups, dim=1)
 
 
-def rows_by_expert(chances: Tensor, experts: Tensor, count: int) -> Iterator[ExpertRows]:
+def rows_by_expert(picks: Picks, count: int) -> Iterator[ExpertRows]:
     """Yields the rows of each of `count` experts that has any, in ascending order. Waits for the device."""
-    chosen = experts.shape[1]
-    order = experts.flatten().argsort(stable=True)
-    rows, sorted_chances = order // chosen, chances.flatten()[order].unsqueeze(1)
-    first = 0
-    for expert, size in enumerate(torch.bincount(experts.flatten(), minlength=count).tolist()):
+    chosen, experts = picks.experts.shape[1], picks.experts.flatten()
+    order = experts.argsort(stable=True)
+    rows, sorted_chances = order // chosen, picks.chances.flatten()[order].unsqueeze(1)
+    first, *sizes = torch.bincount(experts + 1, minlength=count + 1).tolist()  # those of other ranks come first
+    for expert, size in enumerate(sizes):
         if size:
             part = slice(first, first + size)
             yield ExpertRows(expert, rows[part], sorted_chances[part])

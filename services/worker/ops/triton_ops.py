@@ -25,6 +25,7 @@ from services.worker.ops.interface import (
     OpsUnavailable,
     PackedExperts,
     PackedLinear,
+    Picks,
     Routing,
 )
 from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, WeightStack
@@ -35,7 +36,7 @@ from services.worker.ops.triton.attention.paged_attention import create_attentio
 from services.worker.ops.triton.attention.tiles import decode_splits
 from services.worker.ops.triton.low_rank import GatheredLowRank, RowTiling
 from services.worker.ops.triton.moe.coded_experts import CodedStack, code_stack, mix_coded_rows, numbers_of
-from services.worker.ops.triton.moe.mixture import choose_experts, compile_all, mixture
+from services.worker.ops.triton.moe.mixture import choose_experts, compile_all, first_row, mixture
 from services.worker.ops.triton.moe.routing import one_by_one
 from services.worker.ops.triton.quantized_linear import compile_tiles, knows_fp8, multiplies, quantized_linear
 from services.worker.ops.triton.rotary import rope_and_store
@@ -127,37 +128,39 @@ class TritonOps(TorchOps):
             return torch.stack([weight.dequantized(self._dtype) for weight in stack.matrices])
         return code_stack(stack)
 
-    def mixture(
-        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, routing: Routing, kind: Activation
-    ) -> Tensor:
+    def choose_experts(self, logits: Tensor, routing: Routing) -> Picks:
+        """In int32; by one launch where the greatest of a softmax choose."""
+        return choose_experts(logits, routing)
+
+    def mixture(self, x: Tensor, picks: Picks, experts: PackedExperts, *, kind: Activation) -> Tensor:
         """Compiles the kernels of all sizes of tiles when a shape of mixture is first seen on a GPU."""
         assert isinstance(experts, _Experts)
         if isinstance(experts.gate_up, CodedStack) and isinstance(experts.down, CodedStack):
-            return self._coded_mixture(x, logits, experts.gate_up, experts.down, routing, kind)
-        return self._plain_mixture(x, logits, experts, routing, kind)
+            return self._coded_mixture(x, picks, experts.gate_up, experts.down, kind)
+        return self._plain_mixture(x, picks, experts, kind)
 
     def _coded_mixture(
-        self, x: Tensor, logits: Tensor, gate_up: CodedStack, down: CodedStack, routing: Routing, kind: Activation
+        self, x: Tensor, picks: Picks, gate_up: CodedStack, down: CodedStack, kind: Activation
     ) -> Tensor:
-        shape = (routing.chosen, kind, gate_up.weight.code, down.weight.code, *down.shape)
+        chosen = picks.experts.shape[1]
+        shape = (chosen, kind, gate_up.weight.code, down.weight.code, *down.shape)
         if shape not in self._compiled and self._device.type == "cuda":
             self._compiled.add(shape)
-            mix_coded_rows(x[:1], choose_experts(logits[:1], routing), gate_up, down, kind=kind)
-            self._plain_mixture(x[:1], logits[:1], _Experts(gate_up, down), routing, kind)
-        if one_by_one(len(x), routing.chosen, len(logits[0])):
-            return mix_coded_rows(x, choose_experts(logits, routing), gate_up, down, kind=kind)
-        return self._plain_mixture(x, logits, _Experts(gate_up, down), routing, kind)
+            first = first_row(picks)
+            mix_coded_rows(x[:1], first, gate_up, down, kind=kind)
+            self._plain_mixture(x[:1], first, _Experts(gate_up, down), kind)
+        if one_by_one(len(x), chosen, down.shape[0]):
+            return mix_coded_rows(x, picks, gate_up, down, kind=kind)
+        return self._plain_mixture(x, picks, _Experts(gate_up, down), kind)
 
-    def _plain_mixture(
-        self, x: Tensor, logits: Tensor, experts: _Experts, routing: Routing, kind: Activation
-    ) -> Tensor:
+    def _plain_mixture(self, x: Tensor, picks: Picks, experts: _Experts, kind: Activation) -> Tensor:
         """Of numbers, which are made of codes first."""
         gate_up, down = numbers_of(experts.gate_up, x.dtype), numbers_of(experts.down, x.dtype)
-        shape = (routing.chosen, kind, *down.shape)
+        shape = (picks.experts.shape[1], kind, *down.shape)
         if shape not in self._compiled and self._device.type == "cuda":
             self._compiled.add(shape)
-            compile_all(x, logits, gate_up, down, routing=routing, kind=kind)
-        return mixture(x, logits, gate_up, down, routing=routing, kind=kind)
+            compile_all(x, picks, gate_up, down, kind=kind)
+        return mixture(x, picks, gate_up, down, kind=kind)
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Keys and values are kept in the caches' dtype."""

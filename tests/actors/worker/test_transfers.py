@@ -37,7 +37,7 @@ class Memory(StepByStep):
         )
         self.num_blocks, self.device = BLOCKS, "memory"
         self.max_speculate = self.max_jump_ahead = self.max_loras = 0
-        self.adapters = None
+        self.adapters = self.expert_load = None
         self.prefix_caching, self.state_checkpoints = True, 0
         self.grammars = None
 

@@ -85,7 +85,7 @@ def _routing(shape: _Shape) -> Iterator[Launch]:
     yield Launch(
         "picks summed",
         sum_kernel,
-        {"parts": "*bf16", "out": "*bf16"},
+        {"parts": "*bf16", "experts": "*i32", "out": "*bf16"},
         {"HIDDEN": shape.hidden, "CHOSEN": shape.chosen, "AT_ONCE": SUMMED_AT_ONCE},
         must=frozenset({"load16", "store16"}),
     )

@@ -26,7 +26,7 @@ from services.worker.ops.interface import AdapterRows, AdapterSpan, BatchMeta, L
 from services.worker.ops.quantized import quantize
 from services.worker.ops.triton.attention.paged_attention import paged_attention
 from services.worker.ops.triton.low_rank import GatheredLowRank, RowTiling
-from services.worker.ops.triton.moe.mixture import compile_all, mixture
+from services.worker.ops.triton.moe.mixture import choose_experts, compile_all, mixture
 from services.worker.ops.triton.quantized_linear import MAX_ROWS, compile_tiles, quantized_linear
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
@@ -110,7 +110,7 @@ def through_experts(way: Callable[..., object], rows: int) -> None:
     x, logits, gate_up, down = (
         torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 64), (rows, 60), (60, 128, 64), (60, 64, 64))
     )
-    way(x, logits, gate_up, down, routing=Routing(4, True), kind="silu")
+    way(x, choose_experts(logits, Routing(4, True)), gate_up, down, kind="silu")
 
 
 def step(*sequences: tuple[int, int]) -> None:

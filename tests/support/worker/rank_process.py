@@ -27,6 +27,7 @@ from services.worker.executor.device_runner import DeviceRunner
 from services.worker.executor.host_runner import HostRunner
 from services.worker.kv.layer_groups import HybridKvCache
 from services.worker.models.decoder import Decoder
+from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
 from services.worker.models.loaded_model import QuantizationChoice
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
@@ -68,6 +69,7 @@ class Serve(Struct, frozen=True, tag=True):
     """Step after step is begun before the tokens of the one before are known."""
     hybrid: HybridKvCache = "off"
     prompt_embeds: bool = False
+    experts: ExpertSettings = NO_EXPERT_PARALLEL
 
     @property
     def world_size(self) -> int:
@@ -142,6 +144,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
         quantization=asked.quantization,
         prompt_embeds=asked.prompt_embeds,
         hybrid_kv_cache=asked.hybrid,
+        experts=asked.experts,
         speculation=asked.speculation
         or (SpeculationSettings(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None),
     )

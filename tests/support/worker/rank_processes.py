@@ -27,6 +27,7 @@ from services.scheduler.core.events import Output, SendPlan, SendTokens, Workers
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits
 from services.worker.kv.layer_groups import HybridKvCache
+from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
 from services.worker.models.loaded_model import QuantizationChoice
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
@@ -85,6 +86,7 @@ class RankProcesses:
         quantization: QuantizationChoice = "auto",
         hybrid: HybridKvCache = "off",
         prompt_embeds: bool = False,
+        experts: ExpertSettings = NO_EXPERT_PARALLEL,
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces the one before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
@@ -97,6 +99,7 @@ class RankProcesses:
             max_loras=max_loras,
             hybrid=hybrid,
             prompt_embeds=prompt_embeds,
+            experts=experts,
         )
         for process in self._processes:
             write(_pipe(process.stdin), asked)

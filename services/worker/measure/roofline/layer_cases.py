@@ -131,8 +131,7 @@ def mixture(context: KernelContext) -> Cases:
 
         def made(ops: Ops, experts: object, logits: Tensor, x: Tensor = x) -> Call:
             return lambda: ops.mixture(
-                *(x, logits, experts),  # type: ignore[arg-type]
-                routing=routing,
+                *(x, ops.choose_experts(logits, routing), experts),  # type: ignore[arg-type]
                 kind=context.config.activation,
             )
 

@@ -1,4 +1,4 @@
-"""Reads one layer's experts from a checkpoint, for some of their columns: as numbers, or as codes.
+"""Reads one layer's experts from a checkpoint, some of them or some of their columns: as numbers, or as codes.
 
 Experts are laid out in two ways. Checkpoints on the Hub have tensors for each expert,
 `mlp.experts.0.gate_proj.weight` or Mixtral's `block_sparse_moe.experts.0.w1.weight`. transformers 5 computes with all
@@ -21,10 +21,10 @@ from services.worker.ops.quantized import Code, QuantizedStack, QuantizedWeight,
 
 
 class ExpertTensors(NamedTuple):
-    """One rank's columns of a layer's experts."""
+    """One rank's columns of a layer's experts, or of some of them, and the whole router."""
 
     router: Tensor
-    """[E, hidden]"""
+    """[all experts, hidden]"""
     gate_up: WeightStack
     """[E, 2 * I, hidden]: gates, then ups."""
     down: WeightStack
@@ -53,16 +53,22 @@ _GRANITE_TOGETHER = _MIXTRAL._replace(router="router.weight")
 
 
 def read_experts(
-    matrices: MatrixLoader, layer: str, mixture: Mixture, hidden: int, columns: tuple[int, int]
+    matrices: MatrixLoader,
+    layer: str,
+    mixture: Mixture,
+    hidden: int,
+    columns: tuple[int, int],
+    experts: Sequence[int] | None = None,
 ) -> ExpertTensors:
-    """`columns` of every expert of `layer` ("model.layers.0"), on the device, rounded to what `matrices` are. Raises
-    ModelError."""
+    """`columns` of the `experts` (in rising order; None: all) of `layer` ("model.layers.0"), on the device, rounded to
+    what `matrices` are. Raises ModelError."""
     tensors = matrices.checkpoint
     others = (_MIXTRAL, _GRANITE, _GRANITE_TOGETHER)
     names = next((each for each in others if f"{layer}.{each.block}.{each.router}" in tensors), _QWEN)
     block = f"{layer}.{names.block}"
     router = tensors.read(f"{block}.{names.router}", (mixture.experts, hidden)).to(matrices.device)
-    reading = _Reading(matrices, block, names, mixture, hidden, columns)
+    numbers = tuple(range(mixture.experts) if experts is None else experts)
+    reading = _Reading(matrices, block, names, mixture, hidden, columns, numbers)
     return ExpertTensors(router, reading.gates_and_ups(), reading.downs())
 
 
@@ -73,6 +79,7 @@ class _Reading(NamedTuple):
     mixture: Mixture
     hidden: int
     columns: tuple[int, int]
+    experts: tuple[int, ...]
 
     @property
     def _together(self) -> bool:
@@ -82,7 +89,7 @@ class _Reading(NamedTuple):
     def gates_and_ups(self) -> WeightStack:
         """[E, 2 * I, hidden]"""
         if self.matrices.has_codes and not self._together:
-            return self._stack([self._gate_and_up_of(expert) for expert in range(self.mixture.experts)])
+            return self._stack([self._gate_and_up_of(expert) for expert in self.experts])
         read = self._gates_and_ups_together() if self._together else self._gates_and_ups_of_each()
         read = read.to(self.matrices.device)
         code = self.matrices.quantization
@@ -92,7 +99,7 @@ class _Reading(NamedTuple):
         """[E, hidden, I]"""
         code, size = self.matrices.quantization, self.mixture.intermediate_size
         if self.matrices.has_codes and not self._together:
-            return self._stack([self._down_of(expert) for expert in range(self.mixture.experts)])
+            return self._stack([self._down_of(expert) for expert in self.experts])
         if code is None:
             return self._down_numbers(self.columns).to(self.matrices.device)
         # Rounded as a whole, so that every number of ranks has the same weights.
@@ -120,28 +127,33 @@ class _Reading(NamedTuple):
         count, size, (first, end) = self.mixture.experts, self.mixture.intermediate_size, self.columns
         name = f"{self.block}.{self.names.all_gates_and_ups}"
         parts = [
-            self.matrices.checkpoint.read(name, (count, 2 * size, self.hidden), columns=part)
+            self._read_numbers(name, (count, 2 * size, self.hidden), part)
             for part in ((first, end), (size + first, size + end))
         ]
         return torch.cat(parts, dim=1)
+
+    def _read_numbers(self, name: str, shape: tuple[int, int, int], columns: tuple[int, int] | None = None) -> Tensor:
+        """Of these experts, from a tensor of all; `columns`: a range of its second dimension."""
+        runs = [self.matrices.checkpoint.read(name, shape, rows=run, columns=columns) for run in _runs_of(self.experts)]
+        return runs[0] if len(runs) == 1 else torch.cat(runs)
 
     def _gates_and_ups_of_each(self) -> Tensor:
         size, own = self.mixture.intermediate_size, self.columns[1] - self.columns[0]
         parts = [
             TensorPart(f"{self.block}.experts.{expert}.{part}.weight", (size, self.hidden), rows=self.columns)
-            for expert in range(self.mixture.experts)
+            for expert in self.experts
             for part in (self.names.gate, self.names.up)
         ]
-        return self._read_together(parts).view(self.mixture.experts, 2 * own, self.hidden)
+        return self._read_together(parts).view(len(self.experts), 2 * own, self.hidden)
 
     def _down_numbers(self, columns: tuple[int, int]) -> Tensor:
         count, size, own = self.mixture.experts, self.mixture.intermediate_size, columns[1] - columns[0]
         if self._together:
-            down = self.matrices.checkpoint.read(f"{self.block}.{self.names.all_downs}", (count, self.hidden, size))
+            down = self._read_numbers(f"{self.block}.{self.names.all_downs}", (count, self.hidden, size))
             return down[:, :, slice(*columns)].contiguous()
-        names = [f"{self.block}.experts.{expert}.{self.names.down}.weight" for expert in range(count)]
+        names = [f"{self.block}.experts.{expert}.{self.names.down}.weight" for expert in self.experts]
         parts = [TensorPart(name, (self.hidden, size), columns=columns) for name in names]
-        return self._read_together(parts).view(count, self.hidden, own)
+        return self._read_together(parts).view(len(self.experts), self.hidden, own)
 
     def _read_together(self, parts: list[TensorPart]) -> Tensor:
         """Flat: one behind the other."""
@@ -151,6 +163,12 @@ class _Reading(NamedTuple):
         return torch.cat(
             [tensors.read(part.name, part.shape, rows=part.rows, columns=part.columns).view(-1) for part in parts]
         )
+
+
+def _runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Rising numbers as half-open ranges of neighbours."""
+    firsts = [at for at, number in enumerate(numbers) if not at or number != numbers[at - 1] + 1]
+    return [(numbers[a], numbers[b - 1] + 1) for a, b in zip(firsts, [*firsts[1:], len(numbers)], strict=True)]
 
 
 def _rounded(stack: Tensor, code: Code) -> list[QuantizedWeight]:

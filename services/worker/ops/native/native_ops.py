@@ -28,6 +28,7 @@ from services.worker.ops.interface import (
     OpsUnavailable,
     PackedExperts,
     PackedLinear,
+    Picks,
     Routing,
 )
 from services.worker.ops.native import library
@@ -214,12 +215,14 @@ class NativeOps:
         """Each expert's matrices in the library's layout."""
         return PackedExperts(NativeExperts(pack_stack(self, gate_up), pack_stack(self, down)))
 
-    def mixture(
-        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, routing: Routing, kind: Activation
-    ) -> Tensor:
+    def choose_experts(self, logits: Tensor, routing: Routing) -> Picks:
+        """By PyTorch's operations."""
+        return route(logits, routing)
+
+    def mixture(self, x: Tensor, picks: Picks, experts: PackedExperts, *, kind: Activation) -> Tensor:
         """float32 [n, hidden]; a row's sum goes over its experts by their numbers."""
         assert isinstance(experts, NativeExperts)
-        return _mix(self, x, logits, experts, routing=routing, kind=kind)
+        return _mix(self, x, picks, experts, kind)
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Heads are padded to 16 elements."""
@@ -362,23 +365,18 @@ class NativeExperts(NamedTuple):
     down: MatrixStack
 
 
-def _mix(
-    ops: NativeOps,
-    x: Tensor,
-    logits: Tensor,
-    experts: NativeExperts,
-    *,
-    routing: Routing,
-    kind: Activation,
-) -> Tensor:
+def _mix(ops: NativeOps, x: Tensor, picks: Picks, experts: NativeExperts, kind: Activation) -> Tensor:
     """See `Ops.mixture`. A row's sum goes over its experts by their numbers, whatever the other rows are."""
     mixed = torch.zeros(x.shape)
     for part in _parts(len(x)):
-        chances, numbers = route(logits[part], routing)
-        order = numbers.flatten().argsort(stable=True)
-        starts = torch.zeros(len(experts.down.packed) + 1, dtype=torch.int64)
-        starts[1:] = torch.bincount(numbers.flatten(), minlength=len(starts) - 1).cumsum(0)
-        rows = order // routing.chosen
+        chances, numbers = picks.chances[part], picks.experts[part].flatten()
+        starts = torch.bincount(numbers + 1, minlength=len(experts.down.packed) + 1).cumsum(0)
+        elsewhere = int(starts[0])  # picks of other ranks' experts come first
+        if elsewhere == len(numbers):
+            continue
+        order = numbers.argsort(stable=True)[elsewhere:]
+        starts -= elsewhere
+        rows = order // picks.experts.shape[1]
         gated = _multiply_gated(ops, x[part].index_select(0, rows), experts.gate_up, starts, kind)
         down = multiply_each(ops, gated, experts.down, starts, None)
         mixed[part].index_add_(0, rows, down.mul_(chances.flatten()[order].unsqueeze(1)))

@@ -289,7 +289,8 @@ class Mixed:
     def by(self, ops: Ops, x: Tensor, chosen: int, renormalised: bool) -> Tensor:
         logits = ops.linear(x, ops.pack_linear(self.router, None))
         packed = ops.pack_experts(*(self.codes or (self.gate_up, self.down)))
-        return ops.mixture(x, logits, packed, routing=Routing(chosen, renormalised), kind="silu")
+        picks = ops.choose_experts(logits, Routing(chosen, renormalised))
+        return ops.mixture(x, picks, packed, kind="silu")
 
     def exactly(self, chosen: int, renormalised: bool) -> Tensor:
         x = self.x.double()

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.interface import Activation
+from services.worker.ops.interface import Activation, Picks
 from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, WeightStack, pack_nibbles
 from services.worker.ops.triton.moe.mixture import turns_at_once
-from services.worker.ops.triton.moe.routing import Picks, down_row_tile, up_row_tile
+from services.worker.ops.triton.moe.routing import down_row_tile, up_row_tile
 from services.worker.ops.triton.quantized_linear import typed_codes
 from services.worker.ops.triton.row_ops import activated
 
@@ -147,6 +147,8 @@ def coded_up_row_kernel(
     ROUNDED: tl.constexpr = (HIDDEN + TURNS * DEPTH - 1) // (TURNS * DEPTH) * (TURNS * DEPTH)
     pick = tl.program_id(1)
     expert = tl.load(experts + pick).to(tl.int64)
+    if expert < 0:
+        return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     row = x + (pick // CHOSEN).to(tl.int64) * HIDDEN + depth
@@ -191,12 +193,14 @@ def coded_down_row_kernel(
     for number in tl.static_range(CHOSEN):
         pick = row * CHOSEN + number
         chance = tl.load(chances + pick)
-        output = tl.load(experts + pick).to(tl.int64) * HIDDEN + held
+        expert = tl.load(experts + pick).to(tl.int64)
+        output = expert * HIDDEN + held
         inputs = gated + pick.to(tl.int64) * SIZE + depth
         for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
             place = start + depth[None, :]
-            values = tl.load(inputs + start, mask=depth < SIZE - start, other=0.0).to(tl.float32) * chance
-            weights = decoded(codes, scales, zeros, output, place, place < SIZE, SIZE, GROUP, CODE)
+            here = expert >= 0
+            values = tl.load(inputs + start, mask=(depth < SIZE - start) & here, other=0.0).to(tl.float32) * chance
+            weights = decoded(codes, scales, zeros, output, place, (place < SIZE) & here, SIZE, GROUP, CODE)
             total += weights * values[None, :]
     made = tl.sum(total, 1)
     tl.store(out + row.to(tl.int64) * HIDDEN + column, made.to(out.dtype.element_ty), mask=column < HIDDEN)

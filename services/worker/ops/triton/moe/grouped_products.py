@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.gpu import generation
-from services.worker.ops.interface import Activation
-from services.worker.ops.triton.moe.routing import Picks, expert_tile, most_tiles, sort_picks, tile_rows
+from services.worker.ops.interface import Activation, Picks
+from services.worker.ops.triton.moe.routing import expert_tile, most_tiles, sort_picks, tile_rows
 from services.worker.ops.triton.products import dot
 from services.worker.ops.triton.row_ops import activated
 
@@ -62,7 +62,7 @@ def mix_tiles(
     )
     summed = torch.empty_like(x)
     sum_kernel[(rows, triton.cdiv(hidden, SUMMED_AT_ONCE))](
-        parts, summed, HIDDEN=hidden, CHOSEN=chosen, AT_ONCE=SUMMED_AT_ONCE, num_warps=4
+        parts, picks.experts, summed, HIDDEN=hidden, CHOSEN=chosen, AT_ONCE=SUMMED_AT_ONCE, num_warps=4
     )
     return summed
 
@@ -182,12 +182,14 @@ def times(values, weights, total, SWAPPED: tl.constexpr):
 
 
 @triton.jit
-def sum_kernel(parts, out, HIDDEN: tl.constexpr, CHOSEN: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Grid (rows, columns): the sum of a row's picks, in their order."""
+def sum_kernel(parts, experts, out, HIDDEN: tl.constexpr, CHOSEN: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Grid (rows, columns): the sum of a row's picks, in their order; nothing was written for those of other ranks."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     there = column < HIDDEN
     total = tl.zeros([AT_ONCE], tl.float32)
     for place in tl.static_range(CHOSEN):
-        total += tl.load(parts + (row * CHOSEN + place) * HIDDEN + column, mask=there, other=0.0).to(tl.float32)
+        pick = row * CHOSEN + place
+        here = there & (tl.load(experts + pick) >= 0)
+        total += tl.load(parts + pick * HIDDEN + column, mask=here, other=0.0).to(tl.float32)
     tl.store(out + row * HIDDEN + column, total.to(out.dtype.element_ty), mask=there)

@@ -22,13 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.interface import Activation, Routing
+from services.worker.ops.interface import Activation, Picks, Routing
 from services.worker.ops.torch_routing import route as route_by_torch
 from services.worker.ops.triton.moe.grouped_products import mix_tiles
 from services.worker.ops.triton.moe.routing import (
     AT_ONCE,
     TILE_ROWS,
-    Picks,
     down_row_tile,
     one_by_one,
     route,
@@ -96,6 +95,8 @@ def up_row_kernel(
     ROUNDED: tl.constexpr = (HIDDEN + TURNS * DEPTH - 1) // (TURNS * DEPTH) * (TURNS * DEPTH)
     pick = tl.program_id(1)
     expert = tl.load(experts + pick).to(tl.int64)
+    if expert < 0:
+        return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     row = x + (pick // CHOSEN).to(tl.int64) * HIDDEN + depth
@@ -136,10 +137,11 @@ def down_row_kernel(
     for place in tl.static_range(CHOSEN):
         pick = row * CHOSEN + place
         chance = tl.load(chances + pick)
-        weights = columns + tl.load(experts + pick).to(tl.int64) * (HIDDEN * SIZE)
+        expert = tl.load(experts + pick).to(tl.int64)
+        weights = columns + expert * (HIDDEN * SIZE)
         inputs = gated + pick.to(tl.int64) * SIZE + depth
         for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
-            there = depth < SIZE - start
+            there = (depth < SIZE - start) & (expert >= 0)
             values = tl.load(inputs + start, mask=there, other=0.0).to(tl.float32) * chance
             total += tl.load(weights + start, mask=there[None, :], other=0.0).to(tl.float32) * values[None, :]
     made = tl.sum(total, 1)
@@ -147,27 +149,29 @@ def down_row_kernel(
 
 
 def choose_experts(logits: Tensor, routing: Routing) -> Picks:
-    """The chosen experts of each row: by one launch where a softmax chooses, else by PyTorch's."""
+    """The chosen experts of each row, int32: by one launch where a softmax chooses, else by PyTorch's."""
     if routing.plain:
         return route(logits, chosen=routing.chosen, renormalised=routing.renormalised)
     chances, experts = route_by_torch(logits, routing)
     return Picks(chances.contiguous(), experts.to(torch.int32))
 
 
-def mixture(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, *, routing: Routing, kind: Activation) -> Tensor:
-    """See `Ops.mixture`. gate_up [E, 2 * I, hidden], down [E, hidden, I], all of x's dtype."""
-    picks = choose_experts(logits, routing)
-    if one_by_one(len(x), routing.chosen, len(down)):
+def mixture(x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Activation) -> Tensor:
+    """See `Ops.mixture`. gate_up [E, 2 * I, hidden], down [E, hidden, I], all of x's dtype; picks int32."""
+    if one_by_one(len(x), picks.experts.shape[1], len(down)):
         return mix_rows(x, picks, gate_up, down, kind=kind)
     return mix_tiles(x, picks, gate_up, down, kind=kind)
 
 
-def compile_all(
-    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, *, routing: Routing, kind: Activation
-) -> None:
+def first_row(picks: Picks) -> Picks:
+    """Those of the first row."""
+    return Picks(picks.chances[:1], picks.experts[:1])
+
+
+def compile_all(x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Activation) -> None:
     """Runs every kernel on x's first row, in all sizes of tiles and of sorting: what is compiled now holds nobody up
     later."""
-    picks = choose_experts(logits[:1], routing)
+    picks = first_row(picks)
     mix_rows(x[:1], picks, gate_up, down, kind=kind)
     for most in TILE_ROWS:
         mix_tiles(x[:1], picks, gate_up, down, kind=kind, most=most)

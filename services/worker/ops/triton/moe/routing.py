@@ -1,8 +1,9 @@
 """Which rows go to which expert, on the device, and the shapes of the tiles that their products are computed in.
 
-A *pick* is one of a row's chosen experts: pick p is that of row p // chosen. Picks are laid out expert by expert, each
-expert's padded to whole tiles of rows, so that every tile of a product has one matrix (Gale et al., "MegaBlocks",
-arXiv:2211.15841). Nothing is counted on the host: launches are as large as the worst case, see `most_tiles`.
+A *pick* is one of a row's chosen experts: pick p is that of row p // chosen; where its number is -1, another rank has
+the expert, and nothing here computes it. Picks are laid out expert by expert, each expert's padded to whole tiles of
+rows, so that every tile of a product has one matrix (Gale et al., "MegaBlocks", arXiv:2211.15841). Nothing is counted
+on the host: launches are as large as the worst case, see `most_tiles`.
 
 Bytes of `route`, n rows: n · (E · logit itemsize + chosen · 8). `sort_picks` reads the picks twice for each expert,
 from the caches.
@@ -19,18 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.gpu import HOPPER
+from services.worker.ops.interface import Picks
 
 AT_ONCE = (512, 4096)
 """Picks that a program looks at in one go: where there are no more, and where there are. Each is compiled anew."""
-
-
-class Picks(NamedTuple):
-    """The experts that n rows have chosen."""
-
-    chances: Tensor
-    """float32 [n, chosen] weight of each chosen expert."""
-    experts: Tensor
-    """int32 [n, chosen] number of each chosen expert."""
 
 
 class SortedPicks(NamedTuple):
@@ -67,7 +60,8 @@ def route(logits: Tensor, *, chosen: int, renormalised: bool) -> Picks:
 
 
 def sort_picks(experts: Tensor, count: int, tile: int, at_once: int | None = None) -> SortedPicks:
-    """`experts` [n, chosen] of `count` experts, for tiles of `tile` rows. `at_once`: one of AT_ONCE, None: as suits."""
+    """`experts` int32 [n, chosen] of `count` experts, for tiles of `tile` rows. `at_once`: one of AT_ONCE, None: as
+    suits."""
     picks, device = experts.numel(), experts.device
     at_once = at_once or (AT_ONCE[0] if picks <= AT_ONCE[0] else AT_ONCE[1])
     tiles = most_tiles(picks, count, tile)

@@ -40,7 +40,7 @@ def test_a_mixture_of_codes_is_that_of_their_numbers(code: Code, rows: int, dtyp
     mixed.gate_up, mixed.down = exactly(gate_up), exactly(down)
     ops = TritonOps(DEVICE, dtype)
     packed = ops.pack_experts(gate_up, down)
-    mixed.check(ops.mixture(mixed.x, mixed.logits, packed, routing=Routing(2, True), kind="silu"))
+    mixed.check(ops.mixture(mixed.x, ops.choose_experts(mixed.logits, Routing(2, True)), packed, kind="silu"))
 
 
 def test_codes_and_numbers_may_be_side_by_side() -> None:
@@ -49,7 +49,7 @@ def test_codes_and_numbers_may_be_side_by_side() -> None:
     mixed.gate_up = exactly(gate_up)
     ops = TritonOps(DEVICE, torch.float32)
     packed = ops.pack_experts(gate_up, mixed.down)
-    mixed.check(ops.mixture(mixed.x, mixed.logits, packed, routing=Routing(2, True), kind="silu"))
+    mixed.check(ops.mixture(mixed.x, ops.choose_experts(mixed.logits, Routing(2, True)), packed, kind="silu"))
 
 
 @pytest.mark.parametrize("code", CODES)

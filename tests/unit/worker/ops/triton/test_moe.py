@@ -15,7 +15,7 @@ from services.worker.ops.gpu import HOPPER
 from services.worker.ops.interface import Routing
 from services.worker.ops.triton.moe import mixture as moe
 from services.worker.ops.triton.moe.grouped_products import mix_tiles
-from services.worker.ops.triton.moe.mixture import mix_rows, mixture, turns_at_once
+from services.worker.ops.triton.moe.mixture import choose_experts, mix_rows, mixture, turns_at_once
 from services.worker.ops.triton.moe.routing import (
     TILE_ROWS,
     SortedPicks,
@@ -161,7 +161,8 @@ def test_tiles_grow_with_the_rows_of_an_expert() -> None:
 def test_all_sizes_of_tiles_are_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed, sizes = MixedExperts(Shape(), rows=2), []
     monkeypatch.setattr(moe, "mix_tiles", lambda *_, most, **__: sizes.append(most))
-    moe.compile_all(mixed.x, mixed.logits, mixed.gate_up, mixed.down, routing=Routing(2, True), kind=mixed.shape.kind)
+    picks = choose_experts(mixed.logits, Routing(2, True))
+    moe.compile_all(mixed.x, picks, mixed.gate_up, mixed.down, kind=mixed.shape.kind)
     assert sizes == [16, 32, 64, 128]
 
 
@@ -183,7 +184,7 @@ def test_few_rows_go_one_by_one_and_both_ways_agree() -> None:
     for rows, way in ((1, by_rows), (2, by_tiles)):
         mixed = MixedExperts(Shape(), rows)
         weights = (mixed.gate_up, mixed.down)
-        found = mixture(mixed.x, mixed.logits, *weights, routing=Routing(2, True), kind="silu")
+        found = mixture(mixed.x, choose_experts(mixed.logits, Routing(2, True)), *weights, kind="silu")
         assert torch.equal(found, way(mixed))
         mixed.check(found)
 

@@ -1,0 +1,90 @@
+"""The placement of all experts of an engine's model, on which its ranks agree at their start."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+
+import msgspec
+
+from services.worker.distributed.communicator import Communicator
+from services.worker.models.config import ModelConfig, ModelDescription, ModelError
+from services.worker.models.expert_parallel.expert_load import read_loads
+from services.worker.models.expert_parallel.placement import (
+    ExpertPlacement,
+    balance_experts,
+    balance_of,
+    spread_evenly,
+)
+from services.worker.models.expert_parallel.settings import ExpertSettings
+
+_log = logging.getLogger(__name__)
+
+
+def place_experts(
+    settings: ExpertSettings, config: ModelConfig, model: str, communicator: Communicator
+) -> tuple[ExpertPlacement, ...]:
+    """Of every layer of the model, those without experts included; empty where ranks have shares of all experts. Every
+    rank of the engine must come here. `model`: its digest. Raises ModelError for what cannot be placed."""
+    check_experts(settings, config)
+    if not settings.parallel or config.mixture is None:
+        return ()
+    experts, ranks = config.mixture.experts, communicator.world_size
+    even = spread_evenly(experts, ranks)
+    if not settings.balanced:
+        return (even,) * config.num_layers
+    loads, hosts = _agreed_loads(settings, model, experts, config.num_layers, communicator)
+    placements = tuple(
+        balance_experts(load, ranks, redundant=settings.redundant, groups=config.mixture.groups, hosts=hosts)
+        for load in loads
+    )
+    _tell(loads, even, placements)
+    return placements
+
+
+def check_experts(settings: ExpertSettings, config: ModelDescription) -> None:
+    """Raises ModelError where nothing that is asked for can have an effect."""
+    if isinstance(config, ModelConfig) and config.mixture is not None:
+        return
+    if settings.parallel or settings.load_dir is not None:
+        name = "enable_expert_parallel" if settings.parallel else "expert_load_dir"
+        why = "has no experts" if isinstance(config, ModelConfig) else "is computed by transformers"
+        raise ModelError(f"{name}: the model ({config.architecture}) {why}")
+
+
+def largest_share(config: ModelConfig, placements: Sequence[ExpertPlacement]) -> float:
+    """How many of the model's experts the rank with most of them has, over an equal share: more than 1 where they do
+    not divide over ranks, or some have several replicas."""
+    if config.mixture is None or not placements:
+        return 1.0
+    ranks = len(placements[0].ranks)
+    most = max(sum(len(each.experts_of(rank)) for each in placements) for rank in range(ranks))
+    return most * ranks / (config.mixture.experts * len(placements))
+
+
+def _agreed_loads(
+    settings: ExpertSettings, model: str, experts: int, layers: int, communicator: Communicator
+) -> tuple[list[list[int]], int]:
+    """What the first rank has read, as files change; and on how many hosts the ranks are, as many on each."""
+    assert settings.load_dir is not None, "settings are checked"
+    own = read_loads(settings.load_dir, model, experts, layers) if communicator.rank == 0 else []
+    said = communicator.all_gather(msgspec.json.encode((socket.gethostname(), own)).decode())
+    found = [msgspec.json.decode(each, type=tuple[str, list[list[int]]]) for each in said]
+    hosts = [host for host, _ in found]
+    sizes = {hosts.count(host) for host in hosts}
+    return found[0][1], len(set(hosts)) if len(sizes) == 1 else 1
+
+
+def _tell(loads: list[list[int]], even: ExpertPlacement, placements: tuple[ExpertPlacement, ...]) -> None:
+    measured = [(load, placement) for load, placement in zip(loads, placements, strict=True) if any(load)]
+    if not measured:
+        _log.info("experts are placed evenly: it has not been counted yet how often they are picked")
+        return
+    before = sum(balance_of(even.loads(load)) for load, _ in measured) / len(measured)
+    after = sum(balance_of(placement.loads(load)) for load, placement in measured) / len(measured)
+    _log.info(
+        "experts are placed by how often they were picked: mean over maximum of the ranks %.2f, evenly it was %.2f",
+        *(after, before),
+        extra={"layers": len(measured)},
+    )

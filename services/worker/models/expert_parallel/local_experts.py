@@ -1,0 +1,54 @@
+"""Which of a router's picks are this rank's, and how often each expert is picked. Knows tensors, no files."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.worker.models.expert_parallel.placement import ExpertPlacement
+from services.worker.ops.interface import Picks
+
+
+class LocalExperts(NamedTuple):
+    """One layer's experts by their numbers on this rank.
+
+    Of several replicas a row's picks and least likely expert choose one: so every rank chooses the same, and a row's
+    result does not depend on the other rows of a step."""
+
+    numbers: Tensor
+    """int64 [replicas, E]: this rank's number of each replica of an expert; -1: it is another rank's. Behind the last
+    replica of an expert, undefined."""
+    replicas: Tensor | None
+    """int64 [E]: of each expert; None: each has one."""
+
+    @classmethod
+    def of(cls, placement: ExpertPlacement, rank: int, device: torch.device) -> LocalExperts:
+        """Those of `rank`, numbered in rising order."""
+        experts = max(max(each) for each in placement.ranks) + 1
+        own = {expert: number for number, expert in enumerate(placement.experts_of(rank))}
+        holders = [placement.holders(expert) for expert in range(experts)]
+        replicas = [len(each) for each in holders]
+        numbers = torch.full((max(replicas), experts), -1, dtype=torch.int64)
+        for expert, ranks in enumerate(holders):
+            for replica, holder in enumerate(ranks):
+                if holder == rank:
+                    numbers[replica, expert] = own[expert]
+        counts = torch.tensor(replicas).to(device) if max(replicas) > 1 else None
+        return cls(numbers.to(device), counts)
+
+    def own_picks(self, picks: Picks, logits: Tensor) -> Picks:
+        """The `picks` of a router's `logits` by this rank's numbers; those of other ranks are -1."""
+        experts = picks.experts.long()
+        if self.replicas is None:
+            return Picks(picks.chances, self.numbers[0][experts].to(picks.experts.dtype))
+        word = experts.sum(dim=1, keepdim=True) + logits.argmin(dim=1, keepdim=True)
+        numbers = self.numbers[word % self.replicas[experts], experts]
+        return Picks(picks.chances, numbers.to(picks.experts.dtype))
+
+
+def count_picks(counts: Tensor, picks: Picks) -> None:
+    """Adds to `counts` (int64 [E]) how often each expert is picked. Does not wait for the device."""
+    experts = picks.experts.flatten().long()
+    counts.scatter_add_(0, experts, counts.new_ones(1).expand(len(experts)))
