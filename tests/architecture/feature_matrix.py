@@ -41,6 +41,7 @@ FEATURES = (
     "logits processors",
     "states",
     "prompt embeds",
+    "expert parallel",
 )
 HEADING = """\
 # Features together

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from services.scheduler.core.limits import EngineLimits
+from services.worker.models.expert_parallel.settings import ExpertSettings
 from services.worker.ops.interface import OpsName
 from services.worker.ops.quantized import Code
 from services.worker.speculation.settings import Method, SpeculationSettings
@@ -105,6 +106,19 @@ def test_greedy_output_is_the_reference_s(
     model = models(family, kv_heads)
     limits = EngineLimits(run_ahead=run_ahead, plan_late=False, max_batch_tokens=48, max_running=4)
     engine = ranks.serve(model.path, tp=tp, stages=stages, layers=layers, ops=ops, limits=limits, block_size=block_size)
+    say_what_the_reference_says(engine, model)
+
+
+@pytest.mark.features("expert parallel", "tensor parallel", "pipeline parallel", "prefix cache", "chunked prefill")
+@pytest.mark.parametrize(("family", "tp", "stages"), [("qwen3-moe", 4, 1), ("deepseek-v3", 4, 1), ("qwen2-moe", 2, 2)])
+def test_ranks_may_have_unlike_numbers_of_experts(
+    ranks: RankProcesses, models: Callable[..., TinyModel], family: str, tp: int, stages: int
+) -> None:
+    """The first model has six experts: of four ranks two have two of them, and two one."""
+    model = models(family, 4 if family == "deepseek-v3" else 2)
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
+    parallel = ExpertSettings(parallel=True)
+    engine = ranks.serve(model.path, tp=tp, stages=stages, ops="native", limits=limits, experts=parallel)
     say_what_the_reference_says(engine, model)
 
 

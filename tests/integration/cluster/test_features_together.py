@@ -20,8 +20,9 @@ from tests.support.cluster.bus_moments import listening, requests_are_handed_to
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.models.demo_mixture import write_demo_mixture
 from tests.support.models.embedded_prompts import prompt_embeds_field, random_rows
-from tests.support.models.tiny_adapters import demo_reference, write_adapter
+from tests.support.models.tiny_adapters import ATTENTION, demo_reference, write_adapter
 from tests.support.paths import REPOSITORY
 from tests.support.plugin_packages import pip_installed
 
@@ -250,10 +251,17 @@ def _package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Options of every stack: embeddings are served, and an adapter that changes what is said a little."""
+    """Options of every stack: embeddings are served, and an adapter that changes what is said a little. It changes
+    attention alone, as adapters of mixtures do."""
     folder = tmp_path_factory.mktemp("adapter")
-    write_adapter(demo_reference(), folder, strength=0.02)
+    write_adapter(demo_reference(), folder, strength=0.03, modules=ATTENTION)
     return "--pooling-type=last", f"--lora={ADAPTER}={folder}", PROCESSES, TAKES_EMBEDDINGS
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts that says what the demo model says."""
+    return write_demo_mixture(tmp_path_factory.mktemp("mixture") / "demo")
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +299,7 @@ def connector(folder: Path) -> tuple[str, str]:
 INT8 = "--quantization=int8"
 PROCESSES = "--logits-processors=begin_with"
 TAKES_EMBEDDINGS = "--enable-prompt-embeds"
+EXPERTS = "--enable-expert-parallel"
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
 
 
@@ -319,7 +328,7 @@ async def test_two_ranks_that_draft_in_small_steps_and_little_memory(
     own = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *connector(tmp_path), "--block-size=32"]
     with running_stack(tmp_path, tp=2, more=[*own, *more]) as stack:
         async with asyncio.TaskGroup() as both:
-            both.create_task(crowd(stack, 6))
+            both.create_task(crowd(stack, 10))
             answers = both.create_task(all_at_once(stack))
         assert answers.result() == plain
         assert await counted(stack, "engine-1", "preemptions_total") > 0
@@ -346,9 +355,13 @@ async def test_two_ranks_that_draft_in_small_steps_and_little_memory(
     "logits processors",
     "prompt embeds",
     "quantization",
+    "expert parallel",
 )
-async def test_two_stages_of_two_ranks(rounded: Answers, more: tuple[str, ...], tmp_path: Path) -> None:
-    with running_stack(tmp_path, tp=2, pp=2, more=[*SMALL_STEPS, NGRAM, *connector(tmp_path), *more, INT8]) as stack:
+async def test_two_stages_of_two_ranks_with_whole_experts(
+    rounded: Answers, more: tuple[str, ...], mixture: Path, tmp_path: Path
+) -> None:
+    own = [*SMALL_STEPS, NGRAM, *connector(tmp_path), *more, INT8, EXPERTS]
+    with running_stack(tmp_path, model=mixture, tp=2, pp=2, more=own) as stack:
         assert await all_at_once(stack) == rounded
 
 
@@ -372,14 +385,17 @@ async def test_two_stages_of_two_ranks(rounded: Answers, more: tuple[str, ...], 
     "logits processors",
     "prompt embeds",
     "quantization",
+    "expert parallel",
 )
 async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(
-    rounded: Answers, more: tuple[str, ...], tmp_path: Path
+    rounded: Answers, more: tuple[str, ...], mixture: Path, tmp_path: Path
 ) -> None:
     settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
     own = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=8MiB", NGRAM, "--tp-decode=2", "--block-size=32", *more]
-    own.append(INT8)
-    with running_stack(tmp_path, prefill=1, decode=1, kvstore="64MiB", settings=settings, more=own) as stack:
+    own += [INT8, EXPERTS]
+    with running_stack(
+        tmp_path, model=mixture, prefill=1, decode=1, kvstore="64MiB", settings=settings, more=own
+    ) as stack:
         async with asyncio.TaskGroup() as both:
             async with listening(stack, requests_are_handed_to("decode-1")) as listener:
                 answers = both.create_task(all_at_once(stack))
@@ -435,13 +451,16 @@ def federated(folder: Path, more: Sequence[str], **shape: Any) -> Iterator[Feder
     "logits processors",
     "prompt embeds",
     "federation",
+    "expert parallel",
 )
 def test_another_clusters_pools_and_a_decoding_engine_that_dies(
-    plain: Answers, more: tuple[str, ...], tmp_path: Path
+    plain: Answers, more: tuple[str, ...], mixture: Path, tmp_path: Path
 ) -> None:
     settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
-    own = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=4MiB", NGRAM, "--tp-decode=2"]
-    with federated(tmp_path, more, prefill=1, decode=1, kvstore="64MiB", settings=settings, own=own) as clusters:
+    own = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=4MiB", NGRAM, "--tp-decode=2", EXPERTS]
+    with federated(
+        tmp_path, [*more, f"--model={mixture}"], prefill=1, decode=1, kvstore="64MiB", settings=settings, own=own
+    ) as clusters:
         asyncio.run(answered_while_an_engine_dies(clusters, plain))
 
 

@@ -13,12 +13,16 @@ import torch
 from services.scheduler.core.limits import EngineLimits
 from services.worker.models.checkpoint import model_digest
 from services.worker.models.config import ModelError
-from services.worker.models.expert_parallel.expert_load import ExpertLoadFile, load_path
+from services.worker.models.expert_parallel.expert_load import ExpertLoadFile, load_path, read_loads
 from services.worker.models.expert_parallel.settings import ExpertSettings
 from services.worker.models.hf_config import read_model_config
+from tests.integration.worker.test_hybrid_kv_cache import LIMITS as HYBRID
+from tests.integration.worker.test_hybrid_kv_cache import agrees
+from tests.support.models.library_models import library_model
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.worker.library_situations import prompt
+from tests.support.worker.plan_driver import Driver
 from tests.support.worker.rank_processes import RankProcesses, rank_processes
 from tests.support.worker.tiny_backend import tiny_backend
 
@@ -32,7 +36,7 @@ PROMPTS = [prompt(length, seed) for seed, length in enumerate((1, 15, 16, 17, 33
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
-    with rank_processes(4, tmp_path_factory.mktemp("ranks")) as ranks:
+    with rank_processes(2, tmp_path_factory.mktemp("ranks")) as ranks:
         yield ranks
 
 
@@ -53,9 +57,92 @@ def say_the_same(ranks: RankProcesses, model: TinyModel, **different: object) ->
     assert again.cached == 64
 
 
-@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_with_whole_experts_say_what_the_library_does(
-    family: str, tp: int, ranks: RankProcesses, models: Callable[[str], TinyModel]
+    family: str, ranks: RankProcesses, models: Callable[[str], TinyModel]
 ) -> None:
-    say_the_same(ranks, models(family), tp=tp, experts=PARALLEL)
+    say_the_same(ranks, models(family), tp=2, experts=PARALLEL)
+
+
+def test_one_rank_has_all_experts(ranks: RankProcesses, models: Callable[[str], TinyModel]) -> None:
+    say_the_same(ranks, models("qwen2-moe"), experts=PARALLEL)
+
+
+@pytest.mark.features("expert parallel", "hybrid KV cache", "tensor parallel")
+def test_windows_free_the_blocks_behind_them(ranks: RankProcesses, tmp_path: Path) -> None:
+    model = make_model("mixtral", tmp_path, sliding_window=24)
+    agrees(ranks.serve(model.path, tp=2, ops="native", limits=HYBRID, hybrid="on", experts=PARALLEL), model, [24])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3"])
+def test_experts_are_rounded_to_what_one_rank_would_have(family: str, ranks: RankProcesses, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path)
+    rounded(model.reference, "int8")
+    engine = ranks.serve(model.path, tp=2, ops="native", limits=LIMITS, quantization="int8", experts=PARALLEL)
+    request = engine.ask(PROMPTS[-1], OUTPUT)
+    engine.run()
+    expected = model.logits(PROMPTS[-1] + request.tokens)[len(PROMPTS[-1]) - 1 : -1]
+    assert torch.tensor(engine.logits).sub(expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(("family", "redundant"), [("qwen3-moe", 0), ("deepseek-v3", 2)])
+def test_experts_that_are_placed_by_their_load_say_the_same(
+    family: str, redundant: int, ranks: RankProcesses, models: Callable[[str], TinyModel], tmp_path: Path
+) -> None:
+    """Each rank has experts of both ends; with replicas, the busiest one is on both ranks."""
+    model = models(family)
+    config = read_model_config(model.path)
+    assert config.mixture is not None
+    count, digest = config.mixture.experts, model_digest(model.path, config)
+    skewed = ExpertLoadFile(digest, "other", count, {layer: [900, 800, *range(1, count - 1)] for layer in range(3)})
+    load_path(tmp_path, digest, "other", 0).write_bytes(msgspec.json.encode(skewed))
+    settings = ExpertSettings(parallel=True, balanced=True, redundant=redundant, load_dir=tmp_path, engine="own")
+    say_the_same(ranks, model, tp=2, experts=settings)
+
+
+class FirstOfTwo:
+    """A place among ranks that nobody joins: what cannot be had is found before."""
+
+    rank, world_size = 0, 2
+
+    def all_gather(self, value: str) -> list[str]:
+        return [value, value]
+
+
+def refusal(model: Path, experts: ExpertSettings, **different: object) -> str:
+    with pytest.raises(ModelError) as error:
+        tiny_backend(model, experts=experts, **different)
+    return str(error.value)
+
+
+@pytest.mark.features("expert parallel", "states", refused=True)
+def test_what_cannot_be_had_says_why(models: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    library_model("Olmoe", tmp_path / "library")
+    two = {"rank": 0, "world_size": 2, "communicator": FirstOfTwo()}
+    no_experts = "enable_expert_parallel: the model (LlamaForCausalLM) has no experts"
+    assert refusal(models("llama").path, PARALLEL) == no_experts
+    assert refusal(models("llama").path, ExpertSettings(load_dir=tmp_path)).startswith("expert_load_dir: the model")
+    assert "(OlmoeForCausalLM) is computed by transformers" in refusal(tmp_path / "library", PARALLEL)
+    assert refusal(models("qwen3-next").path, PARALLEL, **two).startswith("tp 2: a model with gated delta nets")
+    uneven = ExpertSettings(parallel=True, balanced=True, redundant=1, load_dir=tmp_path)
+    complaint = "num_redundant_experts 1: 8 experts and these do not divide over 2 ranks"
+    assert refusal(models("deepseek-v2").path, uneven, **two) == complaint
+
+
+def test_what_is_picked_is_counted_and_kept(models: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """Two of six experts by each token in the layers that mix; in the last one only by those whose logits are wanted.
+    What is computed before the first request, to size memory and to warm up, is no load."""
+    model = models("qwen3-moe")
+    backend = tiny_backend(model.path, experts=ExpertSettings(load_dir=tmp_path, engine="e"))
+    assert backend.expert_load is not None
+    assert backend.expert_load.layers == {0: [0] * 6, 2: [0] * 6}
+    driver = Driver(backend)
+    driver.add(PROMPTS[-1], OUTPUT)
+    driver.run()
+    tokens = len(PROMPTS[-1]) + OUTPUT - 1
+    assert {layer: sum(counts) for layer, counts in backend.expert_load.layers.items()} == {
+        0: 2 * tokens,
+        2: 2 * OUTPUT,
+    }
+    backend.expert_load.save()
+    assert read_loads(tmp_path, backend.expert_load.model, 6, 3)[0] == backend.expert_load.layers[0]

@@ -107,7 +107,7 @@ Heard = Serve | StepPlan
 
 
 def write(stream: IO[bytes], message: Struct | None) -> None:
-    payload = msgspec.msgpack.encode(message)
+    payload = msgspec.msgpack.encode(message, enc_hook=str)
     stream.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
     stream.flush()
 
@@ -230,7 +230,7 @@ class Rank:
 
 def main(rank: str) -> None:
     this = Rank(int(rank))
-    decoder = msgspec.msgpack.Decoder(Serve)
+    decoder = msgspec.msgpack.Decoder(Serve, dec_hook=lambda type_, value: type_(value))
     plans = msgspec.msgpack.Decoder(StepPlan)
     while (payload := read(sys.stdin.buffer)) is not None:
         if payload[0] >> 4 == 0x8 or payload[0] == 0xDE:  # a map: `Serve`; plans are arrays

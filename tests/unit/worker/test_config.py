@@ -29,3 +29,21 @@ def test_decodes_are_captured_and_nine_tenths_of_a_gpu_taken_unless_told_otherwi
 def test_what_is_not_allowed_is_refused_by_name(argv: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         told(argv)
+
+
+PARALLEL, FILES = "--enable-expert-parallel", "--expert-load-dir=loads"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([PARALLEL, "--device=sim"], "enable_expert_parallel: the simulated device has no experts"),
+        ([FILES, "--device=sim"], "expert_load_dir: the simulated device has no experts"),
+        (["--enable-eplb", FILES], "enable_eplb: needs enable_expert_parallel"),
+        (["--enable-eplb", PARALLEL], "enable_eplb: needs expert_load_dir"),
+        ([PARALLEL, FILES, "--num-redundant-experts=2"], "num_redundant_experts = 2: needs enable_eplb"),
+    ],
+)
+def test_experts_that_would_not_be_placed_so_are_refused(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        told(*argv)

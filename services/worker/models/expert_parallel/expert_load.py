@@ -56,7 +56,7 @@ class ExpertLoad:
         self._counts = counts
         self._placements = placements
         self._path = path
-        self._model, self._engine = model, engine
+        self.model, self._engine = model, engine
         self._before: Mapping[int, Sequence[int]] = {}
         if path is not None and path.exists():
             self._before = _read(path, model).layers
@@ -86,7 +86,7 @@ class ExpertLoad:
             return
         layers = {layer: self._with_before(layer, counts) for layer, counts in counted.items()}
         experts = len(next(iter(layers.values())))
-        data = msgspec.json.encode(ExpertLoadFile(self._model, self._engine, experts, layers))
+        data = msgspec.json.encode(ExpertLoadFile(self.model, self._engine, experts, layers))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
         try:

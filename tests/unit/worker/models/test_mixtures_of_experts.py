@@ -19,6 +19,7 @@ from services.worker.backend import BackendError
 from services.worker.models.checkpoint import TensorPart, TensorSource, model_digest, open_checkpoint
 from services.worker.models.config import Mixture, ModelConfig, ModelError
 from services.worker.models.dummy_weights import DummyTensors
+from services.worker.models.expert_parallel.placement import spread_evenly
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.loading import load_weights
 from services.worker.models.mixture.loading import ExpertTensors, read_experts
@@ -135,6 +136,9 @@ def test_experts_that_do_not_divide_over_ranks_are_named(tmp_path: Path) -> None
         shard_of(config, 0, 4)
     with pytest.raises(ModelError, match="moe_intermediate_size 6 does not divide over 4"):
         shard_of(read(tmp_path, QWEN3, moe_intermediate_size=6), 0, 4)
+    whole = shard_of(read(tmp_path, QWEN3, moe_intermediate_size=6), 1, 4, (spread_evenly(128, 4),))
+    assert whole.experts == (0, 6)
+    assert whole.placements[0].experts_of(whole.rank) == tuple(range(32, 64))
 
 
 @pytest.fixture(scope="module")
@@ -333,6 +337,26 @@ def test_a_mixture_of_codes_is_that_of_their_numbers(code: Code, size: int) -> N
     expected = mixed.exactly(2, True)
     for ops in kinds_of_ops():
         assert mixed.by(ops, mixed.x, 2, True).sub(expected).abs().max() < 1e-5, ops.name
+
+
+@pytest.mark.parametrize("size", [64, 40], ids=["gated on their way out", "gated behind"])
+def test_picks_of_other_ranks_are_left_out(size: int) -> None:
+    """The first of a row's two picks here and the second there give the same together as both; rows without any give
+    zeros, and so does a step without any."""
+    mixed = Mixed(size=size, rows=600)
+    for ops in kinds_of_ops():
+        packed = ops.pack_experts(mixed.gate_up, mixed.down)
+        picks = ops.choose_experts(ops.linear(mixed.x, ops.pack_linear(mixed.router, None)), Routing(2, True))
+        here = torch.arange(2).expand(len(mixed.x), 2) == (torch.arange(len(mixed.x)) % 2).unsqueeze(1)
+        here[:512] &= torch.arange(512).unsqueeze(1) >= 3
+        parts = [
+            ops.mixture(mixed.x, picks._replace(experts=picks.experts.masked_fill(out, -1)), packed, kind="silu")
+            for out in (here, ~here, torch.ones_like(here))
+        ]
+        assert not parts[2].any()
+        assert not parts[1][:3].any()
+        expected = mixed.exactly(2, True)
+        assert (parts[0] + parts[1]).sub(expected).abs().max() < 1e-5, ops.name
 
 
 @pytest.mark.parametrize("code", [None, "int8", "int4"])

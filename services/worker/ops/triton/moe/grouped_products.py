@@ -186,10 +186,9 @@ def sum_kernel(parts, experts, out, HIDDEN: tl.constexpr, CHOSEN: tl.constexpr, 
     """Grid (rows, columns): the sum of a row's picks, in their order; nothing was written for those of other ranks."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
-    there = column < HIDDEN
     total = tl.zeros([AT_ONCE], tl.float32)
     for place in tl.static_range(CHOSEN):
         pick = row * CHOSEN + place
-        here = there & (tl.load(experts + pick) >= 0)
-        total += tl.load(parts + pick * HIDDEN + column, mask=here, other=0.0).to(tl.float32)
-    tl.store(out + row * HIDDEN + column, total.to(out.dtype.element_ty), mask=there)
+        held = tl.where(tl.load(experts + pick) >= 0, HIDDEN, 0)
+        total += tl.load(parts + pick * HIDDEN + column, mask=column < held, other=0.0).to(tl.float32)
+    tl.store(out + row * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)

@@ -138,10 +138,11 @@ def down_row_kernel(
         pick = row * CHOSEN + place
         chance = tl.load(chances + pick)
         expert = tl.load(experts + pick).to(tl.int64)
+        held = tl.where(expert >= 0, SIZE, 0)  # nothing of another rank's expert
         weights = columns + expert * (HIDDEN * SIZE)
         inputs = gated + pick.to(tl.int64) * SIZE + depth
         for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
-            there = (depth < SIZE - start) & (expert >= 0)
+            there = depth < held - start
             values = tl.load(inputs + start, mask=there, other=0.0).to(tl.float32) * chance
             total += tl.load(weights + start, mask=there[None, :], other=0.0).to(tl.float32) * values[None, :]
     made = tl.sum(total, 1)

@@ -43,6 +43,20 @@ def test_a_mixture_of_codes_is_that_of_their_numbers(code: Code, rows: int, dtyp
     mixed.check(ops.mixture(mixed.x, ops.choose_experts(mixed.logits, Routing(2, True)), packed, kind="silu"))
 
 
+@pytest.mark.parametrize("code", CODES)
+def test_picks_of_other_ranks_are_left_out(code: Code) -> None:
+    mixed = MixedExperts(Shape(hidden=32, size=32), 1)
+    gate_up, down = (coded(stack, code) for stack in (mixed.gate_up, mixed.down))
+    ops = TritonOps(DEVICE, torch.float32)
+    packed, picks = ops.pack_experts(gate_up, down), ops.choose_experts(mixed.logits, Routing(2, True))
+    parts = [
+        ops.mixture(mixed.x, picks._replace(experts=picks.experts.masked_fill(out, -1)), packed, kind="silu")
+        for out in (torch.tensor([[True, False]]), torch.tensor([[False, True]]), torch.tensor([[True, True]]))
+    ]
+    assert not parts[2].any()
+    assert torch.allclose(parts[0] + parts[1], ops.mixture(mixed.x, picks, packed, kind="silu"), atol=1e-5)
+
+
 def test_codes_and_numbers_may_be_side_by_side() -> None:
     mixed = MixedExperts(Shape(hidden=64, size=32), 1)
     gate_up = coded(mixed.gate_up, "int4")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from services.worker.measure.roofline.kernel_traffic import mixture_bytes, mixture_flops
+from services.worker.models.expert_parallel.local_experts import LocalExperts
+from services.worker.models.expert_parallel.placement import ExpertPlacement
 from services.worker.ops.gpu import HOPPER
 from services.worker.ops.interface import Routing
 from services.worker.ops.triton.moe import mixture as moe
@@ -175,6 +179,26 @@ def test_an_expert_that_nobody_chose_is_not_read() -> None:
     mixed.down[2] = float("nan")
     for found in (by_rows(mixed), by_tiles(mixed)):
         assert found.double().sub(expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", [mix_rows, mix_tiles])
+def test_what_ranks_with_some_of_the_experts_make_of_rows_adds_up(
+    way: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
+    """One of them has an expert that no row has picked, and so nothing to do."""
+    mixed = MixedExperts(Shape(experts=5, dtype=dtype), rows=3)
+    mixed.logits[:, 4] = -100.0
+    picks = choose_experts(mixed.logits, Routing(2, True))
+    total = torch.zeros(mixed.x.shape, dtype=dtype, device=DEVICE)
+    for rank, experts in enumerate(((0, 3), (1, 2), (4,))):
+        local = LocalExperts.of(ExpertPlacement(((0, 3), (1, 2), (4,))), rank, DEVICE)
+        numbers = torch.tensor(experts, device=DEVICE)
+        own = local.own_picks(picks, mixed.logits)
+        part = way(mixed.x, own, mixed.gate_up[numbers], mixed.down[numbers], kind="silu")
+        assert bool(part.any()) == (rank != 2)
+        total += part
+    mixed.check(total)
 
 
 def test_few_rows_go_one_by_one_and_both_ways_agree() -> None:
