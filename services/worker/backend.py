@@ -17,7 +17,6 @@ from shared.messages.worker import StepPlan
 if TYPE_CHECKING:
     from services.worker.guided.library import GrammarLibrary
     from services.worker.kv.copier import RankKvCache
-    from services.worker.models.expert_parallel.expert_load import ExpertLoad
 
 
 ExecutionMode = Literal["sequential", "prepared", "launched"]
@@ -89,6 +88,17 @@ class AdapterStore(Protocol):
         """New sequences have it no longer; a plan says when it can be forgotten."""
 
 
+class ExpertPicks(Protocol):
+    """What steps have picked of a mixture's experts. May be read while steps are computed."""
+
+    def by_rank(self) -> dict[int, list[float]]:
+        """Picks that each rank of the stage has computed, by the layer's number; none where ranks have shares of all
+        experts. Waits for the device."""
+
+    def save(self) -> None:
+        """Writes how often each expert was picked, if there is a file for it. Raises OSError."""
+
+
 class Backend(Protocol):
     """Owns token history, block tables, KV memory and sampling state of one rank's sequences.
 
@@ -146,7 +156,7 @@ class Backend(Protocol):
         """Most forced tokens that one step may yield for a sequence with a grammar."""
 
     @property
-    def expert_load(self) -> ExpertLoad | None:
+    def expert_load(self) -> ExpertPicks | None:
         """How often each expert was picked; None where that is not counted, as on all but the first rank of a stage."""
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from services.worker import metrics
-from services.worker.models.expert_parallel.expert_load import ExpertLoad
+from services.worker.backend import ExpertPicks
 
 REPORT_EVERY = 10.0
 """Seconds between two reports."""
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 class ExpertReporter:
     """Owns what was counted so far of what steps have picked."""
 
-    def __init__(self, load: ExpertLoad) -> None:
+    def __init__(self, load: ExpertPicks) -> None:
         self._load = load
         self._counted: dict[int, list[float]] = {}
 
