@@ -188,19 +188,19 @@ def coded_down_row_kernel(
     row = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
-    last = tl.minimum(column, HIDDEN - 1)[:, None]
+    held = tl.minimum(column, HIDDEN - 1)[:, None]
     total = tl.zeros([COLUMNS, DEPTH], tl.float32)
     for number in tl.static_range(CHOSEN):
         pick = row * CHOSEN + number
-        chance = tl.load(chances + pick)
         expert = tl.load(experts + pick).to(tl.int64)
-        held = tl.where(expert >= 0, SIZE, 0)
-        output = expert * HIDDEN + last
-        inputs = gated + pick.to(tl.int64) * SIZE + depth
-        for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
-            place = start + depth[None, :]
-            values = tl.load(inputs + start, mask=depth < held - start, other=0.0).to(tl.float32) * chance
-            weights = decoded(codes, scales, zeros, output, place, place < held, SIZE, GROUP, CODE)
-            total += weights * values[None, :]
+        if expert >= 0:  # else another rank's
+            chance = tl.load(chances + pick)
+            output = expert * HIDDEN + held
+            inputs = gated + pick.to(tl.int64) * SIZE + depth
+            for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
+                place = start + depth[None, :]
+                values = tl.load(inputs + start, mask=depth < SIZE - start, other=0.0).to(tl.float32) * chance
+                weights = decoded(codes, scales, zeros, output, place, place < SIZE, SIZE, GROUP, CODE)
+                total += weights * values[None, :]
     made = tl.sum(total, 1)
     tl.store(out + row.to(tl.int64) * HIDDEN + column, made.to(out.dtype.element_ty), mask=column < HIDDEN)

@@ -136,15 +136,15 @@ def down_row_kernel(
     total = tl.zeros([COLUMNS, DEPTH], tl.float32)
     for place in tl.static_range(CHOSEN):
         pick = row * CHOSEN + place
-        chance = tl.load(chances + pick)
         expert = tl.load(experts + pick).to(tl.int64)
-        held = tl.where(expert >= 0, SIZE, 0)  # nothing of another rank's expert
-        weights = columns + expert * (HIDDEN * SIZE)
-        inputs = gated + pick.to(tl.int64) * SIZE + depth
-        for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
-            there = depth < held - start
-            values = tl.load(inputs + start, mask=there, other=0.0).to(tl.float32) * chance
-            total += tl.load(weights + start, mask=there[None, :], other=0.0).to(tl.float32) * values[None, :]
+        if expert >= 0:  # else another rank's
+            chance = tl.load(chances + pick)
+            weights = columns + expert * (HIDDEN * SIZE)
+            inputs = gated + pick.to(tl.int64) * SIZE + depth
+            for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
+                there = depth < SIZE - start
+                values = tl.load(inputs + start, mask=there, other=0.0).to(tl.float32) * chance
+                total += tl.load(weights + start, mask=there[None, :], other=0.0).to(tl.float32) * values[None, :]
     made = tl.sum(total, 1)
     tl.store(out + row.to(tl.int64) * HIDDEN + column, made.to(out.dtype.element_ty), mask=column < HIDDEN)
 
