@@ -1,7 +1,8 @@
 """How many bytes an engine's ranks give to each other in a step. Run by hand:
 
-    python -m tests.benchmarks.collective_bytes MODEL_DIR TP STAGES
+    python -m tests.benchmarks.collective_bytes MODEL_DIR TP STAGES [experts]
 
+`experts`: ranks have whole experts of a mixture.
 Prints, for a step of one long prompt and for a step of eight decodes, what each rank hands to torch.distributed.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from services.scheduler.core.limits import EngineLimits
+from services.worker.models.expert_parallel.settings import ExpertSettings
 from tests.support.worker import rank_process as engine_rank
 from tests.support.worker.rank_processes import RankProcesses
 
@@ -52,12 +54,14 @@ def rank(number: str) -> None:
     engine_rank.main(number)
 
 
-def main(model: str, tp: str, stages: str) -> None:
+def main(model: str, tp: str, stages: str, experts: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks = RankProcesses(int(tp) * int(stages), Path(folder), "tests.benchmarks.collective_bytes")
         try:
             limits = EngineLimits(run_ahead=0, max_batch_tokens=PROMPT, max_running=DECODES)
-            engine = ranks.serve(Path(model), tp=int(tp), stages=int(stages), ops="native", limits=limits)
+            placed = ExpertSettings(parallel=bool(experts))
+            how = {"tp": int(tp), "stages": int(stages)}
+            engine = ranks.serve(Path(model), **how, ops="native", limits=limits, experts=placed)
             for number in range(DECODES):
                 engine.ask([5 + number] * (PROMPT // DECODES), 4)
             engine.run()

@@ -1,4 +1,5 @@
-"""Any rank of a TP 2 × PP 2 engine is killed under streams: all ranks start anew, and every stream ends as it would."""
+"""Any rank of a TP 2 × PP 2 engine is killed under streams: all ranks start anew, and every stream ends as it would.
+Its model is a mixture, of which each rank has whole experts."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, blocks_in_use, client_of, stream_chat
 from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.models.demo_mixture import write_demo_mixture
 
 STREAMS = 4
 TOKENS = 150
@@ -17,7 +19,10 @@ RANKS = [f"engine-1-rank{rank}" for rank in range(4)]
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("ranks"), tp=2, pp=2, settings=["worker.threads=1"]) as stack:
+    model, how = write_demo_mixture(tmp_path_factory.mktemp("model") / "demo"), ["--enable-expert-parallel"]
+    with running_stack(
+        tmp_path_factory.mktemp("ranks"), model=model, tp=2, pp=2, settings=["worker.threads=1"], more=how
+    ) as stack:
         yield stack
 
 
@@ -46,6 +51,6 @@ async def survive_the_death_of(stack: RunningStack, victim: str, undisturbed: li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", RANKS)
-@pytest.mark.features("pipeline parallel", "tensor parallel", "re-dispatch")
+@pytest.mark.features("pipeline parallel", "tensor parallel", "expert parallel", "re-dispatch")
 async def test_streams_survive_the_death_of_a_rank(stack: RunningStack, victim: str) -> None:
     await survive_the_death_of(stack, victim, await streams(stack))
