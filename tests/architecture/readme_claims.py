@@ -51,6 +51,7 @@ SENTENCES: Mapping[str, tuple[str, ...]] = {
         "tests/integration/deploy/test_supervisor.py",
         f"{_COMMANDS}::test_down_ends_the_stack_and_what_it_left_can_be_read",
     ),
+    "Or by a client, here OpenAI's own": (f"{_RUN}::test_the_snippets_do_what_they_say",),
     "The demo model is a Llama of 4 M parameters": (
         f"{_MODELS}::test_it_has_about_four_million_parameters_in_bf16",
         f"{_MODELS}::test_the_shipped_table_tells_of_every_kind_and_is_what_readers_are_shown",
