@@ -23,7 +23,9 @@ Made = TypeVar("Made")
 FRAME_SECONDS = 5.0
 """For the rest of a frame, once it has begun, and for writing one."""
 STALL_SECONDS = 5.0
-"""A payload of which nothing moves for so long is given up."""
+"""A payload of which nothing moves for so long is given up, or less than LOW_WATER."""
+LOW_WATER = 256 * 1024
+"""Bytes that are waited for before a payload is read on: fewer would wake the thread for each packet or two."""
 MAX_BUFFERS = 64
 """Of one system call; the system's own limit is 1,024."""
 
@@ -42,6 +44,7 @@ class TcpConnection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
         self._threads = threads
+        self._low_water = 1
 
     async def secure(self, context: ssl.SSLContext, host: str | None) -> None:
         """Makes it a TLS connection; `host`: what the other side's certificate must name, None: this is the server's
@@ -158,7 +161,10 @@ class TcpConnection:
 
     def receive_payloads(self, payloads: Sequence[memoryview], until: float) -> None:
         """Blocks until all of them are filled, one behind the other. Raises as `send_payloads`."""
-        self._move(list(payloads), self._receive_once, until)
+        try:
+            self._move(list(payloads), self._receive_once, until)
+        finally:
+            self._wait_for(1)
 
     def _move(self, left: list[memoryview], once: Callable[[list[memoryview]], int], until: float) -> None:
         self._sock.settimeout(STALL_SECONDS)
@@ -183,7 +189,15 @@ class TcpConnection:
     def _receive_once(self, left: list[memoryview]) -> int:
         if isinstance(self._sock, ssl.SSLSocket):
             return self._sock.recv_into(left[0])
+        self._wait_for(min(LOW_WATER, sum(map(len, left))))
         return self._sock.recvmsg_into(left[:MAX_BUFFERS])[0]
+
+    def _wait_for(self, count: int) -> None:
+        """From now on the socket counts as readable once so many bytes are there, or the other side has closed it."""
+        if count != self._low_water:
+            self._low_water = count
+            with contextlib.suppress(OSError):  # some systems know no such option: then it is as it was
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     # ---- the end
 

@@ -17,14 +17,21 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}
+        self._shortest: dict[int, float] = {}
+        """Of each size: it is asked for several times for each step."""
 
     def record(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
-        self._seconds.setdefault(tokens.bit_length(), deque(maxlen=RECENT_STEPS)).append(seconds)
+        size = tokens.bit_length()
+        recent = self._seconds.get(size)
+        if recent is None:
+            recent = self._seconds[size] = deque(maxlen=RECENT_STEPS)
+        recent.append(seconds)
+        self._shortest[size] = min(recent)
 
     def shortest(self, tokens: int) -> float:
         """The shortest of the last steps of this size, in seconds; 0 where there was none."""
-        return min(self._seconds.get(tokens.bit_length(), (0.0,)))
+        return self._shortest.get(tokens.bit_length(), 0.0)
 
     def longest(self, tokens: int) -> float | None:
         """The longest of the last steps of this size, in seconds; None where there was none."""

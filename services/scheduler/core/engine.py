@@ -87,6 +87,8 @@ class EngineCore:
         match event:
             case StepFinished() | StepMissed() | GrammarCompiled() | TransferProgress() | RankProgress():
                 self._handle_rank(event, now)
+            case TimePassed():
+                self._tick(now)
             case GenerateRequest():
                 self._handle_request(event, now)
             case Cancel() | StopMatched():
@@ -113,8 +115,6 @@ class EngineCore:
                     self.epoch_state.record_loras(event)
             case WorkersLost():
                 self._end_epoch(event.reason, died=event.died)
-            case TimePassed():
-                self._tick(now)
             case ResetPrefixCache():
                 if self.epoch_state is not None:
                     self.epoch_state.memory.pool.forget()

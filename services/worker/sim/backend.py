@@ -132,7 +132,7 @@ class SimBackend:
                 self._scores[new.sequence] = unpack(new.tokens)[: new.prompt_length]
         scored = tuple(self._scored(plan.work)) if self._scores else ()
         sampled, seconds = self._compute(plan)
-        drafted = sum(work.speculate for work in plan.work)
+        drafted = sum([work.speculate for work in plan.work])
         accepted = _accepted(sampled) if drafted else ()
         timing = StepTiming(wait=0.0, prepare=0.0, forward=seconds, sample=0.0)
         return StepOutput(sampled, timing, drafted, accepted, scored)
@@ -169,9 +169,12 @@ class SimBackend:
 
     def _sample(self, sequence: SequenceId, held: _SimSequence, drafts: int) -> SampledTokens:
         new = held.new
-        position, seed = held.length - new.prompt_length, new.sampling.seed
-        accepted = self._speculation.accepted(seed, position, drafts)
-        tokens = tuple(self._token(new, place) for place in range(position, position + accepted + 1))
+        position = held.length - new.prompt_length
+        if drafts:
+            accepted = self._speculation.accepted(new.sampling.seed, position, drafts)
+            tokens = tuple([self._token(new, place) for place in range(position, position + accepted + 1)])
+        else:
+            accepted, tokens = 0, (self._token(new, position),)
         held.length += len(tokens)
         held.computed += accepted
         wanted = new.sampling.logprobs

@@ -121,10 +121,15 @@ class StepsInFlight:
         recent one of its size, but at least MIN_LEAD before its end. It is due at once if a size was not seen yet.
         """
         ahead = len(self._expected) - (stages - 1)
-        shortest = [self._times.shortest(expected.tokens) for expected in islice(self._expected, max(0, ahead))]
-        if not shortest or not all(shortest):
+        seconds = last = 0.0
+        for expected in islice(self._expected, max(0, ahead)):
+            last = self._times.shortest(expected.tokens)
+            if not last:
+                return self._awaited_since
+            seconds += last
+        if not last:
             return self._awaited_since
-        seconds = sum(shortest) - max(shortest[-1] / 2, MIN_LEAD)
+        seconds -= max(last / 2, MIN_LEAD)
         return self._awaited_since + (seconds if seconds > MIN_DELAY else 0.0)
 
     def overdue(self, now: float, shortest: float) -> float | None:

@@ -178,7 +178,8 @@ class EngineOutbox:
     def take(self) -> list[Output]:
         """All that is to be sent by now; what was gathered for detokenizers comes last."""
         outputs, self._outputs = self._outputs, []
-        outputs += self.streams.flush()
+        if self.streams.pending:
+            outputs += self.streams.flush()
         return outputs
 
     def refuse(self, generate: GenerateRequest, answer: RequestRejected | RequestFailed) -> None:
