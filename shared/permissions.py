@@ -82,7 +82,7 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.host_reports,       ("supervisor",),                                  ("supervisor",)),
     TopicRights(topics.scaling,            ("coordinator",),                                 ("supervisor",)),
     TopicRights(topics.host_scaling,       ("coordinator",),                                 ("supervisor",)),
-    TopicRights(topics.planner_decisions,  ("operator",),                                    ("operator",)),
+    TopicRights(topics.planner_decisions,  ("operator",),                                    ("operator", "gateway")),
 )
 # fmt: on
 

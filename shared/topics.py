@@ -232,14 +232,14 @@ def host_reports() -> Topic[supervisor.HostReport]:
     return Topic("supervisor.hosts", supervisor.HostReport)
 
 
-def scaling() -> Topic[supervisor.Scale]:
-    """coordinator → the first host's supervisor, answered with a `ScaleReply`."""
-    return Topic("supervisor.scale", supervisor.Scale, queue="supervisors")
+def scaling() -> Topic[supervisor.SupervisorOrder]:
+    """coordinator → the first host's supervisor, answered with a `ScaleReply`, or a `StrikeReply`."""
+    return Topic("supervisor.scale", supervisor.SupervisorOrder, queue="supervisors")
 
 
-def host_scaling(node: NodeId) -> Topic[supervisor.Scale]:
-    """coordinator → the supervisor of that host, answered with a `ScaleReply`."""
-    return Topic(f"supervisor.{node}.scale", supervisor.Scale)
+def host_scaling(node: NodeId) -> Topic[supervisor.SupervisorOrder]:
+    """coordinator → the supervisor of that host, answered with a `ScaleReply`, or a `StrikeReply`."""
+    return Topic(f"supervisor.{node}.scale", supervisor.SupervisorOrder)
 
 
 def planner_decisions() -> Topic[planner.PlannerDecision]:
@@ -248,12 +248,12 @@ def planner_decisions() -> Topic[planner.PlannerDecision]:
 
 
 ADMIN = "admin"
-"""Subject of the NATS micro service: `admin.list`, `admin.drain`, `admin.undrain`, `admin.scale`,
+"""Subject of the NATS micro service: `admin.list`, `admin.drain`, `admin.undrain`, `admin.scale`, `admin.strike`,
 `admin.reset_prefix_cache`, `admin.pause`, `admin.resume`, `admin.paused`,
 `admin.sleep`, `admin.wake_up`, `admin.sleeping`, JSON in and out."""
 
 ADMIN_OF_GATEWAYS = (
-    *("drain", "undrain", "scale", "reset_prefix_cache"),
+    *("drain", "undrain", "scale", "strike", "reset_prefix_cache"),
     *("pause", "resume", "paused", "sleep", "wake_up", "sleeping"),
 )
 """Those of `ADMIN` that gateways use, for API keys with the scope `admin`."""

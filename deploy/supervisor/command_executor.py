@@ -18,6 +18,7 @@ from deploy.supervisor.core.events import (
     StartProcess,
     TerminateProcess,
 )
+from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.core.plan import ProcessSpec
 from deploy.supervisor.launch import CommandLineOf, LaunchContext, module_of, secret_settings
 from deploy.supervisor.log_files import LogFolder
@@ -35,6 +36,7 @@ from shared.bus import Bus, BusError
 from shared.config import ENVIRONMENT_PREFIX, inherited_environment
 from shared.ids import EngineId, InstanceId
 from shared.messages.lifecycle import InstanceControl, Lifecycle, Standby, Undrain
+from shared.messages.supervisor import ProcessStruck, StrikeProcess, StrikeRefusal, StrikeReply
 from shared.private_files import PRIVATE_FOLDER
 from shared.topics import Topic
 
@@ -104,6 +106,20 @@ class CommandExecutor:
     def _publish_soon(self, topic: Topic[Any], message: Lifecycle | InstanceControl) -> None:
         with contextlib.suppress(asyncio.QueueFull):
             self._to_publish.put_nowait((topic, message))
+
+    def strike(self, order: StrikeProcess, member: SupervisedProcess | None) -> StrikeReply:
+        """Kills a process, or lets it stand still for a while, as an operator asks; what follows from it is up to the
+        supervisor, as after any death. `member`: the one of that name; None: there is none."""
+        if member is None or member.state != "running" or member.pid is None:
+            return StrikeRefusal(f"instance: {order.instance} has no process here just now")
+        log.warning("struck by an operator", extra={"order": order, "struck": member.pid})
+        if order.fault == "kill":
+            self._signal(order.instance, signal.SIGKILL)
+        else:
+            self._signal(order.instance, signal.SIGSTOP)
+            loop = asyncio.get_running_loop()
+            loop.call_later(order.seconds, lambda: self._signal(order.instance, signal.SIGCONT))
+        return ProcessStruck(member.pid)
 
     def _signal(self, instance: InstanceId, number: signal.Signals) -> None:
         if self._remote is not None and instance in self._elsewhere:

@@ -70,7 +70,7 @@ from shared.bus import Bus
 from shared.config import inherited_environment
 from shared.ids import InstanceId
 from shared.messages.lifecycle import Lifecycle, LifecycleRequest
-from shared.messages.supervisor import Scale, ScaleReply
+from shared.messages.supervisor import ScaleReply, StrikeProcess, StrikeReply, SupervisorOrder
 from shared.telemetry.logs import set_up_logs
 
 log = logging.getLogger(__name__)
@@ -261,9 +261,9 @@ class Stack:
         await self._bus.publish(topics.lifecycle_requests(), LifecycleRequest())
         cluster = self.spec.cluster
         if cluster is None or cluster.join_port is not None:
-            await self._bus.serve(topics.scaling(), self._scale)
+            await self._bus.serve(topics.scaling(), self._obey)
         if cluster is not None:
-            await self._bus.serve(topics.host_scaling(cluster.node), self._scale)
+            await self._bus.serve(topics.host_scaling(cluster.node), self._obey)
         with self._signals():
             async with asyncio.TaskGroup() as tasks:
                 waiting = (
@@ -313,10 +313,12 @@ class Stack:
             self._watchdog.record_lifecycle(message, self._watch_clock.now(self._bus.liveness_now()))
             self._handle(LifecycleReceived(message))
 
-    async def _scale(self, question: Scale) -> ScaleReply:
-        commands = self._handle(ScaleRequested(question.service, question.count, question.model))
+    async def _obey(self, order: SupervisorOrder) -> ScaleReply | StrikeReply:
+        if isinstance(order, StrikeProcess):
+            return self._executor.strike(order, self.supervisor.member(order.instance))
+        commands = self._handle(ScaleRequested(order.service, order.count, order.model))
         answer = next(command.answer for command in commands if isinstance(command, ReplyToScale))
-        log.info("scale requested", extra={"request": question, "answer": answer})
+        log.info("scale requested", extra={"request": order, "answer": answer})
         return answer
 
     async def _watch(self) -> None:
@@ -402,14 +404,12 @@ class Stack:
             self._execute(command)
         if commands and self._hosts is not None:
             self._hosts.changed.set()
-        if commands or isinstance(event, ProcessExited | ProcessStarted) or self._is_news():
+        is_news = (self.phase, self.supervisor.failed()) != self._saved
+        if commands or is_news or isinstance(event, ProcessExited | ProcessStarted):
             self.save()
         if self.supervisor.stopping and self.supervisor.is_empty:
             self._ended.set()
         return commands
-
-    def _is_news(self) -> bool:
-        return (self.phase, self.supervisor.failed()) != self._saved
 
     def _execute(self, command: Command) -> None:
         match command:
@@ -420,7 +420,7 @@ class Stack:
             case AbortStart(instance, status):
                 self.give_up(instance, f"ended with status {status}")
             case ReplyToScale():
-                pass  # `_scale` sends it
+                pass  # `_obey` sends it
             case _:
                 assert_never(command)
 

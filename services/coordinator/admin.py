@@ -24,17 +24,30 @@ from shared.messages.lifecycle import (
     StoreReport,
     Undrain,
 )
-from shared.messages.supervisor import Scale, ScaleRefusal, ScaleReply, ScaleResult
+from shared.messages.supervisor import (
+    ProcessStruck,
+    Scale,
+    ScaleRefusal,
+    ScaleReply,
+    ScaleResult,
+    StrikeProcess,
+    StrikeRefusal,
+    StrikeReply,
+    SupervisorOrder,
+)
 from shared.packing import to_plain
 from shared.registry import Registry
 from shared.topics import Topic
 
 NAME = "baton-admin"
 VERSION = "1.0.0"
-DESCRIPTION = "Operates a Baton cluster: list, drain, undrain, scale, reset_prefix_cache, pause, sleep."
+DESCRIPTION = "Operates a Baton cluster: list, drain, undrain, scale, strike, reset_prefix_cache, pause, sleep."
 
 MAX_INSTANCES = 256
 """The most instances of one service that an operator can request."""
+
+MIN_PAUSE, MAX_PAUSE = 0.1, 60.0
+"""Seconds that an operator can have a process stand still."""
 
 Scalable = Literal["tokenizer", "detokenizer", "gateway", "coordinator", "engines", "prefill", "decode"]
 POOLS: dict[str, Role] = {"engines": "mixed", "prefill": "prefill", "decode": "decode"}
@@ -70,6 +83,15 @@ class ScaleRequest(Struct, forbid_unknown_fields=True):
     model: ModelName | None = None
 
 
+class StrikeRequest(Struct, forbid_unknown_fields=True):
+    """The body of `admin.strike`: what is done to a process of a host; without one, of the first."""
+
+    instance: str
+    fault: Literal["kill", "pause"]
+    seconds: float = 5.0
+    host: str | None = None
+
+
 class Admin:
     """Answers operators from the registry, which the coordinator's core owns, and sends what they ask for."""
 
@@ -89,6 +111,7 @@ class Admin:
             f"{topics.ADMIN}.drain": self.drain,
             f"{topics.ADMIN}.undrain": self.undrain,
             f"{topics.ADMIN}.scale": self.scale,
+            f"{topics.ADMIN}.strike": self.strike,
             **self._engines.endpoints(),
         }
 
@@ -123,20 +146,39 @@ class Admin:
         request = parse(body, ScaleRequest)
         if not 0 <= request.count <= MAX_INSTANCES:
             raise EndpointError(400, f"count: {request.count} is not allowed; 0 to {MAX_INSTANCES} are")
-        question, topic = Scale(request.service, request.count, request.model), _scaling_of(request.host)
-        try:
-            answer: ScaleReply = await self._bus.request(topic, question, ScaleReply, self._scale_timeout)
-        except NoResponders:
-            if request.host is not None:
-                raise EndpointError(404, f"host: no supervisor of a host {request.host!r} is there") from None
-            raise EndpointError(503, "no supervisor listens; scale where the processes were started") from None
-        except (ReplyTimeout, ReplyError) as error:
-            raise EndpointError(503, f"the supervisor did not answer: {error}") from None
+        order = Scale(request.service, request.count, request.model)
+        answer: ScaleReply = await self._ask_supervisor(request.host, order, ScaleReply)
         match answer:
             case ScaleResult(started, stopping):
                 return msgspec.json.encode({"service": request.service, "started": started, "stopping": stopping})
             case ScaleRefusal(message):
                 raise EndpointError(409, message)
+
+    async def strike(self, body: bytes) -> bytes:
+        """`{"instance": "engine-1-rank0", "fault": "pause", "seconds": 5, "host": "gpu-2"}`: the process is killed, or
+        stands still for so long, to see what follows."""
+        request = parse(body, StrikeRequest)
+        if not MIN_PAUSE <= request.seconds <= MAX_PAUSE:
+            allowed = f"{MIN_PAUSE:g} to {MAX_PAUSE:g} are"
+            raise EndpointError(400, f"seconds: {request.seconds:g} is not allowed; {allowed}")
+        order = StrikeProcess(InstanceId(request.instance), request.fault, request.seconds)
+        answer: StrikeReply = await self._ask_supervisor(request.host, order, StrikeReply)
+        match answer:
+            case ProcessStruck(pid):
+                return msgspec.json.encode({"instance": request.instance, "fault": request.fault, "pid": pid})
+            case StrikeRefusal(message):
+                raise EndpointError(404, message)
+
+    async def _ask_supervisor(self, host: str | None, order: SupervisorOrder, reply_type: Any) -> Any:
+        """The answer of that host's supervisor, or of the first host's. Raises EndpointError."""
+        try:
+            return await self._bus.request(_scaling_of(host), order, reply_type, self._scale_timeout)
+        except NoResponders:
+            if host is not None:
+                raise EndpointError(404, f"host: no supervisor of a host {host!r} is there") from None
+            raise EndpointError(503, "no supervisor listens; scale where the processes were started") from None
+        except (ReplyTimeout, ReplyError) as error:
+            raise EndpointError(503, f"the supervisor did not answer: {error}") from None
 
     def _find(self, name: str) -> Sequence[Lifecycle]:
         """The instance of that name, or the engines of the pool."""
@@ -169,7 +211,7 @@ def _of_pool(everyone: Sequence[Lifecycle], role: Role | None) -> list[Lifecycle
     return [life for life in engines if role is not None and life.engine is not None and life.engine.role == role]
 
 
-def _scaling_of(host: str | None) -> Topic[Scale]:
+def _scaling_of(host: str | None) -> Topic[SupervisorOrder]:
     if host is None:
         return topics.scaling()
     try:

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from typing import get_args
 
+from msgspec.structs import replace
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client import Histogram as PlainHistogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -105,11 +106,33 @@ class ModelMeters:
         self.generation_tokens = 0
 
 
+KEY_LATENCIES: tuple[LatencyName, ...] = ("ttft", "tpot", "e2e")
+"""Between single tokens only models are told apart: that is counted for each token."""
+MAX_KEYS = 64
+"""API keys whose latencies are counted apart; those of further ones together."""
+OTHER_KEYS = "others"
+
+
+class KeyMeters:
+    """Owns the latencies of one API key's answers, for the console."""
+
+    def __init__(self) -> None:
+        self.ttft = Histogram()
+        self.tpot = Histogram()
+        self.e2e = Histogram()
+
+
 class Meters(Collector):
-    """Owns the figures of every model; read at each scrape."""
+    """Owns the figures of every model, read at each scrape, and the latencies of API keys, which no scrape reads."""
 
     def __init__(self) -> None:
         self._models: dict[str, ModelMeters] = {}
+        self._keys: dict[str, KeyMeters] = {}
+
+    def of_key(self, key: str) -> KeyMeters:
+        """Returns the latencies of an API key, by its name."""
+        name = key if key in self._keys or len(self._keys) < MAX_KEYS else OTHER_KEYS
+        return self._keys.setdefault(name, KeyMeters())
 
     def of(self, model: str) -> ModelMeters:
         """Returns a model's figures. Models come from engines' announcements, so the operator bounds their number."""
@@ -118,10 +141,13 @@ class Meters(Collector):
         return self._models[model]
 
     def latencies(self) -> Iterator[LatencyCounts]:
-        """Yields every model's histograms."""
+        """Yields every model's histograms, and every key's."""
         for model, meters in self._models.items():
             for name in get_args(LatencyName):
                 yield getattr(meters, name).counts(model, name)
+        for key, of_key in self._keys.items():
+            for name in KEY_LATENCIES:
+                yield replace(getattr(of_key, name).counts(key, name), by="key")
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics, as `prometheus_client` asks for them."""

@@ -350,9 +350,10 @@ LatencyName = Literal["ttft", "itl", "tpot", "e2e"]
 
 
 class LatencyCounts(Struct, frozen=True, array_like=True):
-    """A histogram of one latency of one model, since the gateway's start."""
+    """A histogram of one latency of one model, or of one API key, since the gateway's start."""
 
     model: str
+    """Its name; that of a key where it is `by` one."""
     name: LatencyName
     bounds: tuple[float, ...]
     """Upper bounds of the buckets in seconds; one more bucket is above all of them."""
@@ -360,6 +361,7 @@ class LatencyCounts(Struct, frozen=True, array_like=True):
     """Of each bucket alone."""
     total: float
     """Seconds of all observations."""
+    by: Literal["model", "key"] = "model"
 
 
 class GatewayOverview(Struct, frozen=True, array_like=True, tag=True):

@@ -3,6 +3,8 @@ are."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
 from shared.ids import EngineId, Incarnation, InstanceId, ModelName, NodeId
@@ -32,6 +34,33 @@ class ScaleRefusal(Struct, frozen=True, array_like=True, tag=True):
 
 
 ScaleReply = ScaleResult | ScaleRefusal
+
+
+class StrikeProcess(Struct, frozen=True, array_like=True, tag=True):
+    """coordinator → the supervisor of a host, for an operator who wants to see what happens then: kill one of your
+    processes, or let it stand still. Answered by a `StrikeReply`."""
+
+    instance: InstanceId
+    fault: Literal["kill", "pause"]
+    seconds: float = 5.0
+    """How long it stands still."""
+
+
+class ProcessStruck(Struct, frozen=True, array_like=True, tag=True):
+    """It is done."""
+
+    pid: int
+
+
+class StrikeRefusal(Struct, frozen=True, array_like=True, tag=True):
+    """Why nothing was done, for the operator to read."""
+
+    message: str
+
+
+StrikeReply = ProcessStruck | StrikeRefusal
+SupervisorOrder = Scale | StrikeProcess
+"""What coordinators ask of a supervisor."""
 
 
 class EngineRanks(Struct, frozen=True, array_like=True):

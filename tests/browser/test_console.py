@@ -146,6 +146,20 @@ def test_a_pool_is_scaled(page: Any) -> None:
     shown(page, "tokenizer-2", "ready")
 
 
+def test_a_process_is_killed_by_its_supervisor_and_comes_back(page: Any, stack: RunningStack) -> None:
+    view(page, "act")
+    before = stack.pid("engine-2-rank0")
+    page.get_by_label("Process").select_option("engine-2-rank0")
+    page.get_by_role("button", name="Kill …").click()
+    page.get_by_role("button", name="Leave it").click()
+    page.get_by_role("button", name="Kill …").click()
+    page.get_by_role("button", name="Kill engine-2-rank0 now").click()
+    page.get_by_text(f"engine-2-rank0, process {before}, was killed.").wait_for()
+    stack.replaced("engine-2-rank0", before)
+    view(page, "topology")
+    shown(page, "engine-2-rank0", "ready")
+
+
 def test_a_request_is_cancelled(page: Any, stack: RunningStack) -> None:
     answers: list[Any] = []
     asking = threading.Thread(target=lambda: answers.append(ask(stack, max_tokens=1900)))

@@ -430,7 +430,7 @@ MESSAGES: list[Any] = [
             ),
         ),
         1,
-        (gateway.LatencyCounts("m", "ttft", (0.1,), (2, 1), 0.5),),
+        (gateway.LatencyCounts("m", "ttft", (0.1,), (2, 1), 0.5, "key"),),
         (
             gateway.EndedResponse(
                 id="cmpl-2", model="m", started=1.5, ended=2.5, outcome="finished", prompt_tokens=7, tokens=3
@@ -480,6 +480,9 @@ MESSAGES: list[Any] = [
         ),
         queued=1,
     ),
+    supervisor.StrikeProcess(InstanceId("engine-1"), "pause", 2.0),
+    supervisor.ProcessStruck(7),
+    supervisor.StrikeRefusal("no"),
     worker.SleepRank(1),
     worker.WakeRank(Incarnation(5)),
 ]

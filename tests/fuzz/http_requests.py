@@ -83,7 +83,7 @@ HOSTILE_HEADERS = (
 
 
 UNASKED = (
-    *("/scale_elastic_ep", "/admin/scale", "/admin/drain"),
+    *("/scale_elastic_ep", "/admin/scale", "/admin/strike", "/admin/drain"),
     *("/pause", "/pause_generation", "/sleep", "/release_memory_occupation"),
 )
 """As they would work: up to 256 engines, or none that takes or computes requests."""

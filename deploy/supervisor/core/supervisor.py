@@ -123,6 +123,10 @@ class Supervisor:
         """All processes, running or waiting, in the order in which they were planned."""
         yield from self._members.values()
 
+    def member(self, instance: InstanceId) -> SupervisedProcess | None:
+        """The process of that name; None where this host has none."""
+        return self._members.get(instance)
+
     def looks_after(self, instance: InstanceId) -> bool:
         """Whether it is a process of this host, running or waiting."""
         return instance in self._members

@@ -16,6 +16,7 @@ from services.gateway.api.admin.operations import (
     PauseFields,
     ScaleFields,
     ScalePoolFields,
+    StrikeFields,
     UndrainFields,
 )
 from services.gateway.api.anthropic.request import MessagesFields, MessagesTokensFields
@@ -120,6 +121,7 @@ OPERATIONS = (
     Operation("POST", "/admin/drain", "An instance takes no more requests; needs the scope admin.", DrainFields),
     Operation("POST", "/admin/undrain", "It takes requests again; needs the scope admin.", UndrainFields),
     Operation("POST", "/admin/scale", "So many instances; needs the scope admin.", ScalePoolFields),
+    Operation("POST", "/admin/strike", "A process is killed or paused; needs the scope admin.", StrikeFields),
     Operation("POST", "/v1/load_lora_adapter", "Serve one more adapter; needs the scope admin.", LoadLoraRequest),
     Operation(
         "POST", "/v1/unload_lora_adapter", "Serve an adapter no longer; needs the scope admin.", UnloadLoraRequest

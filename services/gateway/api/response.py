@@ -22,7 +22,7 @@ from services.gateway.api.logprobs import (
     echoed_logprobs,
     prompt_logprobs,
 )
-from services.gateway.metrics import ModelMeters
+from services.gateway.metrics import KeyMeters, ModelMeters
 from services.gateway.parsing.output_parser import OutputParser
 from services.gateway.parsing.plugin_parsers import ParserFailed
 from shared.ids import RequestId
@@ -320,6 +320,16 @@ class GenerationResponse:
             self._unfinished -= 1
             if self._unfinished == 0:
                 self._complete(now)
+
+    def observe_for(self, key: KeyMeters, now: float) -> None:
+        """Counts the latencies of a response that has finished for its API key, too."""
+        key.e2e.observe(now - self.started_at)
+        if self.first_token_at is not None:
+            key.ttft.observe(self.first_token_at - self.started_at)
+        for choice in self.choices:
+            first, last = choice.first_token_at, choice.last_token_at
+            if choice.tokens > 1 and first is not None and last is not None:
+                key.tpot.observe((last - first) / (choice.tokens - 1))
 
     def complete_all(self, now: float) -> None:
         """Ends a response whose choices were all filled in at once."""

@@ -4,16 +4,16 @@ it is of any prompt or answer."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from services.gateway.console.merge_patch import JsonObject, without_none
 from services.gateway.console.overview import MAX_ENDED_RESPONSES
-from services.gateway.console.stack_view import EndedInstance, StackView
+from services.gateway.console.stack_view import EndedInstance, HeardDecision, StackView
 from shared.ids import GatewayId
 from shared.messages.gateway import GatewayOverview
-from shared.messages.lifecycle import Lifecycle, ModelCard
+from shared.messages.lifecycle import LatencySums, Lifecycle, ModelCard
 from shared.packing import to_plain
 from shared.telemetry.stack_figures import EngineFigures, Figures
 
@@ -26,6 +26,7 @@ def stack_document(
     figures: Figures,
     models: Sequence[ModelCard],
     overviews: Mapping[GatewayId, GatewayOverview],
+    decisions: Iterable[HeardDecision] = (),
     **more: Any,
 ) -> JsonObject:
     """Returns the whole document; `more`: further fields of it."""
@@ -44,7 +45,10 @@ def stack_document(
         "open_responses": sum(each.open_responses for each in overviews.values()),
         "requests": _requests(overviews),
         "ended": _ended_responses(overviews),
-        "latency": _latency(overviews.values()),
+        "latency": _latency(overviews.values(), "model"),
+        "latency_by_key": _latency(overviews.values(), "key"),
+        "pools": _pools(view.alive.values()),
+        "decisions": [{"heard": each.at, **to_plain(each.decision)} for each in decisions],
         "events": [event._asdict() for event in view.events],
     }
     return without_none(document)  # type: ignore[no-any-return]
@@ -63,11 +67,24 @@ def _ended_responses(overviews: Mapping[GatewayId, GatewayOverview]) -> JsonObje
     return {each.id: {**to_plain(each), "id": None, "gateway": gateway} for each, gateway in newest}
 
 
-def _latency(overviews: Iterable[GatewayOverview]) -> JsonObject:
-    """The histograms of all gateways together, by model; a gateway with other buckets, of another release, is left
-    out."""
+def _pools(lives: Iterable[Lifecycle]) -> JsonObject:
+    """What engines have counted of their tokens since their start, by model and role: how long a request waited for its
+    first one there, and how long for each later one."""
+    pools: JsonObject = {}
+    for engine in (life.engine for life in lives if life.engine is not None):
+        names = {"model": engine.model.name, "role": engine.role, "engines": 0}
+        pool = pools.setdefault(f"{engine.model.name} {engine.role}", names)
+        pool["engines"] += 1
+        for name, value in to_plain(engine.latency or LatencySums()).items():
+            pool[name] = pool.get(name, 0) + value
+    return pools
+
+
+def _latency(overviews: Iterable[GatewayOverview], by: Literal["model", "key"]) -> JsonObject:
+    """The histograms of all gateways together, by model or API key; a gateway with other buckets, of another release,
+    is left out."""
     models: JsonObject = {}
-    for histogram in (each for overview in overviews for each in overview.latencies):
+    for histogram in (each for overview in overviews for each in overview.latencies if each.by == by):
         sums = models.setdefault(histogram.model, {})
         known = sums.get(histogram.name)
         if known is None:

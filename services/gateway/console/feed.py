@@ -107,7 +107,10 @@ class ConsoleFeed:
 
     async def _follow(self) -> None:
         view = StackView(self._clock, self._wall)
-        subscription = await self._bus.subscribe(topics.lifecycles(), view.record)
+        subscriptions = [
+            await self._bus.subscribe(topics.lifecycles(), view.record),
+            await self._bus.subscribe(topics.planner_decisions(), view.record_decision),
+        ]
         try:
             await self._ask_for_lifecycles()
             await asyncio.sleep(min(ANSWERED, self.interval))
@@ -116,7 +119,8 @@ class ConsoleFeed:
                 await asyncio.sleep(self.interval)
         finally:
             self._document = {}
-            await subscription.stop()
+            for subscription in subscriptions:
+                await subscription.stop()
 
     async def _ask_for_lifecycles(self) -> None:
         """So that a page need not wait for the keep-alives of a large fleet."""
@@ -154,6 +158,7 @@ class ConsoleFeed:
             figures,
             table.cluster.models(),
             overviews,
+            view.decisions,
             time=self._wall(),
             gateway=self._peers.own,
             not_serving=table.not_serving(),

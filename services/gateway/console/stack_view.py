@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from shared.ids import InstanceId
 from shared.messages.lifecycle import Lifecycle
+from shared.messages.planner import PlannerDecision
 from shared.telemetry.lifecycle_listener import ENDED_PHASES, LifecycleListener
 from shared.telemetry.stack_figures import Figures
 
@@ -17,6 +18,7 @@ ENDED_SHOWN = 60.0
 MAX_ENDED = 64
 MAX_EVENTS = 60
 """The newest events are kept."""
+MAX_DECISIONS = 20
 LISTENING = 2.5
 """Seconds in which the first message of an instance says nothing of its start: it was there before."""
 
@@ -28,6 +30,14 @@ class EndedInstance(NamedTuple):
     why: str
     at: float
     """In Unix seconds."""
+
+
+class HeardDecision(NamedTuple):
+    """What a planner has decided."""
+
+    at: float
+    """When it was heard, in Unix seconds: planners say it by clocks of their own."""
+    decision: PlannerDecision
 
 
 class StackEvent(NamedTuple):
@@ -52,6 +62,7 @@ class StackView:
         self.ended: dict[InstanceId, EndedInstance] = {}
         self.deaths: Counter[InstanceId] = Counter()
         """How often each was seen to end without having been stopped."""
+        self.decisions: deque[HeardDecision] = deque(maxlen=MAX_DECISIONS)
         self.events: deque[StackEvent] = deque(maxlen=MAX_EVENTS)
 
     async def record(self, life: Lifecycle) -> None:
@@ -74,6 +85,10 @@ class StackView:
             self._note(life, f"restarted, {life.shown_phase}")
         elif before.shown_phase != life.shown_phase:
             self._note(life, f"is {life.shown_phase}")
+
+    async def record_decision(self, decision: PlannerDecision) -> None:
+        """Takes what a planner says that it has decided."""
+        self.decisions.append(HeardDecision(self._wall(), decision))
 
     def look(self) -> Figures:
         """Returns the figures since the former look; notes who has fallen silent."""

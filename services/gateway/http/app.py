@@ -179,6 +179,7 @@ def build_app(
             route("POST", "/admin/drain", fleet.drain, "admin"),
             route("POST", "/admin/undrain", fleet.undrain, "admin"),
             route("POST", "/admin/scale", fleet.scale_pool, "admin"),
+            route("POST", "/admin/strike", fleet.strike, "admin"),
             route("POST", "/v1/load_lora_adapter", loras.load, "admin"),
             route("POST", "/v1/unload_lora_adapter", loras.unload, "admin"),
             route("POST", "/reset_prefix_cache", fleet.reset_prefix_cache, "admin"),

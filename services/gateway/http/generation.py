@@ -24,6 +24,7 @@ from services.gateway.api.response import (
     response_body,
 )
 from services.gateway.beam_search import BeamSearchRunner, PromptSearch, open_searches
+from services.gateway.core.api_keys import ANONYMOUS
 from services.gateway.core.stream_records import StreamRecord
 from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyKind, BodyParser
@@ -31,6 +32,7 @@ from services.gateway.http.call import Call
 from services.gateway.http.overflow import Overflow
 from services.gateway.http.resumable import ResumableWriter
 from services.gateway.http.streaming import EventWriter, SseFrames, StreamWriter
+from services.gateway.metrics import METERS
 from services.gateway.request_table import RequestTable
 from services.gateway.resumable_streams import ResumableStreams
 from services.gateway.tokenizer_client import PromptDetails
@@ -122,6 +124,8 @@ class GeneratingEndpoint:
                 known = resumed or call.record.status is not None
                 await self._streams.leave(record, response, outcome, known_to_client=known)
             tokens = sum(choice.tokens for choice in response.choices)
+            if outcome == "finished" and call.key is not ANONYMOUS and not resumed:
+                response.observe_for(METERS.of_key(call.key.name), time.monotonic())
             call.record.outcome = outcome
             call.record.prompt_tokens = 0 if resumed else prompt_tokens(response.choices)
             call.record.output_tokens = max(0, tokens - billed)

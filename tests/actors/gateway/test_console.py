@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,8 +18,10 @@ import services.gateway.http.console_page as page_files
 from deploy.cli.keys import new_key
 from services.gateway.console.feed import MAX_VIEWERS
 from services.gateway.http.pages.console import ASSETS
-from services.gateway.metrics import METERS
+from services.gateway.metrics import MAX_KEYS, METERS, Meters
+from shared import topics
 from shared.bus.memory_bus import MemoryBus
+from shared.messages.planner import PlannerDecision, PoolDecision
 from shared.telemetry.tracing import Tracing
 from tests.support.gateway.fake_services import MODEL, FakeRing, eventually
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
@@ -254,3 +257,66 @@ async def test_a_request_is_followed_though_no_collector_wants_it(
         assert seen.document["ended"][response]["outcome"] == "finished"
     unknown = await stack.http.get("/console/requests/cmpl-9")
     assert (unknown.status_code, "cmpl-9" in unknown.text) == (404, True)
+
+
+async def test_keys_and_pools_have_latencies_of_their_own(memory_bus: MemoryBus, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    alice = new_key(keys, "alice", {"scopes": ["inference"]})
+    async with gateway_stack(memory_bus, ring=FakeRing(memory_bus), api_keys=("boss",), keys_file=keys) as stack:
+        stack.http.headers.pop("authorization", None)
+        body, headers = {"model": MODEL, "prompt": "a", "max_tokens": 3}, {"authorization": f"Bearer {alice}"}
+        before = observed("alice")
+        assert (await stack.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        async with viewer(stack, authorization="Bearer boss") as seen:
+            await eventually(lambda: "alice" in seen.document.get("latency_by_key", {}))
+            found = seen.document["latency_by_key"]["alice"]
+            assert found.keys() == {"ttft", "tpot", "e2e"}
+            assert {name: sum(each["counts"]) for name, each in found.items()} == {n: c + 1 for n, c in before.items()}
+            assert "alice" not in seen.document["latency"]
+            pool = seen.document["pools"][f"{MODEL} mixed"]
+            assert (pool["role"], pool["engines"], pool["first_tokens"]) == ("mixed", 1, 0)
+
+
+def observed(key: str) -> dict[str, int]:
+    """Meters are the process's, which has many gateways in tests."""
+    meters = METERS.of_key(key)
+    return {name: sum(getattr(meters, name).counts(key, name).counts) for name in ("ttft", "tpot", "e2e")}
+
+
+def test_keys_that_have_figures_of_their_own_are_bounded() -> None:
+    meters = Meters()
+    for number in range(MAX_KEYS + 10):
+        meters.of_key(f"key-{number}").e2e.observe(1.0)
+    found = {each.model: sum(each.counts) for each in meters.latencies() if each.name == "e2e"}
+    assert len(found) == MAX_KEYS + 1
+    assert (found["key-0"], found["others"]) == (1, 10)
+
+
+async def test_what_a_planner_decides_is_heard_while_somebody_looks(stack: GatewayStack, memory_bus: MemoryBus) -> None:
+    async with viewer(stack) as seen:
+        await eventually(lambda: "decisions" in seen.document)
+        await memory_bus.publish(topics.planner_decisions(), DECISION)
+        await eventually(lambda: bool(seen.document["decisions"]))
+        (shown,) = seen.document["decisions"]
+    assert shown["pools"] == [{"role": "decode", "present": 1, "wanted": 3, "target": 2, "reason": "cool-down"}]
+    assert (shown["suffices"], shown["predicted_rate"], "observed_ttft" in shown) == (False, 2.5, False)
+    assert shown["heard"] == pytest.approx(time.time(), abs=60)
+
+
+DECISION = PlannerDecision(
+    at=1.5,
+    observed_rate=2.0,
+    predicted_rate=2.5,
+    backlog=4,
+    prompt_tokens=5.5,
+    cached_tokens=6.5,
+    output_tokens=7.5,
+    observed_ttft=None,
+    observed_itl=0.5,
+    ttft_correction=1.25,
+    itl_correction=0.75,
+    forecast_ttft=0.25,
+    forecast_itl=0.125,
+    suffices=False,
+    pools=(PoolDecision(role="decode", present=1, wanted=3, target=2, reason="cool-down"),),
+)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import psutil
@@ -26,8 +27,17 @@ from deploy.supervisor.state_file import StackState, directory_of, is_held
 from shared import topics
 from shared.bus import Bus, BusError
 from shared.bus.nats_bus import NatsOptions, connect
+from shared.ids import InstanceId
 from shared.messages.lifecycle import Lifecycle
-from shared.messages.supervisor import Scale, ScaleReply, ScaleResult
+from shared.messages.supervisor import (
+    ProcessStruck,
+    Scale,
+    ScaleReply,
+    ScaleResult,
+    StrikeProcess,
+    StrikeRefusal,
+    StrikeReply,
+)
 from shared.permissions import USERS
 from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
@@ -319,6 +329,39 @@ async def test_scaling_starts_and_drains_processes(lasting: TinyStack) -> None:
         down = await bus.request(topics.scaling(), Scale("tokenizer", 1), ScaleReply, DEADLINE)
     assert down == ScaleResult(started=(), stopping=("tokenizer-2", "tokenizer-3"))
     await asyncio.to_thread(lasting.until, lambda state: sum(m.service == "tokenizer" for m in state.members) == 1)
+
+
+async def test_an_operator_has_a_process_killed_or_stand_still(lasting: TinyStack) -> None:
+    state = lasting.ready()
+    before = {member.instance: member.pid for member in state.members}
+    async with bus_of(state, lasting.run_dir) as bus:
+
+        async def strike(instance: str, fault: Literal["kill", "pause"], seconds: float = 5.0) -> Any:
+            order = StrikeProcess(InstanceId(instance), fault, seconds)
+            return await bus.request(topics.scaling(), order, StrikeReply, DEADLINE)
+
+        pid = before["tokenizer-1"]
+        assert pid is not None
+        assert await strike("tokenizer-1", "kill") == ProcessStruck(pid)
+        await asyncio.to_thread(
+            lasting.until,
+            lambda state: any(m.instance == "tokenizer-1" and m.pid not in (None, pid) for m in state.members),
+        )
+        still = before["detokenizer-1"]
+        assert still is not None
+        assert await strike("detokenizer-1", "pause", 0.5) == ProcessStruck(still)
+        await asyncio.to_thread(until_status, still, psutil.STATUS_STOPPED)
+        await asyncio.to_thread(until_status, still, psutil.STATUS_SLEEPING)
+        refused = await strike("tokenizer-9", "kill")
+        assert isinstance(refused, StrikeRefusal)
+        assert "tokenizer-9" in refused.message
+
+
+def until_status(pid: int, status: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while psutil.Process(pid).status() != status:
+        assert time.monotonic() < deadline, psutil.Process(pid).status()
+        time.sleep(0.01)
 
 
 def test_a_service_that_cannot_start_ends_the_start_with_its_last_words(start: Start) -> None:

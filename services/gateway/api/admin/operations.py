@@ -42,6 +42,18 @@ class ScalePoolFields(Struct, frozen=True, forbid_unknown_fields=True):
     """In a stack of several; None: the first."""
 
 
+class StrikeFields(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `/admin/strike`."""
+
+    instance: InstanceName
+    fault: Literal["kill", "pause"]
+    """kill: at once, as by `kill -9`. pause: it stands still for a while."""
+    seconds: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
+    """How long a process that is paused stands still."""
+    host: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    """Where it runs, in a stack of several hosts; None: on the first."""
+
+
 class ScaleFields(Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `/scale_elastic_ep`."""
 

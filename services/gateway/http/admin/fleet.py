@@ -14,6 +14,7 @@ from services.gateway.api.admin.operations import (
     DrainFields,
     ScaleFields,
     ScalePoolFields,
+    StrikeFields,
     UndrainFields,
 )
 from services.gateway.api.errors import RequestError, decode_body, unsupported
@@ -29,6 +30,7 @@ from shared.packing import to_plain
 log = logging.getLogger(__name__)
 
 _DRAIN, _UNDRAIN = msgspec.json.Decoder(DrainFields), msgspec.json.Decoder(UndrainFields)
+_STRIKE = msgspec.json.Decoder(StrikeFields)
 _SCALE_POOL = msgspec.json.Decoder(ScalePoolFields)
 _ABORT, _SCALE = msgspec.json.Decoder(AbortFields), msgspec.json.Decoder(ScaleFields)
 
@@ -88,6 +90,11 @@ class FleetEndpoints:
         """`/admin/scale`, as `baton scale`: answers what is started and stopped for it, without waiting for these.
         Raises RequestError."""
         await self._pass_on(call, "scale", _SCALE_POOL)
+
+    async def strike(self, call: Call) -> None:
+        """`/admin/strike`: a process is killed, or stands still for a while, to see what follows. Raises RequestError:
+        404 where the host has no such process."""
+        await self._pass_on(call, "strike", _STRIKE)
 
     async def _pass_on(self, call: Call, operation: str, decoder: msgspec.json.Decoder[Any]) -> None:
         fields = msgspec.structs.asdict(decode_body(await call.body(), decoder))

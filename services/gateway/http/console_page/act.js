@@ -43,12 +43,17 @@ export function Act({ state, headers }) {
       return `${service} = ${count}: ${parts.filter(Boolean).join("; ") || "nothing to change"}.`;
     });
 
+  const strike = (instance, fault, seconds) =>
+    ask("strike", "admin/strike", { instance, fault, seconds }, ({ pid }) =>
+      fault === "kill" ? `${instance}, process ${pid}, was killed.` : `${instance}, process ${pid}, stands still for ${duration(seconds)}.`);
+
   return html`
     <div class="outcome" role="status" aria-live="polite">
       ${said && html`<p class="said ${said.good ? "good" : "bad"}">${said.text} ${said.again && html`<button class="danger" onClick=${said.again.run}>${said.again.label}</button>`}</p>`}
     </div>
     <${Section} title="Instances" id="act-instances"><${Instances} state=${state} busy=${busy} onDrain=${drain} onUndrain=${undrain} /></${Section}>
     <${Section} title="Scale" id="act-scale"><${Scale} state=${state} busy=${busy === "scale"} onScale=${scale} /></${Section}>
+    <${Section} title="Break something" id="act-strike"><${Strike} state=${state} busy=${busy === "strike"} onStrike=${strike} /></${Section}>
     <${Section} title="Cancel a request" id="act-cancel"><${Requests} state=${state} busy=${busy} onCancel=${cancel} /></${Section}>
   `;
 }
@@ -89,6 +94,38 @@ function Scale({ state, busy, onScale }) {
     <label>Instances <input type="number" min="0" max="256" value=${count === "" ? there : count} onInput=${(event) => setCount(event.target.value)} /></label>
     <button type="submit" disabled=${busy}>Scale</button>
     <span class="faint">${there} there now</span>
+  </form>`;
+}
+
+const FAULTS = { kill: "Kill", pause: "Pause" };
+
+/** A fault for one process, by its supervisor; asked twice. */
+function Strike({ state, busy, onStrike }) {
+  const [fault, setFault] = useState("kill");
+  const [chosen, setChosen] = useState("");
+  const [seconds, setSeconds] = useState("5");
+  const [sure, setSure] = useState(false);
+  const names = Object.entries(state.instances ?? {})
+    .filter(([, each]) => each.phase !== "gone" && each.service !== "supervisor")
+    .map(([name]) => name);
+  const instance = names.includes(chosen) ? chosen : names[0];
+  const change = (set) => (event) => {
+    set(event.target.value);
+    setSure(false);
+  };
+  const submit = (event) => {
+    event.preventDefault();
+    if (sure) onStrike(instance, fault, Number(seconds));
+    setSure(!sure);
+  };
+  return html`<p class="note">Its supervisor kills a process, or lets it stand still for a while, as faults of <code>baton chaos</code> do: no stream is to be lost by it. Of a gateway the connections end.</p>
+  <form class="panel row" onSubmit=${submit}>
+    <label>Process <select value=${instance} onChange=${change(setChosen)}>${names.map((name) => html`<option value=${name} selected=${name === instance}>${name}</option>`)}</select></label>
+    <label>Fault <select value=${fault} onChange=${change(setFault)}>${Object.keys(FAULTS).map((name) => html`<option value=${name} selected=${name === fault}>${name}</option>`)}</select></label>
+    ${fault === "pause" && html`<label>Seconds <input type="number" min="0.1" max="60" step="0.1" required value=${seconds} onInput=${change(setSeconds)} /></label>`}
+    ${sure
+      ? html`<button type="submit" class="danger" disabled=${busy}>${FAULTS[fault]} ${instance} now</button><button type="button" class="quiet" onClick=${() => setSure(false)}>Leave it</button>`
+      : html`<button type="submit" class="quiet" disabled=${busy || !instance}>${FAULTS[fault]} …</button>`}
   </form>`;
 }
 

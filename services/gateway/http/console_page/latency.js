@@ -1,8 +1,8 @@
-// How long clients waited, by model: histograms over the last minutes or since the gateways' start, and what share of
+// How long clients waited, by model or API key: histograms over the last minutes or since the gateways' start, and what share of
 // them was within a target.
 
 import { html, useState } from "./preact.js";
-import { milliseconds, number } from "./format.js";
+import { clock, milliseconds, number } from "./format.js";
 import { observations, quantile, range, since, within } from "./histogram.js";
 import { Choice, Empty, Figure, Section } from "./parts.js";
 
@@ -13,26 +13,75 @@ const LATENCIES = [
   ["e2e", "Whole answer", "From a request's arrival to its end."],
 ];
 const TARGETS = { ttft: 0.5, itl: 0.1, tpot: 0.1, e2e: 10 };
+const GROUPS = { "by model": ["latency", "models"], "by API key": ["latency_by_key", "keys"] };
 const WINDOWS = { "since opened": "page", "since start": "start" };
 
 export function Latency({ state, began }) {
   const [window, setWindow] = useState("since opened");
-  const models = Object.entries(state.latency ?? {});
-  const aside = html`<${Choice} label="Time" value=${window} options=${Object.keys(WINDOWS)} onChange=${setWindow} />`;
+  const [grouping, setGrouping] = useState("by model");
+  const [field, part] = GROUPS[grouping];
+  const models = Object.entries(state[field] ?? {});
+  const sinceOpened = WINDOWS[window] === "page";
+  const aside = html`<span class="choices"><${Choice} label="Groups" value=${grouping} options=${Object.keys(GROUPS)} onChange=${setGrouping} />
+    <${Choice} label="Time" value=${window} options=${Object.keys(WINDOWS)} onChange=${setWindow} /></span>`;
   return html`<${Section} title="Latency" id="latency-title" aside=${aside}>
-    <p class="note">What clients of all gateways saw, by model. Quantiles are read from the buckets of the metrics, so that they are as fine as these.</p>
-    ${models.length === 0 && html`<${Empty}>No request has ended yet.</${Empty}>`}
+    <p class="note">What clients of all gateways saw. Quantiles are read from the buckets of the metrics, so that they are as fine as these.</p>
+    ${models.length === 0 && html`<${Empty}>${part === "keys" ? "No request with an API key has ended yet." : "No request has ended yet."}</${Empty}>`}
     ${models.map(([model, histograms]) => html`<div key=${model}>
       <h3 class="model">${model}</h3>
       <div class="engines">
         ${LATENCIES.map(([name, title, text]) => {
           const now = histograms[name];
-          const shown = now && WINDOWS[window] === "page" ? since(began?.[model]?.[name], now) : now;
+          const shown = now && sinceOpened ? since(began?.[part]?.[model]?.[name], now) : now;
           return shown && html`<${Histogram} key=${name} name=${name} title=${title} text=${text} histogram=${shown} />`;
         })}
       </div>
     </div>`)}
-  </${Section}>`;
+  </${Section}>
+  <${Section} title="Pools" id="pools-title"><${Pools} pools=${state.pools ?? {}} began=${sinceOpened ? (began?.pools ?? {}) : {}} /></${Section}>
+  <${Section} title="The planner's decisions" id="decisions-title"><${Decisions} decisions=${state.decisions ?? []} /></${Section}>`;
+}
+
+/** Means of what the engines of each pool have counted themselves. */
+function Pools({ pools, began }) {
+  const rows = Object.entries(pools).sort();
+  if (rows.length === 0) return html`<${Empty}>No engine has said anything yet.</${Empty}>`;
+  const ms = (seconds, count) => milliseconds(count > 0 ? (1000 * seconds) / count : undefined);
+  return html`<p class="note">Means of what engines count themselves: from a request's coming to the engine to its first token there, and between two tokens.</p>
+  <div class="scroll" tabindex="0" role="region" aria-labelledby="pools-title"><table>
+    <thead><tr><th scope="col">Pool</th><th scope="col" class="right">Engines</th><th scope="col" class="right">First tokens</th><th scope="col" class="right">Mean wait</th><th scope="col" class="right">Later tokens</th><th scope="col" class="right">Mean wait</th></tr></thead>
+    <tbody>${rows.map(([name, pool]) => {
+      const grown = grownSince(began[name], pool);
+      return html`<tr key=${name} data-pool=${pool.role}>
+        <th scope="row">${pool.role}<small>${pool.model}</small></th><td class="right">${pool.engines}</td>
+        <td class="right">${number(grown.first_tokens)}</td><td class="right">${ms(grown.first_token_seconds, grown.first_tokens)}</td>
+        <td class="right">${number(grown.later_tokens)}</td><td class="right">${ms(grown.later_token_seconds, grown.later_tokens)}</td>
+      </tr>`;
+    })}</tbody>
+  </table></div>`;
+}
+
+const SUMS = ["first_tokens", "first_token_seconds", "later_tokens", "later_token_seconds"];
+
+/** What came since; all of it where an engine has begun anew, or gone. */
+function grownSince(earlier, now) {
+  const differences = Object.fromEntries(SUMS.map((name) => [name, (now[name] ?? 0) - (earlier?.[name] ?? 0)]));
+  return SUMS.some((name) => differences[name] < 0) ? now : differences;
+}
+
+function Decisions({ decisions }) {
+  if (decisions.length === 0) return html`<${Empty}>None since somebody looks. <code>baton plan</code> says what it decides at each of its intervals.</${Empty}>`;
+  const ms = (seconds) => milliseconds(seconds === undefined ? undefined : 1000 * seconds);
+  return html`<div class="scroll" tabindex="0" role="region" aria-labelledby="decisions-title"><table>
+    <thead><tr><th scope="col">Heard</th><th scope="col">Decision</th><th scope="col" class="right">Requests/s</th><th scope="col" class="right">Expected</th><th scope="col" class="right">Backlog</th><th scope="col" class="right">First token, expected</th><th scope="col" class="right">Between tokens, expected</th><th scope="col">Enough</th></tr></thead>
+    <tbody>${[...decisions].reverse().map((each) => html`<tr key=${each.heard} data-decision>
+      <th scope="row">${clock(each.heard)}<small>${each.acts ? "acts" : "only says it"} · ${each.profile}</small></th>
+      <td>${each.pools.map((pool) => html`<div>${pool.role} ${pool.present === pool.target ? `stays ${pool.present}` : html`<b>${pool.present} → ${pool.target}</b>`}${pool.wanted === pool.target ? "" : `, ${pool.wanted} wanted`}: ${pool.reason}</div>`)}</td>
+      <td class="right">${number(each.observed_rate)}</td><td class="right">${number(each.predicted_rate)}</td><td class="right">${each.backlog}</td>
+      <td class="right">${ms(each.observed_ttft)}, ${ms(each.forecast_ttft)}</td><td class="right">${ms(each.observed_itl)}, ${ms(each.forecast_itl)}</td>
+      <td>${each.suffices ? "yes" : html`<span class="warn-text">no</span>`}</td>
+    </tr>`)}</tbody>
+  </table></div>`;
 }
 
 function Histogram({ name, title, text, histogram }) {

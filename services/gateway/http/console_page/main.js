@@ -40,7 +40,7 @@ function Console() {
     const take = (document) => {
       setState(document);
       setHistory((known) => extended(known, document));
-      setBegan((known) => known ?? document.latency ?? {});
+      setBegan((known) => known ?? { models: document.latency, keys: document.latency_by_key, pools: document.pools });
     };
     followDocument(authorization(key), ending.signal, take, setTrouble);
     return () => ending.abort();

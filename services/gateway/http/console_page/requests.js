@@ -1,16 +1,18 @@
 // The open requests of all gateways with their ages, those that ended last, and one of them followed hop by hop.
 
-import { html, useState } from "./preact.js";
+import { html, useEffect, useRef, useState } from "./preact.js";
 import { counted, duration, number } from "./format.js";
 import { Empty, Section } from "./parts.js";
 import { Waterfall } from "./waterfall.js";
 
 export function Requests({ state, headers }) {
   const [followed, setFollowed] = useState("");
+  const panel = useRef(null);
+  useEffect(() => panel.current?.focus(), [followed]);
   return html`
     <${Section} title="Follow a request" id="follow-title">
       <${Choose} followed=${followed} onFollow=${setFollowed} />
-      ${followed && html`<article class="panel" aria-label="The way of ${followed}" data-followed=${followed}>
+      ${followed && html`<article class="panel followed" tabindex="-1" ref=${panel} aria-label="The way of ${followed}" data-followed=${followed}>
         <div class="card-head"><h3><code>${followed}</code></h3><button class="quiet" onClick=${() => setFollowed("")}>Close</button></div>
         <${Waterfall} key=${followed} id=${followed} headers=${headers} />
       </article>`}
