@@ -249,11 +249,11 @@ def planner_decisions() -> Topic[planner.PlannerDecision]:
 
 ADMIN = "admin"
 """Subject of the NATS micro service: `admin.list`, `admin.drain`, `admin.undrain`, `admin.scale`, `admin.strike`,
-`admin.reset_prefix_cache`, `admin.pause`, `admin.resume`, `admin.paused`,
+`admin.prefixes`, `admin.reset_prefix_cache`, `admin.pause`, `admin.resume`, `admin.paused`,
 `admin.sleep`, `admin.wake_up`, `admin.sleeping`, JSON in and out."""
 
 ADMIN_OF_GATEWAYS = (
-    *("drain", "undrain", "scale", "strike", "reset_prefix_cache"),
+    *("drain", "undrain", "scale", "strike", "prefixes", "reset_prefix_cache"),
     *("pause", "resume", "paused", "sleep", "wake_up", "sleeping"),
 )
 """Those of `ADMIN` that gateways use, for API keys with the scope `admin`."""

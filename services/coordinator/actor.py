@@ -16,6 +16,7 @@ from services.coordinator.core.actions import AccuseEngine, Action, CancelOnEngi
 from services.coordinator.core.coordinator import Coordinator
 from services.coordinator.core.engine_paces import MEDIAN_PACE, Pace
 from services.coordinator.core.fleet_heartbeat import FleetHeartbeat
+from services.coordinator.prefix_tree import PrefixNode, PrefixTree
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, PayloadTooLarge, Undelivered
@@ -55,7 +56,11 @@ class CoordinatorActor(Actor):
         self._ejected: frozenset[InstanceId] = frozenset()
         self._paces: dict[InstanceId, Pace] = {}
         """As it was last logged."""
-        self._admin = admin.Admin(bus, self.core.fleet.registry, config.scale_timeout)
+        self._prefixes = PrefixTree(config.block_size)
+        self._admin = admin.Admin(bus, self.core.fleet.registry, config.scale_timeout, self._prefix_nodes)
+
+    def _prefix_nodes(self) -> list[PrefixNode]:
+        return self._prefixes.nodes(self.core.sources.holders)
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """Routes are shared out among coordinators; everything else goes to each of them."""
@@ -230,6 +235,7 @@ class CoordinatorActor(Actor):
         await self.bus.publish(topics.gateway_inbox(generation.gateway), placed, confirm=True)
         metrics.record_placement(action, self.core.config.router_policy)
         ended = time.time()
+        self._prefixes.record(generation, ended)
         begun, cached = ended - action.waited, generate.predicted_cached
         TRACING.record("route", generation.trace, begun, ended, engine=action.engine, predicted_cached=cached)
         extra = {"decode_on": generate.decode_on, "predicted_cached": generate.predicted_cached}

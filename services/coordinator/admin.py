@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from services.coordinator.engine_admin import EngineAdmin
 from services.coordinator.operator_requests import parse
+from services.coordinator.prefix_tree import PrefixNode
 from shared import topics
 from shared.bus import Bus, Endpoint, EndpointError, NoResponders, ReplyError, ReplyTimeout
 from shared.ids import InstanceId, ModelName, NodeId, checked_instance
@@ -60,6 +61,10 @@ class ListRequest(Struct, forbid_unknown_fields=True):
     service: str | None = None
 
 
+class PrefixesRequest(Struct, forbid_unknown_fields=True):
+    """The body of `admin.prefixes`."""
+
+
 class DrainRequest(Struct, forbid_unknown_fields=True):
     """The body of `admin.drain`; `force` drains the last of its kind, too."""
 
@@ -96,8 +101,15 @@ class Admin:
     """Answers operators from the registry, which the coordinator's core owns, and sends what they ask for."""
 
     def __init__(
-        self, bus: Bus, registry: Registry, scale_timeout: float, wall_clock: Callable[[], float] = time.time
+        self,
+        bus: Bus,
+        registry: Registry,
+        scale_timeout: float,
+        prefixes: Callable[[], Sequence[PrefixNode]] = lambda: (),
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`prefixes`: the tree of the prompts that this coordinator placed last."""
+        self._prefixes = prefixes
         self._bus = bus
         self._registry = registry
         self._engines = EngineAdmin(bus, registry)
@@ -112,6 +124,7 @@ class Admin:
             f"{topics.ADMIN}.undrain": self.undrain,
             f"{topics.ADMIN}.scale": self.scale,
             f"{topics.ADMIN}.strike": self.strike,
+            f"{topics.ADMIN}.prefixes": self.prefixes,
             **self._engines.endpoints(),
         }
 
@@ -124,6 +137,12 @@ class Admin:
         shown = [life for life in self._registry.all() if request.service in (None, life.service)]
         shown.sort(key=lambda life: (life.service, life.instance))
         return msgspec.json.encode({"instances": [_describe(life, now) for life in shown]})
+
+    async def prefixes(self, body: bytes) -> bytes:
+        """`{}` → `{"prefixes": [...]}`: what the prompts that this coordinator placed last have in common, the heaviest
+        first and each behind its parent, and which engines and KV stores hold it."""
+        parse(body, PrefixesRequest)
+        return msgspec.json.encode({"prefixes": [node._asdict() for node in self._prefixes()]})
 
     async def drain(self, body: bytes) -> bytes:
         """`{"instance": "engine-1", "force": false}`: it finishes what it has and takes no more. Also of a whole pool,

@@ -194,6 +194,17 @@ COLOURS_OF_THE_MAP = """() => { const canvas = document.querySelector("[data-ins
   return [...new Set(pixels)].filter((pixel) => pixel !== 0) }"""
 
 
+def test_the_prefix_tree_says_who_holds_what_prompts_share(page: Any, stack: RunningStack) -> None:
+    shared = "Once upon a time there was a fox who lived by the old mill. " * 8
+    for end in ("It was hungry. " * 10, "It was tired. " * 10):
+        ask(stack, prompt=shared + end, max_tokens=2)
+    view(page, "engines")
+    rows = page.locator("[data-prefix]")
+    rows.first.wait_for()
+    held = rows.filter(has_text="engine-").filter(has_text="level 2")
+    held.first.wait_for()
+
+
 def test_a_request_is_followed_on_its_way_while_it_is_open_and_afterwards(page: Any, stack: RunningStack) -> None:
     view(page, "requests")
     asking = threading.Thread(target=ask, args=(stack,), kwargs={"max_tokens": 400})

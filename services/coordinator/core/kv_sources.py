@@ -194,6 +194,11 @@ class KvSources:
 
     # ---- events
 
+    def holders(self, model: ModelName, hashes: bytes) -> list[InstanceId]:
+        """The engines and KV stores that hold all of these blocks, as far as they have said so."""
+        held = self.map.holders(keys_of(hashes)) & self._of_model.get(model, 0)
+        return [self._by_bit[bit].source.instance for bit in bits_of(held)]
+
     def record_events(self, event: KvEvents, now: float) -> None:
         """Applies one message of events. Ignored where its source is not known to be alive."""
         if event.source.instance in self._alive:

@@ -121,6 +121,15 @@ class PrefixMap:
         self._age(len(keys))
         return [run for run in runs if run.sources and run.length]
 
+    def holders(self, keys: Iterable[int]) -> int:
+        """The sources that hold all of these blocks. That somebody looks makes no block young."""
+        held = -1
+        for key in keys:
+            held &= self._young.get(key) or self._old.get(key) or 0
+            if not held:
+                return 0
+        return max(0, held)
+
     def tidy(self, steps: int) -> None:
         """Takes retired bits off at most `steps` blocks, and gives them out again once they are off all."""
         if not self._unswept and self._retired:

@@ -3,6 +3,7 @@
 import { html } from "./preact.js";
 import { bytes, milliseconds, number, percent } from "./format.js";
 import { EngineInside } from "./engine_inside.js";
+import { Prefixes } from "./prefixes.js";
 import { Empty, Figure, Meter, Phase, Section, Spark, Stack } from "./parts.js";
 
 const STEP_PARTS = ["wait", "prepare", "forward", "sample", "answer"];
@@ -18,6 +19,7 @@ export function Engines({ state, history, headers }) {
       </div>
     </${Section}>
     ${engines.length > 0 && html`<${EngineInside} state=${state} headers=${headers} />`}
+    <${Prefixes} state=${state} headers=${headers} />
     ${stores.length > 0 && html`<${Section} title="KV stores" id="stores-title"><div class="engines">${stores.map(([name, store]) => html`<${Store} key=${name} name=${name} store=${store} />`)}</div></${Section}>`}
   `;
 }
