@@ -178,7 +178,7 @@ class Gateway(Actor):
             background=background,
             file_store=self.files,
             batches=self._batch_endpoints(),
-            console=Console(self.console, self.bus) if config.console else None,
+            console=Console(self.console) if config.console else None,
         )
 
     def _background_responses(self, parser: BodyParser, access: AccessControl) -> BackgroundResponses | None:

@@ -129,7 +129,7 @@ def build_app(
         else [
             route("GET", "/console", console.page, None),
             route("GET", "/console/events", console.events, "admin"),
-            route("GET", "/console/prefixes", console.prefixes, "admin"),
+            route("GET", "/console/prefixes", fleet.prefixes, "admin"),
             route("GET", "/console/requests/{request}", console.request, "admin"),
             route("GET", "/console/engines/{engine}", console.engine, "admin"),
             route("GET", "/console/{name}", console.asset, None),

@@ -96,6 +96,11 @@ class FleetEndpoints:
         404 where the host has no such process."""
         await self._pass_on(call, "strike", _STRIKE)
 
+    async def prefixes(self, call: Call) -> None:
+        """`/console/prefixes`: the top of the tree of the prompts that a coordinator placed last, and who holds what of
+        it. Raises RequestError 503."""
+        await call.respond_json(await ask_coordinator(self._bus, "prefixes", {}))
+
     async def _pass_on(self, call: Call, operation: str, decoder: msgspec.json.Decoder[Any]) -> None:
         fields = msgspec.structs.asdict(decode_body(await call.body(), decoder))
         answer = await ask_coordinator(self._bus, operation, fields)

@@ -7,11 +7,9 @@ from services.gateway.api.errors import RequestError, abbreviated
 from services.gateway.console.engine_feed import MAX_VIEWERS_OF_ENGINES
 from services.gateway.console.feed import MAX_VIEWERS, ConsoleFeed
 from services.gateway.console.viewer import ConsoleViewer
-from services.gateway.http.admin.coordinator_client import ask_coordinator
 from services.gateway.http.call import Call
 from services.gateway.http.generation import EVENT_STREAM, STREAM_HEADERS
 from services.gateway.http.pages.static_files import HTML, StaticFiles
-from shared.bus import Bus
 
 SCRIPT, STYLE = b"text/javascript; charset=utf-8", b"text/css; charset=utf-8"
 ASSETS = {
@@ -48,8 +46,8 @@ PAGE = StaticFiles("services.gateway.http.console_page")
 class Console:
     """Serves the page, what it loads, and its stream."""
 
-    def __init__(self, feed: ConsoleFeed, bus: Bus) -> None:
-        self._feed, self._bus = feed, bus
+    def __init__(self, feed: ConsoleFeed) -> None:
+        self._feed = feed
 
     async def page(self, call: Call) -> None:
         """`/console`."""
@@ -113,8 +111,3 @@ class Console:
         if trace is None:
             raise RequestError(404, f"no process remembers a request {abbreviated(name)} (--trace-history)")
         await call.respond_json({"trace": trace.trace_id, "hops": [hop._asdict() for hop in trace.hops]})
-
-    async def prefixes(self, call: Call) -> None:
-        """`/console/prefixes`: the top of the tree of the prompts that a coordinator placed last, and who holds what of
-        it. Raises RequestError 503."""
-        await call.respond_json(await ask_coordinator(self._bus, "prefixes", {}))
