@@ -87,7 +87,10 @@ function BlockCanvas({ cells, label }) {
 
 // ---- steps
 
-const TIMES = ["wait", "prepare", "forward", "sample", "answer"];
+/** What a step takes, and behind it how long the rank had waited for it: of an idle engine seconds, so that no bar is
+ * scaled by that. */
+const TIMES = ["prepare", "forward", "sample", "answer", "wait"];
+const TIME_CLASSES = ["part-1", "part-2", "part-3", "part-4", "part-0"];
 const CHART = { width: 480, height: 96, slots: 48 };
 
 function Steps({ steps, budget }) {
@@ -96,7 +99,8 @@ function Steps({ steps, budget }) {
   const tokens = steps.map((step) => [step.prefill_tokens, step.decode_tokens]);
   const most = Math.max(...tokens.map(([prefill, decode]) => prefill + decode));
   const times = steps.map(({ timing }) => TIMES.map((name) => 1000 * timing[name]));
-  const mean = times.map((parts) => parts.reduce((sum, part) => sum + part, 0)).reduce((sum, all) => sum + all, 0) / steps.length;
+  const busy = times.map((parts) => parts.slice(0, -1).reduce((all, part) => all + part, 0));
+  const mean = busy.reduce((all, each) => all + each, 0) / steps.length;
   const [drafted, accepted] = [sum(steps, "drafted"), sum(steps, "accepted")];
   return html`<article class="panel" aria-label="Last steps">
     <div class="card-head"><h3>Last steps</h3><small>${number(steps[0].step)} to ${number(last.step)}</small></div>
@@ -104,11 +108,11 @@ function Steps({ steps, budget }) {
       <${Figure} label="Last: tokens" value=${number(last.prefill_tokens + last.decode_tokens)} note="of ${number(budget)}" title="How many the budget of a step allows" />
       <${Figure} label="Prefill" value=${counted(last.prefill_tokens, "token")} note="of ${counted(last.prefills, "prompt")}" />
       <${Figure} label="Decode" value=${counted(last.decode_tokens, "token")} note="of ${counted(last.decodes, "sequence")}" />
-      <${Figure} label="A step" value=${milliseconds(mean)} note="mean" />
+      <${Figure} label="A step" value=${milliseconds(mean)} note="mean, without waiting" />
       ${drafted > 0 && html`<${Figure} label="Drafts accepted" value=${percent(accepted / drafted)} note="of ${number(drafted)}" />`}
     </dl>
     <${StackedBars} title="Tokens of each step" unit=${(value) => counted(value, "token")} names=${["prefill", "decode"]} classes=${["part-1", "part-2"]} rows=${tokens} most=${most} />
-    <${StackedBars} title="Time of each step" unit=${milliseconds} names=${TIMES} classes=${TIMES.map((_, index) => `part-${index}`)} rows=${times} most=${Math.max(...times.map((parts) => parts.reduce((all, part) => all + part, 0)))} />
+    <${StackedBars} title="Time of each step" unit=${milliseconds} names=${TIMES} classes=${TIME_CLASSES} rows=${times} most=${Math.max(...busy)} />
     ${drafted > 0 && html`<${StackedBars} title="Drafts of each step" unit=${(value) => number(value)} names=${["accepted", "rejected"]} classes=${["part-3", "part-0"]} rows=${steps.map((step) => [step.accepted, step.drafted - step.accepted])} most=${Math.max(...steps.map((step) => step.drafted))} />`}
   </article>`;
 }
@@ -128,7 +132,7 @@ function StackedBars({ title, unit, names, classes, rows, most }) {
       ${rows.map((row, index) => {
         let top = CHART.height;
         return row.map((value, part) => {
-          const height = most > 0 ? (value / most) * CHART.height : 0;
+          const height = most > 0 ? Math.min(top, (value / most) * CHART.height) : 0;
           top -= height;
           return height > 0 && html`<rect class=${classes[part]} x=${left + index * slot + 1} y=${top} width=${slot - 2} height=${height} />`;
         });

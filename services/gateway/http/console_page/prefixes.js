@@ -31,11 +31,20 @@ export function Prefixes({ state, headers }) {
     };
   }, [headers.authorization]);
   return html`<${Section} title="Prefixes" id="prefixes-title">
-    <p class="note">What the last prompts have in common, from their beginning on, by the hashes of their blocks; the heaviest first, and which engines and KV stores hold it whole.</p>
+    <p class="note">What the last prompts have in common, from their beginning on, by the hashes of their blocks; the heaviest first, of those alone a few; and which engines and KV stores hold it whole.</p>
     ${trouble && html`<p class="trouble" role="status">${trouble}</p>`}
     ${nodes?.length === 0 && html`<${Empty}>No prompt of a whole block has been placed yet.</${Empty}>`}
-    ${nodes?.length > 0 && html`<${Tree} nodes=${inOrder(nodes)} now=${state.time} />`}
+    ${nodes?.length > 0 && html`<${Tree} nodes=${inOrder(withoutLoners(nodes))} now=${state.time} />`}
   </${Section}>`;
+}
+
+const LONERS = 5;
+
+/** Without most of the prompts that have nothing in common with any other. */
+function withoutLoners(nodes) {
+  const loners = nodes.filter((node) => node.parent === null && node.requests === 1);
+  const left = new Set(loners.slice(LONERS));
+  return nodes.filter((node) => !left.has(node));
 }
 
 /** Each behind its parent, with its depth. */
