@@ -48,7 +48,7 @@ class PrefixNode(NamedTuple):
     """In Unix seconds."""
 
 
-class _Branch(NamedTuple):
+class _PrefixBranch(NamedTuple):
     """Prompts that are equal up to `end`, in the order of their chains; branches compare by weight."""
 
     weight: int
@@ -79,7 +79,7 @@ class PrefixTree:
     def nodes(self, holders: Holders) -> list[PrefixNode]:
         """Returns the top of the tree: of all nodes whose parents are there the heaviest, by requests times blocks."""
         found: list[PrefixNode] = []
-        frontier: list[_Branch] = list(self._branches(tuple(sorted(self._prompts)), 0, None, 0))
+        frontier: list[_PrefixBranch] = list(self._branches(tuple(sorted(self._prompts)), 0, None, 0))
         heapq.heapify(frontier)
         made = len(frontier)
         while frontier and len(found) < MAX_NODES:
@@ -91,7 +91,7 @@ class PrefixTree:
                 made += 1
         return found
 
-    def _node(self, branch: _Branch, holders: Holders) -> PrefixNode:
+    def _node(self, branch: _PrefixBranch, holders: Holders) -> PrefixNode:
         first = branch.prompts[0]
         return PrefixNode(
             name=first.chain[branch.end - HASH_BYTES : branch.end].hex(),
@@ -106,14 +106,14 @@ class PrefixTree:
 
     def _branches(
         self, prompts: tuple[_PlacedPrompt, ...], start: int, parent: str | None, number: int
-    ) -> Iterator[_Branch]:
+    ) -> Iterator[_PrefixBranch]:
         """What goes on behind `start`, by model and next block. `prompts` are equal up to there, and in order."""
         longer = (prompt for prompt in prompts if len(prompt.chain) > start)
         for _, group in groupby(longer, lambda prompt: (prompt.model, prompt.chain[start : start + HASH_BYTES])):
             alike = tuple(group)
             end = _common(alike[0].chain, alike[-1].chain, start)
             weight = -len(alike) * (end - start) // HASH_BYTES
-            yield _Branch(weight, number, alike, start, end, parent)
+            yield _PrefixBranch(weight, number, alike, start, end, parent)
             number += 1
 
 
