@@ -93,21 +93,23 @@ class OwnedArena(MappedArena):
         8 bytes for each cell."""
         self._bytes[self._checksums_at(slot)] = packed
 
-    def take_memory(self, slot: int) -> bool:
-        """Allocates the payload's memory from the system; False if none is left.
+    def take_memory(self, *slots: int) -> int:
+        """Allocates the payloads' memory from the system, one after the other; returns how many have it: fewer where
+        none is left.
 
         A write to a page that a full tmpfs cannot provide kills the writer (SIGBUS); this asks beforehand. May be
         called on another thread.
         """
-        shape = self.geometry
+        shape, taken = self.geometry, 0
         try:
             with self.path.open("r+b") as file:
-                os.posix_fallocate(file.fileno(), shape.payload_at(slot), shape.payload_stride)
+                for slot in slots:
+                    os.posix_fallocate(file.fileno(), shape.payload_at(slot), shape.payload_stride)
+                    taken += 1
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT, errno.ENOENT):
-                return False
-            raise ArenaError(f"{self.path}: {error.strerror}") from None
-        return True
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT, errno.ENOENT):
+                raise ArenaError(f"{self.path}: {error.strerror}") from None
+        return taken
 
     def give_memory_back(self, slot: int, generation: int) -> None:
         """Frees the slot and returns its payload to the system; it reads as zeros afterwards, and says so by another

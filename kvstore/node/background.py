@@ -10,6 +10,15 @@ from kvstore.node.node_store import NodeStore
 from kvstore.tiers.interface import EvictionTarget
 from shared.reliability.retry import Backoff
 
+PREPARE_BYTES = 2 * 2**20
+"""Taken at a time: less than a millisecond's work."""
+PREPARE_PARTS = 64
+"""At most one of so many parts of the budget is taken at a time: meanwhile nobody can write there, and blocks may be
+evicted in its place."""
+BETWEEN_PREPARATIONS = 0.05
+"""Seconds from one round to the next. Small blocks are cheaper taken together: for one it costs more to go to the other
+thread and back than to take its memory. Much more is prepared than sequences fill meanwhile."""
+
 
 class MemoryPreparation:
     """Owns the order in which layouts get memory ahead of its use, taken on another thread."""
@@ -29,19 +38,26 @@ class MemoryPreparation:
         while True:
             await self._requested.wait()
             layout = next(iter(self._layouts))
-            while await self._prepare_one(layout):
+            while await self._prepare_some(layout):
                 pass
             del self._layouts[layout]
             if not self._layouts:
                 self._requested.clear()
+                await asyncio.sleep(BETWEEN_PREPARATIONS)
 
-    async def _prepare_one(self, layout: str) -> bool:
-        arena, slot = self._store.arena_of(layout), self._store.prepare(layout)
-        if arena is None or slot is None:
+    async def _prepare_some(self, layout: str) -> bool:
+        """Whether there may be more to take."""
+        arena = self._store.arena_of(layout)
+        slots: list[int] = []
+        if arena is None:
             return False
-        taken = await asyncio.to_thread(arena.take_memory, slot)
-        self._store.prepared(arena, slot, taken)
-        return taken
+        most = min(PREPARE_BYTES, self._store.core.budget.total // PREPARE_PARTS) // arena.geometry.payload_stride
+        while len(slots) < max(1, most) and (slot := self._store.prepare(layout)) is not None:
+            slots.append(slot)
+        taken = await asyncio.to_thread(arena.take_memory, *slots) if slots else 0
+        for number, slot in enumerate(slots):
+            self._store.prepared(arena, slot, number < taken)
+        return 0 < len(slots) == taken
 
 
 # Offers blocks to the tiers below before they must make budget: a little at a time, while no request waits.

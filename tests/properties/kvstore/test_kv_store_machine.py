@@ -326,7 +326,7 @@ class KvStoreMachine(RuleBasedStateMachine):
         layout, slot = self.preparing.pop(0)
         arena = self.store.arena_of(layout)
         assert arena is not None
-        self.store.prepared(arena, slot, taken and arena.take_memory(slot))
+        self.store.prepared(arena, slot, taken and arena.take_memory(slot) == 1)
 
     # ---- deaths
 

@@ -156,3 +156,11 @@ def test_a_dtype_that_arenas_do_not_hold_is_named(path: Path) -> None:
     odd = KvLayout(model="m", dtype="int3", layers=1, kv_heads=1, head_dim=1)
     with pytest.raises(UnknownDtype, match="int3"):
         OwnedArena.create(path, ARENA, odd, 4)
+
+
+def test_memory_is_taken_for_several_slots_at_once(path: Path) -> None:
+    arena = OwnedArena.create(path, ARENA, SMALL, 1000)
+    before = os.stat(path).st_blocks
+    assert arena.take_memory(5, 6, 900) == 3
+    assert (os.stat(path).st_blocks - before) * 512 == 3 * PAGE
+    assert arena.take_memory() == 0

@@ -366,7 +366,7 @@ def test_memory_that_the_system_does_not_have_is_not_written_to(
 ) -> None:
     engine, names = Client(store), chain("a", 2)
     engine.save(names)
-    monkeypatch.setattr(OwnedArena, "take_memory", lambda arena, slot: False)
+    monkeypatch.setattr(OwnedArena, "take_memory", lambda arena, *slots: 0)
     pinned, _ = engine.find(names)
     lease, reserved = engine.reserve(chain("b", 1))
     assert slots_of(reserved) == [(NO_SLOT, 0)]
