@@ -26,6 +26,8 @@ from tests.support.paths import REPOSITORY
 PREVIOUS = "0.2.0"
 MODEL = REPOSITORY / "deploy/demo/model"
 TOKENS = 60
+DTYPE = "--dtype=float32"
+"""What 0.2.0 chose for small models; later releases take the checkpoint's."""
 
 
 def commit_of(version: str) -> str:
@@ -72,7 +74,14 @@ class Processes:
 
     def start_engine(self, release: Path, name: str) -> None:
         self.start(release, "scheduler", name, "--world-size=1")
-        flags = (f"--engine={name}", f"--model={MODEL}", "--served-model-name=demo", "--device=cpu", "--threads=1")
+        flags = (
+            f"--engine={name}",
+            f"--model={MODEL}",
+            "--served-model-name=demo",
+            "--device=cpu",
+            "--threads=1",
+            DTYPE,
+        )
         self.start(release, "worker", f"{name}-rank0", *flags)
 
     def start_ring(self, release: Path, port: int, coordinator_flags: Sequence[str] = ()) -> None:

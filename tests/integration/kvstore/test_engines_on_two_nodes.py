@@ -37,7 +37,7 @@ class FarNode:
             self._start(
                 "services.worker",
                 *("engine-rank0", "--engine=far-engine", f"--model={DEMO_MODEL}", f"--kvstore-dir={self.directory}"),
-                *(f"--served-model-name={stack.model}", "--device=cpu", "--threads=1"),
+                *(f"--served-model-name={stack.model}", "--device=cpu", "--dtype=float32", "--threads=1"),
             ),
         ]
 
