@@ -223,6 +223,7 @@ class CoordinatorActor(Actor):
     async def _place(self, action: PlaceRequest) -> None:
         generate, generation = action.generate, action.generate.generation
         request, attempt = generation.request, generation.attempt
+        begun = time.time() - action.waited  # before the engine has it, and may be quicker than what follows here
         try:
             await self.bus.publish(topics.engine_requests(action.engine), generate, confirm=True)
         except PayloadTooLarge as error:
@@ -236,7 +237,7 @@ class CoordinatorActor(Actor):
         metrics.record_placement(action, self.core.config.router_policy)
         ended = time.time()
         self._prefixes.record(generation, ended)
-        begun, cached = ended - action.waited, generate.predicted_cached
+        cached = generate.predicted_cached
         TRACING.record("route", generation.trace, begun, ended, engine=action.engine, predicted_cached=cached)
         extra = {"decode_on": generate.decode_on, "predicted_cached": generate.predicted_cached}
         log.info("placed", extra=msgspec.structs.asdict(placed) | extra)
