@@ -26,6 +26,7 @@ from shared.messages.kvstore import (
     Attach,
     Commit,
     Find,
+    FindAny,
     KvStoreReply,
     LeaseOwner,
     Prefetch,
@@ -113,6 +114,8 @@ class KvStoreActor(Actor):
         match request:
             case Find():
                 return self._search.find(request)
+            case FindAny():
+                return self.store.find_any(request)
             case Reserve():
                 self._memory.request(request.layout)
                 return self.store.reserve(request)

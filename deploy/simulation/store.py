@@ -22,6 +22,8 @@ from shared.messages.kvstore import (
     Commit,
     CommitReply,
     Find,
+    FindAny,
+    FindAnyReply,
     FindReply,
     KvStoreReply,
     KvStoreRequest,
@@ -60,6 +62,10 @@ class SimulatedStore:
                 return self._attach(request)
             case Find():
                 return self._find(request, now)
+            case FindAny():
+                table = self._core.table(request.layout)
+                names = split_whole_hashes(request.hashes)
+                return FindAnyReply(bytes(table is not None and table.find(name) is not None for name in names))
             case Reserve():
                 return self._reserve(request, now)
             case Commit():

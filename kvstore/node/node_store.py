@@ -34,6 +34,8 @@ from shared.messages.kvstore import (
     Commit,
     CommitReply,
     Find,
+    FindAny,
+    FindAnyReply,
     FindReply,
     KvLayout,
     KvStoreRefusal,
@@ -177,6 +179,14 @@ class NodeStore:
         return FindReply(
             arena=self._arena(request.layout), slots=slot_numbers(slots), generations=slot_generations(slots)
         )
+
+    def find_any(self, request: FindAny) -> FindAnyReply | KvStoreRefusal:
+        """Which of the blocks the arena has; none of them is pinned."""
+        table = self.core.table(request.layout)
+        if table is None or request.layout not in self._attached:
+            return _unknown(request.layout)
+        names = split_whole_hashes(request.hashes)[:MAX_BLOCKS]
+        return FindAnyReply(bytes(table.find(name) is not None for name in names))
 
     def count(self, hits: int, lower_hits: int, misses: int) -> None:
         """Counts the blocks of one search that is over: found in all, found in lower tiers, and not found."""

@@ -9,7 +9,7 @@ import msgspec
 
 from services.scheduler.core.events import LorasChanged, WorkersLost, WorkersReady
 from shared.ids import EngineId, Incarnation, InstanceId
-from shared.messages.kv_groups import KvCacheGroup
+from shared.messages.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.lifecycle import Lifecycle, LoraCard, ModelCard, Role, WorkerReport
 from shared.protocol import PROTOCOL
 from shared.registry import InstanceGone, Registry
@@ -83,10 +83,11 @@ class WorkerRanks:
         cards = {_comparable(report) for report in reports}
         if len(cards) > 1:
             return UnequalRanks(" / ".join(sorted(map(str, cards))))
-        if self._role != "mixed" and any(report.state_checkpoints is not None for report in reports):
+        kept_here = any(each.state_checkpoints is not None and each.state_records is None for each in reports)
+        if self._role != "mixed" and kept_here:
             return UnusableRanks(
-                f"no {self._role} engine: requests of {cards.pop()[0].name}, a model with state-space layers, are not "
-                "handed over; start its engines without --prefill and --decode"
+                f"no {self._role} engine: requests of {cards.pop()[0].name}, a model with states, are not handed over "
+                f"by engines on {reports[0].device}; start its engines without --prefill and --decode"
             )
         self._members = {life.instance: life.incarnation for life in by_rank.values()}
         return WorkersReady(
@@ -104,6 +105,7 @@ class WorkerRanks:
             layerwise_loads=all(report.layerwise_loads for report in reports),
             kv_groups=reports[0].kv_groups,
             state_checkpoints=_least(report.state_checkpoints for report in reports),
+            state_records=reports[0].state_records,
         )
 
     def loras(self) -> LorasChanged:
@@ -130,10 +132,12 @@ class WorkerRanks:
         return None
 
 
-def _comparable(report: WorkerReport) -> tuple[ModelCard, int, int, tuple[KvCacheGroup, ...]]:
+def _comparable(
+    report: WorkerReport,
+) -> tuple[ModelCard, int, int, tuple[KvCacheGroup, ...], StateRecords | None]:
     """The settings that must be equal on all ranks; their start times need not be, nor adapters that just came."""
     card = msgspec.structs.replace(report.model, created=0, loras=())
-    return card, report.world_size, report.stages, report.kv_groups
+    return card, report.world_size, report.stages, report.kv_groups, report.state_records
 
 
 def _common_loras(reports: list[WorkerReport]) -> tuple[LoraCard, ...]:

@@ -268,6 +268,7 @@ class WorkerActor(Actor):
             max_loras=self._backend.max_loras,
             kv_groups=self._backend.kv_groups,
             state_checkpoints=self._backend.state_checkpoints,
+            state_records=self._backend.state_records,
             lora_refusals=() if self._loras is None else self._loras.refusals,
         )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from msgspec import Struct
 
 from shared.ids import ModelName
-from shared.messages.kv_groups import KvCacheGroup
+from shared.messages.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.lifecycle import LoraCard, ModelCard
 from shared.messages.scheduler import SampledTokens, SequenceFailed, SequencePooled, SequencePromptLogprobs, StepTiming
 from shared.messages.worker import StepPlan
@@ -126,6 +126,10 @@ class Backend(Protocol):
     @property
     def state_checkpoints(self) -> int | None:
         """See `WorkerReport.state_checkpoints`."""
+
+    @property
+    def state_records(self) -> StateRecords | None:
+        """See `WorkerReport.state_records`."""
 
     @property
     def device(self) -> str:

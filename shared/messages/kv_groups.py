@@ -38,6 +38,16 @@ class KvCacheGroup(Struct, frozen=True, array_like=True, kw_only=True):
         return min(blocks, blocks_for(self.window - 1 + max(step_tokens, block_size), block_size) + 1)
 
 
+class StateRecords(Struct, frozen=True, array_like=True, kw_only=True):
+    """How the KV store keeps a checkpoint of a sequence's states: as records of the size of a block's. Behind the
+    blocks of a rank's KV memory its checkpoints are numbered as so many blocks each, one after the other."""
+
+    pages: Annotated[int, Meta(ge=1)]
+    """Records of one checkpoint."""
+    alone: bool = False
+    """Whether no layer attends: then blocks of tokens hold nothing, and have no records."""
+
+
 def most_blocks(groups: Sequence[KvCacheGroup], tokens: int, block_size: int, step_tokens: int) -> int:
     """Most blocks that a sequence of `tokens` has at a time in all `groups` together."""
     return sum(group.most_blocks(tokens, block_size, step_tokens) for group in groups)

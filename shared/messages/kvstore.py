@@ -63,6 +63,17 @@ class Find(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     take longer. 0: not measured."""
 
 
+class FindAny(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Asks which of `hashes` are here, whatever else is: a `Find` under the same lease follows. Nothing is pinned.
+    Answered by `FindAnyReply`."""
+
+    layout: str
+    owner: LeaseOwner
+    lease: LeaseId
+    hashes: bytes
+    """16 bytes each, in any order."""
+
+
 class Reserve(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Requests slots to write blocks to, under `lease`. Answered by `ReserveReply`."""
 
@@ -107,7 +118,7 @@ class Prefetch(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """16 bytes each, in the order of the chain; the last may be that of a partial block."""
 
 
-KvStoreRequest = Attach | Find | Reserve | Commit
+KvStoreRequest = Attach | Find | Reserve | Commit | FindAny
 """The requests of schedulers that a store replies to; each message's docstring names its reply."""
 KvStoreQuestion = KvStoreRequest | ResetPrefixCache
 """And those of coordinators."""
@@ -146,6 +157,13 @@ class FindReply(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """How many of them came from a lower tier or another node for this request."""
 
 
+class FindAnyReply(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `FindAny`."""
+
+    here: bytes
+    """A byte for each hash: 1 where its block is in the arena, whole, else 0."""
+
+
 class ReserveReply(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Reply to `Reserve`: the slots that may be written to under the request's lease."""
 
@@ -162,7 +180,7 @@ class CommitReply(Struct, frozen=True, array_like=True, tag=True):
     """How many are visible now; fewer than reserved where a rank's heads were missing or the lease had run out."""
 
 
-KvStoreReply = AttachReply | KvStoreRefusal | FindReply | ReserveReply | CommitReply
+KvStoreReply = AttachReply | KvStoreRefusal | FindReply | ReserveReply | CommitReply | FindAnyReply
 
 NO_SLOT = 0xFFFFFFFF
 """The entry of `ReserveReply.slots` for a block without a slot."""

@@ -10,7 +10,7 @@ from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import EngineId, Incarnation, InstanceId, LoraId, ModelName, NodeId, RequestId
 from shared.messages.dialects import Dialect
 from shared.messages.generation import PoolingType
-from shared.messages.kv_groups import KvCacheGroup
+from shared.messages.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.kvstore import KvLayout
 from shared.messages.scheduler import PauseMode, TransferProgress
 from shared.messages.worker import SleepLevel
@@ -336,8 +336,7 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     max_batch_tokens: int | None = None
     """Most tokens that a step may hold; None: this rank sets no limit. The scheduler respects it."""
     layout: KvLayout | None = None
-    """The layout of this rank's KV blocks; None if they cannot be shared (the simulated device, and layers in groups
-    with block tables of their own)."""
+    """The layout of this rank's KV blocks; None if they cannot be shared."""
     transfers: TransferProgress | None = None
     """The newest transfer progress; None before the first transfer."""
     max_speculate: int = 0
@@ -362,9 +361,10 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     lora_refusals: tuple[LoraRefusal, ...] = ()
     """Of the registry's file, those that this rank does not serve."""
     state_checkpoints: int | None = None
-    """Where layers keep states of a sequence, beside blocks or in their place: how many copies of all states the rank
-    has room for, from which sequences go on behind blocks that others have computed. 0: none does. None: no layer keeps
-    any."""
+    """Where layers keep states of a sequence: how many copies of all states the rank has room for, from which sequences
+    go on behind blocks that others have computed. 0: none does. None: no layer keeps any."""
+    state_records: StateRecords | None = None
+    """How the KV store keeps such copies; None: it does not."""
 
 
 class SleepReport(Struct, frozen=True, array_like=True):

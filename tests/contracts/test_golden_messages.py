@@ -101,7 +101,14 @@ ENGINE_REPORT = lifecycle.EngineReport(
 )
 KV_GROUPS = (kv_groups.KvCacheGroup(layers=2), kv_groups.KvCacheGroup(layers=2, window=24))
 WORKER_REPORT = lifecycle.WorkerReport(
-    engine=E, rank=0, world_size=1, model=CARD, num_blocks=9, device="cpu", kv_groups=KV_GROUPS
+    engine=E,
+    rank=0,
+    world_size=1,
+    model=CARD,
+    num_blocks=9,
+    device="cpu",
+    kv_groups=KV_GROUPS,
+    state_records=kv_groups.StateRecords(pages=7, alone=True),
 )
 LOGPROB_TEXT = gateway.LogprobText("a", b"a", -0.5, 9)
 
@@ -485,6 +492,8 @@ MESSAGES: list[Any] = [
     supervisor.StrikeRefusal("no"),
     worker.SleepRank(1),
     worker.WakeRank(Incarnation(5)),
+    kvstore.FindAny(layout="f", owner=OWNER, lease=LeaseId(4), hashes=HASH),
+    kvstore.FindAnyReply(b"\1"),
 ]
 
 

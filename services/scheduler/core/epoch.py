@@ -43,7 +43,7 @@ from services.scheduler.core.transfer.remote_prefills import RemotePrefills
 from services.scheduler.core.transfer.saves import Saves
 from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Incarnation, SequenceId
-from shared.messages.kvstore import Commit, Find, KvStoreReply, Reserve
+from shared.messages.kvstore import Commit, Find, FindAny, KvStoreReply, Reserve
 from shared.messages.lifecycle import LoraRefusal
 from shared.messages.scheduler import PauseMode, StepFinished, TransferProgress
 from shared.messages.worker import StepPlan
@@ -320,11 +320,17 @@ class EpochState:
         if sequence is not None:
             self.queues.resume(sequence)
 
-    def record_store_reply(self, request: Find | Reserve | Commit, reply: KvStoreReply | None, now: float) -> None:
+    def record_store_reply(
+        self, request: Find | FindAny | Reserve | Commit, reply: KvStoreReply | None, now: float
+    ) -> None:
         """The store has replied, or (None) has not in time."""
         match request:
             case Find(lease=lease):
                 sequence = self.store_loads.record_reply(lease, reply, now)
+                if sequence is not None:
+                    self.queues.resume(sequence)
+            case FindAny(lease=lease):
+                sequence = self.store_loads.record_ends(lease, reply, now)
                 if sequence is not None:
                     self.queues.resume(sequence)
             case Reserve(lease=lease):
@@ -358,5 +364,8 @@ def _allocator(workers: WorkersReady, limits: EngineLimits, *, for_store: bool, 
             for_store=for_store,
         )
     if workers.state_checkpoints is not None:
-        return StateBlockAllocator(workers.num_blocks, workers.card.block_size, workers.state_checkpoints)
+        return StateBlockAllocator(
+            *(workers.num_blocks, workers.card.block_size, workers.state_checkpoints, workers.state_records),
+            for_store=for_store,
+        )
     return BlockAllocator(workers.num_blocks, workers.card.block_size, for_store=for_store, for_connector=for_connector)

@@ -10,7 +10,7 @@ from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, LeaseId,
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.kv_events import ResetPrefixCache
-from shared.messages.kv_groups import KvCacheGroup
+from shared.messages.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.kvstore import KvLayout, KvStoreReply, KvStoreRequest, Prefetch, Release
 from shared.messages.lifecycle import LoraCard, LoraRefusal, ModelCard
 from shared.messages.scheduler import (
@@ -53,6 +53,8 @@ class WorkersReady:
     """See `WorkerReport.kv_groups`; equal on all ranks."""
     state_checkpoints: int | None = None
     """See `WorkerReport.state_checkpoints`; the least of all ranks."""
+    state_records: StateRecords | None = None
+    """See `WorkerReport.state_records`; equal on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

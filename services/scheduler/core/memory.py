@@ -71,12 +71,13 @@ class BlockPool:
     then cached ones, the least recently used first; only then does the index forget them.
     """
 
-    def __init__(self, total: int, index: PrefixIndex) -> None:
+    def __init__(self, total: int, index: PrefixIndex, set_aside: int = 0) -> None:
+        """`set_aside`: so many, the last ones, are in use from the start, by whoever makes the pool."""
         self.total = total
         self.index = index
-        self.references = [0] * total
+        self.references = [0] * (total - set_aside) + [1] * set_aside
         """The count of each block, by its number; only this class writes it, as the two below."""
-        self.blank = list(range(total - 1, -1, -1))
+        self.blank = list(range(total - set_aside - 1, -1, -1))
         """Free blocks without contents; the last one is allocated first."""
         self.cached: OrderedDict[int, None] = OrderedDict()
         """Free blocks that the index knows, the least recently used first."""
@@ -166,12 +167,13 @@ class BlockAllocator:
         for_store: bool = False,
         for_connector: bool = False,
         index: PrefixIndex | None = None,
+        set_aside: int = 0,
     ) -> None:
-        """`index`: an empty one; None: it makes one."""
+        """`index`: an empty one; None: it makes one. `set_aside`: blocks of the pool that are for something else."""
         self.block_size = block_size
         """Tokens of a block."""
         self.index = PrefixIndex() if index is None else index
-        self.pool = BlockPool(num_blocks, self.index)
+        self.pool = BlockPool(num_blocks, self.index, set_aside)
         self._for_store = for_store
         self._for_connector = for_connector
         self._newly_named: list[NamedBlock] = []
@@ -182,6 +184,16 @@ class BlockAllocator:
     def tables(self) -> int:
         """Block tables of each sequence: ids of the pool that a block of its tokens takes."""
         return 1
+
+    @property
+    def records(self) -> int:
+        """Most records of the KV store that are saved at a time for a block of tokens."""
+        return self.tables
+
+    @property
+    def can_load(self) -> bool:
+        """Whether there is room for what is loaded beside blocks."""
+        return True
 
     @property
     def blocks(self) -> int:
@@ -253,6 +265,20 @@ class BlockAllocator:
             return chain(hashes, first, full)
         assert partial is not None, "a block that is not full has no name of its own"
         return chain([*hashes[:full], partial], first, full + 1)
+
+    def block_of(self, sequence: Sequence, named: NamedBlock) -> int:
+        """The pool's block that holds what is `needed` behind all that is planned of the sequence."""
+        return sequence.blocks.numbers[named.place]
+
+    def keep_end(self, sequence: Sequence) -> bool:
+        """Keeps what others need beside blocks to go on behind all that is planned of the sequence, until that is
+        released. False where it cannot be kept."""
+        return True
+
+    def ends(self, sequence: Sequence, first: int, tokens: int) -> list[BlockHash]:
+        """Where a prefix can be gone on from only behind some of its blocks: a name for each of those from `first` on
+        that end within its first `tokens`, under which the store has a record if it can. Else empty."""
+        return []
 
     def start_load(self, sequence: Sequence, cached: list[int], tokens: int) -> list[int]:
         """Starts the sequence's block table with blocks that are computed already, and adds those that are to be

@@ -121,6 +121,8 @@ class KvDemand(Struct, frozen=True, kw_only=True):
     """Most tokens of a step."""
     state_bytes: int = 0
     """Bytes of a sequence's states over all layers of this rank, however long it is."""
+    checkpoint_bytes: int = 0
+    """Bytes of a copy of these."""
 
     @property
     def sequence_blocks(self) -> int:
@@ -219,9 +221,9 @@ def _behind_states(demand: KvDemand, memory: DeviceMemory) -> tuple[KvDemand, De
             f"{gib(demand.state_bytes)} each, and there are {gib(max(0, room))}: lower it"
             + (", or give more KV memory" if demand.given is not None else "")
         )
-    spare = int((room - states) * _CHECKPOINT_SHARE) // demand.state_bytes
+    spare = int((room - states) * _CHECKPOINT_SHARE) // demand.checkpoint_bytes
     checkpoints = min(spare, _CHECKPOINTS_PER_SEQUENCE * demand.max_num_seqs)
-    states += checkpoints * demand.state_bytes
+    states += checkpoints * demand.checkpoint_bytes
     left = None if demand.given is None else demand.given - states
     behind = replace(memory, free=memory.free - states, held=memory.held + states)
     return replace(demand, given=left), behind, checkpoints

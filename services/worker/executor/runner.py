@@ -25,6 +25,7 @@ from services.worker.executor.drafting import FORGETS_AFTER, RankDrafting
 from services.worker.guided.guided_sequences import GuidedSequences
 from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import RankKvCache
+from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.decoder import CausalLm
 from services.worker.models.expert_parallel.expert_load import ExpertLoad
 from services.worker.models.lora.slots import LoraSlots
@@ -96,11 +97,14 @@ class RankState:
         """Or is of a stage before the last, which is sent later what was drawn."""
         self.grammars = grammars
         self.staging = staging_for(self.device)
-        self.caches: KvCaches = decoder.allocate_kv(num_blocks, max_num_seqs + state_checkpoints)
+        self.caches: KvCaches = decoder.allocate_kv(num_blocks, max_num_seqs)
         """Read and written by steps and copies only, and by measurements without sequences."""
-        self.kv: RankKvCache | None = decoder.share_kv(self.caches, digest)
-        self.states = SequenceStates(self.caches, max_num_seqs, state_checkpoints) if decoder.state_bytes else None
+        pages = decoder.checkpoint_pages
+        self.states = None if pages is None else SequenceStates(self.caches, state_checkpoints, pages.checkpoint_bytes)
         """None where no layer has any."""
+        kept = None if self.states is None else RankCheckpoints(num_blocks, self.states.kept)
+        self.kv: RankKvCache | None = decoder.share_kv(self.caches, digest, kept)
+        self.state_records = None if pages is None or self.kv is None else pages.records
         self._dtype: torch.dtype = getattr(torch, card.dtype)
         self.steps = 0
         """Plans of this epoch that were prepared; runners count them."""
@@ -233,6 +237,7 @@ class StepRunner:
         self.num_blocks = rank.num_blocks
         self.kv_groups = rank.groups
         self.state_checkpoints = None if rank.states is None else rank.states.checkpoints
+        self.state_records = rank.state_records
         self.device = str(rank.platform)
         self.device_name = rank.platform.device_name
         self.kv: RankKvCache | None = rank.kv

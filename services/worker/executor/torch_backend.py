@@ -178,6 +178,7 @@ def create_backend(
         groups=groups,
         step_tokens=max_batch_tokens,
         state_bytes=loaded.decoder.state_bytes,
+        checkpoint_bytes=0 if (pages := loaded.decoder.checkpoint_pages) is None else pages.checkpoint_bytes,
     )
     size = _agreed(size_kv(demand, memory), communicator)
     with STARTUP.stage("warm_up"):

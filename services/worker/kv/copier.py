@@ -69,6 +69,7 @@ class RankKvCache:
     writes: bool
     """Several ranks may hold the same heads: one of them writes, all read."""
     num_blocks: int
+    """Those that are pages of checkpoints of states included."""
     copier: KvCopier
     first_layer: int
     """First of the model's layers that this rank holds."""
@@ -77,5 +78,7 @@ class RankKvCache:
     """Each layer's keys and values: tensors whose first dimension is the block."""
     operations: str = ""
     """The name of the operations whose layout of a block these are."""
+    pages: int = 0
+    """The last ones of the blocks, which are of no cache; see `StatePagesCopier`."""
     device: str = "cpu"
     """PyTorch's kind of device: "cpu", "cuda"."""

@@ -57,7 +57,7 @@ class PagesAhead:
 
     def __init__(self, share: RankKvCache) -> None:
         self._runs = tuple(share.copier.runs)
-        self._blocks = share.num_blocks
+        self._blocks = share.num_blocks - share.pages
         block_bytes = max(1, sum(run.block_bytes for run in self._runs))
         self._first, self._most = (bytes_ // block_bytes for bytes_ in (FIRST_BYTES, AHEAD_BYTES))
         self._at_a_time = max(1, PIECE_BYTES // max((run.block_bytes for run in self._runs), default=1))
@@ -73,7 +73,7 @@ class PagesAhead:
 
     def used(self, block: int) -> None:
         """It and what lies before it is in use."""
-        if self._runs:
+        if self._runs and block < self._blocks:
             ahead = min(max(block + 1, self._first), self._most)
             self._wanted = max(self._wanted, min(block + 1 + ahead, self._blocks))
 

@@ -6,6 +6,7 @@ By numpy, not PyTorch: its copies use all cores, which belong to the computing.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,19 +37,25 @@ class PlainKvCopier:
 
     def bind(self, heads: RankHeads) -> BoundPlainKvCopier:
         """See `KvCopier.bind`."""
-        return BoundPlainKvCopier(self._caches, heads, self._dtype)
+        keys = heads.arena.geometry.key_bytes // self._dtype.itemsize
+        return BoundPlainKvCopier(self._caches, heads, self._dtype, (slice(0, keys), slice(keys, None)))
 
 
 class BoundPlainKvCopier:
     """The `BoundCopier` of a CPU."""
 
-    def __init__(self, caches: list[tuple[NDArray[np.generic], ...]], heads: RankHeads, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self,
+        caches: Sequence[tuple[NDArray[np.generic], ...]],
+        heads: RankHeads,
+        dtype: np.dtype[Any],
+        parts: tuple[slice, ...],
+    ) -> None:
+        """`caches`: of each layer, [blocks, heads, elements] for each of the `parts` of a cell."""
         self._caches = caches
         self._heads = heads
         self._slots = slots_as_array(heads, dtype)
-        keys = heads.arena.geometry.key_bytes // dtype.itemsize
-        self._parts = slice(0, keys), slice(keys, None)
-        """Which elements of a cell are keys, and which are values."""
+        self._parts = parts
 
     def save(self, piece: Piece) -> Copied:
         """See `BoundCopier.save`."""
@@ -77,8 +84,12 @@ class BoundPlainKvCopier:
 
     def close(self) -> None:
         """Lets go of the arena."""
-        del self._slots
+        self.forget()
         self._heads.close()
+
+    def forget(self) -> None:
+        """Lets go of the slots; somebody else lets go of the arena."""
+        del self._slots
 
     def _loaded(self, piece: Piece) -> Copied:
         slots, generations = piece.slots.tolist(), piece.generations.tolist()

@@ -12,10 +12,12 @@ from torch import Tensor
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import LayerGroups
+from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.latent.attention import LatentAttention
 from services.worker.models.native_decoder import NativeDecoder, native_decoder
 from services.worker.models.sharding import LayerShard
+from services.worker.models.states.checkpoint_pages import CheckpointPages, checkpoint_pages
 from services.worker.models.weights import DecoderWeights, ForwardPass, KvCaches, LayerWeights, apply_mlp
 from services.worker.ops.interface import BatchMeta, Ops, StateCache, StateMixer
 from shared.messages.kvstore import KvLayout
@@ -56,9 +58,9 @@ class CausalLm(Protocol):
         """Caches of `num_blocks` blocks for every layer of this rank; for those with states a `StateCache` each, of as
         many `sequences`."""
 
-    def share_kv(self, caches: KvCaches, model: str) -> RankKvCache | None:
-        """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights. None
-        where sequences have states, which are not copied."""
+    def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache | None:
+        """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights.
+        `checkpoints`: where there are states. None where these are not copied."""
 
     @property
     def kv_block_bytes(self) -> int:
@@ -68,6 +70,10 @@ class CausalLm(Protocol):
     def state_bytes(self) -> int:
         """Bytes of a sequence's states over all layers of this rank, however long it is; 0: no layer has any. If some
         has, every step has `BatchMeta.states`."""
+
+    @property
+    def checkpoint_pages(self) -> CheckpointPages | None:
+        """How a checkpoint of these lies in a KV store; None where no layer has any."""
 
     def empty_features(self, rows: int) -> Tensor:
         """[rows, hidden] of memory that `forward` fills with features."""
@@ -192,10 +198,10 @@ class Decoder:
         mixers = [layer.mixer for layer in self._weights.layers]
         return [allocate() if each is None else empty_states(each, sequences, self.device) for each in mixers]
 
-    def share_kv(self, caches: KvCaches, model: str) -> RankKvCache | None:
+    def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache | None:
         """See `CausalLm.share_kv`."""
         if self._config.states is not None:
-            return None
+            return None if checkpoints is None else self._pages_for(model).share(checkpoints, caches, self._ops)
         first, last = self._share.kv_heads
         latent, keys = self._config.latent, caches[0][0]
         different, layers, first_layer = caches, self._config.num_layers, self._weights.first_layer
@@ -225,6 +231,14 @@ class Decoder:
             operations=self._ops.name,
             device=keys.device.type,
         )
+
+    @property
+    def checkpoint_pages(self) -> CheckpointPages | None:
+        """See `CausalLm.checkpoint_pages`."""
+        return None if self._config.states is None else self._pages_for("")
+
+    def _pages_for(self, model: str) -> CheckpointPages:
+        return checkpoint_pages(self._config, self._share, self._ops, self._communicator, self.state_bytes, model)
 
     @property
     def kv_block_bytes(self) -> int:

@@ -19,7 +19,7 @@ from services.worker.sim.tokens import SimSpeculation, drawn, printable_tokens
 from shared.blocks import blocks_for
 from shared.ids import ModelName, SequenceId
 from shared.messages.generation import TokenLogprobs
-from shared.messages.kv_groups import KvCacheGroup
+from shared.messages.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import SampledTokens, SequencePromptLogprobs, StepTiming
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
@@ -82,6 +82,7 @@ class SimBackend:
         self.num_blocks = num_blocks
         self.kv_groups: tuple[KvCacheGroup, ...] = ()
         self.state_checkpoints: int | None = None
+        self.state_records: StateRecords | None = None
         self.device = self.device_name = device
         self.kv = kv
         self.grammars = None

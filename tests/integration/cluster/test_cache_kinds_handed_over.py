@@ -1,5 +1,5 @@
-"""Models with caches of another kind on a whole stack, latents and groups of layers with windows: handed over to two
-ranks, guided, resumed where an engine dies."""
+"""Models with caches of another kind on a whole stack, latents, groups of layers with windows, and states: handed over
+(to two ranks, where the model has such), guided, resumed where an engine dies."""
 
 from __future__ import annotations
 
@@ -43,12 +43,28 @@ def written(family: str, folder: Path, different: dict[str, Any]) -> TinyModel:
 async def test_they_are_handed_over_and_an_engine_that_dies_changes_no_token(
     tmp_path: Path, family: str, different: dict[str, Any]
 ) -> None:
+    await no_token_changes(tmp_path, family, different, ["--tp-decode=2", "--hybrid-kv-cache=on"])
+
+
+@pytest.mark.faults
+@pytest.mark.features("states", "prefill/decode", "re-dispatch", "guided", "chunked prefill")
+@pytest.mark.parametrize(("family", "dies"), [("qwen3-next", "decode-1"), ("granite-hybrid", "prefill-1")])
+async def test_states_are_handed_over_and_an_engine_that_dies_changes_no_token(
+    tmp_path: Path, family: str, dies: str
+) -> None:
+    await no_token_changes(tmp_path, family, {}, [], dies)
+
+
+async def no_token_changes(
+    tmp_path: Path, family: str, different: dict[str, Any], options: list[str], dies: str = "decode-1"
+) -> None:
+    """Where an engine dies while requests are handed over."""
     model = written(family, tmp_path / "model", different)
     common = [5 + 7 * i % 90 for i in range(50)]
     prompts = [common + [20 + i] * (i + 1) for i in range(4)]
     expected = [model.greedy(prompt, OUTPUT) for prompt in prompts]
     settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
-    more = ["--tp-decode=2", "--max-num-seqs=16", "--max-batch-tokens=48", "--hybrid-kv-cache=on"]
+    more = [*options, "--max-num-seqs=16", "--max-batch-tokens=48"]
     shape: dict[str, Any] = {"prefill": 1, "decode": 1, "kvstore": "64MiB"}
     with running_stack(tmp_path / "run", model=model.path, settings=settings, more=more, **shape) as stack:
         async with client_of(stack.url) as client:
@@ -64,7 +80,7 @@ async def test_they_are_handed_over_and_an_engine_that_dies_changes_no_token(
             async with listening(stack, requests_are_handed_to("decode-1")) as listener:
                 asked = [asyncio.create_task(tokens(prompt)) for prompt in prompts]
                 await listener.moment()
-            stack.kill("decode-1")
+            stack.kill(dies)
             assert await asyncio.gather(*asked) == expected
             guided = await client.completions.create(
                 model=stack.model,

@@ -3,57 +3,29 @@ what is saved, handed over and loaded says what `transformers` says."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 
-from kvstore.node.node_store import NodeStore
-from services.scheduler.core.engine import EngineCore
-from services.scheduler.core.events import (
-    Event,
-    Output,
-    ReleaseLease,
-    SendHandOver,
-    SendPlan,
-    SendStoreRequest,
-    SendTokens,
-    StoreReady,
-    StoreReplied,
-    WorkersReady,
-)
-from services.scheduler.core.invariants import check
-from services.scheduler.core.limits import EngineLimits, EngineRole
-from services.worker.backend import run_step
 from services.worker.distributed.communicator import SingleRank, SingleStage
 from services.worker.kv.copier import RankKvCache
-from services.worker.kv.copy_thread import TransferLedger, around
-from services.worker.kv.layer_groups import HybridKvCache, group_layers
+from services.worker.kv.layer_groups import group_layers
 from services.worker.kv.transfers import Transfers
 from services.worker.models.loaded_model import LoadSettings, load_model
 from services.worker.platforms.installed import built_in_platform
-from shared.ids import EngineId, Incarnation, InstanceId
-from shared.messages.kvstore import Attach, Commit, Find, KvStoreReply, KvStoreRequest, LeaseOwner, Reserve
-from shared.messages.scheduler import GenerateRequest, StepFinished
-from shared.messages.worker import StepPlan, Transfer
-from shared.packing import unpack
-from tests.support.engines.checking_worker import TIMING, generate
-from tests.support.kv.arenas import NODE, Clock, new_directory, remove, store_in
+from shared.ids import EngineId
+from tests.support.engines.real_engine import OUTPUT, RealEngine, asked, right
+from tests.support.kv.arenas import Clock, new_directory, remove, store_in
 from tests.support.kv.ranks import make_arena, transfer
 from tests.support.models.library_models import library_model
 from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.worker.library_situations import prompt
-from tests.support.worker.plan_driver import GREEDY
-from tests.support.worker.tiny_backend import tiny_backend
 
-OUTPUT = 24
 LENGTHS = (1, 25, 100, 150)
 """Of prompts; windows have 24 tokens, blocks 16."""
-LIMITS = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=40, max_running=4)
 
 
 @pytest.fixture(scope="module")
@@ -73,116 +45,13 @@ def directory() -> Iterator[Path]:
     remove(directory)
 
 
-class Engine:
-    """A core, its one rank, and the store, whose replies come with the next turn."""
-
-    def __init__(self, name: str, model: TinyModel, store: NodeStore, folder: Path, hybrid: HybridKvCache) -> None:
-        self.store = store
-        settings: dict[str, Any] = {"kv_memory_bytes": 2 << 20, "max_num_seqs": 4, "max_batch_tokens": 40}
-        self.backend = tiny_backend(model.path, dtype="float32", ops="native", hybrid_kv_cache=hybrid, **settings)
-        self.transfers, self.ledger = Transfers(self.backend.kv, folder), TransferLedger(0)
-        self.turns: deque[Event | StepPlan | Transfer] = deque()
-        self.tokens: dict[str, list[int]] = {}
-        self.computed = self.loaded = self.saved = 0
-        self.handed: list[GenerateRequest] = []
-        owner = LeaseOwner(InstanceId(name), Incarnation(1))
-        self.core = EngineCore(EngineId(name), Incarnation(1), LIMITS, EngineRole("mixed", NODE, owner))
-        self.now = 0.0
-        self.send(
-            WorkersReady(
-                self.backend.card,
-                self.backend.num_blocks,
-                max_running=4,
-                max_batch_tokens=40,
-                layout=self.backend.kv.layout,
-                kv_groups=self.backend.kv_groups,
-            )
-        )
-        self.send(StoreReady(Incarnation(1)))
-        self.run()
-
-    def send(self, event: Event) -> None:
-        self.now += 0.1
-        for output in self.core.handle(event, self.now):
-            self._hear(output)
-        check(self.core)
-
-    def run(self) -> None:
-        """Until nothing is left to do."""
-        while self.turns:
-            match self.turns.popleft():
-                case StepPlan() as plan:
-                    self._step(plan)
-                case Transfer() as copy:
-                    self._copy(copy)
-                case event:
-                    self.send(event)
-
-    def _step(self, plan: StepPlan) -> None:
-        if plan.step == 0:
-            self.backend.reset()
-        self.ledger.record(plan)
-        before, behind = around(plan.transfers)
-        for each in before:
-            self._copy(each)
-        output = run_step(self.backend, plan)
-        self.turns.extend(behind)
-        self.computed += sum(work.count for work in plan.work)
-        self.send(StepFinished(epoch=plan.epoch, step=plan.step, sampled=output.sampled, timing=TIMING))
-
-    def _copy(self, asked: Transfer) -> None:
-        assert self.transfers.run(asked, lambda: False) == "done"
-        count = len(unpack(asked.blocks))
-        self.loaded += count * (asked.kind == "load")
-        self.saved += count * (asked.kind == "save")
-        state = self.core.epoch_state
-        assert state is not None
-        report = self.ledger.finish(state.steps.epoch, asked.number, failed=False)
-        assert report is not None
-        self.turns.append(report)
-
-    def _hear(self, output: Output) -> None:
-        match output:
-            case SendPlan(plan):
-                self.turns.append(plan)
-            case SendStoreRequest(request):
-                self.turns.append(StoreReplied(request, self._reply(request)))
-            case ReleaseLease(release):
-                self.store.release(release)
-            case SendTokens(_, batch):
-                for entry in batch.entries:
-                    self.tokens.setdefault(entry.request, []).extend(entry.tokens)
-            case SendHandOver(_, request):
-                self.handed.append(request)
-
-    def _reply(self, request: KvStoreRequest) -> KvStoreReply:
-        match request:
-            case Attach():
-                return self.store.attach(request)
-            case Find():
-                return self.store.find(request)
-            case Reserve():
-                return self.store.reserve(request)
-            case Commit():
-                return self.store.commit(request)
-
-
-def right(model: TinyModel, tokens: list[int], said: list[int]) -> list[int]:
-    """What the library would say after the prompt and each beginning of what was said: in one pass, it is quick."""
-    chosen: list[int] = model.logits(tokens + said[:-1])[len(tokens) - 1 :].argmax(-1).tolist()
-    return chosen
-
-
-def asked(name: str, tokens: list[int], **more: Any) -> GenerateRequest:
-    request = generate(name, tokens, max_tokens=OUTPUT, ignore_eos=True, **more)
-    return replace(request, generation=replace(request.generation, sampling=GREEDY))
-
-
 @pytest.mark.features("hybrid KV cache", "prefill/decode", "chunked prefill", "prefix cache")
 def test_what_each_group_saved_is_handed_over_and_loaded(gemma3: TinyModel, directory: Path) -> None:
     """The decode engine computes what was drawn; a third one continues prefixes of two lengths."""
     store = store_in(directory, 32 << 20, Clock())
-    prefill, decode = (Engine(name, gemma3, store, directory, "auto") for name in ("prefill", "decode"))
+    prefill, decode = (
+        RealEngine(name, gemma3, store, directory, hybrid_kv_cache="auto") for name in ("prefill", "decode")
+    )
     assert [group.window for group in prefill.backend.kv_groups] == [None] + [24] * 5
     assert prefill.backend.kv.layout.layers == 1, "a record is a block of one group"
     prompts = {f"r{seed}": prompt(length, seed) for seed, length in enumerate(LENGTHS)}
@@ -201,7 +70,7 @@ def test_what_each_group_saved_is_handed_over_and_loaded(gemma3: TinyModel, dire
     assert decode.computed == len(LENGTHS) * (OUTPUT - 1)
     blocks = sum(-(-length // 16) for length in LENGTHS)
     assert decode.loaded == blocks + 5 * sum(-(-length // 16) - max(0, length - 23) // 16 for length in LENGTHS)
-    third, longest = Engine("third", gemma3, store, directory, "auto"), prompts["r3"]
+    third, longest = RealEngine("third", gemma3, store, directory, hybrid_kv_cache="auto"), prompts["r3"]
     for name, tokens in {"same": longest, "shorter": longest[:100] + prompt(30, 9)}.items():
         before = third.computed
         third.send(asked(name, tokens))
@@ -215,7 +84,9 @@ def test_what_each_group_saved_is_handed_over_and_loaded(gemma3: TinyModel, dire
 def test_chunks_that_transformers_attends_to_are_handed_over(directory: Path, tmp_path: Path) -> None:
     """Llama 4: of two layers what their last chunk, taken for a window of 32, still sees."""
     model, store = library_model("Llama4Text", tmp_path), store_in(directory, 32 << 20, Clock())
-    prefill, decode = (Engine(name, model, store, directory, "on") for name in ("prefill", "decode"))
+    prefill, decode = (
+        RealEngine(name, model, store, directory, hybrid_kv_cache="on") for name in ("prefill", "decode")
+    )
     tokens = prompt(110, 3)
     prefill.send(asked("r", tokens, decode_on=EngineId("decode")))
     prefill.run()
@@ -230,7 +101,10 @@ def test_chunks_that_transformers_attends_to_are_handed_over(directory: Path, tm
 def test_engines_of_one_table_share_nothing_with_those_of_groups(gemma3: TinyModel, directory: Path) -> None:
     """Their records are others: what one has saved is a miss for the other, and is computed."""
     store = store_in(directory, 32 << 20, Clock())
-    grouped, plain = Engine("one", gemma3, store, directory, "on"), Engine("two", gemma3, store, directory, "off")
+    grouped, plain = (
+        RealEngine(name, gemma3, store, directory, hybrid_kv_cache=wanted)
+        for name, wanted in (("one", "on"), ("two", "off"))
+    )
     tokens = prompt(100, 1)
     for engine in (grouped, plain):
         engine.send(asked("r", tokens))

@@ -20,6 +20,7 @@ from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import ModelName
+from shared.messages.kv_groups import StateRecords
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, TinyModel, make_config, make_model
 from tests.support.worker.plan_driver import Driver
@@ -165,9 +166,21 @@ def test_only_attention_has_blocks_and_only_state_spaces_have_states(bamba: Tiny
     half, whole = tiny_backend(bamba.path, max_num_seqs=3), tiny_backend(mamba2.path, max_num_seqs=3, max_model_len=96)
     assert half.rank.decoder.kv_block_bytes == 4 * 2 * 2 * 16 * half.card.block_size
     assert (half.rank.decoder.state_bytes, whole.rank.decoder.state_bytes) == (2 * states, 3 * states)
-    assert [tuple(states.shape) for _, states in whole.rank.caches] == [(3 + 6, 6, 16, 24)] * 3
+    assert [tuple(states.shape) for _, states in whole.rank.caches] == [(3, 6, 16, 24)] * 3
     assert (whole.rank.decoder.kv_block_bytes, whole.num_blocks, whole.state_checkpoints) == (0, (3 + 6) * 6, 6)
-    assert (half.kv, whole.kv) == (None, None)
+
+
+def test_checkpoints_are_pages_of_records(bamba: TinyModel, mamba2: TinyModel) -> None:
+    """A record has the bytes of a block. Without attention it is a whole checkpoint, whose six heads have room for
+    whole tokens of a block of 16."""
+    half, whole = tiny_backend(bamba.path, max_num_seqs=3), tiny_backend(mamba2.path, max_num_seqs=3, max_model_len=96)
+    decoder = half.rank.decoder
+    assert half.state_records == StateRecords(pages=-(-decoder.state_bytes // decoder.kv_block_bytes))
+    assert whole.state_records == StateRecords(pages=1, alone=True)
+    pages, kept = half.state_records.pages * half.state_checkpoints, whole.rank.states.kept
+    assert (half.kv.num_blocks, half.kv.pages) == (half.num_blocks + pages, pages)
+    assert kept.numel() == 6 * 6 * 2 * 16 * whole.kv.layout.head_dim
+    assert 0 <= 4 * kept.shape[1] - whole.rank.decoder.state_bytes < 4 * 6 * 2 * 16
 
 
 def test_a_model_without_positions_is_as_long_as_is_asked(mamba2: TinyModel) -> None:

@@ -20,7 +20,7 @@ from shared.messages.gateway import RequestFailed, RequestRejected
 from shared.messages.kv_groups import KvCacheGroup, longest_sequence
 from shared.messages.kvstore import LeaseOwner
 from shared.messages.scheduler import Cancel, GenerateRequest, StopMatched
-from tests.properties.scheduler.test_scheduler_machine import GROUPS, OPENINGS, SELDOM
+from tests.properties.scheduler.test_scheduler_machine import GROUPS, OPENINGS, SELDOM, STATES, KeptStates
 from tests.support.engines.checking_worker import generate, right_output
 from tests.support.engines.engines_and_store import EnginesAndStore, Side
 
@@ -37,6 +37,7 @@ class HandOverMachine(RuleBasedStateMachine):
         slots=st.integers(2, 24),
         drafts=st.sampled_from([0, 2, 5]),
         groups=st.sampled_from(GROUPS),
+        states=st.sampled_from(STATES),
         luck=st.randoms(use_true_random=False),
     )
     def start(
@@ -48,8 +49,12 @@ class HandOverMachine(RuleBasedStateMachine):
         slots: int,
         drafts: int,
         groups: tuple[KvCacheGroup, ...],
+        states: KeptStates | None,
         luck: Random,
     ) -> None:
+        """With `states` in place of groups and drafts."""
+        if states is not None:
+            groups, drafts, slots = (), 0, slots * 3
         limits = EngineLimits(
             max_batch_tokens=budget,
             max_running=running,
@@ -71,6 +76,8 @@ class HandOverMachine(RuleBasedStateMachine):
             drafts=drafts,
             groups=groups,
             accepts=lambda drafted: luck.randint(0, drafted),
+            checkpoints=None if states is None else states.checkpoints,
+            records=None if states is None else states.records,
         )
         self.context = longest_sequence(groups, blocks, 16, budget) if groups else blocks * 16
         self.asked: dict[tuple[RequestId, Attempt], GenerateRequest] = {}

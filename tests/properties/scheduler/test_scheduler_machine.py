@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, InstanceId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.generation import Grammar
 from shared.messages.kv_events import ResetPrefixCache
-from shared.messages.kv_groups import KvCacheGroup, longest_sequence
+from shared.messages.kv_groups import KvCacheGroup, StateRecords, longest_sequence
 from shared.messages.scheduler import (
     Cancel,
     GenerateRequest,
@@ -65,6 +66,16 @@ GROUPS = [
     (FULL, *[KvCacheGroup(layers=2, window=5)] * 2, KvCacheGroup(layers=1, window=33)),
     (KvCacheGroup(layers=2, window=1), KvCacheGroup(layers=2, window=16)),
 ]
+
+
+class KeptStates(NamedTuple):
+    """Of models with states: places for checkpoints, and how a store keeps one."""
+
+    checkpoints: int
+    records: StateRecords
+
+
+STATES = [None, KeptStates(2, StateRecords(pages=2)), KeptStates(5, StateRecords(pages=1, alone=True))]
 
 
 @dataclass
@@ -423,8 +434,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engine.requests
         assert all(sent.over for sent in self.sent.values()), "a request was left without a final word"
         if self.engine.epoch_state is not None:
-            pool = self.engine.epoch_state.memory.pool
-            assert pool.free == pool.total - bool(self.groups), "but for the null block"
+            memory = self.engine.epoch_state.memory
+            pool = memory.pool
+            assert pool.free == pool.total - len(memory.blocks_in_use([])), "but for the null block, and pages"
 
 
 def _prompt(request: GenerateRequest) -> list[int]:

@@ -30,7 +30,14 @@ from shared.ids import EngineId, Incarnation, InstanceId, LeaseId, NodeId
 from shared.messages.kv_groups import KvCacheGroup
 from shared.messages.kvstore import KvStoreReply, KvStoreRequest, LeaseOwner
 from shared.messages.scheduler import ResumeGeneration
-from tests.properties.scheduler.test_scheduler_machine import GROUPS, OPENINGS, SELDOM, EngineMachine
+from tests.properties.scheduler.test_scheduler_machine import (
+    GROUPS,
+    OPENINGS,
+    SELDOM,
+    STATES,
+    EngineMachine,
+    KeptStates,
+)
 from tests.support.engines.checking_store import LAYOUT, HonestStore
 from tests.support.engines.checking_worker import HonestWorker, card, generate
 
@@ -58,6 +65,7 @@ class StoreMachine(EngineMachine):
         slots=st.integers(2, 24),
         drafts=st.sampled_from([0, 0, 2, 5]),
         groups=st.sampled_from(GROUPS),
+        states=st.sampled_from(STATES),
         luck=st.randoms(use_true_random=False),
     )
     def start(
@@ -70,8 +78,13 @@ class StoreMachine(EngineMachine):
         slots: int,
         drafts: int,
         groups: tuple[KvCacheGroup, ...],
+        states: KeptStates | None,
         luck: Random,
     ) -> None:
+        """With `states` in place of groups and drafts."""
+        if states is not None:
+            groups, drafts, slots = (), 0, slots * 3
+        self.records = None if states is None else states.records
         limits = EngineLimits(
             max_batch_tokens=budget,
             max_running=running,
@@ -87,12 +100,15 @@ class StoreMachine(EngineMachine):
         self.left: set[LeaseId] = set()
         """Leases under which something was being copied when an epoch ended: left to run out."""
         role = EngineRole("mixed", NodeId("n"), OWNER)
-        self.begin(blocks, EngineCore(EngineId("e"), Incarnation(1), limits, role), groups)
+        checkpoints = None if states is None else states.checkpoints
+        self.begin(blocks, EngineCore(EngineId("e"), Incarnation(1), limits, role), groups, checkpoints)
         self.tell(StoreReady(self.store.incarnation))
         self.answer_all()
 
     def workers_come(self) -> None:
-        self.worker = HonestWorker(self.blocks, self.store, RANKS, self.accepts, self.groups)
+        self.worker = HonestWorker(
+            *(self.blocks, self.store, RANKS, self.accepts, self.groups, self.checkpoints, self.records)
+        )
         ready = WorkersReady(
             card(90),
             self.blocks,
@@ -100,6 +116,8 @@ class StoreMachine(EngineMachine):
             layout=LAYOUT,
             max_speculate=self.drafts,
             kv_groups=self.groups,
+            state_checkpoints=self.checkpoints,
+            state_records=self.records,
         )
         self.tell(ready)
 

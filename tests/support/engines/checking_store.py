@@ -14,6 +14,8 @@ from shared.messages.kvstore import (
     Commit,
     CommitReply,
     Find,
+    FindAny,
+    FindAnyReply,
     FindReply,
     KvLayout,
     KvStoreRefusal,
@@ -68,6 +70,8 @@ class HonestStore:
         match question:
             case Find(hashes=hashes):
                 return self._find(key, hashes)
+            case FindAny(hashes=hashes):
+                return FindAnyReply(bytes(self.place_of(hash_) is not None for hash_ in split(hashes)))
             case Reserve(hashes=hashes, parents=parents, tokens=tokens):
                 assert len(hashes) == len(parents) == HASH_BYTES * len(tokens)
                 return self._reserve(key, hashes)

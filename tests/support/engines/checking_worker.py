@@ -27,7 +27,7 @@ from shared.ids import (
     SequenceId,
 )
 from shared.messages.generation import Generation, Grammar, PoolingOptions, SamplingOptions, StopConditions
-from shared.messages.kv_groups import NULL_BLOCK, KvCacheGroup
+from shared.messages.kv_groups import NULL_BLOCK, KvCacheGroup, StateRecords
 from shared.messages.lifecycle import LoraCard, ModelCard, PoolingCard
 from shared.messages.scheduler import (
     GenerateRequest,
@@ -162,7 +162,8 @@ class HonestWorker:
     What is to be loaded lies there as rubbish until the last rank has copied it, and what is to be saved is read only
     then: who uses the blocks too early, or gives them away, is found out.
 
-    With places for `checkpoints` of states a sequence begins behind computed tokens only by a checkpoint of these.
+    With places for `checkpoints` of states a sequence begins behind computed tokens only by a checkpoint of these. Each
+    has as many pages behind the blocks as `records` says, which are saved and loaded as blocks are.
 
     With `groups` of layers each has a table of its own, and other keys and values than the rest. What lies behind its
     window it does not read.
@@ -176,9 +177,12 @@ class HonestWorker:
         accepts: Callable[[int], int] | None = None,
         groups: tuple[KvCacheGroup, ...] = (),
         checkpoints: int | None = None,
+        records: StateRecords | None = None,
     ) -> None:
-        self._checkpoints = None if checkpoints is None else [0] * checkpoints
-        """The digest of the tokens that each is of; None: there are no states."""
+        self._has_states = checkpoints is not None
+        self._pages = 1 if records is None else records.pages
+        self._reads_blocks = records is None or not records.alone
+        self._blocks = num_blocks
         self._accepts = accepts
         self._groups = groups or (KvCacheGroup(layers=1),)
         self._has_null_block = bool(groups)
@@ -191,7 +195,8 @@ class HonestWorker:
         self._failed: set[int] = set()
         self.copies: deque[Transfer] = deque()
         """That some rank has not done yet."""
-        self._memory: list[list[int | None]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
+        rooms = num_blocks + (checkpoints or 0) * self._pages
+        self._memory: list[list[int | None]] = [[None] * BLOCK_SIZE for _ in range(rooms)]
         self._held: dict[SequenceId, _Held] = {}
         self._expected: tuple[int, int] | None = None
 
@@ -242,19 +247,29 @@ class HonestWorker:
         """Every new sequence of which some is computed has the states behind it."""
         places = {copy.sequence: copy.checkpoint for copy in plan.restored}
         begun = {new.sequence: self._held[new.sequence] for new in plan.new if new.computed}
-        assert places.keys() == (set() if self._checkpoints is None else begun.keys())
+        assert places.keys() == (begun.keys() if self._has_states else set())
         for sequence, place in places.items():
             held = begun[sequence]
-            assert self._checkpoints is not None
-            assert self._checkpoints[place] == digest(held.tokens[: held.computed]), "the states are of other tokens"
+            assert self._checkpoint(place) == self._states(held), "the states are of other tokens"
 
     def _keep(self, plan: StepPlan) -> None:
         working = {work.sequence for work in plan.work}
         for copy in plan.checkpoints:
-            assert self._checkpoints is not None
             assert copy.sequence in working
-            held = self._held[copy.sequence]
-            self._checkpoints[copy.checkpoint] = digest(held.tokens[: held.computed])
+            pages = self._checkpoint(copy.checkpoint)
+            for page, states in zip(pages, self._states(self._held[copy.sequence]), strict=True):
+                page[:] = states
+
+    def _checkpoint(self, place: int) -> list[list[int | None]]:
+        first = self._blocks + place * self._pages
+        pages = self._memory[first : first + self._pages]
+        assert len(pages) == self._pages, "there is no such checkpoint"
+        return pages
+
+    def _states(self, held: _Held) -> list[list[int | None]]:
+        """What the pages of a checkpoint of its states hold."""
+        states = digest(held.tokens[: held.computed])
+        return [[states + number] * BLOCK_SIZE for number in range(self._pages)]
 
     def _check_order(self, plan: StepPlan) -> None:
         if self._expected is None or self._expected[0] != plan.epoch:
@@ -330,7 +345,7 @@ class HonestWorker:
         for number, group in enumerate(self._groups):
             table = held.blocks[number :: len(self._groups)]
             first = 0 if group.window is None else max(0, held.computed - group.window + 1)
-            for position in range(first, held.computed):
+            for position in range(first, held.computed) if self._reads_blocks else ():
                 block, offset = table[position // BLOCK_SIZE], position % BLOCK_SIZE
                 assert self._memory[block][offset] == right[position] + number, f"position {position} was overwritten"
             for position in range(held.computed, end + work.speculate):

@@ -32,7 +32,7 @@ from services.scheduler.core.limits import EngineLimits, EngineRole
 from shared.ids import Attempt, EngineId, Incarnation, InstanceId, NodeId, RequestId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
-from shared.messages.kv_groups import KvCacheGroup
+from shared.messages.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.kvstore import KvStoreReply, KvStoreRequest, LeaseOwner
 from shared.messages.lifecycle import EngineReport
 from shared.messages.scheduler import GenerateRequest
@@ -83,7 +83,15 @@ class Side:
     def new_workers(self) -> None:
         self.plans.clear()
         engines = self.engines
-        self.worker = HonestWorker(self.blocks, engines.store, self.ranks, engines.accepts, engines.groups)
+        self.worker = HonestWorker(
+            self.blocks,
+            engines.store,
+            self.ranks,
+            engines.accepts,
+            engines.groups,
+            engines.checkpoints,
+            engines.records,
+        )
         ready = WorkersReady(
             card(256),
             self.blocks,
@@ -91,6 +99,8 @@ class Side:
             layout=LAYOUT,
             max_speculate=engines.drafts,
             kv_groups=engines.groups,
+            state_checkpoints=engines.checkpoints,
+            state_records=engines.records,
         )
         self.send(ready)
 
@@ -162,9 +172,12 @@ class EnginesAndStore:
         drafts: int = 0,
         accepts: Callable[[int], int] | None = None,
         groups: tuple[KvCacheGroup, ...] = (),
+        checkpoints: int | None = None,
+        records: StateRecords | None = None,
     ) -> None:
-        """`drafts`: at most so many for a sequence and step; `accepts`, `groups`: see `HonestWorker`."""
+        """`drafts`: at most so many for a sequence and step; `accepts` and what is behind it: see `HonestWorker`."""
         self.drafts, self.accepts, self.groups = drafts, accepts, groups
+        self.checkpoints, self.records = checkpoints, records
         self.now = 0.0
         self.turns = 0
         self.store = HonestStore(slots, lease_seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from services.worker.backend import ExecutionMode, StepOutput
-from shared.messages.kv_groups import KvCacheGroup
+from shared.messages.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.worker import StepPlan
 
 
@@ -14,6 +14,7 @@ class StepByStep:
 
     mode: ExecutionMode = "sequential"
     kv_groups: tuple[KvCacheGroup, ...] = ()
+    state_records: StateRecords | None = None
 
     def step(self, plan: StepPlan) -> StepOutput:
         raise NotImplementedError

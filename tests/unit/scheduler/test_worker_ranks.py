@@ -83,8 +83,8 @@ def test_ranks_with_states_are_no_engine_that_hands_requests_over(role: Role) ->
     for ranks in (refused, plain):
         ranks.record_lifecycle(said, 0.0)
     assert refused.assemble() == UnusableRanks(
-        f"no {role} engine: requests of {CARD.name}, a model with state-space layers, are not handed over; start its "
-        "engines without --prefill and --decode"
+        f"no {role} engine: requests of {CARD.name}, a model with states, are not handed over by engines on cpu; start "
+        "its engines without --prefill and --decode"
     )
     assert plain.assemble() == WorkersReady(CARD, 10, state_checkpoints=3)
 

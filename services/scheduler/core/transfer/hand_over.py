@@ -32,7 +32,7 @@ class _HandOver:
     leases: set[LeaseId]
     """Leases of saves that are not over yet."""
     partial: BlockHash | None
-    partial_lease: LeaseId | None
+    partial_leases: set[LeaseId]
     needed: frozenset[BlockHash] = frozenset()
     """What the decode engine loads."""
     good: bool = True
@@ -58,22 +58,22 @@ class HandOvers:
 
     def start(self, sequence: Sequence) -> None:
         """Saves all blocks that a fully planned sequence is decoded with at once, including the last, partial one."""
-        if not self._saves.possible:
-            self.waiting[sequence.id] = _HandOver(sequence, set(), None, None, good=False)
+        if not self._saves.possible or not self._memory.keep_end(sequence):
+            self.waiting[sequence.id] = _HandOver(sequence, set(), None, set(), good=False)
             return
         planned = sequence.tokens.planned
         full, rest = divmod(planned, sequence.tokens.block_size)
         partial = partial_hash(sequence.generation.request, sequence.generation.attempt) if rest else None
         needed = self._memory.needed(sequence, 0, planned, partial)
         behind = full * self._memory.tables
-        leases = self._saves.save_now([each for each in needed if each.place < behind])
-        lease = None
+        leases = self._saves.save_now([each for each in needed if not rest or each.place < behind])
+        partial_leases = set[LeaseId]()
         if rest:
             last = [each for each in needed if each.place >= behind]
-            lease = self._saves.save_partial(last, rest, [sequence.blocks.numbers[each.place] for each in last])
-            leases.add(lease)
+            blocks = [self._memory.block_of(sequence, each) for each in last]
+            partial_leases = self._saves.save_partial(last, rest, blocks)
         names = frozenset([each.hash for each in needed])
-        self.waiting[sequence.id] = _HandOver(sequence, leases, partial, lease, names)
+        self.waiting[sequence.id] = _HandOver(sequence, leases | partial_leases, partial, partial_leases, names)
 
     def record_save(self, save: SaveOutcome) -> None:
         """Records the end of a save for all sequences that wait for it."""
@@ -98,8 +98,9 @@ class HandOvers:
         """Forgets a sequence that ended or stays. Its full blocks are saved all the same; its partial one is useless to
         others and is called off."""
         hand_over = self.waiting.pop(sequence.id, None)
-        if hand_over is not None and hand_over.partial_lease in hand_over.leases:
-            self._saves.call_off(hand_over.partial_lease)
+        if hand_over is not None:
+            for lease in hand_over.partial_leases & hand_over.leases:
+                self._saves.call_off(lease)
 
 
 @dataclass(slots=True)

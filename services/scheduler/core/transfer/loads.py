@@ -6,6 +6,7 @@ turn comes it gets blocks, is loaded beside the others' steps, and computes only
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -19,7 +20,7 @@ from services.scheduler.core.transfer.recompute_costs import RecomputeCosts
 from services.scheduler.core.transfer.store_client import StoreArena, StoreClient
 from shared.blocks import HASH_BYTES, BlockHash, blocks_for
 from shared.ids import LeaseId, SequenceId
-from shared.messages.kvstore import FindReply, KvStoreReply
+from shared.messages.kvstore import FindAnyReply, FindReply, KvStoreReply
 from shared.packing import unpack, unpack_generations
 from shared.reliability.transitions import extend_history
 
@@ -166,19 +167,28 @@ class BlockLoads:
     def _look_up(self, sequence: Sequence, tokens: int) -> bool:
         """Asks for what the first `tokens` need."""
         first = len(self._memory.cached_blocks(sequence))
-        wanted = self._memory.needed(sequence, first, tokens, sequence.transfer.partial)
         before = self.lookups.get(sequence.id)
         lookups = 0 if before is None else before.lookups
-        if not wanted or tokens <= first * self._memory.block_size or lookups >= MAX_LOOKUPS:
+        if tokens <= first * self._memory.block_size or lookups >= MAX_LOOKUPS:
+            return False
+        wanted = self._memory.needed(sequence, first, tokens, sequence.transfer.partial)
+        if not wanted:
             return False
         if before is not None:
             before.move("over")
             self._source.release(before.lease)
-        blocks = blocks_for(tokens, self._memory.block_size) - first
-        lease = self._ask(sequence, first, blocks, [each.hash for each in wanted])
+        if ends := self._memory.ends(sequence, first, tokens):
+            lease = self._ask_any(ends)
+        else:
+            blocks = blocks_for(tokens, self._memory.block_size) - first
+            lease = self._ask(sequence, first, blocks, [each.hash for each in wanted])
         self.lookups[sequence.id] = PendingLoad(lease, sequence, first, lookups + 1, wanted=wanted, tokens=tokens)
         self._asked[lease] = sequence
         return True
+
+    def _ask_any(self, hashes: list[BlockHash]) -> LeaseId:
+        """Asks which of `hashes` the source has; see `BlockAllocator.ends`."""
+        raise NotImplementedError
 
     def _ask(self, sequence: Sequence, first: int, blocks: int, hashes: list[BlockHash]) -> LeaseId:
         """Asks for so many `blocks` of the sequence's tokens from its block `first` on, which the source knows as
@@ -226,10 +236,12 @@ class BlockLoads:
             return "await"
         if not self._pays(now):
             return "compute"
-        return "load" if self._transfers.room > 0 else "compute"
+        return "load" if self._transfers.room > 0 and self._memory.can_load else "compute"
 
     def _missing(self, load: PendingLoad, cached: int) -> list[FoundBlock]:
         """What was found behind the first `cached` blocks."""
+        if cached * self._memory.block_size >= load.tokens:
+            return []
         return load.found[bisect_left(load.found, cached * self._memory.tables, key=_place) :]
 
     def _pays(self, now: float) -> bool:
@@ -257,14 +269,19 @@ class BlockLoads:
         copies = list(zip(blocks, self._missing(load, len(cached)), strict=True))
         load.computed = overlap
         self._copy(load, sequence, len(cached), copies, now)
-        behind = load.tokens // self._memory.block_size * self._memory.tables
-        load.names = [_LoadedBlock(each.place, each.hash, block) for block, each in copies if each.place < behind]
-        load.drop = b"".join([each.hash for _, each in copies if each.place >= behind])
+        lasts = self._lasting(load.tokens)
+        load.names = [_LoadedBlock(each.place, each.hash, block) for block, each in copies if each.place < lasts]
+        load.drop = b"".join([each.hash for _, each in copies if each.place >= lasts])
         sequence.transfer.forget_partial()
         self.record_return(sequence, loaded=True)
         self._coming.update((each.hash, load.lease) for each in load.names)
         self._copying[load.lease] = load
         return load.tokens
+
+    def _lasting(self, tokens: int) -> int:
+        """Records of places from here on are of a partial block, and of use to one sequence alone."""
+        full, rest = divmod(tokens, self._memory.block_size)
+        return full * self._memory.tables if rest else sys.maxsize
 
     def record_return(self, sequence: Sequence, *, loaded: bool) -> None:
         """A sequence is given blocks; counted where it was preempted before, by whether they are loaded."""
@@ -306,8 +323,8 @@ class BlockLoads:
             found = load.state == "found"
             load.move("over")
             if found:  # else it is released when the reply comes
-                partial = self._missing(load, load.tokens // self._memory.block_size)
-                self._source.release(load.lease, b"".join([each.hash for each in partial]))
+                lasts = self._lasting(load.tokens)
+                self._source.release(load.lease, b"".join([each.hash for each in load.found if each.place >= lasts]))
         sequence.transfer.forget_partial()
 
     def give_up(self, lease: LeaseId) -> LoadOutcome:
@@ -351,6 +368,25 @@ class Loads(BlockLoads):
         super().__init__(limits, store, memory, transfers, costs)
         self._store = store
 
+    def record_ends(self, lease: LeaseId, reply: KvStoreReply | None, now: float) -> Sequence | None:
+        """The store has said behind which blocks the sequence could go on: then it is asked for what the longest
+        beginning needs, or, as a lower tier may have that, for what all of it would. Returns the sequence where it can
+        wait in the queue now, as in `record_reply`."""
+        if (asked := self._replied(lease)) is None:
+            return None
+        sequence, load = asked
+        if not isinstance(reply, FindAnyReply) or not self._store.holds(lease) or not self._store.attached:
+            self._record_found(sequence, load, [], now)
+            return sequence
+        longest = reply.here.rfind(1) + 1
+        if longest:
+            load.tokens = (load.first + longest) * self._memory.block_size
+            load.wanted = self._memory.needed(sequence, load.first, load.tokens, None)
+        blocks = load.tokens // self._memory.block_size - load.first
+        self._find(sequence, blocks, [each.hash for each in load.wanted], lease)
+        self._asked[lease] = sequence
+        return None
+
     def record_reply(self, lease: LeaseId, reply: KvStoreReply | None, now: float) -> Sequence | None:
         """The store has replied, or (None) has not in time. Returns the sequence that can wait in the queue now; None
         where it is not there any more."""
@@ -362,7 +398,8 @@ class Loads(BlockLoads):
             load.arena = arena
             found = _found_blocks(load.wanted, reply)
             if len(found) < len(load.wanted):
-                load.tokens = load.wanted[len(found)].place // self._memory.tables * self._memory.block_size
+                size, missing = self._memory.block_size, load.wanted[len(found)].place // self._memory.tables
+                load.tokens = min(missing, (load.tokens - 1) // size) * size
                 found = self._usable(sequence, load, found)
                 if not found and self._look_up(sequence, load.tokens):
                     return None
@@ -376,14 +413,20 @@ class Loads(BlockLoads):
         needed = self._memory.needed(sequence, load.first, load.tokens, None)
         return [places[each.place] for each in needed] if all(each.place in places for each in needed) else []
 
+    def _ask_any(self, hashes: list[BlockHash]) -> LeaseId:
+        return self._store.find_any(hashes, self._limits.store_deadline)
+
     def _ask(self, sequence: Sequence, first: int, blocks: int, hashes: list[BlockHash]) -> LeaseId:
+        return self._find(sequence, blocks, hashes, None)
+
+    def _find(self, sequence: Sequence, blocks: int, hashes: list[BlockHash], lease: LeaseId | None) -> LeaseId:
         source = sequence.transfer.kv_source
         remote = source is not None and source != self._store.node
         deadline = self._limits.store_deadline
         if remote:  # no longer than computing them would take
             deadline = max(deadline, self._costs.deadline(blocks, self._limits.remote_deadline))
         each = None if self._costs.block_seconds is None else self._costs.block_seconds * blocks / len(hashes)
-        return self._store.find(hashes, deadline, source if remote else None, each)
+        return self._store.find(hashes, deadline, source if remote else None, each, lease)
 
     def _copy(
         self, load: PendingLoad, sequence: Sequence, first: int, copies: list[tuple[int, FoundBlock]], now: float

@@ -23,9 +23,11 @@ from shared.reliability.transitions import extend_history
 MAX_BLOCKS = 512
 """Most blocks of all layers on their way to the store; also at most a quarter of KV memory, since a block cannot be
 reused while it is copied. This and the numbers below count blocks of tokens: where layers have tables of their own,
-each has as many records as there are tables."""
+each has as many records as there are tables; and this and the next one allow for a checkpoint of states behind each."""
 MAX_OFFERED = 1024
 """Most blocks that wait to be reserved; further computed blocks are not saved."""
+MAX_TOGETHER = 128
+"""Most records of a hand-over in one request: the store evicts no more than twice as many for it."""
 MAX_RESERVATIONS = 8
 """Most requests for slots that await a reply."""
 MIN_BATCH = 64
@@ -104,8 +106,8 @@ class Saves:
         self._store = store
         self._memory = memory
         self._transfers = transfers
-        self._tables = memory.tables
-        self._max_blocks = max(1, min(MAX_BLOCKS * self._tables, memory.pool.total // 4))
+        self._tables, self._records = memory.tables, memory.records
+        self._max_blocks = max(1, min(MAX_BLOCKS * self._records, memory.pool.total // 4))
         self._offered: dict[BlockHash, bytes] = {}
         """The hash of each offered block and its parent's hash."""
         self._offered_since = 0.0
@@ -143,7 +145,7 @@ class Saves:
             return
         if not self._offered:
             self._offered_since = now
-        room = max(0, MAX_OFFERED * self._tables - len(self._offered))
+        room = max(0, MAX_OFFERED * self._records - len(self._offered))
         for block in blocks[:room]:
             if block.hash not in self._under_way:
                 self._offered[block.hash] = block.parent
@@ -169,9 +171,7 @@ class Saves:
         rest = {block.hash: block.parent for block in blocks if block.hash not in self._under_way}
         for hash_ in rest:
             self._offered.pop(hash_, None)
-        if rest:
-            leases.add(self._reserve(rest))
-        return leases
+        return leases.union(map(self._reserve, _parts(rest)))
 
     def hurry(self, hashes: list[BlockHash]) -> set[BlockHash]:
         """Requests slots for those of the blocks that still wait for others to be saved with, as they lose their memory
@@ -184,11 +184,12 @@ class Saves:
             self._reserve({hash_: self._offered.pop(hash_) for hash_ in waiting})
         return {hash_ for hash_ in hashes if hash_ in self._under_way}
 
-    def save_partial(self, named: list[NamedBlock], tokens: int, blocks: list[int]) -> LeaseId:
-        """Saves the block of `tokens`, not full, of every table. The caller must keep `blocks` until the lease is over,
-        or call it off."""
-        partial = {each.hash: block for each, block in zip(named, blocks, strict=True)}
-        return self._reserve({each.hash: each.parent for each in named}, tokens, partial)
+    def save_partial(self, named: list[NamedBlock], tokens: int, blocks: list[int]) -> set[LeaseId]:
+        """Saves the block of `tokens`, not full, of every table, and what belongs to it. The caller must keep `blocks`
+        until the leases are over, or call them off."""
+        numbers = {each.hash: block for each, block in zip(named, blocks, strict=True)}
+        parts = _parts({each.hash: each.parent for each in named})
+        return {self._reserve(part, tokens, {hash_: numbers[hash_] for hash_ in part}) for part in parts}
 
     def _reserve(
         self, batch: dict[BlockHash, bytes], tokens: int | None = None, partial: dict[BlockHash, int] | None = None
@@ -323,6 +324,13 @@ class Saves:
                 self._store.forget(save.lease)
             else:
                 self._store.release(save.lease)
+
+
+def _parts(batch: dict[BlockHash, bytes]) -> list[dict[BlockHash, bytes]]:
+    """In the same order, none with more than MAX_TOGETHER."""
+    hashes = list(batch)
+    firsts = range(0, len(hashes), MAX_TOGETHER)
+    return [{hash_: batch[hash_] for hash_ in hashes[first : first + MAX_TOGETHER]} for first in firsts]
 
 
 def _reserved_blocks(hashes: list[BlockHash], reserved: ReserveReply) -> list[_ReservedBlock]:

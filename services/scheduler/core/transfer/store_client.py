@@ -17,6 +17,7 @@ from shared.messages.kvstore import (
     AttachReply,
     Commit,
     Find,
+    FindAny,
     FindReply,
     KvLayout,
     KvStoreRefusal,
@@ -147,12 +148,25 @@ class StoreClient:
 
     # ---- requests
 
+    def find_any(self, hashes: list[BlockHash], deadline: float) -> LeaseId:
+        """Asks which of `hashes` the store has, within `deadline` seconds: under a lease for what is then asked for."""
+        lease, layout = self._new_lease()
+        request = FindAny(layout=layout, owner=self._named_owner(), lease=lease, hashes=b"".join(hashes))
+        self._out.append(SendStoreRequest(request, deadline + ROUND_TRIP_MARGIN))
+        return lease
+
     def find(
-        self, hashes: list[BlockHash], deadline: float, source: NodeId | None, block_seconds: float | None = None
+        self,
+        hashes: list[BlockHash],
+        deadline: float,
+        source: NodeId | None,
+        block_seconds: float | None = None,
+        lease: LeaseId | None = None,
     ) -> LeaseId:
         """Asks which leading blocks of `hashes` the store has, within `deadline` seconds, or the store of `source`,
-        unless that takes longer than `block_seconds` for each."""
-        lease, layout = self._new_lease()
+        unless that takes longer than `block_seconds` for each. `lease`: one that is held, under which nothing was
+        found yet; None: a new one."""
+        lease, layout = self._new_lease() if lease is None else (lease, self._held[lease])
         request = Find(
             layout=layout,
             owner=self._named_owner(),

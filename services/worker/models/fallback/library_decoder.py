@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import LayerGroups
+from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.config import ModelError
 from services.worker.models.decoder import allocate_caches, distinct
 from services.worker.models.fallback.attention import (
@@ -172,7 +173,7 @@ class LibraryDecoder:
         heads, dim = self._calls[0].kv_heads, self._calls[0].key_dim
         return allocate_caches(len(self._calls), self._groups, lambda: self._ops.allocate_kv(num_blocks, heads, dim))
 
-    def share_kv(self, caches: KvCaches, model: str) -> RankKvCache:
+    def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache:
         """See :meth:`services.worker.models.decoder.Decoder.share_kv`."""
         heads, dim = self._calls[0].kv_heads, self._calls[0].key_dim
         keys, different = caches[0][0], caches
@@ -207,6 +208,10 @@ class LibraryDecoder:
     def state_bytes(self) -> int:
         """No layer has a state."""
         return 0
+
+    @property
+    def checkpoint_pages(self) -> None:
+        """There are no checkpoints of states."""
 
     def empty_features(self, rows: int) -> Tensor:
         """[rows, hidden]."""

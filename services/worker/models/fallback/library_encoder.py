@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import LayerGroups
+from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.library_config import LibraryConfig, first_line, settings_digest, weights_dtype
 from services.worker.models.fallback.packed_products import pack_products
@@ -265,7 +266,7 @@ class LibraryEncoder:
         """A cache that nothing is written to."""
         return [self._ops.allocate_kv(num_blocks, _HEADS, _HEAD_SIZE)]
 
-    def share_kv(self, caches: KvCaches, model: str) -> RankKvCache:
+    def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache:
         """See :meth:`services.worker.models.decoder.Decoder.share_kv`; no prompt of an encoder is saved or loaded."""
         keys = caches[0][0]
         return RankKvCache(
@@ -295,6 +296,10 @@ class LibraryEncoder:
     def state_bytes(self) -> int:
         """No layer has a state."""
         return 0
+
+    @property
+    def checkpoint_pages(self) -> None:
+        """There are no checkpoints of states."""
 
     def empty_features(self, rows: int) -> Tensor:
         """[rows, hidden]."""

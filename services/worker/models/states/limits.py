@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-
 from services.worker.models.config import ModelConfig, ModelDescription, ModelError
-
-_log = logging.getLogger(__name__)
 
 
 def check_ranks(config: ModelConfig, ranks: int, stages: int) -> None:
@@ -18,8 +14,7 @@ def check_ranks(config: ModelConfig, ranks: int, stages: int) -> None:
 
 
 def check_states(config: ModelDescription, *, drafts: str | None, connector: bool, grouped: bool) -> None:
-    """`drafts`: the method of speculation. `grouped`: layers are to have tables in groups. Says what a model with
-    states does without. Raises ModelError for what it cannot do without being told."""
+    """`drafts`: the method of speculation. `grouped`: layers are to have tables in groups. Raises ModelError."""
     if not isinstance(config, ModelConfig) or config.states is None:
         return
     if drafts is not None:
@@ -28,7 +23,6 @@ def check_states(config: ModelDescription, *, drafts: str | None, connector: boo
         raise ModelError(f"kv_connector: {_kind(config)} has states, which no connector is told of")
     if grouped:
         raise ModelError(f"hybrid_kv_cache on: {_kind(config)} has one block table, of the layers that attend")
-    _log.info("%s: no KV store has its prefixes", _kind(config))
 
 
 def _kind(config: ModelConfig) -> str:

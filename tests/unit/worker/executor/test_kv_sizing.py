@@ -18,8 +18,10 @@ MIB = 1 << 20
 
 
 def demand(**different: Any) -> KvDemand:
-    """1 MiB blocks; a sequence of 4,096 tokens fills 256 of them, a quarter of a GiB."""
+    """1 MiB blocks; a sequence of 4,096 tokens fills 256 of them, a quarter of a GiB. A checkpoint is as large as a
+    sequence's states."""
     plain = {
+        "checkpoint_bytes": different.get("state_bytes", 0),
         "block_bytes": MIB,
         "block_size": 16,
         "max_num_seqs": 64,
@@ -51,6 +53,8 @@ def test_states_of_all_sequences_come_before_blocks() -> None:
     assert size_kv(demand(given=3 * GIB, state_bytes=16 * MIB), cpu(8 * GIB, GIB)) == KvSize(1536, 4096, 32)
     assert size_kv(demand(max_num_seqs=7, state_bytes=GIB), cpu(9 * GIB)).num_blocks == 448
     assert size_kv(demand(state_bytes=GIB), gpu()).num_blocks == (126 - 18 - 64 - 11) * 1024
+    larger = demand(given=3 * GIB, state_bytes=16 * MIB, checkpoint_bytes=32 * MIB)
+    assert size_kv(larger, cpu(8 * GIB, GIB)) == KvSize(1536, 4096, 16)
     with pytest.raises(ModelError) as error:
         size_kv(demand(max_num_seqs=9, state_bytes=GIB), cpu(9 * GIB, GIB))
     assert str(error.value) == (
