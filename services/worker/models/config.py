@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+import msgspec
 from msgspec import Struct
 
 from services.worker.models.hf_layers.delta import DeltaConfig as DeltaConfig
@@ -31,6 +33,12 @@ def dtype_named(name: str | None) -> Dtype:
             return known
         case other:
             raise ModelError(f"dtype {other!r} is not supported; supported: float32, bfloat16, float16")
+
+
+def plain_json(text: bytes) -> bytes:
+    """A `config.json` as JSON. Python writes a limit without an end as `Infinity`, which is none: `null` stands there
+    then."""
+    return msgspec.json.encode(json.loads(text)) if b"Infinity" in text else text
 
 
 class ModelDescription(Protocol):

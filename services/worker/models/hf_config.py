@@ -14,14 +14,14 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
-from services.worker.models.config import LayerConfig, ModelConfig, ModelError, dtype_named
+from services.worker.models.config import LayerConfig, ModelConfig, ModelError, dtype_named, plain_json
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 from services.worker.models.hf_layers.latent import LATENT_ARCHITECTURES, LatentConfig, RawLatent, read_latent
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import MixtureLayers, read_mixture
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
 from services.worker.models.states.delta_reading import delta_model_config
-from services.worker.models.states.mamba_reading import mamba_model_config, plain_json
+from services.worker.models.states.mamba_reading import mamba_model_config
 from services.worker.ops.interface import Activation
 
 _T = TypeVar("_T")

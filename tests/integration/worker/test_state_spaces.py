@@ -4,6 +4,7 @@ is refused."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from services.worker.models.config import ModelError
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
-from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import ModelName
 from shared.messages.kv_groups import StateRecords
 from tests.support.models.rounded_models import rounded
@@ -183,13 +183,22 @@ def test_checkpoints_are_pages_of_records(bamba: TinyModel, mamba2: TinyModel) -
     assert 0 <= 4 * kept.shape[1] - whole.rank.decoder.state_bytes < 4 * 6 * 2 * 16
 
 
+def test_a_published_configuration_without_an_end_is_served(tmp_path: Path, recorded: list[Tensor]) -> None:
+    """Older releases of the library wrote `Infinity`, which is no JSON: as in most checkpoints of Mamba-2."""
+    model = make_model("mamba2", tmp_path)
+    config = tmp_path / "config.json"
+    text = json.loads(config.read_text()) | {"time_step_limit": [0.0, float("inf")]}
+    config.write_text(json.dumps(text))
+    assert "Infinity]" in config.read_text()
+    agrees(model, recorded)
+
+
 def test_a_model_without_positions_is_as_long_as_is_asked(mamba2: TinyModel) -> None:
     assert tiny_backend(mamba2.path, max_num_seqs=1).card.max_model_len == 32_768
     assert tiny_backend(mamba2.path, max_num_seqs=1, max_model_len=100_000).card.max_model_len == 100_000
 
 
 @pytest.mark.features("states", "KV connector", refused=True)
-@pytest.mark.features("states", "speculative", refused=True)
 @pytest.mark.features("states", "LoRA", refused=True)
 @pytest.mark.features("states", "hybrid KV cache", refused=True)
 @pytest.mark.parametrize(
@@ -201,16 +210,12 @@ def test_a_model_without_positions_is_as_long_as_is_asked(mamba2: TinyModel) -> 
         ),
         ({"kv_connector": True}, "kv_connector: a model with state-space layers (BambaForCausalLM) has states"),
         (
-            {"speculation": SpeculationSettings(method="ngram", num_speculative_tokens=2)},
-            "speculative ngram: a model with state-space layers (BambaForCausalLM) takes no drafts",
-        ),
-        (
             {"loras": LoraSettings(((ModelName("other"), Path("/nowhere")),))},
             "lora: adapters of BambaForCausalLM are not supported: it has state-space layers",
         ),
         ({"hybrid_kv_cache": "on"}, "hybrid_kv_cache on: a model with state-space layers (BambaForCausalLM) has one"),
     ],
-    ids=["memory", "connector", "drafts", "lora", "groups"],
+    ids=["memory", "connector", "lora", "groups"],
 )
 def test_what_does_not_combine_is_refused_at_start(bamba: TinyModel, settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError, match=re.escape(complaint)):

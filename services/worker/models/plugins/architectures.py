@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from services.worker.models.checkpoint import Checkpoint, TensorPart
-from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.config import ModelConfig, ModelError, plain_json
 from services.worker.models.decoder import Decoder
 from services.worker.models.hf_config import architectures_of, is_native, read_model_config
 from services.worker.models.plugins.interface import DecoderParts, ModelArchitecture
@@ -86,7 +86,7 @@ def find_plugin_model(folder: Path) -> PluginModel | None:
     except PluginError as error:
         raise ModelError(f"architectures {name}: {error}") from None
     path = folder / "config.json"
-    raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    raw = msgspec.json.decode(plain_json(path.read_bytes()), type=dict[str, Any])
     architecture = _asked(where, lambda: kind(raw))
     described = _asked(where, lambda: dict(architecture.base_config()))
     base = read_model_config(

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from services.worker.models.checkpoint import TensorSource
-from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.config import ModelConfig, ModelError, plain_json
 from shared.messages.generation import PoolingType
 from shared.messages.lifecycle import LogitActivation, PoolingCard
 from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
@@ -56,7 +56,7 @@ def read_classifier(folder: Path, pooling: PoolingType = "last") -> PoolingCard 
     Raises ModelError for a broken configuration."""
     path = folder / "config.json"
     try:
-        raw = msgspec.json.decode(path.read_bytes(), type=_RawClassifier)
+        raw = msgspec.json.decode(plain_json(path.read_bytes()), type=_RawClassifier)
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist: a Hugging Face model directory is expected") from None
     except msgspec.MsgspecError as error:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
-from services.worker.models.config import ModelError
+from services.worker.models.config import ModelError, plain_json
 
 MethodName = Literal["compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes"]
 
@@ -61,7 +61,7 @@ def read_method(model_dir: Path) -> QuantizationMethod | None:
     """How the checkpoint in `model_dir` is quantised; None: not at all. Raises ModelError for what cannot be read."""
     path = model_dir / "config.json"
     try:
-        raw = msgspec.json.decode(path.read_bytes(), type=_RawQuantizedConfig).quantization_config
+        raw = msgspec.json.decode(plain_json(path.read_bytes()), type=_RawQuantizedConfig).quantization_config
     except (OSError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path}: {error}") from None
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Literal, TypeVar
@@ -10,7 +9,15 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import LayerConfig, MambaConfig, Mixture, ModelConfig, ModelError, dtype_named
+from services.worker.models.config import (
+    LayerConfig,
+    MambaConfig,
+    Mixture,
+    ModelConfig,
+    ModelError,
+    dtype_named,
+    plain_json,
+)
 from services.worker.models.hf_rope import RawRope, read_ropes
 from services.worker.models.rope import PlainRope, Rope
 
@@ -112,11 +119,6 @@ def mamba_model_config(
             return _granite(granite, stop_tokens(granite.eos_token_id))
         case _:
             raise AssertionError(f"{architecture} has no Mamba-2 layers")
-
-
-def plain_json(text: bytes) -> bytes:
-    """Python writes a limit without an end as `Infinity`, which is no JSON: `null` stands there then."""
-    return msgspec.json.encode(json.loads(text)) if b"Infinity" in text else text
 
 
 def _decode(text: bytes, kind: type[_Raw]) -> _Raw:
