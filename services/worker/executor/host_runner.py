@@ -187,6 +187,7 @@ class HostRunner(StepRunner):
         verdict = AcceptedTokens.of(outcome.cpu().numpy().astype(np.int32), batch.drafted, drawn.logprobs)
         if rank.pipeline.stages > 1:
             rank.pipeline.send_tokens(verdict.tokens.ravel().tolist())
+        rank.accept_states(verdict.counts)
         if places is None:
             rank.sequences.append(batch.sampled_indices, verdict.counts, verdict.tokens)
         else:

@@ -18,6 +18,7 @@ from services.worker.backend import ExecutionMode, Step, StepOutput
 from services.worker.batch.batch import Batch, BrokenPlan
 from services.worker.batch.pooled_rows import NO_VECTORS, PooledHead, PooledVectors
 from services.worker.batch.prompt_rows import ScoredPromptRows
+from services.worker.batch.rows import Int32s
 from services.worker.batch.sequences import SequenceTable
 from services.worker.batch.staging import staging_for, state_rows
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
@@ -38,6 +39,7 @@ from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.plugins.request_processors import RequestProcessors
 from services.worker.sampling.sampler import SamplerOutput, sample, undefined_rows
+from services.worker.speculation.drafted_states import DraftedStates
 from services.worker.speculation.proposer import NO_DRAFTS, DraftSettings, Proposer
 from services.worker.speculation.verification import AcceptedTokens, VerifiedDrafts, verify_batch
 from shared.messages.kv_groups import KvCacheGroup
@@ -102,6 +104,8 @@ class RankState:
         pages = decoder.checkpoint_pages
         self.states = None if pages is None else SequenceStates(self.caches, state_checkpoints, pages.checkpoint_bytes)
         """None where no layer has any."""
+        self._drafted_states: DraftedStates | None = None
+        """Of the step that was computed last, if it had drafts."""
         kept = None if self.states is None else RankCheckpoints(num_blocks, self.states.kept)
         self.kv: RankKvCache | None = decoder.share_kv(self.caches, digest, kept)
         self.state_records = None if pages is None or self.kv is None else pages.records
@@ -128,7 +132,7 @@ class RankState:
         self.guided = None if grammars is None else GuidedSequences(grammars)
         self.drafting = RankDrafting(
             *(drafting, proposer, self.sequences, self.guided, communicator, self.pipeline, self.device),
-            rolls_back=self.states is None,
+            rolls_back=self.states is None or self.device.type == "cpu",
         )
 
     @torch.inference_mode()
@@ -169,7 +173,8 @@ class RankState:
         if proposer is not None:
             for transfer in plan.transfers:
                 if transfer.kind == "load":
-                    proposer.forget_blocks(np.frombuffer(transfer.blocks, dtype="<u4").astype(np.int32))
+                    blocks = np.frombuffer(transfer.blocks, dtype="<u4").astype(np.int32)
+                    proposer.forget_blocks(blocks[blocks < self.num_blocks])  # others are pages of checkpoints
             for load in () if plan.connector is None else plan.connector.loads:
                 proposer.forget_blocks(np.frombuffer(load.run.blocks, dtype="<u4").astype(np.int32))
         seq_indices, restored = [], {each.sequence for each in plan.restored}
@@ -193,9 +198,18 @@ class RankState:
         if self.states is None or batch is None:
             return self._pass(ids, meta, batch)
         self.states.restore(batch.copies.restored)
-        computed = self._pass(ids, replace(meta, states=state_rows(batch.rows, self.device)), batch)
+        drafted = DraftedStates(self.decoder.ops.states, batch, meta) if batch.drafted.any() else None
+        rows = state_rows(batch.rows, self.device)._replace(trial=drafted)
+        computed = self._pass(ids, replace(meta, states=rows), batch)
         self.states.keep(batch.copies.checkpoints)
+        self._drafted_states = drafted
         return computed
+
+    def accept_states(self, counts: Int32s) -> None:
+        """So many rows stand of each sequence that drew in the step that was computed last: their states go on."""
+        if self._drafted_states is not None:
+            self._drafted_states.accept(counts)
+            self._drafted_states = None
 
     def _pass(self, ids: Tensor, meta: BatchMeta, batch: Batch | None) -> tuple[Tensor | None, Tensor | None]:
         pools = batch is not None and bool(batch.pooled.spans)

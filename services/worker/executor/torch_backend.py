@@ -148,7 +148,13 @@ def create_backend(
         loaded = load_model(wanted)
         drafts = None if speculation is None else speculation.method
         connected = kv_connector or on_layer is not None
-        check_states(loaded.config, drafts=drafts, connector=connected, grouped=hybrid_kv_cache == "on")
+        check_states(
+            loaded.config,
+            device=platform.device.type,
+            drafts=drafts,
+            connector=connected,
+            grouped=hybrid_kv_cache == "on",
+        )
         groups = _layer_groups(loaded, hybrid_kv_cache, speculation, connector=kv_connector)
         if prompt_embeds:
             if not loaded.generates:

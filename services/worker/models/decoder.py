@@ -325,7 +325,11 @@ class Decoder:
         attention is gated [2, n, H, D], queries and gates. Of a mixer with states all that `attend` is to project,
         [n, H * P]; states are in the cache then."""
         if layer.mixer is not None:
-            return self._states.mix(self._ops.linear(x, layer.qkv), layer.mixer, StateCache(*cache), meta)
+            assert meta.states is not None, "a model with states has them in every step"
+            projected, trial, states = self._ops.linear(x, layer.qkv), meta.states.trial, StateCache(*cache)
+            if trial is not None:
+                return trial.mix(projected, layer.mixer, states)
+            return self._states.mix(projected, layer.mixer, states, meta)
         if self._latent is not None:
             return self._latent.queries(layer, x, meta, cache)
         queries = self._ops.rope_and_store(

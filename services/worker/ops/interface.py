@@ -56,6 +56,15 @@ class StateRows(NamedTuple):
     begins: Tensor | None
     """bool [num_decodes], on the device: whether a decode is the first token of its sequence, whose states are zeros
     then, whatever its slot holds. None: none is."""
+    trial: StateTrial | None = None
+    """Mixes in the place of `StateOps`, where sequences have drafts."""
+
+
+class StateTrial(Protocol):
+    """Mixes a step some of whose sequences have drafts, each with rows that follow each other."""
+
+    def mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache) -> Tensor:
+        """See `StateOps.mix`; but the states of sequences with drafts are left as they were before."""
 
 
 class InputRows(NamedTuple):

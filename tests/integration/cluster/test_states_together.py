@@ -64,8 +64,7 @@ def test_another_clusters_states_in_little_memory_and_an_engine_that_dies(tmp_pa
 
 @contextlib.contextmanager
 def federated(folder: Path, packages: Path, both: Sequence[str]) -> Iterator[tuple[RunningStack, RunningStack]]:
-    """One engine beside which there is nothing, and two with small steps, little memory, and a KV store that gets none
-    of their blocks."""
+    """One engine beside which there is nothing, and two with small steps, little memory, and a KV store."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     secret = {"BATON_FEDERATION_SECRET": "known to both clusters and to nobody else"}
     secret["PYTHONPATH"] = os.pathsep.join((str(packages), str(REPOSITORY)))

@@ -18,7 +18,6 @@ from services.worker.speculation.settings import Method, SpeculationSettings
 from shared.ids import SequenceId
 from shared.messages.generation import Grammar, SamplingOptions, TokenLogprobs
 from tests.integration.worker.test_sampling_on_a_backend import EVERYTHING
-from tests.integration.worker.test_speculation import Oracle
 from tests.support.models.tiny_drafters import make_draft, make_eagle, make_medusa
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.paths import DEMO_MODEL
@@ -26,6 +25,7 @@ from tests.support.worker.compiled_grammars import compile_now
 from tests.support.worker.delayed_device import LateClock, WithoutWaiting
 from tests.support.worker.guided_engine import guided_backend, tiny_model
 from tests.support.worker.launched_rank import DriverAhead, launching
+from tests.support.worker.oracle import Oracle
 from tests.support.worker.plan_driver import GREEDY, Driver, Sequence
 from tests.support.worker.tiny_backend import tiny_backend
 

@@ -14,10 +14,10 @@ from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
 from tests.integration.worker.test_launching_runner import OUTPUT, everything, prompt, scores, told, write
-from tests.integration.worker.test_speculation import Oracle
 from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.worker.guided_engine import guided_backend, tiny_model
 from tests.support.worker.launched_rank import DriverAhead
+from tests.support.worker.oracle import Oracle
 from tests.support.worker.plan_driver import GREEDY, Driver
 from tests.support.worker.threaded_rank import SECONDS, OnTwoThreads
 from tests.support.worker.tiny_backend import tiny_backend

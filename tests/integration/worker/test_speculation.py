@@ -17,7 +17,7 @@ from services.worker.ops.interface import OpsName
 from services.worker.speculation.draft_model import DraftModelProposer
 from services.worker.speculation.eagle import EaglePass, EagleProposer
 from services.worker.speculation.ngram import NgramProposer
-from services.worker.speculation.proposer import ComputedStep, DraftRequest, Int32s, Proposer, SequenceHistories
+from services.worker.speculation.proposer import DraftRequest, Proposer
 from services.worker.speculation.settings import SpeculationSettings
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.ids import Incarnation, SequenceId
@@ -27,46 +27,11 @@ from shared.packing import pack
 from tests.support.models.tiny_drafters import make_draft, make_eagle, make_medusa
 from tests.support.models.tiny_models import POSITIONS, VOCABULARY, TinyModel, make_model
 from tests.support.worker.launched_rank import Runner, launching
+from tests.support.worker.oracle import Oracle
 from tests.support.worker.plan_driver import GREEDY, Driver, Sequence
 from tests.support.worker.tiny_backend import tiny_backend
 
 OUTPUT = 24
-
-
-class Oracle:
-    """Drafts what it was told will come, and errs now and then."""
-
-    most = 4
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[int, ...], list[int]] = {}
-        """Prompt → what follows it."""
-        self._random = Random(11)
-
-    def propose(self, asked: DraftRequest) -> DraftTokens:
-        tokens = np.zeros((len(asked.seq_indices), self.most), dtype=np.int32)
-        counts = np.zeros(len(asked.seq_indices), dtype=np.int32)
-        for row, seq_index in enumerate(asked.seq_indices):
-            held = asked.histories.tokens[seq_index, : asked.histories.lengths[seq_index]].tolist()
-            drafts = self._following(held)[: min(self.most, asked.limits[row])]
-            counts[row] = self._random.randint(0, len(drafts))
-            for i in range(counts[row]):
-                wrong = self._random.random() < 0.2
-                tokens[row, i] = (drafts[i] + wrong) % VOCABULARY
-        return DraftTokens(tokens, counts)
-
-    def _following(self, held: list[int]) -> list[int]:
-        for prompt, output in self.known.items():
-            if tuple(held[: len(prompt)]) == prompt:
-                return output[len(held) - len(prompt) :]
-        return []
-
-    def observe(self, computed: ComputedStep) -> None:
-        assert len(computed.seq_indices) == len(computed.positions)
-
-    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None: ...
-    def forget_blocks(self, blocks: Int32s) -> None: ...
-    def clear(self) -> None: ...
 
 
 def backend_of(path: Path, *, ops: OpsName = "torch", speculation: SpeculationSettings | None = None) -> HostRunner:

@@ -15,19 +15,26 @@ from shared.messages.worker import StepPlan
 from tests.support.engines.checking_worker import generate
 from tests.support.worker.plan_driver import GREEDY
 
+LIMITS = EngineLimits(max_batch_tokens=77, max_running=8, run_ahead=0)
+
 
 class PlannedEngine:
-    """Steps of 77 tokens."""
+    """Steps of 77 tokens, unless limits say otherwise."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, limits: EngineLimits = LIMITS) -> None:
         self._backend = backend
+        self.drafted = 0
         self._plans: list[StepPlan] = []
         self._drawn: list[int] = []
-        self._core = EngineCore(
-            EngineId("e"), Incarnation(1), EngineLimits(max_batch_tokens=77, max_running=8, run_ahead=0)
-        )
+        self._core = EngineCore(EngineId("e"), Incarnation(1), limits)
         self._requests = 0
-        self._tell(WorkersReady(backend.card, backend.num_blocks, state_checkpoints=backend.state_checkpoints))
+        self._tell(
+            WorkersReady(
+                *(backend.card, backend.num_blocks),
+                state_checkpoints=backend.state_checkpoints,
+                max_speculate=backend.max_speculate,
+            )
+        )
 
     def generate(self, prompt: list[int], output: int) -> tuple[list[int], int]:
         """The `output` tokens behind the prompt, drawn greedily, and how many tokens of it were computed before."""
@@ -38,7 +45,17 @@ class PlannedEngine:
             plan = self._plans.pop(0)
             computed += sum(new.computed for new in plan.new)
             made = run_step(self._backend, plan)
-            self._tell(StepFinished(epoch=plan.epoch, step=plan.step, sampled=made.sampled, timing=made.timing))
+            self.drafted += made.drafted
+            self._tell(
+                StepFinished(
+                    epoch=plan.epoch,
+                    step=plan.step,
+                    sampled=made.sampled,
+                    timing=made.timing,
+                    drafted=made.drafted,
+                    accepted=made.accepted,
+                )
+            )
         return self._drawn, computed
 
     def _tell(self, event: Event) -> None:

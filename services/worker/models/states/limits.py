@@ -13,12 +13,14 @@ def check_ranks(config: ModelConfig, ranks: int, stages: int) -> None:
         raise ModelError(f"pp {stages}: {_kind(config)} has one stage; more engines serve more requests")
 
 
-def check_states(config: ModelDescription, *, drafts: str | None, connector: bool, grouped: bool) -> None:
+def check_states(config: ModelDescription, *, device: str, drafts: str | None, connector: bool, grouped: bool) -> None:
     """`drafts`: the method of speculation. `grouped`: layers are to have tables in groups. Raises ModelError."""
     if not isinstance(config, ModelConfig) or config.states is None:
         return
-    if drafts is not None:
-        raise ModelError(f"speculative {drafts}: {_kind(config)} takes no drafts")
+    if drafts is not None and device != "cpu":
+        raise ModelError(f"speculative {drafts}: {_kind(config)} takes no drafts on {device}")
+    if drafts in ("medusa", "eagle"):
+        raise ModelError(f"speculative {drafts}: {_kind(config)} takes drafts by ngram or a draft model")
     if connector:
         raise ModelError(f"kv_connector: {_kind(config)} has states, which no connector is told of")
     if grouped:

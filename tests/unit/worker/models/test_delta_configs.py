@@ -164,7 +164,10 @@ def test_one_rank_computes_them_and_the_simulation_knows_none(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"drafts": "ngram"}, "speculative ngram: a model with gated delta nets (Qwen3_5ForCausalLM) takes no drafts"),
+        (
+            {"drafts": "ngram", "device": "cuda"},
+            "speculative ngram: a model with gated delta nets (Qwen3_5ForCausalLM) takes no drafts on cuda",
+        ),
         (
             {"connector": True},
             "kv_connector: a model with gated delta nets (Qwen3_5ForCausalLM) has states, which no connector is told "
@@ -181,7 +184,7 @@ def test_one_rank_computes_them_and_the_simulation_knows_none(tmp_path: Path) ->
 def test_what_does_not_combine_is_refused_by_name(tmp_path: Path, settings: dict[str, Any], complaint: str) -> None:
     config = read(tmp_path, QWEN35_DENSE)
     with pytest.raises(ModelError) as error:
-        check_states(config, **{"drafts": None, "connector": False, "grouped": False, **settings})
+        check_states(config, **{"device": "cpu", "drafts": None, "connector": False, "grouped": False, **settings})
     assert str(error.value) == complaint
 
 
