@@ -86,8 +86,9 @@ class WorkerRanks:
         kept_here = any(each.state_checkpoints is not None and each.state_records is None for each in reports)
         if self._role != "mixed" and kept_here:
             return UnusableRanks(
-                f"no {self._role} engine: requests of {cards.pop()[0].name}, a model with states, are not handed over "
-                f"by engines on {reports[0].device}; start its engines without --prefill and --decode"
+                f"no {self._role} engine: requests of {cards.pop()[0].name}, a model with states, are handed over on "
+                "CPUs alone, by ranks of one stage with KV heads of their own; start its engines without --prefill and "
+                "--decode"
             )
         self._members = {life.instance: life.incarnation for life in by_rank.values()}
         return WorkersReady(

@@ -151,6 +151,7 @@ def create_backend(
         check_states(
             loaded.config,
             device=platform.device.type,
+            stages=pipeline.stages,
             drafts=drafts,
             connector=connected,
             grouped=hybrid_kv_cache == "on",
@@ -186,7 +187,7 @@ def create_backend(
         state_bytes=loaded.decoder.state_bytes,
         checkpoint_bytes=0 if (pages := loaded.decoder.checkpoint_pages) is None else pages.checkpoint_bytes,
     )
-    size = _agreed(size_kv(demand, memory), communicator)
+    size = _agreed(demand, size_kv(demand, memory), communicator)
     with STARTUP.stage("warm_up"):
         ready = _ready(parts, size, graphs, max_batch_tokens)
     _tell(loaded, parts, size, memory, eager)
@@ -291,11 +292,10 @@ def _layer_groups(
     return groups.groups
 
 
-def _agreed(size: KvSize, communicator: Communicator) -> KvSize:
-    """What fits every rank."""
-    return KvSize(
-        *(communicator.minimum(each) for each in (size.num_blocks, size.max_model_len, size.state_checkpoints))
-    )
+def _agreed(demand: KvDemand, size: KvSize, communicator: Communicator) -> KvSize:
+    """What fits every rank; those of stages without states have room for any number of checkpoints."""
+    checkpoints = size.state_checkpoints if demand.state_bytes else 1 << 30
+    return KvSize(*(communicator.minimum(each) for each in (size.num_blocks, size.max_model_len, checkpoints)))
 
 
 def _ready(parts: RunnerParts, size: KvSize, graphs: RankGraphs, rows: int) -> Runner:

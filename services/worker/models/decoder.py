@@ -201,7 +201,8 @@ class Decoder:
     def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache | None:
         """See `CausalLm.share_kv`."""
         if self._config.states is not None:
-            return None if checkpoints is None else self._pages_for(model).share(checkpoints, caches, self._ops)
+            alone = self._pipeline.stages == 1
+            return self._pages_for(model).share(checkpoints, caches, self._ops) if checkpoints and alone else None
         first, last = self._share.kv_heads
         latent, keys = self._config.latent, caches[0][0]
         different, layers, first_layer = caches, self._config.num_layers, self._weights.first_layer
@@ -235,7 +236,7 @@ class Decoder:
     @property
     def checkpoint_pages(self) -> CheckpointPages | None:
         """See `CausalLm.checkpoint_pages`."""
-        return None if self._config.states is None else self._pages_for("")
+        return self._pages_for("") if self.state_bytes else None
 
     def _pages_for(self, model: str) -> CheckpointPages:
         return checkpoint_pages(self._config, self._share, self._ops, self._communicator, self.state_bytes, model)
@@ -254,9 +255,11 @@ class Decoder:
     @property
     def state_bytes(self) -> int:
         """See `CausalLm.state_bytes`."""
-        states = self._config.states
+        states, shard = self._config.states, self._share.mixer
+        if states is None or shard is None:
+            return 0
         mixers = sum(layer.mixer is not None for layer in self._weights.layers)
-        return 0 if states is None else mixers * states.state_elements * torch.float32.itemsize
+        return mixers * shard.own(states).state_elements * torch.float32.itemsize
 
     def empty_features(self, rows: int) -> Tensor:
         """[rows, hidden] of memory that `forward` fills with features."""
@@ -328,8 +331,10 @@ class Decoder:
             assert meta.states is not None, "a model with states has them in every step"
             projected, trial, states = self._ops.linear(x, layer.qkv), meta.states.trial, StateCache(*cache)
             if trial is not None:
-                return trial.mix(projected, layer.mixer, states)
-            return self._states.mix(projected, layer.mixer, states, meta)
+                mixed = trial.mix(projected, layer.mixer, states)
+            else:
+                mixed = self._states.mix(projected, layer.mixer, states, meta)
+            return mixed if layer.split_norm is None else self._normed(mixed, layer.split_norm)
         if self._latent is not None:
             return self._latent.queries(layer, x, meta, cache)
         queries = self._ops.rope_and_store(
@@ -345,6 +350,12 @@ class Decoder:
         if layer.gate is None:
             return queries
         return torch.stack((queries, self._ops.linear(x, layer.gate).view(queries.shape)))
+
+    def _normed(self, mixed: Tensor, weight: Tensor) -> Tensor:
+        """mixed [n, H * P], RMS-normed over the heads of all ranks."""
+        wide, elements = mixed.float(), mixed.shape[1] * self._communicator.world_size
+        squares = self._communicator.sum(wide.square().sum(1, keepdim=True))
+        return (wide * (squares / elements + self._config.norm_eps).rsqrt() * weight).to(mixed.dtype)
 
     def attend(
         self,

@@ -44,7 +44,6 @@ from services.worker.models.pooling.sentence_transformers import PoolingChoice, 
 from services.worker.models.quantization.method import QuantizationMethod, read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.sharding import PipelineStage, shard_of, stage_of
-from services.worker.models.states.limits import check_ranks
 from services.worker.ops.interface import AttentionName, CacheDtype, Ops, OpsName
 from services.worker.ops.quantized import Code
 from services.worker.ops.selector import OpsChoice
@@ -173,7 +172,6 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     config = read_model_config(settings.folder, quantized=True) if plugin is None else plugin.config
     if config.latent is not None:
         _check_latent(settings)
-    check_ranks(config, settings.communicator.world_size, settings.pipeline.stages)
     method = _method_of(settings)
     if plugin is not None:
         _check_plugin(settings, plugin, method)

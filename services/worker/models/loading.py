@@ -111,6 +111,7 @@ class _Mixer(NamedTuple):
     latent: LatentWeights | None = None
     mixer: StateMixer | None = None
     gate: PackedLinear | None = None
+    split_norm: Tensor | None = None
 
 
 class _Loader:
@@ -184,6 +185,7 @@ class _Loader:
             latent=mixer.latent,
             mixer=mixer.mixer,
             gate=mixer.gate,
+            split_norm=mixer.split_norm,
         )
 
     def _attention(self, name: str, layer: LayerConfig) -> _Mixer:
@@ -207,28 +209,38 @@ class _Loader:
         )
 
     def _gated_attention(self, name: str, layer: LayerConfig) -> _Mixer:
-        """Of the one rank that computes it."""
         config, inner = self._config, self._config.num_heads * self._config.head_dim
         inputs, order = (
-            read_gated_inputs(self._matrices, config, name),
+            read_gated_inputs(self._matrices, config, self._share, name),
             partly_rotated(config.head_dim, config.rotated_dim).to(self._device),
         )
         return _Mixer(
             inputs=inputs.qkv,
             q_norm=self._norm(f"{name}.q_norm.weight", config.head_dim)[order],
             k_norm=self._norm(f"{name}.k_norm.weight", config.head_dim)[order],
-            output=self._row_parallel(f"{name}.o_proj", inner, (0, inner), config.output_bias),
+            output=self._row_parallel(
+                f"{name}.o_proj", inner, _columns_of_heads(self._share.heads, config.head_dim), config.output_bias
+            ),
             cos_sin=self._table(layer.rope),
             gate=inputs.gate,
         )
 
     def _with_states(self, name: str) -> _Mixer:
-        states = self._config.states
+        states, shard, nothing = self._config.states, self._share.mixer, torch.empty(0, device=self._device)
         assert states is not None, "a layer has states"
-        how = (self._matrices, self._device, self._config)
-        loader = DeltaLoader(*how, states, name) if isinstance(states, DeltaConfig) else MambaLoader(*how, states, name)
-        nothing = torch.empty(0, device=self._device)
-        return _Mixer(inputs=loader.inputs(), output=loader.output(), cos_sin=nothing, mixer=loader.mixer())
+        assert shard is not None
+        how = (self._matrices, self._device, self._config, shard)
+        if isinstance(states, DeltaConfig):
+            delta = DeltaLoader(*how, states, name)
+            return _Mixer(inputs=delta.inputs(), output=delta.output(), cos_sin=nothing, mixer=delta.mixer())
+        mamba = MambaLoader(*how, states, name)
+        return _Mixer(
+            inputs=mamba.inputs(),
+            output=mamba.output(),
+            cos_sin=nothing,
+            mixer=mamba.mixer(),
+            split_norm=mamba.split_norm(),
+        )
 
     def _latent(self, latent: LatentConfig, name: str) -> LatentLoader:
         return LatentLoader(self._matrices, self._ops, self._device, self._config, latent, self._share.heads, name)
@@ -265,15 +277,18 @@ class _Loader:
         if not self._config.intermediate_size:
             return None
         if self._config.architecture == _GRANITE:
-            return self._joined_mlp(name, self._config.intermediate_size)
+            return self._joined_mlp(name, self._config.intermediate_size, self._share.mlp)
         return self._columns_of(name, self._config.intermediate_size, self._share.mlp, self._config.mlp_bias)
 
-    def _joined_mlp(self, name: str, size: int) -> DenseMlp:
-        """Gates and ups are one matrix, so only a rank that has all columns reads it."""
-        hidden = self._config.hidden_size
-        gate_up = self._matrices.read(f"{name}.input_linear", (2 * size, hidden))
-        down = self._matrices.read(f"{name}.output_linear", (hidden, size))
-        return DenseMlp(self._matrices.pack_linear(gate_up, None), self._matrices.pack_linear(down, None))
+    def _joined_mlp(self, name: str, size: int, columns: tuple[int, int]) -> DenseMlp:
+        """Gates and ups are one matrix."""
+        hidden, (first, end) = self._config.hidden_size, columns
+        parts = [
+            self._matrices.read(f"{name}.input_linear", (2 * size, hidden), rows=rows)
+            for rows in ((first, end), (size + first, size + end))
+        ]
+        down = self._matrices.pack_inputs(f"{name}.output_linear", (hidden, size), columns, None)
+        return DenseMlp(self._matrices.pack_linear(self._matrices.join(parts), None), down)
 
     def _columns_of(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> DenseMlp:
         """This rank's columns of an MLP of `size`."""
@@ -314,7 +329,8 @@ class _Loader:
     def _shared_expert(self, layer: str, mixture: Mixture, size: int) -> SharedExpert:
         """By Granite's names, by DeepSeek's, or, with a gate, by Qwen's."""
         if self._config.architecture == _GRANITE:
-            return SharedExpert(self._joined_mlp(f"{layer}.{self._names.mlp}", size), gate=None)
+            mlp = self._joined_mlp(f"{layer}.{self._names.mlp}", size, self._share.shared_expert)
+            return SharedExpert(mlp, gate=None)
         block = f"{layer}.mlp.shared_expert"
         if not mixture.shared_gated:
             return SharedExpert(self._columns_of(f"{block}s", size, self._share.shared_expert, bias=False), gate=None)

@@ -18,9 +18,38 @@ from hashlib import blake2b
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from services.worker.models.config import ModelConfig, ModelDescription, ModelError
+from services.worker.models.config import MambaConfig, ModelConfig, ModelDescription, ModelError, StateConfig
 from services.worker.models.expert_parallel.placement import ExpertPlacement
+
+
+class MixerShard(Struct, frozen=True):
+    """What one rank holds of each mixer with states, as half-open ranges."""
+
+    heads: tuple[int, int]
+    groups: tuple[int, int]
+    """Of neighbouring heads; a single one is on every rank."""
+    norm_parts: int
+    """Over so many ranks the norm of a group goes."""
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of this rank."""
+        return self.heads[1] - self.heads[0]
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of this rank."""
+        return self.groups[1] - self.groups[0]
+
+    def own(self, states: StateConfig) -> StateConfig:
+        """The sizes of what it holds."""
+        return replace(states, heads=self.num_heads, groups=self.num_groups)
+
+    def elements(self, head_dim: int) -> tuple[int, int]:
+        """Of all heads' elements."""
+        return self.heads[0] * head_dim, self.heads[1] * head_dim
 
 
 class LayerShard(Struct, frozen=True):
@@ -42,6 +71,8 @@ class LayerShard(Struct, frozen=True):
     """Its number among the ranks of its stage."""
     placements: tuple[ExpertPlacement, ...] = ()
     """Expert parallelism: which experts each rank has of every layer of the model, whole. Empty: a share of all."""
+    mixer: MixerShard | None = None
+    """None: no layer has states."""
 
     @property
     def experts_digest(self) -> str:
@@ -93,7 +124,18 @@ def shard_of(
         padded_vocab=words,
         rank=rank,
         placements=placements,
+        mixer=None if config.states is None else _mixer_part(config.states, rank, world_size),
     )
+
+
+def _mixer_part(states: StateConfig, rank: int, world_size: int) -> MixerShard:
+    """Whole groups; or heads of the only one, where a norm over all of them can be summed up."""
+    one = isinstance(states, MambaConfig) and states.groups == 1
+    for what, count in (("heads", states.heads), ("groups of heads", world_size if one else states.groups)):
+        if count % world_size:
+            raise ModelError(f"{states.kind}: {count} {what} do not divide over {world_size} tensor-parallel ranks")
+    groups = (0, 1) if one else _part(states.groups, rank, world_size)
+    return MixerShard(_part(states.heads, rank, world_size), groups, world_size if one else 1)
 
 
 def _part(count: int, rank: int, world_size: int) -> tuple[int, int]:

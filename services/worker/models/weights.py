@@ -97,6 +97,8 @@ class LayerWeights:
     """Layers with states: it is in the place of attention."""
     gate: PackedLinear | None = None
     """Gated attention: the sigmoid of a row times this [H * D, hidden] is how much of attention's output is taken."""
+    split_norm: Tensor | None = None
+    """[H * P] this rank's part of a mixer's norm that goes over all ranks' heads; None: the mixer has its norm."""
 
 
 @dataclass(frozen=True, slots=True)

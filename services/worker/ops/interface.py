@@ -156,8 +156,8 @@ class StateSpace(NamedTuple):
     """[H] the paper's D: how much of a head's input is in its output as it is."""
     step_bias: Tensor
     """[H] what is added to time steps before the softplus."""
-    norm: Tensor
-    """[H * P]"""
+    norm: Tensor | None
+    """[H * P]; None: outputs are only gated, as the norm goes over other ranks' heads, too."""
     eps: float
 
 

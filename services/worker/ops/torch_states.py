@@ -88,6 +88,8 @@ class SpaceRule(NamedTuple):
     def normed(self, mixed: Tensor, gate: Tensor) -> Tensor:
         """mixed [n, H, P] times SiLU(gate), RMS-normed in groups → [n, H * P]."""
         gated = (mixed.flatten(1) * F.silu(gate)).view(len(mixed), self.space.groups, -1)
+        if self.space.norm is None:
+            return gated.flatten(1)
         return F.rms_norm(gated, gated.shape[2:], None, self.space.eps).flatten(1) * self.space.norm
 
     def _steps(self, projected: Tensor) -> Tensor:

@@ -47,12 +47,18 @@ async def test_they_are_handed_over_and_an_engine_that_dies_changes_no_token(
 
 
 @pytest.mark.faults
-@pytest.mark.features("states", "prefill/decode", "re-dispatch", "guided", "chunked prefill")
-@pytest.mark.parametrize(("family", "dies"), [("qwen3-next", "decode-1"), ("granite-hybrid", "prefill-1")])
+@pytest.mark.features("states", "prefill/decode", "tensor parallel", "re-dispatch", "guided", "chunked prefill")
+@pytest.mark.parametrize(
+    ("family", "different", "options", "dies"),
+    [
+        ("qwen3-next", {}, [], "decode-1"),
+        ("granite-hybrid", {"mamba_n_groups": 1}, ["--tp-prefill=2", "--tp-decode=2"], "prefill-1"),
+    ],
+)
 async def test_states_are_handed_over_and_an_engine_that_dies_changes_no_token(
-    tmp_path: Path, family: str, dies: str
+    tmp_path: Path, family: str, different: dict[str, Any], options: list[str], dies: str
 ) -> None:
-    await no_token_changes(tmp_path, family, {}, [], dies)
+    await no_token_changes(tmp_path, family, different, options, dies)
 
 
 async def no_token_changes(

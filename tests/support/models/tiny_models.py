@@ -162,7 +162,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 STATE_FAMILIES = ("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe")
-"""With Mamba-2 layers or gated delta nets: one rank computes them."""
+"""With Mamba-2 layers or gated delta nets."""
 
 
 @dataclass(frozen=True)

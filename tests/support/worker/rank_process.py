@@ -92,6 +92,8 @@ class Serving(Struct, frozen=True):
     max_speculate: int
     max_loras: int
     kv_groups: tuple[KvCacheGroup, ...] = ()
+    state_checkpoints: int | None = None
+    state_bytes: int = 0
 
 
 class Drew(Struct, frozen=True):
@@ -165,6 +167,8 @@ def serving(backend: HostRunner) -> Serving:
         max_speculate=backend.max_speculate,
         max_loras=backend.max_loras,
         kv_groups=backend.kv_groups,
+        state_checkpoints=backend.state_checkpoints,
+        state_bytes=decoder.state_bytes,
     )
 
 

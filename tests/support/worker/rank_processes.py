@@ -158,7 +158,7 @@ class EngineOfRanks:
         """Of every row drawn from, in order."""
         self.most_in_flight = 0
         self.steps = 0
-        self.accepted = 0
+        self.drafted = self.accepted = 0
         """Drafts that stood."""
         self._ranks = ranks
         self._asked = asked
@@ -175,6 +175,9 @@ class EngineOfRanks:
                 max_speculate=min(one.max_speculate for one in serving),
                 max_loras=min(one.max_loras for one in serving),
                 kv_groups=serving[0].kv_groups,
+                state_checkpoints=min(
+                    (one.state_checkpoints for one in serving if one.state_checkpoints is not None), default=None
+                ),
             )
         )
 
@@ -214,6 +217,7 @@ class EngineOfRanks:
         self._in_flight -= 1
         self.steps += 1
         self.logits += drew.logits
+        self.drafted += drew.drafted
         self.accepted += sum(drew.accepted)
         self._tell(
             StepFinished(

@@ -73,7 +73,6 @@ def test_ranks_are_complete_when_all_are_ready_and_count_with_the_least_of_each(
     assert ranks.assemble() == WorkersReady(CARD, 7, max_running=64, max_batch_tokens=None, world_size=2)
 
 
-@pytest.mark.features("states", "prefill/decode", refused=True)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_ranks_with_states_are_no_engine_that_hands_requests_over(role: Role) -> None:
     said = life(0, world_size=1)
@@ -83,8 +82,8 @@ def test_ranks_with_states_are_no_engine_that_hands_requests_over(role: Role) ->
     for ranks in (refused, plain):
         ranks.record_lifecycle(said, 0.0)
     assert refused.assemble() == UnusableRanks(
-        f"no {role} engine: requests of {CARD.name}, a model with states, are not handed over by engines on cpu; start "
-        "its engines without --prefill and --decode"
+        f"no {role} engine: requests of {CARD.name}, a model with states, are handed over on CPUs alone, by ranks of "
+        "one stage with KV heads of their own; start its engines without --prefill and --decode"
     )
     assert plain.assemble() == WorkersReady(CARD, 10, state_checkpoints=3)
 

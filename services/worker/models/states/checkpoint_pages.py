@@ -30,6 +30,8 @@ class CheckpointPages(NamedTuple):
     layers: int
     pages: int
     alone: bool
+    distinct: bool
+    """Whether no other rank has the same heads."""
 
     @property
     def page_bytes(self) -> int:
@@ -47,9 +49,10 @@ class CheckpointPages(NamedTuple):
         return StateRecords(pages=self.pages, alone=self.alone)
 
     def share(self, checkpoints: RankCheckpoints, caches: KvCaches, ops: Ops) -> RankKvCache | None:
-        """For copying from and to a KV store: `checkpoints`, and the `caches` of layers that attend. None on GPUs."""
+        """For copying from and to a KV store: `checkpoints`, and the `caches` of layers that attend. None on GPUs, and
+        where ranks have the same heads, as each has states of its own."""
         first, numbers = checkpoints
-        if numbers.device.type != "cpu":
+        if numbers.device.type != "cpu" or not self.distinct:
             return None
         attending = [cache for cache in caches if not isinstance(cache, StateCache)]
         blocks = ops.kv_copier(attending, self.layout.head_dim) if attending else None
@@ -89,7 +92,7 @@ def checkpoint_pages(
             head_dim=size,
             block_size=ops.block_size,
         )
-        return CheckpointPages(layout, communicator.rank * heads, heads, 1, 1, alone=True)
+        return CheckpointPages(layout, communicator.rank * heads, heads, 1, 1, alone=True, distinct=True)
     keys, _ = ops.allocate_kv(1, 1, config.head_dim)
     layout = KvLayout(
         model=digest,
@@ -101,4 +104,8 @@ def checkpoint_pages(
     )
     page = share.num_kv_heads * attending * cell_bytes(layout)
     pages = -(-state_bytes // page)
-    return CheckpointPages(layout, share.kv_heads[0], share.num_kv_heads, attending, pages, alone=False)
+    return CheckpointPages(
+        *(layout, share.kv_heads[0], share.num_kv_heads, attending, pages),
+        alone=False,
+        distinct=config.num_kv_heads % ranks == 0,
+    )

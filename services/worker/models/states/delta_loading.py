@@ -1,4 +1,4 @@
-"""Reads one layer's gated delta net from a checkpoint."""
+"""Reads one layer's gated delta net from a checkpoint, or a rank's share of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from services.worker.models.checkpoint import read_exactly
 from services.worker.models.config import DeltaConfig, ModelConfig
 from services.worker.models.quantization.matrices import Matrix, MatrixLoader, permuted
+from services.worker.models.sharding import MixerShard
 from services.worker.ops.interface import DeltaNet, PackedLinear
 
 
@@ -19,6 +20,7 @@ class DeltaLoader(NamedTuple):
     matrices: MatrixLoader
     device: torch.device
     config: ModelConfig
+    shard: MixerShard
     delta: DeltaConfig
     name: str
 
@@ -30,22 +32,23 @@ class DeltaLoader(NamedTuple):
 
     def output(self) -> PackedLinear:
         """What the mixer's rows are projected back by."""
-        matrix = self._matrix("out_proj", self.config.hidden_size, self.delta.inner)
-        return self.matrices.pack_linear(matrix, None)
+        shape, columns = (self.config.hidden_size, self.delta.inner), self.shard.elements(self.delta.head_dim)
+        return self.matrices.pack_inputs(f"{self.name}.out_proj", shape, columns, None)
 
     def mixer(self) -> DeltaNet:
         """All that is between them."""
-        delta = self.delta
+        delta, heads = self.delta, slice(*self.shard.heads)
         conv = self._read("conv1d.weight", (delta.conv_dim, 1, delta.kernel)).squeeze(1)
+        own = conv[self._channels().to(conv.device)]
         return DeltaNet(
-            heads=delta.heads,
+            heads=self.shard.num_heads,
             head_dim=delta.head_dim,
-            groups=delta.groups,
+            groups=self.shard.num_groups,
             state_dim=delta.state_dim,
-            conv_weight=conv[self._channels().to(conv.device)].t().contiguous(),
-            conv_bias=conv.new_zeros(delta.conv_dim),
-            decay=self._read("A_log", (delta.heads,)).exp().neg(),
-            step_bias=self._read("dt_bias", (delta.heads,)),
+            conv_weight=own.t().contiguous(),
+            conv_bias=conv.new_zeros(len(own)),
+            decay=self._read("A_log", (delta.heads,))[heads].exp().neg(),
+            step_bias=self._read("dt_bias", (delta.heads,))[heads].contiguous(),
             norm=self._read("norm.weight", (delta.head_dim,)),
             eps=self.config.norm_eps,
         )
@@ -56,9 +59,10 @@ class DeltaLoader(NamedTuple):
         each, values = delta.heads // delta.groups, delta.inner // delta.groups
         wide = self._matrix("in_proj_qkvz", delta.conv_dim + delta.inner, hidden)
         narrow = self._matrix("in_proj_ba", 2 * delta.heads, hidden)
-        rows = torch.arange(delta.conv_dim + delta.inner).view(delta.groups, -1)
+        groups = slice(*self.shard.groups)
+        rows = torch.arange(delta.conv_dim + delta.inner).view(delta.groups, -1)[groups]
         queries, keys, own, gates = torch.split(rows, [delta.state_dim, delta.state_dim, values, values], dim=1)
-        written, steps = torch.split(torch.arange(2 * delta.heads).view(delta.groups, -1), each, dim=1)
+        written, steps = torch.split(torch.arange(2 * delta.heads).view(delta.groups, -1)[groups], each, dim=1)
         order = torch.cat([part.flatten() for part in (gates, own, keys, queries)])
         return [permuted(wide, order), permuted(narrow, torch.cat((steps.flatten(), written.flatten())))]
 
@@ -66,17 +70,20 @@ class DeltaLoader(NamedTuple):
         """Qwen3.5: a matrix of each kind."""
         delta, hidden = self.delta, self.config.hidden_size
         mixed = permuted(self._matrix("in_proj_qkv", delta.conv_dim, hidden), self._channels())
+        elements, heads = self.shard.elements(delta.head_dim), self.shard.heads
         gates, steps, written = (
-            self._matrix(f"in_proj_{part}", size, hidden)
-            for part, size in (("z", delta.inner), ("a", delta.heads), ("b", delta.heads))
+            self.matrices.read(f"{self.name}.in_proj_{part}", (size, hidden), rows=rows)
+            for part, size, rows in (("z", delta.inner, elements), ("a", delta.heads, heads), ("b", delta.heads, heads))
         )
         return [gates, mixed, steps, written]
 
     def _channels(self) -> Tensor:
-        """Values, keys and queries, of queries, keys and values."""
+        """This rank's values, keys and queries, of queries, keys and values."""
         delta = self.delta
         queries, keys, values = torch.split(torch.arange(delta.conv_dim), [delta.keys, delta.keys, delta.inner])
-        return torch.cat((values, keys, queries))
+        first, end = (group * delta.state_dim for group in self.shard.groups)
+        own = slice(*self.shard.elements(delta.head_dim))
+        return torch.cat((values[own], keys[first:end], queries[first:end]))
 
     def _matrix(self, part: str, outputs: int, inputs: int) -> Matrix:
         return self.matrices.read(f"{self.name}.{part}", (outputs, inputs))

@@ -11,6 +11,7 @@ from torch import Tensor
 from services.worker.models.config import ModelConfig
 from services.worker.models.quantization.matrices import Matrix, MatrixLoader, permuted
 from services.worker.models.rope import partly_rotated
+from services.worker.models.sharding import LayerShard
 from services.worker.ops.interface import PackedLinear
 
 
@@ -31,9 +32,9 @@ class _Projection(NamedTuple):
         return _Projection(permuted(self.matrix, outputs), bias)
 
 
-def read_gated_inputs(matrices: MatrixLoader, config: ModelConfig, name: str) -> GatedInputs:
-    """Of all heads of the attention whose tensors begin with `name`. Elements of queries and keys are in the order in
-    which whole heads are rotated. Raises ModelError."""
+def read_gated_inputs(matrices: MatrixLoader, config: ModelConfig, share: LayerShard, name: str) -> GatedInputs:
+    """Of a rank's heads of the attention whose tensors begin with `name`. Elements of queries and keys are in the order
+    in which whole heads are rotated. Raises ModelError."""
     dim, heads, kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
 
     def read(part: str, outputs: int) -> _Projection:
@@ -43,10 +44,12 @@ def read_gated_inputs(matrices: MatrixLoader, config: ModelConfig, name: str) ->
 
     order = partly_rotated(dim, config.rotated_dim)
     both, keys = read("q", 2 * heads * dim), read("k", kv_heads * dim)
-    of_heads = torch.arange(2 * heads * dim).view(heads, 2, dim)
+    own, own_keys = slice(*share.heads), slice(*share.kv_heads)
+    of_heads = torch.arange(2 * heads * dim).view(heads, 2, dim)[own]
+    of_keys = torch.arange(kv_heads * dim).view(kv_heads, dim)[own_keys]
     queries, gates = both.chosen(of_heads[:, 0, order].flatten()), both.chosen(of_heads[:, 1].flatten())
-    rotated = keys.chosen(torch.arange(kv_heads * dim).view(kv_heads, dim)[:, order].flatten())
-    parts = (queries, rotated, read("v", kv_heads * dim))
+    rotated = keys.chosen(of_keys[:, order].flatten())
+    parts = (queries, rotated, read("v", kv_heads * dim).chosen(of_keys.flatten()))
     biases = [part.bias for part in parts if part.bias is not None]
     return GatedInputs(
         matrices.pack_linear(matrices.join([part.matrix for part in parts]), torch.cat(biases) if biases else None),

@@ -5,20 +5,16 @@ from __future__ import annotations
 from services.worker.models.config import ModelConfig, ModelDescription, ModelError
 
 
-def check_ranks(config: ModelConfig, ranks: int, stages: int) -> None:
-    """Raises ModelError where a model with states is to be split."""
-    if config.states is not None and ranks > 1:
-        raise ModelError(f"tp {ranks}: {_kind(config)} is computed by one rank; more engines serve more requests")
-    if config.states is not None and stages > 1:
-        raise ModelError(f"pp {stages}: {_kind(config)} has one stage; more engines serve more requests")
-
-
-def check_states(config: ModelDescription, *, device: str, drafts: str | None, connector: bool, grouped: bool) -> None:
+def check_states(
+    config: ModelDescription, *, device: str, stages: int, drafts: str | None, connector: bool, grouped: bool
+) -> None:
     """`drafts`: the method of speculation. `grouped`: layers are to have tables in groups. Raises ModelError."""
     if not isinstance(config, ModelConfig) or config.states is None:
         return
     if drafts is not None and device != "cpu":
         raise ModelError(f"speculative {drafts}: {_kind(config)} takes no drafts on {device}")
+    if drafts is not None and stages > 1:
+        raise ModelError(f"speculative {drafts}: {_kind(config)} takes no drafts in several stages")
     if drafts in ("medusa", "eagle"):
         raise ModelError(f"speculative {drafts}: {_kind(config)} takes drafts by ngram or a draft model")
     if connector:

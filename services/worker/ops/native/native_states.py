@@ -60,6 +60,6 @@ def _described(mixer: StateMixer) -> library.NativeStateMixer:
         decay=mixer.decay.data_ptr(),
         skip=None if isinstance(mixer, DeltaNet) else mixer.skip.data_ptr(),
         step_bias=mixer.step_bias.data_ptr(),
-        norm=mixer.norm.data_ptr(),
+        norm=None if mixer.norm is None else mixer.norm.data_ptr(),
         eps=mixer.eps,
     )

@@ -288,6 +288,7 @@ struct Pass {
                 out[i] *= gate[i] / (1.0f + std::exp(-gate[i]));
                 total += out[i] * out[i];
             }
+            if (!mixer.norm) continue;
             float scale = 1.0f / std::sqrt(total / float(size) + mixer.eps);
             for (i = 0; i < size; ++i) out[i] = out[i] * scale * mixer.norm[group * size + i];
         }

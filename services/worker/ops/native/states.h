@@ -18,7 +18,7 @@ struct StateMixer {
     const float* decay;        // [H]
     const float* skip;         // [H]; a delta net has none
     const float* step_bias;    // [H]
-    const float* norm;         // [H * P]; of a delta net [P]
+    const float* norm;         // [H * P], null: outputs are only gated; of a delta net [P]
     float eps;
 
     int inner() const { return heads * head_dim; }

@@ -16,7 +16,7 @@ from services.worker.models.hf_config import has_head, is_native, read_model_con
 from services.worker.models.loading import load_weights
 from services.worker.models.rope import PlainRope
 from services.worker.models.sharding import shard_of
-from services.worker.models.states.limits import check_ranks, check_states
+from services.worker.models.states.limits import check_states
 from services.worker.ops.interface import DeltaNet
 from services.worker.ops.torch_ops import TorchOps
 from services.worker.sim.shape import read_shape
@@ -153,10 +153,8 @@ def test_what_cannot_be_is_refused_by_key_and_value(
     assert str(error.value) == f"{tmp_path / 'config.json'}: {complaint}"
 
 
-def test_one_rank_computes_them_and_the_simulation_knows_none(tmp_path: Path) -> None:
-    config = read(tmp_path, QWEN3_NEXT_80B)
-    with pytest.raises(ModelError, match=r"tp 2: a model with gated delta nets \(Qwen3Next\w+\) is computed by one"):
-        check_ranks(config, 2, 1)
+def test_the_simulation_knows_none(tmp_path: Path) -> None:
+    read(tmp_path, QWEN3_NEXT_80B)
     with pytest.raises(BackendError, match=r"no models with gated delta nets \(Qwen3NextForCausalLM\)"):
         read_shape(tmp_path, "auto")
 
@@ -169,6 +167,10 @@ def test_one_rank_computes_them_and_the_simulation_knows_none(tmp_path: Path) ->
             "speculative ngram: a model with gated delta nets (Qwen3_5ForCausalLM) takes no drafts on cuda",
         ),
         (
+            {"drafts": "ngram", "stages": 2},
+            "speculative ngram: a model with gated delta nets (Qwen3_5ForCausalLM) takes no drafts in several stages",
+        ),
+        (
             {"connector": True},
             "kv_connector: a model with gated delta nets (Qwen3_5ForCausalLM) has states, which no connector is told "
             "of",
@@ -179,12 +181,14 @@ def test_one_rank_computes_them_and_the_simulation_knows_none(tmp_path: Path) ->
             "that attend",
         ),
     ],
-    ids=["drafts", "connector", "groups"],
+    ids=["drafts", "stages", "connector", "groups"],
 )
 def test_what_does_not_combine_is_refused_by_name(tmp_path: Path, settings: dict[str, Any], complaint: str) -> None:
     config = read(tmp_path, QWEN35_DENSE)
     with pytest.raises(ModelError) as error:
-        check_states(config, **{"device": "cpu", "drafts": None, "connector": False, "grouped": False, **settings})
+        check_states(
+            config, **{"device": "cpu", "stages": 1, "drafts": None, "connector": False, "grouped": False, **settings}
+        )
     assert str(error.value) == complaint
 
 

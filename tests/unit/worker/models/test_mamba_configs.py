@@ -12,7 +12,7 @@ from services.worker.backend import BackendError
 from services.worker.models.config import MambaConfig, Mixture, ModelConfig, ModelError
 from services.worker.models.hf_config import is_native, read_model_config
 from services.worker.models.rope import PlainRope
-from services.worker.models.states.limits import check_ranks
+from services.worker.models.sharding import MixerShard, shard_of
 from services.worker.sim.shape import read_shape
 
 MAMBA2_130M: dict[str, Any] = {
@@ -164,15 +164,17 @@ def test_what_cannot_be_is_refused_by_key_and_value(
     assert str(error.value) == f"{tmp_path / 'config.json'}: {complaint}"
 
 
-@pytest.mark.features("states", "tensor parallel", refused=True)
-@pytest.mark.features("states", "pipeline parallel", refused=True)
-def test_one_rank_computes_states(tmp_path: Path) -> None:
-    config = read(tmp_path, BAMBA_9B)
-    check_ranks(config, 1, 1)
-    with pytest.raises(ModelError, match=r"tp 2: a model with state-space layers \(Bamba\w+\) is computed by one rank"):
-        check_ranks(config, 2, 1)
-    with pytest.raises(ModelError, match=r"pp 2: a model with state-space layers \(Bamba\w+\) has one stage"):
-        check_ranks(config, 1, 2)
+def test_heads_of_a_rank_are_whole_groups_or_of_the_only_one(tmp_path: Path) -> None:
+    """Of several groups each rank has some; a single one is everywhere, and its norm goes over the ranks."""
+    one = read(tmp_path, MAMBA2_130M)
+    shares = [shard_of(one, rank, 2).mixer for rank in range(2)]
+    assert shares == [MixerShard((0, 12), (0, 1), 2), MixerShard((12, 24), (0, 1), 2)]
+    four = read(tmp_path, MAMBA2_130M, n_groups=4)
+    assert shard_of(four, 1, 2).mixer == MixerShard((12, 24), (2, 4), 1)
+    with pytest.raises(ModelError, match="state-space layers: 4 groups of heads do not divide over 3 tensor-parallel"):
+        shard_of(four, 0, 3)
+    with pytest.raises(ModelError, match="state-space layers: 24 heads do not divide over 5 tensor-parallel ranks"):
+        shard_of(one, 0, 5)
 
 
 def test_the_simulation_knows_no_states(tmp_path: Path) -> None:
