@@ -111,6 +111,11 @@ COMMANDS: Mapping[str, Listed] = {
     "nats-env": Listed(
         OPERATE, "deploy.cli.operate", 'Print what the `nats` command needs: eval "$(baton nats-env)"; nats micro ls.'
     ),
+    "prometheus-config": Listed(
+        OPERATE,
+        "deploy.cli.diagnosis.prometheus",
+        "Print a configuration by which Prometheus scrapes a stack and judges it by Baton's alert rules.",
+    ),
     "record": Listed(OPERATE, "deploy.cli.journals", "Record the messages on the bus in a journal; Ctrl-C ends it."),
     "replay": Listed(
         OPERATE,

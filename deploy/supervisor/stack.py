@@ -34,7 +34,6 @@ from deploy.supervisor.core.events import (
     TerminateProcess,
     WorkersReleased,
 )
-from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.core.supervisor import StopDeadlines, Supervisor
 from deploy.supervisor.core.watchdog import PauseFreeClock, Watchdog, WatchLimits
 from deploy.supervisor.hosts import hosts_of
@@ -51,13 +50,13 @@ from deploy.supervisor.servers.model_server import NAME as MODEL_SERVER
 from deploy.supervisor.servers.model_server import model_server
 from deploy.supervisor.servers.nats import NAME as NATS
 from deploy.supervisor.servers.nats import BusAccess
+from deploy.supervisor.servers.prometheus_targets import PrometheusTargets
 from deploy.supervisor.servers.redis import NAME as REDIS
 from deploy.supervisor.servers.redis import StoreAccess
 from deploy.supervisor.servers.server_process import HOST, ServerProcess
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.state_file import (
     LOCK,
-    MemberRecord,
     StackPhase,
     StackState,
     held,
@@ -126,6 +125,7 @@ class Stack:
         keep = keeper_command(spec.run_dir / LOCK, spec.orphan_timeout, down)
         self._keeper = ServerProcess(KEEPER, keep, None, self.children, self.logs)
         self._model_server = model_server(spec, self.children, self.logs)
+        self._targets = PrometheusTargets(spec.run_dir, spec.name)
         self.adopted = 0
         """Processes that a former supervisor had started, and that this one went on with."""
         self._watchdog = Watchdog(WatchLimits(step=spec.step_limit, silence=spec.silence_limit))
@@ -185,9 +185,7 @@ class Stack:
                 reserved_port(self.spec.host, port, ours=left is not None) as self.port,
                 self.logs.stream("supervisor") as own_log,
             ):
-                logging.raiseExceptions = (
-                    False  # a line that cannot be written is not worth a traceback on the terminal
-                )
+                logging.raiseExceptions = False  # one that cannot be written is not worth a traceback on the terminal
                 set_up_logs("supervisor", "supervisor", self.spec.log_level, own_log)
                 await self._run_all(beside, left)
         if self._failure is not None:
@@ -236,6 +234,7 @@ class Stack:
     def _end_all(self) -> None:
         self.children.kill_all()
         self._executor.close_templates()
+        self._targets.remove()
         remove_leftovers(self.spec.run_dir)
         remove_state(self.spec.run_dir)
 
@@ -311,6 +310,7 @@ class Stack:
             if self.spec.cluster is not None and not self.supervisor.looks_after(message.instance):
                 continue  # another host's: its own supervisor judges it
             self._watchdog.record_lifecycle(message, self._watch_clock.now(self._bus.liveness_now()))
+            self._targets.record(message)
             self._handle(LifecycleReceived(message))
 
     async def _obey(self, order: SupervisorOrder) -> ScaleReply | StrikeReply:
@@ -431,10 +431,6 @@ class Stack:
             for _ in range(2):
                 self._handle(StopRequested())
 
-    def _recorded(self, member: SupervisedProcess, failed: Collection[InstanceId]) -> MemberRecord:
-        instance = member.process.instance
-        return recorded(member, failed=instance in failed, last_lines=self._last_lines.get(instance, ()))
-
     def _problems(self) -> tuple[str, ...]:
         """What cannot be done at present, for `baton ps`."""
         found = [self._log_problem] if self._log_problem else []
@@ -444,6 +440,7 @@ class Stack:
 
     def _look_after_disk(self) -> None:
         """Best effort: nothing here ends the supervisor."""
+        self._targets.keep(self.supervisor.looks_after)
         problem = self.logs.bound() or full_disk(self.spec.run_dir)
         if problem != self._log_problem:
             log.warning("logs", extra={"problem": problem})
@@ -475,7 +472,7 @@ class Stack:
             started=self._started,
             written=time.time(),
             problems=self._problems(),
-            members=tuple(self._recorded(member, failed) for member in self.supervisor.members()),
+            members=tuple(recorded(each, failed, self._last_lines) for each in self.supervisor.members()),
             processes=self.children.identities(),
             spec=self.spec,
             port=self.port,

@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -81,8 +81,11 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
         )
 
 
-def recorded(member: SupervisedProcess, *, failed: bool = False, last_lines: tuple[str, ...] = ()) -> MemberRecord:
-    """A process as the state file has it."""
+def recorded(
+    member: SupervisedProcess, failed: Collection[InstanceId] = (), last_lines: Mapping[str, tuple[str, ...]] = {}
+) -> MemberRecord:
+    """A process as the state file has it. `failed`: who keeps dying; `last_lines`: of the logs of the dead."""
+    instance = member.process.instance
     return MemberRecord(
         **member.process._asdict(),
         device=member.device,
@@ -92,9 +95,9 @@ def recorded(member: SupervisedProcess, *, failed: bool = False, last_lines: tup
         restarts=member.restarts,
         failures=member.failures,
         status=member.status,
-        failed=failed,
+        failed=instance in failed,
         standby=member.standby,
-        last_lines=last_lines if failed else (),
+        last_lines=last_lines.get(instance, ()) if instance in failed else (),
     )
 
 

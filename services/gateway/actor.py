@@ -313,7 +313,7 @@ class Gateway(Actor):
         """Answers another gateway."""
         match request:
             case ReadMetrics():
-                return MetricsPage(metrics_of_process())
+                return MetricsPage(metrics_of_process(request.openmetrics))
             case TakeStream():
                 return await self.streams.answer(request)
             case AbortRequests():

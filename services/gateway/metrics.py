@@ -6,23 +6,30 @@ observation per streamed token is a visible part of the gateway's work.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from msgspec.structs import replace
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 from prometheus_client import Histogram as PlainHistogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from shared.ids import GatewayId
 from shared.messages.gateway import LatencyCounts, LatencyName
 from shared.messages.generation import FinishReason
-from shared.telemetry.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, ForeignName, ForeignNames
+from shared.telemetry.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, ForeignName, ForeignNames, metrics_page
 
-REQUESTS = Counter("baton_gateway_requests_total", "Generation requests that ended.", ["model", "endpoint", "outcome"])
+REQUESTS = Counter(
+    "baton_gateway_requests_total",
+    "Generation requests that ended, by outcome; refused: for a mistake or a limit of the client's, unlike failed.",
+    ["model", "endpoint", "outcome"],
+)
 ERRORS = Counter("baton_gateway_errors_total", "Error responses, by HTTP status.", ["status"])
 RETRIES = Counter("baton_gateway_retries_total", "Attempts after the first one of a request.")
 DISCONNECTS = Counter(
@@ -58,6 +65,9 @@ OVERFLOW_FIRST_BYTE = PlainHistogram(
 STREAMS = Gauge("baton_gateway_open_exchanges", "Open HTTP requests.")
 
 
+END_OF_OPENMETRICS = b"# EOF\n"
+
+
 class Histogram:
     """Owns counts by bucket. Single-threaded; a scrape reads it on the same event loop."""
 
@@ -65,22 +75,28 @@ class Histogram:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        self._exemplars: list[Exemplar | None] = [None] * (len(bounds) + 1)
 
-    def observe(self, value: float) -> None:
-        """Counts one observation in its bucket and in the sum."""
-        self._counts[bisect_left(self._bounds, value)] += 1
+    def observe(self, value: float, trace: str | None = None) -> None:
+        """Counts one observation in its bucket and in the sum. One of a request that is traced, by its trace's id, is
+        shown as the bucket's example until the next."""
+        bucket = bisect_left(self._bounds, value)
+        self._counts[bucket] += 1
         self._sum += value
+        if trace is not None:
+            self._exemplars[bucket] = Exemplar({"trace_id": trace}, value, time.time())
 
     def counts(self, model: str, name: LatencyName) -> LatencyCounts:
         """Returns the counts of each bucket alone."""
         return LatencyCounts(model, name, self._bounds, tuple(self._counts), self._sum)
 
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Returns cumulative counts by upper bound, and the sum of all observations."""
+    def buckets(self) -> tuple[list[tuple[str, float, Exemplar | None]], float]:
+        """Returns cumulative counts by upper bound, each with an example, and the sum of all observations."""
         total, cumulative = 0, []
-        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
+        bounds = [*map(str, self._bounds), "+Inf"]
+        for bound, count, exemplar in zip(bounds, self._counts, self._exemplars, strict=True):
             total += count
-            cumulative.append((bound, float(total)))
+            cumulative.append((bound, float(total), exemplar))
         return cumulative, self._sum
 
 
@@ -209,9 +225,9 @@ VLLM_NAMES = ForeignNames(
 REGISTRY.register(VLLM_NAMES)
 
 
-def metrics_of_process() -> bytes:
-    """Returns what this process measures, in Prometheus' text format."""
-    return generate_latest(REGISTRY)
+def metrics_of_process(openmetrics: bool = False) -> bytes:
+    """Returns what this process measures, in Prometheus' text format, or in OpenMetrics'."""
+    return metrics_page(REGISTRY, openmetrics=openmetrics)
 
 
 class MergedPages(Collector):
@@ -219,20 +235,21 @@ class MergedPages(Collector):
     cannot choose whom they ask, and must not see one gateway's counters now and another's then."""
 
     def __init__(self, pages: Mapping[GatewayId, bytes]) -> None:
-        """`pages`: each in Prometheus' text format, by the gateway's name."""
+        """`pages`: each in Prometheus' text format or in OpenMetrics', by the gateway's name."""
         self._pages = pages
 
     def collect(self) -> Iterator[Metric]:
         """Yields each metric once, with the samples of all gateways."""
         merged: dict[str, Metric] = {}
         for gateway, page in self._pages.items():
-            for metric in text_string_to_metric_families(page.decode()):
+            parsed = openmetrics_families if page.endswith(END_OF_OPENMETRICS) else text_string_to_metric_families
+            for metric in parsed(page.decode()):
                 known = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 known.samples += [s._replace(labels={"gateway": gateway, **s.labels}) for s in metric.samples]
         yield from merged.values()
 
-    def text(self) -> bytes:
-        """Returns them in Prometheus' text format."""
-        registry = CollectorRegistry()
+    def text(self, openmetrics: bool = False) -> bytes:
+        """Returns them in Prometheus' text format, or in OpenMetrics'."""
+        registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        return generate_latest(registry)
+        return metrics_page(registry, openmetrics=openmetrics)

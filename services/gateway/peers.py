@@ -68,10 +68,10 @@ class GatewayPeers:
         answers: dict[GatewayId, RequestsAborted] = await self.ask_all(question, RequestsAborted)
         return [response for answer in answers.values() for response in answer.responses]
 
-    async def metrics_pages(self) -> dict[GatewayId, bytes]:
-        """Returns the metrics of every gateway, this one included."""
-        others = await self.ask_all(ReadMetrics(), MetricsPage)
-        return {self.own: metrics_of_process(), **{peer: page.text for peer, page in others.items()}}
+    async def metrics_pages(self, openmetrics: bool = False) -> dict[GatewayId, bytes]:
+        """Returns the metrics of every gateway, this one included, in Prometheus' text format or in OpenMetrics'."""
+        others = await self.ask_all(ReadMetrics(openmetrics), MetricsPage)
+        return {self.own: metrics_of_process(openmetrics), **{peer: page.text for peer, page in others.items()}}
 
 
 def _life(message: Lifecycle) -> GatewayLife:

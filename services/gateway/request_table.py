@@ -46,6 +46,7 @@ from shared.messages.gateway import (
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import Cancel, Probe, ProbeReply
 from shared.messages.tokenizer import Tokenize
+from shared.telemetry.tracing import trace_id_of
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +191,7 @@ class RequestTable:
             METERS.of(self.cluster.counted_as(header.model)) if meters is None else meters,
             time.monotonic(),
             grammar_field=grammar.field if grammar is not None else None,
+            trace=None if generation.trace is None else trace_id_of(generation.trace),
         )
         self._add(response)
         effects: list[Effect] = []
@@ -247,7 +249,8 @@ class RequestTable:
         await self.cancel(response, detach=resumable)
         header, choices = response.header, response.choices
         model = self.cluster.counted_as(header.model)
-        REQUESTS.labels(model, header.kind, outcome).inc()
+        refused = outcome == "failed" and response.error is not None and response.error.status < 500
+        REQUESTS.labels(model, header.kind, "refused" if refused else outcome).inc()
         if outcome in ("client left", "client too slow"):
             DISCONNECTS.labels(outcome).inc()
         meters = METERS.of(model)

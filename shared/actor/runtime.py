@@ -40,7 +40,7 @@ from shared.protocol import MIN_PROTOCOL, PROTOCOL, incompatibility, other_block
 from shared.reliability.recent import RecentEntries
 from shared.supervision import orphaned
 from shared.telemetry.logs import set_up_logs
-from shared.telemetry.metrics import HANDLED, HEARTBEAT_AGE, PHASE, UNDELIVERED, metrics_server
+from shared.telemetry.metrics import HANDLED, HEARTBEAT_AGE, INBOX, PHASE, UNDELIVERED, metrics_server
 from shared.telemetry.startup import STARTUP, process_age
 from shared.telemetry.tracing import TRACING, TracingUnavailable
 from shared.topics import heartbeat_interval, instance_control, lifecycle_requests, name_claims, span_requests
@@ -116,6 +116,7 @@ class ActorRuntime:
     async def run(self) -> None:
         """Serves until `stop`. Raises NameTaken. A bug of the actor publishes `failed` and is raised again."""
         await self._claim_name()
+        INBOX.set_function(self._inbox.qsize)
         self._bus.on_undelivered(self._receive_undelivered)
         await self._subscribe_all()
         try:

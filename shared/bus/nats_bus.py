@@ -48,7 +48,7 @@ from shared.bus.nats_client import (
 )
 from shared.bus.nats_wire import DirectReceivers
 from shared.bus.unconfirmed import Unconfirmed
-from shared.telemetry.metrics import BUS_CONNECTED
+from shared.telemetry.metrics import BUS_CONNECTED, BUS_DROPPED
 from shared.topics import Topic, inbox_prefix
 
 M = TypeVar("M")
@@ -161,6 +161,7 @@ class NatsBus:
             if not self._client.publish_at_once(subject, payload, reply):
                 await self._client.publish(subject, payload, reply)
         except nats.errors.OutboundBufferLimitError:
+            BUS_DROPPED.labels("buffer_full").inc()
             log.error("bus away and its buffer full, message dropped", extra={"subject": topic.subject})
 
     def _payload(self, topic: Topic[Any], message: Any) -> bytes:
@@ -350,6 +351,8 @@ async def _connect_once(options: NatsOptions) -> NatsBus:
     async def failed(error: Exception) -> None:
         last_error[:] = [error]
         refusals.add(_is_refusal(error))
+        if isinstance(error, nats.errors.SlowConsumerError):
+            BUS_DROPPED.labels("slow_consumer").inc()
         refused = "permissions violation" in str(error).lower()
         log.log(logging.ERROR if refused else logging.WARNING, "bus error", extra={"error": repr(error)})
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
+from typing import Any
 
 from shared.bus.nats_wire import DirectReceivers, publish_command
+from shared.telemetry.metrics import BUS_ROUND_TRIP
 
 
 @contextlib.contextmanager
@@ -79,6 +82,12 @@ class PromptClient(Client):
                 feed(data)
 
         reader.feed_data = receive  # type: ignore[method-assign, assignment]
+
+    async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
+        """Measures each round trip, or how long it was waited for: the client pings by itself, and at each flush."""
+        answered, sent = future or asyncio.get_running_loop().create_future(), time.monotonic()
+        answered.add_done_callback(lambda _: BUS_ROUND_TRIP.set(time.monotonic() - sent))
+        await super()._send_ping(answered)
 
     def publish_at_once(self, subject: str, payload: bytes, reply: str) -> bool:
         """Publishes what is valid and not too large; False: nothing was done, as there is no socket that takes it."""

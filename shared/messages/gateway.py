@@ -188,9 +188,13 @@ class UsageReport(Struct, frozen=True, array_like=True, kw_only=True):
 class ReadMetrics(Struct, frozen=True, array_like=True, tag=True):
     """gateway → another gateway: what does your process measure? Answered by a `MetricsPage`."""
 
+    openmetrics: bool = False
+    """Whether in the OpenMetrics format, which has exemplars; a release that does not know it answers with text."""
+
 
 class MetricsPage(Struct, frozen=True, array_like=True, tag=True):
-    """Reply to `ReadMetrics`: the metrics of one process in Prometheus' text format."""
+    """Reply to `ReadMetrics`: the metrics of one process in Prometheus' text format, or in OpenMetrics', whose pages
+    end with `# EOF`."""
 
     text: bytes
 

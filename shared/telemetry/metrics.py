@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from prometheus_client import Counter, Gauge, start_http_server
+from prometheus_client import REGISTRY, Counter, Gauge, generate_latest, start_http_server
 from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_page
 from prometheus_client.registry import Collector
 
 UNDECODABLE = Counter(
@@ -19,6 +22,19 @@ UNDELIVERED = Counter("baton_undelivered_messages_total", "Messages that had no 
 PHASE = Gauge("baton_phase", "1 for the phase that the service is in, 0 for others.", ["service", "phase"])
 HEARTBEAT_AGE = Gauge("baton_heartbeat_age_seconds", "Since the service's event loop last ran its heartbeat.")
 BUS_CONNECTED = Gauge("baton_bus_connected", "1 while the bus is reachable.")
+BUS_ROUND_TRIP = Gauge(
+    "baton_bus_round_trip_seconds",
+    "From the latest ping of the bus's server to its answer, or until nobody waited for it. Each process pings every 5 s.",
+)
+BUS_DROPPED = Counter(
+    "baton_bus_dropped_messages_total",
+    "Messages lost at this process: received faster than handled (slow_consumer), or not sent as the bus was away and "
+    "the buffer full (buffer_full).",
+    ["why"],
+)
+for why in ("slow_consumer", "buffer_full"):
+    BUS_DROPPED.labels(why)
+INBOX = Gauge("baton_inbox_messages", "Messages that have arrived and that the service's actor has not handled.")
 
 _MILLISECONDS = (1, 2.5, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1_000, 2_500, 5_000, 10_000, 20_000, 40_000, 80_000)
 LATENCY_BUCKETS = tuple(ms / 1000 for ms in _MILLISECONDS)
@@ -91,6 +107,35 @@ class PublishedTotals:
             self._published[counter] = source, total
 
 
+TEXT, OPENMETRICS = (
+    "text/plain; version=0.0.4; charset=utf-8",
+    "application/openmetrics-text; version=1.0.0; charset=utf-8",
+)
+"""Content types of pages."""
+
+
+def wants_openmetrics(accept: str) -> bool:
+    """Whether a client with this `Accept` is to get the OpenMetrics format, which has exemplars."""
+    return "openmetrics" in choose_encoder(accept)[1]
+
+
+def metrics_page(registry: Collector, *, openmetrics: bool) -> bytes:
+    """What is measured, in Prometheus' text format or in OpenMetrics'.
+
+    By itself the library writes `vllm_x` for the name `vllm:x` in the latter, though both formats have colons."""
+    if openmetrics:
+        page: bytes = openmetrics_page(registry, escaping=ALLOWUTF8, version="1.0.0")  # type: ignore[no-untyped-call]
+        return page
+    return generate_latest(registry)
+
+
+def _metrics_app(environ: dict[str, Any], start_response: Any) -> list[bytes]:
+    openmetrics = wants_openmetrics(environ.get("HTTP_ACCEPT", ""))
+    page = metrics_page(REGISTRY, openmetrics=openmetrics)
+    start_response("200 OK", [("Content-Type", OPENMETRICS if openmetrics else TEXT)])
+    return [page]
+
+
 @contextlib.contextmanager
 def metrics_server(host: str, port: int | None) -> Iterator[int | None]:
     """Serves `/metrics` on a thread while the context is open; port 0 picks a free one. Yields the port."""
@@ -98,6 +143,7 @@ def metrics_server(host: str, port: int | None) -> Iterator[int | None]:
         yield None
         return
     server, thread = start_http_server(port, addr=host)
+    server.set_app(_metrics_app)
     try:
         yield server.server_port
     finally:

@@ -25,6 +25,7 @@ EXTRAS = (
     "tests/integration/deploy/test_readme.py",
     "tests/integration/deploy/test_simulated_pools.py",
     "tests/integration/deploy/test_tune.py",
+    "tests/integration/observability/",
     "tests/integration/offline/",
     "tests/integration/worker/test_library_architectures.py",
     "tests/integration/worker/test_library_ranks.py",
@@ -38,8 +39,8 @@ EXTRAS = (
     "tests/unit/deploy/test_without_network.py",
     "tests/unit/deploy/tuning/",
 )
-"""What is beside serving: offline use, benchmarks, simulation, tuning, Kubernetes, the wheel, the console in
-a browser. Marked `extras`."""
+"""What is beside serving: offline use, benchmarks, simulation, tuning, Kubernetes, the wheel, Prometheus,
+the console in a browser. Marked `extras`."""
 LANES = {
     "slow": "make test-slow",
     "extras": "make test-extras",

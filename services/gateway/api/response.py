@@ -245,8 +245,11 @@ class GenerationResponse:
         now: float,
         *,
         grammar_field: str | None = None,
+        trace: str | None = None,
     ) -> None:
-        """`grammar_field` is the client's name of the grammar that its output must match, for error texts."""
+        """`grammar_field` is the client's name of the grammar that its output must match, for error texts; `trace` the
+        id of its trace, of which its latencies are examples."""
+        self._trace = trace
         self.header = header
         self.requests = requests
         self.choices = list(requests.values())
@@ -281,10 +284,10 @@ class GenerationResponse:
             choice.tokens += tokens
             meters.generation_tokens += tokens
             if choice.last_token_at is not None:
-                meters.itl.observe(now - choice.last_token_at)
+                meters.itl.observe(now - choice.last_token_at, self._trace)
             else:
                 choice.first_token_at = now
-                meters.ttft.observe(now - self.started_at)
+                meters.ttft.observe(now - self.started_at, self._trace)
                 if self.first_token_at is None:
                     self.first_token_at = now
                     self._begin()
@@ -315,7 +318,7 @@ class GenerationResponse:
             self.end("client too slow")
         elif delta.finish is not None:
             if choice.tokens > 1 and choice.first_token_at is not None:
-                self._meters.tpot.observe((now - choice.first_token_at) / (choice.tokens - 1))
+                self._meters.tpot.observe((now - choice.first_token_at) / (choice.tokens - 1), self._trace)
             self._meters.record_finish(delta.finish, choice.prompt_tokens, choice.tokens)
             self._unfinished -= 1
             if self._unfinished == 0:
@@ -339,7 +342,7 @@ class GenerationResponse:
 
     def _complete(self, now: float) -> None:
         self.writer.complete(self.choices)
-        self._meters.e2e.observe(now - self.started_at)
+        self._meters.e2e.observe(now - self.started_at, self._trace)
         self.end("finished")
 
     def reject(self, rejected: RequestRejected) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.api.errors import RequestError, abbreviated
@@ -29,6 +28,7 @@ from services.gateway.tokenizer_client import Reply
 from shared.messages.lifecycle import LoraCard, ModelCard
 from shared.messages.tokenizer import DecodeReply, EncodeReply
 from shared.packing import unpack
+from shared.telemetry.metrics import OPENMETRICS, TEXT, wants_openmetrics
 from shared.telemetry.tracing import CLIENT_REQUEST, RESPONSE, TRACING, RequestSpan
 
 log = logging.getLogger(__name__)
@@ -140,9 +140,12 @@ class InfoEndpoints:
             await call.respond_json({"status": "unavailable", "reason": reason}, 503, [(b"retry-after", b"1")])
 
     async def metrics(self, call: Call) -> None:
-        """`/metrics`: of all gateways that share the port, in Prometheus' text format."""
-        page = MergedPages(await self._peers.metrics_pages())
-        await call.respond(page.text(), content_type=CONTENT_TYPE_LATEST.encode())
+        """`/metrics`: of all gateways that share the port, in Prometheus' text format, or in OpenMetrics' where the
+        client's `Accept` prefers that: it has exemplars."""
+        accept = b",".join(value for name, value in call.scope["headers"] if name == b"accept").decode("latin-1")
+        openmetrics = wants_openmetrics(accept)
+        page = MergedPages(await self._peers.metrics_pages(openmetrics))
+        await call.respond(page.text(openmetrics), content_type=(OPENMETRICS if openmetrics else TEXT).encode())
 
     async def version(self, call: Call) -> None:
         """`/version`: of the installed package."""

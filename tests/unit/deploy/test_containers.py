@@ -54,6 +54,9 @@ def started_by(*profiles: str) -> set[str]:
 PLAIN = {"secrets", "nats", "gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "kvstore"}
 
 
+FOREIGN = {"nats", "redis", "prometheus", "grafana"}
+
+
 def test_without_a_profile_one_engine_does_everything() -> None:
     assert started_by() == started_by("aggregated") == PLAIN
     assert {compose()["services"][name]["scale"] for name in ("scheduler", "worker")} == {1}
@@ -63,9 +66,33 @@ def test_profiles_add_pools_and_a_redis() -> None:
     pools = {f"{service}-{role}" for service in ("scheduler", "worker") for role in ("prefill", "decode")}
     assert started_by("disaggregated") == PLAIN | pools
     assert started_by("redis") == PLAIN | {"redis"}
+    assert started_by("observability") == PLAIN | {"prometheus", "grafana"}
+    assert started_by("gpu") == PLAIN | {"scheduler-gpu", "worker-gpu"}
 
 
-@pytest.mark.parametrize("container", sorted(compose()["services"].keys() - {"nats", "redis", "secrets"}))
+def test_a_gpu_is_given_to_the_ranks_of_that_profile_alone() -> None:
+    given = {name for name, each in compose()["services"].items() if "deploy" in each}
+    assert given == {"worker-gpu"}
+    (device,) = compose()["services"]["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+
+
+def test_prometheus_scrapes_every_service_by_its_name_in_the_network() -> None:
+    scraped = yaml.safe_load((REPOSITORY / "deploy/observability/prometheus/prometheus.yml").read_text())
+    (source,) = scraped["scrape_configs"][0]["dns_sd_configs"]
+    assert set(source["names"]) == compose()["services"].keys() - FOREIGN - {"secrets"}
+
+
+@pytest.mark.parametrize("name", ["prometheus", "grafana"])
+def test_what_watches_is_reached_from_this_machine_alone_and_finds_its_files(name: str) -> None:
+    described = compose()["services"][name]
+    assert all(port.startswith("127.0.0.1:") for port in described["ports"])
+    mounted = [volume.split(":")[0] for volume in described["volumes"] if volume.startswith("./")]
+    assert mounted
+    assert all((REPOSITORY / folder).is_dir() for folder in mounted)
+
+
+@pytest.mark.parametrize("container", sorted(compose()["services"].keys() - FOREIGN - {"secrets"}))
 def test_every_container_is_told_only_what_its_service_knows(container: str, secrets: Path) -> None:
     service, described = container.split("-")[0], compose()["services"][container]
     told = {key: "" if value is None else str(value) for key, value in described["environment"].items()}

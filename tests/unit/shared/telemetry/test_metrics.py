@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import urllib.request
+
+import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shared.telemetry.metrics import ForeignName, ForeignNames, PublishedTotals
+from shared.telemetry.metrics import ForeignName, ForeignNames, PublishedTotals, metrics_page, metrics_server
 
 
 def test_totals_become_counters() -> None:
@@ -58,3 +61,28 @@ def test_metrics_under_the_names_and_labels_of_another_server() -> None:
     assert value("their:running", {"engine": "engine-1"}) == 2
     names.added = None
     assert list(registry.collect()) == []
+
+
+@pytest.mark.parametrize("openmetrics", [False, True])
+def test_names_keep_their_colons_in_every_format(openmetrics: bool) -> None:
+    registry = CollectorRegistry()
+    Counter("vllm:answers", "Answers.", ["model_name"], registry=registry).labels("a:b").inc()
+    assert b'vllm:answers_total{model_name="a:b"} 1.0' in metrics_page(registry, openmetrics=openmetrics)
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.2", "application/openmetrics-text"),
+        ("text/plain", "text/plain"),
+        ("*/*", "text/plain"),
+    ],
+)
+def test_a_process_serves_the_format_that_is_asked_for(accept: str, kind: str) -> None:
+    with metrics_server("127.0.0.1", 0) as port:
+        asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            page = answer.read()
+            assert answer.headers["content-type"].startswith(kind)
+    assert b"baton_messages_handled_total" in page
+    assert page.endswith(b"# EOF\n") == (kind == "application/openmetrics-text")

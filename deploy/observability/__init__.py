@@ -1,0 +1,1 @@
+"""What watches a stack from outside: Prometheus' configuration and alert rules, Grafana's dashboards."""
