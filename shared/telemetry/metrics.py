@@ -24,7 +24,7 @@ HEARTBEAT_AGE = Gauge("baton_heartbeat_age_seconds", "Since the service's event 
 BUS_CONNECTED = Gauge("baton_bus_connected", "1 while the bus is reachable.")
 BUS_ROUND_TRIP = Gauge(
     "baton_bus_round_trip_seconds",
-    "From the latest ping of the bus's server to its answer, or until nobody waited for it. Each process pings every 5 s.",
+    "From the latest ping of the bus's server to its answer, or as long as it was waited for; every 5 s.",
 )
 BUS_DROPPED = Counter(
     "baton_bus_dropped_messages_total",
