@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deploy.cli import machine_checks
+from deploy.cli.diagnosis.gpu_driver import judged, read_driver
 from deploy.cli.gateway_client import wait_until_ready
 from deploy.cli.logs import shown_lines
-from deploy.cli.machine_checks import Finding, fail, ok, warn
+from deploy.cli.machine_checks import Finding, TorchInstallation, fail, ok, warn
 from deploy.cli.ps import failure_sentence, is_failed, latest_lifecycles
 from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, run_dir_of
 from deploy.errors import CommandError
@@ -21,6 +22,7 @@ from deploy.supervisor.network import PortTaken, reserved_port
 from deploy.supervisor.operator_bus import operator_bus
 from deploy.supervisor.servers.nats_config import MAX_PAYLOAD
 from deploy.supervisor.state_file import StackState, is_held, read_state
+from shared.config import process_environment
 from shared.machine.numa import Cpus
 from shared.messages.lifecycle import TierReport
 
@@ -60,7 +62,7 @@ def checks(run_dir: Path) -> Sequence[Check]:
         machine_checks.python,
         machine_checks.nats_server,
         machine_checks.torch,
-        machine_checks.gpu,
+        gpu,
         lambda: gpu_links(run_dir),
         lambda: numa(run_dir),
         machine_checks.compiler,
@@ -168,6 +170,13 @@ def services(run_dir: Path) -> Finding:
     if said:
         return fail("services", "\n".join(said), "baton logs SERVICE shows more")
     return ok("services", f"{len(state.members)} processes, none of which keeps dying")
+
+
+def gpu() -> Finding:
+    """Whether driver, GPUs and PyTorch fit together; a GPU is not needed."""
+    seen = machine_checks.torch_probe() if machine_checks.installed("torch") is not None else None
+    torch = seen if isinstance(seen, TorchInstallation) else None
+    return judged(read_driver(), torch, process_environment().get("CUDA_VISIBLE_DEVICES"))
 
 
 def gpu_links(run_dir: Path) -> Finding:

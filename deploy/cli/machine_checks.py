@@ -73,11 +73,16 @@ PROBE_TIMEOUT = 120.0
 
 
 class TorchInstallation(Struct, frozen=True):
-    """What the installed PyTorch says of itself: its version, its threads and the names of its GPUs."""
+    """What the installed PyTorch says of itself."""
 
     version: str
     threads: int
     gpus: tuple[str, ...]
+    """Names of those that it can use."""
+    cuda: str | None = None
+    """The version that it was built for; None: for processors alone."""
+    architectures: tuple[str, ...] = ()
+    """Of GPUs that it has code for: sm_80, compute_90."""
 
 
 TORCH_PROBE = """
@@ -85,6 +90,7 @@ import json, torch
 print(json.dumps({
     "version": torch.__version__, "threads": torch.get_num_threads(),
     "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    "cuda": torch.version.cuda, "architectures": torch._C._cuda_getArchFlags().split() if torch.version.cuda else [],
 }))
 """
 
@@ -113,24 +119,14 @@ def torch() -> Finding:
     """Whether PyTorch is installed and can be imported; only `--device sim` works without it."""
     if installed("torch") is None:
         return warn("torch", "not installed", "only --device sim works without it: pip install 'baton-serve[worker]'")
-    seen = _torch_probe()
+    seen = torch_probe()
     if isinstance(seen, str):
         return fail("torch", f"cannot be imported: {seen}", "pip install --force-reinstall 'baton-serve[worker]'")
     return ok("torch", f"{seen.version}, {seen.threads} threads")
 
 
-def gpu() -> Finding:
-    """A GPU is not needed; one that torch cannot use is worth a word."""
-    seen = _torch_probe() if installed("torch") is not None else "no torch"
-    if isinstance(seen, TorchInstallation) and seen.gpus:
-        return ok("GPU", ", ".join(seen.gpus))
-    if shutil.which("nvidia-smi") is None:
-        return ok("GPU", "none; models run on the CPU")
-    return warn("GPU", "nvidia-smi is here, but torch sees no GPU", "install the CUDA build of torch, check the driver")
-
-
 @cache
-def _torch_probe() -> TorchInstallation | str:
+def torch_probe() -> TorchInstallation | str:
     """Checked in a process of its own, so that a crash there is a finding. A text says what failed."""
     try:
         probe = subprocess.run(
