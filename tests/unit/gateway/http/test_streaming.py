@@ -183,4 +183,4 @@ def test_a_histogram_counts_into_the_first_bucket_that_holds_the_value() -> None
     histogram = Histogram((0.1, 1.0))
     for seconds in (0.05, 0.1, 0.5, 2.0):
         histogram.observe(seconds)
-    assert histogram.buckets() == ([("0.1", 2.0), ("1.0", 3.0), ("+Inf", 4.0)], pytest.approx(2.65))
+    assert histogram.buckets() == ([("0.1", 2.0, None), ("1.0", 3.0, None), ("+Inf", 4.0, None)], pytest.approx(2.65))
