@@ -125,6 +125,11 @@ COMMANDS: Mapping[str, Listed] = {
     "doctor": Listed(
         OPERATE, "deploy.cli.doctor", "Check this machine and a running stack; for each problem say what to do."
     ),
+    "support-bundle": Listed(
+        OPERATE,
+        "deploy.cli.diagnosis.support_bundle",
+        "Collect what a bug report needs in one archive: versions, findings, metrics, logs, without secrets and texts.",
+    ),
     "version": Listed(OPERATE, "deploy.cli.doctor", "Show the versions of Baton, Python and the libraries."),
 }
 

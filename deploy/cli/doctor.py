@@ -46,14 +46,19 @@ def doctor(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None
 
 def version(as_json: AsJson = False) -> None:
     """Show the versions of Baton, Python and the libraries."""
-    versions = {"baton": machine_checks.installed("baton-serve"), "python": platform.python_version()}
-    versions |= {package: machine_checks.installed(package) for package in SHOWN}
+    found = versions()
     if as_json:
-        print(json.dumps(versions))
+        print(json.dumps(found))
         return
-    print(f"baton {versions.pop('baton')}")
-    for package, number in versions.items():
+    print(f"baton {found.pop('baton')}")
+    for package, number in found.items():
         print(f"  {package:<16} {number or 'not installed'}")
+
+
+def versions() -> dict[str, str | None]:
+    """Of Baton, Python and the libraries that matter most; None: not installed."""
+    found = {"baton": machine_checks.installed("baton-serve"), "python": platform.python_version()}
+    return {**found, **{package: machine_checks.installed(package) for package in SHOWN}}
 
 
 def checks(run_dir: Path) -> Sequence[Check]:

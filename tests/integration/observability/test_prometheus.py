@@ -6,16 +6,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.support.cluster.stack import RunningStack, running_stack
-from tests.support.otlp_receiver import otlp_receiver
+from tests.integration.observability.conftest import TRACE
+from tests.support.cluster.stack import RunningStack
 from tests.support.prometheus_server import PrometheusServer, program, prometheus_server
 from tests.support.promql import family, filled, panel_queries, rules, series_named
 
-TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-PROMPT = "The fox and the hare met by the old mill. " * 20
 SEEN_ONLY_WHEN_IT_HAPPENS = {
     "baton_gateway_disconnects_total": "by why, once a client has left",
     "baton_undecodable_messages_total": "by subject, which nobody knows before",
@@ -55,30 +52,8 @@ for `vllm:request_max_num_generation_tokens` and `vllm:num_requests_swapped`."""
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    program("prometheus")
-    with (
-        otlp_receiver() as receiver,
-        running_stack(
-            tmp_path_factory.mktemp("watched"),
-            engines=1,
-            gateways=2,
-            kvstore="64MiB",
-            redis=True,
-            more=[f"--otlp-traces-endpoint={receiver.endpoint}", "--trace-sample-rate=0"],
-        ) as stack,
-    ):
-        traced = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-        for _ in range(2):
-            body: dict[str, Any] = {"model": stack.model, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
-            answer = httpx.post(f"{stack.url}/v1/completions", json=body, headers=traced, timeout=60)
-            assert answer.status_code == 200
-        httpx.post(f"{stack.url}/v1/completions", json={"model": stack.model, "prompt": ""}, timeout=60)
-        yield stack
-
-
-@pytest.fixture(scope="module")
 def server(stack: RunningStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
+    program("prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
     printed = stack.baton("prometheus-config", "--scrape-interval=1s")
     assert printed.returncode == 0, printed.stderr
