@@ -168,6 +168,7 @@ def command_line() -> TyperGroup:
             name: TyperCommand(name, help=listed.help, rich_help_panel=listed.panel)
             for name, listed in COMMANDS.items()
         },
+        params=list(typer.main.get_install_completion_arguments()),
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

@@ -118,10 +118,11 @@ class RequestTable:
 
     # For the endpoints.
 
-    def not_serving(self) -> str | None:
-        """Returns why new requests are refused at the moment, or None."""
+    def not_serving(self, *, though_asleep: bool = True) -> str | None:
+        """Returns why new requests are refused at the moment, or None; `though_asleep`: also where it is only because
+        engines sleep."""
         absence = self._absence(None)
-        return absence and absence.reason
+        return None if absence is None or (absence.asleep and not though_asleep) else absence.reason
 
     @property
     def free(self) -> int:

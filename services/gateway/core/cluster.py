@@ -30,6 +30,8 @@ class Absence(NamedTuple):
     reason: str
     since: float
     """Until when they could be served, in seconds; -inf: never yet."""
+    asleep: bool = False
+    """Whether it is only because engines sleep."""
 
 
 class ClusterView:
@@ -149,9 +151,10 @@ class ClusterView:
         if now - since <= self._wait_s:
             return None
         reason = f"no {' and no '.join(missing)} is ready"
-        if "scheduler" in missing and any(life.sleep is not None for life in self._registry.all("scheduler")):
+        sleeping = any(life.sleep is not None for life in self._registry.all("scheduler"))
+        if "scheduler" in missing and sleeping:
             reason += "; engines are asleep, until POST /wake_up"
-        return Absence(reason, since)
+        return Absence(reason, since, asleep=sleeping and missing == ["scheduler"])
 
     def _missing(self, model: ModelName | None) -> list[Service]:
         """The services of which no instance is ready that works for `model`, or (None) for any."""

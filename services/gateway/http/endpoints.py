@@ -121,8 +121,9 @@ class InfoEndpoints:
         await call.respond_json({"status": "alive"})
 
     async def health(self, call: Call) -> None:
-        """`/health`: 503 with the reason while new requests are refused as nobody can serve them, otherwise 200."""
-        await self._respond_status(call, self._table.not_serving())
+        """`/health`: 503 with the reason while new requests are refused as nobody can serve them, otherwise 200; also
+        while engines sleep, which is no fault."""
+        await self._respond_status(call, self._table.not_serving(though_asleep=False))
 
     async def ready(self, call: Call) -> None:
         """`/ready`: 503 with the reason while new requests are refused, otherwise 200; so while the overflow provider

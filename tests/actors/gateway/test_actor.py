@@ -13,7 +13,7 @@ from starlette.routing import Route
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, GatewayId, InstanceId
-from shared.messages.lifecycle import Drain, Undrain
+from shared.messages.lifecycle import Drain, SleepReport, Undrain
 from shared.messages.scheduler import Probe
 from shared.messages.tokenizer import Tokenize
 from shared.packing import unpack
@@ -184,6 +184,19 @@ async def test_while_the_stack_starts_nothing_is_promised(memory_bus: MemoryBus)
             assert verdict.status_code == 503
             assert "no scheduler" in verdict.json()["reason"]
         assert (await stack.http.get("/live")).status_code == 200
+
+
+async def test_engines_that_sleep_are_healthy_and_not_ready(stack: GatewayStack) -> None:
+    stack.ring.sleep = SleepReport(1)
+    await eventually(lambda: stack.runtime.phase == "starting")
+    for page in ("/health", "/ping"):
+        assert (await stack.http.get(page)).status_code == 200
+    verdict = await stack.http.get("/ready")
+    assert (verdict.status_code, "engines are asleep" in verdict.json()["reason"]) == (503, True)
+    stack.ring.absent.add("tokenizer")
+    await stack.ring.die("tokenizer")
+    await eventually(lambda: "tokenizer" in str(stack.gateway.requests.not_serving()))
+    assert (await stack.http.get("/health")).status_code == 503
 
 
 async def test_health_follows_the_engine(stack: GatewayStack) -> None:

@@ -31,7 +31,7 @@ from shared.messages.gateway import (
     RequestRejected,
     StreamOpened,
 )
-from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Phase, Service, TokenizerReport
+from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Phase, Service, SleepReport, TokenizerReport
 from shared.messages.scheduler import (
     BlockMap,
     Cancel,
@@ -126,6 +126,8 @@ class FakeRing:
         self.running: dict[str, int] = {}
         self.lives: dict[Service, Incarnation] = dict.fromkeys(IDENTITY, Incarnation(1))
         self.absent: set[Service] = set()
+        self.sleep: SleepReport | None = None
+        """That of the engine, while it sleeps."""
         self.fails_first_attempts = False
         self.busy = 0
         """Of the engine's nine places."""
@@ -167,7 +169,8 @@ class FakeRing:
     async def announce(self, phase: Phase = "ready") -> None:
         for service, instance in IDENTITY.items():
             if service not in self.absent:
-                await self.say(service, instance, phase)
+                asleep = service == "scheduler" and self.sleep is not None
+                await self.say(service, instance, "starting" if asleep else phase)
 
     async def say(self, service: Service, instance: str, phase: Phase) -> None:
         report = EngineReport(
@@ -190,6 +193,7 @@ class FakeRing:
             host="h",
             started=0.0,
             engine=report if service == "scheduler" else None,
+            sleep=self.sleep if service == "scheduler" else None,
             tokenizer=TokenizerReport(model=MODEL, dialect=self.dialect) if service == "tokenizer" else None,
         )
         await self.bus.publish(topics.lifecycle_of(service, InstanceId(instance)), life)
