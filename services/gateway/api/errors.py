@@ -76,6 +76,13 @@ def unsupported(param: str, what: str) -> RequestError:
     return RequestError(400, f"{param}: {what} is not supported", param=param, code="unsupported_parameter")
 
 
+def hosted_tool(param: str, kind: str) -> RequestError:
+    """Makes a 400 for a tool that a server would run: the gateway calls nobody's servers for its clients."""
+    instead = ": call the MCP server in the client, and give its tools as functions" if kind == "mcp" else ""
+    text = f"{param}: a tool of type {abbreviated(kind)}, which a server would run, is not supported{instead}"
+    return RequestError(400, text, param=param, code="unsupported_parameter")
+
+
 def aborted() -> RequestError:
     """Makes a 410 for a request that an operator has ended, where there is nothing to answer with."""
     return RequestError(410, "the request was aborted by an operator", code="aborted")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, NamedTuple, Protocol
 
-from services.gateway.api.errors import abbreviated, check_depth, invalid, not_allowed
+from services.gateway.api.errors import abbreviated, check_depth, hosted_tool, invalid, not_allowed
 
 MAX_TOOLS = 256
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -126,8 +126,10 @@ def _tools(given: list[dict[str, Any]]) -> tuple[ToolDefinition, ...]:
 
 
 def _tool(tool: dict[str, Any], path: str) -> ToolDefinition:
-    if tool.get("type") != "function":
-        raise not_allowed(f"{path}.type", tool.get("type"), "'function' is")
+    if (kind := tool.get("type")) != "function":
+        if isinstance(kind, str):
+            raise hosted_tool(f"{path}.type", kind)
+        raise not_allowed(f"{path}.type", kind, "'function' is")
     function = tool.get("function")
     if not isinstance(function, dict):
         raise not_allowed(f"{path}.function", function, "an object with a name is")

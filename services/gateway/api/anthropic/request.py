@@ -13,7 +13,15 @@ import msgspec
 from msgspec import Struct
 
 from services.gateway.api.chat import ChatFields, chat_request
-from services.gateway.api.errors import RequestError, abbreviated, decode_body, invalid, not_allowed, unsupported
+from services.gateway.api.errors import (
+    RequestError,
+    abbreviated,
+    decode_body,
+    hosted_tool,
+    invalid,
+    not_allowed,
+    unsupported,
+)
 from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
 from services.gateway.api.prompts import chat_prompt
 from services.gateway.api.structured_outputs import ResponseFormat
@@ -241,7 +249,7 @@ def _text(block: Any, where: str) -> str:
 
 def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     if tool.get("type", "custom") not in ("custom", None):
-        raise unsupported(f"{path}.type", f"a tool of type {abbreviated(tool['type'])}, which a server would run,")
+        raise hosted_tool(f"{path}.type", str(tool["type"]))
     if "input_schema" not in tool:
         raise invalid(f"{path}.input_schema", "this field is required")
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}

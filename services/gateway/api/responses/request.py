@@ -12,7 +12,15 @@ import msgspec
 from msgspec import Struct
 
 from services.gateway.api.chat import REASONING_EFFORTS, ChatFields, chat_request
-from services.gateway.api.errors import RequestError, check_depth, decode_body, invalid, not_allowed, unsupported
+from services.gateway.api.errors import (
+    RequestError,
+    check_depth,
+    decode_body,
+    hosted_tool,
+    invalid,
+    not_allowed,
+    unsupported,
+)
 from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
 from services.gateway.api.responses.input_items import Item, Turns, add_items, is_unfinished, numbered
 from services.gateway.api.structured_outputs import ResponseFormat, StructuredOutputs
@@ -270,7 +278,7 @@ def _conversation(earlier: list[Item], items: list[Item]) -> list[dict[str, Any]
 def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     if (kind := tool.get("type")) != "function":
         if isinstance(kind, str):
-            raise unsupported(f"{path}.type", f"a tool of type {kind[:80]!r}, which a server would run,")
+            raise hosted_tool(f"{path}.type", kind)
         raise not_allowed(f"{path}.type", kind, "'function' is")
     for name, value in tool.items():
         if name not in _TOOL_FIELDS and value is not None:

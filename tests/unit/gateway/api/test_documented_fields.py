@@ -1,0 +1,215 @@
+"""Every body on the OpenAPI page has a test that its fields have an effect or are refused: those of SGLang's API and of
+Responses are here, the others in test_every_field.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.gateway.api.anthropic.request import MessagesTokensFields, read_messages
+from services.gateway.api.chat import read_chat
+from services.gateway.api.errors import RequestError
+from services.gateway.api.openapi import OPERATIONS, openapi_page
+from services.gateway.api.prompts import InvocationFields
+from services.gateway.api.responses.request import ResponsesFields, read_responses
+from services.gateway.api.sglang.request import SglangFields, SglangSamplingParams, read_sglang
+from services.gateway.parsing.output_dialect import OutputDialect
+from tests.unit.gateway.api.test_every_field import CARD, ENDPOINTS, LIMITS, TOOL, Case, with_field
+
+PLAIN_RESPONSE = {"model": "demo", "input": "hi"}
+RESPONSE_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+UNSUPPORTED_RESPONSES = sorted(
+    {"context_management", "access_programs", "prompt_cache_options", "moderation", "background_options", "image"}
+)
+LOGPROBS = {"include": ["message.output_text.logprobs"]}
+RESPONSES: dict[str, Case] = {
+    "model": Case("adapter"),
+    "input": Case("ho"),
+    "instructions": Case("be short"),
+    "tools": Case([RESPONSE_TOOL]),
+    "tool_choice": Case("required", {"tools": [RESPONSE_TOOL]}),
+    "parallel_tool_calls": Case(False, {"tools": [RESPONSE_TOOL]}),
+    "max_tool_calls": Case(3),
+    "text": Case({"format": {"type": "json_object"}}),
+    "reasoning": Case({"effort": "high"}),
+    "max_output_tokens": Case(3),
+    "temperature": Case(0.5),
+    "top_p": Case(0.5),
+    "top_logprobs": Case(2, LOGPROBS),
+    "include": Case(LOGPROBS["include"]),
+    "metadata": Case({"a": "b"}),
+    "truncation": Case("auto"),
+    "stream": Case(True),
+    "stream_options": Case({"include_obfuscation": True}, {"stream": True}),
+    "store": Case(False),
+    "previous_response_id": Case("resp_1"),
+    "background": Case(True),
+    "user": Case("bob"),
+    "safety_identifier": Case("bob"),
+    "prompt_cache_key": Case("x"),
+    "prompt_cache_retention": Case("24h"),
+    "service_tier": Case("auto"),
+    "top_k": Case(5),
+    "min_p": Case(0.1),
+    "presence_penalty": Case(1),
+    "frequency_penalty": Case(1),
+    "repetition_penalty": Case(1.5),
+    "logit_bias": Case({"5": 1}),
+    "seed": Case(1),
+    "stop": Case("x"),
+    "ignore_eos": Case(True),
+    "skip_special_tokens": Case(False),
+    "include_stop_str_in_output": Case(True),
+    "priority": Case(1),
+    "cache_salt": Case("salt"),
+    "enable_prefix_caching": Case(False),
+    "structured_outputs": Case({"regex": "a"}),
+    "chat_template_kwargs": Case({"a": 1}),
+    "vllm_xargs": Case({"begin": 1}),
+    "conversation": Case("conv_1"),
+    "prompt": Case({"id": "x"}),
+    **dict.fromkeys(UNSUPPORTED_RESPONSES, Case("x")),
+}
+"""`user` and the like are repeated in the answer, which is their effect."""
+SGLANG: dict[str, Case] = {
+    "text": Case("ho"),
+    "input_ids": Case([1, 2]),
+    "sampling_params": Case({"top_k": 5}),
+    "stream": Case(True),
+    "model": Case("adapter"),
+    "lora_path": Case("adapter"),
+    "return_logprob": Case(True),
+    "logprob_start_len": Case(0, {"return_logprob": True}),
+    "top_logprobs_num": Case(2, {"return_logprob": True}),
+    "return_text_in_logprobs": Case(True, {"return_logprob": True}),
+    "priority": Case(1),
+    "rid": Case("mine"),
+    "input_embeds": Case([[0.1]]),
+    "image_data": Case("x"),
+    "audio_data": Case("x"),
+    "video_data": Case("x"),
+    "token_ids_logprob": Case([5]),
+    "return_hidden_states": Case(True),
+    "session_params": Case({"id": "x"}),
+    "custom_logit_processor": Case("x"),
+}
+SGLANG_SAMPLING: dict[str, Case] = {
+    "max_new_tokens": Case(3),
+    "min_new_tokens": Case(3),
+    "n": Case(2),
+    "temperature": Case(0.5),
+    "top_p": Case(0.5),
+    "top_k": Case(5),
+    "min_p": Case(0.1),
+    "frequency_penalty": Case(1),
+    "presence_penalty": Case(1),
+    "repetition_penalty": Case(1.5),
+    "sampling_seed": Case(1),
+    "logit_bias": Case({"5": 1}),
+    "stop": Case("x"),
+    "stop_token_ids": Case([5]),
+    "ignore_eos": Case(True),
+    "no_stop_trim": Case(True),
+    "skip_special_tokens": Case(False),
+    "spaces_between_special_tokens": Case(False, {"skip_special_tokens": False}),
+    "json_schema": Case('{"type": "object"}'),
+    "regex": Case("a"),
+    "ebnf": Case("root ::= 'a'"),
+    "structural_tag": Case('{"type": "structural_tag", "structures": [], "triggers": []}'),
+    "stop_regex": Case("a"),
+    "custom_params": Case({"a": 1}),
+}
+OF_OPERATORS = frozenset(
+    (
+        *("AbortFields", "ContinueFields", "DrainFields", "MemoryFields", "PauseFields", "ScaleFields"),
+        *("ScalePoolFields", "UndrainFields", "LoadLoraRequest", "UnloadLoraRequest"),
+    )
+)
+"""Bodies that change a stack: tests/actors/gateway/test_operations.py, tests/integration/shared_stacks/test_lora.py."""
+OF_FILES = frozenset(("BatchFields", "UploadFields", "ShowFields"))
+"""Bodies that name things: tests/actors/gateway/test_batches.py, test_files.py, test_ollama.py."""
+ELSEWHERE = frozenset((MessagesTokensFields.__name__, InvocationFields.__name__))
+"""Read as MessagesFields; passed on to the endpoint that a body is for."""
+
+
+def dialect_of(_: Any) -> OutputDialect:
+    return OutputDialect("hermes", "qwen3")
+
+
+def responses(body: bytes) -> Any:
+    return read_responses(body, [CARD], LIMITS, dialect_of)
+
+
+def sglang(body: bytes) -> Any:
+    return read_sglang(body, [CARD], LIMITS)
+
+
+def sglang_sampling(body: bytes) -> Any:
+    return sglang(msgspec.json.encode({"text": "hi", "sampling_params": msgspec.json.decode(body)}))
+
+
+@pytest.mark.parametrize(
+    ("struct", "cases", "read", "plain"),
+    [
+        (ResponsesFields, RESPONSES, responses, PLAIN_RESPONSE),
+        (SglangFields, SGLANG, sglang, {"text": "hi"}),
+        (SglangSamplingParams, SGLANG_SAMPLING, sglang_sampling, {}),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_each_field_changes_the_request_or_is_refused_by_name(
+    struct: type[msgspec.Struct], cases: dict[str, Case], read: Callable[[bytes], Any], plain: dict[str, Any]
+) -> None:
+    assert set(struct.__struct_fields__) == cases.keys()
+    for name, (value, beside) in cases.items():
+        base = {**plain, **beside}
+        without = read(msgspec.json.encode(base))
+        outcome = with_field(read, base | {name: value})
+        if isinstance(outcome, RequestError):
+            assert outcome.status in (400, 404), name
+            assert name in f"{outcome.param} {outcome.message}", (name, outcome)
+        else:
+            assert outcome != without, f"{name} is taken, and without any effect"
+
+
+def test_every_body_on_the_page_is_looked_at() -> None:
+    page = msgspec.json.decode(openapi_page("1"))
+    looked_at = {struct.__name__ for struct in (*ENDPOINTS, ResponsesFields, SglangFields)}
+    bodies = {operation.body.__name__ for operation in OPERATIONS if operation.body is not None}
+    assert bodies - looked_at == OF_OPERATORS | OF_FILES | ELSEWHERE
+    assert bodies <= page["components"]["schemas"].keys()
+
+
+@pytest.mark.parametrize(
+    ("read", "body"),
+    [
+        (lambda body: read_chat(body, [CARD], LIMITS, dialect_of), {"messages": [{"role": "user", "content": "hi"}]}),
+        (responses, PLAIN_RESPONSE),
+        (
+            lambda body: read_messages(body, [CARD], LIMITS, dialect_of),
+            {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]},
+        ),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+def test_mcp_is_refused_with_what_to_do_instead(read: Callable[[bytes], Any], body: dict[str, Any]) -> None:
+    mcp = {"type": "mcp", "server_label": "x", "server_url": "https://mcp.example", "require_approval": "never"}
+    with pytest.raises(RequestError) as refused:
+        read(msgspec.json.encode({**body, "tools": [mcp]}))
+    assert (refused.value.status, refused.value.param) == (400, "tools[0].type")
+    assert "'mcp'" in refused.value.message or '"mcp"' in refused.value.message
+    assert refused.value.message.endswith("call the MCP server in the client, and give its tools as functions")
+
+
+def test_tools_of_chats_are_functions_and_others_are_named() -> None:
+    with pytest.raises(RequestError, match="which a server would run, is not supported"):
+        chat_with({"tools": [{"type": "web_search"}]})
+    assert chat_with({"tools": [TOOL]})
+
+
+def chat_with(fields: dict[str, Any]) -> Any:
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    return read_chat(msgspec.json.encode(body), [CARD], LIMITS, dialect_of)
