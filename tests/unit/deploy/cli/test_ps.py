@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from deploy.cli.ps import detail, sentence
+from deploy.cli.ps import HeardStack, _row, detail, sentence
+from deploy.supervisor.core.members import SupervisedProcess
+from deploy.supervisor.core.plan import Counts, all_process_specs
+from deploy.supervisor.state_file import recorded
+from services.gateway.console.document import stack_document
+from services.gateway.console.stack_view import StackView
 from shared.ids import NodeId
-from shared.messages.lifecycle import StoreReport
+from shared.messages.lifecycle import SleepReport, StoreReport
 from tests.support.engines.coordinator_events import engine, life
 
 STORE = StoreReport(
@@ -58,3 +65,27 @@ def test_an_engine_tells_its_role_and_its_node(node: NodeId | None, shown: str) 
 def test_of_others_there_is_nothing_more_to_say() -> None:
     assert detail(life("gateway", "gateway-1")) is None
     assert sentence(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"phase": "starting"}, "starting"),
+        ({"phase": "ready"}, "ready"),
+        ({"phase": "draining"}, "draining"),
+        ({"phase": "draining", "standby": True}, "standby"),
+        ({"phase": "starting", "sleep": SleepReport(1)}, "asleep"),
+    ],
+)
+async def test_ps_top_and_the_console_have_one_word_for_how_a_process_is(fields: dict[str, Any], shown: str) -> None:
+    said = msgspec.structs.replace(engine("engine-1"), **fields)
+    process = next(each for each in all_process_specs(Counts(engines=1)) if each.instance == "engine-1")
+    row = _row(
+        recorded(SupervisedProcess(process, pid=said.pid, state="running")), HeardStack({said.instance: said}, {})
+    )
+    view = StackView(lambda: 0.0, lambda: 0.0)
+    await view.record(said)
+    figures = view.look()
+    page = stack_document(view, figures, [], {})
+    assert [row["phase"], figures.engines[0].phase, page["instances"]["engine-1"]["phase"]] == [shown] * 3
+    assert page["engines"]["engine-1"].get("phase", shown) == shown
