@@ -40,7 +40,12 @@ class PrometheusServer:
     """Owns a process and its data."""
 
     def __init__(self, url: str) -> None:
+        self._ready = f"{url}/-/ready"
         self._http = httpx.Client(base_url=f"{url}/api/v1", timeout=20)
+
+    def is_ready(self) -> bool:
+        """Whether it has read what it has on disk; it answers nothing else before. Raises TransportError."""
+        return self._http.get(self._ready).status_code == 200
 
     def ask(self, path: str, **parameters: Any) -> Any:
         """What its API answers. Raises AssertionError where it refuses."""
@@ -93,7 +98,7 @@ def prometheus_server(folder: Path, configuration: Path) -> Iterator[PrometheusS
         process = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     server = PrometheusServer(url)
     try:
-        server.until(lambda: server.ask("status/buildinfo"))
+        server.until(server.is_ready)
         yield server
     finally:
         server.close()
