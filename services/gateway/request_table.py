@@ -46,7 +46,7 @@ from shared.messages.gateway import (
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import Cancel, Probe, ProbeReply
 from shared.messages.tokenizer import Tokenize
-from shared.telemetry.tracing import trace_id_of
+from shared.telemetry.tracing import exported_trace
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class RequestTable:
             METERS.of(self.cluster.counted_as(header.model)) if meters is None else meters,
             time.monotonic(),
             grammar_field=grammar.field if grammar is not None else None,
-            trace=None if generation.trace is None else trace_id_of(generation.trace),
+            trace=exported_trace(generation.trace),
         )
         self._add(response)
         effects: list[Effect] = []

@@ -206,6 +206,11 @@ def trace_id_of(context: str) -> str:
     return "" if found is None else found[1]
 
 
+def exported_trace(context: str | None) -> str | None:
+    """Returns the id of the trace that a collector gets of this context; None where it gets none."""
+    return trace_id_of(context) if context is not None and context.endswith("-01") else None
+
+
 def _is_of(name: str, response: Attribute | None) -> bool:
     """Whether this is the id of a response, or of one of its sequences."""
     return isinstance(response, str) and (name == response or name.startswith(f"{response}-"))
