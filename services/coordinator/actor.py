@@ -26,6 +26,7 @@ from shared.messages.gateway import RequestFailed, RequestPlaced, RequestQueued,
 from shared.messages.kv_events import KvDump, KvDumpRequest, KvEvents
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import GenerateRequest
+from shared.telemetry.logs import record_trace
 from shared.telemetry.metrics import PublishedTotals
 from shared.telemetry.tracing import TRACING
 
@@ -84,6 +85,7 @@ class CoordinatorActor(Actor):
         at = Moment(self._clock(), self.bus.liveness_now())
         match message:
             case Route():
+                record_trace(message.generation.request, message.generation.trace)
                 suspect = message.generation.suspect_until is not None
                 if suspect:
                     await self.isolate(message.generation.request)

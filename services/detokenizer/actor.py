@@ -23,6 +23,7 @@ from shared.messages.generation import FinishReason
 from shared.messages.lifecycle import DetokenizerReport, Lifecycle
 from shared.messages.scheduler import Cancel, Probe, ProbeReply, StopMatched, TokenBatchLost
 from shared.registry import InstanceGone, Registry
+from shared.telemetry.logs import record_trace
 from shared.telemetry.metrics import PublishedTotals
 from shared.telemetry.tracing import TRACING, OpenSpan, trace_id_of
 
@@ -88,6 +89,7 @@ class DetokenizerActor(Actor):
             case TokenBatch():
                 started = time.perf_counter()
                 for opened in message.opened:
+                    record_trace(opened.request, opened.trace)
                     extra = {"request": opened.request, "attempt": opened.attempt, "engine": message.engine}
                     log.info("opened", extra=extra)
                     if opened.trace is not None:

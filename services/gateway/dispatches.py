@@ -15,6 +15,7 @@ from services.gateway.parsing.output_parser import ParserOptions
 from services.gateway.tokenizer_client import PromptDetails
 from shared.ids import GatewayId, RequestId
 from shared.messages.tokenizer import Tokenize
+from shared.telemetry.logs import record_trace
 
 _MESSAGES: dict[GenerationKind, Callable[[ParserOptions | None], ParsedMessage]] = {
     "messages": MessageBlocks,
@@ -59,6 +60,7 @@ def first_dispatch(
     """Returns the first dispatch of a choice."""
     grammar, parser = generation.output_grammar, generation.parser_options
     marks = None if parser is None else parser.dialect.marks
+    record_trace(request, generation.trace)
     return Tokenize(
         request=request,
         attempt=FIRST_ATTEMPT,

@@ -14,6 +14,7 @@ from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.scheduler import GenerateRequest
 from shared.messages.worker import StepPlan
+from shared.telemetry.logs import record_trace
 from shared.telemetry.tracing import TRACING, Attribute, OpenSpan, trace_id_of
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class RequestStage:
     def __init__(self, generate: GenerateRequest, sequence: SequenceId) -> None:
         self.request, self.sequence = generate.generation.request, sequence
         self.context = generate.generation.trace
+        record_trace(self.request, self.context)
         self.name = "queue" if generate.handed is None else "kv_load"
         self.began = time.time()
         self.decodes = generate.handed is not None

@@ -38,6 +38,7 @@ from shared.messages.tokenizer import (
     TokenPrompt,
 )
 from shared.packing import count
+from shared.telemetry.logs import record_trace
 from shared.telemetry.tracing import TRACING
 
 R = TypeVar("R")
@@ -92,6 +93,8 @@ class TokenizerActor(Actor):
         long one raised."""
         if self._failure is not None:
             raise self._failure
+        if isinstance(message, Tokenize):
+            record_trace(message.request, message.trace)
         match message:
             case Tokenize() if message.suspect_until is not None and self.isolated is None:
                 await self._handle_alone(message)

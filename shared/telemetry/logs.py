@@ -2,6 +2,8 @@
 
 log = logging.getLogger(__name__)
 log.info("placed", extra={"request": request, "engine": engine})
+
+A line about a request that is traced names the trace, too (`record_trace`).
 """
 
 from __future__ import annotations
@@ -13,8 +15,20 @@ from typing import Any, TextIO
 
 import msgspec
 
+from shared.reliability.recent import RecentEntries
+from shared.telemetry.tracing import trace_id_of
+
+MAX_TRACED_REQUESTS = 8192
+"""Requests whose traces are known for their log lines; the oldest are forgotten."""
+_TRACES: RecentEntries[str, str] = RecentEntries(MAX_TRACED_REQUESTS)
 _OURS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _encode = msgspec.json.Encoder(enc_hook=str).encode
+
+
+def record_trace(request: str, traceparent: str | None) -> None:
+    """From now on this process's log lines about the request name its trace; None: it is not traced."""
+    if traceparent is not None:
+        _TRACES[request] = trace_id_of(traceparent)
 
 
 class JsonLines(logging.Formatter):
@@ -34,6 +48,8 @@ class JsonLines(logging.Formatter):
             "event": record.getMessage(),
         }
         line.update((key, value) for key, value in vars(record).items() if key not in _OURS)
+        if "trace" not in line and (trace := _TRACES.get(str(line.get("request")))) is not None:
+            line["trace"] = trace
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return _encode(line).decode()

@@ -18,6 +18,7 @@ EXTRAS = (
     "tests/actors/deploy/",
     "tests/browser/",
     "tests/integration/bench/",
+    "tests/integration/clients/",
     "tests/integration/deploy/test_baton_batch.py",
     "tests/integration/deploy/test_kubernetes.py",
     "tests/integration/deploy/test_kubernetes_groups.py",

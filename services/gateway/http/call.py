@@ -22,6 +22,7 @@ from services.gateway.api.response import ResponseOutcome
 from services.gateway.core.api_keys import ANONYMOUS
 from services.gateway.metrics import BODY_BYTES, ERRORS
 from shared.ids import ModelName
+from shared.telemetry.logs import record_trace
 from shared.telemetry.tracing import RequestSpan
 
 EXTENSION = "baton.connection"
@@ -230,6 +231,7 @@ class Call:
 
     def name_request(self, response: str) -> None:
         """Its response has an id."""
+        record_trace(response, self.trace)
         self.record.request = response
         if self.span is not None:
             self.span.response = response

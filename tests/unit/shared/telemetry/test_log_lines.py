@@ -1,0 +1,71 @@
+"""Lines of a log are JSON; one about a traced request names its trace."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shared.telemetry.logs import MAX_TRACED_REQUESTS, JsonLines, record_trace
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+CONTEXT = f"00-{TRACE}-00f067aa0ba902b7-01"
+
+
+class Lines:
+    """What a logger of its own has written."""
+
+    def __init__(self, log: logging.Logger, stream: io.StringIO) -> None:
+        self.log, self._stream = log, stream
+
+    def last(self) -> dict[str, Any]:
+        line: dict[str, Any] = json.loads(self._stream.getvalue().splitlines()[-1])
+        return line
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    stream, log = io.StringIO(), logging.getLogger("lines of a test")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines("gateway", "gateway-1"))
+    log.addHandler(handler)
+    log.setLevel("INFO")
+    log.propagate = False
+    yield Lines(log, stream)
+    log.removeHandler(handler)
+
+
+def test_a_line_says_who_and_what_and_has_the_fields_of_extra(lines: Lines) -> None:
+    lines.log.info("placed", extra={"request": "r-1", "blocks": 3})
+    line = lines.last()
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "info",
+        "service": "gateway",
+        "instance": "gateway-1",
+        "event": "placed",
+        "request": "r-1",
+        "blocks": 3,
+    }
+
+
+def test_a_line_about_a_traced_request_names_its_trace(lines: Lines) -> None:
+    record_trace("r-2", CONTEXT)
+    record_trace("r-3", None)
+    for request, trace in (("r-2", TRACE), ("r-3", None), (None, None)):
+        lines.log.info("placed", extra={"request": request})
+        assert lines.last().get("trace") == trace
+    lines.log.info("audit", extra={"request": "r-2", "trace": "its own"})
+    assert lines.last()["trace"] == "its own"
+
+
+def test_traces_of_the_newest_requests_are_known(lines: Lines) -> None:
+    record_trace("oldest", CONTEXT)
+    for number in range(MAX_TRACED_REQUESTS):
+        record_trace(f"r-{number}", CONTEXT)
+    lines.log.info("late", extra={"request": "oldest"})
+    assert "trace" not in lines.last()
