@@ -13,6 +13,7 @@ from deploy.supervisor.settings import StackSettings
 from kvstore.config import KvStoreConfig
 from services.coordinator.config import CoordinatorConfig
 from services.detokenizer.config import DetokenizerConfig
+from services.encoder.config import EncoderConfig
 from services.gateway.config import GatewayConfig
 from services.scheduler.config import SchedulerConfig
 from services.tokenizer.config import TokenizerConfig
@@ -26,6 +27,7 @@ CONFIGS: Mapping[str, type[ServiceConfig]] = {
     "gateway": GatewayConfig,
     "coordinator": CoordinatorConfig,
     "tokenizer": TokenizerConfig,
+    "encoder": EncoderConfig,
     "detokenizer": DetokenizerConfig,
     "kvstore": KvStoreConfig,
 }

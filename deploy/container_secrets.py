@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-SERVICES = ("gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "kvstore")
+SERVICES = ("gateway", "tokenizer", "encoder", "coordinator", "scheduler", "worker", "detokenizer", "kvstore")
 USERS = (*SERVICES, "operator")
 """Users of NATS in containers."""
 SERVICE_UID = 10001

@@ -47,6 +47,7 @@ TABLE: tuple[TopicRights, ...] = (
     # topic                            publishers                                        subscribers
     TopicRights(topics.tokenize,           ("gateway",),                                     ("tokenizer",)),
     TopicRights(topics.tokenizer_requests, ("gateway",),                                     ("tokenizer",)),
+    TopicRights(topics.image_requests,     ("gateway",),                                     ("encoder",)),
     TopicRights(topics.route,              ("tokenizer", "coordinator"),                     ("coordinator",)),
     TopicRights(topics.withdrawals,        ("gateway",),                                     ("coordinator",)),
     TopicRights(topics.placements,         ("coordinator",),                                 ("coordinator",)),

@@ -15,10 +15,10 @@ from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName
 from shared.messages import (
     coordinator,
     detokenizer,
+    encoder,
     gateway,
     kvstore,
     lifecycle,
-    planner,
     scheduler,
     supervisor,
     tokenizer,
@@ -58,6 +58,11 @@ def tokenize(model: ModelName) -> Topic[tokenizer.Tokenize]:
 def tokenizer_requests(model: ModelName) -> Topic[tokenizer.TokenizerRequest]:
     """gateway → one tokenizer of that model, answered with a `TokenizerReply`."""
     return Topic(f"tokenizer.{subject_token(model)}.ask", tokenizer.TokenizerRequest, queue="tokenizers")
+
+
+def image_requests(model: ModelName) -> Topic[encoder.EncodeImage]:
+    """gateway → one encoder of that model, answered with an `EncoderReply`."""
+    return Topic(f"encoder.{subject_token(model)}.ask", encoder.EncodeImage, queue="encoders")
 
 
 @_cached
@@ -242,9 +247,9 @@ def host_scaling(node: NodeId) -> Topic[supervisor.SupervisorOrder]:
     return Topic(f"supervisor.{node}.scale", supervisor.SupervisorOrder)
 
 
-def planner_decisions() -> Topic[planner.PlannerDecision]:
+def planner_decisions() -> Topic[supervisor.PlannerDecision]:
     """`baton plan` → operators: each decision, whether it is acted upon or not."""
-    return Topic("planner.decisions", planner.PlannerDecision)
+    return Topic("planner.decisions", supervisor.PlannerDecision)
 
 
 ADMIN = "admin"

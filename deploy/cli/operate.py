@@ -79,7 +79,8 @@ def scale(
     service: Annotated[
         str,
         typer.Argument(
-            help="SERVICE=N, where SERVICE is gateway, tokenizer, detokenizer, coordinator, engines, prefill or decode."
+            help="SERVICE=N, where SERVICE is gateway, tokenizer, encoder, detokenizer, coordinator, engines, prefill "
+            "or decode."
         ),
     ],
     host: Annotated[

@@ -33,7 +33,7 @@ from services.planner.core.host_spread import Host
 from services.planner.fleet_scaler import AdminScaler, FleetScaler, ScalingRefused
 from shared.bus import Bus
 from shared.bus.nats_bus import NatsOptions
-from shared.messages.planner import PlannerDecision
+from shared.messages.supervisor import PlannerDecision
 from shared.models.profile_file import ProfileError, ProfileFile, read_profile
 from shared.settings import settings_of
 from shared.telemetry.metrics import metrics_server

@@ -13,7 +13,7 @@ from services.planner.core.predictors import PredictorName, make_predictor
 from services.planner.core.scaling_guard import PlannerLimits
 from services.planner.core.sizing import LatencyTargets
 from shared.messages.lifecycle import Role
-from shared.messages.planner import PlannerDecision
+from shared.messages.supervisor import PlannerDecision
 
 
 class PlannerScaling:

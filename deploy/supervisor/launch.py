@@ -120,7 +120,7 @@ def _own(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[st
                 **_database(spec),
                 **_federation(spec),
             }
-        case "tokenizer" | "detokenizer":
+        case "tokenizer" | "encoder" | "detokenizer":
             return model
         case "scheduler":
             return {

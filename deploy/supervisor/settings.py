@@ -52,6 +52,9 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     gateways: Annotated[Count, Meta(description="Gateway processes; they share the HTTP port."), UpOption(SIZE)] = 2
     """Two, so that the death of one leaves a port that answers."""
     tokenizers: Annotated[Count, Meta(description="Tokenizer processes."), UpOption(SIZE)] = 1
+    encoders: Annotated[
+        Count, Meta(description="Processes that encode images, for a model that takes any."), UpOption(SIZE)
+    ] = 1
     detokenizers: Annotated[Count, Meta(description="Detokenizer processes."), UpOption(SIZE)] = 1
     coordinators: Annotated[Count, Meta(description="Coordinator processes."), UpOption(SIZE)] = 1
     advertise_address: Annotated[

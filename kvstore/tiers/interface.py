@@ -16,7 +16,8 @@ from kvstore.transfer.interface import BlockRequest, BlockRoom
 from kvstore.transfer.link_rates import LinkRate
 from shared.blocks import BlockHash
 from shared.ids import NodeId
-from shared.messages.lifecycle import Lifecycle, LinkReport, TierReport, TransferEndpoint
+from shared.messages.kvstore import LinkReport, TransferEndpoint
+from shared.messages.lifecycle import Lifecycle, TierReport
 
 __all__ = [
     "BlockHash",

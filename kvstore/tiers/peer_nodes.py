@@ -12,7 +12,8 @@ from kvstore.transfer.interface import BlockLender, BlockRequest, BlockRoom, Blo
 from kvstore.transfer.link_rates import LinkRate
 from shared.addresses import host_and_port
 from shared.ids import NodeId
-from shared.messages.lifecycle import Lifecycle, LinkReport, StoreReport, TransferEndpoint
+from shared.messages.kvstore import LinkReport, TransferEndpoint
+from shared.messages.lifecycle import Lifecycle, StoreReport
 
 GRPC = "grpc"
 """The transport whose address every release says, in `StoreReport.transfer`."""

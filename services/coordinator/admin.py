@@ -50,7 +50,7 @@ MAX_INSTANCES = 256
 MIN_PAUSE, MAX_PAUSE = 0.1, 60.0
 """Seconds that an operator can have a process stand still."""
 
-Scalable = Literal["tokenizer", "detokenizer", "gateway", "coordinator", "engines", "prefill", "decode"]
+Scalable = Literal["tokenizer", "encoder", "detokenizer", "gateway", "coordinator", "engines", "prefill", "decode"]
 POOLS: dict[str, Role] = {"engines": "mixed", "prefill": "prefill", "decode": "decode"}
 """Names for all engines of a role, where an instance is expected."""
 

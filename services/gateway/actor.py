@@ -41,6 +41,7 @@ from services.gateway.http.endpoints import VERSION
 from services.gateway.http.local_call import local_call
 from services.gateway.http.pages.console import Console
 from services.gateway.http.server import HttpServer
+from services.gateway.images.image_fetcher import ImageFetcher
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
 from services.gateway.metrics import metrics_of_process
@@ -113,6 +114,7 @@ class Gateway(Actor):
             config.max_open_requests,
             StreamRecords(config.resumable_memory, config.resume_s, config.request_s),
             clusters,
+            ImageFetcher(config.image_hosts, config.image_fetch_s),
         )
         self.federation: Federation | None = None
         if clusters is not None:
@@ -234,12 +236,18 @@ class Gateway(Actor):
 
     async def set_up(self) -> None:
         """Starts to listen. Raises SystemExit where the port is taken, the file of keys cannot be used, or the client
-        for the overflow provider is not installed."""
+        for the overflow provider or for images is not installed."""
         if self.provider is not None:
             try:
                 self.provider.check_installed()
             except ImportError:
                 log.error("overflow needs aiohttp: pip install 'baton-serve[overflow]'")
+                raise SystemExit(1) from None
+        if self._config.image_hosts:
+            try:
+                ImageFetcher.check_installed()
+            except ImportError:
+                log.error("image_hosts needs aiohttp: pip install 'baton-serve[images]'")
                 raise SystemExit(1) from None
         try:
             self.keys.load()

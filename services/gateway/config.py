@@ -101,6 +101,13 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     max_choices: Annotated[Positive, Meta(description="Sequences of one request: prompts times n.")] = 128
     max_stop: Annotated[Positive, Meta(description="Stop strings in one request.")] = 16
     max_logprobs: Annotated[int, Meta(ge=0, le=1000, description="Upper bound of `logprobs` and `top_logprobs`.")] = 20
+    max_images: Annotated[Positive, Meta(description="Images in one chat.")] = 16
+    image_hosts: Annotated[
+        tuple[str, ...],
+        Meta(description="Hosts (HOST or HOST:PORT) that images may be fetched from; none: only data URIs are taken."),
+        UpOption("Model", name="image_host"),
+    ] = ()
+    image_fetch_s: Annotated[Seconds, Meta(description="Seconds that fetching an image may take; then 400.")] = 10.0
     allow_request_template: Annotated[
         bool, Meta(description="Accept chat templates from clients (`chat_template`).")
     ] = False
@@ -409,6 +416,8 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             max_logprobs=self.max_logprobs,
             allow_request_template=self.allow_request_template,
             allow_prefix_caching=self.enable_prefix_caching,
+            max_images=self.max_images,
+            image_hosts=self.image_hosts,
         )
 
     def body_limits(self) -> BodyLimits:

@@ -45,6 +45,8 @@ RECORD_BYTES = Gauge("baton_gateway_resumable_bytes", "Memory of resumable strea
 RESUMED = Counter(
     "baton_gateway_resumed_total", "Streams that clients resumed, by where the gateway had them from.", ["source"]
 )
+IMAGE_FETCHES = Counter("baton_gateway_image_fetches_total", "Images fetched by HTTP, by what came of it.", ["outcome"])
+"""fetched, refused, failed, too slow."""
 OVERFLOW_REQUESTS = Counter(
     "baton_gateway_overflow_requests_total",
     "Requests that could not be served here in time, by why, and by what came of asking the overflow provider.",

@@ -29,6 +29,8 @@ from services.gateway.core.stream_records import StreamRecord, StreamRecords, ne
 from services.gateway.core.supervisor import RequestSupervisor
 from services.gateway.dispatches import choice_state, first_dispatch
 from services.gateway.engine_prober import PROBE_TIMEOUT, EngineProber
+from services.gateway.images.image_fetcher import ImageFetcher
+from services.gateway.images.image_rows import ImageRowsClient
 from services.gateway.metrics import DISCONNECTS, METERS, OPEN, REQUESTS, RETRIES, STREAMS, ModelMeters
 from services.gateway.tokenizer_client import PromptDetails, TokenizerClient
 from shared import topics
@@ -87,8 +89,10 @@ class RequestTable:
         max_open: int,
         records: StreamRecords,
         clusters: RemoteClusters | None = None,
+        fetcher: ImageFetcher | None = None,
     ) -> None:
-        """`clusters`: others that requests may go to, over `link`; None: there are none."""
+        """`clusters`: others that requests may go to, over `link`; None: there are none. `fetcher`: of images; None:
+        they come in bodies only."""
         self.clusters = clusters
         self.link: ClusterLink | None = None
         self.records = records
@@ -103,6 +107,7 @@ class RequestTable:
         self._supervisor = RequestSupervisor(policy, clusters)
         self.prober = EngineProber(self._ask_engine, self._record_probe_reply)
         self.tokenizer = TokenizerClient(bus)
+        self.images = ImageRowsClient(bus, fetcher or ImageFetcher((), 1.0))
         self._routes: dict[RequestId, tuple[GenerationResponse, ChoiceState]] = {}
         self._responses: set[GenerationResponse] = set()
         self._arriving = 0

@@ -18,7 +18,7 @@ from services.planner.fleet_scaler import AdminScaler, FleetScaler, ScalingFaile
 from shared import topics
 from shared.bus import Bus, BusError
 from shared.messages.lifecycle import Lifecycle, LifecycleRequest, Role
-from shared.messages.planner import PlannerDecision, PoolDecision
+from shared.messages.supervisor import PlannerDecision, PoolDecision
 from shared.models.profile_file import ProfileFile
 
 POOLS: Mapping[Role, str] = {"mixed": "engines", "prefill": "prefill", "decode": "decode"}

@@ -6,7 +6,7 @@ from typing import get_args
 
 from prometheus_client import Counter, Gauge
 
-from shared.messages.planner import PlannerDecision, ProfileSource
+from shared.messages.supervisor import PlannerDecision, ProfileSource
 
 DECISIONS = Counter("baton_planner_decisions_total", "Decisions, by what became of them.", ["outcome"])
 ENGINES = Gauge("baton_planner_engines", "Engines by role: present, wanted, target.", ["role", "of"])

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from services.tokenizer.actor import TokenizerActor
 from services.tokenizer.config import TokenizerConfig
-from services.tokenizer.core.chat_template import ChatTemplates, score_template
+from services.tokenizer.core.chat_template import IMAGE_TOKEN, ChatTemplates, score_template
 from services.tokenizer.core.encoder import PromptEncoder
 from services.tokenizer.core.template_files import read_template, read_templates
 from services.tokenizer.core.vocabulary import Vocabulary
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
+from shared.models.image_models import read_image_model
 from shared.models.model_files import ModelNotFound, resolve_model
 from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
 
@@ -22,8 +23,11 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
     """The encoder for the model in `folder`. Raises TokenizerUnusable."""
     files = load_tokenizer(folder)
     templates = ChatTemplates(read_templates(files, config.template_file()), config.content_format())
+    tokens, image = files.special_tokens, read_image_model(folder)
+    if image is not None and (name := files.tokenizer.id_to_token(image.token_id)) is not None:
+        tokens = {**tokens, IMAGE_TOKEN: name}
     pairs = None if config.score_template is None else score_template(read_template(config.score_template))
-    return PromptEncoder(Vocabulary(files), templates, files.special_tokens, config.block_size, pairs)
+    return PromptEncoder(Vocabulary(files), templates, tokens, config.block_size, pairs)
 
 
 def build(config: TokenizerConfig, encoding: PromptEncoder, bus: Bus) -> TokenizerActor:

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from shared.bus import Bus, BusError, Undelivered
 from shared.ids import InstanceId, RequestId, new_incarnation
+from shared.messages.encoder import EncoderReport
 from shared.messages.lifecycle import (
     DetokenizerReport,
     EngineReport,
@@ -172,6 +173,10 @@ class Actor:
 
     def detokenizer_report(self) -> DetokenizerReport | None:
         """What the lifecycle reports of a detokenizer; None for every service but the detokenizer."""
+        return None
+
+    def encoder_report(self) -> EncoderReport | None:
+        """What the lifecycle reports of an encoder; None for every service but the encoder."""
         return None
 
 

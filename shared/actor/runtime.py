@@ -377,6 +377,7 @@ class ActorRuntime:
             keep_alive=self._beat.keep_alive,
             block_size=self._block_size,
             detokenizer=actor.detokenizer_report(),
+            encoder=actor.encoder_report(),
         )
 
 

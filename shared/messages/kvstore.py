@@ -5,7 +5,9 @@ The data lies in arenas, files in shared memory that the ranks map themselves; s
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ArenaId, Incarnation, InstanceId, LeaseId, ModelName, NodeId
@@ -184,3 +186,21 @@ KvStoreReply = AttachReply | KvStoreRefusal | FindReply | ReserveReply | CommitR
 
 NO_SLOT = 0xFFFFFFFF
 """The entry of `ReserveReply.slots` for a block without a slot."""
+
+
+class TransferEndpoint(Struct, frozen=True, array_like=True):
+    """Where the stores of other nodes fetch blocks by one transport. A transport that they do not know is ignored."""
+
+    transport: str
+    """Such as "tcp"."""
+    address: str
+    """Host and port."""
+
+
+class LinkReport(Struct, frozen=True, array_like=True, kw_only=True):
+    """How fast blocks come from the store of one other node, as the store that fetched them measured it."""
+
+    source: NodeId
+    bytes_per_second: Annotated[float, Meta(gt=0)]
+    latency: float
+    """Seconds from a request to its first block."""

@@ -9,14 +9,17 @@ from msgspec import Meta, Struct
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import EngineId, Incarnation, InstanceId, LoraId, ModelName, NodeId, RequestId
 from shared.messages.dialects import Dialect
+from shared.messages.encoder import EncoderReport
 from shared.messages.generation import PoolingType
 from shared.messages.kv_groups import KvCacheGroup, StateRecords
-from shared.messages.kvstore import KvLayout
+from shared.messages.kvstore import KvLayout, LinkReport, TransferEndpoint
 from shared.messages.scheduler import PauseMode, TransferProgress
 from shared.messages.worker import SleepLevel
 from shared.protocol import SpokenProtocols
 
-Service = Literal["gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "kvstore", "supervisor"]
+Service = Literal[
+    "gateway", "tokenizer", "encoder", "coordinator", "scheduler", "worker", "detokenizer", "kvstore", "supervisor"
+]
 Phase = Literal["starting", "ready", "draining", "stopped", "failed"]
 
 HEARTBEAT_SECONDS = 0.5
@@ -101,6 +104,12 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """Elements of each row of a prompt that is given as embeddings; None: it takes none."""
     aliases: tuple[ModelName, ...] = ()
     """Further names by which clients may call it."""
+    images: int | None = None
+    """Elements of each row that an encoder makes of an image; None: prompts may have none."""
+
+    def takes_rows(self, size: int) -> bool:
+        """Whether rows of `size` elements may stand in place of tokens' embeddings: a client's own, or an encoder's."""
+        return size in (self.prompt_embeds, self.images)
 
 
 Role = Literal["mixed", "prefill", "decode"]
@@ -174,24 +183,6 @@ class StepTimesReport(Struct, frozen=True, array_like=True):
     """Of steps with prompt tokens; None before the first few."""
     decodes: StepTimeFit | None = None
     """Of steps without; None before the first few."""
-
-
-class TransferEndpoint(Struct, frozen=True, array_like=True):
-    """Where the stores of other nodes fetch blocks by one transport. A transport that they do not know is ignored."""
-
-    transport: str
-    """Such as "tcp"."""
-    address: str
-    """Host and port."""
-
-
-class LinkReport(Struct, frozen=True, array_like=True, kw_only=True):
-    """How fast blocks come from the store of one other node, as the store that fetched them measured it."""
-
-    source: NodeId
-    bytes_per_second: Annotated[float, Meta(gt=0)]
-    latency: float
-    """Seconds from a request to its first block."""
 
 
 class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
@@ -430,13 +421,14 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
     detokenizer: DetokenizerReport | None = None
     sleep: SleepReport | None = None
     """None: it is awake."""
+    encoder: EncoderReport | None = None
 
     @property
     def model(self) -> ModelName | None:
         """The model that the process works for; None: it works for all, or does not say."""
         if self.engine is not None:
             return self.engine.model.name
-        report = self.tokenizer or self.detokenizer
+        report = self.tokenizer or self.detokenizer or self.encoder
         return None if report is None else report.model
 
     @property

@@ -30,7 +30,10 @@ class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat", kw_only=True)
     add_special_tokens: bool = False
     """Whether the tokenizer adds its special tokens to those that the template has written."""
     embeds: tuple[PromptEmbeds, ...] = ()
-    """Parts that are no text; the messages have `embeds_placeholder` where the template is to put them."""
+    """Parts that are no text; the messages have `embeds_placeholder` where the template is to put them, but for images.
+    """
+    images: tuple[int, ...] = ()
+    """Which of `embeds` are images, in the order of the messages, which have parts of type image in their places."""
 
 
 def embeds_placeholder(number: int) -> str:

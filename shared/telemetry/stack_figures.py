@@ -133,7 +133,7 @@ def figures(before: Lifecycles, now: Lifecycles) -> Figures:
     )
 
 
-_OTHERS = ("gateway", "tokenizer", "coordinator", "detokenizer", "supervisor")
+_OTHERS = ("gateway", "tokenizer", "encoder", "coordinator", "detokenizer", "supervisor")
 
 
 class _Interval(NamedTuple):

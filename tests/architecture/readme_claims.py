@@ -82,6 +82,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
         "tests/integration/worker/test_latent_attention.py",
         "tests/integration/worker/test_state_spaces.py",
         "tests/integration/worker/test_encoders.py",
+        "tests/integration/cluster/test_images.py",
         "tests/integration/worker/test_library_models.py",
         "tests/integration/worker/test_gguf.py",
         "tests/integration/worker/test_quantized_checkpoints.py",

@@ -16,9 +16,11 @@ ENTRY = {
     **{name: f"services.{name}" for name in ("gateway", "tokenizer", "coordinator", "scheduler", "detokenizer")},
     "kvstore": "kvstore",
     "worker": "services.worker",
+    "encoder": "services.encoder",
 }
 DISTRIBUTIONS = {
     "google": "protobuf",
+    "PIL": "pillow",
     "huggingface_hub": "huggingface-hub",
     "prometheus_client": "prometheus-client",
     "nats": "nats-py",
@@ -29,7 +31,12 @@ DISTRIBUTIONS = {
 """Of packages whose import name is not that of the distribution."""
 IN_ALL = ("otel",)
 """Extras of every image."""
-EXTRAS = {"worker": ("worker",), "kvstore": ("kvstore",), "gateway": ("overflow", "database")}
+EXTRAS = {
+    "worker": ("worker",),
+    "kvstore": ("kvstore",),
+    "gateway": ("overflow", "images", "database"),
+    "encoder": ("encoder",),
+}
 """Those that the image of a service has beside these."""
 OPTIONAL = {"triton", "flash_attn", "flashinfer"}
 """Imported only where they are found."""

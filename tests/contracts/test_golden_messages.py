@@ -33,6 +33,7 @@ from shared.ids import (
 from shared.messages import (
     coordinator,
     detokenizer,
+    encoder,
     federation,
     gateway,
     generation,
@@ -40,7 +41,6 @@ from shared.messages import (
     kv_groups,
     kvstore,
     lifecycle,
-    planner,
     scheduler,
     supervisor,
     tokenizer,
@@ -286,8 +286,8 @@ MESSAGES: list[Any] = [
             lower_hits=4,
             transfer="10.0.0.7:7700",
             prefetched=2,
-            links=(lifecycle.LinkReport(source=NODE, bytes_per_second=1.5, latency=0.25),),
-            endpoints=(lifecycle.TransferEndpoint("tcp", "10.0.0.7:7701"),),
+            links=(kvstore.LinkReport(source=NODE, bytes_per_second=1.5, latency=0.25),),
+            endpoints=(kvstore.TransferEndpoint("tcp", "10.0.0.7:7701"),),
             tiers=(
                 lifecycle.TierReport(name="ssd", present=True, blocks=7, bytes_used=8, bytes_total=9, direct=True),
                 lifecycle.TierReport(name="redis", present=False, hits=1, problem="it does not answer"),
@@ -348,7 +348,7 @@ MESSAGES: list[Any] = [
     supervisor.HostReport(
         node=NodeId("n"), address="10.0.0.2", incarnation=Incarnation(1), instances=(InstanceId("n-engine-1"),)
     ),
-    planner.PlannerDecision(
+    supervisor.PlannerDecision(
         at=1.5,
         observed_rate=2.5,
         predicted_rate=3.5,
@@ -363,7 +363,7 @@ MESSAGES: list[Any] = [
         forecast_ttft=0.25,
         forecast_itl=0.125,
         suffices=True,
-        pools=(planner.PoolDecision(role="decode", present=1, wanted=3, target=2, reason="cool-down"),),
+        pools=(supervisor.PoolDecision(role="decode", present=1, wanted=3, target=2, reason="cool-down"),),
         acts=True,
         profile="none",
         profile_note="n",
@@ -494,6 +494,19 @@ MESSAGES: list[Any] = [
     worker.WakeRank(Incarnation(5)),
     kvstore.FindAny(layout="f", owner=OWNER, lease=LeaseId(4), hashes=HASH),
     kvstore.FindAnyReply(b"\1"),
+    encoder.EncodeImage(b"GIF"),
+    encoder.ImageRows(generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<")),
+    encoder.ImageRefusal("no"),
+    lifecycle.Lifecycle(
+        service="encoder",
+        instance=InstanceId("encoder-1"),
+        incarnation=Incarnation(1),
+        phase="ready",
+        pid=1,
+        host="h",
+        started=1.5,
+        encoder=encoder.EncoderReport(model=ModelName("demo"), hits=2, encoded=1),
+    ),
 ]
 
 
@@ -528,6 +541,7 @@ def test_every_message_is_among_them() -> None:
     modules = (
         coordinator,
         detokenizer,
+        encoder,
         federation,
         gateway,
         generation,
@@ -535,7 +549,6 @@ def test_every_message_is_among_them() -> None:
         kv_groups,
         kvstore,
         lifecycle,
-        planner,
         scheduler,
         supervisor,
         tokenizer,
@@ -584,6 +597,7 @@ def test_unions_tell_their_members_apart() -> None:
     unions += [
         tokenizer.TokenizerRequest,
         tokenizer.TokenizerReply,
+        encoder.EncoderReply,
         lifecycle.InstanceControl,
         supervisor.ScaleReply,
         kvstore.KvStoreQuestion,

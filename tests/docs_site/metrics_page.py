@@ -17,6 +17,7 @@ PACKAGES: Mapping[str, str] = {
     "Every service": "shared",
     "Gateway": "services/gateway",
     "Tokenizer": "services/tokenizer",
+    "Encoder": "services/encoder",
     "Coordinator": "services/coordinator",
     "Scheduler": "services/scheduler",
     "Worker": "services/worker",

@@ -40,6 +40,7 @@ from services.worker.speculation.settings import SpeculationError, check_support
 from shared.config import ConfigError, ServiceConfig, load_config, process_environment
 from shared.ids import ModelName, NodeId, checked_instance
 from shared.messages.lifecycle import Service
+from shared.models.image_models import read_image_model
 from shared.plugins.entry_points import PluginError
 from shared.settings import parse_bytes, settings_of
 
@@ -102,12 +103,14 @@ def stack_spec(
     keys_file = values.get("keys_file")
     gateway = {"keys_file": str(Path(keys_file).absolute())} if keys_file is not None else {}
     model, load_format = model_folder(dealt["model"], values.get("load_format"), run_dir), values.get("load_format")
+    simulated = assigned.get("worker", {}).get("device", values.get("device")) == "sim"
+    counts = replace(counts, encoder=encoders(stack, model, has_weights=load_format != "dummy" and not simulated))
     federation = federation_choice(
         stack,
         values,
         model,
         dummy_weights=load_format == "dummy",
-        simulated=assigned.get("worker", {}).get("device", values.get("device")) == "sim",
+        simulated=simulated,
         is_running=left_stack(run_dir) is not None,
     )
     spec = StackSpec(
@@ -159,7 +162,7 @@ def _of_several(
         spec,
         model=models[0].model,
         served_model_name=models[0].name,
-        counts=replace(spec.counts, tokenizer=0, detokenizer=0, engines=0, prefill=0, decode=0),
+        counts=replace(spec.counts, tokenizer=0, encoder=0, detokenizer=0, engines=0, prefill=0, decode=0),
         models=tuple(replace(each, settings=merged(threads, each.settings)) for each in models),
         numa_nodes=(),
     )
@@ -175,10 +178,12 @@ def _model_spec(
     counts = replace(counts_of(stack, pp, has_store=False), gateway=0, coordinator=0, model=chosen.name)
     drafts = drafting(values.get("speculative"), device=values.get("device"), stages=max(stack.stages(pp)))
     drafted = {} if drafts is None else {"worker": {"speculative": drafts}}
+    model = model_folder(chosen.source, values.get("load_format"), run_dir)
+    has_weights = values.get("load_format") != "dummy" and values.get("device") != "sim"
     return ModelSpec(
         name=chosen.name,
-        model=model_folder(chosen.source, values.get("load_format"), run_dir),
-        counts=counts,
+        model=model,
+        counts=replace(counts, encoder=encoders(stack, model, has_weights=has_weights)),
         pp_layers=layer_split(values.get("pp_layers"), counts),
         settings=merged(service_settings(values), drafted, assigned, parsed_settings(assignments)),
     )
@@ -222,6 +227,11 @@ def counts_of(stack: StackSettings, pp: int, *, has_store: bool) -> Counts:
         hosts=stack.nodes,
         host=stack.node_rank,
     )
+
+
+def encoders(stack: StackSettings, model: Path, *, has_weights: bool) -> int:
+    """How many processes encode images: none for a model that takes none, or of which nobody reads weights."""
+    return stack.encoders if has_weights and read_image_model(model) is not None else 0
 
 
 def parsed_settings(assignments: Sequence[str]) -> dict[str, dict[str, str]]:

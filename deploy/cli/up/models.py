@@ -15,7 +15,7 @@ from deploy.supervisor.spec import ModelSpec
 from shared.ids import ModelName
 from shared.settings import settings_of
 
-SERVICES_OF_A_MODEL = frozenset({"tokenizer", "detokenizer", "scheduler", "worker"})
+SERVICES_OF_A_MODEL = frozenset({"tokenizer", "encoder", "detokenizer", "scheduler", "worker"})
 SIZES_OF_A_MODEL = frozenset(
     name
     for name, setting in settings_of(StackSettings).items()

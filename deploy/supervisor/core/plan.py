@@ -13,12 +13,12 @@ from shared.messages.lifecycle import Role, Service
 
 Pool = Literal["engines", "prefill", "decode"]
 """Engines (a scheduler and its ranks each) of one role."""
-LightService = Literal["gateway", "tokenizer", "detokenizer", "coordinator"]
+LightService = Literal["gateway", "tokenizer", "encoder", "detokenizer", "coordinator"]
 Scalable = Literal[LightService, Pool]
 """What a user counts."""
 POOLS: tuple[Pool, ...] = get_args(Pool)
 SCALABLE: tuple[Scalable, ...] = (*get_args(LightService), *POOLS)
-OF_A_MODEL: frozenset[Scalable] = frozenset({"tokenizer", "detokenizer", *POOLS})
+OF_A_MODEL: frozenset[Scalable] = frozenset({"tokenizer", "encoder", "detokenizer", *POOLS})
 """What each model of a stack has for itself; all else serves all of them."""
 MAX_COUNT = 256
 MAX_PREFIX = 40
@@ -39,6 +39,8 @@ class Counts(Struct, frozen=True, kw_only=True):
 
     gateway: int = 1
     tokenizer: int = 1
+    encoder: int = 0
+    """Only models that take images have any."""
     detokenizer: int = 1
     coordinator: int = 1
     engines: int = 1
@@ -179,6 +181,7 @@ def all_process_specs(counts: Counts, models: Iterable[Counts] = ()) -> list[Pro
     light: tuple[Scalable, ...] = ("gateway", "tokenizer", "coordinator", "detokenizer")
     return [
         *_counted(POOLS, counts),
+        *_counted(("encoder",), counts),
         *(ProcessSpec("kvstore", counts.named(f"kvstore-{n}"), n, None) for n in range(1, counts.kvstore + 1)),
         *_counted(light, counts),
     ]
@@ -192,7 +195,7 @@ def _counted(kinds: tuple[Scalable, ...], counts: Counts) -> list[ProcessSpec]:
 
 STOP_ORDER: tuple[frozenset[Service], ...] = (
     frozenset({"gateway"}),
-    frozenset({"tokenizer", "coordinator", "scheduler", "detokenizer"}),
+    frozenset({"tokenizer", "encoder", "coordinator", "scheduler", "detokenizer"}),
     frozenset({"worker"}),
     frozenset({"kvstore"}),
 )

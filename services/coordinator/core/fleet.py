@@ -53,7 +53,7 @@ def serves(generation: Generation, card: ModelCard) -> bool:
     """Whether an engine with this card can compute the request: it fits, its adapter is there, and its embeddings are
     of the model's size."""
     has_lora = generation.lora is None or any(each.id == generation.lora for each in card.loras)
-    takes = generation.prompt_embeds is None or generation.prompt_embeds.size == card.prompt_embeds
+    takes = generation.prompt_embeds is None or card.takes_rows(generation.prompt_embeds.size)
     return has_lora and takes and fits(generation, card.max_model_len)
 
 

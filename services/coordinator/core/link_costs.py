@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from services.coordinator.core.engine_pool import Candidate
 from shared.ids import InstanceId, NodeId
-from shared.messages.lifecycle import LinkReport, StoreReport
+from shared.messages.kvstore import LinkReport
+from shared.messages.lifecycle import StoreReport
 
 
 class LinkCosts:

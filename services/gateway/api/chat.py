@@ -128,13 +128,14 @@ def chat_request(
             parser = parser_options(dialect, tools, include_reasoning=fields.include_reasoning is not False)
             if parser is not None and parser.dialect.sees_special_tokens:
                 fields.skip_special_tokens = False
-    parts = EmbeddedParts(card)
+    parts = EmbeddedParts(card, limits)
     prompt = chat_prompt(fields.messages, fields, limits, parts.read if kind == "chat" else None)
     if parts.found:
-        check_needs_no_tokens(fields)
-        prompt = msgspec.structs.replace(prompt, embeds=tuple(parts.found))
+        check_needs_no_tokens(fields, "images" if parts.images else "prompt_embeds")
+        images = tuple(image.number for image in parts.images)
+        prompt = msgspec.structs.replace(prompt, embeds=tuple(parts.found), images=images)
     role = "assistant" if prompt.add_generation_prompt else fields.messages[-1]["role"]
-    return generation_request(
+    generation = generation_request(
         fields,
         card,
         limits,
@@ -148,6 +149,7 @@ def chat_request(
         output_grammar=output,
         parser_options=parser,
     )
+    return msgspec.structs.replace(generation, images=tuple(parts.images)) if parts.images else generation
 
 
 def _text_of(message: dict[str, Any], role: str) -> str:

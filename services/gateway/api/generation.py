@@ -62,6 +62,9 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
     """Inputs of a request for embeddings or labels, texts that one is compared with: OpenAI's limit."""
     allow_request_template: bool = False
     allow_prefix_caching: bool = True
+    max_images: int = 16
+    image_hosts: tuple[str, ...] = ()
+    """Hosts that images may be fetched from: `HOST` or `HOST:PORT`."""
 
 
 class StreamOptions(NamedTuple):
@@ -113,6 +116,19 @@ class ChoiceRequest(NamedTuple):
     sampling: SamplingOptions
 
 
+class ImageSource(NamedTuple):
+    """An image of a chat whose rows are still to be had."""
+
+    number: int
+    """Which of `ChatPrompt.embeds` its rows become."""
+    field: str
+    """The client's field that gave it."""
+    url: str | None = None
+    """Where it is; None: it is `data`."""
+    data: bytes = b""
+    """Its file."""
+
+
 class GenerationRequest(Struct, frozen=True, kw_only=True):
     """A checked request for a chat, a completion, or vectors of prompts."""
 
@@ -159,6 +175,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """By which of its further names the client called the model; None: by none."""
     request_id: str | None = None
     """What the client calls the request; it is part of the answer's `id`."""
+    images: tuple[ImageSource, ...] = ()
+    """Of its one prompt, a chat, which has parts without rows in their places; empty once these are filled in."""
     trace: str | None = None
     """See `Generation.trace`."""
 

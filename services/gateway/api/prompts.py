@@ -159,15 +159,15 @@ def _token_prompt(name: str, ids: list[int], card: ModelCard) -> TokenPrompt:
     return TokenPrompt(pack(ids))
 
 
-PartReader = Callable[[dict[str, Any], str], str]
-"""Reads a part that is no text, at a path of the body; returns the text that stands for it. Raises RequestError."""
+PartReader = Callable[[dict[str, Any], str], dict[str, str]]
+"""Reads a part that is no text, at a path of the body; returns the part that stands for it. Raises RequestError."""
 
 
 def chat_prompt(
     given: list[dict[str, Any]], fields: ChatTemplateFields, limits: RequestLimits, embeds: PartReader | None = None
 ) -> ChatPrompt:
-    """Returns the messages as the tokenizer's chat template takes them. `embeds`: reads parts of type prompt_embeds,
-    None: they are refused. Raises RequestError."""
+    """Returns the messages as the tokenizer's chat template takes them. `embeds`: reads images and parts of type
+    prompt_embeds, None: they are refused. Raises RequestError."""
     if not given:
         raise invalid("messages", "[] is not allowed; at least one message is needed")
     go_on = bool(fields.continue_final_message)
@@ -229,8 +229,8 @@ def _check_calls(calls: Any, path: str) -> None:
 
 def _part(part: Any, path: str, embeds: PartReader | None) -> dict[str, str]:
     match part:
-        case {"type": "prompt_embeds"} if embeds is not None:
-            return {"type": "text", "text": embeds(part, path)}
+        case {"type": "prompt_embeds" | "image_url"} if embeds is not None:
+            return embeds(part, path)
         case str(text) | {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return {"type": "text", "text": text}
         case {"type": str(kind)} if kind not in ("text", "refusal"):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shared.ids import InstanceId
 from shared.messages.lifecycle import Lifecycle
-from shared.messages.planner import PlannerDecision
+from shared.messages.supervisor import PlannerDecision
 from shared.telemetry.lifecycle_listener import ENDED_PHASES, LifecycleListener
 from shared.telemetry.stack_figures import Figures
 

@@ -214,6 +214,7 @@ class GenerationEndpoint(GeneratingEndpoint):
         generation = self._admitted(call, generation)
         if self._overflow is not None and await self._overflow.ahead_of(call, self._kind, generation):
             return
+        generation = await table.images.filled(generation)
         searches, details = None, list[PromptDetails]()
         if generation.beam_search is not None:
             searches = await open_searches(table.tokenizer, generation)
@@ -260,6 +261,7 @@ class GenerationEndpoint(GeneratingEndpoint):
         call.record.model = generation.served_name
         generation = self._access.bound(generation, call.key)
         self._access.reserve(call, generation, table.free)
+        generation = await table.images.filled(generation)
         details = await table.tokenizer.prompt_details(generation)
         header = self._header(generation, opening.stream, opening.arrival)
         self._log(call, generation, header, last)

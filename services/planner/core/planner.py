@@ -26,7 +26,7 @@ from services.planner.core.sizing import (
     size_mixed,
 )
 from shared.messages.lifecycle import Role
-from shared.messages.planner import PlannerDecision, PoolDecision, ProfileSource
+from shared.messages.supervisor import PlannerDecision, PoolDecision, ProfileSource
 
 MIN_SAMPLES = 20
 """First tokens of an interval below which its means correct nothing."""

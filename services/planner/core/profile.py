@@ -13,7 +13,7 @@ from math import inf
 from msgspec import Struct
 
 from shared.messages.lifecycle import EngineReport, WorkerReport
-from shared.messages.planner import ProfileSource
+from shared.messages.supervisor import ProfileSource
 from shared.models.profile_file import ProfileFile
 
 REACH = 1.5

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, Struct
 
 from services.planner.core.sizing import SizeBounds
-from shared.messages.planner import ScalingReason
+from shared.messages.supervisor import ScalingReason
 
 
 class PlannerLimits(Struct, frozen=True, kw_only=True):

@@ -30,6 +30,9 @@ so that a template that trims the message shows by trimming it."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients pass a message's reasoning; templates read the first."""
 
+IMAGE_TOKEN = "image_token"
+"""Under this name a model of images has, beside its special tokens, what stands for an image in its prompts."""
+
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Part types that are text, and the key that holds it."""
 
@@ -108,7 +111,8 @@ class ChatTemplate:
         messages = read_json_list(prompt.messages, "messages")
         if not messages:
             raise PromptRefused("messages", "messages: at least one is needed")
-        chat = [_message(message, f"messages[{index}]", self) for index, message in enumerate(messages)]
+        image = special_tokens.get(IMAGE_TOKEN)
+        chat = [_message(message, f"messages[{index}]", self, image) for index, message in enumerate(messages)]
         tools = None if prompt.tools is None else _objects(read_json_list(prompt.tools, "tools"), "tools")
         if (documents := variables.pop("documents", None)) is not None:
             documents = _objects(documents, "chat_template_kwargs", "documents")
@@ -226,7 +230,7 @@ def read_json_list(payload: bytes, field: str) -> list[Any]:
     return value
 
 
-def _message(message: Any, where: str, template: ChatTemplate) -> Message:
+def _message(message: Any, where: str, template: ChatTemplate, image: str | None) -> Message:
     if not isinstance(message, dict):
         raise PromptRefused("messages", f"{where}: an object is expected")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -236,7 +240,7 @@ def _message(message: Any, where: str, template: ChatTemplate) -> Message:
     if role == "developer" and not template.knows_developer:
         kept["role"] = "system"
     if "content" in kept:
-        kept["content"] = _content(kept["content"], f"{where}.content", template)
+        kept["content"] = _content(kept["content"], f"{where}.content", template, image)
     if "tool_calls" in kept:
         _read_tool_calls(kept, f"{where}.tool_calls")
     reasoning = next((kept[name] for name in REASONING_FIELDS if name in kept), None)
@@ -247,7 +251,7 @@ def _message(message: Any, where: str, template: ChatTemplate) -> Message:
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
-def _content(content: Any, where: str, template: ChatTemplate) -> str | list[dict[str, Any]]:
+def _content(content: Any, where: str, template: ChatTemplate, image: str | None) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -255,12 +259,14 @@ def _content(content: Any, where: str, template: ChatTemplate) -> str | list[dic
     parts = [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
     if template.content_format == "openai":
         return parts
-    return "\n".join(part["text"] for part in parts)
+    return "\n".join(image or "" if part["type"] == "image" else part["text"] for part in parts)
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    if part == {"type": "image"}:  # a gateway's, in place of what the client sent
+        return dict(part)
     kind = part.get("type") if isinstance(part, dict) else None
     key = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if key is None:

@@ -11,7 +11,7 @@ from typing import assert_never
 import msgspec
 from msgspec.structs import replace
 
-from services.tokenizer.core.chat_template import ChatTemplate, ChatTemplates
+from services.tokenizer.core.chat_template import IMAGE_TOKEN, ChatTemplate, ChatTemplates
 from services.tokenizer.core.refusal import PromptRefused
 from services.tokenizer.core.vocabulary import PLACEHOLDER, Truncation, Vocabulary
 from shared.blocks import DEFAULT_BLOCK_SIZE, hash_chain
@@ -77,6 +77,9 @@ class PromptEncoder:
         self._templates = templates
         self._pair_template = pair_template
         self.special_tokens = special_tokens
+        image = special_tokens.get(IMAGE_TOKEN)
+        self._part_mark = _NUMBERED if image is None else re.compile(f"{_NUMBERED.pattern}|{re.escape(image)}")
+        """What stands for a part in a rendered chat."""
 
     @property
     def dialect(self) -> Dialect:
@@ -99,12 +102,12 @@ class PromptEncoder:
         try:
             truncation = _truncation(message)
             longest = None if truncation is not None else message.max_model_len
-            parts = message.prompt.embeds if isinstance(message.prompt, ChatPrompt) else ()
-            if truncation is not None and (parts or isinstance(prompt, EmbedsPrompt)):
-                raise PromptRefused("truncate_prompt_tokens", "truncate_prompt_tokens: not of prompt_embeds")
+            chat = message.prompt if isinstance(message.prompt, ChatPrompt) and message.prompt.embeds else None
+            if truncation is not None and (chat is not None or isinstance(prompt, EmbedsPrompt)):
+                raise PromptRefused("truncate_prompt_tokens", "truncate_prompt_tokens: not of prompt_embeds or images")
             embeds = prompt.embeds if isinstance(prompt, EmbedsPrompt) else None
-            if parts:
-                ids, embeds = self._with_parts(prompt, parts, longest)
+            if chat is not None:
+                ids, embeds = self._with_parts(prompt, chat, longest)
             else:
                 ids = self._tokens(prompt, longest, generates=message.pooling is None, truncation=truncation)
             if not ids:
@@ -217,24 +220,34 @@ class PromptEncoder:
         return template.render(prompt, self.special_tokens)
 
     def _with_parts(
-        self, prompt: Prompt, parts: tuple[PromptEmbeds, ...], max_model_len: int | None
+        self, prompt: Prompt, chat: ChatPrompt, max_model_len: int | None
     ) -> tuple[list[int], PromptEmbeds]:
         """The ids of a chat, 0 where it has rows of its own, and these, in the order in which the template shows its
-        parts. Raises PromptRefused where it does not show each of them once."""
+        parts: images in their own order, as it does not tell one from the other. Raises PromptRefused where it does not
+        show each of them once. `prompt`: the chat itself, or what it was rendered to."""
+        parts, images = chat.embeds, iter(chat.images)
         if not isinstance(prompt, (ChatPrompt, RenderedPrompt)):
             raise TypeError(f"a {type(prompt).__name__} has no parts")
         text = prompt.text if isinstance(prompt, RenderedPrompt) else self._chat_text(prompt)
-        order = [int(number) for number in _NUMBERED.findall(text)]
+        mark = self._part_mark if chat.images else _NUMBERED
+        marks = [found[1] for found in mark.finditer(text)]
+        order = [next(images, -1) if number is None else int(number) for number in marks]
         text = _NUMBERED.sub(PLACEHOLDER, text)
-        if sorted(order) != list(range(len(parts))) or text.count(PLACEHOLDER) != len(parts):
+        image_token = self.special_tokens.get(IMAGE_TOKEN)
+        found = self._vocabulary.encode_with_places(
+            text,
+            add_special_tokens=prompt.add_special_tokens,
+            max_model_len=max_model_len,
+            image_token=image_token if chat.images else None,
+        )
+        if sorted(order) != list(range(len(parts))) or found.count(None) != len(parts):
+            kinds = "images and parts of type prompt_embeds" if chat.images else "parts of type prompt_embeds"
+            stands = f"{image_token} or {PLACEHOLDER}" if chat.images else PLACEHOLDER
             raise PromptRefused(
                 "messages",
-                f"messages: the chat template has to show each of the {len(parts)} parts of type prompt_embeds once, "
-                f"and other text must not have what stands for them, such as {PLACEHOLDER}",
+                f"messages: the chat template has to show each of the {len(parts)} {kinds} once, and other text must "
+                f"not have what stands for them, such as {stands}",
             )
-        found = self._vocabulary.encode_with_places(
-            text, add_special_tokens=prompt.add_special_tokens, max_model_len=max_model_len
-        )
         ids: list[int] = []
         runs: list[tuple[int, int]] = []
         shown = iter(order)

@@ -57,14 +57,18 @@ class Vocabulary:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return self.checked(encoding.ids, field) if encoding.ids else []
 
-    def encode_with_places(self, text: str, *, add_special_tokens: bool, max_model_len: int | None) -> list[int | None]:
-        """The ids of a chat's `text`; None for each PLACEHOLDER in it. Raises what `encode` raises."""
+    def encode_with_places(
+        self, text: str, *, add_special_tokens: bool, max_model_len: int | None, image_token: str | None = None
+    ) -> list[int | None]:
+        """The ids of a chat's `text`; None for each PLACEHOLDER or `image_token`. Raises what `encode` raises."""
         self._check_text(text.replace(PLACEHOLDER, ""), "messages", max_model_len, generates=True)
-        place = self._placing.token_to_id(PLACEHOLDER)
+        places = {self._placing.token_to_id(PLACEHOLDER)}
+        if image_token is not None:
+            places.add(self._placing.token_to_id(image_token))
         (encoding,) = self._placing.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        if any(token != place for token in encoding.ids):
-            self.checked([token for token in encoding.ids if token != place], "messages")
-        return [None if token == place else token for token in encoding.ids]
+        if any(token not in places for token in encoding.ids):
+            self.checked([token for token in encoding.ids if token not in places], "messages")
+        return [None if token in places else token for token in encoding.ids]
 
     @cached_property
     def _placing(self) -> Tokenizer:

@@ -157,9 +157,9 @@ def create_backend(
             grouped=hybrid_kv_cache == "on",
         )
         groups = _layer_groups(loaded, hybrid_kv_cache, speculation, connector=kv_connector)
-        if prompt_embeds:
-            if not loaded.generates:
-                raise ModelError("enable_prompt_embeds: the model has no language model head and generates no text")
+        if prompt_embeds and not loaded.generates:
+            raise ModelError("enable_prompt_embeds: the model has no language model head and generates no text")
+        if prompt_embeds or loaded.images:
             loaded.decoder.check_inputs()
         slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, loras, model_name)
     eager = why_eager(loaded.decoder, platform, communicator, pipeline, enforced=enforce_eager)

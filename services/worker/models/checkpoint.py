@@ -18,6 +18,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from services.worker.models.config import ModelError
+from services.worker.models.hf_layers.llava import language_model_name
 from services.worker.models.tensor_file import StoredPart, StoredTensor, TensorFileError, TensorFiles, TensorHeader
 from services.worker.models.weight_files import INDEX, SINGLE, weight_files
 from services.worker.platforms.main_memory import gib
@@ -166,11 +167,17 @@ def check_found(model_dir: Path, name: str, found: Sequence[int] | None, wanted:
 
 @contextmanager
 def open_checkpoint(
-    model_dir: Path, dtype: torch.dtype, *, device: torch.device = CPU, single: str | None = None, base: str = ""
+    model_dir: Path,
+    dtype: torch.dtype,
+    *,
+    device: torch.device = CPU,
+    single: str | None = None,
+    base: str = "",
+    language_model: bool = False,
 ) -> Iterator[Checkpoint]:
     """The checkpoint in `model_dir`, single-file or sharded; or its file `single` alone. What is read is on `device`.
     `base`: what the names of a whole model begin with; where they lack it, as sentence-transformers writes them, they
-    get it.
+    get it. `language_model`: it is that of a model of images, and has the names that it would have alone.
 
     Raises ModelError where there is none or it is broken.
     """
@@ -182,6 +189,8 @@ def open_checkpoint(
                 tensors |= files.open(path)
         except TensorFileError as error:
             raise ModelError(str(error)) from None
+        if language_model:
+            tensors = {language_model_name(name): tensor for name, tensor in tensors.items()}
         if base and f"{base}{EMBEDDING}" not in tensors and EMBEDDING in tensors:
             tensors = {name if name == HEAD else base + name: tensor for name, tensor in tensors.items()}
         begun = time.perf_counter()

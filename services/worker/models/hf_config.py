@@ -17,12 +17,14 @@ from msgspec import UNSET, Struct, UnsetType, field
 from services.worker.models.config import LayerConfig, ModelConfig, ModelError, dtype_named, plain_json
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 from services.worker.models.hf_layers.latent import LATENT_ARCHITECTURES, LatentConfig, RawLatent, read_latent
+from services.worker.models.hf_layers.llava import language_model
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import MixtureLayers, read_mixture
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
 from services.worker.models.states.delta_reading import delta_model_config
 from services.worker.models.states.mamba_reading import mamba_model_config
 from services.worker.ops.interface import Activation
+from shared.models.image_models import IMAGE_ARCHITECTURES
 
 _T = TypeVar("_T")
 
@@ -162,6 +164,8 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     stateful = next((each for each in named if each in _STATEFUL), None)
     if stateful is not None:
         return _stateful_config(path, stateful, described)
+    if any(each in IMAGE_ARCHITECTURES for each in named):
+        described = _language_model(path, described)
     raw = _decode(path, _RawConfig, described)
     headless = not any(each in _FAMILIES for each in raw.architectures)
     raw.architectures = [_BASES.get(each, each) for each in raw.architectures]
@@ -173,6 +177,13 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     try:
         return _model_config(raw, eos)
     except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _language_model(path: Path, described: bytes | None) -> bytes:
+    try:
+        return language_model(path.read_bytes() if described is None else described)
+    except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
 
 
@@ -204,7 +215,7 @@ def is_native(model_dir: Path) -> bool:
     """Whether the model is of an architecture that is read here, as a decoder. Raises ModelError where there is no
     configuration."""
     raw = _decode(model_dir / "config.json", _RawArchitectures)
-    known = (*_FAMILIES, *_BASES, *_STATEFUL)
+    known = (*_FAMILIES, *_BASES, *_STATEFUL, *IMAGE_ARCHITECTURES)
     return not raw.use_bidirectional_attention and any(each in known for each in raw.architectures)
 
 
@@ -215,7 +226,8 @@ def architectures_of(model_dir: Path) -> list[str]:
 
 def has_head(model_dir: Path) -> bool:
     """Whether a model that is read here has a language model head. Raises ModelError."""
-    return any(each in _FAMILIES or each in _STATEFUL for each in architectures_of(model_dir))
+    known = (*_FAMILIES, *_STATEFUL, *IMAGE_ARCHITECTURES)
+    return any(each in known for each in architectures_of(model_dir))
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

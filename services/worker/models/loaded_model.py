@@ -53,6 +53,7 @@ from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
 from shared.messages.generation import PoolingType
 from shared.messages.lifecycle import ModelCard, PoolingCard
+from shared.models.image_models import read_image_model
 from shared.telemetry.startup import STARTUP
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
@@ -129,6 +130,8 @@ class LoadedModel:
     projections of embeddings."""
     generates: bool = True
     """Whether it has a language model head."""
+    images: bool = False
+    """Whether prompts may have images, of which an encoder makes rows."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -157,6 +160,7 @@ class LoadedModel:
             block_size=self.settings.block_size,
             pooling=self.pooling,
             generates=self.generates,
+            images=self.config.hidden_size if self.images else None,
         )
 
 
@@ -198,6 +202,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         pooling=pooling,
         classifier=classifier,
         generates=generates,
+        images=settings.load_format != "dummy" and plugin is None and read_image_model(settings.folder) is not None,
     )
 
 
@@ -350,7 +355,13 @@ def _tensors(
     if settings.load_format == "dummy":
         yield DummyTensors(dtype, settings.device, norm_offset=config.norm_offset)
         return
-    with open_checkpoint(settings.folder, dtype, device=settings.device, base="model.") as checkpoint:
+    with open_checkpoint(
+        settings.folder,
+        dtype,
+        device=settings.device,
+        base="model.",
+        language_model=read_image_model(settings.folder) is not None,
+    ) as checkpoint:
         if plugin is not None:
             yield plugin.tensors(checkpoint)
         else:

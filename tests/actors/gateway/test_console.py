@@ -21,7 +21,7 @@ from services.gateway.http.pages.console import ASSETS
 from services.gateway.metrics import MAX_KEYS, METERS, Meters
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
-from shared.messages.planner import PlannerDecision, PoolDecision
+from shared.messages.supervisor import PlannerDecision, PoolDecision
 from shared.telemetry.tracing import Tracing
 from tests.support.gateway.fake_services import MODEL, FakeRing, eventually
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack

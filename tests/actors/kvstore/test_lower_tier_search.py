@@ -18,8 +18,8 @@ from kvstore.transfer.interface import BlockRequest, BlockRoom
 from kvstore.transfer.link_rates import LinkRate
 from shared.blocks import BlockHash
 from shared.ids import LeaseId, NodeId
-from shared.messages.kvstore import Find, FindReply, KvStoreRefusal, Prefetch, Release
-from shared.messages.lifecycle import Lifecycle, LinkReport, TierReport
+from shared.messages.kvstore import Find, FindReply, KvStoreRefusal, LinkReport, Prefetch, Release
+from shared.messages.lifecycle import Lifecycle, TierReport
 from tests.support.kv import random_blocks as carried_blocks
 from tests.support.kv.arenas import (
     NODE,

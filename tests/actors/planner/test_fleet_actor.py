@@ -15,7 +15,7 @@ from services.planner.fleet_scaler import FleetScaler, ScalingFailed
 from shared import topics
 from shared.bus import EndpointError
 from shared.bus.memory_bus import MemoryBus
-from shared.messages.planner import PlannerDecision
+from shared.messages.supervisor import PlannerDecision
 from shared.models.profile_file import ProfileFile
 from tests.support.engines.planner_profiles import PROFILE_FILE, report
 from tests.unit.planner.core.test_fleet_watch import life, rank, sums

@@ -33,8 +33,8 @@ from kvstore.transfer.tcp_connection import TcpConnection
 from kvstore.transfer.tcp_server import TcpServer
 from kvstore.transfer.tcp_transport import TcpTransport
 from shared.ids import Incarnation, InstanceId, NodeId
-from shared.messages.kvstore import KvLayout
-from shared.messages.lifecycle import Lifecycle, StoreReport, TransferEndpoint
+from shared.messages.kvstore import KvLayout, TransferEndpoint
+from shared.messages.lifecycle import Lifecycle, StoreReport
 from tests.integration.kvstore.test_store_transfer import HERE, LAYOUT, PATIENCE, Shelf, Slots, running, until
 from tests.support.cluster.nats_server import NatsServer
 from tests.support.cluster.ports import free_port

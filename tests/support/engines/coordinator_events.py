@@ -12,10 +12,10 @@ from shared.ids import Attempt, EngineId, GatewayId, Incarnation, InstanceId, Lo
 from shared.messages.coordinator import Route
 from shared.messages.generation import Generation, SamplingOptions, StopConditions
 from shared.messages.kv_events import KvEvents, KvSource
+from shared.messages.kvstore import LinkReport
 from shared.messages.lifecycle import (
     EngineReport,
     Lifecycle,
-    LinkReport,
     LoraCard,
     ModelCard,
     Phase,

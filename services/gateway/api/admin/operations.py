@@ -35,7 +35,7 @@ class UndrainFields(Struct, frozen=True, forbid_unknown_fields=True):
 class ScalePoolFields(Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `/admin/scale`."""
 
-    service: Literal["tokenizer", "detokenizer", "gateway", "coordinator", "engines", "prefill", "decode"]
+    service: Literal["tokenizer", "encoder", "detokenizer", "gateway", "coordinator", "engines", "prefill", "decode"]
     count: Annotated[int, Meta(ge=0, le=256)]
     """Instances that there shall be."""
     host: Annotated[str, Meta(min_length=1, max_length=64)] | None = None

@@ -6,9 +6,10 @@ from __future__ import annotations
 import binascii
 from typing import Any, get_args
 
+from services.gateway.api.embeds.images import PART, read_image
 from services.gateway.api.embeds.saved_tensor import NoSavedTensor, SavedTensor, read_saved_tensor
 from services.gateway.api.errors import RequestError, invalid, not_allowed
-from services.gateway.api.generation import CommonFields
+from services.gateway.api.generation import CommonFields, ImageSource, RequestLimits
 from shared.messages.generation import EMBEDDING_BYTES, MAX_PROMPT_EMBEDS_BYTES, EmbeddingDtype, PromptEmbeds
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import EmbedsPrompt, embeds_placeholder
@@ -43,32 +44,49 @@ def embedded_prompts(fields: CommonFields, card: ModelCard) -> tuple[EmbedsPromp
     return tuple(EmbedsPrompt(_rows(f"{FIELD}[{i}]", each, size)) for i, each in enumerate(given))
 
 
-def check_needs_no_tokens(fields: CommonFields) -> None:
-    """Raises RequestError 400 where some field asks for the tokens of a prompt that has embeddings."""
+def check_needs_no_tokens(fields: CommonFields, what: str = FIELD) -> None:
+    """Raises RequestError 400 where some field asks for the tokens of a prompt that has embeddings. `what`: the
+    client's name of these."""
     for name in NEEDS_TOKENS:
         if (value := getattr(fields, name, None)) is not None and value is not False:
-            raise invalid(name, f"not allowed together with {FIELD}, which have no tokens")
+            raise invalid(name, f"not allowed together with {what}, which have no tokens")
     if fields.repetition_penalty not in (None, 1.0):
-        raise not_allowed("repetition_penalty", fields.repetition_penalty, f"with {FIELD} only 1 is")
+        raise not_allowed("repetition_penalty", fields.repetition_penalty, f"with {what} only 1 is")
 
 
 class EmbeddedParts:
-    """Owns the rows of a chat's parts of type prompt_embeds, in the order of its messages."""
+    """Owns the rows of a chat's parts of type prompt_embeds, and its images, in the order of its messages."""
 
-    def __init__(self, card: ModelCard) -> None:
-        self._card = card
+    def __init__(self, card: ModelCard, limits: RequestLimits) -> None:
+        self._card, self._limits = card, limits
         self.found: list[PromptEmbeds] = []
+        """Of an image, no rows yet."""
+        self.images: list[ImageSource] = []
 
-    def read(self, part: dict[str, Any], path: str) -> str:
-        """Reads one of them, `{"type": "prompt_embeds", "data": …}`: what stands for it in the messages. Raises
-        RequestError 400."""
+    def read(self, part: dict[str, Any], path: str) -> dict[str, str]:
+        """Reads one of them, `{"type": "prompt_embeds", "data": …}` or an image: the part that stands for it in the
+        messages. Raises RequestError 400."""
+        if part["type"] == PART:
+            return self._read_image(part, path)
+        return {"type": "text", "text": self._read_rows(part, path)}
+
+    def _read_image(self, part: dict[str, Any], path: str) -> dict[str, str]:
+        image = read_image(part, path, len(self.found), self._card, self._limits)
+        if len(self.images) >= self._limits.max_images:
+            raise invalid(f"{path}.type", f"more than {self._limits.max_images} images are not allowed in one chat")
+        self.images.append(image)
+        self.found.append(PromptEmbeds(dtype="float32", size=self._card.images or 1, rows=b""))
+        return {"type": "image"}
+
+    def _read_rows(self, part: dict[str, Any], path: str) -> str:
         size, name = _size(self._card, f"{path}.type"), f"{path}.data"
         data = part.get("data")
         if not isinstance(data, str):
             raise not_allowed(name, data, "a tensor of torch.save in base64 is")
         rows = _rows(name, data, size)
-        if self.found and rows.dtype != self.found[0].dtype:
-            raise invalid(name, f"dtype {rows.dtype} is not allowed beside {self.found[0].dtype} in one chat")
+        others = [each.dtype for each in self.found if each.rows]
+        if others and rows.dtype != others[0]:
+            raise invalid(name, f"dtype {rows.dtype} is not allowed beside {others[0]} in one chat")
         self.found.append(rows)
         if (total := sum(len(each.rows) for each in self.found)) > MAX_PROMPT_EMBEDS_BYTES:
             raise invalid(name, f"{total} bytes of rows are not allowed in one chat; {MAX_PROMPT_EMBEDS_BYTES} are")

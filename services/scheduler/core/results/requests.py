@@ -103,10 +103,11 @@ class RequestValidator:
                 raise _InvalidRequest(field, f"{field}: token id {wrong} is not in the vocabulary of {vocabulary}")
 
     def _check_embeds(self, generation: Generation, embeds: PromptEmbeds) -> None:
-        if self.card.prompt_embeds is None:
+        expected = self.card.prompt_embeds or self.card.images
+        if expected is None:
             raise _InvalidRequest("prompt_embeds", "prompt_embeds: this engine takes no prompts as embeddings")
-        if embeds.size != self.card.prompt_embeds:
-            allowed = f"rows of {embeds.size} elements are not allowed; of {self.card.prompt_embeds}"
+        if not self.card.takes_rows(embeds.size):
+            allowed = f"rows of {embeds.size} elements are not allowed; of {expected}"
             raise _InvalidRequest("prompt_embeds", f"prompt_embeds: {allowed}")
         if not embeds.fits(generation.prompt_length):
             raise _InvalidRequest("prompt_embeds", "prompt_embeds: one row for each token of the prompt is expected")

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from deploy.cli.app import loaded
 from deploy.cli.plan import sentence
 from deploy.errors import CommandError
-from shared.messages.planner import PlannerDecision, PoolDecision
+from shared.messages.supervisor import PlannerDecision, PoolDecision
 
 DECISION = PlannerDecision(
     at=1.0,

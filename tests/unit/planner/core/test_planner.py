@@ -9,7 +9,7 @@ from services.planner.core.planner import CORRECTION_BOUNDS, FleetPlanner, Fleet
 from services.planner.core.predictors import ConstantPredictor
 from services.planner.core.scaling_guard import PlannerLimits
 from services.planner.core.sizing import LatencyTargets
-from shared.messages.planner import PlannerDecision
+from shared.messages.supervisor import PlannerDecision
 from tests.support.engines.planner_profiles import PROFILE, report, seen
 
 TARGETS = LatencyTargets(ttft=0.3, itl=0.015)

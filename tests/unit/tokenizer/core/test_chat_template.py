@@ -361,3 +361,13 @@ def test_what_comes_before_a_call_is_in_one_place_where_outputs_have_channels() 
     both = "{% for m in messages %}{{ m.thinking }}|{{ m.content }};{% endfor %}"
     assert shown(both) == "|hi;Paris?|I look.;"
     assert shown(both + "<|channel|>") == "|hi;Paris?\nI look.|;<|channel|>"
+
+
+def test_an_image_is_its_token_where_a_template_takes_strings() -> None:
+    """One that goes through parts itself gets the part."""
+    content = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    prompt = ChatPrompt(messages=json.dumps([{"role": "user", "content": content}]).encode())
+    plain = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert plain.render(prompt, {"image_token": "<image>"}) == "a\n<image>\nb"
+    parts = ChatTemplate("{% for m in messages %}{% for c in m.content %}[{{ c.type }}]{% endfor %}{% endfor %}")
+    assert parts.render(prompt, {"image_token": "<image>"}) == "[text][image][text]"

@@ -1,0 +1,49 @@
+"""`python -m services.encoder --model DIR`: encodes images for one model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from services.encoder.actor import EncoderActor
+from services.encoder.config import EncoderConfig
+from services.encoder.tower import ImageTower, TowerUnusable
+from shared.actor import run_service
+from shared.bus import Bus
+from shared.config import load_or_exit
+from shared.models.model_files import ModelNotFound, resolve_model
+
+
+def build(config: EncoderConfig, folder: Path, bus: Bus) -> EncoderActor:
+    """The encoder that `config` describes for the model in `folder`, on `bus`."""
+    return EncoderActor(
+        bus,
+        config.instance_id(),
+        config.model_name(),
+        lambda: ImageTower(folder, config.dtype),
+        config.image_cache,
+        config.decode_s,
+    )
+
+
+def main() -> None:
+    """Serves until it is stopped; exits with 2 where the settings or the model's files are wrong."""
+    config = load_or_exit("encoder", EncoderConfig)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    try:
+        folder = resolve_model(config.model, weights=True)
+    except ModelNotFound as error:
+        print(f"encoder: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    try:
+        run_service(config, lambda bus: build(config, folder, bus), "encoder")
+    except* TowerUnusable as errors:
+        print(f"encoder: {errors.exceptions[0]}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

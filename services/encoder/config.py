@@ -1,0 +1,28 @@
+"""The settings of an encoder."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from shared.config import ModelServiceConfig
+from shared.settings import ByteSize
+
+
+class EncoderConfig(ModelServiceConfig, frozen=True, kw_only=True):
+    """Every setting of an encoder, with its unit and bounds."""
+
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Numbers that images are encoded in, and that their rows have; auto: the checkpoint's."),
+    ] = "auto"
+    threads: Annotated[
+        int | None, Meta(ge=1, le=256, description="Threads that encode an image; default: one for each processor.")
+    ] = None
+    image_cache: Annotated[
+        ByteSize, Meta(description="Bytes of images' rows that are kept for further requests; 0: none.")
+    ] = 256 * 2**20
+    decode_s: Annotated[
+        float, Meta(gt=0, le=600, description="Seconds that decoding an image may take; then it is refused.")
+    ] = 10.0

@@ -1,0 +1,1 @@
+"""What an encoder decides: no bus, no clock, no torch."""

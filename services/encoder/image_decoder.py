@@ -1,0 +1,96 @@
+"""Has images decoded in a process of their own, which is ended where it takes too long, and replaced where it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+
+import msgspec
+
+from services.encoder import metrics
+from services.encoder.image_process import LENGTH_BYTES, DecodedImage, DecodingRefusal, DecodingReply
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 2
+"""A process may die of something else than the image; it is tried once more."""
+MODULE = f"{__name__.rpartition('.')[0]}.image_process"
+_decoder: msgspec.msgpack.Decoder[DecodingReply] = msgspec.msgpack.Decoder(DecodingReply)
+
+
+class ImageRefused(Exception):
+    """The image has no rows; the text is for the client."""
+
+
+class ImageDecoder:
+    """Owns one decoding process, started with the first image. One image at a time."""
+
+    def __init__(self, timeout: float) -> None:
+        """`timeout`: seconds that an image may take."""
+        self._timeout = timeout
+        self._process: Process | None = None
+        self._busy = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None where there is none just now."""
+        return None if self._process is None else self._process.pid
+
+    async def decode(self, file: bytes) -> DecodedImage:
+        """The pixels of an image. Raises ImageRefused."""
+        async with self._busy:
+            for _ in range(ATTEMPTS):
+                process = self._process or await self._start()
+                try:
+                    async with asyncio.timeout(self._timeout):
+                        reply = await _ask(process, file)
+                except TimeoutError:
+                    await self._end("took too long")
+                    raise ImageRefused(f"decoding the image takes more than {self._timeout:g} s") from None
+                except (OSError, asyncio.IncompleteReadError):
+                    await self._end("died")
+                    continue
+                except BaseException:
+                    await self._end("was left")
+                    raise
+                if isinstance(reply, DecodingRefusal):
+                    raise ImageRefused(reply.message)
+                return reply
+            raise ImageRefused("the image could not be decoded: the process that did died of it")
+
+    async def close(self) -> None:
+        """Ends the process."""
+        if (process := self._process) is not None:
+            self._process = None
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _start(self) -> Process:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", MODULE),
+            stdin=PIPE,
+            stdout=PIPE,
+            env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # this environment may hold credentials
+        )
+        return self._process
+
+    async def _end(self, why: str) -> None:
+        metrics.DECODERS.inc()
+        log.warning("decoder ended", extra={"reason": why})
+        await self.close()
+
+
+async def _ask(process: Process, file: bytes) -> DecodingReply:
+    """Raises OSError or IncompleteReadError where the process dies."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(len(file).to_bytes(LENGTH_BYTES, "little"))
+    process.stdin.write(file)
+    await process.stdin.drain()
+    length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
+    return _decoder.decode(await process.stdout.readexactly(length))

@@ -1,0 +1,118 @@
+"""A model's vision tower and projector, by `transformers`: pixels to rows."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.encoder.image_process import DecodedImage
+from shared.messages.generation import EMBEDDING_BYTES, MAX_PROMPT_EMBEDS_BYTES, EmbeddingDtype, PromptEmbeds
+from shared.models.image_models import read_image_model
+
+DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
+
+_DTYPES: dict[EmbeddingDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_LANGUAGE_MODEL = "language_model."
+_log = logging.getLogger(__name__)
+
+
+class TowerUnusable(Exception):
+    """The model's images cannot be encoded; the text says why."""
+
+
+class ImageTower:
+    """Owns the weights of a tower and what prepares images for it. One thread at a time.
+
+    An image is encoded alone, so its rows depend on no other.
+    """
+
+    def __init__(self, folder: Path, dtype: DtypeChoice = "auto") -> None:
+        """Loads it on the processors. Raises TowerUnusable."""
+        from transformers import AutoConfig, AutoImageProcessor
+
+        if read_image_model(folder) is None:
+            raise TowerUnusable(f"{folder}: the model takes no images")
+        try:
+            config = AutoConfig.from_pretrained(folder)
+            processors: Any = AutoImageProcessor
+            self._processor = processors.from_pretrained(folder, backend="pil")
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise TowerUnusable(f"{folder}: {error}") from None
+        self.dtype: EmbeddingDtype = _own_dtype(config) if dtype == "auto" else dtype
+        self.size: int = config.text_config.hidden_size
+        self._model: Any = _load(folder, config, _DTYPES[self.dtype])
+        self.tokens = self._tokens_of_an_image()
+
+    @torch.inference_mode()
+    def encode(self, image: DecodedImage) -> PromptEmbeds:
+        """A row for each token of an image. Raises TowerUnusable where they are no numbers."""
+        rows = self._rows(np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3))
+        if not torch.isfinite(rows).all():
+            raise TowerUnusable(f"in {self.dtype} the tower makes numbers of the image that are none")
+        return PromptEmbeds(
+            dtype=self.dtype, size=self.size, rows=rows.contiguous().view(torch.uint8).numpy().tobytes()
+        )
+
+    def _rows(self, pixels: np.ndarray[Any, Any]) -> Tensor:
+        """pixels [height, width, 3] → [tokens, hidden]"""
+        from PIL import Image
+
+        prepared = self._processor(Image.fromarray(pixels), return_tensors="pt")
+        features = self._model.get_image_features(pixel_values=prepared["pixel_values"].to(_DTYPES[self.dtype]))
+        (rows,) = features.pooler_output
+        found: Tensor = rows
+        return found
+
+    @torch.inference_mode()
+    def _tokens_of_an_image(self) -> int:
+        tokens = len(self._rows(np.zeros((64, 64, 3), np.uint8)))
+        if (size := tokens * self.size * EMBEDDING_BYTES[self.dtype]) > MAX_PROMPT_EMBEDS_BYTES:
+            most = f"{MAX_PROMPT_EMBEDS_BYTES} are allowed in a prompt"
+            raise TowerUnusable(f"an image has {tokens} rows in {self.dtype}, {size} bytes; {most}")
+        return tokens
+
+
+def _own_dtype(config: Any) -> EmbeddingDtype:
+    """The checkpoint's; float32 where it does not say."""
+    name = str(config.dtype or config.text_config.dtype or "float32").removeprefix("torch.")
+    return next((each for each in _DTYPES if each == name), "float32")
+
+
+def _load(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+    """The model without its language model. Raises TowerUnusable."""
+    from transformers import AutoModel
+    from transformers.utils import logging as library_logging
+
+    quiet: Any = library_logging
+    quiet.disable_progress_bar()
+    config.text_config.num_hidden_layers = 0
+    config.text_config.vocab_size = 1
+    config.text_config.pad_token_id = None
+    if hasattr(config.text_config, "layer_types"):
+        config.text_config.layer_types = []
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # of the language model's tensors, which are left out
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model, found = AutoModel.from_pretrained(
+                folder, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise TowerUnusable(f"{folder}: {error}") from None
+    missing = [name for name in found["missing_keys"] if not name.startswith(_LANGUAGE_MODEL)]
+    missing += [str(each[0]) for each in found["mismatched_keys"] if not str(each[0]).startswith(_LANGUAGE_MODEL)]
+    if missing:
+        raise TowerUnusable(f"{folder}: the checkpoint has no {', '.join(sorted(missing)[:3])} of the shape it needs")
+    model.language_model = None
+    _log.info("tower loaded: %d parameters", sum(each.numel() for each in model.parameters()))
+    return model.eval()

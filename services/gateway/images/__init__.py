@@ -1,0 +1,1 @@
+"""Where images of requests come from, and what makes rows of them."""

@@ -1,0 +1,98 @@
+"""What LLaVA's configuration says of its language model. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+LANGUAGE_MODELS = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""The architectures of the language models that are read, by `model_type`."""
+
+LANGUAGE_MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096 * 32,
+    },
+    "qwen2": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+    },
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+    },
+}
+"""What `transformers` takes where nothing is said, as in the files of LLaVA 1.5, which leave most sizes out."""
+
+
+class _RawLlava(Struct):
+    text_config: dict[str, Any]
+    tie_word_embeddings: bool | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    eos_token_id: int | list[int] | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+def language_model(text: bytes) -> bytes:
+    """The configuration of the language model within `text`, LLaVA's `config.json`, as if that were all. Raises
+    ValueError for one that is not read, and msgspec's errors."""
+    whole = msgspec.json.decode(text, type=_RawLlava)
+    kind = whole.text_config.get("model_type", "llama")
+    if kind not in LANGUAGE_MODELS:
+        raise ValueError(f"text_config.model_type {kind!r} is not supported; supported: {', '.join(LANGUAGE_MODELS)}")
+    outside = {
+        "dtype": whole.dtype or whole.torch_dtype,
+        "eos_token_id": whole.eos_token_id,
+        "quantization_config": whole.quantization_config,
+        "tie_word_embeddings": whole.tie_word_embeddings,
+    }
+    given = {key: value for key, value in outside.items() if value is not None}
+    own = {**LANGUAGE_MODEL_DEFAULTS.get(kind, {}), **given, **whole.text_config}
+    return msgspec.json.encode({**own, "architectures": [LANGUAGE_MODELS[kind]]})
+
+
+def language_model_name(name: str) -> str:
+    """What the language model alone calls a tensor of LLaVA's checkpoint `name`; others keep their names."""
+    for whole, alone in _NAMES:
+        if name.startswith(whole):
+            return alone + name.removeprefix(whole)
+    return name
+
+
+_NAMES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+"""As releases of `transformers` before 4.52, and those since, call them."""

@@ -1,0 +1,50 @@
+"""Messages to an encoder: images that are to become rows in place of tokens' embeddings."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from shared.ids import ModelName
+from shared.messages.gateway import ErrorKind
+from shared.messages.generation import PromptEmbeds
+
+MAX_IMAGE_BYTES = 6 * 2**20
+"""Of one image's file, which has to fit the bus."""
+
+
+class EncodeImage(Struct, frozen=True, array_like=True, tag=True):
+    """Requests the rows of an image. Answered by `ImageRows` or `ImageRefusal`; the same image is answered the same."""
+
+    image: Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES)]
+    """The file, as the client gave it: nothing of it has been looked at."""
+    salt: str | None = None
+    """Rows are shared from a cache with requests of the same salt only: see `Generation.cache_salt`."""
+
+
+class ImageRows(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `EncodeImage`: a row for each token that the image takes in a prompt."""
+
+    rows: PromptEmbeds
+
+
+class ImageRefusal(Struct, frozen=True, array_like=True, tag=True):
+    """No rows: `message` says why, and what is allowed."""
+
+    message: str
+    kind: ErrorKind = "invalid_request"
+
+
+EncoderReply = ImageRows | ImageRefusal
+
+
+class EncoderReport(Struct, frozen=True, array_like=True, kw_only=True):
+    """What an encoder says of itself."""
+
+    model: ModelName
+    """Whose images it encodes."""
+    hits: int = 0
+    """Images whose rows were in its cache, or were being made for another request, since the start."""
+    encoded: int = 0
+    """Images that went through the tower since the start."""

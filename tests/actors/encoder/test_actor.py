@@ -1,0 +1,238 @@
+"""An encoder on the bus: images in, rows out; nothing that strangers send ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from services.encoder import actor as actor_module
+from services.encoder import image_process
+from services.encoder.actor import EncoderActor
+from services.encoder.image_decoder import ImageDecoder, ImageRefused
+from services.encoder.tower import ImageTower, TowerUnusable
+from shared import topics
+from shared.actor import ActorRuntime
+from shared.bus.memory_bus import MemoryBus
+from shared.ids import InstanceId, ModelName
+from shared.messages.encoder import EncodeImage, EncoderReply, ImageRefusal, ImageRows
+from tests.support.models.tiny_images import IMAGE_TOKENS, ImageModel, make_image_model, picture, png_of_size
+from tests.support.models.tiny_models import make_model
+
+MODEL = ModelName("tiny")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ImageModel:
+    return make_image_model(tmp_path_factory.mktemp("llava"))
+
+
+class Encoder:
+    """An encoder that runs, and who asks it."""
+
+    def __init__(self, bus: MemoryBus, model: ImageModel, cache: int = 2**20, decode_s: float = 30.0) -> None:
+        self.bus = bus
+        self.actor = EncoderActor(bus, InstanceId("encoder-1"), MODEL, lambda: ImageTower(model.path), cache, decode_s)
+        self.runtime = ActorRuntime(self.actor, drain_timeout=10)
+
+    async def ask(self, image: bytes, salt: str | None = None) -> EncoderReply:
+        reply: EncoderReply = await self.bus.request(
+            topics.image_requests(MODEL), EncodeImage(image, salt), EncoderReply, 60.0
+        )
+        return reply
+
+    async def rows(self, image: bytes) -> torch.Tensor:
+        reply = await self.ask(image)
+        assert isinstance(reply, ImageRows)
+        return torch.frombuffer(bytearray(reply.rows.rows), dtype=torch.float32).view(-1, reply.rows.size)
+
+    async def why(self, image: bytes) -> str:
+        reply = await self.ask(image)
+        assert isinstance(reply, ImageRefusal)
+        return reply.message
+
+
+@asynccontextmanager
+async def running(bus: MemoryBus, model: ImageModel, cache: int = 2**20) -> AsyncIterator[Encoder]:
+    encoder = Encoder(bus, model, cache)
+    task = asyncio.create_task(encoder.runtime.run())
+    while encoder.runtime.phase != "ready":
+        assert not task.done(), task
+        await asyncio.sleep(0.01)
+    yield encoder
+    encoder.runtime.stop()
+    await task
+
+
+async def test_an_image_becomes_the_rows_that_the_library_makes_of_it(memory_bus: MemoryBus, model: ImageModel) -> None:
+    """Of every format, with transparency, grey, turned by its metadata; asked again, it is not encoded again."""
+    from PIL import Image
+
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    images = [
+        picture(0),
+        picture(1, (9, 200), "JPEG"),
+        picture(2, (300, 7), "WEBP"),
+        picture(3, (64, 64), "GIF", "P"),
+        picture(4, mode="RGBA"),
+        picture(5, mode="L"),
+        picture(6, (50, 20), "JPEG", exif=turned.tobytes()),
+    ]
+    async with running(memory_bus, model) as encoder:
+        for image in images:
+            rows = await encoder.rows(image)
+            assert rows.shape == (IMAGE_TOKENS, 64)
+            assert torch.equal(rows, model.rows(image))
+        again = await asyncio.gather(*(encoder.rows(image) for image in images))
+        assert all(map(torch.equal, again, map(model.rows, images)))
+        report = encoder.actor.encoder_report()
+        assert (report.encoded, report.hits) == (len(images), len(images))
+
+
+async def test_an_image_that_many_ask_for_at_once_is_encoded_once(memory_bus: MemoryBus, model: ImageModel) -> None:
+    async with running(memory_bus, model, cache=0) as encoder:
+        first, *others = await asyncio.gather(*(encoder.rows(picture(8)) for _ in range(5)))
+        assert all(torch.equal(first, each) for each in others)
+        report = encoder.actor.encoder_report()
+        assert (report.encoded, report.hits) == (1, 4)
+        await encoder.rows(picture(8))
+        assert encoder.actor.encoder_report().encoded == 2, "nothing is kept"
+
+
+async def test_rows_are_shared_within_a_salt_only(memory_bus: MemoryBus, model: ImageModel) -> None:
+    async with running(memory_bus, model) as encoder:
+        for salt, encoded in (("alice", 1), ("alice", 1), ("bob", 2), (None, 3), (None, 3)):
+            await encoder.ask(picture(0), salt)
+            assert encoder.actor.encoder_report().encoded == encoded
+
+
+async def test_what_cannot_be_an_image_is_refused(
+    memory_bus: MemoryBus, model: ImageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(memory_bus, model) as encoder:
+        assert await encoder.why(b"") == "not an image; PNG, JPEG, WEBP, GIF are allowed"
+        assert "not an image" in await encoder.why(picture(0, kind="BMP"))
+        assert "not an image" in await encoder.why(picture(0, kind="TIFF"))
+        assert await encoder.why(png_of_size(60_000, 60_000)) == "more than 16777216 pixels are not allowed"
+        assert await encoder.why(png_of_size(5000, 4000)) == (
+            "5000 times 4000 pixels are not allowed; 16777216 in all are"
+        )
+        assert "one side may be 64 times the other" in await encoder.why(png_of_size(6500, 100))
+        assert await encoder.why(picture(0)[:200]) == "the image is broken: image file is truncated"
+        monkeypatch.setattr(actor_module, "MAX_PENDING", 0)
+        full = await encoder.ask(picture(0))
+        assert isinstance(full, ImageRefusal)
+        assert full.kind == "overloaded"
+        monkeypatch.undo()
+        assert len(await encoder.rows(picture(0))) == IMAGE_TOKENS
+
+
+async def test_a_decoder_that_is_killed_is_replaced(model: ImageModel) -> None:
+    decoder = ImageDecoder(60.0)
+    try:
+        await decoder.decode(picture(0))
+        first = decoder.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        waiting = asyncio.create_task(decoder.decode(picture(0)))
+        await asyncio.sleep(0.05)
+        os.kill(first, signal.SIGKILL)
+        assert (await waiting).width == 40
+        assert decoder.pid not in (None, first)
+    finally:
+        await decoder.close()
+
+
+async def test_a_decoder_that_takes_too_long_is_ended(model: ImageModel) -> None:
+    decoder = ImageDecoder(60.0)
+    try:
+        await decoder.decode(picture(0))
+        slow = decoder.pid
+        assert slow is not None
+        os.kill(slow, signal.SIGSTOP)
+        decoder._timeout = 0.2
+        with pytest.raises(ImageRefused, match=r"decoding the image takes more than 0.2 s"):
+            await decoder.decode(picture(0))
+        assert decoder.pid is None
+        decoder._timeout = 60.0
+        assert (await decoder.decode(picture(0))).height == 30
+    finally:
+        await decoder.close()
+
+
+async def test_an_image_that_kills_its_decoder_every_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.encoder.image_decoder.MODULE", "this.module.is.missing")
+    decoder = ImageDecoder(60.0)
+    with pytest.raises(ImageRefused, match="the process that did died of it"):
+        await decoder.decode(picture(0))
+    await decoder.close()
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+async def test_spoilt_files_are_images_or_refused(count: int) -> None:
+    """In the process that decodes; it lives through all of them."""
+    random, decoder = Random(7), ImageDecoder(60.0)
+    whole = [picture(0, kind=kind, mode=mode) for kind, mode in KINDS]
+    refused = 0
+    try:
+        await decoder.decode(whole[0])
+        pid = decoder.pid
+        for _ in range(count):
+            try:
+                found = await decoder.decode(spoilt(random, random.choice(whole)))
+            except ImageRefused:
+                refused += 1
+            else:
+                assert len(found.pixels) == 3 * found.width * found.height <= 3 * image_process.MAX_PIXELS
+        assert decoder.pid == pid
+        assert 0 < refused < count
+    finally:
+        await decoder.close()
+
+
+KINDS = (("PNG", "RGB"), ("PNG", "RGBA"), ("JPEG", "RGB"), ("JPEG", "L"), ("WEBP", "RGB"), ("GIF", "P"))
+
+
+def spoilt(random: Random, file: bytes) -> bytes:
+    """Cut, or with bytes that were changed, taken out or put in."""
+    made = bytearray(file)
+    match random.randrange(5):
+        case 0:
+            return file[: random.randrange(len(file))]
+        case 1:
+            for _ in range(random.randrange(1, 30)):
+                made[random.randrange(len(made))] = random.randrange(256)
+        case 2:  # in the header, where sizes stand
+            for _ in range(random.randrange(1, 6)):
+                made[random.randrange(min(64, len(made)))] = random.choice((0, 1, 127, 128, 255))
+        case 3:
+            first = random.randrange(len(made))
+            del made[first : first + random.randrange(1, 200)]
+        case _:
+            first = random.randrange(len(made))
+            made[first:first] = random.randbytes(random.randrange(1, 200))
+    return bytes(made)
+
+
+def test_a_model_without_images_or_with_a_torn_tower_is_refused(model: ImageModel, tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    plain = make_model("llama", tmp_path / "plain")
+    with pytest.raises(TowerUnusable, match="the model takes no images"):
+        ImageTower(plain.path)
+    shutil.copytree(model.path, torn := tmp_path / "torn")
+    tensors = load_file(torn / "model.safetensors")
+    del tensors["multi_modal_projector.linear_2.weight"]
+    save_file(tensors, torn / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TowerUnusable, match=r"the checkpoint has no multi_modal_projector.linear_2.weight"):
+        ImageTower(torn)

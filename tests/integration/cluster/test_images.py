@@ -1,0 +1,195 @@
+"""Images through a whole stack by the `openai` SDK: what `transformers` generates of them; and whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.support.cluster.conversations import client_of
+from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.models.tiny_images import (
+    IMAGE_TOKENS,
+    ImageModel,
+    data_uri,
+    image_part,
+    make_image_model,
+    picture,
+    png_of_size,
+    shown,
+    text_part,
+)
+
+LENGTH = 24
+NAME = "seer"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ImageModel:
+    return make_image_model(tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def stack(model: ImageModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    folder = tmp_path_factory.mktemp("images")
+    more = (f"--served-model-name={NAME}", "--image-host=localhost", "--image-host=images.invalid")
+    with running_stack(folder, model=model.path, engines=2, more=more) as stack:
+        yield stack
+
+
+@pytest.fixture
+async def client(stack: RunningStack) -> AsyncIterator[AsyncOpenAI]:
+    async with client_of(stack.url) as client:
+        yield client.with_options(timeout=150)
+
+
+def user(*parts: bytes | str) -> dict[str, Any]:
+    return {"role": "user", "content": [image_part(p) if isinstance(p, bytes) else text_part(p) for p in parts]}
+
+
+def images_of(messages: list[dict[str, Any]], given: tuple[bytes, ...]) -> list[bytes]:
+    by_uri = {data_uri(each): each for each in given}
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    return [by_uri[part["image_url"]["url"]] for part in parts if part["type"] == "image_url"]
+
+
+async def ask(client: AsyncOpenAI, *messages: dict[str, Any], **more: Any) -> Any:
+    settings = {"model": NAME, "temperature": 0, "max_tokens": LENGTH, "extra_body": {"ignore_eos": True}, **more}
+    return await client.chat.completions.create(messages=list(messages), **settings)
+
+
+A, B, C = picture(0), picture(1, (90, 20)), picture(2, (33, 77))
+
+
+def wanted(model: ImageModel, *messages: dict[str, Any], count: int = LENGTH) -> str:
+    return model.text(shown(list(messages)), images_of(list(messages), (A, B, C)), count)
+
+
+def cached(answer: Any) -> int:
+    return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+
+async def test_chats_with_images_beside_texts_say_what_the_library_says(client: AsyncOpenAI, model: ImageModel) -> None:
+    """One image, several, in several messages, at once with chats that have none."""
+    first = user(A, "What is it?")
+    chats = [
+        (first,),
+        (user("Compare ", B, " with ", A, C),),
+        (first, {"role": "assistant", "content": "A fox."}, user("And this?", B)),
+        ({"role": "user", "content": "Only a question."},),
+    ]
+    answers = await asyncio.gather(*(ask(client, *chat) for chat in chats))
+    assert [each.choices[0].message.content for each in answers] == [wanted(model, *chat) for chat in chats]
+    tokens = [len(model.ids_and_rows(shown(list(c)), images_of(list(c), (A, B, C)))["input_ids"][0]) for c in chats]
+    assert [each.usage.prompt_tokens for each in answers] == tokens
+
+
+@pytest.mark.features("prompt embeds", "prefix cache", "n > 1", "logprobs")
+async def test_a_prefix_is_shared_with_the_same_image_and_with_no_other(
+    client: AsyncOpenAI, stack: RunningStack, model: ImageModel
+) -> None:
+    question = "Tell me all about what you can see in this picture here, please."
+    await ask(client, user(C, question))
+    said = (await stack.ps())["encoder-1"].encoder
+    assert said is not None
+    again = await ask(client, user(C, question), n=2, logprobs=True)
+    assert [each.message.content for each in again.choices] == 2 * [wanted(model, user(C, question))]
+    assert cached(again) >= IMAGE_TOKENS
+    new = picture(50)
+    other = await ask(client, user(new, question))
+    said_of_new = model.text(shown([user(new, question)]), [new], LENGTH)
+    assert other.choices[0].message.content == said_of_new != again.choices[0].message.content
+    assert cached(other) < IMAGE_TOKENS
+    heard = await stack.until_heard(lambda lives: (e := lives["encoder-1"].encoder) is not None and e.hits > said.hits)
+    assert heard["encoder-1"].encoder is not None
+
+
+async def test_what_is_no_image_is_a_400_and_nobody_dies(client: AsyncOpenAI, stack: RunningStack) -> None:
+    pids = {name: stack.pid(name) for name in ("encoder-1", "gateway-1", "engine-1-rank0")}
+    for image, why in (
+        (A[:150], "the image is broken: image file is truncated"),
+        (b"GIF89a", "not an image; PNG, JPEG, WEBP, GIF are allowed"),
+        (picture(0, kind="BMP"), "not an image"),
+        (png_of_size(50_000, 50_000), "more than 16777216 pixels are not allowed"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=why) as error:
+            await ask(client, user("Look: ", image))
+        assert error.value.param == "messages[0].content[1].image_url.url"
+    with pytest.raises(openai.BadRequestError, match="to show each of the 1 images"):
+        await ask(client, user(A, "<image>"))
+    for url, why in (
+        ("http://localhost/a.png", "images may not be fetched from localhost: an address of it is not public"),
+        ("https://images.invalid/a.png", "the image could not be fetched"),
+        (
+            "https://example.com/a.png",
+            "may not be fetched from 'example.com:443'; allowed are images.invalid, localhost",
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError, match=why):
+            await ask(client, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})
+    for part in ({"type": "input_audio", "input_audio": {}}, {"type": "video_url", "video_url": {"url": "x"}}):
+        with pytest.raises(openai.BadRequestError, match="is not supported"):
+            await ask(client, {"role": "user", "content": [part]})
+    assert pids == {name: stack.pid(name) for name in pids}
+
+
+@pytest.mark.features("prompt embeds", "re-dispatch")
+async def test_a_stream_outlives_its_engine_and_its_encoder(
+    client: AsyncOpenAI, stack: RunningStack, model: ImageModel
+) -> None:
+    """An encoder that is killed while it has the image, then the engine while it writes of it."""
+    encoder, count = stack.kill("encoder-1", signal.SIGSTOP), 160
+    image = picture(77)
+    message = user(image, "Tell a long story of it.")
+    asking = asyncio.create_task(ask(client, message, stream=True, max_tokens=count))
+    await asyncio.sleep(0.5)
+    stack.kill("encoder-1")
+    stream = await asking
+    text, engine = "", None
+    async for chunk in stream:
+        text += chunk.choices[0].delta.content or ""
+        if text and engine is None:
+            busy = [name for name, life in (await stack.ps()).items() if life.service == "scheduler" and life.load]
+            engine = f"{(busy or ['engine-1'])[0]}-rank0"
+            pid = stack.kill(engine)
+    assert engine is not None
+    assert text == model.text(shown([message]), [image], count)
+    await asyncio.to_thread(stack.replaced, "encoder-1", encoder)
+    await asyncio.to_thread(stack.replaced, engine, pid)
+
+
+async def test_lines_of_a_batch_may_have_images(stack: RunningStack, model: ImageModel, tmp_path: Path) -> None:
+    body = {"model": NAME, "messages": [user(B, "What?")], "temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "lines.jsonl").write_text(json.dumps(line) + "\n")
+    done = await asyncio.to_thread(
+        stack.baton,
+        "batch",
+        str(tmp_path / "lines.jsonl"),
+        "-o",
+        str(tmp_path / "answers.jsonl"),
+        "--base-url",
+        stack.url,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads((tmp_path / "answers.jsonl").read_text())
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == wanted(model, user(B, "What?"))
+
+
+@pytest.mark.features("prompt embeds", "prefill/decode", "tensor parallel")
+async def test_images_are_handed_over(model: ImageModel, tmp_path: Path) -> None:
+    settings = ["coordinator.disaggregate_tokens=16"]
+    more = (f"--served-model-name={NAME}",)
+    with running_stack(
+        tmp_path, model=model.path, prefill=1, decode=1, tp_decode=2, settings=settings, more=more
+    ) as pools:
+        async with client_of(pools.url) as client:
+            answer = await ask(client, user(A, "Compare it with", B))
+    assert answer.choices[0].message.content == wanted(model, user(A, "Compare it with", B))

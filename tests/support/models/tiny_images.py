@@ -1,0 +1,176 @@
+"""Tiny random models that take images, images of a few pixels, and what `transformers` makes of both: the reference."""
+
+from __future__ import annotations
+
+import base64
+import io
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import (
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    MistralConfig,
+    Qwen2Config,
+    SiglipVisionConfig,
+)
+from transformers.image_utils import load_image
+
+from tests.support.paths import DEMO_MODEL
+
+SIDE, PATCH = 56, 14
+IMAGE_TOKENS = (SIDE // PATCH) ** 2
+POSITIONS = 512
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | upper + ': ' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ content['text'] + ' ' }}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+"""LLaVA 1.5's, which shows a message's images first."""
+
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    "initializer_range": 0.2,
+}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+    "initializer_range": 0.2,
+}
+
+
+class ImageModel(NamedTuple):
+    """A model that was written to a folder, and the library's own of the same weights."""
+
+    path: Path
+    reference: Any
+    processor: Any
+
+    def ids_and_rows(self, messages: list[dict[str, Any]], images: list[bytes]) -> dict[str, Any]:
+        """What the library's processor makes of a chat: token ids and pixels."""
+        text = self.processor.apply_chat_template(messages, add_generation_prompt=True)
+        loaded = [load_image(Image.open(io.BytesIO(each))) for each in images]
+        made: dict[str, Any] = self.processor(
+            text=text, images=loaded or None, add_special_tokens=False, return_tensors="pt"
+        )
+        return made
+
+    @torch.inference_mode()
+    def greedy(self, messages: list[dict[str, Any]], images: list[bytes], count: int) -> list[int]:
+        """`count` tokens as the library's `generate` draws them."""
+        inputs = self.ids_and_rows(messages, images)
+        settings = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)
+        output = self.reference.generate(**inputs, generation_config=settings)
+        tokens: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
+        return tokens
+
+    def text(self, messages: list[dict[str, Any]], images: list[bytes], count: int) -> str:
+        """The same as text."""
+        decoded: str = self.processor.tokenizer.decode(self.greedy(messages, images, count), skip_special_tokens=True)
+        return decoded
+
+    @torch.inference_mode()
+    def rows(self, image: bytes) -> torch.Tensor:
+        """[tokens, hidden] what stands for an image."""
+        pixels = self.processor.image_processor(load_image(Image.open(io.BytesIO(image))), return_tensors="pt")
+        rows: torch.Tensor = self.reference.get_image_features(pixel_values=pixels["pixel_values"]).pooler_output[0]
+        return rows
+
+
+def make_image_model(folder: Path, text: str = "llama", tower: str = "clip", seed: int = 0) -> ImageModel:
+    """Writes a LLaVA of that language model and tower to `folder`, with the demo model's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = TEMPLATE
+    texts: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
+    towers: dict[str, Any] = {"clip": CLIPVisionConfig, "siglip": SiglipVisionConfig}
+    config = LlavaConfig(
+        vision_config=towers[tower](**_TOWER),
+        text_config=texts[text](vocab_size=len(tokenizer), **_TEXT),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default" if tower == "clip" else "full",
+    )
+    torch.manual_seed(seed)
+    reference = LlavaForConditionalGeneration(config).eval()
+    reference.save_pretrained(folder)
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}),
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        num_additional_image_tokens=int(tower == "clip"),
+        chat_template=TEMPLATE,
+    )
+    processor.save_pretrained(folder)
+    return ImageModel(folder, reference, processor)
+
+
+def picture(
+    seed: int = 0, size: tuple[int, int] = (40, 30), kind: str = "PNG", mode: str = "RGB", **more: Any
+) -> bytes:
+    """The file of an image of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels, "RGBA").convert(mode).save(file, kind, **more)
+    return file.getvalue()
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """The file of an image that says it has so many pixels, all black, in a few bytes: a decompression bomb."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 0, 0, 0, 0))
+    rows = zlib.compress(bytes(min(height * (width + 1), 2**20)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def data_uri(image: bytes, kind: str = "png") -> str:
+    """As a client sends it."""
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+
+
+def image_part(image: bytes, kind: str = "png") -> dict[str, Any]:
+    """A part of a message."""
+    return {"type": "image_url", "image_url": {"url": data_uri(image, kind)}}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """A part of a message."""
+    return {"type": "text", "text": text}
+
+
+def shown(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as the library's processor takes them."""
+    found = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [{"type": "image"} if part["type"] == "image_url" else part for part in content]
+        found.append({**message, "content": content})
+    return found

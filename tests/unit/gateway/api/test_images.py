@@ -1,0 +1,155 @@
+"""Images in a chat's messages: how they may be given, from where they may come, and what is refused at once."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from services.gateway.api.chat import read_chat
+from services.gateway.api.embeds.images import check_url
+from services.gateway.api.errors import RequestError
+from services.gateway.api.generation import GenerationRequest, RequestLimits
+from shared.ids import ModelName
+from shared.messages.encoder import MAX_IMAGE_BYTES
+from shared.messages.lifecycle import ModelCard
+from shared.messages.tokenizer import ChatPrompt
+
+CARD = ModelCard(
+    name=ModelName("seer"),
+    max_model_len=2048,
+    vocab_size=2048,
+    eos_token_ids=(2,),
+    dtype="float32",
+    created=1,
+    images=64,
+)
+LIMITS = RequestLimits(max_images=3, image_hosts=("pictures.example", "localhost:8080"))
+URI = "data:image/png;base64,aW1hZ2U="
+
+
+def image(url: Any = URI, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **more}}
+
+
+def chat(*parts: Any, card: ModelCard = CARD, **fields: Any) -> GenerationRequest:
+    body = {"model": card.name, "messages": [{"role": "user", "content": list(parts)}], **fields}
+    return read_chat(msgspec.json.encode(body), [card], LIMITS)
+
+
+def refusal(*parts: Any, card: ModelCard = CARD, **fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as error:
+        chat(*parts, card=card, **fields)
+    assert error.value.status == 400
+    return error.value
+
+
+def test_images_stand_as_parts_in_the_order_of_the_messages() -> None:
+    generation = chat(
+        image(), "and", image("https://pictures.example/a.png", detail="auto"), {"type": "text", "text": "?"}
+    )
+    (prompt,) = generation.prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert msgspec.json.decode(prompt.messages)[0]["content"] == [
+        {"type": "image"},
+        {"type": "text", "text": "and"},
+        {"type": "image"},
+        {"type": "text", "text": "?"},
+    ]
+    assert prompt.images == (0, 1)
+    assert [(each.number, each.data, each.url) for each in generation.images] == [
+        (0, b"image", None),
+        (1, b"", "https://pictures.example/a.png"),
+    ]
+    assert generation.images[1].field == "messages[0].content[2].image_url.url"
+    assert chat({"type": "text", "text": "?"}).images == ()
+
+
+@pytest.mark.parametrize(
+    "uri", ["data:image/PNG;base64,aW1hZ2U=", "DATA:image/png;a=b;BASE64,aW1hZ2U=", "data:image/webp,image"]
+)
+def test_data_uris_are_read_as_they_may_be_written(uri: str) -> None:
+    assert chat(image(uri)).images[0].data == b"image"
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "why"),
+    [
+        (image("data:text/html;base64,aW1hZ2U="), "url", "'text/html' is not allowed; of media types image/png,"),
+        (image("data:image/png;base64,aW1h*2U="), "url", "a data URI in base64 is"),
+        (image("data:image/png;base64,aW1hZ2U"), "url", "a data URI in base64 is"),
+        (image("data:image/png;base64,é"), "url", "a data URI in base64 is"),
+        (image("data:image/png;base64,"), "url", "the image is empty"),
+        (image("data:nothing"), "url", "data:image/png;base64,… is"),
+        (image("file:///etc/passwd"), "url", "an http or https URL, or a data URI, is"),
+        (image("ftp://pictures.example/a"), "url", "an http or https URL, or a data URI, is"),
+        (image("http:///a"), "url", "an http or https URL, or a data URI, is"),
+        (image("http://pictures.example:99999/a"), "url", "an http or https URL, or a data URI, is"),
+        (image("http://[::1/a"), "url", "an http or https URL, or a data URI, is"),
+        (image("http://bücher.example/a"), "url", "an http or https URL, or a data URI, is"),
+        (image("http://me:secret@pictures.example/a"), "url", "without a user and a password it is"),
+        (image("http://pictures.example:81/a"), "url", "allowed are localhost:8080, pictures.example"),
+        (image("http://other.pictures.example/a"), "url", "may not be fetched from 'other.pictures.example:80'"),
+        (image("http://pictures.example/" + 2100 * "a"), "url", "addresses of 2048 at most are allowed"),
+        (image(7), "", r"{\"url\": \"…\"} is"),
+        (image(detail="low"), "detail", "'low' is not allowed; only 'auto' is: seer has one resolution"),
+        (image(uuid="x"), "uuid", "'uuid' of an image is not supported"),
+        ({"type": "image_url", "image_url": URI}, "", r"{\"url\": \"…\"} is"),
+        ({"type": "image_url"}, "", "None is not allowed"),
+    ],
+)
+def test_what_is_no_image_or_from_nowhere_allowed_is_refused(part: Any, field: str, why: str) -> None:
+    error = refusal({"type": "text", "text": "x"}, part)
+    assert why.replace('\\"', '"') in error.message
+    assert error.param == "messages[0].content[1].image_url" + (f".{field}" if field else "")
+
+
+def test_too_much_is_refused() -> None:
+    large = base64.b64encode(bytes(MAX_IMAGE_BYTES + 1)).decode()
+    assert f"of {MAX_IMAGE_BYTES} at most are" in refusal(image("data:image/png;base64," + large)).message
+    assert (
+        f"{MAX_IMAGE_BYTES} bytes at most are allowed"
+        in refusal(image("data:image/png;base64," + large + "AAAA")).message
+    )
+    assert "more than 3 images are not allowed in one chat" in refusal(*4 * [image()]).message
+
+
+def test_other_media_and_models_without_images_are_refused() -> None:
+    blind = replace(CARD, images=None)
+    error = refusal(image(), card=blind)
+    assert error.message == (
+        "messages[0].content[0].type: a part of type 'image_url', which is not text, is not supported: "
+        "seer takes no images"
+    )
+    assert (error.param, error.code) == ("messages[0].content[0].type", "unsupported_parameter")
+    for kind in ("input_audio", "video_url", "image", "input_image"):
+        assert "is not supported" in refusal({"type": kind}).message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("echo", True), ("use_beam_search", True), ("prompt_logprobs", 1), ("return_token_ids", True)),
+        ("repetition_penalty", 1.1),
+    ],
+)
+def test_what_needs_the_tokens_of_a_prompt_is_refused_beside_images(field: str, value: Any) -> None:
+    error = refusal(image(), **{field: value})
+    assert error.param == field
+    assert "images" in error.message
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port"),
+    [
+        ("https://Pictures.Example./a?b#c", "pictures.example", 443),
+        ("http://pictures.example:80/", "pictures.example", 80),
+        ("http://localhost:8080/x", "localhost", 8080),
+    ],
+)
+def test_an_allowed_address_names_the_host_that_is_looked_up(url: str, host: str, port: int) -> None:
+    parts = check_url(url, "url", LIMITS.image_hosts)
+    assert (parts.hostname, parts.port, parts.fragment) == (host, port, "")

@@ -1,0 +1,1 @@
+"""Of services/gateway/images."""
