@@ -14,11 +14,6 @@ from typing import Any
 
 import msgspec
 
-import deploy
-import kvstore
-import services
-import shared
-
 PLACEHOLDER = "(removed)"
 MIN_SECRET = 6
 """Characters below which a value is too short to be looked for everywhere."""
@@ -74,7 +69,8 @@ _ERROR = re.compile(
 @cache
 def own_events() -> frozenset[str]:
     """The events that Baton's code logs, as they are written there: constants, in which nothing of a request can be."""
-    folders = (Path(next(iter(package.__path__))) for package in (deploy, kvstore, services, shared))
+    packages = Path(__file__).parents[3]
+    folders = (packages / name for name in ("deploy", "kvstore", "services", "shared"))
     return frozenset(
         event for folder in folders for path in folder.rglob("*.py") for event in _EVENT.findall(path.read_text())
     )
