@@ -125,7 +125,7 @@ SGLANG_SAMPLING: dict[str, Case] = {
 OF_OPERATORS = frozenset(
     (
         *("AbortFields", "ContinueFields", "DrainFields", "MemoryFields", "PauseFields", "ScaleFields"),
-        *("ScalePoolFields", "UndrainFields", "LoadLoraRequest", "UnloadLoraRequest"),
+        *("ScalePoolFields", "StrikeFields", "UndrainFields", "LoadLoraRequest", "UnloadLoraRequest"),
     )
 )
 """Bodies that change a stack: tests/actors/gateway/test_operations.py, tests/integration/shared_stacks/test_lora.py."""
