@@ -72,8 +72,8 @@ def test_who_promises_to_speak_seldom_may_be_silent_for_longer() -> None:
 
 def test_a_release_that_promises_nothing_is_waited_for_as_before() -> None:
     without = encode(life("a"))
-    assert without[:3] == b"\xdc\x00\x16", "an array of 22"
-    before = b"\xdc\x00\x12" + without[3:-12]
+    assert without[:3] == b"\xdc\x00\x17", "an array of 23"
+    before = b"\xdc\x00\x12" + without[3:-13]
     registry = Registry()
     registry.record_lifecycle(decode(before, Lifecycle), 0.0)
     assert registry.expire(2.0) == []
