@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from deploy.supervisor.state_file import write_private
 from shared.ids import InstanceId
 from shared.messages.lifecycle import Lifecycle
 
@@ -60,5 +61,5 @@ class PrometheusTargets:
         ]
         new = self._path.with_name(f"{TARGETS}.new")
         with contextlib.suppress(OSError):
-            new.write_bytes(msgspec.json.format(msgspec.json.encode(groups)))
+            write_private(new, msgspec.json.format(msgspec.json.encode(groups)))
             new.replace(self._path)

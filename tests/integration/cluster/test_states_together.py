@@ -70,7 +70,13 @@ def federated(folder: Path, packages: Path, both: Sequence[str]) -> Iterator[tup
     secret["PYTHONPATH"] = os.pathsep.join((str(packages), str(REPOSITORY)))
     both_have: dict[str, Any] = {"model": write_state_demo(folder / "model"), "environment": secret}
     home = [*both, "--enable-prompt-embeds", "--cluster=home", f"--federation-address={addresses[0]}"]
-    other = [*both, "--enable-prompt-embeds", "--cluster=other", f"--federation-address={addresses[1]}", f"--federate={addresses[0]}"]
+    other = [
+        *both,
+        "--enable-prompt-embeds",
+        "--cluster=other",
+        f"--federation-address={addresses[1]}",
+        f"--federate={addresses[0]}",
+    ]
     other += [*SMALL_STEPS, "--max-model-len=1024", "--kv-memory=10MiB"]
     plain = ("scheduler.run_ahead=0",)
     with (

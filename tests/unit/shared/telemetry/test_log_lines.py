@@ -35,7 +35,11 @@ def lines() -> Iterator[Lines]:
     log.addHandler(handler)
     log.setLevel("INFO")
     log.propagate = False
+    # Packages that another test has imported may have put a factory of their own in its place, which adds fields.
+    factory = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(logging.LogRecord)
     yield Lines(log, stream)
+    logging.setLogRecordFactory(factory)
     log.removeHandler(handler)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 
@@ -113,6 +114,7 @@ def test_nothing_is_traced_where_nothing_is_exported() -> None:
 
 
 def test_a_collector_that_is_away_keeps_nobody_waiting() -> None:
+    before = set(threading.enumerate())
     tracing = Tracing()
     tracing.set_up("gateway", "gateway-1", f"http://127.0.0.1:{free_port()}/v1/traces")
     request = tracing.request("POST /v1/completions", None)
@@ -122,6 +124,10 @@ def test_a_collector_that_is_away_keeps_nobody_waiting() -> None:
     request.end(failed=False, attributes={})
     tracing.shut_down()
     assert tracing.request("POST /v1/completions", None) is None
+    # What is still tried draws random pauses, which tests of properties behind this one would be blamed for.
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_the_missing_sdk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
