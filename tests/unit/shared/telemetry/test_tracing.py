@@ -113,7 +113,8 @@ def test_nothing_is_traced_where_nothing_is_exported() -> None:
     tracing.shut_down()
 
 
-def test_a_collector_that_is_away_keeps_nobody_waiting() -> None:
+def test_a_collector_that_is_away_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")  # seconds that the rest is tried for
     before = set(threading.enumerate())
     tracing = Tracing()
     tracing.set_up("gateway", "gateway-1", f"http://127.0.0.1:{free_port()}/v1/traces")
