@@ -23,6 +23,7 @@ from services.worker.backend import BackendError
 from shared.actor import Actor, ActorRuntime
 from shared.bus.memory_bus import MemoryBus
 from shared.error_groups import innermost
+from shared.models.image_models import read_image_model
 from shared.models.model_files import ModelNotFound, resolve_model
 from shared.models.tokenizer_files import TokenizerUnusable
 
@@ -57,9 +58,9 @@ class LocalCluster:
         self._configs = configs
         self.bus = MemoryBus(MAX_PAYLOAD, LoopClock().now)
         try:
-            folder = resolve_model(configs.tokenizer.model, weights=configs.ranks[0].reads_weights)
-            self._encoding = load_encoding(configs.tokenizer, folder)
-            self._vocabulary = load_vocabulary(folder)
+            self._folder = resolve_model(configs.tokenizer.model, weights=configs.ranks[0].reads_weights)
+            self._encoding = load_encoding(configs.tokenizer, self._folder)
+            self._vocabulary = load_vocabulary(self._folder)
         except (ModelNotFound, TokenizerUnusable) as error:
             raise EngineFailed(str(error)) from None
         self._runtimes: list[ActorRuntime] = []
@@ -111,8 +112,17 @@ class LocalCluster:
             build_coordinator(configs.coordinator, self.bus.connection()),
             self._scheduler,
             *worker,
+            *self._encoders(),
             build_detokenizer(configs.detokenizer, self._vocabulary, self.bus.connection()),
         ]
+
+    def _encoders(self) -> list[Actor]:
+        """What encodes images; nothing where the model takes none."""
+        if read_image_model(self._folder) is None or not self._configs.ranks[0].reads_weights:
+            return []
+        from services.encoder.__main__ import build as build_encoder  # seconds of imports, which no other model pays
+
+        return [build_encoder(self._configs.encoder, self._folder, self.bus.connection())]
 
     async def _run(self) -> None:
         """Runs until `stop`. One actor's end, which only a bug or a model that does not load can cause, ends all."""

@@ -12,6 +12,7 @@ import msgspec
 
 from services.coordinator.config import CoordinatorConfig
 from services.detokenizer.config import DetokenizerConfig
+from services.encoder.config import EncoderConfig
 from services.gateway.config import GatewayConfig
 from services.offline.errors import InvalidRequest
 from services.scheduler.config import SchedulerConfig
@@ -44,6 +45,7 @@ OFFLINE_DEFAULTS: dict[str, dict[str, object]] = {
     "scheduler": {"max_waiting": NO_LIMIT, "step_timeout_s": 600, "canary_interval_s": 0},
     "worker": {},
     "tokenizer": {},
+    "encoder": {},
     "detokenizer": {"max_streams": NO_LIMIT},
 }
 """What differs from serving: no request is refused for lack of capacity, as `LLM` sends no more than can be taken, and
@@ -78,6 +80,8 @@ class ServiceConfigs(NamedTuple):
     scheduler: SchedulerConfig
     ranks: tuple[WorkerConfig, ...]
     detokenizer: DetokenizerConfig
+    encoder: EncoderConfig
+    """Only models that take images have one."""
 
 
 def service_configs(
@@ -127,6 +131,7 @@ def service_configs(
             made("worker", WorkerConfig, f"{ENGINE}-rank{rank}", {**worker, "rank": rank}) for rank in range(world_size)
         ),
         detokenizer=made("detokenizer", DetokenizerConfig, "detokenizer-1", names),
+        encoder=made("encoder", EncoderConfig, "encoder-1", names),
     )
 
 

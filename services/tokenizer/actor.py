@@ -215,7 +215,7 @@ class TokenizerActor(Actor):
         """The prompt itself, or the text of a chat that brings its own template. Raises PromptRefused."""
         if isinstance(prompt, ChatPrompt) and self._encoder.brings_template(prompt):
             text = await self._client_templates.render(prompt, self._encoder.special_tokens)
-            return RenderedPrompt(text, add_special_tokens=prompt.add_special_tokens)
+            return RenderedPrompt(text, add_special_tokens=prompt.add_special_tokens, chat=prompt)
         return prompt
 
     async def _send(self, message: Tokenize, outcome: Route | RequestRejected, started: float) -> None:

@@ -131,7 +131,7 @@ def chat_request(
     parts = EmbeddedParts(card, limits)
     prompt = chat_prompt(fields.messages, fields, limits, parts.read if kind == "chat" else None)
     if parts.found:
-        check_needs_no_tokens(fields, "images" if parts.images else "prompt_embeds")
+        check_needs_no_tokens(fields, only_images=len(parts.images) == len(parts.found))
         images = tuple(image.number for image in parts.images)
         prompt = msgspec.structs.replace(prompt, embeds=tuple(parts.found), images=images)
     role = "assistant" if prompt.add_generation_prompt else fields.messages[-1]["role"]

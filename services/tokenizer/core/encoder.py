@@ -58,6 +58,8 @@ MARK_WINDOW = 16
 class RenderedPrompt(TextPrompt, frozen=True, array_like=True, tag="rendered"):
     """A chat whose own template has been rendered elsewhere."""
 
+    chat: ChatPrompt | None = None
+
 
 class PromptEncoder:
     """Encodes by a vocabulary and the model's chat templates. Stateless, so any thread may use it."""
@@ -165,7 +167,7 @@ class PromptEncoder:
         try:
             match request:
                 case Encode():
-                    ids = self._tokens(request.prompt, truncation=_truncation(request))
+                    ids = self._shown_tokens(request)
                     strings = self._vocabulary.strings(ids) if request.return_strings else None
                     return EncodeReply(pack(ids), strings)
                 case Decode():
@@ -175,6 +177,18 @@ class PromptEncoder:
                     assert_never(request)
         except PromptRefused as refused:
             return TokenizerRefusal(refused.message, refused.field)
+
+    def _shown_tokens(self, request: Encode) -> list[int]:
+        """The tokens of a prompt; an image's is there as often as the image has rows."""
+        prompt = request.prompt
+        chat = prompt.chat if isinstance(prompt, RenderedPrompt) else prompt
+        if not isinstance(chat, ChatPrompt) or not chat.images:
+            return self._tokens(prompt, truncation=_truncation(request))
+        ids, embeds = self._with_parts(prompt, chat, None)
+        (token,) = self._vocabulary.named([self.special_tokens[IMAGE_TOKEN]])
+        for first, count in embeds.runs:
+            ids[first : first + count] = [token] * count
+        return ids
 
     def _tokens(
         self,

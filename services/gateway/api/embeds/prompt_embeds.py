@@ -44,10 +44,17 @@ def embedded_prompts(fields: CommonFields, card: ModelCard) -> tuple[EmbedsPromp
     return tuple(EmbedsPrompt(_rows(f"{FIELD}[{i}]", each, size)) for i, each in enumerate(given))
 
 
-def check_needs_no_tokens(fields: CommonFields, what: str = FIELD) -> None:
-    """Raises RequestError 400 where some field asks for the tokens of a prompt that has embeddings. `what`: the
-    client's name of these."""
+IMAGES_HAVE_TOKENS = ("return_token_ids", "return_prompt_text")
+"""Of these what can be had of images: their token, as often as they have rows."""
+
+
+def check_needs_no_tokens(fields: CommonFields, *, only_images: bool = False) -> None:
+    """Raises RequestError 400 where some field asks for the tokens of a prompt that has embeddings. `only_images`: of
+    images alone."""
+    what = "images" if only_images else FIELD
     for name in NEEDS_TOKENS:
+        if only_images and name in IMAGES_HAVE_TOKENS:
+            continue
         if (value := getattr(fields, name, None)) is not None and value is not False:
             raise invalid(name, f"not allowed together with {what}, which have no tokens")
     if fields.repetition_penalty not in (None, 1.0):

@@ -132,7 +132,7 @@ def test_other_media_and_models_without_images_are_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("echo", True), ("use_beam_search", True), ("prompt_logprobs", 1), ("return_token_ids", True)),
+        *(("echo", True), ("use_beam_search", True), ("prompt_logprobs", 1), ("truncate_prompt_tokens", 5)),
         ("repetition_penalty", 1.1),
     ],
 )
