@@ -186,10 +186,12 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     pooling = _pooling(settings, config.hidden_size)
     if pooling is None and not generates:
         raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
+    stage_bytes = _weight_bytes(settings, config, stage, dtype, method)
+    ranks, free = settings.communicator.world_size, settings.platform.memory().free
+    _check_weights_fit(stage_bytes, dtype, ranks, free)  # before any file is read whole
     digest = _digest(settings, config)
     experts = place_experts(settings.experts, config, digest, settings.communicator)
-    stage_bytes = _weight_bytes(settings, config, stage, dtype, method) * largest_share(config, experts)
-    _check_weights_fit(int(stage_bytes), dtype, settings.communicator.world_size, settings.platform.memory().free)
+    _check_weights_fit(int(stage_bytes * largest_share(config, experts)), dtype, ranks, free)
     decoder, classifier = _decoder(settings, config, stage, _DTYPES[dtype], length, pooling, method, plugin, experts)
     return LoadedModel(
         settings=settings,

@@ -228,6 +228,7 @@ def test_what_was_typed_before_comes_back_and_ctrl_d_ends(typed: Callable[..., P
             terminal.until(AT_THE_PROMPT)
             terminal.type(key)
             terminal.until("Paris\r\n")
+            terminal.until(AT_THE_PROMPT)  # between two prompts a terminal keeps what is typed to itself
             terminal.type("\x04")
             assert terminal.ended() == 0
     assert [each["messages"][-1]["content"] for each in server.asked] == ["where is Paris?"] * 2

@@ -23,7 +23,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a user who has a .bashrc, and has installed the completion."""
     folder = tmp_path_factory.mktemp("home")
     (folder / ".bashrc").write_text("export KEPT=1\n")
-    said = in_bash(folder, "baton --install-completion bash")
+    said = in_bash(folder, "baton --install-completion bash; exit $?")  # the shell has to outlive it: it is looked for
     assert "completion installed in" in said
     return folder
 
