@@ -23,7 +23,7 @@ from shared.journals.traffic import recorded_messages
 from tests.support.cluster.stack import RunningStack, running_stack
 
 PROMPTS = ["The capital of France is", "Once upon a time", "1 + 1 =", "Count from 1 to 9:", "The opposite of hot is"]
-ENGINE = {"device": "cpu", "kv_memory": "32MiB", "settings": {"worker.threads": 1}}
+ENGINE = {"device": "cpu", "dtype": "float32", "kv_memory": "32MiB", "settings": {"worker.threads": 1}}
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ class _Adapter(NamedTuple):
 def implementation(config: PretrainedConfig) -> str:
     """The attention by which the library is to build the model: ours, or for families that look it up in a table of
     their own one that they have."""
-    return "eager" if config.model_type in _ADAPTERS else NAME
+    return NAME if _adapter_of(config) is None else "eager"
 
 
 def adapt(model: nn.Module, config: PretrainedConfig) -> None:
@@ -46,7 +46,7 @@ def adapt(model: nn.Module, config: PretrainedConfig) -> None:
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", None):
             _take_temperature(module)
-    adapter = _ADAPTERS.get(config.model_type)
+    adapter = _adapter_of(config)
     if adapter is None:
         return
     own: Any = model
@@ -54,6 +54,16 @@ def adapt(model: nn.Module, config: PretrainedConfig) -> None:
     for module in model.modules():
         if type(module).__name__ == adapter.attention:
             setattr(module, adapter.attribute, adapter.made(module, config))
+
+
+def _adapter_of(config: PretrainedConfig) -> _Adapter | None:
+    """None for families that ask by themselves; GPT-J and CodeGen do from transformers 5.24 on, and have no method for
+    attention any more."""
+    adapter = _ADAPTERS.get(config.model_type)
+    if adapter is None:
+        return None
+    written = import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
+    return adapter if hasattr(getattr(written, adapter.attention), adapter.attribute) else None
 
 
 def _take_temperature(module: Any) -> None:
