@@ -19,7 +19,7 @@ from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.gateway.event_streams import Event, events, last_id
 
 STREAMS = 8
-TOKENS = 200
+TOKENS = 600
 """`ignore_eos` keeps every stream open long enough to be cut in the middle."""
 VICTIM = "gateway-1"
 
@@ -160,7 +160,7 @@ def batch_holder(stack: RunningStack, id: str) -> str:
 
 
 async def test_another_gateway_goes_on_with_a_batch_and_each_line_is_answered_once(stack: RunningStack) -> None:
-    body = {"model": stack.model, "prompt": "The", "max_tokens": 16, "ignore_eos": True}
+    body = {"model": stack.model, "prompt": "The", "max_tokens": 100, "ignore_eos": True}
     lines = [
         {"custom_id": f"n{n}", "method": "POST", "url": "/v1/completions", "body": {**body, "seed": n}}
         for n in range(BATCH_LINES)

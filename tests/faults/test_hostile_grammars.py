@@ -29,7 +29,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "nested pluses": ({"regex": "(" * 11 + "a" + "+)" * 11}, (STEP_LIMIT,)),
     "42 bytes of ambiguity": ({"grammar": 'root ::= root root | root root root | "a"'}, (STEP_LIMIT,)),
     "wide alternations": (
-        {"regex": "(" + "|".join(f"w{number * 7919 % 100003}x" for number in range(8000)) + ")+"},
+        {"regex": "(" + "|".join(f"w{number * 7919 % 100003}x" for number in range(16000)) + ")+"},
         (COMPILE_LIMIT, STEP_LIMIT),
     ),
     "90 kB of schema": (

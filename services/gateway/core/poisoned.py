@@ -33,6 +33,7 @@ def fingerprint(tokenize: Tokenize) -> bytes:
         suspect_until=None,
         key="",
         weight=1.0,
+        trace=None,
     )
     return blake2b(_encode(same), digest_size=16).digest()
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from services.gateway.core.effects import CancelAttempt, DispatchAttempt
 from services.gateway.core.open_request import RetryPolicy
+from services.gateway.core.poisoned import fingerprint
 from services.gateway.core.supervisor import RequestSupervisor
 from shared.ids import Attempt, DetokenizerId, EngineId, RequestId
 from shared.messages.gateway import Death, RequestFailed, RequestPlaced, RequestRejected
@@ -164,3 +165,9 @@ def test_the_second_try_of_a_grammar_that_cost_a_process_waits_for_no_room() -> 
     it.grammar_died(A, 1)
     full = RequestRejected(request=A, attempt=Attempt(2), kind="overloaded", message="too many", retry_after=1.0)
     assert rejected(it.core.handle(full, 2.0)) == [(A, "overloaded")]
+
+
+def test_requests_that_compute_the_same_have_one_fingerprint_whoever_traces_them() -> None:
+    traced = replace(message(B, "the same", seed=8), trace="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00")
+    assert fingerprint(traced) == fingerprint(message(A, "the same"))
+    assert fingerprint(traced) != fingerprint(message(A, "another"))
