@@ -208,7 +208,7 @@ def test_the_prefix_tree_says_who_holds_what_prompts_share(page: Any, stack: Run
 
 def test_a_request_is_followed_on_its_way_while_it_is_open_and_afterwards(page: Any, stack: RunningStack) -> None:
     view(page, "requests")
-    asking = threading.Thread(target=ask, args=(stack,), kwargs={"max_tokens": 400})
+    asking = threading.Thread(target=ask, args=(stack,), kwargs={"max_tokens": 1900})
     asking.start()
     page.locator("section", has_text="Open requests").get_by_role("button", name="Follow cmpl-").first.click()
     hops = page.locator("[data-followed] [data-hop]")
