@@ -17,6 +17,23 @@ INSTANCE = 'instance=~"$instance"'
 WAITED = f'part="wait", {INSTANCE}'
 WHOLE = f'part!="answer", {INSTANCE}'
 CACHED = 'source="cached"'
+TIMED_HOPS = (
+    ("baton_tokenizer_seconds", "tokenizer"),
+    ("baton_coordinator_queue_seconds", "coordinator: balancing delay"),
+    ("baton_scheduler_queue_seconds", "scheduler: queue"),
+    ("baton_scheduler_prefill_seconds", "prefill"),
+    ("baton_detokenizer_batch_seconds", "detokenizer, of a batch"),
+)
+"""Histograms of the hops of a request, and what a panel calls them."""
+
+
+def hop_times(share: float) -> list[tuple[str, str]]:
+    """The time below which that share of each hop takes."""
+    return [
+        (f"histogram_quantile({share}, sum by (le) ({rate(f'{metric}_bucket')}))", legend)
+        for metric, legend in TIMED_HOPS
+    ]
+
 
 OVERVIEW = Dashboard(
     "baton-overview",
@@ -319,31 +336,13 @@ HOPS = Dashboard(
         Panel(
             "Median of each hop",
             "s",
-            [
-                (f"histogram_quantile(0.5, sum by (le) ({rate(f'{metric}_bucket')}))", legend)
-                for metric, legend in (
-                    ("baton_tokenizer_seconds", "tokenizer"),
-                    ("baton_coordinator_queue_seconds", "coordinator: balancing delay"),
-                    ("baton_scheduler_queue_seconds", "scheduler: queue"),
-                    ("baton_scheduler_prefill_seconds", "prefill"),
-                    ("baton_detokenizer_batch_seconds", "detokenizer, of a batch"),
-                )
-            ],
+            hop_times(0.5),
             width=12,
         ),
         Panel(
             "99th percentile of each hop",
             "s",
-            [
-                (f"histogram_quantile(0.99, sum by (le) ({rate(f'{metric}_bucket')}))", legend)
-                for metric, legend in (
-                    ("baton_tokenizer_seconds", "tokenizer"),
-                    ("baton_coordinator_queue_seconds", "coordinator: balancing delay"),
-                    ("baton_scheduler_queue_seconds", "scheduler: queue"),
-                    ("baton_scheduler_prefill_seconds", "prefill"),
-                    ("baton_detokenizer_batch_seconds", "detokenizer, of a batch"),
-                )
-            ],
+            hop_times(0.99),
             width=12,
         ),
         Panel("Placing a request", "s", quantiles("baton_router_decision_seconds")),
