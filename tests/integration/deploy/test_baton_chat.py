@@ -164,7 +164,7 @@ def test_markdown_is_cut_where_a_block_is_complete_however_it_comes(
 
 
 AT_THE_PROMPT = "\x1b[?2004h"
-"""Pasted text is asked to be marked as such: lines are being read."""
+"""Pasted text is asked to be marked as such: lines are being read. Ctrl-D between two prompts is lost."""
 MARKDOWN = b"".join(map(chunk, ("# Cap", "itals\n\n", "Paris is **bold**", "\n\n```python\nprint(1)\n```\n"))) + (
     b"data: [DONE]\n\n"
 )
@@ -205,8 +205,10 @@ def test_a_conversation_in_a_terminal_has_several_lines_commands_and_markdown(
         terminal.until(AT_THE_PROMPT)
         terminal.type(f"/save {tmp_path}/said.json\r")
         terminal.until("3 messages")
+        terminal.until(AT_THE_PROMPT)
         terminal.type("/nonsense\r")
         terminal.until("no such command")
+        terminal.until(AT_THE_PROMPT)
         terminal.type("/quit\r")
         assert terminal.ended() == 0
     question = {"role": "user", "content": "first line\nsecond line"}
@@ -228,7 +230,7 @@ def test_what_was_typed_before_comes_back_and_ctrl_d_ends(typed: Callable[..., P
             terminal.until(AT_THE_PROMPT)
             terminal.type(key)
             terminal.until("Paris\r\n")
-            terminal.until(AT_THE_PROMPT)  # between two prompts a terminal keeps what is typed to itself
+            terminal.until(AT_THE_PROMPT)
             terminal.type("\x04")
             assert terminal.ended() == 0
     assert [each["messages"][-1]["content"] for each in server.asked] == ["where is Paris?"] * 2
@@ -240,8 +242,10 @@ def test_an_error_is_one_line_and_the_conversation_goes_on(typed: Callable[..., 
         terminal.until(AT_THE_PROMPT)
         terminal.type("hello\r")
         terminal.until("the gateway answered 503: no engine")
+        terminal.until(AT_THE_PROMPT)
         server.answer = (200, GOOD)
         terminal.type("hello\r")
         terminal.until("Paris")
+        terminal.until(AT_THE_PROMPT)
         terminal.type("\x04")
         assert terminal.ended() == 0
