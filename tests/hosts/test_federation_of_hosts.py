@@ -73,4 +73,5 @@ def test_a_joined_hosts_gateway_takes_part_and_stays_when_the_first_host_is_lost
     assert other.baton("cluster", "drain", "us").returncode == 0
     forwarded = other.metric(FORWARDED)
     assert Streams(other, QUESTIONS[:2], TOKENS).texts() == expected
-    assert other.metric(FORWARDED) == forwarded + len(expected)
+    # More, where the cluster's own bus has not yet noticed the loss and hands an attempt to a part on the lost host.
+    assert other.metric(FORWARDED) >= forwarded + len(expected)

@@ -19,6 +19,8 @@ from tests.support.cluster.stack import RunningStack, running_stack
 
 QUESTION = "Tell me a story about a lighthouse."
 LONG = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+REAP_SECONDS = 10
+"""In which a raylet reaps an actor that has ended."""
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +128,11 @@ async def test_a_killed_supervisors_engines_serve_on_and_are_taken_over(stack: R
 
 
 async def test_nothing_is_left_after_baton_down(stack: RunningStack, tmp_path: Path) -> None:
-    pids = [member.pid for member in stack.state.members if member.pid is not None]
+    processes = [psutil.Process(member.pid) for member in stack.state.members if member.pid is not None]
     ended = await asyncio.to_thread(stack.baton, "down")
     assert ended.returncode == 0, ended.stderr
     assert await asyncio.to_thread(stack.supervisor.wait, 60) == 0
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    _, left = psutil.wait_procs(processes, timeout=REAP_SECONDS)
+    assert not left
     own = [each for each in shared_memory().glob(f"{PREFIX}*") if each.stat().st_uid == os.getuid()]
     assert not own
