@@ -9,6 +9,8 @@ built with `--all` on one machine and run on another, without a compiler.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, get_args
@@ -30,6 +32,8 @@ Level = Literal["avx512-bf16", "avx512", "avx2", "neon", "portable"]
 
 COMPILE_SECONDS = 300.0
 """A compiler that takes longer is stopped (a loaded machine takes 30)."""
+LOCK_PAUSE = 0.1
+"""Seconds between two looks whether another process has compiled."""
 
 _SOURCES = Path(__file__).parent
 _FLAGS = (
@@ -88,14 +92,36 @@ def runnable_levels() -> tuple[Level, ...]:
 
 
 def library_path(level: Level) -> Path:
-    """Where the library for `level` lies: compiles it if it is not there. Raises BuildError.
+    """Where the library for `level` lies: compiles it if it is not there, or waits for another process that does.
 
-    Several processes may do so at once; each renames its own result into place.
+    Raises BuildError.
     """
     target = _cache_folder() / f"kernels-{level}-{_key(level)}.so"
     if not target.exists():
-        _compile(level, target)
+        with _alone(target.parent):
+            if not target.exists():
+                _compile(level, target)
     return target
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process compiles into `folder` meanwhile: the ranks of an engine start together, and would each use all
+    cores for the same. One that takes too long is not waited for: each renames its own result into place."""
+    until = time.monotonic() + COMPILE_SECONDS
+    lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(LOCK_PAUSE)
+            except OSError:  # a file system without locks
+                break
+        yield
+    finally:
+        os.close(lock)
 
 
 def _cpu_flags() -> frozenset[str]:

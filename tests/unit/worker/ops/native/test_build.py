@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +17,14 @@ from services.worker.ops.native.build import BuildError, best_level, library_pat
 from services.worker.ops.native.native_ops import NativeOps
 from tests.support.worker.native_batches import CPU, native, random
 
+COMPILER = """#!/bin/sh
+echo called >> {calls}
+while [ "$1" != -o ]; do shift; done
+sleep 0.1
+touch "$2"
+"""
+"""Makes an empty file of what it is asked for, and takes its time."""
+
 
 def test_the_library_says_which_instructions_it_uses() -> None:
     for level in runnable_levels():
@@ -24,6 +35,23 @@ def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     path = library_path(best_level())
     monkeypatch.setattr(build, "_compilers", lambda level: [])
     assert library_path(best_level()) == path
+
+
+def test_processes_that_need_a_library_at_once_compile_it_once(tmp_path: Path) -> None:
+    script = "from services.worker.ops.native import build; print(build.library_path('portable'))"
+    compiler = tmp_path / "c++"
+    compiler.write_text(COMPILER.format(calls=tmp_path / "calls"))
+    compiler.chmod(0o700)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    paths = {process.communicate(timeout=60)[0].strip() for process in processes}
+    assert len(paths) == 1
+    assert Path(paths.pop()).exists()
+    sources = len(list(Path(build.__file__).parent.glob("*.cpp")))
+    assert (tmp_path / "calls").read_text().count("called") == sources + 1  # and the linker's
 
 
 def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
