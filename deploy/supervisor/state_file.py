@@ -23,7 +23,7 @@ from deploy.supervisor.processes import ProcessIdentity, start_time
 from deploy.supervisor.spec import StackSpec
 from shared.ids import EngineId, InstanceId, ModelName
 from shared.messages.lifecycle import Service
-from shared.private_files import private_opener
+from shared.private_files import private_opener, replace_private
 from shared.supervision import supervisor_lives
 
 STATE = "state.json"
@@ -233,26 +233,12 @@ def remove_state(run_dir: Path) -> None:
 
 
 def _replace(path: Path, state: StackState) -> None:
-    new = path.with_name(f"{path.name}.new")
-    try:
-        write_private(new, msgspec.json.format(msgspec.json.encode(state, enc_hook=_encoded)))
-        new.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
+    replace_private(path, msgspec.json.format(msgspec.json.encode(state, enc_hook=_encoded)))
 
 
 def _fallback(run_dir: Path) -> Path:
     arenas = directory_of(run_dir)
     return arenas.with_name(f"{arenas.name}-{STATE}")
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Writes a file that only its owner can read, from its first byte on. Raises OSError."""
-    path.unlink(missing_ok=True)
-    with open(path, "xb", opener=private_opener) as file:
-        file.write(content)
 
 
 def read_state(run_dir: Path) -> StackState | None:

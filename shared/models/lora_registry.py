@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.ids import ModelName
+from shared.private_files import replace_private
 
 MAX_REGISTERED_LORAS = 256
 """Adapters of one engine: each of its heartbeats names them all."""
@@ -116,11 +115,4 @@ class LoraRegistry:
     def _write(self, loras: dict[ModelName, str]) -> None:
         """As a whole: readers see the file before or after."""
         data = msgspec.json.format(msgspec.json.encode({"loras": loras}))
-        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-            os.replace(name, self.path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
+        replace_private(self.path, data)

@@ -6,8 +6,7 @@ import threading
 from pathlib import Path
 
 from deploy.supervisor.cluster import certificates
-from deploy.supervisor.state_file import write_private
-from shared.private_files import PRIVATE_FOLDER
+from shared.private_files import PRIVATE_FOLDER, write_private
 
 CERTIFICATE, KEY, AUTHORITY = "store.pem", "store.key", "ca.pem"
 FOLDER = "ray"

@@ -13,9 +13,8 @@ from deploy.supervisor.cluster.admission import ClusterMember
 from deploy.supervisor.cluster.messages import HostMembership
 from deploy.supervisor.cluster.tokens import DEFAULT_LIFETIME, JoinToken, TokenFile
 from deploy.supervisor.spec import TlsFiles
-from deploy.supervisor.state_file import write_private
 from shared.ids import NodeId
-from shared.private_files import PRIVATE_FOLDER
+from shared.private_files import PRIVATE_FOLDER, replace_private
 
 NAME = "cluster"
 ROUTE_USER = "route"
@@ -125,6 +124,4 @@ class ClusterFolder:
 
     def _write(self, path: Path, content: bytes) -> None:
         """Readers see the old file or the new one."""
-        new = path.with_name(f"{path.name}.new")
-        write_private(new, content)
-        new.replace(path)
+        replace_private(path, content)

@@ -15,9 +15,9 @@ from deploy.supervisor.servers.nats import NatsServerUnavailable, find_binary
 from deploy.supervisor.servers.nats_config import MAX_PAYLOAD, user_block
 from deploy.supervisor.servers.server_process import HOST, ServerNotStarted, ServerProcess, free_port
 from deploy.supervisor.spec import FEDERATION_FOLDER, FederationSpec, StackSpec, TlsFiles
-from deploy.supervisor.state_file import StackState, write_private
+from deploy.supervisor.state_file import StackState
 from services.gateway.federation.topics import USER, federation_permissions
-from shared.private_files import PRIVATE_FOLDER
+from shared.private_files import PRIVATE_FOLDER, write_private
 
 NAME = "federation-server"
 PEER_USER = "cluster"

@@ -26,10 +26,11 @@ from deploy.supervisor.servers.nats_config import (
 )
 from deploy.supervisor.servers.server_process import HOST, ServerNotStarted, ServerProcess, free_port
 from deploy.supervisor.spec import ClusterSpec, HostsSpec, StackSpec
-from deploy.supervisor.state_file import StackState, write_private
+from deploy.supervisor.state_file import StackState
 from shared.bus import Bus
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.permissions import User
+from shared.private_files import replace_private, write_private
 
 log = logging.getLogger(__name__)
 
@@ -114,10 +115,8 @@ class NatsServer:
         config = self._written(shared_inboxes=json.dumps(SHARED_INBOXES) in former)
         if config == former:
             return
-        new = self._config.with_name(f"{self._config.name}.new")
         try:
-            write_private(new, config.encode())
-            new.replace(self._config)
+            replace_private(self._config, config.encode())
         except OSError as error:
             log.error("permissions on the bus stay as they were", extra={"error": str(error)})
         else:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.supervisor.state_file import write_private
 from shared.ids import InstanceId
 from shared.messages.lifecycle import Lifecycle
+from shared.private_files import replace_private
 
 TARGETS = "prometheus-targets.json"
 LOOPBACK = "127.0.0.1"
@@ -59,7 +59,5 @@ class PrometheusTargets:
             {"targets": [address], "labels": {"instance": instance, "service": service, "stack": self._stack}}
             for instance, (service, address) in sorted(self._found.items())
         ]
-        new = self._path.with_name(f"{TARGETS}.new")
         with contextlib.suppress(OSError):
-            write_private(new, msgspec.json.format(msgspec.json.encode(groups)))
-            new.replace(self._path)
+            replace_private(self._path, msgspec.json.format(msgspec.json.encode(groups)))

@@ -14,7 +14,8 @@ from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.servers.arenas import arena_directory, remove_leftovers
 from deploy.supervisor.servers.server_process import HOST, ServerNotStarted, ServerProcess, free_port
 from deploy.supervisor.spec import EmbeddedRedis, OutsideRedis, StackSpec
-from deploy.supervisor.state_file import StackState, write_private
+from deploy.supervisor.state_file import StackState
+from shared.private_files import write_private
 
 NAME = "redis-server"
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from shared.private_files import private_opener
+from shared.private_files import replace_private
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +44,7 @@ class DrainFile:
         """Replaces what was written. Where that cannot be done, it is logged."""
         if self._path is None:
             return
-        new = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
-            with open(new, "wb", opener=private_opener) as file:
-                file.write(msgspec.json.encode(state))
-            new.replace(self._path)
+            replace_private(self._path, msgspec.json.encode(state))
         except OSError as error:
             log.warning("drain not written", extra={"path": str(self._path), "error": str(error)})

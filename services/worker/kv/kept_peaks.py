@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from shared.config import process_environment
+from shared.private_files import replace_private
 
 MAX_KEPT = 128
 """Figures; the oldest go first."""
@@ -35,9 +36,7 @@ def kept_peak(parts: tuple[object, ...], measure: Callable[[], int]) -> int:
     found = measure()
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(str(found))
-        new.replace(path)
+        replace_private(path, str(found).encode())
         for old in sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime)[:-MAX_KEPT]:
             old.unlink(missing_ok=True)
     return found

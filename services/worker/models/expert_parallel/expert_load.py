@@ -6,9 +6,7 @@ same rows and the same router. What an engine has counted in its lives before we
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from services.worker.models.config import ModelError
 from services.worker.models.expert_parallel.placement import ExpertPlacement
+from shared.private_files import replace_private
 
 _SUFFIX = ".experts.json"
 _DIGITS = 16
@@ -88,14 +87,7 @@ class ExpertLoad:
         experts = len(next(iter(layers.values())))
         data = msgspec.json.encode(ExpertLoadFile(self.model, self._engine, experts, layers))
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-            os.replace(name, self._path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
+        replace_private(self._path, data)
 
     def _with_before(self, layer: int, counts: list[int]) -> list[int]:
         before = self._before.get(layer, [0] * len(counts))
