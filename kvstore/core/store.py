@@ -19,7 +19,10 @@ from kvstore.core.leases import LeaseKey, Leases
 from kvstore.core.memory_budget import MAX_EVICTIONS, MemoryBudget
 from kvstore.core.slot_table import SlotTable, StoredBlock
 from shared.blocks import BlockHash
-from shared.messages.kvstore import LeaseOwner
+from shared.messages.kvstore import KEEP_SECONDS, LeaseOwner
+
+KEPT_SHARE = 4
+"""At most one of so many slots of an arena is kept for later requests."""
 
 
 class BlockToWrite(NamedTuple):
@@ -59,6 +62,8 @@ class StoreCore:
     def __init__(self, budget: int, lease_seconds: float) -> None:
         self.budget = MemoryBudget(budget)
         self.leases = Leases(lease_seconds)
+        self._kept = Leases(KEEP_SECONDS)
+        """Of blocks that wait for a later request: what nobody releases runs out."""
         self._uses = 0
 
     # ---- layouts
@@ -121,13 +126,30 @@ class StoreCore:
     def find(self, key: LeaseKey, hashes: Sequence[BlockHash], now: float) -> tuple[list[SlotRef], list[Action]]:
         """The leading run of `hashes` that is here and checked, pinned under the lease."""
         table = self.budget.tables[key.layout]
+        return self._pin_under(self.leases, key, table.checked_run(hashes), now)
+
+    def keep(self, key: LeaseKey, hashes: Sequence[BlockHash], now: float) -> tuple[list[SlotRef], list[Action]]:
+        """As `find`, under a lease that lasts KEEP_SECONDS. Nothing where so much of the arena would be kept that
+        others find no room."""
+        table = self.budget.tables[key.layout]
         run = table.checked_run(hashes)
-        lease = self.leases.open(key, now) if run else None
+        if self._blocks_kept(key.layout) + len(run) > table.slots // KEPT_SHARE:
+            return [], []
+        return self._pin_under(self._kept, key, run, now)
+
+    def _pin_under(
+        self, leases: Leases, key: LeaseKey, run: list[StoredBlock], now: float
+    ) -> tuple[list[SlotRef], list[Action]]:
+        table = self.budget.tables[key.layout]
+        lease = leases.open(key, now) if run else None
         if lease is None:
             return [], []
         self.pin(table, run)
         lease.pinned += run
         return [SlotRef(block.slot, table.generations[block.slot]) for block in run], self._touch(table, run, now)
+
+    def _blocks_kept(self, layout: str) -> int:
+        return sum(len(lease.pinned) for lease in self._kept.all() if lease.key.layout == layout)
 
     def pin(self, table: SlotTable, run: Iterable[StoredBlock]) -> None:
         """Keeps blocks from going until `unpin`, lease or not."""
@@ -224,7 +246,7 @@ class StoreCore:
     def release(self, key: LeaseKey, now: float, drop: Collection[BlockHash] = ()) -> list[Action]:
         """Ends the lease at its owner's request, which writes to reserved slots no more; requests under it that come
         later find and reserve nothing. Pinned blocks in `drop` are dropped."""
-        lease = self.leases.release(key, now)
+        lease = self._kept.end(key) or self.leases.release(key, now)
         if lease is None:
             return []
         table = self.budget.tables[key.layout]
@@ -245,18 +267,20 @@ class StoreCore:
 
     def owner_gone(self, owner: LeaseOwner, now: float) -> list[Action]:
         """Ends all leases of a process that has ended. Reserved slots rest, as its ranks may still write to them."""
-        return [action for key in self.leases.of(owner) for action in self._abandon(key, now)]
+        keys = [*self.leases.of(owner), *self._kept.of(owner)]
+        return [action for key in keys for action in self._abandon(key, now)]
 
     def time_passed(self, now: float) -> list[Action]:
         """Ends the leases that have run out, frees the slots that have rested."""
         self.budget.update(now)
-        out = [action for key in self.leases.expired(now) for action in self._abandon(key, now)]
+        keys = [*self.leases.expired(now), *self._kept.expired(now)]
+        out = [action for key in keys for action in self._abandon(key, now)]
         for table in self.budget.tables.values():
             out += [FreeSlot(table.layout, slot) for slot in table.end_rests(now)]
         return out
 
     def _abandon(self, key: LeaseKey, now: float) -> list[Action]:
-        lease = self.leases.end(key)
+        lease = self.leases.end(key) or self._kept.end(key)
         assert lease is not None
         table = self.budget.tables[key.layout]
         out: list[Action] = []

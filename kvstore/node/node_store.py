@@ -174,7 +174,7 @@ class NodeStore:
         now = self._clock()
         # Half of the time at the most: what is not looked at by then is a miss this time.
         self._check(request.layout, self.core.unchecked(request.layout, hashes), now + request.deadline / 2)
-        slots, actions = self.core.find(key, hashes, now)
+        slots, actions = (self.core.keep if request.keep else self.core.find)(key, hashes, now)
         self._writer.carry_out(actions)
         return FindReply(
             arena=self._arena(request.layout), slots=slot_numbers(slots), generations=slot_generations(slots)

@@ -64,6 +64,7 @@ from shared.messages.gateway import (
     GatewayRequest,
     KeepStream,
     MetricsPage,
+    PromptKept,
     ReadMetrics,
     ReadOverview,
     RequestFailed,
@@ -294,6 +295,8 @@ class Gateway(Actor):
                 await self.requests.handle(message)
                 if self.requests.records.to_send:
                     await self.streams.replicate()
+            case PromptKept():
+                self.requests.record_kept(message)
             case KeepStream() | StreamsGrown() | ForgetStream():
                 await self.streams.handle(message)
             case UsageReport():

@@ -86,4 +86,6 @@ def first_dispatch(
         keep_markup=parser is not None,
         thinking_end="" if marks is None else marks.end,
         trace=generation.trace,
+        keep=generation.kv_transfer.keep,
+        kept=generation.kv_transfer.kept,
     )

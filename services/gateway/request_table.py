@@ -40,6 +40,7 @@ from shared.messages.coordinator import RequestEnded, Withdraw
 from shared.messages.gateway import (
     Delta,
     PooledDelta,
+    PromptKept,
     PromptLogprobsDelta,
     RequestMessage,
     RequestRejected,
@@ -109,6 +110,8 @@ class RequestTable:
         self.tokenizer = TokenizerClient(bus)
         self.images = ImageRowsClient(bus, fetcher or ImageFetcher((), 1.0))
         self._routes: dict[RequestId, tuple[GenerationResponse, ChoiceState]] = {}
+        self._keeping: dict[RequestId, GenerationResponse] = {}
+        """The open responses that say what is kept of their prompts, which may be known after their end."""
         self._responses: set[GenerationResponse] = set()
         self._arriving = 0
         """Requests whose bodies are being read."""
@@ -200,6 +203,8 @@ class RequestTable:
             trace=exported_trace(generation.trace),
         )
         self._add(response)
+        if generation.kv_transfer.keep:
+            self._keeping |= dict.fromkeys(requests, response)
         effects: list[Effect] = []
         if record is not None and record.begun:
             effects = self._resume(response, record, messages, now)
@@ -279,6 +284,8 @@ class RequestTable:
         """Forgets a response, and cancels whatever is still generated for it; nothing with `detach`."""
         self._responses.discard(response)
         STREAMS.set(len(self._responses))
+        for request in response.requests:
+            self._keeping.pop(request, None)
         own = [r for r in response.requests if (route := self._routes.get(r)) is not None and route[0] is response]
         for request in own:
             del self._routes[request]
@@ -348,6 +355,12 @@ class RequestTable:
     async def handle(self, message: RequestMessage) -> None:
         """Takes a message about a request."""
         await self._perform(self._supervisor.handle(message, self._bus.liveness_now()))
+
+    def record_kept(self, message: PromptKept) -> None:
+        """An engine says what it keeps of a prompt. That of an older attempt holds as well: blocks have names."""
+        response = self._keeping.pop(message.request, None)
+        if response is not None and not response.kept.done():
+            response.kept.set_result(message)
 
     async def record_lifecycle(self, message: Lifecycle) -> None:
         """Takes an instance's lifecycle message; requests of an instance that ended are retried."""

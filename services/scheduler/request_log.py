@@ -11,7 +11,7 @@ from services.scheduler.core.events import SendHandOver
 from services.scheduler.core.sequence import Sequence
 from shared.ids import RequestId, SequenceId
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
+from shared.messages.gateway import PromptKept, RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.scheduler import GenerateRequest
 from shared.messages.worker import StepPlan
 from shared.telemetry.logs import record_trace
@@ -127,8 +127,11 @@ class RequestLog:
             stage.name = "hand_over" if stage.name == "decode" else stage.name
             self._ended(request, to=output.engine)
 
-    def answered(self, message: RequestRejected | RequestFailed | RequestPlaced) -> None:
+    def answered(self, message: RequestRejected | RequestFailed | RequestPlaced | PromptKept) -> None:
         """A gateway hears of a request beside its tokens."""
+        if isinstance(message, PromptKept):
+            log.info("prompt kept", extra={"request": message.request, "blocks": message.blocks})
+            return
         if isinstance(message, RequestPlaced):
             extra = {"request": message.request, "attempt": message.attempt, "engine": message.engine}
             log.info("handed over", extra=extra)

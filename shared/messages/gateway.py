@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from shared.ids import Attempt, Count, DetokenizerId, EngineId, GatewayId, Incarnation, RequestId, TokenId
+from shared.ids import Attempt, Count, DetokenizerId, EngineId, GatewayId, Incarnation, NodeId, RequestId, TokenId
 from shared.messages.dialects import Thinking
 from shared.messages.generation import FinishReason
 
@@ -40,6 +40,21 @@ class RequestPlaced(Struct, frozen=True, array_like=True, tag=True):
     passes: Count = 0
     """How often engines have passed this attempt on. Of two such messages the one with more of them is the later one;
     one with `handed_by` counts as 1 at least."""
+
+
+class PromptKept(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """scheduler → gateway: what became of the prompt of a request with `Generation.keep`. It comes at about the time of
+    the request's end, before or behind it."""
+
+    request: RequestId
+    attempt: Attempt
+    blocks: Count
+    """How many blocks of the prompt, from the first on, are kept for `KEEP_SECONDS`; 0: none."""
+    engine: EngineId
+    node: NodeId | None = None
+    """The node whose KV store has them; None with 0 blocks."""
+    ranks: Count = 1
+    """Ranks of the engine."""
 
 
 class RequestRejected(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -384,7 +399,7 @@ GatewayRequest = ReadMetrics | TakeStream | AbortRequests | ReadOverview
 GatewayReply = MetricsPage | StreamCopy | StreamUnknown | RequestsAborted | GatewayOverview
 """And what they answer."""
 RequestMessage = Deltas | RequestPlaced | RequestQueued | RequestRejected | RequestFailed
-"""Of other services, about a request."""
+"""Of other services, about a request; `PromptKept` decides nothing about it."""
 StreamMessage = KeepStream | StreamsGrown | ForgetStream
 """Of other gateways, about their resumable streams."""
-GatewayMessage = RequestMessage | StreamMessage
+GatewayMessage = RequestMessage | StreamMessage | PromptKept

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from shared.ids import Attempt, Count, EngineId, GatewayId, GrammarKey, LoraId, ModelName, RequestId, TokenId
+from shared.ids import Attempt, Count, EngineId, GatewayId, GrammarKey, LoraId, ModelName, NodeId, RequestId, TokenId
 from shared.messages.dialects import Thinking
 
 MAX_FLOAT = sys.float_info.max
@@ -180,6 +180,17 @@ class StopConditions(Struct, frozen=True, array_like=True, kw_only=True):
         return EXPECTED_OUTPUT if self.max_tokens is None else self.max_tokens
 
 
+class KeptPrompt(Struct, frozen=True, array_like=True):
+    """Where the blocks of a prompt are kept that an engine has computed for a later request."""
+
+    engine: EngineId
+    """The one that keeps them, until it is told that they were used."""
+    request: RequestId
+    """The request that had them computed."""
+    node: NodeId
+    """The node whose KV store has them."""
+
+
 class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     """One sequence to generate: tokenized, hashed, on its way to an engine."""
 
@@ -229,6 +240,12 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     """In place of the embeddings of the prompt's tokens; None: the prompt is `tokens`. Part of `block_hashes`."""
     trace: str | None = None
     """Context of its trace (W3C `traceparent`); None: it is not traced."""
+    keep: bool = False
+    """Whether the engine that ends it keeps the blocks of its prompt for a later request, and says so in a
+    `PromptKept`."""
+    kept: KeptPrompt | None = None
+    """Where its prompt's blocks are kept. What is not there is computed: a promise to nobody, and a proof of nothing,
+    as blocks are looked for by the hashes of this request's own tokens."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):

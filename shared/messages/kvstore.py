@@ -13,6 +13,9 @@ from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ArenaId, Incarnation, InstanceId, LeaseId, ModelName, NodeId
 from shared.messages.kv_events import ResetPrefixCache
 
+KEEP_SECONDS = 120.0
+"""For which a store keeps the blocks of a prompt that a client fetches later; see `Find.keep`."""
+
 
 class KvLayout(Struct, frozen=True, array_like=True, kw_only=True):
     """What must be equal for two ranks to share blocks. Its fingerprint, as in `AttachReply`, is part of every key."""
@@ -63,6 +66,8 @@ class Find(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     block_seconds: float = 0.0
     """Seconds that the engine takes to compute one of the blocks; `source` is not asked where its blocks are known to
     take longer. 0: not measured."""
+    keep: bool = False
+    """Whether the lease lasts for KEEP_SECONDS; nothing is found where too much is kept already."""
 
 
 class FindAny(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

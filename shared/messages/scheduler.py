@@ -89,6 +89,13 @@ class TokenBatchLost(Struct, frozen=True, array_like=True, tag=True):
     detokenizer: DetokenizerId
 
 
+class ReleaseKept(Struct, frozen=True, array_like=True, tag=True):
+    """scheduler → scheduler: a later request has loaded the blocks that you keep of this one's prompt, or needs them no
+    more. An unknown request is no error."""
+
+    request: RequestId
+
+
 class OutlierReport(Struct, frozen=True, array_like=True, tag=True):
     """coordinator → scheduler: requests that I place on you fail, for this reason. You are a suspect; say so in your
     lifecycle. Sent only to engines that report their health."""
@@ -96,7 +103,7 @@ class OutlierReport(Struct, frozen=True, array_like=True, tag=True):
     reason: str
 
 
-SchedulerControl = Cancel | StopMatched | TokenBatchLost | OutlierReport
+SchedulerControl = Cancel | StopMatched | TokenBatchLost | OutlierReport | ReleaseKept
 
 
 class Probe(Struct, frozen=True, array_like=True, tag=True):

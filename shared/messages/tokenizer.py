@@ -8,7 +8,14 @@ from msgspec import Struct
 
 from shared.ids import Attempt, Count, EngineId, GatewayId, LoraId, ModelName, RequestId
 from shared.messages.gateway import ErrorKind
-from shared.messages.generation import Grammar, PoolingOptions, PromptEmbeds, SamplingOptions, StopConditions
+from shared.messages.generation import (
+    Grammar,
+    KeptPrompt,
+    PoolingOptions,
+    PromptEmbeds,
+    SamplingOptions,
+    StopConditions,
+)
 
 TruncationSide = Literal["left", "right"]
 """Where a prompt that is too long loses its tokens."""
@@ -122,6 +129,10 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     truncation_side: TruncationSide = "left"
     trace: str | None = None
     """See `Generation.trace`."""
+    keep: bool = False
+    """See `Generation.keep`."""
+    kept: KeptPrompt | None = None
+    """See `Generation.kept`."""
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):

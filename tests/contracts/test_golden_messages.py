@@ -507,6 +507,9 @@ MESSAGES: list[Any] = [
         started=1.5,
         encoder=encoder.EncoderReport(model=ModelName("demo"), hits=2, encoded=1),
     ),
+    gateway.PromptKept(request=R, attempt=A, blocks=2, engine=E, node=NODE),
+    scheduler.ReleaseKept(R),
+    generation.KeptPrompt(E, R, NODE),
 ]
 
 

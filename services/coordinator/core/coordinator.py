@@ -87,6 +87,8 @@ class Coordinator:
     def route(self, route: Route, at: Moment) -> list[Action]:
         """A request asks for an engine. Stale attempts are dropped, with no action: their gateway has moved on."""
         generation = route.generation
+        if generation.kept is not None and not self.fleet.keeps(generation.kept):
+            generation = replace(generation, kept=None)  # its prompt is computed, or found by its blocks
         if not self._fence.accept(generation.request, generation.attempt):
             return []
         placed = self._engines.pop(generation.request, None)
@@ -266,17 +268,19 @@ class Coordinator:
         refused = self._refusal(generation)
         if refused is not None:
             return [NotifyGateway(generation.gateway, refused)]
-        if self.config.prefill_queue and (waits := self._await_pull(generation, at, since)):
+        whole = self.config.prefill_queue or generation.kept is not None  # what is kept is prefilled already
+        if self.config.prefill_queue and generation.kept is None and (waits := self._await_pull(generation, at, since)):
             return waits
-        return self._send(
-            self._router.choose(generation, at.now, whole=self.config.prefill_queue), generation, at, since
-        )
+        return self._send(self._router.choose(generation, at.now, whole=whole), generation, at, since)
 
     def _send(self, placement: Placement | None, generation: Generation, at: Moment, since: float) -> list[Action]:
         """Sends the request where it was placed, if it was."""
         if placement is None:
             return []
         engine, reuse = placement.engine, placement.reuse
+        source = reuse.remote_node
+        if source is None and generation.kept is not None:
+            source = generation.kept.node  # known sooner from the client than from the store's events
         self.fleet.record_placement(placement, at)
         self._expected.add(placement.prefix, engine, at.now)
         self._engines[generation.request] = _Placed(engine, generation.attempt, at.now)
@@ -285,7 +289,7 @@ class Coordinator:
             generation,
             placement.detokenizer,
             decode_on=placement.decode_on,
-            kv_source=reuse.remote_node,
+            kv_source=source,
             predicted_cached=reuse.blocks * self.config.block_size,
             decode_node=placement.decode_node,
             prefill_on=placement.prefill_on,

@@ -24,7 +24,7 @@ from services.coordinator.core.outliers import ACCUSED, RatedEngine, choose_ejec
 from services.coordinator.core.reservations import Reservations, ReservedWork
 from shared.ids import DetokenizerId, EngineId, InstanceId, LoraId, ModelName
 from shared.messages.coordinator import PlacementMade
-from shared.messages.generation import Generation
+from shared.messages.generation import Generation, KeptPrompt
 from shared.messages.lifecycle import Lifecycle, ModelCard
 from shared.registry import Registry
 
@@ -239,6 +239,11 @@ class EngineFleet:
     def paces(self) -> Mapping[InstanceId, Pace]:
         """Those of the engines that are slower or quicker than the median one of their model."""
         return self._paces.unlike
+
+    def keeps(self, kept: KeptPrompt) -> bool:
+        """Whether there is the engine, on the node, that a client names as that which keeps its prompt."""
+        load = self._engines.get(InstanceId(kept.engine))
+        return load is not None and load.report.node == kept.node
 
     def suspicion_of(self, engine: InstanceId) -> str | None:
         """Why an engine is taken to fail, for people; None where it is not."""

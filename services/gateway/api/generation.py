@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from services.gateway.api.errors import RequestError, abbreviated, invalid, not_allowed, unsupported
 from services.gateway.api.structured_outputs import OutputGrammar, ResponseFormat, StructuredOutputs
+from services.gateway.api.vllm.kv_transfer import NO_TRANSFER, KvTransfer
 from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import ModelName
 from shared.messages.gateway import MAX_STREAM_CHOICES
@@ -179,6 +180,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """Of its one prompt, a chat, which has parts without rows in their places; empty once these are filled in."""
     trace: str | None = None
     """See `Generation.trace`."""
+    kv_transfer: KvTransfer = NO_TRANSFER
+    """What the client conducts itself of a hand-over."""
 
     @property
     def served_name(self) -> ModelName:
@@ -313,6 +316,7 @@ class CommonFields(Struct, kw_only=True):
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
     vllm_xargs: dict[str, Any] | None = None
+    kv_transfer_params: Any = None
     prompt_embeds: Any = None
     # Of OpenAI's and vLLM's fields those that change no answer.
     metadata: Any = None
@@ -330,7 +334,6 @@ class CommonFields(Struct, kw_only=True):
     # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
     ec_transfer_params: Any = None
     guided_whitespace_pattern: Any = None
-    kv_transfer_params: Any = None
     logits_processors: Any = None
     media_io_kwargs: Any = None
     mm_processor_kwargs: Any = None
@@ -354,7 +357,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _UNSUPPORTED = {
     "ec_transfer_params": "an encoder's cache",
     "guided_whitespace_pattern": "a pattern for white space",
-    "kv_transfer_params": "a hand-over that the client conducts (the server hands over by itself)",
     "logits_processors": "a logits processor of the client's (vllm_xargs asks for one of the engine's)",
     "media_io_kwargs": "anything but text",
     "mm_processor_kwargs": "anything but text",

@@ -22,15 +22,25 @@ from services.gateway.api.logprobs import (
     echoed_logprobs,
     prompt_logprobs,
 )
+from services.gateway.api.vllm.kv_transfer import kv_transfer_params
 from services.gateway.metrics import KeyMeters, ModelMeters
 from services.gateway.parsing.output_parser import OutputParser
 from services.gateway.parsing.plugin_parsers import ParserFailed
 from shared.ids import RequestId
-from shared.messages.gateway import Delta, PositionLogprobs, PromptLogprobsDelta, RequestRejected, StreamOpened
+from shared.messages.gateway import (
+    Delta,
+    PositionLogprobs,
+    PromptKept,
+    PromptLogprobsDelta,
+    RequestRejected,
+    StreamOpened,
+)
 from shared.messages.generation import FinishReason
 
 log = logging.getLogger(__name__)
 
+KEPT_TIMEOUT = 3.0
+"""Seconds that an answer waits for what is kept of its prompt: as long as a scheduler waits for its KV store."""
 FINGERPRINT = "baton"
 """`system_fingerprint`: to be changed when the same seed no longer gives the same text."""
 
@@ -261,10 +271,17 @@ class GenerationResponse:
         self.begun: asyncio.Future[None] = loop.create_future()
         """Done with its first token, or when it ends without one."""
         self.ended: asyncio.Future[ResponseOutcome] = loop.create_future()
+        self.kept: asyncio.Future[PromptKept] = loop.create_future()
+        """Done when an engine says what it keeps of the prompt, where the client wants that."""
         self.writer = writer
         self._meters = meters
         self._grammar_field = grammar_field
         self._unfinished = len(self.choices)
+
+    async def kv_transfer_params(self) -> dict[str, Any] | None:
+        """Waits until it is known what is kept of the prompt, for KEPT_TIMEOUT at most."""
+        done, _ = await asyncio.wait([self.kept], timeout=KEPT_TIMEOUT)
+        return kv_transfer_params(self.kept.result() if done else None)
 
     def record_opened(self, opened: StreamOpened) -> None:
         """Notes what is known of a choice's prompt when its generation starts."""
@@ -383,15 +400,21 @@ def without_output(delta: Delta) -> Delta:
 
 
 def response_body(
-    header: ResponseHeader, choices: list[ChoiceState], options: ResponseOptions, started_at: float = 0.0
+    header: ResponseHeader,
+    choices: list[ChoiceState],
+    options: ResponseOptions,
+    started_at: float = 0.0,
+    transfer: dict[str, Any] | None = None,
 ) -> bytes:
-    """Returns the JSON of a response that is not streamed; `started_at`: when the request came."""
+    """Returns the JSON of a response that is not streamed; `started_at`: when the request came; `transfer`: its
+    `kv_transfer_params`."""
     known = {choice.prompt: choice.prompt_logprobs for choice in choices if choice.prompt_logprobs}
     for choice in choices:  # one choice of each prompt has received them
         choice.prompt_logprobs = known.get(choice.prompt, choice.prompt_logprobs)
     chat = header.kind == "chat"
     bodies = [_chat_choice(choice, options) if chat else _completion_choice(choice, options) for choice in choices]
     answer = {**header.fields(chunk=False), "choices": bodies, "usage": usage(choices), **UNUSED_OF_ANSWER}
+    answer["kv_transfer_params"] = transfer
     if chat:
         answer |= UNUSED_OF_CHAT | _prompt_fields(choices[0], options)
     if options.metrics:

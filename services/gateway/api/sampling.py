@@ -20,6 +20,7 @@ from services.gateway.api.generation import (
     choose_lora,
     stream_options,
 )
+from services.gateway.api.vllm.kv_transfer import FIELD, NO_TRANSFER, read_kv_transfer
 from shared.messages.generation import SamplingOptions, StopConditions
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import Prompt
@@ -102,11 +103,28 @@ def generation_request(
         priority=fields.priority or 0,
         cache_salt=fields.cache_salt,
         prefix_caching=limits.allow_prefix_caching and fields.enable_prefix_caching is not False,
+        kv_transfer=read_kv_transfer(fields.kv_transfer_params),
         **own,
     )
+    if generation.kv_transfer != NO_TRANSFER:
+        _check_kv_transfer(generation)
     if generation.stream is not None and generation.stream.resumable:
         check_resumable(generation)
     return generation
+
+
+def _check_kv_transfer(generation: GenerationRequest) -> None:
+    """Raises RequestError 400 for what a hand-over that the client conducts cannot have."""
+    if not generation.prefix_caching:
+        raise invalid(FIELD, "not allowed without prefix caching: blocks are found by their hashes")
+    if generation.beam_search is not None:
+        raise invalid(FIELD, "not allowed together with use_beam_search")
+    if not generation.kv_transfer.keep:
+        return
+    if generation.sequences > 1:
+        raise invalid(FIELD, f"do_remote_decode is allowed for one choice only, not {generation.sequences}")
+    if generation.stream is not None:
+        raise invalid(FIELD, "do_remote_decode is not allowed in a stream: the whole answer has the params")
 
 
 def sampling_params(

@@ -104,6 +104,8 @@ class RelayedRequests:
             avoid=(),
             key=theirs.key and f"{cluster}/{theirs.key}",
             cache_salt=None if theirs.cache_salt is None else f"{cluster}/{theirs.cache_salt}",
+            keep=False,  # blocks are kept for this cluster's own clients
+            kept=None,
             max_model_len=None if card is None else self._requests.cluster.max_model_len(card),
         )
 

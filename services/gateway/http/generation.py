@@ -287,13 +287,15 @@ class GenerationEndpoint(GeneratingEndpoint):
                 await BeamSearchRunner(self._table, generation, response, searches).run()
             elif self._overflow is not None and (answer := await self._overflow.beside(call, self._kind, response)):
                 response.end("overflowed")
-            outcome = await response.ended
+            outcome, transfer = await response.ended, None
+            if outcome == "finished" and generation.kv_transfer.keep:
+                transfer = await response.kv_transfer_params()
         if answer is not None and self._overflow is not None:
             await self._overflow.relay(call, answer)
         elif response.error is not None:
             raise response.error
         elif outcome == "finished":
-            body = response_body(header, response.choices, generation.response_options, response.started_at)
+            body = response_body(header, response.choices, generation.response_options, response.started_at, transfer)
             await self._finish(call, call.respond(body))
 
     async def _stream(

@@ -50,6 +50,7 @@ from shared.messages.scheduler import (
     PauseMode,
     PauseState,
     ProbeReply,
+    ReleaseKept,
     ResumeGeneration,
     StepFinished,
     StepMissed,
@@ -93,6 +94,9 @@ class EngineCore:
                 self._handle_request(event, now)
             case Cancel() | StopMatched():
                 self._call_off(event)
+            case ReleaseKept():
+                if self.epoch_state is not None:
+                    self.epoch_state.keeper.release(event.request)
             case OutlierReport():
                 if self.epoch_state is not None:  # without workers it gets nothing anyway
                     self.health.accuse(event.reason, now)
@@ -136,6 +140,8 @@ class EngineCore:
             self.plan_due = state.plan(now, self.paused)
         if self.role.node is not None:
             self._exchange_with_store(now)
+        if state is not None:
+            state.send_reports()
         if self.role.connector is not None:
             for output in self._connector.take_outputs():
                 self._outbox.add(output)
@@ -379,6 +385,7 @@ class EngineCore:
         state = self.epoch_state
         if state is not None:
             state.remote.expire(now)
+            state.keeper.expire(now)
         if state is not None and state.grammars.compiling:
             state.requests.record_grammars(state.grammars.expire(now))
         if state is not None and self.role.connector is not None:

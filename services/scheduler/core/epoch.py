@@ -11,7 +11,14 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from services.scheduler.core.events import ConnectorMatched, LorasChanged, RankProgress, SendPlan, WorkersReady
+from services.scheduler.core.events import (
+    ConnectorMatched,
+    ForwardControl,
+    LorasChanged,
+    RankProgress,
+    SendPlan,
+    WorkersReady,
+)
 from services.scheduler.core.health.canary import CANARY_DETOKENIZER
 from services.scheduler.core.hybrid_memory import HybridBlockAllocator
 from services.scheduler.core.limits import EngineLimits
@@ -38,6 +45,7 @@ from services.scheduler.core.transfer.block_transfers import BlockTransfers
 from services.scheduler.core.transfer.connector import ConnectorClient, ConnectorLoads, ConnectorSaves
 from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender, SettledHandOver
 from services.scheduler.core.transfer.loads import BlockLoads, LoadOutcome, Loads
+from services.scheduler.core.transfer.prompt_keeper import PromptKeeper
 from services.scheduler.core.transfer.recompute_costs import RecomputeCosts
 from services.scheduler.core.transfer.remote_prefills import RemotePrefills
 from services.scheduler.core.transfer.saves import Saves
@@ -45,7 +53,7 @@ from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Incarnation, SequenceId
 from shared.messages.kvstore import Commit, Find, FindAny, KvStoreReply, Reserve
 from shared.messages.lifecycle import LoraRefusal
-from shared.messages.scheduler import PauseMode, StepFinished, TransferProgress
+from shared.messages.scheduler import PauseMode, ReleaseKept, StepFinished, TransferProgress
 from shared.messages.worker import StepPlan
 
 MAX_SENDINGS = 3
@@ -85,6 +93,7 @@ class EpochState:
         self.remote = RemotePrefills(store)
         self.saves = Saves(store, self.memory, self.transfers)
         self.hand_overs = HandOvers(self.saves, self.memory)
+        self.keeper = PromptKeeper(outbox.engine, self.saves, self.memory, store, workers.world_size)
         self.grammars = Grammars(limits.compile_timeout, limits.max_grammars, store.counters)
         speculation = SpeculationBudget(workers.max_speculate, workers.max_jump_ahead, limits.speculation)
         self._prefill_budget = PrefillBudget(self.limits.itl_target)
@@ -133,12 +142,21 @@ class EpochState:
         self._counters = store.counters
         self._sender = sender
         self._outbox = outbox
-        self._results = StepResults(self.memory, self.queues, self.requests, speculation, outbox, store.counters)
+        self._results = StepResults(
+            self.memory, self.queues, self.requests, speculation, self.keeper, outbox, store.counters
+        )
 
     def close(self) -> None:
         """Gives the store back what is held there. Every sequence has ended."""
         self.loads.close()
         self.saves.close()
+        self.keeper.close()
+        self.send_reports()
+
+    def send_reports(self) -> None:
+        """Lets gateways know which prompts are kept."""
+        for report in self.keeper.take_reports():
+            self._outbox.add(report)
 
     @property
     def saving(self) -> bool:
@@ -213,6 +231,8 @@ class EpochState:
         self._outbox.streams.open(sequence, cached)
         if sequence.detokenizer == CANARY_DETOKENIZER:
             return
+        if (kept := sequence.generation.kept) is not None:  # what was found is loaded by now
+            self._outbox.add(ForwardControl(kept.engine, ReleaseKept(kept.request)))
         prompt = sequence.tokens.prompt_length
         self._counters.prompt_tokens += prompt
         self._counters.cached_tokens += min(prompt, cached)
@@ -325,6 +345,8 @@ class EpochState:
     ) -> None:
         """The store has replied, or (None) has not in time."""
         match request:
+            case Find(lease=lease) if self.keeper.record_reply(lease, reply, now):
+                pass
             case Find(lease=lease):
                 sequence = self.store_loads.record_reply(lease, reply, now)
                 if sequence is not None:
@@ -345,6 +367,8 @@ class EpochState:
         self.saves.reserve(now, idle=self.steps.in_flight == 0)
         for save in self.saves.take_outcomes():
             self.hand_overs.record_save(save)
+            self.keeper.record_save(save)
+        self.keeper.settle()
         return self.hand_overs.take_settled() if self.hand_overs.waiting else []
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, LeaseId, NodeId
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
+from shared.messages.gateway import PromptKept, RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.kv_events import ResetPrefixCache
 from shared.messages.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.kvstore import KvLayout, KvStoreReply, KvStoreRequest, Prefetch, Release
@@ -17,6 +17,7 @@ from shared.messages.scheduler import (
     Cancel,
     GenerateRequest,
     PauseGeneration,
+    ReleaseKept,
     ResumeGeneration,
     SchedulerControl,
     StopMatched,
@@ -202,10 +203,10 @@ class SendTokens:
 
 @dataclass(frozen=True, slots=True)
 class SendToGateway:
-    """Tell a gateway why a request ends without tokens, or which engine continues it."""
+    """Tell a gateway why a request ends without tokens, which engine continues it, or what is kept of it."""
 
     gateway: GatewayId
-    message: RequestRejected | RequestFailed | RequestPlaced
+    message: RequestRejected | RequestFailed | RequestPlaced | PromptKept
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,10 +282,10 @@ class ConnectorReport:
 
 @dataclass(frozen=True, slots=True)
 class ForwardControl:
-    """Forward the cancel of a request that was handed over to `engine`."""
+    """Forward the cancel of a request that was handed over to `engine`, or tell it that its blocks were used."""
 
     engine: EngineId
-    message: Cancel | StopMatched
+    message: Cancel | StopMatched | ReleaseKept
 
 
 Output = (

@@ -116,9 +116,12 @@ def _check_sequence(sequence: Sequence, tables: int, introduced: bool, max_reser
 
 
 def _check_store(engine: EngineCore, state: EpochState) -> None:
-    """Every lease belongs to a load or a save, and with nothing in hand none is held."""
-    used = state.loads.leases | state.saves.leases
-    _hold(engine.store.held <= used, f"leases {set(engine.store.held - used)} belong to no load and no save")
+    """Every lease belongs to a load, a save or a kept prompt."""
+    used = state.loads.leases | state.saves.leases | state.keeper.leases
+    _hold(
+        engine.store.held <= used,
+        f"leases {set(engine.store.held - used)} belong to no load, no save and no kept prompt",
+    )
     _hold(state.saves.copying <= len(state.transfers.in_flight), "more saves are copied than there are transfers")
     if engine.idle:
         _hold(not state.transfers.in_flight, "blocks are copied though nothing is in hand")

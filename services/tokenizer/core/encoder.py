@@ -151,6 +151,8 @@ class PromptEncoder:
                 lora=message.lora,
                 prompt_embeds=embeds,
                 trace=message.trace,
+                keep=message.keep,
+                kept=message.kept,
             )
         )
 

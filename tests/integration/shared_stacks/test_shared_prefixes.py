@@ -13,6 +13,7 @@ import pytest
 from openai.types.completion_choice import Logprobs
 
 from deploy.model_choice import DEMO_MODEL
+from shared.messages.lifecycle import StoreReport
 from tests.support.cluster.conversations import DEADLINE, client_of
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.kv.prompts import (
@@ -93,6 +94,52 @@ async def test_what_prefill_engines_begin_decode_engines_end_with_the_same_text(
     plain: RunningStack, pools: RunningStack
 ) -> None:
     await assert_equal_to_plain(plain, pools, salt=2)
+
+
+async def test_a_client_conducts_the_hand_over_itself_as_vllms_proxies_do(
+    plain: RunningStack, pools: RunningStack
+) -> None:
+    """The two requests of vLLM's `toy_proxy_server.py`."""
+    (prompt,) = prompts(pools, [1000], salt=14)
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+    before, decoded = handed_over(pools), started_by(pools, "decode-1")
+    async with client_of(pools.url) as client:
+        extra: dict[str, Any] = {"kv_transfer_params": asked, "min_tokens": 1}
+        first = await client.completions.create(model=pools.model, prompt=prompt, max_tokens=1, extra_body=extra)
+        params = first.model_dump()["kv_transfer_params"]
+        assert params["do_remote_prefill"] is True
+        assert params["remote_engine_id"] == "prefill-1"
+        assert params["remote_block_ids"] == list(range(62))
+        assert (await store_of_pinned(pools, 62)).pinned == 62
+        there = await ask(client, pools.model, prompt, extra_body={"kv_transfer_params": params, "ignore_eos": True})
+        used_twice = await ask(client, pools.model, prompt, extra_body={"kv_transfer_params": params})
+    assert there.cached == used_twice.cached == 992
+    assert (handed_over(pools), started_by(pools, "decode-1")) == (before, decoded + 2), "each at one engine"
+    assert [there.text] == await plain_texts(plain, [prompt])
+    assert await held(pools) == AT_REST, "what was used is kept no more"
+
+
+async def test_params_of_a_stranger_lead_nowhere(pools: RunningStack) -> None:
+    (prompt,) = prompts(pools, [300], salt=15)
+    params = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "engine-of-another-stack",
+        "remote_request_id": "cmpl-0-0",
+        "remote_host": "elsewhere",
+    }
+    async with client_of(pools.url) as client:
+        answer = await ask(client, pools.model, prompt, extra_body={"kv_transfer_params": params})
+    assert answer.text
+    assert answer.cached == 0
+    assert retries(pools) == 0
+
+
+async def store_of_pinned(stack: RunningStack, blocks: int) -> StoreReport:
+    """What the store says once so many blocks are pinned."""
+    deadline = time.monotonic() + DEADLINE
+    while (report := await store_of(stack)).pinned < blocks:
+        assert time.monotonic() < deadline, stack.last_words()
+    return report
 
 
 ASKED_OF_ANSWERS: dict[str, dict[str, Any]] = {

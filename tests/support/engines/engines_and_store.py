@@ -31,7 +31,7 @@ from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits, EngineRole
 from shared.ids import Attempt, EngineId, Incarnation, InstanceId, NodeId, RequestId
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
+from shared.messages.gateway import PromptKept, RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.kvstore import KvStoreReply, KvStoreRequest, LeaseOwner
 from shared.messages.lifecycle import EngineReport
@@ -182,7 +182,7 @@ class EnginesAndStore:
         self.turns = 0
         self.store = HonestStore(slots, lease_seconds)
         self.streams: dict[Key, Stream] = {}
-        self.told: list[RequestPlaced | RequestRejected | RequestFailed] = []
+        self.told: list[RequestPlaced | RequestRejected | RequestFailed | PromptKept] = []
         self.passed: deque[Callable[[], None]] = deque()
         """Messages from engine to engine, in order."""
         self.strays: defaultdict[Key, int] = defaultdict(int)

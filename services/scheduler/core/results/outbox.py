@@ -159,13 +159,13 @@ class EngineOutbox:
         self.fence = AttemptFence(MAX_FENCED)
         self.streams = TokenStreams(engine, epoch)
         """This epoch's, workers or not: what is handed over to us has a stream already, which we may have to end."""
-        self._engine = engine
+        self.engine = engine
         self._outputs: list[Output] = []
 
     def start_epoch(self, epoch: Incarnation) -> None:
         """Streams are numbered from 0 again; no detokenizer has one open any more."""
         self._outputs += self.streams.flush()
-        self.streams = TokenStreams(self._engine, epoch)
+        self.streams = TokenStreams(self.engine, epoch)
 
     def add(self, output: Output) -> None:
         """To be sent behind what was added before."""
@@ -189,7 +189,7 @@ class EngineOutbox:
         if generate.handed is not None:
             self.disown(generate)
             if isinstance(answer, RequestRejected):
-                reason = f"{self._engine} cannot take it over: {answer.message}"
+                reason = f"{self.engine} cannot take it over: {answer.message}"
                 answer = RequestFailed(answer.request, answer.attempt, reason)
         self.send_to_gateway(generate.generation, answer)
 
@@ -209,7 +209,7 @@ class EngineOutbox:
             generation.attempt,
             hand_over.engine,
             sequence.detokenizer,
-            self._engine,
+            self.engine,
             passes=0 if sequence.transfer.passed_by is None else 2,
         )
         self.send_to_gateway(generation, placed)
@@ -219,7 +219,7 @@ class EngineOutbox:
         """Sends the gateway's notice, and the request to the engine that computes its prompt. No stream is open."""
         generation = sequence.generation
         placed = RequestPlaced(
-            generation.request, generation.attempt, passed.engine, sequence.detokenizer, self._engine, passes=1
+            generation.request, generation.attempt, passed.engine, sequence.detokenizer, self.engine, passes=1
         )
         self.send_to_gateway(generation, placed)
         self._outputs.append(passed)

@@ -12,6 +12,7 @@ from services.scheduler.core.planning.step_timing import ExpectedResult
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.results.outbox import EngineOutbox, token_entry
 from services.scheduler.core.results.requests import EngineRequests
+from services.scheduler.core.transfer.prompt_keeper import PromptKeeper
 from shared.messages.scheduler import SampledTokens, StepFinished
 
 
@@ -28,9 +29,11 @@ class StepResults:
         queues: SequenceQueues,
         requests: EngineRequests,
         speculation: SpeculationBudget,
+        keeper: PromptKeeper,
         outbox: EngineOutbox,
         counters: EngineCounters,
     ) -> None:
+        self._keeper = keeper
         self._memory = memory
         self._queues = queues
         self._requests = requests
@@ -127,6 +130,8 @@ class StepResults:
             if len(sequence.tokens.hashes) > sequence.blocks.indexed:
                 self._memory.index_full_blocks(sequence)
             if finish is not None:
+                if sequence.generation.keep:
+                    self._keeper.start(sequence)
                 self._requests.end(sequence, tell_detokenizer=False)
             elif sequence.phase == "returning" and not sequence.tokens.in_flight:  # all its tokens are known now
                 self._queues.requeue(sequence)

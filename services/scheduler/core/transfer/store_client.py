@@ -162,10 +162,12 @@ class StoreClient:
         source: NodeId | None,
         block_seconds: float | None = None,
         lease: LeaseId | None = None,
+        *,
+        keep: bool = False,
     ) -> LeaseId:
         """Asks which leading blocks of `hashes` the store has, within `deadline` seconds, or the store of `source`,
         unless that takes longer than `block_seconds` for each. `lease`: one that is held, under which nothing was
-        found yet; None: a new one."""
+        found yet; None: a new one. `keep`: see `Find`."""
         lease, layout = self._new_lease() if lease is None else (lease, self._held[lease])
         request = Find(
             layout=layout,
@@ -175,6 +177,7 @@ class StoreClient:
             deadline=deadline,
             source=source,
             block_seconds=block_seconds or 0.0,
+            keep=keep,
         )
         self._out.append(SendStoreRequest(request, deadline + ROUND_TRIP_MARGIN))
         return lease

@@ -1,0 +1,1 @@
+"""What vLLM's API alone has."""
