@@ -12,7 +12,7 @@ from typing import NamedTuple, assert_never
 from services.scheduler.core.events import Output, SendPlan, SendToGateway, SendTokens, WorkersReady
 from shared.ids import Attempt, DetokenizerId, GatewayId, RequestId, SequenceId
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.gateway import PromptKept, RequestFailed, RequestPlaced, RequestRejected
+from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.generation import Generation, SamplingOptions, StopConditions
 from shared.messages.scheduler import Cancel, GenerateRequest
 from shared.messages.worker import StepPlan
@@ -178,9 +178,9 @@ class Canary:
             match output:
                 case SendTokens(detokenizer, batch) if detokenizer == CANARY_DETOKENIZER:
                     outcome = self._receive(batch, now) or outcome
-                case SendToGateway(_, PromptKept()):
-                    rest.append(output)
-                case SendToGateway(gateway, message) if gateway == CANARY_GATEWAY:
+                case SendToGateway(gateway, (RequestRejected() | RequestFailed() | RequestPlaced()) as message) if (
+                    gateway == CANARY_GATEWAY
+                ):
                     outcome = self._answered(message, now) or outcome
                 case SendPlan(plan):
                     self._planned(plan, now)
