@@ -22,7 +22,7 @@ def build(config: EncoderConfig, folder: Path, bus: Bus) -> EncoderActor:
         bus,
         config.instance_id(),
         config.model_name(),
-        lambda: ImageTower(folder, config.dtype),
+        lambda: ImageTower(folder, config.dtype, config.max_pixels),
         config.image_cache,
         config.decode_s,
     )

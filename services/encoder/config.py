@@ -23,6 +23,14 @@ class EncoderConfig(ModelServiceConfig, frozen=True, kw_only=True):
     image_cache: Annotated[
         ByteSize, Meta(description="Bytes of images' rows that are kept for further requests; 0: none.")
     ] = 256 * 2**20
+    max_pixels: Annotated[
+        int | None,
+        Meta(
+            ge=1,
+            description="Pixels of an image beyond which it is scaled down, for models that take images as large as "
+            "they are (Qwen2-VL); default: the model's own bound, but no more than have 6 MiB of rows.",
+        ),
+    ] = None
     decode_s: Annotated[
         float, Meta(gt=0, le=600, description="Seconds that decoding an image may take; then it is refused.")
     ] = 10.0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from services.encoder.image_process import DecodedImage
-from shared.messages.generation import EMBEDDING_BYTES, MAX_PROMPT_EMBEDS_BYTES, EmbeddingDtype, PromptEmbeds
+from shared.messages.generation import EMBEDDING_BYTES, MAX_PROMPT_EMBEDS_BYTES, EmbeddingDtype, ImageGrid, PromptEmbeds
 from shared.models.image_models import read_image_model
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
@@ -36,8 +36,10 @@ class ImageTower:
     An image is encoded alone, so its rows depend on no other.
     """
 
-    def __init__(self, folder: Path, dtype: DtypeChoice = "auto") -> None:
-        """Loads it on the processors. Raises TowerUnusable."""
+    def __init__(self, folder: Path, dtype: DtypeChoice = "auto", max_pixels: int | None = None) -> None:
+        """Loads it on the processors. `max_pixels`: of an image of a model that takes images as large as they are,
+        beyond which it is scaled down; None: as many as the model's own processor allows. No image gets more rows than
+        a prompt may have. Raises TowerUnusable."""
         from transformers import AutoConfig, AutoImageProcessor
 
         if read_image_model(folder) is None:
@@ -50,36 +52,62 @@ class ImageTower:
             raise TowerUnusable(f"{folder}: {error}") from None
         self.dtype: EmbeddingDtype = _own_dtype(config) if dtype == "auto" else dtype
         self.size: int = config.text_config.hidden_size
+        self._max_rows = MAX_PROMPT_EMBEDS_BYTES // (self.size * EMBEDDING_BYTES[self.dtype])
+        self._merged: int = getattr(self._processor, "merge_size", 1)
+        """Patches that a row is made of, on each side; of models whose images have one size 1."""
+        if self._merged > 1:
+            self._processor.size = self._bounded_size(max_pixels)
+        elif max_pixels is not None:
+            raise TowerUnusable(f"{folder}: max_pixels is not allowed, as all images have one size")
         self._model: Any = _load(folder, config, _DTYPES[self.dtype])
-        self.tokens = self._tokens_of_an_image()
+        self._check_an_image()
 
     @torch.inference_mode()
     def encode(self, image: DecodedImage) -> PromptEmbeds:
         """A row for each token of an image. Raises TowerUnusable where they are no numbers."""
-        rows = self._rows(np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3))
+        rows, grid = self._rows(np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3))
+        if len(rows) > self._max_rows:
+            raise TowerUnusable(f"the image has {len(rows)} rows; {self._max_rows} are allowed")
         if not torch.isfinite(rows).all():
             raise TowerUnusable(f"in {self.dtype} the tower makes numbers of the image that are none")
-        return PromptEmbeds(
-            dtype=self.dtype, size=self.size, rows=rows.contiguous().view(torch.uint8).numpy().tobytes()
-        )
+        packed = rows.contiguous().view(torch.uint8).numpy().tobytes()
+        runs, grids = (((0, len(rows)),), (grid,)) if grid is not None else ((), ())
+        return PromptEmbeds(dtype=self.dtype, size=self.size, rows=packed, runs=runs, grids=grids)
 
-    def _rows(self, pixels: np.ndarray[Any, Any]) -> Tensor:
-        """pixels [height, width, 3] → [tokens, hidden]"""
+    def _rows(self, pixels: np.ndarray[Any, Any]) -> tuple[Tensor, ImageGrid | None]:
+        """pixels [height, width, 3] → [tokens, hidden], and how these lie where the model's positions tell."""
         from PIL import Image
 
-        prepared = self._processor(Image.fromarray(pixels), return_tensors="pt")
-        features = self._model.get_image_features(pixel_values=prepared["pixel_values"].to(_DTYPES[self.dtype]))
+        prepared = dict(self._processor(Image.fromarray(pixels), return_tensors="pt"))
+        prepared["pixel_values"] = prepared["pixel_values"].to(_DTYPES[self.dtype])
+        features = self._model.get_image_features(**prepared)
+        rows: Tensor
         (rows,) = features.pooler_output
-        found: Tensor = rows
-        return found
+        patches = prepared.get("image_grid_thw")
+        if patches is None:
+            return rows, None
+        frames, height, width = patches[0].tolist()
+        return rows, (frames, height // self._merged, width // self._merged)
+
+    def _bounded_size(self, max_pixels: int | None) -> Any:
+        """As the processor has it, pixels of the smallest and the largest image, but never more than `max_pixels` and
+        what has as many rows as a prompt may."""
+        size, side = self._processor.size, self._processor.patch_size * self._merged
+        most = min(
+            size["longest_edge"], self._max_rows * side**2, size["longest_edge"] if max_pixels is None else max_pixels
+        )
+        if most < side**2:
+            raise TowerUnusable(f"max_pixels {most} is not allowed; at least {side**2}, a row")
+        return {"shortest_edge": min(size["shortest_edge"], most), "longest_edge": most}
 
     @torch.inference_mode()
-    def _tokens_of_an_image(self) -> int:
-        tokens = len(self._rows(np.zeros((64, 64, 3), np.uint8)))
-        if (size := tokens * self.size * EMBEDDING_BYTES[self.dtype]) > MAX_PROMPT_EMBEDS_BYTES:
+    def _check_an_image(self) -> None:
+        """That one can be encoded, and has no more rows than are allowed. Raises TowerUnusable."""
+        tokens = len(self._rows(np.zeros((64, 64, 3), np.uint8))[0])
+        if tokens > self._max_rows:
+            size = tokens * self.size * EMBEDDING_BYTES[self.dtype]
             most = f"{MAX_PROMPT_EMBEDS_BYTES} are allowed in a prompt"
             raise TowerUnusable(f"an image has {tokens} rows in {self.dtype}, {size} bytes; {most}")
-        return tokens
 
 
 def _own_dtype(config: Any) -> EmbeddingDtype:

@@ -59,6 +59,8 @@ RESTORED_IN_PLAN, EMBEDS_IN_NEW, EMBEDS_IN_GENERATION = 10, 11, 24
 """Where messages say of checkpoints of states, and of embeddings in place of tokens, since version 7."""
 RUNS_IN_EMBEDS, TRACE_BEHIND_GENERATION, TRACE_BEHIND_OPEN_STREAM = 3, 25, 15
 """Where embeddings say of which tokens they are, and messages have the context of their trace, since version 8."""
+GRIDS_IN_EMBEDS = 4
+"""Where embeddings say how tokens lie in images, since version 9."""
 GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_PLACED_FIELDS = 6
@@ -91,26 +93,44 @@ class JournalNames:
         return name, content
 
 
-class WholePrompts(JournalNames):
+class PlainPositions(JournalNames):
+    """Version 8: positions of tokens had one axis."""
+
+    def output(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """Plans and hand-overs whose embeddings say nothing of images; other outputs as they are."""
+        if name not in ("SendPlan", "SendHandOver"):
+            return name, content
+        output = _decode(content)
+        for each in _embeds(output):
+            del each[GRIDS_IN_EMBEDS:]
+        return name, _encode(output)
+
+
+def _embeds(output: Any) -> list[list[Any]]:
+    """Those in a plan or a hand-over."""
+    if "plan" in output:
+        found = [each for new in output["plan"][NEW_IN_PLAN] for each in new[EMBEDS_IN_NEW : EMBEDS_IN_NEW + 1]]
+    else:
+        found = output["generate"][1][EMBEDS_IN_GENERATION : EMBEDS_IN_GENERATION + 1]
+    return [each for each in found if isinstance(each, list)]
+
+
+class WholePrompts(PlainPositions):
     """Version 7: embeddings stood in place of all tokens of a prompt, or of none, and no request was traced."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
         """Plans, tokens and hand-overs without their newest fields; other outputs as they are."""
         if name not in ("SendPlan", "SendTokens", "SendHandOver"):
             return name, content
-        output, embeds = _decode(content), []
-        if name == "SendPlan":
-            embeds = [each for new in output["plan"][NEW_IN_PLAN] for each in new[EMBEDS_IN_NEW:]]
-        elif name == "SendTokens":
+        output = _decode(content)
+        if name == "SendTokens":
             for opened in output["batch"][OPENED_IN_BATCH]:
                 del opened[TRACE_BEHIND_OPEN_STREAM:]
-        else:
-            generation = output["generate"][1]
-            del generation[TRACE_BEHIND_GENERATION:]
-            embeds = generation[EMBEDS_IN_GENERATION:]
-        for each in embeds:
-            if isinstance(each, list):
-                del each[RUNS_IN_EMBEDS:]
+            return name, _encode(output)
+        if name == "SendHandOver":
+            del output["generate"][1][TRACE_BEHIND_GENERATION:]
+        for each in _embeds(output):
+            del each[RUNS_IN_EMBEDS:]
         return name, _encode(output)
 
 
@@ -292,5 +312,7 @@ def names_of(version: int) -> JournalNames:
             return TokensOnly()
         case 7:
             return WholePrompts()
+        case 8:
+            return PlainPositions()
         case _:
             return JournalNames()

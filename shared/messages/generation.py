@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from hashlib import blake2b
+from math import prod
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -113,6 +114,11 @@ MAX_PROMPT_EMBEDS_BYTES = 6 * 2**20
 """Of one prompt's embeddings. They travel with the request and its plan, which have to fit the bus beside all else."""
 
 
+GridSide = Annotated[int, Meta(ge=1, le=2**20)]
+ImageGrid = tuple[GridSide, GridSide, GridSide]
+"""Frames, rows and columns of the tokens that stand for an image, the columns of a row behind each other."""
+
+
 class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
     """What a prompt has in place of the embeddings of some of its tokens, whose ids are 0 and mean nothing."""
 
@@ -123,6 +129,9 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
     """Little-endian, one row behind the other."""
     runs: tuple[tuple[int, int], ...] = ()
     """Tokens that have rows: the first of each run, and how many follow each other. None: all tokens of the prompt."""
+    grids: tuple[ImageGrid | None, ...] = ()
+    """How the tokens of each run lie in an image, for models whose positions have three axes (m-RoPE); None: as those
+    of a text. None at all: all runs are like that."""
 
     @property
     def row_bytes(self) -> int:
@@ -140,17 +149,24 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
             rows = self.rows[first * self.row_bytes : end * self.row_bytes]
             return self.dtype.encode() + rows if rows else b""
         parts, row = [], 0
-        for start, count in self.runs:
+        grids = self.grids or (None,) * len(self.runs)
+        for (start, count), grid in zip(self.runs, grids, strict=True):
             low, high = max(first, start), min(end, start + count)
             if low < high:
                 place = (low - first).to_bytes(2, "little") + (high - first).to_bytes(2, "little")
+                place += b"".join(side.to_bytes(4, "little") for side in grid or ())  # equal rows may lie otherwise
                 at = row + low - start
                 parts += [place, self.rows[at * self.row_bytes : (at + high - low) * self.row_bytes]]
             row += count
         return self.dtype.encode() + b"".join(parts) if parts else b""
 
     def fits(self, prompt_length: int) -> bool:
-        """Whether each row has its token of a prompt of this length: all of them, or runs that follow each other."""
+        """Whether each row has its token of a prompt of this length: all of them, or runs that follow each other; and
+        grids are those of runs, and as large."""
+        if self.grids and len(self.grids) != len(self.runs):
+            return False
+        if any(grid and prod(grid) != count for grid, (_, count) in zip(self.grids, self.runs, strict=False)):
+            return False
         if not self.runs:
             return len(self.rows) == prompt_length * self.row_bytes
         end = rows = 0

@@ -7,7 +7,11 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-IMAGE_ARCHITECTURES = ("LlavaForConditionalGeneration",)
+IMAGE_ARCHITECTURES = (
+    "LlavaForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+)
 """Those that are served with their vision tower."""
 
 

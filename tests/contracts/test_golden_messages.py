@@ -510,6 +510,9 @@ MESSAGES: list[Any] = [
     gateway.PromptKept(request=R, attempt=A, blocks=2, engine=E, node=NODE),
     scheduler.ReleaseKept(R),
     generation.KeptPrompt(E, R, NODE),
+    encoder.ImageRows(
+        generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<" * 6, runs=((0, 6),), grids=((1, 2, 3),))
+    ),
 ]
 
 

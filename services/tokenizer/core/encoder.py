@@ -26,7 +26,7 @@ from shared.messages.dialects import (
     Thinking,
 )
 from shared.messages.gateway import RequestRejected
-from shared.messages.generation import Generation, Grammar, PromptEmbeds, SamplingOptions, StopConditions
+from shared.messages.generation import Generation, Grammar, ImageGrid, PromptEmbeds, SamplingOptions, StopConditions
 from shared.messages.tokenizer import (
     ChatPrompt,
     Decode,
@@ -266,16 +266,19 @@ class PromptEncoder:
             )
         ids: list[int] = []
         runs: list[tuple[int, int]] = []
+        grids: list[ImageGrid | None] = []
         shown = iter(order)
         for token in found:
             if token is None:
-                count = parts[next(shown)].count
-                runs.append((len(ids), count))
-                ids += [0] * count
+                part = parts[next(shown)]
+                runs.append((len(ids), part.count))
+                grids += part.grids or (None,)
+                ids += [0] * part.count
             else:
                 ids.append(token)
         rows = b"".join(parts[number].rows for number in order)
-        return ids, replace(parts[0], rows=rows, runs=tuple(runs))
+        placed = tuple(grids) if any(grids) else ()
+        return ids, replace(parts[0], rows=rows, runs=tuple(runs), grids=placed)
 
     def _thinking(self, prompt: Prompt, ids: list[int]) -> Thinking | None:
         """Whether a chat's prompt ends within thoughts or behind them; None where it does not show."""

@@ -116,6 +116,8 @@ class Batch:
     """Rows whose hidden states become vectors of prompts."""
     copies: StateCopies = NO_COPIES
     """Of states, before and behind the step."""
+    shifts: Int32s | None = None
+    """[3, n] how far each axis of a row's position is ahead of its place, on the host; None: positions are places."""
     inputs: InputRows | None = None
     """Rows that begin as the client gave them, on the host; None: there are none."""
 

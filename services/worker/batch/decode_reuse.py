@@ -109,6 +109,7 @@ class DecodeReuse:
             choices=choices,
             drawn_rows=batch.drawn_rows,
             prompts=batch.prompts,
+            shifts=self._sequences.shifts.of(seq_indices, positions),
         )
         self._sequences.count_computed(seq_indices)
         self._before = _Before(work, moved, choices, room, whole)

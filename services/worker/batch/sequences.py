@@ -15,6 +15,7 @@ from services.worker.batch.batch import NO_COPIES, Batch, BrokenPlan, DraftToken
 from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledHead, PromptPool, pooled_rows
 from services.worker.batch.prompt_inputs import EmbeddedPrompt, input_rows
 from services.worker.batch.prompt_rows import PromptRows, ScoredPrompt, merge_logits_rows, prompt_rows
+from services.worker.batch.rope_positions import RopeShifts
 from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, in_groups, rows_of
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
 from shared.blocks import blocks_for
@@ -71,6 +72,7 @@ class SequenceTable:
         """The sequences whose prompts are scored, by sequence index."""
         self._pooled: dict[int, PromptPool] = {}
         """The sequences whose prompts become vectors, by sequence index."""
+        self.shifts = RopeShifts(max_sequences)
         self._embedded: dict[int, EmbeddedPrompt] = {}
         """What prompts have in place of their tokens' embeddings, by sequence index, until all of it is computed."""
 
@@ -85,6 +87,7 @@ class SequenceTable:
         self._scored.clear()
         self._pooled.clear()
         self._embedded.clear()
+        self.shifts.clear()
 
     def release(self, sequence: SequenceId) -> int:
         """Forgets `sequence`: the sequence index that it had. Raises BrokenPlan where it is unknown."""
@@ -94,6 +97,7 @@ class SequenceTable:
         self._scored.pop(seq_index, None)
         self._pooled.pop(seq_index, None)
         self._embedded.pop(seq_index, None)
+        self.shifts.release(seq_index)
         del self._indices[sequence]
         return seq_index
 
@@ -123,6 +127,7 @@ class SequenceTable:
             self._pooled[seq_index] = PromptPool(new.sequence, new.prompt_length, new.pooling, self._classifier)
         if new.prompt_embeds is not None:
             self._embedded[seq_index] = EmbeddedPrompt(new.prompt_embeds)
+            self.shifts.add(seq_index, new.prompt_embeds, new.computed)
         return seq_index
 
     def _lora_number(self, new: NewSequence, lora: LoraId) -> int:
@@ -219,6 +224,7 @@ class SequenceTable:
             prompts=prompts,
             merged=union,
             pooled=pooled,
+            shifts=self.shifts.of(rows.seq_indices, rows.positions),
             inputs=inputs,
         )
 

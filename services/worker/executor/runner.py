@@ -217,11 +217,19 @@ class RankState:
         features = self.decoder.empty_features(len(ids)) if drafts or (pools and self.draws) else None
         if batch is not None and batch.inputs is not None:
             meta = replace(meta, inputs=batch.inputs.on(self.device, self._dtype))
+        if batch is not None and batch.shifts is not None:
+            meta = self._rotated(meta, batch.shifts)
         if self.loras is not None and batch is not None:
             adapted = self.loras.batch(self.sequences.loras[batch.rows.seq_indices], batch.logits_rows)
             if adapted is not None:
                 return self.loras.forward(adapted, ids, meta, self.caches, features), features
         return self._forward(ids, meta, self.caches, features), features
+
+    def _rotated(self, meta: BatchMeta, shifts: Int32s) -> BatchMeta:
+        """A step of rows whose positions have several axes: `meta` has the places, which may have been moved back."""
+        assert self.decoder.rotations is not None, "of images that have no grids positions are places"
+        turned = self.decoder.rotations(meta.positions + to_device(shifts, self.device))
+        return replace(meta, rotations=turned, others=tuple(replace(each, rotations=turned) for each in meta.others))
 
     def verified(self, batch: Batch, ids: Tensor, rows: Tensor | None, drawn: Tensor) -> VerifiedDrafts | None:
         """Which of a step's drafts are accepted, on the device; see `verify_batch`. None where no sequence had any."""

@@ -69,7 +69,9 @@ class ReplayedDecodes:
     def _size(self, meta: BatchMeta, caches: KvCaches, features: Tensor | None) -> int | None:
         """What to replay; None: nothing that was captured is this step."""
         rows, width = meta.block_tables.shape
-        if caches is not self._caches or meta.prefills or meta.inputs is not None or width > self._inputs.width:
+        if caches is not self._caches or meta.prefills or width > self._inputs.width:
+            return None
+        if meta.inputs is not None or meta.rotations is not None:
             return None
         if features is not None and self._features is None:
             return None

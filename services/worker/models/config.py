@@ -131,6 +131,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How much of each element that attention gives is taken is computed, beside its query (Qwen3-Next)."""
     rotary_dim: int | None = None
     """So many elements of a head are rotated, the first ones; None: all of them."""
+    rope_axes: tuple[int, ...] = ()
+    """Of each frequency of the rotation, head_dim / 2: which of a token's three positions it goes by (m-RoPE). None:
+    tokens have one position."""
     residual_scale: float | None = None
     """What a layer's outputs are multiplied by before they join the residual (Granite)."""
     logits_divisor: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.latent.attention import LatentAttention
 from services.worker.models.native_decoder import NativeDecoder, native_decoder
+from services.worker.models.rope import rotations
 from services.worker.models.sharding import LayerShard
 from services.worker.models.states.checkpoint_pages import CheckpointPages, checkpoint_pages
 from services.worker.models.weights import DecoderWeights, ForwardPass, KvCaches, LayerWeights, apply_mlp
@@ -81,6 +83,10 @@ class CausalLm(Protocol):
     def check_inputs(self) -> None:
         """Raises ModelError where rows that a client gives cannot take the place of the embedding's
         (`BatchMeta.inputs`). Every rank of a stage must come here."""
+
+    @property
+    def rotations(self) -> Callable[[Tensor], Tensor] | None:
+        """Makes `BatchMeta.rotations` of rows' positions [3, n]; None where these have one axis."""
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """See `Decoder.forward`."""
@@ -269,6 +275,12 @@ class Decoder:
         """See `CausalLm.check_inputs`."""
         if type(self).input_rows is not Decoder.input_rows:
             raise ModelError("enable_prompt_embeds: the package of this model has changed what its layers begin with")
+
+    @property
+    def rotations(self) -> Callable[[Tensor], Tensor] | None:
+        """See `CausalLm.rotations`. All layers have the same."""
+        axes = self._config.rope_axes
+        return partial(rotations, self._weights.layers[0].cos_sin, torch.tensor(axes)) if axes else None
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """ids [n] int32 → logits [R, vocab] of `meta.logits_rows` on rank 0 of the last stage; None where R is 0.

@@ -20,6 +20,8 @@ from services.worker.models.hf_layers.latent import LATENT_ARCHITECTURES, Latent
 from services.worker.models.hf_layers.llava import language_model
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import MixtureLayers, read_mixture
+from services.worker.models.hf_layers.qwen_vl import LANGUAGE_MODELS as QWEN_VL
+from services.worker.models.hf_layers.qwen_vl import qwen_language_model
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
 from services.worker.models.states.delta_reading import delta_model_config
 from services.worker.models.states.mamba_reading import mamba_model_config
@@ -164,8 +166,9 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     stateful = next((each for each in named if each in _STATEFUL), None)
     if stateful is not None:
         return _stateful_config(path, stateful, described)
-    if any(each in IMAGE_ARCHITECTURES for each in named):
-        described = _language_model(path, described)
+    sees = next((each for each in named if each in IMAGE_ARCHITECTURES), None)
+    if sees is not None:
+        described = _language_model(path, sees, described)
     raw = _decode(path, _RawConfig, described)
     headless = not any(each in _FAMILIES for each in raw.architectures)
     raw.architectures = [_BASES.get(each, each) for each in raw.architectures]
@@ -180,9 +183,10 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
         raise ModelError(f"{path}: {error}") from None
 
 
-def _language_model(path: Path, described: bytes | None) -> bytes:
+def _language_model(path: Path, architecture: str, described: bytes | None) -> bytes:
+    text = plain_json(path.read_bytes() if described is None else described)
     try:
-        return language_model(path.read_bytes() if described is None else described)
+        return qwen_language_model(text, architecture) if architecture in QWEN_VL else language_model(text)
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
 
@@ -243,6 +247,10 @@ def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
     heads = _heads(raw, family, latent)
     ropes = _ropes(raw, family)
     layers = _layers(raw, family, mixing, ropes)
+    if ropes.axes and 2 * len(ropes.axes) != heads.dim:
+        raise ModelError(
+            f"mrope_section has {len(ropes.axes)} frequencies, a head of {heads.dim} half as many elements"
+        )
     return ModelConfig(
         architecture=architecture,
         dtype=dtype_named(raw.dtype or raw.torch_dtype),
@@ -271,6 +279,7 @@ def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
         eos_token_ids=eos,
         mixture=mixing.mixture,
         latent=latent,
+        rope_axes=ropes.axes,
     )
 
 

@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from services.worker.models.config import ModelError
 from services.worker.models.rope import LinearRope, Llama3Rope, PlainRope, Rope, YarnRope, yarn_magnitude, yarn_mscale
+from services.worker.ops.interface import POSITION_AXES
 
 
 class RawRope(Struct, kw_only=True, omit_defaults=True):
@@ -26,6 +27,8 @@ class RawRope(Struct, kw_only=True, omit_defaults=True):
     mscale_all_dim: float | None = None
     truncate: bool = True
     partial_rotary_factor: float | None = None
+    mrope_section: list[int] | None = None
+    mrope_interleaved: bool = False
 
 
 class _ByLayerType(Struct, kw_only=True):
@@ -42,6 +45,8 @@ class Ropes(Struct, frozen=True):
     """The context that `full` was made for."""
     latent_scale: float = 1.0
     """What scores of latent attention are multiplied by besides: `mscale_all_dim` of YaRN, squared."""
+    axes: tuple[int, ...] = ()
+    """See `ModelConfig.rope_axes`."""
 
 
 def read_ropes(
@@ -56,7 +61,24 @@ def read_ropes(
         sliding = _rope((nested.sliding_attention if nested else None) or RawRope(), local_theta, positions)
     else:
         sliding = _rope(nested.sliding_attention, theta, positions) if nested and nested.sliding_attention else full
-    return Ropes(full, sliding, _max_positions(full, positions), _latent_scale(full_raw))
+    return Ropes(full, sliding, _max_positions(full, positions), _latent_scale(full_raw), _axes(full_raw))
+
+
+def _axes(raw: RawRope) -> tuple[int, ...]:
+    """Sections follow one another; or they are interleaved, where what the first two axes leave is the last one's, as
+    `transformers` has it for Qwen3-VL."""
+    sections = raw.mrope_section
+    if not sections:
+        return ()
+    if len(sections) != POSITION_AXES or min(sections) < 0:
+        raise ModelError(f"mrope_section {sections} is not supported; {POSITION_AXES} numbers of frequencies are")
+    if not raw.mrope_interleaved:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    axes = [0] * sum(sections)
+    for axis in range(1, POSITION_AXES):
+        for place in range(axis, min(len(axes), POSITION_AXES * sections[axis]), POSITION_AXES):
+            axes[place] = axis
+    return tuple(axes)
 
 
 def _decode(parameters: msgspec.Raw) -> tuple[RawRope | None, _ByLayerType | None]:

@@ -61,6 +61,16 @@ def cos_sin_table(rope: Rope, head_dim: int, positions: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude
 
 
+def rotations(table: Tensor, axes: Tensor, positions: Tensor) -> Tensor:
+    """[n, head_dim] cosines and sines of rows with positions [3, n] by a `cos_sin_table`; axes [head_dim / 2]: which of
+    the three each frequency goes by."""
+    frequencies, axes = torch.arange(len(axes), device=table.device), axes.to(table.device)
+    at = positions.long()[axes]  # [head_dim / 2, n]
+    cosines = table[at, frequencies.unsqueeze(1)]
+    sines = table[at, frequencies.unsqueeze(1) + len(axes)]
+    return torch.cat((cosines, sines)).T.contiguous()
+
+
 def partly_rotated(head_dim: int, rotated: int) -> Tensor:
     """[head_dim] in which order a head's elements are to lie where the first `rotated` are rotated, i together with
     i + rotated / 2, and operations rotate whole heads, i together with i + head_dim / 2."""

@@ -44,6 +44,10 @@ AttentionName = Literal["auto", "triton", "flash-attn"]
 """The attention kernels on a GPU; auto: triton."""
 
 
+POSITION_AXES = 3
+"""Of m-RoPE (Qwen2-VL, arXiv:2409.12191): frames, rows and columns. A text's tokens have the same position on each."""
+
+
 class OpsUnavailable(RuntimeError):
     """This machine cannot run these operations; raised by their constructor, says why."""
 
@@ -123,6 +127,9 @@ class BatchMeta:
 
     states: StateRows | None = None
     """Where the states of its sequences lie; None where no layer has any."""
+    rotations: Tensor | None = None
+    """float32 [n, D] cosines and sines of each row, in place of those of a table at `positions`, where positions have
+    several axes (m-RoPE); as a row of `Ops.rope_and_store`'s table. None: all rows are rotated by their positions."""
     inputs: InputRows | None = None
     """On every rank, though only the first stage reads them. None: every row begins as its token's embedding."""
 

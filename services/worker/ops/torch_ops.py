@@ -175,7 +175,8 @@ class TorchOps:
         q, k, v = torch.split(qkv.view(len(qkv), -1, head_dim), [heads, kv_heads, kv_heads], dim=1)
         if q_norm is not None and k_norm is not None:
             q, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
-        rows = cos_sin.index_select(0, meta.positions).unsqueeze(1)
+        given = meta.rotations
+        rows = (cos_sin.index_select(0, meta.positions) if given is None else given).unsqueeze(1)
         block = torch.div(meta.slots, block_size, rounding_mode="floor")
         offset = meta.slots - block * block_size
         k_cache[block, :, offset] = rotate(k, rows)

@@ -193,8 +193,11 @@ class TritonOps(TorchOps):
         eps: float,
     ) -> Tensor:
         """One launch; a row whose slot is negative stores nothing."""
+        positions = meta.positions
+        if meta.rotations is not None:  # a table of this step's own, with a row for each
+            cos_sin, positions = meta.rotations, torch.arange(len(qkv), dtype=torch.int32, device=qkv.device)
         return rope_and_store(
-            *(qkv, meta.slots, meta.positions, cos_sin, k_cache, v_cache),
+            *(qkv, meta.slots, positions, cos_sin, k_cache, v_cache),
             heads=heads,
             q_norm=q_norm,
             k_norm=k_norm,

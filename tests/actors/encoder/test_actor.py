@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from services.encoder import actor as actor_module
 from services.encoder import image_process
 from services.encoder.actor import EncoderActor
 from services.encoder.image_decoder import ImageDecoder, ImageRefused
+from services.encoder.image_process import DecodedImage
 from services.encoder.tower import ImageTower, TowerUnusable
 from shared import topics
 from shared.actor import ActorRuntime
@@ -25,6 +27,7 @@ from shared.ids import InstanceId, ModelName
 from shared.messages.encoder import EncodeImage, EncoderReply, ImageRefusal, ImageRows
 from tests.support.models.tiny_images import IMAGE_TOKENS, ImageModel, make_image_model, picture, png_of_size
 from tests.support.models.tiny_models import make_model
+from tests.support.models.tiny_qwen_vl import SIDE, make_qwen_model
 
 MODEL = ModelName("tiny")
 
@@ -95,6 +98,24 @@ async def test_an_image_becomes_the_rows_that_the_library_makes_of_it(memory_bus
         assert all(map(torch.equal, again, map(model.rows, images)))
         report = encoder.actor.encoder_report()
         assert (report.encoded, report.hits) == (len(images), len(images))
+
+
+async def test_images_are_as_large_as_their_rows_say(memory_bus: MemoryBus, tmp_path: Path) -> None:
+    """Of a model that takes images as large as they are: within its own bounds, and within a smaller one."""
+    model = make_qwen_model(tmp_path)
+    small, flat, large = picture(0, (9, 9)), picture(1, (150, 40)), picture(2, (900, 700))
+    async with running(memory_bus, model) as encoder:
+        for image in (small, flat, large):
+            reply = await encoder.ask(image)
+            assert isinstance(reply, ImageRows)
+            assert reply.rows.rows == model.rows(image).numpy().tobytes()
+            assert reply.rows.grids == (model.grid(image),)
+            assert reply.rows.fits(reply.rows.count)
+    pixels = np.random.default_rng(0).integers(0, 256, (700, 900, 3), dtype=np.uint8)
+    decoded = DecodedImage(900, 700, pixels.tobytes())
+    assert ImageTower(model.path, max_pixels=4 * SIDE**2).encode(decoded).grids == ((1, 1, 2),)
+    with pytest.raises(TowerUnusable, match=r"max_pixels 700 is not allowed; at least 784, a row"):
+        ImageTower(model.path, max_pixels=700)
 
 
 async def test_an_image_that_many_ask_for_at_once_is_encoded_once(memory_bus: MemoryBus, model: ImageModel) -> None:

@@ -7,45 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from services.worker.models.config import ModelError
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.hf_layers.llava import LANGUAGE_MODEL_DEFAULTS, language_model, language_model_name
 from services.worker.ops.interface import OpsName, OpsUnavailable
-from shared.messages.generation import PromptEmbeds
-from tests.support.models.embedded_prompts import prompt_embeds
-from tests.support.models.tiny_images import ImageModel, image_part, make_image_model, picture, shown, text_part
-from tests.support.worker.plan_driver import Driver, Sequence
+from services.worker.speculation.settings import SpeculationSettings
+from tests.support.models.tiny_images import make_image_model, picture
+from tests.support.models.tiny_qwen_vl import make_qwen_model
+from tests.support.worker.image_chats import ImageChat
+from tests.support.worker.plan_driver import Driver
 from tests.support.worker.tiny_backend import tiny_backend
 
 OUTPUT = 6
-
-
-class Chat:
-    """A chat with images, as an engine gets it and as the library does."""
-
-    def __init__(self, *parts: bytes | str) -> None:
-        self.images = [part for part in parts if isinstance(part, bytes)]
-        content = [image_part(part) if isinstance(part, bytes) else text_part(part) for part in parts]
-        self.messages = shown([{"role": "user", "content": content}])
-
-    def add_to(self, driver: Driver, model: ImageModel) -> Sequence:
-        """Rows in place of image tokens, whose ids are 0."""
-        ids: list[int] = model.ids_and_rows(self.messages, self.images)["input_ids"][0].tolist()
-        token = model.reference.config.image_token_id
-        runs: list[tuple[int, int]] = []
-        for place, each in enumerate(ids):
-            if each == token and runs and sum(runs[-1]) == place:
-                runs[-1] = runs[-1][0], runs[-1][1] + 1
-            elif each == token:
-                runs.append((place, 1))
-        if not runs:
-            return driver.add(ids, OUTPUT)
-        whole = prompt_embeds(torch.cat([model.rows(image) for image in self.images]))
-        embeds = PromptEmbeds(dtype=whole.dtype, size=whole.size, rows=whole.rows, runs=tuple(runs))
-        return driver.add([0 if each == token else each for each in ids], OUTPUT, prompt_embeds=embeds)
+NGRAM = SpeculationSettings(method="ngram", prompt_lookup_min=1)
 
 
 @pytest.mark.features("prompt embeds", "chunked prefill", "preemption")
@@ -67,17 +43,50 @@ def test_images_come_to_what_the_library_makes_of_them(tmp_path: Path, text: str
         pytest.skip(str(reason))
     assert (backend.card.images, backend.card.prompt_embeds) == (64, None)
     chats = [
-        Chat(picture(0), "What is it?"),
-        Chat("Compare ", picture(1), " with ", picture(2), " and ", picture(0)),
-        Chat("No image at all, only a question."),
+        ImageChat(picture(0), "What is it?"),
+        ImageChat("Compare ", picture(1), " with ", picture(2), " and ", picture(0)),
+        ImageChat("No image at all, only a question."),
     ]
     driver = Driver(backend, budget=11)
-    sequences = [chat.add_to(driver, model) for chat in chats]
+    sequences = [chat.add_to(driver, model, OUTPUT) for chat in chats]
     for _ in range(6):
         driver.step()
     driver.preempt(sequences[1])
     driver.run()
-    assert [each.output for each in sequences] == [model.greedy(chat.messages, chat.images, OUTPUT) for chat in chats]
+    assert [each.output for each in sequences] == [chat.expected(model, OUTPUT) for chat in chats]
+
+
+@pytest.mark.features("prompt embeds", "chunked prefill", "preemption", "prefix cache", "speculative")
+@pytest.mark.parametrize(("kind", "ops"), [("qwen2", "torch"), ("qwen2.5", "native")])
+def test_images_of_any_size_turn_what_follows_them_as_in_the_library(tmp_path: Path, kind: str, ops: OpsName) -> None:
+    """Positions of three axes: flat and tall images, alone and several, cut within an image, beside texts, preempted
+    once within an image and once while its text is written, with drafts, and behind a prefix that was computed."""
+    model = make_qwen_model(tmp_path, kind)
+    try:
+        backend = tiny_backend(model.path, ops=ops, speculation=NGRAM)
+    except OpsUnavailable as reason:
+        pytest.skip(str(reason))
+    chats = [
+        ImageChat(picture(0, (150, 40)), "What is it?"),
+        ImageChat("Compare ", picture(1, (40, 160)), " with ", picture(2, (90, 90)), picture(0, (150, 40))),
+        ImageChat("No image at all, only a question."),
+        ImageChat("And ", picture(3, (30, 30))),
+    ]
+    count = 30
+    driver = Driver(backend, budget=11, speculate=2)
+    sequences = [chat.add_to(driver, model, count) for chat in chats]
+    for steps in (3, 8):
+        for _ in range(steps):
+            driver.step()
+        driver.preempt(sequences[1])
+    while sequences[1].computed < 50:
+        driver.step()
+    again = chats[1].add_to(driver, model, count)
+    assert driver.share_prefix(again, sequences[1]) >= 48
+    driver.run()
+    expected = [chat.expected(model, count) for chat in chats]
+    assert [each.output for each in (*sequences, again)] == [*expected, expected[1]]
+    assert driver.drafted > 0
 
 
 @pytest.mark.parametrize("kind", LANGUAGE_MODEL_DEFAULTS)

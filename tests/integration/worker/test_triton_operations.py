@@ -21,8 +21,11 @@ from services.worker.ops.triton_ops import TritonOps
 from services.worker.platforms.installed import built_in_platform
 from tests.support.kernels.kernel_device import DEVICE
 from tests.support.models.rounded_models import SIZES, rounded
+from tests.support.models.tiny_images import picture
 from tests.support.models.tiny_models import TinyModel, make_model
+from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.worker.emulated_graphs import RunAgain
+from tests.support.worker.image_chats import ImageChat
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import record_logits
 from tests.support.worker.tiny_runner import tiny_runner
@@ -81,6 +84,18 @@ def test_weights_of_few_bits_on_triton_are_the_references_rounded_ones(
     output = generated(tiny_runner(model.path, "triton", device=str(DEVICE), dtype="float32", quantization=code))
     assert output == [model.greedy(prompt, OUTPUT) for prompt in PROMPTS]
     assert_near(logits[0].cpu()[0], model.logits(PROMPTS[0])[-1])
+
+
+def test_images_turn_what_follows_them_on_triton(tmp_path: Path) -> None:
+    """Cosines and sines of each row, launched ahead; what decodes behind an image is no captured step."""
+    model, capture = make_qwen_model(tmp_path, num_hidden_layers=1), RunAgain()
+    runner = tiny_runner(model.path, "triton", device=str(DEVICE), dtype="float32", capture=capture, launching=True)
+    chats = [ImageChat(picture(0, (80, 30)), "?"), ImageChat("Hm?")]
+    driver = Driver(runner, budget=17)
+    sequences = [chat.add_to(driver, model, OUTPUT) for chat in chats]
+    driver.run()
+    assert [each.output for each in sequences] == [chat.expected(model, OUTPUT) for chat in chats]
+    assert capture.replayed < OUTPUT
 
 
 def assert_near(logits: Tensor, expected: Tensor) -> None:

@@ -96,8 +96,17 @@ class ImageModel(NamedTuple):
     def rows(self, image: bytes) -> torch.Tensor:
         """[tokens, hidden] what stands for an image."""
         pixels = self.processor.image_processor(load_image(Image.open(io.BytesIO(image))), return_tensors="pt")
-        rows: torch.Tensor = self.reference.get_image_features(pixel_values=pixels["pixel_values"]).pooler_output[0]
+        rows: torch.Tensor = self.reference.get_image_features(**pixels).pooler_output[0]
         return rows
+
+    def grid(self, image: bytes) -> tuple[int, int, int] | None:
+        """Frames, rows and columns of these, where the model's positions tell."""
+        pixels = self.processor.image_processor(load_image(Image.open(io.BytesIO(image))), return_tensors="pt")
+        if "image_grid_thw" not in pixels:
+            return None
+        frames, height, width = pixels["image_grid_thw"][0].tolist()
+        merged = self.processor.image_processor.merge_size
+        return frames, height // merged, width // merged
 
 
 def make_image_model(folder: Path, text: str = "llama", tower: str = "clip", seed: int = 0) -> ImageModel:

@@ -58,6 +58,17 @@ def test_version_7_says_not_of_which_tokens_embeddings_are() -> None:
     assert names_of(7).output("SendToGateway", b"\x90") == ("SendToGateway", b"\x90")
 
 
+def test_version_8_says_not_how_images_lie() -> None:
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    today, then = ["float32", 8, b"", [[3, 4]], [[1, 2, 2]]], ["float32", 8, b"", [[3, 4]]]
+    news = [[*range(11), each] for each in (today, None)]
+    _, plan = names_of(8).output("SendPlan", encode({"plan": [1, 0, [], news]}))
+    assert decode(plan) == {"plan": [1, 0, [], [[*range(11), each] for each in (then, None)]]}
+    _, passed = names_of(8).output("SendHandOver", encode({"generate": ["GenerateRequest", [*range(24), today, None]]}))
+    assert decode(passed) == {"generate": ["GenerateRequest", [*range(24), then, None]]}
+    assert names_of(8).output("SendTokens", b"\x90") == ("SendTokens", b"\x90")
+
+
 def test_version_7_says_nothing_of_traces() -> None:
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
     _, passed = names_of(7).output("SendHandOver", encode({"generate": ["GenerateRequest", [*range(24), None, 25]]}))

@@ -217,6 +217,11 @@ class LibraryDecoder:
         """[rows, hidden]."""
         return self._ops.empty_rows(rows, self._hidden_size)
 
+    @property
+    def rotations(self) -> None:
+        """See `CausalLm.rotations`."""
+        return None
+
     @torch.inference_mode()
     def check_inputs(self) -> None:
         """See `CausalLm.check_inputs`: its embedding's own rows have to come to the same as their tokens."""

@@ -305,6 +305,11 @@ class LibraryEncoder:
         """[rows, hidden]."""
         return self._ops.empty_rows(rows, self._config.hidden_size)
 
+    @property
+    def rotations(self) -> None:
+        """See `CausalLm.rotations`."""
+        return None
+
     def check_inputs(self) -> None:
         """See `CausalLm.check_inputs`."""
         raise ModelError("enable_prompt_embeds: an encoder generates no text")

@@ -46,6 +46,7 @@ struct Batch {
     int table_width;
     const int* slots;
     const int* positions;
+    const float* rotations;  // [rows, head_dim] or null: cosines and sines of each row, not those at its position
 };
 
 struct RopeAndStore {

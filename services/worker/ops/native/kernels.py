@@ -68,6 +68,7 @@ def batch_of(meta: BatchMeta) -> library.NativeBatch:
         meta.block_tables.shape[1],
         meta.slots.data_ptr(),
         meta.positions.data_ptr(),
+        address_of(meta.rotations),
     )
 
 

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
-VERSION = 16
+VERSION = 17
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -110,6 +110,7 @@ class NativeBatch(Structure):
         ("table_width", c_int),
         ("slots", c_void_p),
         ("positions", c_void_p),
+        ("rotations", c_void_p),
     )
 
 

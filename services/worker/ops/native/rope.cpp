@@ -82,7 +82,8 @@ template <class Item> void store_value(Item* page, int offset, const Item* value
 template <class Item, class Cached> void store_row(const RopeAndStore& what, const Batch& batch, const Cache& cache, int row) {
     int dim = cache.head_dim;
     const float* from = what.qkv + row * what.qkv_stride;
-    const float* cos_sin = what.cos_sin + int64_t(batch.positions[row]) * dim;
+    const float* cos_sin = batch.rotations ? batch.rotations + int64_t(row) * dim
+                                           : what.cos_sin + int64_t(batch.positions[row]) * dim;
     Item* query = (Item*)what.queries + row * what.query_stride;
     for (int h = 0; h < what.heads; ++h) prepare(query + h * dim, from + h * dim, what.q_norm, what.eps, cos_sin, dim);
     int slot = batch.slots[row], page = slot / kPageTokens, block = page >> cache.page_bits;

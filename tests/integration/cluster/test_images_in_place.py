@@ -1,0 +1,64 @@
+"""Images of any size through a whole stack, by a model whose positions have three axes (Qwen2.5-VL): what
+`transformers` generates of them, handed over, with drafts, from a shared prefix, and behind a death."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster.conversations import client_of
+from tests.support.cluster.stack import running_stack
+from tests.support.models.tiny_images import image_part, picture, shown, text_part
+from tests.support.models.tiny_qwen_vl import make_qwen_model
+
+NAME, LENGTH = "seer", 120
+NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
+FLAT, TALL, LARGE = picture(0, (150, 40)), picture(1, (40, 160)), picture(2, (900, 700))
+
+
+def user(*parts: bytes | str) -> dict[str, Any]:
+    return {"role": "user", "content": [image_part(p) if isinstance(p, bytes) else text_part(p) for p in parts]}
+
+
+@pytest.mark.features(
+    "prompt embeds", "prefill/decode", "tensor parallel", "speculative", "prefix cache", "re-dispatch", "n > 1"
+)
+async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path: Path) -> None:
+    model = make_qwen_model(tmp_path / "model")
+    chats = [
+        ([FLAT, TALL], user("Compare ", FLAT, " with ", TALL, " and tell all about both of them, please.")),
+        ([LARGE], user(LARGE, "What is it?")),
+        ([], {"role": "user", "content": "Only a question."}),
+    ]
+    said = [model.text(shown([message]), images, LENGTH) for images, message in chats]
+    more = (f"--served-model-name={NAME}", NGRAM)
+    with running_stack(
+        tmp_path,
+        model=model.path,
+        prefill=1,
+        decode=1,
+        tp_decode=2,
+        settings=["coordinator.disaggregate_tokens=16"],
+        more=more,
+    ) as pools:
+        async with client_of(pools.url) as client:
+            how: Any = {"model": NAME, "temperature": 0, "max_tokens": LENGTH, "extra_body": {"ignore_eos": True}}
+            create = client.with_options(timeout=150).chat.completions.create
+            answers = await asyncio.gather(*(create(messages=[chat], **how) for _, chat in chats))
+            assert [each.choices[0].message.content for each in answers] == said
+            again = await create(messages=[chats[0][1]], n=2, **how)
+            assert [each.message.content for each in again.choices] == [said[0], said[0]]
+            assert again.usage.prompt_tokens_details.cached_tokens >= 32
+            text, pid, decode = "", None, "engine-2-rank0"
+            async for chunk in await create(messages=[chats[0][1]], stream=True, **how):
+                text += chunk.choices[0].delta.content or ""
+                if text and pid is None:
+                    busy = [
+                        name for name, life in (await pools.ps()).items() if life.service == "scheduler" and life.load
+                    ]
+                    decode = f"{(busy or ['engine-2'])[0]}-rank0"
+                    pid = pools.kill(decode)
+            assert text == said[0]
