@@ -46,7 +46,7 @@ async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path
     ) as pools:
         async with client_of(pools.url) as client:
             how: Any = {"model": NAME, "temperature": 0, "max_tokens": LENGTH, "extra_body": {"ignore_eos": True}}
-            create = client.with_options(timeout=150).chat.completions.create
+            create: Any = client.with_options(timeout=150).chat.completions.create
             answers = await asyncio.gather(*(create(messages=[chat], **how) for _, chat in chats))
             assert [each.choices[0].message.content for each in answers] == said
             again = await create(messages=[chats[0][1]], n=2, **how)
