@@ -59,8 +59,8 @@ RESTORED_IN_PLAN, EMBEDS_IN_NEW, EMBEDS_IN_GENERATION = 10, 11, 24
 """Where messages say of checkpoints of states, and of embeddings in place of tokens, since version 7."""
 RUNS_IN_EMBEDS, TRACE_BEHIND_GENERATION, TRACE_BEHIND_OPEN_STREAM = 3, 25, 15
 """Where embeddings say of which tokens they are, and messages have the context of their trace, since version 8."""
-GRIDS_IN_EMBEDS = 4
-"""Where embeddings say how tokens lie in images, since version 9."""
+GRIDS_IN_EMBEDS, KEEP_IN_GENERATION = 4, 26
+"""Where embeddings say how tokens lie in images, and requests that their prompts are kept, since version 9."""
 GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_PLACED_FIELDS = 6
@@ -94,13 +94,15 @@ class JournalNames:
 
 
 class PlainPositions(JournalNames):
-    """Version 8: positions of tokens had one axis."""
+    """Version 8: positions of tokens had one axis, and no prompt was kept."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
-        """Plans and hand-overs whose embeddings say nothing of images; other outputs as they are."""
+        """Plans and hand-overs without their newest fields; other outputs as they are."""
         if name not in ("SendPlan", "SendHandOver"):
             return name, content
         output = _decode(content)
+        if name == "SendHandOver":
+            del output["generate"][1][KEEP_IN_GENERATION:]
         for each in _embeds(output):
             del each[GRIDS_IN_EMBEDS:]
         return name, _encode(output)

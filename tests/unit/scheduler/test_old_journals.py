@@ -64,7 +64,9 @@ def test_version_8_says_not_how_images_lie() -> None:
     news = [[*range(11), each] for each in (today, None)]
     _, plan = names_of(8).output("SendPlan", encode({"plan": [1, 0, [], news]}))
     assert decode(plan) == {"plan": [1, 0, [], [[*range(11), each] for each in (then, None)]]}
-    _, passed = names_of(8).output("SendHandOver", encode({"generate": ["GenerateRequest", [*range(24), today, None]]}))
+    _, passed = names_of(8).output(
+        "SendHandOver", encode({"generate": ["GenerateRequest", [*range(24), today, None, False, None]]})
+    )
     assert decode(passed) == {"generate": ["GenerateRequest", [*range(24), then, None]]}
     assert names_of(8).output("SendTokens", b"\x90") == ("SendTokens", b"\x90")
 
