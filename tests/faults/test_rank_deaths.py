@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     with running_stack(
         tmp_path_factory.mktemp("ranks"), model=model, tp=2, pp=2, settings=["worker.threads=1"], more=how
     ) as stack:
+        yield stack
+
+
+@pytest.fixture
+def library_stack(tmp_path: Path) -> Iterator[RunningStack]:
+    """The demo model, by the code of `transformers`."""
+    how = ["--model-impl", "transformers"]
+    with running_stack(tmp_path, tp=2, pp=2, settings=["worker.threads=1"], more=how) as stack:
         yield stack
 
 
@@ -54,3 +63,8 @@ async def survive_the_death_of(stack: RunningStack, victim: str, undisturbed: li
 @pytest.mark.features("pipeline parallel", "tensor parallel", "expert parallel", "re-dispatch")
 async def test_streams_survive_the_death_of_a_rank(stack: RunningStack, victim: str) -> None:
     await survive_the_death_of(stack, victim, await streams(stack))
+
+
+@pytest.mark.features("pipeline parallel", "tensor parallel", "re-dispatch")
+async def test_streams_survive_where_the_library_computes(library_stack: RunningStack) -> None:
+    await survive_the_death_of(library_stack, RANKS[1], await streams(library_stack))

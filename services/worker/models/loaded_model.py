@@ -258,13 +258,11 @@ def _ops(settings: LoadSettings, dtype: torch.dtype) -> Ops:
 
 
 def _library_model(settings: LoadSettings) -> LoadedModel:
-    """Of an architecture that `transformers` computes, by the ranks of one stage."""
+    """Of an architecture that `transformers` computes."""
     # Seconds of imports, which nobody else should pay for.
     from services.worker.models.fallback.library_encoder import encoder_type
     from services.worker.models.fallback.library_model import LibraryModel
 
-    if settings.pipeline.stages > 1:
-        raise ModelError("pp: a model that transformers computes has one stage; tp splits it over ranks")
     if settings.on_layer is not None:
         raise ModelError("a layer-wise KV connector is not told of the layers of a model that transformers computes")
     if settings.classifier_from_token:
@@ -279,25 +277,27 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
     pooling = _pooling(settings, config.hidden_size)
     dtype = dtype_of(settings.dtype, config)
     length = _model_len(config, settings.max_model_len)
-    _check_weights_fit(config.parameters * _DTYPES[dtype].itemsize, dtype, 1, settings.platform.memory().free)
+    stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
+    stage_bytes = library.stage_parameters(stage) * _DTYPES[dtype].itemsize
+    _check_weights_fit(stage_bytes, dtype, 1, settings.platform.memory().free)
     digest = _digest(settings, config)
     ops = _ops(settings, _DTYPES[dtype])
     with STARTUP.stage("weights"):
         decoder = library.decoder(
-            *(ops, _DTYPES[dtype], settings.device, length, settings.communicator),
+            *(ops, _DTYPES[dtype], settings.device, length, settings.communicator, stage, settings.pipeline),
             dummy=settings.load_format == "dummy",
             quantization=_code_of(settings),
         )
     if pooling is not None and not decoder.has_features:
         raise ModelError(f"{settings.folder}: pooling_type: {config.architecture} does not show its hidden states")
     with torch.inference_mode(), _library_tensors(settings, _DTYPES[dtype]) as tensors:
-        classifier = _read_head(settings, tensors, pooling, config.hidden_size)
+        classifier = _read_head(settings, tensors, pooling, config.hidden_size) if stage.is_last else None
     return LoadedModel(
         settings=settings,
         config=config,
         dtype=dtype,
         max_model_len=length,
-        stage=PipelineStage(0, 1, 0, config.num_layers),
+        stage=stage,
         digest=digest,
         decoder=decoder,
         pooling=pooling,
@@ -376,6 +376,8 @@ def _library_encoder(settings: LoadSettings) -> LoadedModel:
 
     if settings.communicator.world_size > 1:
         raise ModelError("tp: an encoder is computed by one rank; more engines serve more prompts")
+    if settings.pipeline.stages > 1:
+        raise ModelError("pp: an encoder is computed by one rank; more engines serve more prompts")
     library = LibraryEncoderModel(settings.folder)
     config = library.config
     check_experts(settings.experts, config)

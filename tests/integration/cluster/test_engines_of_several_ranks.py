@@ -20,6 +20,7 @@ from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
 from tests.support.models.embedded_prompts import greedy_of_rows, prompt_embeds, random_rows
+from tests.support.models.library_models import library_model
 from tests.support.models.rounded_models import SIZES, rounded
 from tests.support.models.tiny_drafters import make_eagle, make_medusa
 from tests.support.models.tiny_models import FAMILIES, STATE_FAMILIES, TinyModel, make_model
@@ -107,6 +108,18 @@ def test_greedy_output_is_the_reference_s(
     limits = EngineLimits(run_ahead=run_ahead, plan_late=False, max_batch_tokens=48, max_running=4)
     engine = ranks.serve(model.path, tp=tp, stages=stages, layers=layers, ops=ops, limits=limits, block_size=block_size)
     say_what_the_reference_says(engine, model)
+
+
+@pytest.mark.features("tensor parallel", "pipeline parallel", "prefix cache", "chunked prefill")
+@pytest.mark.parametrize(("architecture", "tp", "stages"), [("Cohere2", 2, 2), ("Bloom", 1, 3)])
+def test_what_the_library_computes_is_split_into_stages(
+    ranks: RankProcesses, tmp_path: Path, architecture: str, tp: int, stages: int
+) -> None:
+    """A tied head on the last stage; windows; outputs of layers in tuples, and heads' slopes. Others are `extras`:
+    tests/integration/worker/test_library_stages.py."""
+    model = library_model(architecture, tmp_path, vocab_size=WORDS)
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
+    say_what_the_reference_says(ranks.serve(model.path, tp=tp, stages=stages, ops="native", limits=limits), model)
 
 
 @pytest.mark.features("expert parallel", "tensor parallel", "pipeline parallel", "prefix cache", "chunked prefill")

@@ -14,7 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from services.worker.distributed.communicator import SingleStage
 from services.worker.models.config import ModelError
+from services.worker.models.fallback.pipeline_stage import class_of_stage
+from services.worker.models.sharding import PipelineStage
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
 from tests.support.models.library_models import library_model
@@ -179,11 +182,50 @@ def test_a_layer_that_keeps_something_else_is_found_out(tmp_path: Path, monkeypa
         tiny_backend(tmp_path, model_impl="transformers")
 
 
-def test_several_stages_are_refused(cohere: TinyModel) -> None:
-    from services.worker.distributed.communicator import SingleStage
+class SecondOfTwo(SingleStage):
+    """A stage that nothing is sent to: what it cannot do without is found before."""
 
-    class TwoStages(SingleStage):
-        stages = 2
+    stage, stages = 1, 2
 
-    with pytest.raises(ModelError, match="pp: a model that transformers computes has one stage"):
-        tiny_backend(cohere.path, pipeline=TwoStages())
+
+def test_a_stage_keeps_its_own_layers_and_no_others(cohere: TinyModel) -> None:
+    """The head is tied: the last stage has the embedding for it."""
+    whole = dict(cohere.reference.named_parameters())
+    names = []
+    for stage in (PipelineStage(0, 3, 0, 1), PipelineStage(1, 3, 1, 2), PipelineStage(2, 3, 2, 3)):
+        made: Any = class_of_stage(type(cohere.reference), stage)
+        kept = dict(made.from_pretrained(cohere.path).named_parameters())
+        assert all(torch.equal(weight, whole[name]) for name, weight in kept.items())
+        names.append({name for name in kept if "norm" not in name})
+    layers = [{name for name in whole if f".{number}." in name and "norm" not in name} for number in range(3)]
+    embedding = {"model.embed_tokens.weight"}
+    assert names == [layers[0] | embedding, layers[1], layers[2] | embedding]
+
+
+@pytest.mark.parametrize("what", ["its token", "the layer before"])
+def test_a_layer_that_reads_more_than_rows_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """As a model does that adds its embedding again, or one that shares a layer's values with those behind it."""
+    make_model("llama", tmp_path)
+    decoder = transformers.models.llama.modeling_llama.LlamaModel
+    layer = transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    whole, plain = decoder.forward, layer.forward
+    kept: dict[str, Tensor] = {}
+
+    def keeps(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        kept.clear()
+        if what == "its token":
+            kept["rows"] = self.embed_tokens(input_ids)
+        return whole(self, input_ids, **kwargs)
+
+    def adds(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.self_attn.layer_idx == 0:
+            kept["rows"] = hidden_states
+        found: Tensor = plain(self, hidden_states, *args, **kwargs)
+        return found + kept["rows"]
+
+    monkeypatch.setattr(decoder, "forward", keeps)
+    monkeypatch.setattr(layer, "forward", adds)
+    with pytest.raises(ModelError, match=r"read more than the rows|keeps something between its layers: 'rows'"):
+        tiny_backend(tmp_path, model_impl="transformers", pipeline=SecondOfTwo())

@@ -82,6 +82,15 @@ class RecordedLayers:
         return query.new_zeros(*query.shape[:2], call.value_dim)
 
 
+class MixingLayers:
+    """Answers with something of all that attention is given: for finding out what a model's results depend on."""
+
+    def attend(self, call: AttentionCall, biases: HeadBiases, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `AttentionLayers`."""
+        mean = value.mean(1, keepdim=True) * key.mean((1, 2), keepdim=True)
+        return query[..., : call.value_dim] + mean
+
+
 class PagedLayers:
     """Attention of one step over the paged cache, of which each call has a part of its own."""
 

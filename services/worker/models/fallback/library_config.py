@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from msgspec import Struct
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from services.worker.models.config import Dtype, ModelError
@@ -40,8 +40,10 @@ class LibraryConfig(Struct, frozen=True, kw_only=True):
     """Of everything in `config.json` that the model computes by."""
 
 
-def library_config(folder: Path, *, trust_remote_code: bool) -> tuple[LibraryConfig, PretrainedConfig]:
-    """The configuration in `folder`, and the library's own. Takes no memory for weights.
+def library_config(
+    folder: Path, *, trust_remote_code: bool
+) -> tuple[LibraryConfig, PretrainedConfig, type[PreTrainedModel]]:
+    """The configuration in `folder`, the library's own, and its class. Takes no memory for weights.
 
     Raises ModelError where the library does not know the model, or knows it as none that we can serve."""
     try:
@@ -63,17 +65,21 @@ def library_config(folder: Path, *, trust_remote_code: bool) -> tuple[LibraryCon
         hint = "; --trust-remote-code runs code of the model's own" if "trust_remote_code" in str(error) else ""
         raise ModelError(f"{folder}: transformers cannot build the model: {first_line(error)}{hint}") from None
     text = config.get_text_config(decoder=True)
-    return LibraryConfig(
-        architecture=type(model).__name__,
-        dtype=weights_dtype(config),
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        num_layers=text.num_hidden_layers,
-        max_positions=_positions(text),
-        eos_token_ids=stop_tokens(folder, text.eos_token_id),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        settings_digest=settings_digest(config),
-    ), config
+    return (
+        LibraryConfig(
+            architecture=type(model).__name__,
+            dtype=weights_dtype(config),
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            num_layers=text.num_hidden_layers,
+            max_positions=_positions(text),
+            eos_token_ids=stop_tokens(folder, text.eos_token_id),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            settings_digest=settings_digest(config),
+        ),
+        config,
+        type(model),
+    )
 
 
 def has_mxfp4(config: PretrainedConfig) -> bool:

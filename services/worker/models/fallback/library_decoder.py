@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import LayerGroups
 from services.worker.kv.state_pages import RankCheckpoints
@@ -18,12 +19,15 @@ from services.worker.models.decoder import allocate_caches, distinct
 from services.worker.models.fallback.attention import (
     AttentionCall,
     AttentionLayers,
+    MixingLayers,
     PagedLayers,
     RecordedLayers,
     answered_by,
 )
 from services.worker.models.fallback.library_config import NO_INTERFACE, first_line
 from services.worker.models.fallback.packed_products import PackedProduct
+from services.worker.models.fallback.pipeline_stage import PassOfStage, attending_layers, check_rows_suffice
+from services.worker.models.sharding import PipelineStage
 from services.worker.models.weights import ForwardPass, KvCaches, NamedProduct
 from services.worker.ops.interface import BatchMeta, InputRows, Ops
 from shared.messages.kvstore import KvLayout
@@ -38,8 +42,16 @@ class HeadPlace(NamedTuple):
     """Whether each rank has a share of them, and not all."""
 
 
+class StagePlace(NamedTuple):
+    """Which of a model's layers a rank has."""
+
+    stage: PipelineStage
+    pipeline: Pipeline
+    passing: PassOfStage
+
+
 class LibraryDecoder:
-    """See :class:`services.worker.models.decoder.CausalLm`. A rank of one stage, that has all layers."""
+    """See :class:`services.worker.models.decoder.CausalLm`. A rank's share of a stage."""
 
     def __init__(
         self,
@@ -49,9 +61,13 @@ class LibraryDecoder:
         max_model_len: int,
         device: torch.device,
         place: HeadPlace,
+        at: StagePlace,
+        communicator: Communicator,
     ) -> None:
-        """Raises ModelError where the model's attention is not of a kind that can be paged."""
+        """Raises ModelError where the model's attention is not of a kind that can be paged. Every rank of an engine of
+        several stages must come here."""
         self._place = place
+        self._stage, self._pipeline, self._passing = at
         self._model = model
         self._ops = ops
         self._hidden_size = hidden_size
@@ -60,7 +76,10 @@ class LibraryDecoder:
         """The module whose output the head reads: some heads call a part of the base model."""
         self._named: dict[str, PackedProduct] = {}
         """The products that a pass computes once, of every row or of those whose logits are wanted."""
+        if not self._stage.is_first:
+            self._check_stage()
         self._calls = self._recorded_calls()
+        self._attending = attending_layers(self._calls, self._stage, communicator)
         self._groups: LayerGroups | None = None
         dim = self._calls[0].key_dim
         self._unrotated = torch.cat(
@@ -85,7 +104,7 @@ class LibraryDecoder:
         products = {name: each for name, each in self._model.named_modules() if isinstance(each, PackedProduct)}
         hooks += [each.register_forward_hook(count) for each in products.values()]
         with torch.inference_mode():
-            self._run(ids, torch.arange(2, device=self._device), ids[:1], recorded)
+            given = self._run(ids, torch.arange(2, device=self._device), ids[:1], recorded, rows=self._some_rows(2))
         for hook in hooks:
             hook.remove()
         self._base = seen[-1] if seen else None
@@ -104,7 +123,29 @@ class LibraryDecoder:
             raise ModelError(f"{name}: attention_chunk_size {odd} is not a multiple of block_size {size}")
         if recorded.calls[0].key_dim % 2:
             raise ModelError(f"{name}: heads of {recorded.calls[0].key_dim} elements are not supported")
+        if not self._stage.is_last and given.dtype != (sent := self._ops.empty_rows(0, 1).dtype):
+            raise ModelError(f"pp: between its layers {name} has rows of {given.dtype}, and {sent} is sent")
         return tuple(recorded.calls)
+
+    def _some_rows(self, count: int) -> Tensor | None:
+        """[count, hidden] as a stage before could have sent them; None on the first."""
+        if self._stage.is_first:
+            return None
+        rows = self._ops.empty_rows(count, self._hidden_size)
+        return rows.copy_(torch.linspace(-1.0, 1.0, rows.numel()).view(rows.shape))
+
+    @torch.inference_mode()
+    def _check_stage(self) -> None:
+        """Raises ModelError where the rows of the stage before are not all that this one needs of it."""
+        rows, ids = self._some_rows(2), torch.arange(2, dtype=torch.int32, device=self._device)
+        assert rows is not None
+
+        def run(ids: Tensor, rows: Tensor) -> Tensor:
+            return self._run(ids, positions, positions, MixingLayers(), rows=rows)
+
+        positions = ids.clone()
+        self._passing.settle(lambda: self._call(ids, positions, positions, RecordedLayers()), rows)
+        check_rows_suffice(type(self._model).__name__, run, rows)
 
     @property
     def ops_name(self) -> str:
@@ -128,13 +169,13 @@ class LibraryDecoder:
 
     @property
     def wire(self) -> str:
-        """Rows pass between no ranks."""
-        return "no rows"
+        """See `CausalLm.wire`."""
+        return f"rows of {self._ops.empty_rows(0, 1).dtype}" if self._stage.count > 1 else "no rows"
 
     @property
     def has_features(self) -> bool:
-        """Whether `forward` can fill features."""
-        return self._base is not None
+        """Whether `forward` can fill features; those are the last stage's."""
+        return self._base is not None or not self._stage.is_last
 
     @property
     def attention_calls(self) -> tuple[AttentionCall, ...]:
@@ -143,9 +184,9 @@ class LibraryDecoder:
 
     def named_products(self) -> dict[str, NamedProduct]:
         """What adapters may change, by the library's names. Raises ModelError where it is shared by ranks."""
-        if self._place.world_size > 1:
+        if self._place.world_size > 1 or self._stage.count > 1:
             raise ModelError(
-                "lora: a model that transformers computes can have adapters on one rank only, without --tp"
+                "lora: a model that transformers computes can have adapters on one rank only, without --tp and --pp"
             )
         return {name: NamedProduct(each.packed, each.outputs, each.inputs) for name, each in self._named.items()}
 
@@ -162,7 +203,7 @@ class LibraryDecoder:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """See `CausalLm.windows`. Nobody sees further back than a chunk is long."""
-        return tuple(call.window or call.chunk for call in self._calls)
+        return self._attending.windows
 
     def use_groups(self, groups: LayerGroups) -> None:
         """See `CausalLm.use_groups`."""
@@ -177,13 +218,15 @@ class LibraryDecoder:
         """See :meth:`services.worker.models.decoder.Decoder.share_kv`."""
         heads, dim = self._calls[0].kv_heads, self._calls[0].key_dim
         keys, different = caches[0][0], caches
+        layers, first_layer = len(self._attending.windows), self._attending.before
         if self._groups is not None:
             different, model = distinct(caches), self._groups.digest(model)
+            layers, first_layer = sum(self._groups.stages), self._groups.first_cache
         return RankKvCache(
             layout=KvLayout(
                 model=model,
                 dtype=str(keys.dtype).removeprefix("torch."),
-                layers=len(different),
+                layers=layers,
                 kv_heads=heads * self._place.world_size if self._place.split else heads,
                 head_dim=dim,
                 block_size=self._ops.block_size,
@@ -193,7 +236,7 @@ class LibraryDecoder:
             writes=self._place.split or self._place.rank == 0,
             num_blocks=len(keys),
             copier=self._ops.kv_copier(different, dim),
-            first_layer=0,
+            first_layer=first_layer,
             num_layers=len(different),
         )
 
@@ -225,6 +268,8 @@ class LibraryDecoder:
     @torch.inference_mode()
     def check_inputs(self) -> None:
         """See `CausalLm.check_inputs`: its embedding's own rows have to come to the same as their tokens."""
+        if not self._stage.is_first:
+            return  # no token is read there, see `check_rows_suffice`
         name, owner = type(self._model).__name__, cast(Any, self._model)
         ids = torch.arange(2, dtype=torch.int32, device=self._device)
         try:
@@ -236,12 +281,18 @@ class LibraryDecoder:
             raise ModelError(f"enable_prompt_embeds: {name} reads more of a token than its embedding")
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
-        """See `Decoder.forward`; every rank computes the head."""
+        """See `Decoder.forward`; every rank of the last stage computes the head."""
         group_of = () if self._groups is None else self._groups.group_of
         layers = PagedLayers(self._calls, self._ops, meta, caches, self._unrotated, group_of)
-        with self._hidden_states(features):
-            logits = self._run(ids, meta.positions, meta.logits_rows, layers, meta.inputs)
+        rows = None
+        if not self._stage.is_first:
+            rows = self._pipeline.receive(self._ops.empty_rows(len(ids), self._hidden_size))
+        with self._hidden_states(features if self._stage.is_last else None):
+            logits = self._run(ids, meta.positions, meta.logits_rows, layers, meta.inputs, rows)
         layers.check_complete()
+        if not self._stage.is_last:
+            self._pipeline.send(logits.contiguous())
+            return None
         return logits.float() if len(meta.logits_rows) and self._place.rank == 0 else None
 
     @contextmanager
@@ -262,19 +313,37 @@ class LibraryDecoder:
             handle.remove()
 
     def _run(
-        self, ids: Tensor, positions: Tensor, rows: Tensor, layers: AttentionLayers, inputs: InputRows | None = None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        logits_rows: Tensor,
+        layers: AttentionLayers,
+        inputs: InputRows | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """The logits of `rows`; `inputs`: see `BatchMeta.inputs`."""
+        """The logits of `logits_rows`; of stages before the last, the rows behind its layers. `inputs`: see
+        `BatchMeta.inputs`; `rows`: of the stage before."""
+        output = self._passing.run(lambda: self._call(ids, positions, logits_rows, layers, inputs), rows)
+        of_all: Tensor = output if isinstance(output, Tensor) else output.logits
+        return of_all[0]
+
+    def _call(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        logits_rows: Tensor,
+        layers: AttentionLayers,
+        inputs: InputRows | None = None,
+    ) -> Any:
+        """The library's pass."""
         begin = {"input_ids": ids.long().unsqueeze(0)}
-        if inputs is not None:
+        if inputs is not None and self._stage.is_first:
             owner: Any = self._model
             begin = {"inputs_embeds": inputs.put_into(owner.get_input_embeddings()(ids.long())).unsqueeze(0)}
         with answered_by(layers):
-            output: Any = self._model(
+            return self._model(
                 **begin,
                 position_ids=positions.long().unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=rows.long(),
+                logits_to_keep=logits_rows.long(),
             )
-        logits: Tensor = output.logits[0]
-        return logits

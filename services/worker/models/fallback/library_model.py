@@ -9,17 +9,19 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from services.worker.distributed.communicator import Communicator
+from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
 from services.worker.models.fallback.library_config import first_line, has_mxfp4, library_config
-from services.worker.models.fallback.library_decoder import HeadPlace, LibraryDecoder
+from services.worker.models.fallback.library_decoder import HeadPlace, LibraryDecoder, StagePlace
 from services.worker.models.fallback.packed_products import pack_products
+from services.worker.models.fallback.pipeline_stage import PassOfStage, class_of_stage, strip_to_stage
 from services.worker.models.fallback.tensor_parallel import shard_model
+from services.worker.models.sharding import PipelineStage
 from services.worker.ops.interface import Ops
 from services.worker.ops.quantized import Code
 
@@ -34,12 +36,21 @@ class LibraryModel:
         model, or knows it as none that we can serve."""
         self._folder = folder
         self._trusts = trust_remote_code
-        self.config, self._own = library_config(folder, trust_remote_code=trust_remote_code)
+        self.config, self._own, self._class = library_config(folder, trust_remote_code=trust_remote_code)
 
     @property
     def has_codes(self) -> bool:
         """Whether the checkpoint is quantised."""
         return has_mxfp4(self._own)
+
+    def stage_parameters(self, stage: PipelineStage) -> int:
+        """Parameters of the layers of `stage`, and what it has of embedding and head. Takes no memory for weights.
+        Raises ModelError where the model cannot be split so."""
+        if stage.count == 1:
+            return self.config.parameters
+        with torch.device("meta"):
+            model = class_of_stage(self._class, stage)(self._own)
+        return sum(parameter.numel() for parameter in model.parameters())
 
     @torch.inference_mode()
     def decoder(
@@ -49,26 +60,35 @@ class LibraryModel:
         device: torch.device,
         max_model_len: int,
         communicator: Communicator,
+        stage: PipelineStage,
+        pipeline: Pipeline,
         *,
         dummy: bool,
         quantization: Code | None = None,
     ) -> LibraryDecoder:
-        """With this rank's share of the directory's weights, or of random ones where `dummy`. The whole is read into
-        main memory before; `quantization` is what linear layers are rounded to, the head to int8. Raises ModelError for
-        a broken checkpoint, and where its layers are not of a kind that can be served, or not by so many ranks."""
+        """With this rank's share of the directory's weights, or of random ones where `dummy`. The whole of `stage` is
+        read into main memory before, of random ones the whole model; `quantization` is what linear layers are rounded
+        to, the head to int8. Raises ModelError for a broken checkpoint, and where its layers are not of a kind that can
+        be served, or not by so many ranks."""
         if dummy:
             model = _dummy_model(self._own, dtype, trust_remote_code=self._trusts)
+            passing = PassOfStage() if stage.count == 1 else strip_to_stage(model, stage)
         else:
             with open_checkpoint(self._folder, dtype) as files:  # cut files are found before memory is taken
                 _check_blocks(self._folder, set(files.names))
-                model = _read_model(self._folder, self._own, dtype, trust_remote_code=self._trusts)
+                kind = self._class if stage.count == 1 else class_of_stage(self._class, stage)
+                model = _read_model(kind, self._folder, self._own, dtype)
+            passing = _stage_of(model)
         adapt(model, self._own)
         split_heads = communicator.world_size > 1 and shard_model(model, communicator, quantization)
         model = model.to(device)
         own: Any = model
         pack_products(model, ops, quantization, own.get_output_embeddings())
         place = HeadPlace(communicator.rank, communicator.world_size, split_heads)
-        made = LibraryDecoder(model, ops, self.config.hidden_size, max_model_len, device, place)
+        made = LibraryDecoder(
+            *(model, ops, self.config.hidden_size, max_model_len, device, place),
+            *(StagePlace(stage, pipeline, passing), communicator),
+        )
         check_cached_passes(made, self.config.vocab_size, device)
         return made
 
@@ -81,23 +101,23 @@ def _check_blocks(folder: Path, names: set[str]) -> None:
             raise ModelError(f"{folder}: the checkpoint has no tensor {scales}")
 
 
-def _read_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
-    """The model with the weights of `folder`, on the CPU. Raises ModelError where a weight is missing or of another
-    shape: the library would make one up."""
+def _read_model(kind: type[PreTrainedModel], folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+    """A model of this `kind` with the weights of `folder`, on the CPU. Raises ModelError where a weight is missing or
+    of another shape: the library would make one up."""
     own: Any = transformers  # its stubs know less of these than is there
+    build: Any = kind
     own.logging.set_verbosity_error()  # what it warns of is looked at here
     own.logging.disable_progress_bar()
     try:
-        model, info = own.AutoModelForCausalLM.from_pretrained(
+        model, info = build.from_pretrained(
             folder,
-            config=config,
+            config=config if isinstance(config, build.config_class) else config.get_text_config(decoder=True),
             # Of blocks of four bits, numbers are made as they are read: the library's products of them need a GPU.
             quantization_config=own.Mxfp4Config(dequantize=True) if has_mxfp4(config) else None,
             dtype=dtype,
             attn_implementation=implementation(config),
             local_files_only=True,
             use_safetensors=True,
-            trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
     except Exception as error:  # of the library, of safetensors, or of the model's own code
@@ -106,10 +126,17 @@ def _read_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, t
         raise ModelError(f"{folder}: the checkpoint has no tensor {name}")
     for name, found, wanted in sorted(info["mismatched_keys"]):
         raise ModelError(f"{folder}: tensor {name} has shape {list(found)}, the config asks for {list(wanted)}")
-    if unused := sorted(info["unexpected_keys"]):
+    others = _stage_of(model).dropped
+    if unused := sorted(key for key in info["unexpected_keys"] if not any(each in key for each in others)):
         _log.warning("%d tensors of the checkpoint are not used, such as %s", len(unused), unused[0])
     ready: nn.Module = model.eval().requires_grad_(False)
     return ready
+
+
+def _stage_of(model: nn.Module) -> PassOfStage:
+    """What `class_of_stage` has left of it; else one that has all layers."""
+    passing: PassOfStage | None = getattr(model, "baton_stage", None)
+    return passing or PassOfStage()
 
 
 def _dummy_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
