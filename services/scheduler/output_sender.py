@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import assert_never
 
@@ -59,8 +58,8 @@ class OutputSender:
                 self._log.planned(plan)
                 if plan.connector is not None and self._connector is not None:
                     plan = await self._connector.complete(plan)
+                # It has left when the tokens behind it are encoded: a device may wait for it.
                 await self._bus.publish(topics.engine_steps(self._engine), plan, confirm=True)
-                await asyncio.sleep(0)  # so that it leaves before the tokens are encoded: a device may wait for it
             case SendTokens(detokenizer, batch):
                 self._log.sent(batch)
                 await self._bus.publish(topics.detokenizer_tokens(detokenizer), batch, confirm=True)

@@ -210,8 +210,7 @@ class WorkerActor(Actor):
                     failed=output.failed,
                     pooled=output.pooled,
                 )
-                await self.bus.publish(self._results, finished)
-                await asyncio.sleep(0)  # so that it leaves before what follows, for which nobody waits
+                await self.bus.publish(self._results, finished)  # it has left before what follows
             self._sums = metrics.record_step(plan, output, self._sums)
             if self._meter is not None:
                 metrics.record_flops(self._meter.record(plan, output), output.timing, self._meter.peak)

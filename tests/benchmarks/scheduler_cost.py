@@ -19,7 +19,7 @@ from services.scheduler.core.limits import EngineLimits
 from shared.bus.codec import decode, encode
 from shared.ids import EngineId, Incarnation, ModelName
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import SampledTokens, StepFinished, StepTiming, WorkerResult
+from shared.messages.scheduler import PauseMode, SampledTokens, StepFinished, StepTiming, WorkerResult
 from tests.support.engines.checking_worker import generate
 
 TIMING = StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0)
@@ -36,10 +36,11 @@ class PlanningTimer:
         self._plan = state.plan
         state.plan = self  # type: ignore[method-assign]
 
-    def __call__(self, now: float) -> None:
+    def __call__(self, now: float, paused: PauseMode | None = None) -> float | None:
         started = time.perf_counter()
-        self._plan(now)
+        due = self._plan(now, paused)
         self.seconds += time.perf_counter() - started
+        return due
 
 
 def sampled_of(plan: SendPlan) -> StepFinished:

@@ -176,7 +176,10 @@ class ClientConnection(Protocol):
         """Returns whether the client has left."""
 
     def write_chunk(self, data: bytes) -> None:
-        """Writes one chunk of a streamed response."""
+        """Writes a part of a streamed response; several may go to the client as one."""
+
+    def flush(self) -> None:
+        """Hands on what was written, before anything else is sent."""
 
     def unread(self) -> int:
         """Returns the bytes that the client has left unread."""
@@ -320,6 +323,7 @@ class Call:
 
     async def end(self) -> None:
         """Ends a body that was started."""
+        self.connection.flush()
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def respond(self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Headers = ()) -> None:

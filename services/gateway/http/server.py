@@ -16,7 +16,7 @@ from collections.abc import Callable
 import uvicorn
 from starlette.types import ASGIApp
 
-from services.gateway.http.connection import Connection
+from services.gateway.http.connection import Connection, UnflushedConnections
 
 BACKLOG = 4096
 KEEP_ALIVE = 75
@@ -52,6 +52,7 @@ class HttpServer:
         self._config.load()
         self._server = uvicorn.Server(self._config)
         self._acceptor: Acceptor | None = None
+        self._unflushed = UnflushedConnections()
 
     @property
     def listening(self) -> bool:
@@ -72,7 +73,7 @@ class HttpServer:
         self._acceptor = Acceptor(listener, self._connection)
 
     def _connection(self) -> Connection:
-        return Connection(config=self._config, server_state=self._server.server_state, app_state={})
+        return Connection(self._unflushed, config=self._config, server_state=self._server.server_state, app_state={})
 
     async def refresh_date(self) -> None:
         """Renews the Date header; to be called once a second."""

@@ -33,6 +33,9 @@ class Client:
     def write_chunk(self, data: bytes) -> None:
         self.data += data
 
+    def flush(self) -> None:
+        pass
+
     def unread(self) -> int:
         return 0
 
