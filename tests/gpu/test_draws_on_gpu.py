@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,13 +12,15 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 from services.worker.ops.triton.rejection import RejectionInputs, verify
 from services.worker.ops.triton.sampling import DrawParameters, draw
 from services.worker.sampling.filters import min_p_threshold, top_threshold, zero_below
+from services.worker.sampling.races import race_uniforms
+from services.worker.sampling.random_numbers import race_keys
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 CUDA = torch.device("cuda")
 ALL = 1 << 40
 EDGE = 1e-4
-"""Of the whole weight: as near as this to where a token ends, rounding decides."""
+"""As near as this, relatively, to the best quotient, rounding decides."""
 SETTINGS = [
     (1.0, ALL, 1.0, 0.0),
     (0.7, 20, 0.95, 0.0),
@@ -33,8 +36,8 @@ def _draw(rows: int, seed: int) -> DrawParameters:
     def floats(values: tuple[float, ...]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=CUDA)
 
-    chance = torch.rand(rows, dtype=torch.float64, device=CUDA, generator=torch.Generator(CUDA).manual_seed(seed))
-    return DrawParameters(floats(temperature), torch.tensor(top_k, device=CUDA), floats(top_p), floats(min_p), chance)
+    keys = torch.from_numpy(race_keys(np.arange(rows, dtype=np.uint64), np.full(rows, seed, dtype=np.int32))).to(CUDA)
+    return DrawParameters(floats(temperature), torch.tensor(top_k, device=CUDA), floats(top_p), floats(min_p), keys)
 
 
 def _logits(rows: int, vocab: int, scale: float, dtype: torch.dtype) -> Tensor:
@@ -43,16 +46,16 @@ def _logits(rows: int, vocab: int, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def _check(logits: Tensor, how: DrawParameters, tokens: Tensor) -> None:
-    """Each token is the one whose share of the kept weight, in double precision, the chance falls into."""
+    """Each token is the one that wins the race of the weights kept, in double precision."""
     weights = torch.softmax(logits.double() / how.temperature.double()[:, None], dim=1).float()
     weights /= weights.amax(dim=1, keepdim=True)
     weights = torch.nn.functional.pad(weights, (0, -weights.shape[1] % 32))
     weights = zero_below(weights, min_p_threshold(weights, how.min_p[:, None]))
     weights = zero_below(weights, top_threshold(weights, how.top_k[:, None], how.top_p[:, None])).double()
-    cumulated = weights.cumsum(dim=1) / weights.sum(dim=1, keepdim=True)
-    end = cumulated.gather(1, tokens[:, None]).squeeze(1)
-    begin = end - (weights / weights.sum(dim=1, keepdim=True)).gather(1, tokens[:, None]).squeeze(1)
-    assert bool(((how.chance >= begin - EDGE) & (how.chance <= end + EDGE)).all())
+    quotients = weights / -torch.log1p(-race_uniforms(how.keys, weights.shape[1]).double())
+    reached = quotients.gather(1, tokens[:, None])
+    # Where rounding decides whether the likeliest of what is cut off is kept, that may win as well.
+    assert float((reached >= quotients.amax(dim=1, keepdim=True) * (1 - EDGE)).double().mean()) > 0.97
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -45,8 +45,8 @@ class ScheduledWork(NamedTuple):
 class DraftTokens:
     """What was drafted for each of P sequences.
 
-    Each draft is certain, given what is known and the random number of its position: a proposer that has a distribution
-    draws from it by that number, and drafts what the model draws wherever the two cumulate alike.
+    Each draft is certain, given what is known and the key of its position: a proposer that has a distribution draws
+    from it by that key, and drafts what the model draws wherever the two have one winner (`sampling.races`).
     """
 
     tokens: Int32s | Tensor

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.worker.sampling.history import BadWords
 from services.worker.sampling.masks import TokenMask, mask_bits, mask_words
-from services.worker.sampling.random_numbers import RejectedDrafts, uniforms
+from services.worker.sampling.random_numbers import RejectedDrafts, race_keys
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence
 
@@ -121,17 +121,17 @@ class SamplingBatch:
         """The same rows so many tokens later, where `ParameterTable.position_independent` says so."""
         return SamplingBatch(self.features, self.by_row, self.position + np.int32(tokens), self.seq_indices, self.table)
 
-    def candidate_uniforms(self, rows: NDArray[np.intp] | slice = slice(None)) -> NDArray[np.float64]:
-        """The random numbers that `rows` may be drawn by, to be sent to the device: one for each, or one for each
-        position that may be meant."""
+    def candidate_keys(self, rows: NDArray[np.intp] | slice = slice(None)) -> NDArray[np.int64]:
+        """The keys that `rows` may be drawn by, to be sent to the device: one for each, or one for each position that
+        may be meant."""
         seeds, positions = self.table.seed[self.seq_indices[rows]], self.position[rows]
         if self.rejected is None:
-            return uniforms(seeds, positions)
+            return race_keys(seeds, positions)
         back = np.arange(self.rejected.max_count + 1, dtype=np.int32)
-        return uniforms(np.repeat(seeds, len(back)), (positions[:, None] - back).ravel())
+        return race_keys(np.repeat(seeds, len(back)), (positions[:, None] - back).ravel())
 
-    def select_uniforms(self, candidates: Tensor, rows: Tensor | None = None) -> Tensor:
-        """[P] float64 in [0, 1): of the `candidates` of `rows` [P], or of all rows, those of the positions drawn."""
+    def select_keys(self, candidates: Tensor, rows: Tensor | None = None) -> Tensor:
+        """int64 [P]: of the `candidates` of `rows` [P], or of all rows, those of the positions drawn."""
         if self.rejected is None:
             return candidates
         rejected = self.rejected if rows is None else self.rejected.of(rows)

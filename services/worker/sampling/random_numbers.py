@@ -1,4 +1,4 @@
-"""The random number that each token is drawn by: a function of the request's seed and the output position alone.
+"""The key that each token is drawn by: a function of the request's seed and the output position alone.
 
 Counter-based, Philox4x32-10, with no generator state to keep, copy or lose. Salmon, Moraes, Dror, Shaw: "Parallel
 random numbers: as easy as 1, 2, 3" (SC 2011).
@@ -34,17 +34,16 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
     return c0, c1, c2, c3
 
 
-def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.float64]:
-    """One number in [0, 1), of 53 random bits, for each (seed, output position)."""
+def race_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.int64]:
+    """64 random bits for each (seed, output position): what all tokens' times are made from, see `races`."""
     zeros = np.zeros(len(seeds), dtype=np.uint64)
     counter = (positions.astype(np.uint64), zeros, zeros, zeros)
     first, second, _, _ = philox(counter, (seeds & _LOW, seeds >> _SHIFT))
-    high, low = first >> np.uint64(5), second >> np.uint64(6)
-    return (high * np.uint64(1 << 26) + low) * 2.0**-53
+    return (second << _SHIFT | first).view(np.int64)
 
 
 # Where the host does not know yet how many drafts were rejected, it does not know the output position either: it sends
-# the numbers of all positions that may be meant, and the device chooses.
+# the keys of all positions that may be meant, and the device chooses.
 
 
 class RejectedDrafts(NamedTuple):

@@ -1,9 +1,8 @@
 """Logits and parameters → tokens and log-probabilities, for a whole batch at once.
 
 Order, as in vLLM: log-probabilities from the raw logits; what is allowed; logit_bias; bans (min_tokens, bad_words);
-penalties; what is forced; temperature; min_p; top_k, then top_p; one draw. A draw turns one random number over in the
-cumulative distribution, in the order of token ids, so it depends on nothing but that row's logits, seed and output
-position. (Gumbel-max would need a random number for each token of the vocabulary: 30 times the work of the rest.)
+penalties; what is forced; temperature; min_p; top_k, then top_p; one draw, which depends on nothing but that row's
+logits, seed and output position (`races`).
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.logits_processors import LOGITS_FEATURES, process_logits
 from services.worker.sampling.logprobs import RowLogprobs, token_logprobs, top_logprobs
 from services.worker.sampling.parameters import Feature, SamplingBatch
-
-_CHUNK = 8 * CHUNK
-"""Tokens added up before the cumulative sum: it runs over few numbers, in double precision, at little cost."""
+from services.worker.sampling.races import Race, race_by_torch
 
 _CACHED = 1 << 18
 """Logits worked on at once by a CPU: 1 MiB, as larger buffers are fetched from memory, page by page, at every step."""
@@ -52,16 +49,16 @@ class SamplerOutput:
         return SamplerOutput(tokens, logprobs, None if self.undefined is None else flags)
 
 
-def sample(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> SamplerOutput:
+def sample(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, race: Race = race_by_torch) -> SamplerOutput:
     """Draws one token for each row of `logits` [R, vocab]."""
     if not choices.features & (_CHANGES | Feature.LOGPROBS):
         return SamplerOutput(_argmax(logits))
     if runs_triton(logits.device) and not choices.features & (LOGITS_FEATURES | Feature.LOGPROBS):
-        return SamplerOutput(_draw(logits, choices))
+        return SamplerOutput(_draw(logits, choices, race))
     tokens: list[Tensor] = []
     logprobs: list[RowLogprobs] = []
     for first, last in _row_blocks(logits):
-        drawn = _sample_rows(logits[first:last], choices.part(first, last), history)
+        drawn = _sample_rows(logits[first:last], choices.part(first, last), history, race)
         tokens.append(drawn.tokens)
         logprobs += [RowLogprobs(rows + first, part) for rows, part in drawn.logprobs]
     return SamplerOutput(tokens[0] if len(tokens) == 1 else torch.cat(tokens), tuple(logprobs))
@@ -73,9 +70,12 @@ def undefined_rows(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isnan()
 
 
-def sample_unprocessed(logits: Tensor, choices: SamplingBatch) -> Tensor:
-    """[R] int64 tokens, drawn as `sample` draws them, by the same random numbers, without what changes logits first."""
-    return _draw(logits if runs_triton(logits.device) else logits.float().clone(), choices)
+def sample_draft(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, race: Race = race_by_torch) -> Tensor:
+    """[R] int64 tokens, drawn from a drafter's logits [R, vocab] as `sample` draws from the model's, by the same
+    keys."""
+    if choices.features & LOGITS_FEATURES:
+        return _draw(process_logits(logits.float().clone(), choices, history), choices, race)
+    return _draw(logits if runs_triton(logits.device) else logits.float().clone(), choices, race)
 
 
 def _row_blocks(logits: Tensor) -> list[tuple[int, int]]:
@@ -85,18 +85,18 @@ def _row_blocks(logits: Tensor) -> list[tuple[int, int]]:
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def _sample_rows(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> SamplerOutput:
+def _sample_rows(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, race: Race) -> SamplerOutput:
     wants_logprobs = bool(choices.features & Feature.LOGPROBS)
     raw = logits.float()
     if choices.features & _CHANGES:
         untouched = raw is logits or wants_logprobs
-        tokens = _draw(process_logits(raw.clone() if untouched else raw, choices, history), choices)
+        tokens = _draw(process_logits(raw.clone() if untouched else raw, choices, history), choices, race)
     else:
         tokens = _argmax(raw)
     return SamplerOutput(tokens, tuple(_row_logprobs(raw, tokens, choices)) if wants_logprobs else ())
 
 
-def _draw(logits: Tensor, choices: SamplingBatch) -> Tensor:
+def _draw(logits: Tensor, choices: SamplingBatch, race: Race) -> Tensor:
     """[R] tokens: the likeliest of greedy rows, a random one of the others. Overwrites `logits`, but by kernels."""
     if not choices.features & Feature.RANDOM:
         return _argmax(logits)
@@ -104,10 +104,10 @@ def _draw(logits: Tensor, choices: SamplingBatch) -> Tensor:
         return sample_by_kernel(logits, choices)
     random = choices.rows_with(Feature.RANDOM)
     if len(random) == len(logits):
-        return _draw_random(logits, choices, random, None)
+        return _draw_random(logits, choices, random, None, race)
     tokens = _argmax(logits)
     rows = to_device(random, logits.device)
-    return tokens.index_copy_(0, rows, _draw_random(logits.index_select(0, rows), choices, random, rows))
+    return tokens.index_copy_(0, rows, _draw_random(logits.index_select(0, rows), choices, random, rows, race))
 
 
 def sample_by_kernel(logits: Tensor, choices: SamplingBatch) -> Tensor:
@@ -116,9 +116,9 @@ def sample_by_kernel(logits: Tensor, choices: SamplingBatch) -> Tensor:
 
     table, seq_indices = choices.table, choices.seq_indices
     greedy = choices.by_row & int(Feature.RANDOM) == 0
-    uniforms, top_k, temperature, top_p, min_p = to_device_together(
+    keys, top_k, temperature, top_p, min_p = to_device_together(
         [
-            choices.candidate_uniforms(),
+            choices.candidate_keys(),
             table.top_k[seq_indices],
             np.where(greedy, np.float32(0.0), table.temperature[seq_indices]),
             table.top_p[seq_indices],
@@ -126,17 +126,19 @@ def sample_by_kernel(logits: Tensor, choices: SamplingBatch) -> Tensor:
         ],
         logits.device,
     )
-    chance = choices.select_uniforms(uniforms)
-    return draw(logits.contiguous(), DrawParameters(temperature, top_k, top_p, min_p, chance))
+    keys = choices.select_keys(keys)
+    return draw(logits.contiguous(), DrawParameters(temperature, top_k, top_p, min_p, keys))
 
 
-def _draw_random(logits: Tensor, choices: SamplingBatch, rows: NDArray[np.intp], there: Tensor | None) -> Tensor:
+def _draw_random(
+    logits: Tensor, choices: SamplingBatch, rows: NDArray[np.intp], there: Tensor | None, race: Race
+) -> Tensor:
     """A random token of each of the `rows`, whose logits these are, and will be overwritten; `there`: the same numbers
     on the device, None: all rows."""
     table, seq_indices = choices.table, choices.seq_indices[rows]
-    uniforms, top_k, temperature, min_p, top_p = to_device_together(
+    keys, top_k, temperature, min_p, top_p = to_device_together(
         [
-            choices.candidate_uniforms(rows),
+            choices.candidate_keys(rows),
             *(values[seq_indices] for values in (table.top_k, table.temperature, table.min_p, table.top_p)),
         ],
         logits.device,
@@ -146,33 +148,14 @@ def _draw_random(logits: Tensor, choices: SamplingBatch, rows: NDArray[np.intp],
         weights = zero_below(weights, min_p_threshold(weights, min_p.unsqueeze(1)))
     if choices.features & Feature.TOP:
         weights = zero_below(weights, top_threshold(weights, top_k.unsqueeze(1), top_p.unsqueeze(1)))
-    return inverse_cdf(weights, choices.select_uniforms(uniforms, there))
+    return race(weights, choices.select_keys(keys, there))
 
 
 def _weights(logits: Tensor) -> Tensor:
-    """Probabilities up to a factor, with zeros up to a multiple of _CHUNK; overwrites `logits`."""
+    """Probabilities up to a factor, with zeros up to a multiple of CHUNK; overwrites `logits`."""
     weights = logits.sub_(logits.amax(dim=1, keepdim=True)).exp_()
-    missing = -logits.shape[1] % _CHUNK
+    missing = -logits.shape[1] % CHUNK
     return F.pad(weights, (0, missing)) if missing else weights
-
-
-def inverse_cdf(weights: Tensor, chances: Tensor) -> Tensor:
-    """The token at which each row's share of the cumulated weight passes its chance.
-
-    weights float32 [R, multiple of _CHUNK], chances float64 [R] in [0, 1) → int64 [R]; never a token of weight 0.
-    """
-    chunks = weights.view(len(weights), -1, _CHUNK)
-    by_chunk = chunks.sum(dim=2).double().cumsum(dim=1)
-    total = by_chunk[:, -1:]
-    # A product rounded up to the total would point behind the last token.
-    target = torch.minimum(chances.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    chunk = (by_chunk <= target).sum(dim=1, keepdim=True)
-    before = torch.where(chunk > 0, by_chunk.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
-    inside = chunks.gather(1, chunk.unsqueeze(2).expand(-1, -1, _CHUNK)).squeeze(1)
-    offset = (inside.double().cumsum(dim=1) <= target - before).sum(dim=1, keepdim=True)
-    # Rounding can leave the target behind the chunk's last likely token: that one is meant then.
-    last_likely = (_CHUNK - 1) - (inside.flip(1) > 0).to(torch.int8).argmax(dim=1, keepdim=True)
-    return (chunk * _CHUNK + torch.minimum(offset, last_likely)).squeeze(1)
 
 
 def _argmax(logits: Tensor) -> Tensor:

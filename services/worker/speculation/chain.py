@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,9 +13,11 @@ from torch import Tensor
 from services.worker.batch.rows import Indices, Int32s
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import to_device
+from services.worker.sampling.logits_processors import LOGITS_FEATURES
 from services.worker.sampling.parameters import Feature, SamplingBatch
+from services.worker.sampling.races import Race, race_by_torch
 from services.worker.sampling.random_numbers import RejectedDrafts
-from services.worker.sampling.sampler import sample_unprocessed
+from services.worker.sampling.sampler import sample_draft
 from services.worker.speculation.proposer import SequenceHistories
 from services.worker.speculation.verification import DecodePositions
 from shared.blocks import blocks_for
@@ -88,31 +91,46 @@ def _aligned(numbers: int) -> int:
 
 
 class DraftSampler:
-    """How the drafts of some sequences are drawn: by the random numbers of their positions, see `DraftTokens`."""
+    """How the drafts of some sequences are drawn: as the model's tokens are, by the same keys and with the same
+    changes of logits, see `DraftTokens`. Only what comes with a batch is left out: masks of grammars, and logits of
+    plug-ins."""
 
     def __init__(
-        self, seq_indices: Indices, histories: SequenceHistories, rejected: RejectedDrafts | None = None
+        self,
+        seq_indices: Indices,
+        histories: SequenceHistories,
+        rejected: RejectedDrafts | None = None,
+        race: Race = race_by_torch,
     ) -> None:
         """`rejected` [P]: see `DraftRequest`."""
         self._seq_indices = seq_indices
         self._histories = histories
         self._rejected = rejected
+        self._race = race
         self._first = self._choices(0)
-        self.greedy = not self._first.features & Feature.RANDOM
-        """Then every position is drawn in the same way."""
+        self.greedy = not self._first.features & (Feature.RANDOM | LOGITS_FEATURES)
+        """Then every position is drawn in the same way, from logits as they are."""
 
-    def token(self, logits: Tensor, ahead: int) -> Tensor:
-        """Draws the draft with `ahead` others before it: logits [P, vocab] → [P] int32."""
-        return sample_unprocessed(logits, self._first if self.greedy else self._choices(ahead)).to(torch.int32)
+    def token(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+        """Draws the draft behind those `drafted` ([P] each): logits [P, vocab] → [P] int32."""
+        choices = self._choices(len(drafted)) if drafted and not self.greedy else self._first
+        history = partial(self._history, drafted)
+        return sample_draft(logits, choices, history, self._race).to(torch.int32)
 
     def tokens(self, logits: list[Tensor]) -> Tensor:
-        """Draws all drafts at once; `logits` are those of the first draft, of the second, … → [P, K] int32."""
+        """Draws all drafts; `logits` are those of the first draft, of the second, … → [P, K] int32."""
+        if self._first.features & LOGITS_FEATURES:  # a draft may depend on those before it
+            drafted: list[Tensor] = []
+            for each in logits:
+                drafted.append(self.token(each, drafted))
+            return torch.stack(drafted, dim=1)
         if self.greedy:
             choices = self._first
         else:
             ahead = np.repeat(np.arange(len(logits), dtype=np.int32), len(self._seq_indices))
             choices = self._choices(ahead, times=len(logits))
-        drawn = sample_unprocessed(logits[0] if len(logits) == 1 else torch.cat(logits), choices)
+        every = logits[0] if len(logits) == 1 else torch.cat(logits)
+        drawn = sample_draft(every, choices, partial(self._history, []), self._race)
         return drawn.view(len(logits), -1).t().to(torch.int32)
 
     def _choices(self, ahead: Int32s | int, times: int = 1) -> SamplingBatch:
@@ -121,3 +139,14 @@ class DraftSampler:
         if self._rejected is None:
             return choices
         return replace(choices, rejected=self._rejected._replace(counts=self._rejected.counts.repeat(times)))
+
+    def _history(self, drafted: list[Tensor], seq_indices: Indices, positions: Int32s) -> tuple[Int32s, Int32s, Int32s]:
+        """See `HistoryLookup`: what the host knows of the sequences, and the drafts."""
+        prompts = self._first.table.prompt_lengths[seq_indices]
+        lengths = prompts + positions
+        tokens = self._histories.tokens[seq_indices, : int(lengths.max())]  # a copy
+        order = np.argsort(self._seq_indices)
+        rows = order[np.searchsorted(self._seq_indices, seq_indices, sorter=order)]
+        for back, draft in enumerate(reversed(drafted), start=1):
+            tokens[np.arange(len(seq_indices)), lengths - back] = draft.cpu().numpy()[rows]
+        return tokens, lengths, prompts

@@ -26,6 +26,7 @@ from services.worker.models.native_decoder import EagleProjection, NativeDecoder
 from services.worker.models.weights import DecoderWeights, KvCaches, apply_mlp
 from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
 from services.worker.ops.transfer import on_this_device, to_device
+from services.worker.sampling.races import race_of
 from services.worker.sampling.random_numbers import RejectedDrafts
 from services.worker.speculation.chain import DraftSampler, draft_chain
 from services.worker.speculation.drafter import TargetModel, read_drafter, read_settings
@@ -232,9 +233,9 @@ class EagleProposer:
         self, seq_indices: Indices, most: Int32s, histories: SequenceHistories, rejected: RejectedDrafts | None
     ) -> Tensor:
         """[P, the greatest of most]"""
-        draws = DraftSampler(seq_indices, histories, rejected)
+        draws = DraftSampler(seq_indices, histories, rejected, race_of(self._ops))
         features = self._predicted.index_select(0, to_device(seq_indices, self._device))
-        tokens = [draws.token(head_logits(features, self._weights.weights, self._config, self._ops), 0)]
+        tokens = [draws.token(head_logits(features, self._weights.weights, self._config, self._ops), [])]
         steps = int(most.max()) - 1
         if steps:
             # Those that may draft no further go on writing behind their last draft: nothing is read from there.
@@ -256,7 +257,7 @@ class EagleProposer:
                     tokens[-1], features, rows.meta(step), self._caches, wants_logits=True
                 )
                 assert logits is not None, "wanted"
-                tokens.append(draws.token(logits, step + 1))
+                tokens.append(draws.token(logits, tokens))
         return torch.stack(tokens, dim=1)
 
     def observe(self, computed: ComputedStep) -> None:

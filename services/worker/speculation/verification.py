@@ -1,14 +1,14 @@
 """Which drafts are accepted: those that the model would have drawn itself; the first other one is replaced.
 
-The token of each position is drawn from the model's own distribution there, by the random number of that position, just
-as without drafts; a draft is accepted where it is what was drawn. That is rejection sampling (Leviathan, Kalman,
-Matias, arXiv:2211.17192; Chen et al., arXiv:2302.01318) for drafts that are certain, q = 1 at the draft x: it is
-accepted with probability min(1, p(x) / q(x)) = p(x), and what replaces it has the distribution max(0, p - q), normed,
-which is p without x. More than that: the same seed gives the same tokens with drafts and without, however many are
-tried and wherever a stream is taken up again, which rejection by random numbers of its own would not.
+The token of each position is drawn from the model's own distribution there, by the key of that position, just as
+without drafts; a draft is accepted where it is what was drawn. For drafts that are certain, q = 1 at the draft x, that
+is rejection sampling (Leviathan, Kalman, Matias, arXiv:2211.17192; Chen et al., arXiv:2302.01318): x is accepted with
+probability min(1, p(x) / q(x)) = p(x), and what replaces it has the distribution max(0, p - q), normed, which is p
+without x. More than that: the same seed gives the same tokens with drafts and without, however many are tried and
+wherever a stream is taken up again, which rejection by random numbers of its own would not.
 
-A proposer with a distribution q of its own draws from it by the same random number. Its drafts are then accepted more
-often than q's likeliest token would: always, where q = p.
+A proposer with a distribution q of its own draws from it by the same key: both race (`sampling.races`). Its drafts are
+then accepted nearly as often as rejection sampling would accept them: always, where q = p.
 """
 
 from __future__ import annotations

@@ -237,17 +237,38 @@ def test_every_method_gives_what_the_plain_engine_gives(
 def test_a_model_that_drafts_for_itself_is_always_right(
     model: TinyModel, drafters: dict[str, SpeculationSettings]
 ) -> None:
+    """Random draws too, by the same keys; and whatever changes logits changes the drafter's."""
     runner = backend_of(model.path, speculation=drafters["same"])
-    plain_sampling = [
-        GREEDY,
-        SamplingOptions(seed=5, temperature=0.7),
-        SamplingOptions(seed=6, temperature=1.2, top_p=0.8),
+    changed = [
+        SamplingOptions(seed=11, temperature=1.5, presence_penalty=1.1, bad_words=((9, 8), (7,))),
+        SamplingOptions(seed=12, temperature=1.0, allowed_token_ids=tuple(range(5, 90, 3))),
     ]
     driver = Driver(runner, speculate=4, budget=64)
-    for tokens, sampling in zip(PROMPTS[3:6], plain_sampling, strict=True):
-        driver.add(tokens, OUTPUT, sampling=sampling)
+    for number, sampling in enumerate([*SAMPLINGS, *changed]):
+        tokens = PROMPTS[3 + number % 3]
+        driver.add(tokens, OUTPUT, sampling=sampling, min_tokens=9, stop_token_ids=tuple(range(40, 90)))
     driver.run()
-    assert driver.accepted == driver.drafted > 0, "random draws too: by the same random numbers"
+    assert driver.accepted == driver.drafted > 0
+
+
+def test_a_stream_taken_up_again_anywhere_goes_on_as_it_would_have(model: TinyModel) -> None:
+    """Wherever windows of drafts then begin and end: as behind the death of an engine at each position of several."""
+    runner = backend_of(model.path, ops="native")
+    sampling = SamplingOptions(seed=21, temperature=1.3, top_p=0.95, frequency_penalty=0.3)
+    whole = Driver(runner, speculate=0)
+    expected = whole.add(PROMPTS[4], OUTPUT, sampling=sampling)
+    whole.run()
+    oracle, length = Oracle(), expected.prompt_length
+    oracle.known = {tuple(expected.tokens[:length]): expected.output}
+    proposed(runner, oracle).reset()
+    driver = Driver(runner, speculate=oracle.most)
+    resumed = [
+        driver.add(expected.tokens[: length + done], OUTPUT, sampling=sampling, prompt_length=length)
+        for done in range(12)
+    ]
+    driver.run()
+    assert 0 < driver.accepted < driver.drafted
+    assert [sequence.output for sequence in resumed] == [expected.output] * len(resumed)
 
 
 def test_a_draft_model_knows_which_blocks_it_has_read(

@@ -51,6 +51,7 @@ def _draws(vocab: int, kind: str, *, rare: bool) -> Iterator[Launch]:
     chunks = -(-vocab // CHUNK)
     sizes = {"VOCAB": vocab, "CHUNKS": chunks, "CHUNK": CHUNK}
     own = {"logits": f"*{kind}"} | dict.fromkeys(("temperature", "peaks", "sums"), "*fp32")
+    own |= {"top_k": "*i64", "top_p": "*fp32", "min_p": "*fp32", "keys": "*i64", "listed": "*i32"}
     yield Launch(
         f"chunks of {vocab} logits {kind}",
         chunk_kernel,
@@ -62,9 +63,7 @@ def _draws(vocab: int, kind: str, *, rare: bool) -> Iterator[Launch]:
     yield Launch(
         f"draw of {vocab} {kind}",
         draw_kernel,
-        own
-        | {"top_k": "*i64", "top_p": "*fp32", "min_p": "*fp32", "chance": "*fp64"}
-        | {"listed": "*i32", "tokens": "*i64"},
+        own | {"tokens": "*i64"},
         sizes | {"ALL": triton.next_power_of_2(chunks), "AT_ONCE": AT_ONCE},
         num_warps=WARPS,
         maxnreg=REGISTERS,

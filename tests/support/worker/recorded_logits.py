@@ -8,6 +8,7 @@ from torch import Tensor
 from services.worker.executor import runner
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
+from services.worker.sampling.races import Race
 from services.worker.sampling.sampler import SamplerOutput, sample
 
 
@@ -15,9 +16,9 @@ def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The logits of every step from here on, before anything is done to them."""
     record: list[Tensor] = []
 
-    def recording(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> SamplerOutput:
+    def recording(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, race: Race) -> SamplerOutput:
         record.append(logits.clone())
-        return sample(logits, choices, history)
+        return sample(logits, choices, history, race)
 
     monkeypatch.setattr(runner, "sample", recording)
     return record

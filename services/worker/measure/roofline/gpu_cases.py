@@ -205,7 +205,7 @@ def _ours(logits: Tensor, top_k: int, top_p: float) -> Call:
         return torch.full((len(logits),), value, dtype=dtype, device=logits.device)
 
     how = DrawParameters(
-        filled(1.0), filled(top_k, torch.int64), filled(top_p), filled(0.0), filled(0.5, torch.float64)
+        filled(1.0), filled(top_k, torch.int64), filled(top_p), filled(0.0), filled(1 << 40, torch.int64)
     )
     return lambda: draw(logits, how)
 

@@ -7,6 +7,7 @@
 #include "linear.h"
 #include "low_rank.h"
 #include "probe.h"
+#include "race.h"
 #include "rows.h"
 #include "states.h"
 #include "threads.h"
@@ -95,6 +96,9 @@ int baton_exchange(Exchange* exchange, int kind, int number, void* x, int64_t by
 }
 float baton_probe_reading(Pool* pool, const void* from, int64_t bytes) { return probe_reading(*pool, from, bytes); }
 int64_t baton_probe_multiplying(Pool* pool, int number, int64_t steps) { return probe_multiplying(*pool, Number(number), steps); }
+void baton_race(Pool* pool, const float* weights, int width, int count, const uint32_t* keys, int64_t* winners) {
+    run_race(*pool, {weights, width, count, keys}, winners);
+}
 int baton_decoder_run(Decoder* decoder, const Forward* forward) { return decoder->run(*forward); }
 int baton_decoder_draft_on(Decoder* decoder, const Forward* forward, int steps, int64_t stride, int* ids) {
     return decoder->draft_on(*forward, steps, stride, ids);

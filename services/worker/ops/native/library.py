@@ -370,6 +370,7 @@ _SIGNATURES = {
     "baton_exchange": (c_int, (POINTER(Exchange), c_int, c_int, c_void_p, c_int64, c_void_p, c_int)),
     "baton_probe_reading": (c_float, (c_void_p, c_void_p, c_int64)),
     "baton_probe_multiplying": (c_int64, (c_void_p, c_int, c_int64)),
+    "baton_race": (None, (c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p)),
     "baton_decoder_run": (c_int, (c_void_p, POINTER(Forward))),
     "baton_decoder_draft_on": (c_int, (c_void_p, POINTER(Forward), c_int, c_int64, c_void_p)),
 }

@@ -313,6 +313,13 @@ class NativeOps:
         """By NumPy, see `torch_ops.verify_drafts`."""
         return verify_drafts(attempt)
 
+    def race(self, weights: Tensor, keys: Tensor) -> Tensor:
+        """See `sampling.races`: what PyTorch's way finds, from the same numbers."""
+        rows, width = weights.shape
+        weights, keys, winners = weights.contiguous(), keys.contiguous(), torch.empty(rows, dtype=torch.int64)
+        self._library.baton_race(self._pool, weights.data_ptr(), width, rows, keys.data_ptr(), winners.data_ptr())
+        return winners
+
     def _cache_of(self, keys: Tensor, values: Tensor, head_dim: int) -> library.Cache:
         """One layer's caches, for the library."""
         if head_dim % 2 or head_dim > MAX_HEAD_DIM:

@@ -1,8 +1,8 @@
 """Rejection sampling of drafts for a whole batch on the device: Leviathan, Kalman, Matias, arXiv:2211.17192, algorithm
 1; Chen et al., arXiv:2302.01318. What comes out has the target's distribution, whatever the drafts.
 
-No worker draws so: it accepts drafts by the same random numbers as drawing without drafts takes, so a seed's output
-does not depend on them (`triton.verification`, docs/speculative.md). This is the other way, of independent random
+No worker draws so: it accepts drafts by the same keys as drawing without drafts takes, so a seed's output does not
+depend on them (`triton.verification`, docs/speculative.md). This is the other way, of independent random
 numbers, which `baton bench kernels` measures.
 
 Bytes moved for Q sequences of K drafts and V tokens: 8 · Q · V (one row of p and q each, 4 · Q · V where all drafts
@@ -17,8 +17,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from services.worker.ops.triton.sampling import cumulated_past
 
 CHUNK = 64
 AT_ONCE = 32
@@ -123,6 +121,16 @@ def residual_kernel(
     p, left = _left(target, drafting, drafts, sequence, place, replaced, token, PLACES, VOCAB)
     tl.store(left_sums + sequence * CHUNKS + chunk, tl.sum(left, axis=1), mask=chunk < CHUNKS)
     tl.store(sums + sequence * CHUNKS + chunk, tl.sum(p, axis=1), mask=chunk < CHUNKS)
+
+
+@triton.jit
+def cumulated_past(masses, place, target):
+    """(place, the mass before it): where the cumulated `masses` (float64, in order) pass `target`; the last that weighs
+    anything where rounding leaves the target behind it."""
+    cumulated = tl.cumsum(masses, axis=0)
+    last = tl.max(tl.where(masses > 0, place, 0), axis=0)
+    found = tl.minimum(tl.sum((cumulated <= target).to(tl.int32), axis=0), last)
+    return found, tl.max(tl.where(place < found, cumulated, 0.0), axis=0)
 
 
 @triton.jit

@@ -1,10 +1,11 @@
-"""One token for each row of logits, by temperature, min_p, top_k, top_p and one random number, with no sort and in
-hardly more than one pass over the logits. What is drawn is what `sampling.sampler` and `sampling.filters` say.
+"""One token for each row of logits, by temperature, min_p, top_k, top_p and a key, with no sort and in hardly more than
+one pass over the logits. What is drawn is what `sampling.sampler`, `sampling.filters` and `sampling.races` say.
 
-A first kernel reads every logit once, many programs to a row, and leaves for each chunk of tokens its greatest logit
-and its weight. These bound which chunks can hold tokens that survive the cuts; a second kernel, one program to a row,
-reads those chunks alone, finds the threshold by bisecting the bits of weights (positive floats are ordered as their
-bits are), and turns the random number over in the cumulated weights, in the order of tokens.
+A first kernel reads every logit once, many programs to a row. Of a row without cuts it leaves for each chunk of tokens
+its winner and how far that came. Of a row with cuts it leaves each chunk's greatest logit and its weight: these bound
+which chunks can hold tokens that survive. A second kernel, one program to a row, compares the winners; or reads those
+chunks alone, finds the threshold by bisecting the bits of weights (positive floats are ordered as their bits are), and
+has the tokens race that are not below it.
 
 Bytes moved for R rows of V logits of b bytes: R · V · b, and 28 for each of the R · V / CHUNK chunks; then CHUNK · b
 for each chunk looked into. Those are about top_k, or as many as a nucleus has tokens: few unless a distribution is
@@ -47,16 +48,16 @@ class DrawParameters(NamedTuple):
     """float32; 1 keeps all."""
     min_p: Tensor
     """float32; 0 keeps all."""
-    chance: Tensor
-    """float64 in [0, 1)"""
+    keys: Tensor
+    """int64, see `random_numbers.race_keys`"""
 
 
 def draw(logits: Tensor, how: DrawParameters) -> Tensor:
     """logits [R, vocab], contiguous, float32, float16 or bfloat16 → int64 [R].
 
-    The same tokens as `sampling.sampler` draws by the same numbers, but where a sum of weights that decides about a
-    cut, or about the token, is rounded to the other side (weights are float32, cumulated ones float64). A row without
-    any finite logit gives some token.
+    The same tokens as `sampling.sampler` draws by the same keys, but where a sum of weights that decides about a cut,
+    or the quotients of the two best tokens, are rounded to the other side (all are float32). A row without any finite
+    logit gives some token.
     """
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
@@ -65,7 +66,7 @@ def draw(logits: Tensor, how: DrawParameters) -> Tensor:
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     grid = (rows, triton.cdiv(chunks, AT_ONCE))
     chunk_kernel[grid](
-        *(logits, how.temperature, peaks, sums), VOCAB=vocab, CHUNKS=chunks, AT_ONCE=AT_ONCE, CHUNK=CHUNK, num_warps=4
+        *(logits, *how, peaks, sums, listed), VOCAB=vocab, CHUNKS=chunks, AT_ONCE=AT_ONCE, CHUNK=CHUNK, num_warps=4
     )
     draw_kernel[(rows,)](
         *(logits, *how, peaks, sums, listed, tokens),
@@ -92,27 +93,63 @@ def _read(logits, token, there):
 
 
 @triton.jit
+def _times(token, key):
+    """The exponentially distributed times of tokens (int32), see `sampling.races`."""
+    x = token.to(tl.uint32) * 0x9E3779B1 + key.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) + (key >> 32).to(tl.uint32)
+    x = x * 0x846CA68B
+    low = ((x ^ (x >> 16)) & 0x7FFFFFFF).to(tl.int32)
+    v = tl.minimum((low.to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.99999994)
+    # Near 1, 1 - v has too few digits of v: the logarithm's series has them.
+    small = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
+    return tl.where(v < 0.015625, small, -tl.log(1.0 - v))
+
+
+@triton.jit
+def _first_greatest(values, token, VOCAB: tl.constexpr):
+    """(the greatest of `values` [T, C], the first token that has it) of each row; VOCAB where all are NaN."""
+    best = tl.max(values, axis=1)
+    return best, tl.min(tl.where(values == best[:, None], token, VOCAB), axis=1)
+
+
+@triton.jit
+def _is_cut(k, p, floor, VOCAB: tl.constexpr):
+    return (k < VOCAB) | (p < 1.0) | (floor > 0.0)
+
+
+@triton.jit
 def chunk_kernel(
     logits,
     temperature,
+    top_k,
+    top_p,
+    min_p,
+    keys,
     peaks,
     sums,
+    listed,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The greatest logit of each chunk, and its weight relative to that."""
+    """The greatest logit of each chunk, and in `sums` its weight relative to that; of random rows without cuts the
+    logarithm of the best token's quotient relative to that, and the token in `listed`."""
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + row)
     chunk = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     values = _read(logits + row * VOCAB, token, token < VOCAB)
     peak = tl.max(values, axis=1)
-    below = values - tl.maximum(peak, _LOWEST)[:, None]
-    total = tl.sum(tl.exp2(below * _power(tl.where(heat > 0, heat, 1.0))), axis=1)
+    powers = (values - tl.maximum(peak, _LOWEST)[:, None]) * _power(tl.where(heat > 0, heat, 1.0))
     tl.store(peaks + row * CHUNKS + chunk, peak, mask=chunk < CHUNKS)
-    tl.store(sums + row * CHUNKS + chunk, total, mask=chunk < CHUNKS)
+    if _is_cut(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), VOCAB) | (heat <= 0.0):
+        tl.store(sums + row * CHUNKS + chunk, tl.sum(tl.exp2(powers), axis=1), mask=chunk < CHUNKS)
+    else:
+        reached, winner = _first_greatest(powers - tl.log2(_times(token, tl.load(keys + row))), token, VOCAB)
+        tl.store(sums + row * CHUNKS + chunk, reached, mask=chunk < CHUNKS)
+        tl.store(listed + row * CHUNKS + chunk, winner, mask=chunk < CHUNKS)
 
 
 @triton.jit
@@ -195,24 +232,23 @@ def _cut(row, first, low, top_k, top_p, total, AT_ONCE: tl.constexpr, CHUNK: tl.
 
 
 @triton.jit
-def _note_kept(row, first, threshold, masses, AT_ONCE: tl.constexpr, CHUNK: tl.constexpr):
-    """Writes what the tokens at or above `threshold` weigh, for each listed chunk."""
-    place = tl.arange(0, AT_ONCE)
-    tl.store(masses + place, tl.sum(tl.where(first >= threshold, first, 0.0), axis=1), mask=place < row[6])
-    for tile in range(1, tl.cdiv(row[6], AT_ONCE)):
-        weights = _weights(row, tile, AT_ONCE, CHUNK)
+def _winner(row, first, threshold, key, AT_ONCE: tl.constexpr, CHUNK: tl.constexpr):
+    """The first of the tokens with the greatest quotient, among those that weigh `threshold` or more."""
+    best, winner = tl.full((), 0.0, tl.float32), tl.full((), 0, tl.int32)
+    for tile in range(tl.cdiv(row[6], AT_ONCE)):
+        weights = first
+        if tile > 0:
+            weights = _weights(row, tile, AT_ONCE, CHUNK)
         place = tile * AT_ONCE + tl.arange(0, AT_ONCE)
-        tl.store(masses + place, tl.sum(tl.where(weights >= threshold, weights, 0.0), axis=1), mask=place < row[6])
-
-
-@triton.jit
-def cumulated_past(masses, place, target):
-    """(place, the mass before it): where the cumulated `masses` (float64, in order) pass `target`; the last that weighs
-    anything where rounding leaves the target behind it."""
-    cumulated = tl.cumsum(masses, axis=0)
-    last = tl.max(tl.where(masses > 0, place, 0), axis=0)
-    found = tl.minimum(tl.sum((cumulated <= target).to(tl.int32), axis=0), last)
-    return found, tl.max(tl.where(place < found, cumulated, 0.0), axis=0)
+        chunk = tl.load(row[5] + place, mask=place < row[6], other=0)
+        token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        quotients = tl.where(weights >= threshold, weights, 0.0) / _times(token, key)
+        reached, tokens = _first_greatest(quotients, token, row[1])
+        greatest = tl.max(reached, axis=0)
+        earliest = tl.min(tl.where(reached == greatest, tokens, row[1]), axis=0)
+        winner = tl.where(greatest > best, earliest, winner)
+        best = tl.where(greatest > best, greatest, best)
+    return winner
 
 
 @triton.jit
@@ -222,7 +258,7 @@ def draw_kernel(
     top_k,
     top_p,
     min_p,
-    chance,
+    keys,
     peaks,
     sums,
     listed,
@@ -233,7 +269,7 @@ def draw_kernel(
     AT_ONCE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A row a program. Writes its own notes to `sums` and `listed`: what weighs what."""
+    """A row a program. Writes to `sums` and `listed` of rows with cuts what it finds out about their chunks."""
     number = tl.program_id(0).to(tl.int64)
     logits += number * VOCAB
     sums += number * CHUNKS
@@ -246,40 +282,33 @@ def draw_kernel(
         floor, p = tl.load(min_p + number), tl.load(top_p + number)
         k = tl.minimum(tl.load(top_k + number), VOCAB).to(tl.int32)
         power = _power(heat)
-        peak = tl.exp2((peak - top) * power)
-        mass = tl.load(sums + index, mask=index < CHUNKS, other=0.0) * peak
-        peak = tl.where(peak >= floor, peak, 0.0)
-        total = tl.sum(mass, axis=0)
-        low = k * 0
-        if k < VOCAB:
-            low = _floor(peak, mass, True, k.to(tl.float32), CHUNK)
-        elif (p < 1.0) & (floor <= 0.0):
-            low = _floor(peak, mass, False, p * total, CHUNK)
-        wanted = (peak > 0) & (peak >= low.to(tl.float32, bitcast=True))
-        count = tl.sum(wanted.to(tl.int32), axis=0)
-        place = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
-        tl.debug_barrier()
-        tl.store(listed + place, index, mask=wanted)
-        tl.store(sums + place, mass, mask=wanted)
-        tl.debug_barrier()
-        threshold = floor
-        if (k < VOCAB) | (p < 1.0) | (floor > 0):
+        mass = tl.load(sums + index, mask=index < CHUNKS, other=0.0)
+        if _is_cut(k, p, floor, VOCAB):
+            peak = tl.exp2((peak - top) * power)
+            mass *= peak
+            peak = tl.where(peak >= floor, peak, 0.0)
+            total = tl.sum(mass, axis=0)
+            low = k * 0
+            if k < VOCAB:
+                low = _floor(peak, mass, True, k.to(tl.float32), CHUNK)
+            elif (p < 1.0) & (floor <= 0.0):
+                low = _floor(peak, mass, False, p * total, CHUNK)
+            wanted = (peak > 0) & (peak >= low.to(tl.float32, bitcast=True))
+            count = tl.sum(wanted.to(tl.int32), axis=0)
+            place = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
+            tl.debug_barrier()
+            tl.store(listed + place, index, mask=wanted)
+            tl.debug_barrier()
             row = (logits, VOCAB, power, top, floor, listed, count)
             first = _weights(row, 0, AT_ONCE, CHUNK)
             threshold = tl.maximum(floor, _cut(row, first, low, k, p, total, AT_ONCE, CHUNK))
-            _note_kept(row, first, threshold, sums, AT_ONCE, CHUNK)
-            tl.debug_barrier()
-        mass = tl.load(sums + index, mask=index < count, other=0.0).to(tl.float64)
-        target = tl.load(chance + number) * tl.sum(mass, axis=0)
-        found, before = cumulated_past(mass, index, target)
-        token = tl.load(listed + found, mask=found < count, other=0) * CHUNK + element
-        weights = tl.exp2((_read(logits, token, token < VOCAB) - top) * power)
-        found, before = cumulated_past(
-            tl.where(weights >= threshold, weights, 0.0).to(tl.float64), element, target - before
-        )
-        tl.store(tokens + number, tl.minimum(tl.min(token, axis=0) + found, VOCAB - 1).to(tl.int64))
+            winner = _winner(row, first, threshold, tl.load(keys + number), AT_ONCE, CHUNK)
+        else:
+            reached = tl.where(index < CHUNKS, mass + (peak - top) * power, float("-inf"))
+            # NaNs have no greatest one: what is found then may lie in the padding.
+            winner = tl.load(listed + tl.minimum(tl.argmax(reached, axis=0), CHUNKS - 1))
+        tl.store(tokens + number, tl.minimum(winner, VOCAB - 1).to(tl.int64))
     else:
-        # NaNs have no greatest one: what is found then may lie in the padding.
         token = tl.minimum(tl.argmax(peak, axis=0), CHUNKS - 1) * CHUNK + element
         best = tl.argmax(_read(logits, token, token < VOCAB), axis=0)
         tl.store(tokens + number, tl.minimum(tl.min(token, axis=0) + best, VOCAB - 1).to(tl.int64))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.worker.batch.rows import RowRuns, rows_of
 from services.worker.batch.staging import rows_on_device
 from services.worker.sampling.parameters import ParameterTable
-from services.worker.sampling.random_numbers import RejectedDrafts, uniforms
+from services.worker.sampling.random_numbers import RejectedDrafts, race_keys
 from services.worker.speculation import verification
 from services.worker.speculation.chain import draft_chain
 from services.worker.speculation.verification import move_back
@@ -95,8 +95,8 @@ def test_each_row_is_drawn_by_the_number_of_the_position_that_it_is_at() -> None
         )
     seq_indices, positions, short = np.array([2, 0, 0, 1]), i32([9, 5, 6, 4]), i32([0, 2, 2, 3])
     assumed = table.sampling_batch(seq_indices, positions)
-    sent = torch.from_numpy(assumed.candidate_uniforms())
-    assert torch.equal(assumed.select_uniforms(sent), torch.from_numpy(uniforms(table.seed[seq_indices], positions)))
+    sent = torch.from_numpy(assumed.candidate_keys())
+    assert torch.equal(assumed.select_keys(sent), torch.from_numpy(race_keys(table.seed[seq_indices], positions)))
     behind = type(assumed)(
         assumed.features,
         assumed.by_row,
@@ -105,12 +105,10 @@ def test_each_row_is_drawn_by_the_number_of_the_position_that_it_is_at() -> None
         table,
         rejected=RejectedDrafts(torch.from_numpy(short), 3),
     )
-    true = uniforms(table.seed[seq_indices], positions - short)
-    assert behind.select_uniforms(torch.from_numpy(behind.candidate_uniforms())).tolist() == true.tolist()
+    true = race_keys(table.seed[seq_indices], positions - short)
+    assert behind.select_keys(torch.from_numpy(behind.candidate_keys())).tolist() == true.tolist()
     some = np.array([1, 3])
     there = torch.from_numpy(some)
-    assert (
-        behind.select_uniforms(torch.from_numpy(behind.candidate_uniforms(some)), there).tolist() == true[some].tolist()
-    )
+    assert behind.select_keys(torch.from_numpy(behind.candidate_keys(some)), there).tolist() == true[some].tolist()
     part = behind.part(1, 3)
-    assert part.select_uniforms(torch.from_numpy(part.candidate_uniforms())).tolist() == true[1:3].tolist()
+    assert part.select_keys(torch.from_numpy(part.candidate_keys())).tolist() == true[1:3].tolist()

@@ -1,0 +1,69 @@
+"""How a token is drawn: as a race of all tokens, whose times are functions of the key of its position.
+
+Each token t has an exponentially distributed time of its own, E(t), made from the key and t; the token with the
+greatest weight / E(t) wins, which has the distribution of the weights exactly (the Gumbel-max trick: the logarithm of
+that is log weight + Gumbel noise; Maddison, Tarlow, Minka, "A* sampling", arXiv:1411.0030).
+
+So two distributions that are raced by one key have the same winner as often as anything that looks at one of them at a
+time can reach: at least (1 - D) / (1 + D) of the time, where D is their distance in total variation; rejection
+sampling, which looks at both, has 1 - D (Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant
+speculative decoding", arXiv:2408.07978). This is what drafts are accepted by, while what is drawn does not depend on
+them at all.
+
+E(t) is -log(1 - v), where v is a number in (0, 1) of 31 bits of a hash of key and token: two rounds of multiplication
+and shifts (C. Wellons' "lowbias32"), with half of the key before each. Every way of drawing uses the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Race = Callable[[Tensor, Tensor], Tensor]
+"""(weights float32 [R, W], zeros where there is no token and W a multiple of `filters.CHUNK`; keys int64 [R], see
+`random_numbers.race_keys`) → the winners, int64 [R]; some token for a row of NaNs, or with no weight at all."""
+
+_STEP = 0x9E3779B1
+_FACTORS = (0x7FEB352D, 0x846CA68B)
+
+
+@runtime_checkable
+class HasRace(Protocol):
+    """Operations that bring a race of their own."""
+
+    def race(self, weights: Tensor, keys: Tensor) -> Tensor:
+        """See `Race`."""
+
+
+def race_of(ops: object) -> Race:
+    """The fastest race that there is for what `ops` compute on."""
+    return ops.race if isinstance(ops, HasRace) else race_by_torch
+
+
+def race_by_torch(weights: Tensor, keys: Tensor) -> Tensor:
+    """On any device, without waiting for it. Times are of double precision: then no winner depends on how a logarithm
+    is computed, and kernels may take fewer of them."""
+    times = torch.log1p(race_uniforms(keys, weights.shape[1]).double().neg_()).neg_()
+    return (weights / times).argmax(dim=1)
+
+
+def race_uniforms(keys: Tensor, width: int) -> Tensor:
+    """keys int64 [R] → float32 [R, width] in (0, 1): the number that each token's time is made of."""
+    halves = keys.view(torch.int32).view(-1, 2)
+    x = torch.arange(width, dtype=torch.int32, device=keys.device).mul_(_signed(_STEP)) + halves[:, :1]
+    _shifted(x, 16).mul_(_signed(_FACTORS[0]))
+    _shifted(x, 15).add_(halves[:, 1:]).mul_(_signed(_FACTORS[1]))
+    _shifted(x, 16).bitwise_and_(0x7FFFFFFF)
+    return x.float().add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """x ^ (x >> bits) of unsigned numbers, in place."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
