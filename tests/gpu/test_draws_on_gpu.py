@@ -1,4 +1,4 @@
-"""Draws and rejections on a real GPU, from vocabularies of served models."""
+"""Draws on a real GPU, from vocabularies of served models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from services.worker.ops.triton.rejection import RejectionInputs, verify
 from services.worker.ops.triton.sampling import DrawParameters, draw
 from services.worker.sampling.filters import min_p_threshold, top_threshold, zero_below
 from services.worker.sampling.races import race_uniforms
@@ -95,27 +94,3 @@ def test_a_draw_can_be_captured() -> None:
     logits.copy_(logits.flip(1))
     graph.replay()
     assert torch.equal(tokens, draw(logits, how))
-
-
-@pytest.mark.parametrize("certain", [False, True])
-def test_verified_drafts_have_the_targets_distribution(certain: bool) -> None:
-    sequences, vocab = 100_000, 7
-    target = torch.softmax(_logits(1, 2 * vocab, 1.0, torch.float32).view(1, 2, vocab), dim=2).contiguous()
-    q = torch.softmax(_logits(1, vocab, 1.0, torch.bfloat16).float(), dim=1)
-    drafts = torch.multinomial(q, sequences, replacement=True).view(-1, 1).int()
-    if certain:
-        drafts.fill_(3)
-    tried = RejectionInputs(
-        target.expand(sequences, -1, -1).contiguous(),
-        None if certain else q.view(1, 1, vocab).expand(sequences, -1, -1).contiguous(),
-        drafts,
-        torch.ones(sequences, dtype=torch.int32, device=CUDA),
-        torch.rand(sequences, 2, dtype=torch.float64, device=CUDA),
-    )
-    tokens, stand = verify(tried)
-    expected = target[0, 0].double() * sequences
-    seen = torch.bincount(tokens[:, 0], minlength=vocab)
-    assert float(((seen - expected) ** 2 / expected).sum()) < 30, "6 degrees of freedom"
-    behind = torch.bincount(tokens[stand == 1, 1], minlength=vocab)
-    expected = target[0, 1].double() * int(stand.sum())
-    assert float(((behind - expected) ** 2 / expected).sum()) < 30

@@ -25,7 +25,6 @@ FAMILIES = (
     "sampling",
     "masks",
     "verification",
-    "rejection",
     "kv-blocks",
 )
 _MOST = 1 << 20

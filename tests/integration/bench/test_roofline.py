@@ -17,7 +17,7 @@ from services.worker.measure.roofline import ceilings
 from services.worker.measure.roofline import gpu_cases as device_cases
 from services.worker.measure.roofline.__main__ import main
 from services.worker.measure.roofline.cases import Cases, KernelContext, batch_of
-from services.worker.measure.roofline.gpu_cases import kv_blocks, masks, rejection, sampling, verification
+from services.worker.measure.roofline.gpu_cases import kv_blocks, masks, sampling, verification
 from services.worker.measure.roofline.kernels import FAMILIES, measure_kernels
 from services.worker.measure.roofline.measured_rank import CannotMeasure
 from services.worker.measure.roofline.steps import measure_steps
@@ -154,7 +154,7 @@ def test_every_family_of_kernels_is_measured_beside_torchs_own(tmp_path: Path) -
     assert isinstance(limits, Ceilings)
     assert isinstance(again, Ceilings)
     measured = [each for each in found if isinstance(each, KernelMeasured)]
-    on_gpus = {"sampling", "masks", "verification", "rejection", "kv-blocks"}
+    on_gpus = {"sampling", "masks", "verification", "kv-blocks"}
     assert {each.family for each in measured} == set(FAMILIES) - {"moe"} - on_gpus
     assert all(each.ours.best > 0 and each.work.bytes > 0 for each in measured)
     skipped = {each.family: each.reason for each in found if isinstance(each, KernelSkipped)}
@@ -163,7 +163,7 @@ def test_every_family_of_kernels_is_measured_beside_torchs_own(tmp_path: Path) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they are measured there")
-@pytest.mark.parametrize("cases", [sampling, masks, verification, rejection, kv_blocks])
+@pytest.mark.parametrize("cases", [sampling, masks, verification, kv_blocks])
 def test_what_is_measured_on_gpus_runs_in_the_interpreter_too(
     tmp_path: Path, cases: Callable[[KernelContext], Cases], monkeypatch: pytest.MonkeyPatch
 ) -> None:

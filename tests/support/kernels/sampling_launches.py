@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import triton
 
 from services.worker.ops.triton import decode_inputs as moving_back
-from services.worker.ops.triton import rejection, verification
+from services.worker.ops.triton import verification
 from services.worker.ops.triton.sampling import AT_ONCE, CHUNK, REGISTERS, WARPS, chunk_kernel, draw_kernel
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from tests.support.kernels.kernel_launches import Instruction, Launch
@@ -21,8 +21,6 @@ def draws() -> Iterator[Launch]:
     for vocab in (128256, 2048, 32000, 151936, 262144):
         for kind in ("bf16", "fp32"):
             yield from _draws(vocab, kind, rare=(vocab, kind) != (128256, "bf16"))
-        for certain in (True, False):
-            yield from _rejections(vocab, 5, certain=certain)
     yield from _verifications()
     yield from _moves_back()
 
@@ -69,29 +67,4 @@ def _draws(vocab: int, kind: str, *, rare: bool) -> Iterator[Launch]:
         maxnreg=REGISTERS,
         must=_WIDE,
         rare=rare,
-    )
-
-
-def _rejections(vocab: int, places: int, *, certain: bool) -> Iterator[Launch]:
-    chunks = -(-vocab // rejection.CHUNK)
-    own = {"target": "*fp32", "drafts": "*i32", "counts": "*i32", "chances": "*fp64"}
-    own |= {"left_sums": "*fp32", "sums": "*fp32"} | ({} if certain else {"drafting": "*fp32"})
-    sizes = {"PLACES": places, "PADDED": triton.next_power_of_2(places), "VOCAB": vocab, "CHUNKS": chunks}
-    sizes |= {"CHUNK": rejection.CHUNK} | ({"drafting": None} if certain else {})
-    name = f"of {vocab} {'certain' if certain else 'drawn'} drafts"
-    yield Launch(
-        f"what is left {name}",
-        rejection.residual_kernel,
-        own,
-        sizes | {"AT_ONCE": rejection.AT_ONCE},
-        must=_WIDE,
-        rare=True,
-    )
-    yield Launch(
-        f"replacement {name}",
-        rejection.replace_kernel,
-        own | {"tokens": "*i32", "stand": "*i32"},
-        sizes | {"ALL": triton.next_power_of_2(chunks)},
-        num_warps=rejection.WARPS,
-        rare=True,
     )

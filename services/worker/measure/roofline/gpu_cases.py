@@ -13,7 +13,6 @@ from services.worker.measure.roofline.cases import Call, Cases, KernelCase, Kern
 from services.worker.measure.roofline.kernel_traffic import (
     kv_block_bytes,
     mask_bytes,
-    rejection_bytes,
     verification_bytes,
 )
 from services.worker.measure.roofline.measured_rank import fill_with_noise
@@ -23,7 +22,6 @@ from services.worker.sampling.masks import apply_mask, mask_words
 
 if TYPE_CHECKING:
     from services.worker.ops.triton.kv_blocks import BlockCaches
-    from services.worker.ops.triton.rejection import RejectionInputs
 
 Caches = list[tuple[Tensor, Tensor]]
 
@@ -80,45 +78,6 @@ def verification(context: KernelContext) -> Cases:
         tried = DraftsTried(drawn, ids, None, first, torch.full_like(first, _DRAFTS), _DRAFTS)
         name, work = f"{sequences} × {_DRAFTS} drafts", KernelWork(verification_bytes(rows, sequences), 0.0)
         yield KernelCase(name, work, [partial(verify, tried)], [partial(context.torch_ops.verify, tried)])
-
-
-def rejection(context: KernelContext) -> Cases:
-    """No draft is accepted, so that one row of each of both distributions is read."""
-    from services.worker.ops.triton.rejection import CHUNK, RejectionInputs, verify
-
-    vocabulary, device = context.config.vocab_size, context.device
-    for rows in context.rows:
-        size = rejection_bytes(rows, _DRAFTS, vocabulary, chunk=CHUNK, drawn=True)
-        name, work = f"{rows} × {_DRAFTS} drafts of {vocabulary}", KernelWork(size, 0.0)
-        if 16 * rows * (_DRAFTS + 1) * vocabulary > context.room:
-            yield KernelCase(name, work, [], [])
-            continue
-        target = torch.softmax(torch.randn(rows, _DRAFTS + 1, vocabulary, device=device), dim=-1)
-        drafting = torch.softmax(torch.randn(rows, _DRAFTS, vocabulary, device=device), dim=-1)
-        # What drafts hold likely, and the model does not.
-        drafts = (drafting - 9 * target[:, :_DRAFTS]).argmax(dim=-1).to(torch.int32)
-        counts = torch.full((rows,), _DRAFTS, dtype=torch.int32, device=device)
-        chances = torch.full((rows, _DRAFTS + 1), 0.999, dtype=torch.float64, device=device)
-        tried = RejectionInputs(target, drafting, drafts, counts, chances)
-
-        def call(tried: RejectionInputs = tried) -> object:
-            return verify(tried)
-
-        yield KernelCase(name, work, [call], [_rejection_by_torch(tried, drafting)])
-
-
-def _rejection_by_torch(tried: RejectionInputs, drafting: Tensor) -> Call:
-    drafts, accepts = tried.drafts.long().unsqueeze(2), tried.chances[:, :-1]
-    behind = torch.zeros_like(drafting[:, :1])
-
-    def verified() -> Tensor:
-        p = tried.target[:, :-1].gather(2, drafts).squeeze(2)
-        q = drafting.gather(2, drafts).squeeze(2)
-        place = (accepts * q < p).cumprod(dim=1).sum(dim=1)[:, None, None].expand(-1, 1, tried.target.shape[2])
-        minus = torch.cat((drafting, behind), dim=1).gather(1, place)
-        return torch.multinomial((tried.target.gather(1, place) - minus).clamp_(min=0).squeeze(1), 1)
-
-    return verified
 
 
 def kv_blocks(context: KernelContext) -> Cases:

@@ -76,13 +76,6 @@ def verification_bytes(rows: int, sequences: int) -> int:
     return 16 * rows + 12 * sequences
 
 
-def rejection_bytes(sequences: int, drafts: int, vocab: int, *, chunk: int, drawn: bool) -> int:
-    """One row of the target's probabilities for each sequence, and of the drafts' where they are `drawn` from some; of
-    each chunk two sums, written and one read; each draft's own probabilities."""
-    rows = 2 if drawn else 1
-    return sequences * (4 * rows * (vocab + drafts) + 12 * -(-vocab // chunk))
-
-
 def kv_block_bytes(blocks: int, *, layers: int, kv_heads: int, head_dim: int, cache_itemsize: int) -> int:
     """Keys and values of whole blocks, out of the caches and into one run of memory, or back."""
     return 2 * blocks * layers * 2 * kv_heads * DEFAULT_BLOCK_SIZE * head_dim * cache_itemsize

@@ -10,7 +10,7 @@ import torch
 from services.worker.graphs.capture import CudaCapture
 from services.worker.measure.roofline.cases import Call, Cases, KernelCase, KernelContext, NoKernel
 from services.worker.measure.roofline.ceilings import Stopwatch, measure_ceilings
-from services.worker.measure.roofline.gpu_cases import kv_blocks, masks, on_gpus, rejection, sampling, verification
+from services.worker.measure.roofline.gpu_cases import kv_blocks, masks, on_gpus, sampling, verification
 from services.worker.measure.roofline.layer_cases import (
     activation,
     decode_attention,
@@ -43,7 +43,6 @@ FAMILIES: dict[str, Callable[[KernelContext], Cases]] = {
     "sampling": on_gpus(sampling),
     "masks": on_gpus(masks),
     "verification": on_gpus(verification),
-    "rejection": on_gpus(rejection),
     "kv-blocks": on_gpus(kv_blocks),
 }
 _ROWS = {"cpu": (1, 16, 64), "cuda": (1, 16, 64, 256, 2048)}
