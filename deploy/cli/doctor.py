@@ -207,7 +207,7 @@ def processors_of_ranks(run_dir: Path) -> dict[str, Cpus]:
     state = read_state(run_dir)
     found: dict[str, Cpus] = {}
     for member in () if state is None else state.members:
-        if member.service == "worker" and member.pid is not None:
+        if (member.service == "worker" or member.colocated) and member.pid is not None:
             with contextlib.suppress(OSError, AttributeError):  # it has ended, or the system cannot tell
                 found[member.instance] = frozenset(os.sched_getaffinity(member.pid))
     return found

@@ -42,7 +42,7 @@ def ps(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None) ->
     state = running_stack(name, run_dir)
     supervised = is_held(run_dir_of(name, run_dir))
     heard = asyncio.run(_heard(state))
-    rows = [_row(member, heard) for member in state.members]
+    rows = [row for member in state.members for row in (_row(member, heard), *_hosted_rows(member, heard))]
     if state.spec.cluster is not None:
         rows = [{**row, "host": state.spec.cluster.node} for row in rows] + list(_rows_elsewhere(state, heard))
     rows.sort(key=lambda row: (row["service"], row["instance"]))
@@ -92,7 +92,8 @@ async def latest_lifecycles(state: StackState) -> LatestLifecycles:
 async def _heard(state: StackState) -> HeardStack:
     lifecycles: dict[str, Lifecycle] = {}
     hosts: dict[str, str] = {}
-    missing = {member.instance for member in state.members if member.pid is not None}
+    started = [member.member().process for member in state.members if member.pid is not None]
+    missing = {each.instance for process in started for each in (process, *process.hosted)}
     complete = asyncio.Event()
 
     async def record(message: Lifecycle) -> None:
@@ -157,6 +158,13 @@ def _row(member: MemberRecord, heard: HeardStack) -> dict[str, Any]:
         "memory": _resident(member.pid),
         "failure": _failure(member) if is_failed(member, life) else None,
     }
+
+
+def _hosted_rows(member: MemberRecord, heard: HeardStack) -> Iterator[dict[str, Any]]:
+    """The other actors of its process."""
+    for hosted in member.member().process.hosted:
+        row = _row(msgspec.structs.replace(member, service=hosted.service, instance=hosted.instance), heard)
+        yield {**row, "memory": None, "failure": None}
 
 
 def _failure(member: MemberRecord) -> dict[str, Any]:

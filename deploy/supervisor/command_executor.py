@@ -20,7 +20,7 @@ from deploy.supervisor.core.events import (
 )
 from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.core.plan import ProcessSpec
-from deploy.supervisor.launch import CommandLineOf, LaunchContext, module_of, secret_settings
+from deploy.supervisor.launch import COLOCATED, CommandLineOf, LaunchContext, module_of, secret_settings
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.network import network_environment
 from deploy.supervisor.processes import ChildProcesses, RemoteCommand, RemoteProcesses, RemoteSite
@@ -113,12 +113,13 @@ class CommandExecutor:
         if member is None or member.state != "running" or member.pid is None:
             return StrikeRefusal(f"instance: {order.instance} has no process here just now")
         log.warning("struck by an operator", extra={"order": order, "struck": member.pid})
+        struck = member.process.instance  # the actor that was named may be one of several of its process
         if order.fault == "kill":
-            self._signal(order.instance, signal.SIGKILL)
+            self._signal(struck, signal.SIGKILL)
         else:
-            self._signal(order.instance, signal.SIGSTOP)
+            self._signal(struck, signal.SIGSTOP)
             loop = asyncio.get_running_loop()
-            loop.call_later(order.seconds, lambda: self._signal(order.instance, signal.SIGCONT))
+            loop.call_later(order.seconds, lambda: self._signal(struck, signal.SIGCONT))
         return ProcessStruck(member.pid)
 
     def _signal(self, instance: InstanceId, number: signal.Signals) -> None:
@@ -134,8 +135,9 @@ class CommandExecutor:
     def make_templates(self, notify: Callable[[], None]) -> None:
         """Has processes forked from now on, of the services that are planned now. `notify` is called when a template
         has said something."""
-        planned = {process.service for process in self._spec.planned()} - {"worker"}
-        self.templates = Templates(module_of("worker"), [module_of(service) for service in planned], notify)
+        services = {process.service for process in self._spec.planned() if not process.colocated} - {"worker"}
+        workers = [COLOCATED if self._spec.counts.colocate else module_of("worker")]
+        self.templates = Templates(workers, [module_of(service) for service in services], notify)
 
     def start_service_template(self) -> None:
         """Starts what forks services, where there is none and there may be one. Needs a running event loop."""
@@ -147,7 +149,8 @@ class CommandExecutor:
         """Starts what forks services and what forks workers, where that is missing and may be there. Needs a running
         event loop."""
         self.start_service_template()
-        worker = next((process for process in self._spec.planned() if process.service == "worker"), None)
+        planned = (each for process in self._spec.planned() for each in (process, *process.hosted))
+        worker = next((process for process in planned if process.service == "worker"), None)
         if self.templates is None or worker is None or not self.templates.workers.may_start:
             return
         template = self.templates.workers
@@ -196,6 +199,7 @@ class CommandExecutor:
         if order.new_rendezvous and process.engine is not None and self._spec.counts.leads:
             self.rendezvous[process.engine] = self._new_rendezvous(process.engine)
         where = self._where(process, gateway_port, order.device, standby=order.standby)
+        forked_as = "worker" if process.colocated else process.service
         argv = self._launch(self._spec, process, where)
         try:
             pid = self._children.start(
@@ -203,7 +207,7 @@ class CommandExecutor:
                 argv,
                 self._logs.of(process.instance),
                 self._environment(process, where),
-                None if self.templates is None else self.templates.of(process.service),
+                None if self.templates is None else self.templates.of(forked_as),
             )
         except OSError as error:
             log.error("not started", extra={"child": process.instance, "error": str(error)})
@@ -251,12 +255,23 @@ class CommandExecutor:
         )
 
     def _environment(self, process: ProcessSpec, where: LaunchContext) -> dict[str, str]:
+        if process.colocated:
+            return self._environment_of_several((process._replace(colocated=False), *process.hosted), where)
         return {
             **inherited_environment(process.service),
             **self._access.environment(process.service),
             **secret_settings(self._spec, process, where),
             **(self._network if process.service == "worker" else {}),
         }
+
+    def _environment_of_several(self, processes: Iterable[ProcessSpec], where: LaunchContext) -> dict[str, str]:
+        """Of one process: what is said to each of its services reaches that one alone."""
+        environment: dict[str, str] = {}
+        for process in processes:
+            access, own = self._access.environment(process.service), f"{ENVIRONMENT_PREFIX}{process.service.upper()}_"
+            environment |= self._environment(process, where)
+            environment |= {own + name.removeprefix(ENVIRONMENT_PREFIX): value for name, value in access.items()}
+        return environment
 
 
 def _topic_of(life: Lifecycle) -> Topic[Lifecycle]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -56,6 +57,10 @@ class CommandLineOf(Protocol):
 def service_command(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> list[str]:
     """`python -m services.X --key=value …`; the user's own settings come last and override the others. Without those
     that are secrets: see `secret_settings`."""
+    if process.colocated:
+        alone = process._replace(colocated=False)
+        parts = ([each.service, *service_command(spec, each, where)[3:]] for each in (alone, *process.hosted))
+        return [sys.executable, "-m", COLOCATED, *chain.from_iterable(parts)]
     spec = spec.of(process)
     settings = {
         **_common(spec, process, where),
@@ -71,6 +76,10 @@ def module_of(service: Service) -> str:
     """What `python -m` starts for a service: below `baton` where this is installed, as it is in the repository here."""
     above = __name__.removesuffix(".supervisor.launch").removesuffix("deploy")
     return f"{above}kvstore" if service == "kvstore" else f"{above}services.{service}"
+
+
+COLOCATED = f"{module_of('scheduler').removesuffix('.scheduler')}.offline.colocated"
+"""What `python -m` starts for several services in one process."""
 
 
 def flags(settings: Mapping[str, str]) -> list[str]:

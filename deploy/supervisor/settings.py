@@ -57,6 +57,14 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     ] = 1
     detokenizers: Annotated[Count, Meta(description="Detokenizer processes."), UpOption(SIZE)] = 1
     coordinators: Annotated[Count, Meta(description="Coordinator processes."), UpOption(SIZE)] = 1
+    colocate: Annotated[
+        bool,
+        Meta(
+            description="Run each engine's scheduler and rank, a coordinator and a detokenizer in one process, for "
+            "machines with few processors: steps then pass no server."
+        ),
+        UpOption(SIZE),
+    ] = False
     advertise_address: Annotated[
         str | None,
         Meta(description="ADDRESS[:PORT] where other hosts reach this one; they join at PORT (6221)."),

@@ -62,11 +62,14 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
     """Of the log of one that failed, as they were at its last death."""
     model: ModelName | None = None
     """Which of several models it works for."""
+    colocated: bool = False
+    """See `ProcessSpec.colocated`."""
 
     def member(self) -> SupervisedProcess:
         """As the supervisor's core has it, but for what only its next lifecycle message says."""
         process = ProcessSpec(
-            self.service, self.instance, self.number, self.kind, self.engine, self.pool, self.rank, self.model
+            *(self.service, self.instance, self.number, self.kind, self.engine, self.pool, self.rank, self.model),
+            colocated=self.colocated,
         )
         return SupervisedProcess(
             process,

@@ -76,12 +76,16 @@ def discard_pages(model_dir: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def execute_asleep(level: SleepLevel, processors: Collection[int] | None) -> NoReturn:
-    """Replaces this process's program by one that sleeps. `processors`: those that the process was started on, as it
-    has bound itself since; None: it cannot."""
+def execute_asleep(
+    level: SleepLevel, processors: Collection[int] | None, module: str = "services.worker", after: str | None = None
+) -> NoReturn:
+    """Replaces this process's program, which is `module`, by one that sleeps. `processors`: those that the process was
+    started on, as it has bound itself since; None: it cannot. `after`: the word of the command line behind which the
+    rank's flags begin; None: all are the rank's."""
     if processors is not None:
         os.sched_setaffinity(0, processors)
     flags = [flag for flag in sys.argv[1:] if not flag.startswith(FLAG)]
+    flags.insert(len(flags) if after is None else flags.index(after) + 1, f"{FLAG}{level}")
     logging.shutdown()
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "services.worker", *flags, f"{FLAG}{level}"])
+    os.execv(sys.executable, [sys.executable, "-m", module, *flags])

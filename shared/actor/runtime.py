@@ -400,6 +400,12 @@ def run_service(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[
     It ends by itself a while after its supervisor (`orphan_timeout`). `build` makes the actor on a
     connected bus. Exits with status 1 when no bus answers.
     """
+    set_up_process(config, service)
+    run_loop(_serve(config, build))
+
+
+def set_up_process(config: ServiceConfig, service: str) -> None:
+    """Logs and traces of this process are that service's from now on. Exits with status 1 where it cannot trace."""
     if (age := process_age()) is not None:
         STARTUP.record("process", age)
     set_up_logs(service, config.instance, config.log_level)
@@ -410,7 +416,6 @@ def run_service(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[
         except TracingUnavailable as error:
             log.error("cannot trace", extra={"error": str(error)})
             raise SystemExit(1) from None
-    run_loop(_serve(config, build))
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
@@ -446,7 +451,7 @@ async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable
             loop.add_signal_handler(number, runtime.stop)
         watch = None
         if config.supervisor_lock is not None:
-            watch = loop.create_task(_end_as_orphan(Path(config.supervisor_lock), config, runtime))
+            watch = loop.create_task(end_as_orphan(Path(config.supervisor_lock), config, runtime.stop))
         try:
             await runtime.run()
         except NameTaken as error:
@@ -470,13 +475,13 @@ def keep_from_collecting() -> None:
     gc.freeze()
 
 
-async def _end_as_orphan(lock: Path, config: ServiceConfig, runtime: ActorRuntime) -> None:
+async def end_as_orphan(lock: Path, config: ServiceConfig, stop: Callable[[], None]) -> None:
     """Ends this process some time after its supervisor, where nobody else did: whoever takes a stack over, be it to end
     it, holds the lock."""
     margin = min(config.orphan_timeout, MAX_ORPHAN_MARGIN)
     await orphaned(lock, config.orphan_timeout + margin)
     log.warning("no supervisor", extra={"seconds": config.orphan_timeout})
-    runtime.stop()
+    stop()
     await asyncio.sleep(config.drain_timeout + margin)
     os._exit(1)
 

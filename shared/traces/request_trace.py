@@ -70,14 +70,14 @@ async def request_trace(
     if trace_id is None:
         return None
     answers = known | await _ask_all(bus, trace_id, others)
-    hops = [
-        Hop(span.name, instance, span.begun, span.ended, span.attributes)
-        for instance, found in answers.items()
+    hops = {  # actors of one process all say what that remembers
+        (span.name, span.begun, span.ended): Hop(span.name, instance, span.begun, span.ended, span.attributes)
+        for instance, found in reversed(answers.items())
         if found.trace_id == trace_id
         for span in found.spans
-    ]
+    }
     whole = {instance for instance, found in known.items() if found.trace_id == trace_id}
-    return RequestTrace(trace_id, tuple(sorted(hops, key=lambda hop: (hop.instance not in whole, hop.begun))))
+    return RequestTrace(trace_id, tuple(sorted(hops.values(), key=lambda hop: (hop.instance not in whole, hop.begun))))
 
 
 async def _ask_all(bus: Bus, name: str, instances: Iterable[InstanceId]) -> dict[InstanceId, SpansFound]:

@@ -208,11 +208,14 @@ def check_gateway(spec: StackSpec) -> None:
 def counts_of(stack: StackSettings, pp: int, *, has_store: bool) -> Counts:
     """How many processes of each kind. Raises CommandError where no engine would decode."""
     stages, ranks = stack.stages(pp), stack.ranks(pp)
+    if stack.colocate:
+        check_colocation(stack, ranks)
     return Counts(
         gateway=stack.gateways,
         tokenizer=stack.tokenizers,
-        detokenizer=stack.detokenizers,
-        coordinator=stack.coordinators,
+        detokenizer=0 if stack.colocate else stack.detokenizers,
+        coordinator=0 if stack.colocate else stack.coordinators,
+        colocate=stack.colocate,
         engines=mixed_engines(stack.engines, stack.prefill, stack.decode),
         ranks=ranks[0],
         stages=stages[0],
@@ -227,6 +230,23 @@ def counts_of(stack: StackSettings, pp: int, *, has_store: bool) -> Counts:
         hosts=stack.nodes,
         host=stack.node_rank,
     )
+
+
+def check_colocation(stack: StackSettings, ranks: tuple[int, int, int]) -> None:
+    """Raises CommandError for what `--colocate` cannot be combined with."""
+    refused = {
+        f"engines of {ranks[0]} ranks": ranks[0] > 1,
+        f"--prefill {stack.prefill} and --decode {stack.decode}": bool(stack.prefill or stack.decode),
+        f"--standby {stack.standby}": bool(stack.standby),
+        f"--coordinators {stack.coordinators}": stack.coordinators > 1,
+        f"--detokenizers {stack.detokenizers}": stack.detokenizers > 1,
+        f"--nodes {stack.nodes}": stack.nodes > 1,
+        f"--advertise-address {stack.advertise_address}": stack.advertise_address is not None,
+        f"--launcher {stack.launcher}": stack.launcher != "local",
+    }
+    if what := [each for each, is_given in refused.items() if is_given]:
+        allowed = "engines of one rank on this machine alone, each with a coordinator and a detokenizer of its own"
+        raise CommandError(f"--colocate: not with {', '.join(what)}, but for {allowed}", status=2)
 
 
 def encoders(stack: StackSettings, model: Path, *, has_weights: bool) -> int:

@@ -34,6 +34,7 @@ ONE_MODEL_ONLY = (
     "alias",
     "lora",
     "lora_registry",
+    "colocate",
 )
 """Options that several models together cannot have."""
 MAX_MODELS = 64

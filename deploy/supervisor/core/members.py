@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from msgspec import Struct
 
 from deploy.supervisor.core.plan import ProcessSpec
+from shared.ids import InstanceId
 from shared.messages.lifecycle import Lifecycle, Phase
 from shared.reliability.retry import Backoff
 
@@ -46,6 +47,8 @@ class SupervisedProcess:
     """Exit status of the last of them."""
     restarts: int = 0
     lifecycle: Lifecycle | None = None
+    hosted: dict[InstanceId, Lifecycle] = field(default_factory=dict)
+    """What the other actors of its process said last."""
     standby: bool = False
     """Whether its engine is to stand by: loaded, without requests."""
     stood_by: bool = False
@@ -60,6 +63,8 @@ class SupervisedProcess:
     def is_ready(self) -> bool:
         """Whether it runs and has published that it takes requests, or that it stands by and would."""
         if self.state != "running" or self.lifecycle is None:
+            return False
+        if any(name not in self.hosted or self.hosted[name].phase != "ready" for _, name, *_ in self.process.hosted):
             return False
         return self.lifecycle.phase == "ready" or self.lifecycle.stands_by
 

@@ -59,6 +59,9 @@ class Counts(Struct, frozen=True, kw_only=True):
     """Engines of each pool that has any which are kept loaded beside those that serve."""
     kvstore: int = 0
     """KV stores on this host: 1 or 0."""
+    colocate: bool = False
+    """Whether an engine's processes are one, which is a coordinator and a detokenizer as well: see
+    `ProcessSpec.colocated`."""
     engine_stores: bool = False
     """Whether each engine has a KV store of its own, as engines do that run on other machines."""
     hosts: int = 1
@@ -142,6 +145,23 @@ class ProcessSpec(NamedTuple):
     """The rank of a worker; None for other services."""
     model: ModelName | None = None
     """Which of several models it works for; None: there is one, or it serves all of them."""
+    colocated: bool = False
+    """Of a scheduler: whether its process also runs the actors that `hosted` lists."""
+
+    @property
+    def hosted(self) -> tuple[ProcessSpec, ...]:
+        """What else runs in this process: the engine's rank, and a coordinator and a detokenizer of its own. None of
+        them is started, ended or counted by itself."""
+        if not self.colocated:
+            return ()
+        rank = self._replace(service="worker", instance=InstanceId(f"{self.engine}-rank0"), rank=0, colocated=False)
+        coordinator = InstanceId(f"{self.engine}-coordinator")
+        detokenizer = InstanceId(f"{self.engine}-detokenizer")
+        return (
+            rank,
+            ProcessSpec("coordinator", coordinator, self.number, None),
+            ProcessSpec("detokenizer", detokenizer, self.number, None, model=self.model),
+        )
 
 
 def name_prefix(model: ModelName) -> str:
@@ -163,6 +183,8 @@ def process_specs(what: Scalable, number: int, counts: Counts) -> list[ProcessSp
 def _engine_processes(pool: Pool, number: int, counts: Counts) -> list[ProcessSpec]:
     engine, ranks = EngineId(counts.named(f"{ENGINE_NAMES[pool]}-{number}")), counts.ranks_here(pool)
     scheduler = ProcessSpec("scheduler", InstanceId(engine), number, pool, engine, pool, model=counts.model)
+    if counts.colocate:
+        return [scheduler._replace(colocated=True)]
     workers = (scheduler._replace(service="worker", instance=InstanceId(f"{engine}-rank{r}"), rank=r) for r in ranks)
     stores = [InstanceId(f"{engine}-kvstore")] if counts.engine_stores else []
     return [

@@ -124,12 +124,15 @@ class Supervisor:
         yield from self._members.values()
 
     def member(self, instance: InstanceId) -> SupervisedProcess | None:
-        """The process of that name; None where this host has none."""
-        return self._members.get(instance)
+        """The process of that name, or that runs the actor of that name; None where this host has none."""
+        if (member := self._members.get(instance)) is not None:
+            return member
+        hosts = (m for m in self._members.values() if any(each.instance == instance for each in m.process.hosted))
+        return next(hosts, None)
 
     def looks_after(self, instance: InstanceId) -> bool:
-        """Whether it is a process of this host, running or waiting."""
-        return instance in self._members
+        """Whether it is a process of this host, running or waiting, or in one."""
+        return self.member(instance) is not None
 
     def failed(self) -> frozenset[InstanceId]:
         """Who has died so often in a row that somebody should look, and is not ready now."""
@@ -196,13 +199,16 @@ class Supervisor:
                 assert_never(event)
 
     def _present(self, instances: Iterable[InstanceId]) -> list[SupervisedProcess]:
-        found = (self._members.get(instance) for instance in instances)
-        return [member for member in found if member is not None and member.state == "running"]
+        found = {id(member): member for member in map(self.member, instances) if member is not None}
+        return [member for member in found.values() if member.state == "running"]
 
     def _record_lifecycle(self, lifecycle: Lifecycle, now: float) -> None:
-        member = self._members.get(lifecycle.instance)
+        member = self.member(lifecycle.instance)
         if member is not None and member.state != "waiting" and member.pid == lifecycle.pid:
-            member.lifecycle = lifecycle
+            if member.process.instance == lifecycle.instance:
+                member.lifecycle = lifecycle
+            else:
+                member.hosted[lifecycle.instance] = lifecycle
             if member.is_ready and member.ready_since is None:
                 member.ready_since = now
             self._standbys.record(member)
@@ -212,8 +218,10 @@ class Supervisor:
     def _exited(self, instance: InstanceId, status: int | None, now: float) -> list[Command]:
         member = self._members[instance]
         commands: list[Command] = []
-        if status != 0 and member.lifecycle is not None and member.phase not in ("stopped", "failed"):
-            commands.append(AnnounceDeath(msgspec.structs.replace(member.lifecycle, phase="failed")))
+        lives = [*member.hosted.values(), *([] if member.lifecycle is None else [member.lifecycle])]
+        for life in lives if status != 0 else []:
+            if life.phase not in ("stopped", "failed"):
+                commands.append(AnnounceDeath(msgspec.structs.replace(life, phase="failed")))
         own_fault, ready_since = member.state == "running", member.ready_since
         self._mark_gone(member)
         if not member.wanted:
@@ -233,6 +241,7 @@ class Supervisor:
     def _mark_gone(self, member: SupervisedProcess) -> None:
         member.move("waiting")
         member.pid = member.lifecycle = member.deadline = member.ready_since = None
+        member.hosted = {}
 
     def _count_failure(self, member: SupervisedProcess, ready_since: float | None, now: float) -> float:
         if ready_since is not None and now - ready_since >= self._policy.healthy_after:
@@ -281,10 +290,10 @@ class Supervisor:
 
     def _may_start(self, member: SupervisedProcess, now: float) -> bool:
         """The ranks of an engine start together, once the last of the former ones is gone."""
+        if self.holds_workers and (member.process.service == "worker" or member.process.colocated):
+            return False
         if member.process.service != "worker":
             return True
-        if self.holds_workers:
-            return False
         if not self._counts.leads and member.process.engine not in self._unanswered:
             return False
         return all(m.state == "waiting" and m.due <= now for m in self._ranks_of(member.process.engine))
@@ -431,7 +440,7 @@ class Supervisor:
         taken = {member.device for member in self._members.values()}
         for _, group in groupby(new, key=lambda process: process.engine):
             members = [SupervisedProcess(process, due=due, standby=standby) for process in group]
-            workers = [member for member in members if member.process.service == "worker"]
+            workers = [m for m in members if m.process.service == "worker" or m.process.colocated]
             pool = workers[0].process.pool if workers else None
             stages = 1 if pool is None else self._plans[workers[0].process.model].stages_of(pool)
             devices = choose_devices(taken, len(workers), self._gpus, stages=stages)

@@ -12,10 +12,10 @@ from shared.messages.lifecycle import Service
 class Templates:
     """Owns both."""
 
-    def __init__(self, worker: str, services: Collection[str], notify: Callable[[], None]) -> None:
-        """`worker`, `services`: modules of the programs; another service is started without. `notify`: called when a
+    def __init__(self, workers: Collection[str], services: Collection[str], notify: Callable[[], None]) -> None:
+        """`workers`, `services`: modules of the programs; another service is started without. `notify`: called when a
         template has said something."""
-        self.workers = TemplateProcess(TEMPLATE, [worker], notify)
+        self.workers = TemplateProcess(TEMPLATE, workers, notify)
         self.services = TemplateProcess(SERVICE_TEMPLATE, services, notify)
 
     def of(self, service: Service) -> TemplateProcess:

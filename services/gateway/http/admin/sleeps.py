@@ -22,6 +22,8 @@ from shared.bus import Bus
 CHANGE_TIMEOUT = 600.0
 """Seconds in which the engines must have fallen asleep, or serve again."""
 LOOK_EVERY = 0.05
+RETURN_SECONDS = 20.0
+"""Within which there is an answer again: an engine's process may be a coordinator, too, which falls asleep with it."""
 HEARD_SECONDS = 5.0
 """Within which an engine's word that it serves has come here."""
 LEVELS = {"1": 1, "2": 2}
@@ -89,12 +91,17 @@ class SleepEndpoints:
 
     async def _until_done(self, told: dict[str, Any]) -> set[str]:
         """The engines, once none is on its way."""
-        deadline = time.monotonic() + CHANGE_TIMEOUT
+        answered, deadline = time.monotonic(), time.monotonic() + CHANGE_TIMEOUT
         while any(state["busy"] for state in told["instances"].values()):
             if time.monotonic() > deadline:
                 raise RequestError(408, f"it is not done within {CHANGE_TIMEOUT:g} s, and goes on")
             await asyncio.sleep(LOOK_EVERY)
-            told = await ask_coordinator(self._bus, "sleeping", {})
+            try:
+                told = await ask_coordinator(self._bus, "sleeping", {})
+                answered = time.monotonic()
+            except RequestError as error:
+                if error.status != 503 or time.monotonic() - answered > RETURN_SECONDS:
+                    raise
         return set(told["instances"])
 
 

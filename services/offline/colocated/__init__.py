@@ -1,0 +1,1 @@
+"""Actors of several services in one process of a stack."""
