@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 KEPT_TIMEOUT = 3.0
 """Seconds that an answer waits for what is kept of its prompt: as long as a scheduler waits for its KV store."""
-FINGERPRINT = "baton"
-"""`system_fingerprint`: to be changed when the same seed no longer gives the same text."""
+FINGERPRINT = "baton-2"
+"""`system_fingerprint`: to be changed when the same seed no longer gives the same text, as last by ADR 101."""
 
 ResponseOutcome = Literal["finished", "failed", "client left", "client too slow", "taken over", "overflowed"]
 """taken over: the client resumes the stream on another connection, or is to do so at another gateway. overflowed: the

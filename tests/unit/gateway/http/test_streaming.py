@@ -39,7 +39,7 @@ HEAD = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 17, "m
 def test_any_text_survives(text: str) -> None:
     choice = ChoiceState(0, 0)
     assert parsed(SseFrames(CHAT, PLAIN, 1).text(choice, text)) == HEAD | {
-        "system_fingerprint": "baton",
+        "system_fingerprint": "baton-2",
         "choices": [
             {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None, "token_ids": None}
         ],
@@ -137,7 +137,7 @@ def test_whole_bodies_join_the_pieces_behind_the_echo() -> None:
 
 def test_every_field_of_vllms_answers_is_there_and_null_where_it_says_nothing() -> None:
     choice = ChoiceState(0, 0, texts=["a"], tokens=1, finish="stop")
-    head = {"created": 17, "system_fingerprint": "baton", "usage": usage([choice])}
+    head = {"created": 17, "system_fingerprint": "baton-2", "usage": usage([choice])}
     unused = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"))
     end = {"index": 0, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
     end |= dict.fromkeys(("token_ids", "routed_experts"))
