@@ -4,8 +4,8 @@ Each token t has an exponentially distributed time of its own, E(t), made from t
 greatest weight / E(t) wins, which has the distribution of the weights exactly (the Gumbel-max trick: the logarithm of
 that is log weight + Gumbel noise; Maddison, Tarlow, Minka, "A* sampling", arXiv:1411.0030).
 
-So two distributions that are raced by one key have the same winner as often as anything that looks at one of them at a
-time can reach: at least (1 - D) / (1 + D) of the time, where D is their distance in total variation; rejection
+So two distributions that are raced by one key have the same winner as often as anything can promise that looks at one
+of them at a time: at least (1 - D) / (1 + D) of the time, where D is their distance in total variation; rejection
 sampling, which looks at both, has 1 - D (Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant
 speculative decoding", arXiv:2408.07978). This is what drafts are accepted by, while what is drawn does not depend on
 them at all.

@@ -42,15 +42,14 @@ def client_of(url: str) -> AsyncOpenAI:
 async def stream_chat(
     client: AsyncOpenAI, model: str, question: str, started: asyncio.Event | None = None, **options: object
 ) -> Streamed:
-    """Streams one greedy chat to its end. Sets `started` at the first text."""
+    """Streams one chat to its end, greedy where `options` have no temperature. Sets `started` at the first text."""
     seen = Streamed()
     stream = await client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": question}],
-        temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        **options,  # type: ignore[call-overload]
+        **{"temperature": 0, **options},  # type: ignore[call-overload]
     )
     async for chunk in stream:
         seen.chunks += 1
