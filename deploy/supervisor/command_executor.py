@@ -72,7 +72,8 @@ class CommandExecutor:
         self._children = children
         self._logs = logs
         self.rendezvous: dict[EngineId, str] = {}
-        """Chosen on the first host; the other hosts use what that one announces."""
+        """Where those of each engine meet, or of the data-parallel group that begins with it. Chosen on the first host;
+        the other hosts use what that one announces."""
         self._network = network_environment(spec.hosts)
         self.templates: Templates | None = None
         """What forks processes; None where they are started one by one."""
@@ -196,8 +197,8 @@ class CommandExecutor:
 
     def _start(self, order: StartProcess, gateway_port: int) -> ProcessStarted | ProcessExited:
         process = order.process
-        if order.new_rendezvous and process.engine is not None and self._spec.counts.leads:
-            self.rendezvous[process.engine] = self._new_rendezvous(process.engine)
+        if order.new_rendezvous and process.group is not None and self._spec.counts.leads:
+            self.rendezvous[process.group] = self._new_rendezvous(process.group)
         where = self._where(process, gateway_port, order.device, standby=order.standby)
         forked_as = "worker" if process.colocated else process.service
         argv = self._launch(self._spec, process, where)
@@ -246,7 +247,7 @@ class CommandExecutor:
     ) -> LaunchContext:
         return LaunchContext(
             port=gateway_port,
-            rendezvous=self.rendezvous.get(process.engine) if process.engine else None,
+            rendezvous=self.rendezvous.get(process.group) if process.group else None,
             arenas=self._store.arenas,
             redis_url=self._store.redis_url,
             federation_url=self._federation.url,

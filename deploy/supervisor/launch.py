@@ -171,8 +171,8 @@ def _ranks(spec: StackSpec, process: ProcessSpec) -> int:
 
 def _rank(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[str, str]:
     alone = {"engine": str(process.engine), "local_rank": str(where.device or 0)}
-    ranks = _ranks(spec, process)
-    if ranks == 1 or where.rendezvous is None:
+    ranks, group = _ranks(spec, process), _group(spec, process)
+    if (ranks == 1 and not group) or where.rendezvous is None:
         return alone
     return {
         **alone,
@@ -180,7 +180,16 @@ def _rank(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[s
         "world_size": str(ranks),
         "rendezvous": where.rendezvous,
         **_pipeline(spec, process),
+        **group,
     }
+
+
+def _group(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:
+    """Its place in the data-parallel group of its engine; none where that shares nothing."""
+    size = spec.counts.data_parallel
+    if size == 1 or process.pool != "engines":
+        return {}
+    return {"data_parallel_size": str(size), "data_parallel_rank": str((process.number - 1) % size)}
 
 
 def _numa(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:

@@ -64,12 +64,15 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
     """Which of several models it works for."""
     colocated: bool = False
     """See `ProcessSpec.colocated`."""
+    group: EngineId | None = None
+    """None, too, where the supervisor before this one knew of no groups."""
 
     def member(self) -> SupervisedProcess:
         """As the supervisor's core has it, but for what only its next lifecycle message says."""
         process = ProcessSpec(
             *(self.service, self.instance, self.number, self.kind, self.engine, self.pool, self.rank, self.model),
             colocated=self.colocated,
+            group=self.group or self.engine,
         )
         return SupervisedProcess(
             process,

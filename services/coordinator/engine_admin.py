@@ -135,6 +135,8 @@ class EngineAdmin:
 
     async def _sleeps(self, question: SleepEngine | WakeEngine | ReadSleepState) -> bytes:
         answers = await self._ask_all(self._engines(), question, SleepState)
+        if refused := [state.refused for state in answers.values() if state.refused]:
+            raise EndpointError(409, refused[0])
         told = {instance: {"asleep": state.level, "busy": state.busy} for instance, state in sorted(answers.items())}
         return msgspec.json.encode({"instances": told})
 

@@ -67,6 +67,7 @@ from shared.messages.scheduler import (
     SchedulerAnswer,
     SchedulerQuestion,
     SleepEngine,
+    SleepState,
     StepFinished,
     WakeEngine,
 )
@@ -225,6 +226,8 @@ class SchedulerActor(Actor):
                 return self.core.pause_state()
             case ReadPauseState():
                 return self.core.pause_state()
+            case SleepEngine() if (others := self._ranks.data_parallel_size) > 1:
+                return SleepState(None, 0, f"{self.instance}: {others} engines share experts, and need its ranks awake")
             case SleepEngine() | WakeEngine():
                 await self._decide_sleep(None if isinstance(request, WakeEngine) else request.level)
                 return self._sleep.state(self._ranks.world_size, serves=self.core.serves)

@@ -37,7 +37,7 @@ class WorkerRanks:
         self._role = role
         self._world_size = world_size
         """None: what the workers themselves say."""
-        self._reported_size = 1
+        self._reported_size = self.data_parallel_size = 1
         self._registry = Registry()
         self._members: dict[InstanceId, Incarnation] = {}
 
@@ -47,6 +47,7 @@ class WorkerRanks:
             return None
         if message.worker is not None:
             self._reported_size = message.worker.world_size
+            self.data_parallel_size = message.worker.data_parallel_size
         gone = self._registry.record_lifecycle(message, now)
         return self._lost([gone] if gone else [])
 

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from services.worker import metrics
 from services.worker.backend import Backend, BackendError
-from services.worker.config import RankIdentity
 from services.worker.executor.compute_thread import ComputeThread
 from services.worker.executor.plan_queue import PlanGap, PlanQueue
 from services.worker.expert_reporter import ExpertReporter
@@ -21,6 +20,7 @@ from services.worker.guided.outbox import CompileOutbox
 from services.worker.kv.connector_thread import ConnectorThread, ConnectorUnusable
 from services.worker.kv.copy_thread import CopyThread, TransferLedger
 from services.worker.lora_watcher import LoraWatcher
+from services.worker.rank_identity import RankIdentity
 from services.worker.rank_sleep import RankSleep
 from services.worker.watchdog import CHECK_EVERY, StepWatchdog
 from shared import topics
@@ -110,6 +110,9 @@ class WorkerActor(Actor):
         if self._backend.expert_load is not None:
             self._experts = ExpertReporter(self._backend.expert_load)
         self._watchdog.compiles_kernels = self._backend.mode == "launched"
+        if (group := self._backend.group) is not None:
+            self._watchdog.latest = lambda: group.latest
+            metrics.STEPS_OF_OTHERS.set_function(lambda: group.steps_of_others)
         self._meter = self._make_meter(self._backend)
         metrics.PEAK_FLOPS.set((self._meter and self._meter.peak) or 0.0)
         extra = {"device": self._backend.device, "blocks": self._backend.num_blocks}
@@ -190,7 +193,8 @@ class WorkerActor(Actor):
     async def _report_steps(self) -> None:
         while True:
             plan, output, ended = await self._plans.results.get()
-            self._watchdog.finish(time.perf_counter(), computed=output is not None)
+            shared = None if output is None else output.shared
+            self._watchdog.finish(time.perf_counter(), computed=output is not None, shared=shared)
             if output is None:
                 if self._meter is not None:
                     self._meter.record(plan, None)
@@ -269,6 +273,7 @@ class WorkerActor(Actor):
             state_checkpoints=self._backend.state_checkpoints,
             state_records=self._backend.state_records,
             lora_refusals=() if self._loras is None else self._loras.refusals,
+            data_parallel_size=self._identity.data_parallel_size,
         )
 
     async def _report_missed(self, missed: StepMissed) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from msgspec import Struct
 
+from services.worker.distributed.lockstep import LatestStep
 from shared.ids import ModelName
 from shared.messages.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.lifecycle import LoraCard, ModelCard
@@ -58,6 +60,8 @@ class StepOutput(Struct, frozen=True):
     """When the device was done, on `time.perf_counter`'s clock; None: when this came out."""
     began: float | None = None
     """When the device began with it; None: when it was launched, or the step before was over."""
+    shared: LatestStep | None = None
+    """Of a rank of a data-parallel group: which of the group's steps it was; None: it was none."""
 
 
 class Step(Protocol):
@@ -97,6 +101,25 @@ class ExpertPicks(Protocol):
 
     def save(self) -> None:
         """Writes how often each expert was picked, if there is a file for it. Raises OSError."""
+
+
+class GroupMember(Protocol):
+    """A rank of a data-parallel group, which computes steps of other engines, too."""
+
+    def until_plan(self, arrived: Callable[[], bool]) -> None:
+        """Returns when the next plan has `arrived` and may be begun, as it must be then. Until then it computes what
+        steps of other engines need of this rank. On the thread that launches; raises what computing raises."""
+
+    def stir(self) -> None:
+        """Has `until_plan` look whether a plan has arrived. On any thread."""
+
+    @property
+    def latest(self) -> LatestStep | None:
+        """The group's last step that has begun; None before the first."""
+
+    @property
+    def steps_of_others(self) -> int:
+        """Steps without a row of this rank's engine."""
 
 
 class Backend(Protocol):
@@ -162,6 +185,10 @@ class Backend(Protocol):
     @property
     def expert_load(self) -> ExpertPicks | None:
         """How often each expert was picked; None where that is not counted, as on all but the first rank of a stage."""
+
+    @property
+    def group(self) -> GroupMember | None:
+        """Its place in a data-parallel group; None: it is in none. In the mode `sequential` only."""
 
     @property
     def grammars(self) -> GrammarLibrary | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,41 +10,17 @@ from msgspec.structs import replace
 
 from kvstore.connectors.installed import ConnectorExtraConfig, ConnectorName, ConnectorRole, open_connector
 from kvstore.connectors.interface import KVConnectorBase
+from services.worker.distributed.lockstep import GroupTopology
 from services.worker.guided.limits import GrammarBackendName, GrammarLimits
 from services.worker.kv.layer_groups import HybridKvCache
 from services.worker.models.expert_parallel.settings import ExpertSettings
+from services.worker.rank_identity import RankIdentity
 from services.worker.sim.accelerator import PROFILES, Accelerator, ProfileName
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
 from shared.config import ModelServiceConfig
 from shared.ids import EngineId, Incarnation, ModelName
 from shared.machine.numa import NumaMode
 from shared.settings import ByteSize, ContainerVariable, UpOption
-
-
-@dataclass(frozen=True, slots=True)
-class RankIdentity:
-    """Which rank of which engine this process is, and what its scheduler may ask of it."""
-
-    engine: EngineId
-    rank: int = 0
-    world_size: int = 1
-    stages: int = 1
-    """Stages of the ranks' pipeline."""
-    max_num_seqs: int | None = None
-    max_batch_tokens: int | None = None
-    min_step_timeout: float | None = None
-    """Seconds: no deadline of a step is shorter. None: as the device needs it."""
-    first_step_timeout: float = 600.0
-    """Seconds that the first step of all may take."""
-    kvstore_dir: Path | None = None
-    """None: what it asks to be copied to or from a KV store fails."""
-    aliases: tuple[ModelName, ...] = ()
-    """Further names of its model for clients."""
-
-    @property
-    def publishes(self) -> bool:
-        """One rank speaks for all: the first of the last stage, which draws the tokens."""
-        return self.rank == self.world_size - self.world_size // self.stages
 
 
 class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
@@ -67,10 +42,22 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         Meta(description="Layers of each stage, e.g. 17,15; default: spread evenly."),
         UpOption("How many", placed=True),
     ] = ()
+    data_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=31,
+            description="Engines that share the experts of a mixture: each has requests, attention and a KV cache of "
+            "its own, and experts are spread over all their ranks. On CPUs of one host; needs enable_expert_parallel.",
+        ),
+        UpOption("How many", placed=True),
+    ] = 1
+    data_parallel_rank: Annotated[int, Meta(ge=0, description="Index of this rank's engine among those.")] = 0
     enable_expert_parallel: Annotated[
         bool,
         Meta(
-            description="Whether the --tp ranks have whole experts of a mixture, in place of a share of every expert."
+            description="Whether ranks have whole experts of a mixture, in place of a share of every expert: the --tp "
+            "ranks, or those of all engines of a data-parallel group."
         ),
         UpOption("How many"),
     ] = False
@@ -356,6 +343,7 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         if self.pp > 1 and self.device == "sim":
             raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
         self._check_experts()
+        self._check_group()
         for each in self.lora:
             name, _, folder = each.partition("=")
             if not (name and folder):
@@ -388,6 +376,34 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             raise ValueError("enable_eplb: needs expert_load_dir, which says how often experts are picked")
         if self.num_redundant_experts and not self.enable_eplb:
             raise ValueError(f"num_redundant_experts = {self.num_redundant_experts}: needs enable_eplb")
+
+    def _check_group(self) -> None:
+        """What the engines of a data-parallel group do not have yet."""
+        size = f"data_parallel_size = {self.data_parallel_size}"
+        if self.data_parallel_rank >= self.data_parallel_size:
+            raise ValueError(f"data_parallel_rank = {self.data_parallel_rank}: must be below {size}")
+        if self.data_parallel_size == 1:
+            return
+        if not self.enable_expert_parallel:
+            raise ValueError(f"{size}: needs enable_expert_parallel; copies that share nothing are made by --engines")
+        drafts = None if self.speculative is None else read_speculation(self.speculative).method
+        for name, refused in (
+            (f"pp = {self.pp}", self.pp > 1),
+            (f"device = {self.device}", self.device not in ("auto", "cpu")),
+            ("enable_eplb", self.enable_eplb),
+            (f"kv_connector = {self.kv_connector}", self.kv_connector is not None),
+            (f"speculative: method {drafts}", drafts not in (None, "ngram")),
+        ):
+            if refused:
+                raise ValueError(f"{name}: not possible with {size}")
+        if self.rendezvous is None:
+            raise ValueError(f"rendezvous: must be set with {size}")
+
+    def group_topology(self) -> GroupTopology | None:
+        """Where the rank stands in its data-parallel group; None: it is in none."""
+        if self.data_parallel_size == 1:
+            return None
+        return GroupTopology(self.data_parallel_rank, self.data_parallel_size, self.world_size, self.rank)
 
     def expert_settings(self) -> ExpertSettings:
         """How a mixture's experts are spread over ranks."""
@@ -432,6 +448,7 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             min_step_timeout=self.min_step_timeout,
             first_step_timeout=self.first_step_timeout,
             kvstore_dir=self.kvstore_dir,
+            data_parallel_size=self.data_parallel_size,
             aliases=tuple(map(ModelName, self.alias)),
         )
 

@@ -41,6 +41,10 @@ MFU = Histogram(
     buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8),
 )
 PAUSES = Counter("baton_worker_pause_seconds_total", "Seconds of pauses: more than 0.25 s without a plan.")
+STEPS_OF_OTHERS = Gauge(
+    "baton_worker_steps_of_others",
+    "Steps of other engines of its data-parallel group that this rank computed its experts for, since it started.",
+)
 MISSED = Counter("baton_worker_missed_steps_total", "Gaps found in the numbering of plans.")
 
 DRAFTED = Counter("baton_worker_drafted_tokens_total", "Draft tokens that were verified.")

@@ -7,7 +7,9 @@ own: `now` is an argument.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
+from services.worker.distributed.lockstep import LatestStep
 from shared.messages.worker import StepPlan
 from shared.reliability.step_times import StepTimes, deadline_of
 
@@ -37,6 +39,9 @@ class StepWatchdog:
         self._shortest, self._first = shortest, first
         self.compiles_kernels = False
         """Whether the device's kernels may be compiled in the middle of a run, for a shape that was not met before."""
+        self.latest: Callable[[], LatestStep | None] = lambda: None
+        """Of a rank of a data-parallel group: its last step that has begun, this engine's or not. It takes as long as
+        the rows of all engines do, and the plan in hand is computed in it, or behind it."""
         self._in_hand: deque[StepPlan] = deque()
         self._began = 0.0
         self._counted = 0.0
@@ -51,16 +56,23 @@ class StepWatchdog:
             self._begin(now)
         self._in_hand.append(plan)
 
-    def finish(self, now: float, *, computed: bool) -> None:
-        """The oldest plan in hand is over. `computed` false: it was left out, so its time says nothing."""
+    def finish(self, now: float, *, computed: bool, shared: LatestStep | None = None) -> None:
+        """The oldest plan in hand is over. `computed` false: it was left out, so its time says nothing. `shared`: the
+        step of a data-parallel group that it was computed in."""
         plan = self._in_hand.popleft()
-        if computed:
+        if computed and shared is not None:
+            self._times.record(shared.rows, now - shared.began)
+        elif computed:
             self._times.record(_tokens(plan), now - self._began)
         self._begin(now)
 
     def check(self, now: float, *, excused: bool = False) -> None:
         """Called every CHECK_EVERY seconds. Raises StepHung where the oldest plan in hand is past its deadline.
         Time since the last call does not count where it is `excused`: the step waits for what has its own deadline."""
+        latest = self.latest()
+        if latest is not None and latest.began > self._began:
+            self._begin(latest.began)
+            self._checked = now
         self._counted += 0.0 if excused else min(now - self._checked, LONGEST_COUNTED)
         self._checked = now
         if self._in_hand and self._counted > (allowed := self.seconds_allowed()):
@@ -71,10 +83,12 @@ class StepWatchdog:
         """The deadline of the oldest plan in hand, in seconds from its begin; 0 without one."""
         if not self._in_hand:
             return 0.0
-        default = SHORTEST_WITH_COMPILER if self.compiles_kernels else SHORTEST
-        return deadline_of(
-            self._times, _tokens(self._in_hand[0]), shortest=self._shortest or default, unseen=UNSEEN, first=self._first
-        )
+        default, tokens, latest = SHORTEST, _tokens(self._in_hand[0]), self.latest()
+        if self.compiles_kernels:
+            default = SHORTEST_WITH_COMPILER
+        if latest is not None and latest.began >= self._began:
+            tokens = max(tokens, latest.rows)
+        return deadline_of(self._times, tokens, shortest=self._shortest or default, unseen=UNSEEN, first=self._first)
 
     def _begin(self, now: float) -> None:
         self._began = self._checked = now

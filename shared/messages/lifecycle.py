@@ -356,6 +356,8 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     go on behind blocks that others have computed. 0: none does. None: no layer keeps any."""
     state_records: StateRecords | None = None
     """How the KV store keeps such copies; None: it does not."""
+    data_parallel_size: int = 1
+    """Engines over whose ranks the model's experts are spread."""
 
 
 class SleepReport(Struct, frozen=True, array_like=True):

@@ -172,6 +172,8 @@ class SleepState(Struct, frozen=True, array_like=True, tag=True):
     """None: it is to be awake."""
     busy: int
     """Ranks that are not asleep yet; of an engine that is to be awake 1 until it serves. 0: it has come to that."""
+    refused: str = ""
+    """Why it does not fall asleep; empty: it was not asked to, or does."""
 
 
 class ReadPicture(Struct, frozen=True, array_like=True, tag=True):

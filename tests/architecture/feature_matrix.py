@@ -42,6 +42,7 @@ FEATURES = (
     "states",
     "prompt embeds",
     "expert parallel",
+    "data parallel",
 )
 HEADING = """\
 # Features together

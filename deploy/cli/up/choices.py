@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
+from deploy.cli.up.data_parallel import engines_of_groups
 from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.models import ChosenModel, check_names, check_together, chosen_models, first_of, own_settings
@@ -81,7 +82,7 @@ def stack_spec(
         redis_memory=str(stack.redis_memory),
         redis_url=dealt["redis_url"],
     )
-    counts = counts_of(stack, pp, has_store=store is not None)
+    counts = counts_of(stack, pp, has_store=store is not None, data_parallel=dealt["data_parallel_size"])
     check_order(values, prefill=stack.prefill, decode=stack.decode)
     for option, asked in (
         ("--pd-order decode-first", values.get("pd_order") == "decode-first"),
@@ -205,18 +206,20 @@ def check_gateway(spec: StackSpec) -> None:
         raise CommandError(f"--keys-file {config.keys_file}: {error}", status=2) from None
 
 
-def counts_of(stack: StackSettings, pp: int, *, has_store: bool) -> Counts:
-    """How many processes of each kind. Raises CommandError where no engine would decode."""
+def counts_of(stack: StackSettings, pp: int, *, has_store: bool, data_parallel: int = 1) -> Counts:
+    """How many processes of each kind. Raises CommandError where no engine would decode, or no group can be."""
     stages, ranks = stack.stages(pp), stack.ranks(pp)
     if stack.colocate:
         check_colocation(stack, ranks)
+    engines = engines_of_groups(data_parallel, stack, pp)
     return Counts(
         gateway=stack.gateways,
         tokenizer=stack.tokenizers,
         detokenizer=0 if stack.colocate else stack.detokenizers,
         coordinator=0 if stack.colocate else stack.coordinators,
         colocate=stack.colocate,
-        engines=mixed_engines(stack.engines, stack.prefill, stack.decode),
+        engines=mixed_engines(engines, stack.prefill, stack.decode),
+        data_parallel=data_parallel,
         ranks=ranks[0],
         stages=stages[0],
         prefill=stack.prefill,
@@ -330,15 +333,11 @@ def layer_split(text: str | None, counts: Counts) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
         raise CommandError(f"--pp-layers {text}: numbers from 1 on are expected, e.g. 17,15", status=2)
-    stages = _stage_counts(counts)
+    stages = [counts.stages_of(pool) for pool in POOLS if counts.of(pool)]
     wrong = next((s for s in stages if s not in (1, len(parts))), None)
     if wrong is not None or len(parts) not in stages:
         raise CommandError(f"--pp-layers {text}: {len(parts)} numbers for {wrong or 1} stages (--pp)", status=2)
     return tuple(map(int, parts))
-
-
-def _stage_counts(counts: Counts) -> list[int]:
-    return [counts.stages_of(pool) for pool in POOLS if counts.of(pool)]
 
 
 def cpu_share(counts: Counts, numa_nodes: Sequence[int] = ()) -> int | None:

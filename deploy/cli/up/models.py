@@ -35,6 +35,7 @@ ONE_MODEL_ONLY = (
     "lora",
     "lora_registry",
     "colocate",
+    "data_parallel_size",
 )
 """Options that several models together cannot have."""
 MAX_MODELS = 64

@@ -49,6 +49,8 @@ class Counts(Struct, frozen=True, kw_only=True):
     """Worker processes of each engine of the pool `engines`."""
     stages: int = 1
     """Pipeline stages of each engine of the pool `engines`."""
+    data_parallel: int = 1
+    """So many engines of the pool `engines` are a data-parallel group each: those whose numbers follow each other."""
     prefill: int = 0
     prefill_ranks: int = 1
     prefill_stages: int = 1
@@ -99,6 +101,11 @@ class Counts(Struct, frozen=True, kw_only=True):
             case "decode":
                 return self.decode_stages
 
+    def group_of(self, pool: Pool, number: int) -> int:
+        """The number of the first engine in the data-parallel group of a pool's `number`-th; its own where it shares
+        nothing with others."""
+        return number if pool != "engines" else number - (number - 1) % self.data_parallel
+
     def ranks_here(self, pool: Pool) -> range:
         """The ranks of each engine of a pool that run on this host: consecutive, and as evenly spread as possible."""
         ranks = self.ranks_of(pool)
@@ -147,6 +154,9 @@ class ProcessSpec(NamedTuple):
     """Which of several models it works for; None: there is one, or it serves all of them."""
     colocated: bool = False
     """Of a scheduler: whether its process also runs the actors that `hosted` lists."""
+    group: EngineId | None = None
+    """The first engine of its engine's data-parallel group, whose ranks start and end together; its own engine where
+    that shares nothing with others. None for a service that belongs to no engine."""
 
     @property
     def hosted(self) -> tuple[ProcessSpec, ...]:
@@ -181,8 +191,11 @@ def process_specs(what: Scalable, number: int, counts: Counts) -> list[ProcessSp
 
 
 def _engine_processes(pool: Pool, number: int, counts: Counts) -> list[ProcessSpec]:
-    engine, ranks = EngineId(counts.named(f"{ENGINE_NAMES[pool]}-{number}")), counts.ranks_here(pool)
-    scheduler = ProcessSpec("scheduler", InstanceId(engine), number, pool, engine, pool, model=counts.model)
+    named, ranks = ENGINE_NAMES[pool], counts.ranks_here(pool)
+    engine = EngineId(counts.named(f"{named}-{number}"))
+    group = EngineId(counts.named(f"{named}-{counts.group_of(pool, number)}"))
+    model = counts.model
+    scheduler = ProcessSpec("scheduler", InstanceId(engine), number, pool, engine, pool, model=model, group=group)
     if counts.colocate:
         return [scheduler._replace(colocated=True)]
     workers = (scheduler._replace(service="worker", instance=InstanceId(f"{engine}-rank{r}"), rank=r) for r in ranks)

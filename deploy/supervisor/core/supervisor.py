@@ -187,7 +187,7 @@ class Supervisor:
             case RanksRequested():
                 return self._ranks_requested(event, now)
             case RanksLost(engine):
-                return self._kill(self._running_ranks(engine), now)
+                return self._kill(_running(self._ranks_of(engine)), now)
             case StopRequested():
                 return self._stop(now)
             case WorkersReleased():
@@ -233,7 +233,7 @@ class Supervisor:
         member.status = status
         member.due = now + (self._count_failure(member, ready_since, now) if own_fault else 0.0)
         if member.process.service == "worker":
-            commands += self._kill(self._running_ranks(member.process.engine), now)
+            commands += self._kill(_running(self._group_ranks(member.process)), now)
         if not self.settled and (status == BAD_SETTINGS_STATUS or member.failures >= self._policy.failures_at_start):
             commands.append(AbortStart(instance, status))
         return commands
@@ -249,9 +249,10 @@ class Supervisor:
         member.failures += 1
         return self._policy.pause(member.failures)
 
-    def _running_ranks(self, engine: EngineId | None) -> list[SupervisedProcess]:
-        """Collectives cannot go on without one of the ranks, and a rank inside one hears no signal but this."""
-        return [m for m in self._ranks_of(engine) if m.state == "running"]
+    def _group_ranks(self, process: ProcessSpec) -> list[SupervisedProcess]:
+        """The ranks of a process's engine, and of the engines that share experts with it: collectives cannot go on
+        without one of them, and a rank inside one hears no signal but SIGKILL."""
+        return [m for m in self._members.values() if m.process.service == "worker" and m.process.group == process.group]
 
     def _ranks_of(self, engine: EngineId | None) -> list[SupervisedProcess]:
         return [m for m in self._members.values() if m.process.service == "worker" and m.process.engine == engine]
@@ -271,7 +272,7 @@ class Supervisor:
             return []
         self._requested[call.engine] = call.rendezvous
         self._unanswered.add(call.engine)
-        return self._kill(self._running_ranks(call.engine), now)
+        return self._kill(_running(self._ranks_of(call.engine)), now)
 
     def answered(self) -> Iterator[tuple[EngineId, str, bool]]:
         """Engines whose ranks here were started where they were called to, and whether all of them still run."""
@@ -289,17 +290,18 @@ class Supervisor:
         return commands
 
     def _may_start(self, member: SupervisedProcess, now: float) -> bool:
-        """The ranks of an engine start together, once the last of the former ones is gone."""
+        """The ranks of an engine start together, and with those that share experts with it, once the last of the former
+        ones is gone."""
         if self.holds_workers and (member.process.service == "worker" or member.process.colocated):
             return False
         if member.process.service != "worker":
             return True
         if not self._counts.leads and member.process.engine not in self._unanswered:
             return False
-        return all(m.state == "waiting" and m.due <= now for m in self._ranks_of(member.process.engine))
+        return all(m.state == "waiting" and m.due <= now for m in self._group_ranks(member.process))
 
     def _start(self, member: SupervisedProcess) -> list[Command]:
-        group = self._ranks_of(member.process.engine) if member.process.service == "worker" else [member]
+        group = self._group_ranks(member.process) if member.process.service == "worker" else [member]
         if member.process.engine is not None:
             self._unanswered.discard(member.process.engine)
         for one in group:
@@ -378,6 +380,8 @@ class Supervisor:
             return ReplyToScale(ScaleRefusal(f"{service}: engines over several hosts cannot be scaled"))
         if (refused := self._model_refusal(what, model)) is not None:
             return ReplyToScale(ScaleRefusal(refused))
+        if what == "engines" and self._plans[model].data_parallel > 1:
+            return ReplyToScale(ScaleRefusal("engines: those of a data-parallel group cannot be scaled"))
         group = _ScaledProcesses(what, model)
         least = self._least(group)
         if not least <= count <= MAX_COUNT:
@@ -467,3 +471,7 @@ class Supervisor:
         for member in leaving:
             member.wanted = False
         return [member.process.instance for member in leaving]
+
+
+def _running(members: Iterable[SupervisedProcess]) -> list[SupervisedProcess]:
+    return [member for member in members if member.state == "running"]

@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from services.worker.distributed.host_bell import HostBell
+
 _FOLDER = Path("/dev/shm")
 _TOKEN_BYTES = 16
 _NO_TOKEN = bytes(_TOKEN_BYTES)
@@ -38,6 +40,10 @@ class HostExchange(Protocol):
 
     def broadcast(self, x: Tensor) -> None:
         """`x`, contiguous, becomes rank 0's. Raises RankGone."""
+
+    @property
+    def bell(self) -> HostBell:
+        """By which these ranks wake each other."""
 
     def close(self) -> None:
         """Lets go of the memory."""

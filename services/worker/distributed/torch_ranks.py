@@ -16,7 +16,9 @@ from msgspec import Struct
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed has them without types
 
+from services.worker.distributed.communicator import Communicator, SingleRank
 from services.worker.distributed.host_memory import HostExchange, Seat, SharedExchange, share
+from services.worker.distributed.lockstep import GroupTopology, Lockstep
 
 RESOLVE_PAUSE = 1.0
 """Seconds between two questions for the address of a name."""
@@ -62,6 +64,18 @@ class Joined(NamedTuple):
     pipeline: TorchPipeline
 
 
+class JoinedGroup(NamedTuple):
+    """The ways to the other ranks of a data-parallel group."""
+
+    communicator: Communicator
+    """To those of the engine."""
+    group: RankGroup
+
+
+class GroupUnavailable(Exception):
+    """The ranks of a data-parallel group cannot share memory; the text says what they need."""
+
+
 def join(
     place: RankTopology,
     *,
@@ -87,6 +101,33 @@ def join(
     exchange = _exchange_on_host(place, group, shared, timeout) if place.stage_size > 1 else None
     communicator = TorchCommunicator(place, group, exchange, capturable="nccl" in backend)
     return Joined(communicator, TorchPipeline(place))
+
+
+def join_group(
+    place: GroupTopology, *, rendezvous: str, timeout: timedelta, shared: SharedExchange | None
+) -> JoinedGroup:
+    """Blocks until every rank of the data-parallel group has joined, as `join` does, on CPUs of one host. Raises
+    GroupUnavailable where they do not share memory there, OSError as `join` does."""
+    everybody = RankTopology(place.in_group, place.group_size)
+    dist.init_process_group(
+        "gloo",
+        store=rendezvous_store(rendezvous, everybody, timeout),
+        rank=everybody.rank,
+        world_size=everybody.world_size,
+        timeout=timeout,
+    )
+    exchange = _exchange_on_host(everybody, None, shared, timeout)
+    if exchange is None:
+        raise GroupUnavailable("the ranks need the C++ library, and room in /dev/shm of one host")
+    own = RankTopology(place.rank, place.tp)
+    communicator: Communicator = SingleRank()
+    engines = [range(engine * place.tp, (engine + 1) * place.tp) for engine in range(place.engines)]
+    groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in engines] if place.tp > 1 else []
+    if groups:
+        engine = groups[place.engine]
+        beside = _exchange_on_host(own, engine, shared, timeout)
+        communicator = TorchCommunicator(own, engine, beside, first=place.first, everybody=engine)
+    return JoinedGroup(communicator, RankGroup(place, exchange))
 
 
 def _exchange_on_host(
@@ -154,14 +195,18 @@ class TorchCommunicator:
         exchange: HostExchange | None = None,
         *,
         capturable: bool = False,
+        first: int = 0,
+        everybody: dist.ProcessGroup | None = None,
     ) -> None:
         """`exchange`: of the stage's ranks, for tensors that it takes. `capturable`: collectives are NCCL's, which can
-        be part of a graph; others wait for the host."""
+        be part of a graph; others wait for the host. `first`: what torch.distributed calls the engine's first rank.
+        `everybody`: all ranks of the engine; None: all that there are."""
         self.capturable = capturable
         self.rank = place.in_stage
         self.world_size = place.stage_size
-        self._everybody = place.world_size
-        self._first = place.ranks_of(place.stage)[0]
+        self._size = place.world_size
+        self._everybody = everybody
+        self._first = first + place.ranks_of(place.stage)[0]
         self._group = group
         self._exchange = exchange
 
@@ -203,13 +248,13 @@ class TorchCommunicator:
     def minimum(self, value: int) -> int:
         """The smallest `value` of all ranks of the engine."""
         smallest = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._everybody)
         return int(smallest.item())
 
     def all_gather(self, value: str) -> list[str]:
         """The `value` of every rank of the engine, by rank."""
-        said: list[str] = [""] * self._everybody
-        dist.all_gather_object(said, value)
+        said: list[str] = [""] * self._size
+        dist.all_gather_object(said, value, group=self._everybody)
         return said
 
     def close(self) -> None:
@@ -217,6 +262,32 @@ class TorchCommunicator:
         if self._exchange is not None:
             self._exchange.close()
         dist.destroy_process_group()
+
+
+class RankGroup:
+    """One rank's way to all ranks of its data-parallel group, which are processes of one host."""
+
+    def __init__(self, place: GroupTopology, exchange: HostExchange) -> None:
+        self.place = place
+        self.lockstep = Lockstep(place, exchange.bell, self._agree)
+        self._exchange = exchange
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's `x` on every rank; may overwrite `x`. Raises RankGone."""
+        if not self._exchange.takes(x):
+            return self.sum(x.float()).to(x.dtype)
+        self._exchange.sum(x)
+        return x
+
+    def all_gather(self, value: str) -> list[str]:
+        """The `value` of every rank of the group, in their order."""
+        said: list[str] = [""] * self.place.group_size
+        dist.all_gather_object(said, value)
+        return said
+
+    def _agree(self, numbers: Sequence[int]) -> Sequence[int]:
+        sums = self.sum(torch.tensor(numbers, dtype=torch.float32))  # which has every whole number below 2 ** 24
+        return [int(each) for each in sums.tolist()]
 
 
 class _OnItsWay(NamedTuple):

@@ -32,6 +32,8 @@ from shared.telemetry.startup import STARTUP
 
 if TYPE_CHECKING:
     from services.worker.distributed.communicator import Communicator, Pipeline
+    from services.worker.distributed.lockstep import GroupTopology
+    from services.worker.distributed.torch_ranks import RankGroup
     from services.worker.platforms.interface import Platform
 
 _log = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
         own = _bound(config, platform)
         _open(platform)
     with STARTUP.stage("ranks"):
-        communicator, pipeline = _others(config, platform)
+        communicator, pipeline, group = _others(config, platform)
     try:
         return create_backend(
             folder,
@@ -108,6 +110,7 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
             processors=load_processors(config.logits_processors),
             prompt_embeds=config.enable_prompt_embeds,
             experts=config.expert_settings(),
+            group=group,
         )
     except PluginError as error:
         raise BackendError(f"logits_processors = {','.join(config.logits_processors)}: {error}") from None
@@ -204,18 +207,41 @@ def _near(config: WorkerConfig, platform: Platform, allowed: Cpus) -> Cpus | Non
     return cpus_of_gpu(addresses, platform.index, allowed)
 
 
-def _others(config: WorkerConfig, platform: Platform) -> tuple[Communicator, Pipeline]:
-    """The ways to the other ranks of the engine."""
+def _others(config: WorkerConfig, platform: Platform) -> tuple[Communicator, Pipeline, RankGroup | None]:
+    """The ways to the other ranks of the engine, and of its data-parallel group. Raises BackendError."""
     from services.worker.distributed.communicator import SingleRank, SingleStage
     from services.worker.distributed.torch_ranks import RankTopology, join
 
+    member = config.group_topology()
+    if member is not None:
+        communicator, group = _group(config, platform, member)
+        return communicator, SingleStage(), group
     if config.world_size == 1:
-        return SingleRank(), SingleStage()
+        return SingleRank(), SingleStage(), None
     place = RankTopology(config.rank, config.world_size, config.pp)
-    return join(
+    joined = join(
         place,
         rendezvous=config.rendezvous_url(),
         timeout=timedelta(seconds=config.rendezvous_timeout),
         backend=platform.process_group,
         shared=platform.shared_exchange(place.stage_size),
     )
+    return joined.communicator, joined.pipeline, None
+
+
+def _group(config: WorkerConfig, platform: Platform, place: GroupTopology) -> tuple[Communicator, RankGroup]:
+    from services.worker.distributed.torch_ranks import GroupUnavailable, join_group
+
+    size = f"data_parallel_size = {config.data_parallel_size}"
+    if not platform.in_main_memory:
+        raise BackendError(f"{size}: not possible on {platform}; ranks of a data-parallel group compute on CPUs")
+    try:
+        joined = join_group(
+            place,
+            rendezvous=config.rendezvous_url(),
+            timeout=timedelta(seconds=config.rendezvous_timeout),
+            shared=platform.shared_exchange(place.group_size),
+        )
+    except GroupUnavailable as error:
+        raise BackendError(f"{size}: {error}") from None
+    return joined.communicator, joined.group

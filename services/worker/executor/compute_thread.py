@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from services.worker.backend import MAX_LAUNCHED_STEPS, Backend, Step, StepOutput
+from services.worker.backend import MAX_LAUNCHED_STEPS, Backend, GroupMember, Step, StepOutput
 from services.worker.executor.plan_queue import ComputedPlan, PlanQueue, QueuedPlan, UnreadResult
 from services.worker.kv.connector_thread import ConnectorThread
 from services.worker.kv.copy_thread import CopyThread, around
@@ -117,7 +117,19 @@ class ComputeThread:
             self._plans.results.put(error)
 
     def _execute_in_sequence(self) -> None:
+        if self._backend.group is not None:
+            self._execute_in_group(self._backend.group)
+            return
         while (queued := self._plans.next_plan()) is not None:
+            self._execute(_Ready(queued, self._prepare(queued), time.perf_counter()))
+
+    def _execute_in_group(self, group: GroupMember) -> None:
+        """Between plans this rank computes what other engines' steps need of it."""
+        self._plans.on_arrival = group.stir
+        while True:
+            group.until_plan(lambda: self._plans.has_next)
+            if (queued := self._plans.next_plan()) is None:
+                return
             self._execute(_Ready(queued, self._prepare(queued), time.perf_counter()))
 
     def _execute_prepared(self) -> None:

@@ -8,7 +8,7 @@ preparing waits until all steps before it are computed:
   launched; and how many drafts are accepted decides how long sequences are behind it;
 - a sequence that leaves gives its row up only when nobody draws for it any more.
 
-Ranks that compute together, and the stages of a pipeline, go step by step.
+Ranks that compute together, those of a data-parallel group too, and the stages of a pipeline go step by step.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from services.worker.batch.pooled_rows import NO_VECTORS
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.rows import Int32s
 from services.worker.batch.staging import rows_in_place
+from services.worker.distributed.lockstep import LatestStep
 from services.worker.executor.pending import ExpectedSteps
 from services.worker.executor.runner import (
     RankState,
@@ -61,7 +63,7 @@ class HostRunner(StepRunner):
     def __init__(self, rank: RankState) -> None:
         super().__init__(rank)
         self._on_cpu = rank.platform.in_main_memory
-        alone = rank.pipeline.stages == 1 and rank.communicator.world_size == 1
+        alone = rank.pipeline.stages == 1 and rank.communicator.world_size == 1 and self.group is None
         self.mode = "prepared" if self._on_cpu and alone else "sequential"
         self._expected = ExpectedSteps(rank.pipeline, rank.sequences)
         self._reuse = DecodeReuse(rank.sequences)
@@ -175,6 +177,8 @@ class HostRunner(StepRunner):
                 guided.accept(batch.sampled_indices, step.verdict.counts, step.verdict.tokens)
         if rank.drafting.observes:
             rank.drafting.observe(batch, meta, features, batch.last_rows((step.verdict or NO_TOKENS).counts))
+        if self.group is not None:
+            step.shared = self.group.latest
         over, waited = time.perf_counter(), rank.pipeline.take_waited() if rank.pipeline.stages > 1 else 0.0
         forward = forwarded - begun - waited
         step.timing = StepTiming(wait=waited, prepare=prepare, forward=forward, sample=over - forwarded)
@@ -212,6 +216,8 @@ class HostStep:
         self.vectors = NO_VECTORS
         self.failed: tuple[SequenceFailed, ...] = ()
         self.timing = StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0)
+        self.shared: LatestStep | None = None
+        """Which step of its data-parallel group it was, if it was one."""
         self.computed = False
         self._runner = runner
         self._error: BaseException | None = None
@@ -242,4 +248,5 @@ class HostStep:
             if self._error is not None:
                 raise self._error
         batch = None if self.inputs is None else self.inputs.batch
-        return step_output(self.plan, self.timing, batch, self.verdict, self.scored, self.failed, self.vectors)
+        output = step_output(self.plan, self.timing, batch, self.verdict, self.scored, self.failed, self.vectors)
+        return output if self.shared is None else msgspec.structs.replace(output, shared=self.shared)

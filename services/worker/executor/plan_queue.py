@@ -84,6 +84,8 @@ class PlanQueue:
         self.expected = 0
         """The step that must come next: as many plans of the epoch have arrived."""
         self.results = ResultQueue()
+        self.on_arrival: Callable[[], None] = lambda: None
+        """Called when something has come to wait."""
 
     def submit(self, plan: StepPlan) -> Literal["first", "next", "repeated"] | PlanGap:
         """Has `plan` executed after those before it, where it is the next one: (epoch, step) are consecutive. `first`:
@@ -99,6 +101,7 @@ class PlanQueue:
             raise queue.Full
         self.epoch, self.expected = plan.epoch, expected + 1
         self._plans.put(QueuedPlan(plan, first, time.perf_counter()))
+        self.on_arrival()
         return "first" if first else "next"
 
     def end(self) -> None:
@@ -106,6 +109,12 @@ class PlanQueue:
         if self._plans.qsize() >= MAX_QUEUED_PLANS:
             raise queue.Full
         self._plans.put(None)
+        self.on_arrival()
+
+    @property
+    def has_next(self) -> bool:
+        """Whether `next_plan` returns at once; on the thread that calls it."""
+        return not self._plans.empty()
 
     def next_plan(self) -> QueuedPlan | None:
         """The next one, when it has come. None: there will be no more."""

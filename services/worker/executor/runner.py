@@ -27,6 +27,7 @@ from services.worker.guided.guided_sequences import GuidedSequences
 from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.state_pages import RankCheckpoints
+from services.worker.models.data_parallel.group_decoder import GroupDecoder
 from services.worker.models.decoder import CausalLm
 from services.worker.models.expert_parallel.expert_load import ExpertLoad
 from services.worker.models.lora.slots import LoraSlots
@@ -267,6 +268,7 @@ class StepRunner:
         self.grammars = rank.grammars
         self.adapters = rank.loras
         self.expert_load = rank.expert_load
+        self.group = rank.decoder if isinstance(rank.decoder, GroupDecoder) else None
         self.max_loras = 0 if rank.loras is None else rank.loras.max_loras
         self.max_speculate = rank.drafting.settings.max_tokens
         self.max_jump_ahead = rank.drafting.max_jump_ahead

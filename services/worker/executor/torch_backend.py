@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from services.worker.distributed.binding import available_cores
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
+from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.executor.kv_sizing import DeviceMemory, KvDemand, KvSize, profile, size_kv
 from services.worker.executor.runner_parts import Runner, RunnerParts
 from services.worker.executor.warm_up import warm_up, warm_up_shapes
@@ -102,6 +103,7 @@ def create_backend(
     processors: ProcessorClasses = NO_PROCESSORS,
     prompt_embeds: bool = False,
     experts: ExpertSettings = NO_EXPERT_PARALLEL,
+    group: RankGroup | None = None,
 ) -> Runner:
     """One rank of the model in `model_dir`, ready to step, on the device of `platform`.
 
@@ -110,7 +112,8 @@ def create_backend(
     share of all of a GPU's memory that may be taken. `enforce_eager`: no graphs of decodes. `block_size`: tokens of a
     KV block. `loras`: adapters that are served beside the model. `on_layer`: see `LayerwiseDecoder`; only for CPUs.
     `hybrid_kv_cache`: see `_layer_groups`. `kv_connector`: there is one. `processors`: logits processors of plug-ins.
-    `prompt_embeds`: prompts may be embeddings. `experts`: how a mixture's are spread over ranks.
+    `prompt_embeds`: prompts may be embeddings. `experts`: how a mixture's are spread over ranks. `group`: the
+    data-parallel group whose ranks they are.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
     """
@@ -121,7 +124,8 @@ def create_backend(
     if on_layer is not None and not platform.in_main_memory:
         raise ModelError("kv_connector: layer by layer needs a CPU; a GPU is given steps ahead, decodes as graphs")
     pipeline = pipeline or SingleStage()
-    torch.set_num_threads(threads or max(1, available_cores() // (world_size * pipeline.stages)))
+    ranks = world_size * pipeline.stages if group is None else group.place.group_size
+    torch.set_num_threads(threads or max(1, available_cores() // ranks))
     wanted = LoadSettings(
         folder=model_dir,
         platform=platform,
@@ -143,6 +147,7 @@ def create_backend(
         trust_remote_code=trust_remote_code,
         quantization=quantization,
         experts=experts,
+        group=group,
     )
     with _enough_memory("weights were loaded: end what else is on the device, or use more ranks"):
         loaded = load_model(wanted)
@@ -165,7 +170,7 @@ def create_backend(
     eager = why_eager(loaded.decoder, platform, communicator, pipeline, enforced=enforce_eager)
     limits = f"steps of {max_num_seqs} and {max_batch_tokens}, decodes {'captured' if eager is None else 'run eagerly'}"
     adapters = "" if slots is None else f", {slots.max_loras} of {[card.id.hex() for card in slots.cards]}"
-    check_agreement(communicator, f"{loaded.fingerprint}, {limits}{adapters}, {', '.join(processors)}")
+    check_agreement(group or communicator, f"{loaded.fingerprint}, {limits}{adapters}, {', '.join(processors)}")
     with _enough_memory("what drafts was loaded: use more ranks"):
         grammars = _grammar_settings(loaded, grammar_limits, grammar_backend)
         card = replace(loaded.card(model_name), prompt_embeds=loaded.config.hidden_size if prompt_embeds else None)
@@ -247,9 +252,9 @@ def _parts(
 
 
 def _expert_load(loaded: LoadedModel) -> ExpertLoad | None:
-    """Of the first rank of a stage, where picks are counted. Raises ModelError."""
+    """Of the first rank of a stage, or a group, where picks are counted. Raises ModelError."""
     wanted, decoder = loaded.settings.experts, loaded.decoder
-    if not wanted.counts or loaded.settings.communicator.rank or not isinstance(decoder, Decoder):
+    if not wanted.counts or not isinstance(decoder, Decoder) or decoder.share.rank:
         return None
     path, first = None, loaded.stage.first_layer
     if wanted.load_dir is not None:
@@ -339,8 +344,8 @@ def _tell(loaded: LoadedModel, parts: RunnerParts, size: KvSize, memory: DeviceM
     )
 
 
-def check_agreement(communicator: Communicator, own: str) -> None:
-    """Ranks of several hosts may have been given different models. Raises ModelError."""
+def check_agreement(communicator: Communicator | RankGroup, own: str) -> None:
+    """Ranks of several hosts, or engines, may have been given different models. Raises ModelError."""
     said = communicator.all_gather(own)
     other = next((rank for rank, word in enumerate(said) if word != own), None)
     if other is not None:

@@ -177,6 +177,14 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Weights of the matrices of some of the model's layers."""
         return self._in_layers(layers, None if self.mixture is None else self.mixture.experts)
 
+    @property
+    def expert_share(self) -> float:
+        """How much of `parameters` are weights of the experts that a router chooses from."""
+        if self.mixture is None:
+            return 0.0
+        mixing = sum(layer.mixes for layer in self.layers)
+        return 3 * mixing * self.mixture.experts * self.mixture.intermediate_size * self.hidden_size / self.parameters
+
     def _in_layers(self, layers: Sequence[LayerConfig], experts: int | None) -> int:
         """With so many experts in each of those that mix."""
         states = sum(layer.has_state for layer in layers)

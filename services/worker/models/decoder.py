@@ -20,7 +20,7 @@ from services.worker.models.native_decoder import NativeDecoder, native_decoder
 from services.worker.models.rope import rotations
 from services.worker.models.sharding import LayerShard
 from services.worker.models.states.checkpoint_pages import CheckpointPages, checkpoint_pages
-from services.worker.models.weights import DecoderWeights, ForwardPass, KvCaches, LayerWeights, apply_mlp
+from services.worker.models.weights import DecoderWeights, ForwardPass, KvCaches, LayerWeights, Mlp, apply_mlp
 from services.worker.ops.interface import BatchMeta, Ops, StateCache, StateMixer
 from shared.messages.kvstore import KvLayout
 
@@ -419,10 +419,14 @@ class Decoder:
         if layer.mlp is None or layer.mlp_norm is None:
             return x, residual
         x, residual = self._ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-        x = self._communicator.sum(apply_mlp(self._ops, layer.mlp, x, self._config.activation))
+        x = self._mlp_sum(layer, layer.mlp, x)
         if layer.mlp_post_norm is not None:
             x = self._ops.rms_norm(x, layer.mlp_post_norm, eps)
         return self._scaled(x), residual
+
+    def _mlp_sum(self, layer: LayerWeights, mlp: Mlp, x: Tensor) -> Tensor:
+        """x [n, hidden], normed → what the layer's MLP makes of it, that of all ranks."""
+        return self._communicator.sum(apply_mlp(self._ops, mlp, x, self._config.activation))
 
     def logits(self, x: Tensor) -> Tensor | None:
         """x [R, hidden], normed → [R, vocab] on rank 0, else None."""

@@ -15,6 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.worker.distributed.communicator import Communicator, Pipeline
+from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.models.checkpoint import (
     TensorSource,
     checkpoint_files,
@@ -24,12 +25,14 @@ from services.worker.models.checkpoint import (
     quantized_digest,
 )
 from services.worker.models.config import Dtype, ModelConfig, ModelDescription, ModelError
+from services.worker.models.data_parallel.group_decoder import GroupDecoder
 from services.worker.models.decoder import CausalLm, Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
-from services.worker.models.expert_parallel.engine_experts import check_experts, largest_share, place_experts
+from services.worker.models.expert_parallel.engine_experts import check_experts, engine_bytes, place_experts
 from services.worker.models.expert_parallel.placement import ExpertPlacement
 from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
 from services.worker.models.hf_config import has_head, is_native, read_model_config
+from services.worker.models.latent.attention import check_latent
 from services.worker.models.loading import load_weights
 from services.worker.models.plugins.architectures import PluginModel, find_plugin_model
 from services.worker.models.plugins.interface import DecoderParts
@@ -105,6 +108,8 @@ class LoadSettings:
     trust_remote_code: bool = False
     """Whether code that comes with the model may run; only where `transformers` computes it."""
     experts: ExpertSettings = NO_EXPERT_PARALLEL
+    group: RankGroup | None = None
+    """The data-parallel group whose ranks share experts; None: those of the stage do."""
 
     @property
     def device(self) -> torch.device:
@@ -174,8 +179,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     if settings.impl == "transformers" or (settings.impl == "auto" and not ours):
         return _library_model(settings)
     config = read_model_config(settings.folder, quantized=True) if plugin is None else plugin.config
-    if config.latent is not None:
-        _check_latent(settings)
+    check_latent(config.latent, settings.cache, settings.attention)
     method = _method_of(settings)
     if plugin is not None:
         _check_plugin(settings, plugin, method)
@@ -188,10 +192,10 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
     stage_bytes = _weight_bytes(settings, config, stage, dtype, method)
     ranks, free = settings.communicator.world_size, settings.platform.memory().free
-    _check_weights_fit(stage_bytes, dtype, ranks, free)  # before any file is read whole
+    _check_weights_fit(engine_bytes(config, stage_bytes, (), settings.group), dtype, ranks, free)  # reads no file whole
     digest = _digest(settings, config)
-    experts = place_experts(settings.experts, config, digest, settings.communicator)
-    _check_weights_fit(int(stage_bytes * largest_share(config, experts)), dtype, ranks, free)
+    experts = place_experts(settings.experts, config, digest, settings.communicator, settings.group)
+    _check_weights_fit(engine_bytes(config, stage_bytes, experts, settings.group), dtype, ranks, free)
     decoder, classifier = _decoder(settings, config, stage, _DTYPES[dtype], length, pooling, method, plugin, experts)
     return LoadedModel(
         settings=settings,
@@ -319,18 +323,21 @@ def _decoder(
 ) -> tuple[Decoder, ClassifierHead | None]:
     """With the classification head on the last stage of a classifier."""
     communicator = settings.communicator
-    share = shard_of(config, communicator.rank, communicator.world_size, experts)
+    expert_rank = None if settings.group is None else settings.group.place.in_group
+    share = shard_of(config, communicator.rank, communicator.world_size, experts, expert_rank)
     with STARTUP.stage("kernels"):
         ops = _ops(settings, dtype)
     with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype, method, plugin) as tensors:
         weights = load_weights(
             *(tensors, config, share, ops, settings.device, max_model_len, stage),
             quantization=_code_of(settings),
-            counts_picks=settings.experts.counts and communicator.rank == 0,
+            counts_picks=settings.experts.counts and share.rank == 0,
         )
         head = _head_of(settings, tensors, config, pooling) if stage.is_last else None
     if plugin is not None:
         return plugin.decoder(DecoderParts(config, weights, share, ops, communicator, settings.pipeline)), head
+    if settings.group is not None:
+        return GroupDecoder(config, weights, share, ops, communicator, settings.group), head
     if settings.on_layer is not None:
         layerwise = LayerwiseDecoder(config, weights, share, ops, communicator, settings.pipeline, settings.on_layer)
         return layerwise, head
@@ -432,22 +439,15 @@ def _model_len(config: ModelDescription, asked: int | None) -> int:
     return asked or config.max_positions
 
 
-def _check_latent(settings: LoadSettings) -> None:
-    """Raises ModelError for settings that latent attention does not know."""
-    if settings.cache != "auto":
-        raise ModelError(f"kv_cache_dtype {settings.cache}: latents are kept in the model's dtype")
-    if settings.attention == "flash-attn":
-        raise ModelError("attention flash-attn: it knows no latents, which have kernels of their own; choose auto")
-
-
 def _check_plugin(settings: LoadSettings, plugin: PluginModel, method: QuantizationMethod | None) -> None:
     """Raises ModelError for what models of packages are not served with."""
     if settings.on_layer is not None:
         raise ModelError(f"a layer-wise KV connector is not told of the layers of a model of {plugin.where}")
     if method is not None:
         raise ModelError(f"quantization_config: a model of {plugin.where} is read from weights that are not quantised")
-    if settings.classifier_from_token:
-        raise ModelError(f"classifier_from_token: not allowed for a model of {plugin.where}")
+    asked = (("classifier_from_token", settings.classifier_from_token), ("data_parallel_size", settings.group))
+    for name in (name for name, value in asked if value):
+        raise ModelError(f"{name}: not allowed for a model of {plugin.where}")
 
 
 def _code_of(settings: LoadSettings) -> Code | None:

@@ -68,7 +68,7 @@ class LayerShard(Struct, frozen=True):
     padded_vocab: int
     """Words of each rank's share of the embedding and the logits, padding included: the same on every rank."""
     rank: int = 0
-    """Its number among the ranks of its stage."""
+    """Its number among the ranks that `placements` are of."""
     placements: tuple[ExpertPlacement, ...] = ()
     """Expert parallelism: which experts each rank has of every layer of the model, whole. Empty: a share of all."""
     mixer: MixerShard | None = None
@@ -91,10 +91,14 @@ class LayerShard(Struct, frozen=True):
 
 
 def shard_of(
-    config: ModelConfig, rank: int, world_size: int, placements: tuple[ExpertPlacement, ...] = ()
+    config: ModelConfig,
+    rank: int,
+    world_size: int,
+    placements: tuple[ExpertPlacement, ...] = (),
+    expert_rank: int | None = None,
 ) -> LayerShard:
-    """What `rank` of a stage holds; `placements`: see `LayerShard`. Raises ModelError where the model does not divide
-    by `world_size`."""
+    """What `rank` of a stage holds; `placements`: see `LayerShard`. `expert_rank`: its number among the ranks that
+    these are of; None: the same. Raises ModelError where the model does not divide by `world_size`."""
     mixture = config.mixture
     experts, shared = (mixture.intermediate_size, mixture.shared_size or 0) if mixture is not None else (0, 0)
     for key, count in (
@@ -122,7 +126,7 @@ def shard_of(
         shared_expert=_part(shared, rank, world_size),
         vocab=(min(rank * words, config.vocab_size), min((rank + 1) * words, config.vocab_size)),
         padded_vocab=words,
-        rank=rank,
+        rank=rank if expert_rank is None else expert_rank,
         placements=placements,
         mixer=None if config.states is None else _mixer_part(config.states, rank, world_size),
     )

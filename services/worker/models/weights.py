@@ -142,16 +142,24 @@ def apply_mlp(ops: Ops, mlp: Mlp, x: Tensor, activation: Activation) -> Tensor:
 
 
 def _apply_mixture(ops: Ops, mixture: MixtureMlp, x: Tensor, activation: Activation) -> Tensor:
+    mixed = mixed_rows(ops, mixture, x, activation)
+    return mixed if mixture.shared is None else mixed.add_(shared_expert_rows(ops, mixture.shared, x, activation))
+
+
+def mixed_rows(ops: Ops, mixture: MixtureMlp, x: Tensor, activation: Activation) -> Tensor:
+    """x [n, hidden] → what this rank's experts make of the rows that pick them, [n, hidden]."""
     logits = ops.linear(x, mixture.router)
     picks = ops.choose_experts(logits, mixture.routing)
     if mixture.counts is not None:
         count_picks(mixture.counts, picks)
     if mixture.local is not None:
         picks = mixture.local.own_picks(picks, logits)
-    mixed = ops.mixture(x, picks, mixture.experts, kind=activation)
-    if mixture.shared is None:
-        return mixed
-    output = apply_mlp(ops, mixture.shared.mlp, x, activation)
-    if mixture.shared.gate is not None:
-        output.mul_(ops.linear(x, mixture.shared.gate).sigmoid())
-    return mixed.add_(output)
+    return ops.mixture(x, picks, mixture.experts, kind=activation)
+
+
+def shared_expert_rows(ops: Ops, shared: SharedExpert, x: Tensor, activation: Activation) -> Tensor:
+    """x [n, hidden] → this rank's part of what the expert of all rows makes of them, [n, hidden]."""
+    output = apply_mlp(ops, shared.mlp, x, activation)
+    if shared.gate is not None:
+        output.mul_(ops.linear(x, shared.gate).sigmoid())
+    return output

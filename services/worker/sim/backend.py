@@ -92,6 +92,7 @@ class SimBackend:
         self.max_loras = 0
         self.adapters = None
         self.expert_load = None
+        self.group = None
         self._seconds = seconds
         """None: a step takes no time at all."""
         self._vocabulary = vocabulary

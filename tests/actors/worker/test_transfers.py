@@ -9,8 +9,8 @@ from pathlib import Path
 
 from services.worker.actor import WorkerActor
 from services.worker.backend import Backend, StepOutput
-from services.worker.config import RankIdentity
 from services.worker.kv.copy_thread import MAX_FAILED_REPORTED, TransferLedger
+from services.worker.rank_identity import RankIdentity
 from shared import topics
 from shared.actor import ActorRuntime
 from shared.bus.memory_bus import MemoryBus
@@ -37,7 +37,7 @@ class Memory(StepByStep):
         )
         self.num_blocks, self.device = BLOCKS, "memory"
         self.max_speculate = self.max_jump_ahead = self.max_loras = 0
-        self.adapters = self.expert_load = None
+        self.adapters = self.expert_load = self.group = None
         self.prefix_caching, self.state_checkpoints = True, 0
         self.grammars = None
 

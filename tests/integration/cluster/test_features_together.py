@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from tests.support.cluster.bus_moments import listening, requests_are_handed_to
+from tests.support.cluster.bus_moments import listening, requests_are_handed_to, tokens_are_drawn
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.stack import RunningStack, running_stack
@@ -300,6 +300,7 @@ INT8 = "--quantization=int8"
 PROCESSES = "--logits-processors=begin_with"
 TAKES_EMBEDDINGS = "--enable-prompt-embeds"
 EXPERTS = "--enable-expert-parallel"
+GROUP = "--data-parallel-size=2"
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
 
 
@@ -407,6 +408,48 @@ async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(
         assert await counted(stack, "prefill-1", "hand_overs_total") > 0
 
 
+@pytest.mark.faults
+@pytest.mark.features(
+    "guided",
+    "speculative",
+    "prefix cache",
+    "chunked prefill",
+    "tensor parallel",
+    "re-dispatch",
+    "preemption",
+    "n > 1",
+    "logprobs",
+    "prompt logprobs",
+    "beam search",
+    "tool calls",
+    "pooling",
+    "LoRA",
+    "logits processors",
+    "prompt embeds",
+    "quantization",
+    "expert parallel",
+    "data parallel",
+)
+async def test_two_engines_that_share_experts_and_lose_a_rank(
+    rounded: Answers, more: tuple[str, ...], mixture: Path, tmp_path: Path
+) -> None:
+    own = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *more, INT8, EXPERTS, GROUP]
+    with running_stack(tmp_path, model=mixture, tp=2, more=own) as stack:
+        before = stack.pid("engine-1-rank0")
+        async with asyncio.TaskGroup() as both:
+            async with listening(stack, tokens_are_drawn("engine-2")) as listener:
+                answers = both.create_task(all_at_once(stack))
+                await listener.moment()
+            stack.kill("engine-2-rank1")
+            both.create_task(crowd(stack, 20))
+        assert answers.result() == rounded
+        stack.replaced("engine-1-rank0", before)
+        assert await all_at_once(stack) == rounded
+        engines = ("engine-1", "engine-2")
+        assert sum([await counted(stack, engine, "preemptions_total") for engine in engines]) > 0
+        assert sum([await counted(stack, engine, "accepted_draft_tokens_total") for engine in engines]) > 0
+
+
 class Federated(NamedTuple):
     """Two clusters: what comes to `home`, whose only engine is drained, is served by the other one."""
 
@@ -498,6 +541,15 @@ async def answered_while_an_engine_dies(clusters: Federated, plain: Answers) -> 
 def test_another_clusters_stages_with_a_connector(rounded: Answers, more: tuple[str, ...], tmp_path: Path) -> None:
     with federated(tmp_path, more, pp=2, own=[*SMALL_STEPS, *connector(tmp_path), INT8]) as clusters:
         assert asyncio.run(all_at_once(clusters.home)) == rounded
+
+
+@pytest.mark.slow
+@pytest.mark.features("federation", "expert parallel", "data parallel", "n > 1", "tool calls", "LoRA", "pooling")
+def test_another_clusters_engines_that_share_experts(
+    plain: Answers, more: tuple[str, ...], mixture: Path, tmp_path: Path
+) -> None:
+    with federated(tmp_path, [*more, f"--model={mixture}"], own=[EXPERTS, GROUP]) as clusters:
+        assert asyncio.run(all_at_once(clusters.home)) == plain
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from services.scheduler.core.limits import EngineLimits
 from services.scheduler.journal import JournalSettings
 from services.worker.actor import WorkerActor
 from services.worker.backend import Backend
-from services.worker.config import RankIdentity
 from services.worker.kv.connector_thread import ConnectorThread
+from services.worker.rank_identity import RankIdentity
 from services.worker.sim.accelerator import PROFILES
 from services.worker.sim.backend import create_sim_backend
 from services.worker.sim.tokens import SimSpeculation

@@ -22,7 +22,8 @@ from msgspec import Struct
 
 from services.worker.backend import MAX_LAUNCHED_STEPS, Step, StepOutput, run_step
 from services.worker.distributed.communicator import SingleRank, SingleStage
-from services.worker.distributed.torch_ranks import RankTopology, join
+from services.worker.distributed.lockstep import GroupTopology
+from services.worker.distributed.torch_ranks import RankTopology, join, join_group
 from services.worker.executor.device_runner import DeviceRunner
 from services.worker.executor.host_runner import HostRunner
 from services.worker.kv.layer_groups import HybridKvCache
@@ -70,6 +71,8 @@ class Serve(Struct, frozen=True, tag=True):
     hybrid: HybridKvCache = "off"
     prompt_embeds: bool = False
     experts: ExpertSettings = NO_EXPERT_PARALLEL
+    engines: int = 1
+    """Of a data-parallel group: the first ranks are those of the first of them."""
 
     @property
     def world_size(self) -> int:
@@ -77,7 +80,7 @@ class Serve(Struct, frozen=True, tag=True):
 
     @property
     def draws(self) -> int:
-        """The rank that draws."""
+        """The rank of each engine that draws."""
         return self.tp * (self.stages - 1)
 
 
@@ -105,9 +108,6 @@ class Drew(Struct, frozen=True):
     """Of each row that was drawn from."""
 
 
-Heard = Serve | StepPlan
-
-
 def write(stream: IO[bytes], message: Struct | None) -> None:
     payload = msgspec.msgpack.encode(message, enc_hook=str)
     stream.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
@@ -121,8 +121,13 @@ def read(stream: IO[bytes]) -> bytes | None:
 
 
 def served(rank: int, asked: Serve) -> HostRunner:
-    communicator, pipeline = SingleRank(), SingleStage()
-    if asked.world_size > 1:
+    communicator, pipeline, group = SingleRank(), SingleStage(), None
+    if asked.engines > 1:
+        place = GroupTopology(rank // asked.tp, asked.engines, asked.tp, rank % asked.tp)
+        shared = shared_exchange(place.group_size)
+        joined = join_group(place, rendezvous=f"file://{asked.rendezvous}", timeout=JOIN_DEADLINE, shared=shared)
+        communicator, group = joined.communicator, joined.group  # type: ignore[assignment]
+    elif asked.world_size > 1:
         communicator, pipeline = join(  # type: ignore[assignment]
             RankTopology(rank, asked.world_size, asked.stages),
             rendezvous=f"file://{asked.rendezvous}",
@@ -147,6 +152,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
         prompt_embeds=asked.prompt_embeds,
         hybrid_kv_cache=asked.hybrid,
         experts=asked.experts,
+        group=group,
         speculation=asked.speculation
         or (SpeculationSettings(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None),
     )
@@ -194,7 +200,7 @@ class Rank:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self.asked, self.backend, self.epoch = asked, None, None
-        if self.rank >= asked.world_size:
+        if self.rank >= asked.world_size * asked.engines:
             return None
         backend = served(self.rank, asked)
         self.backend = launching(backend) if asked.launched else backend
@@ -227,16 +233,40 @@ class Rank:
 
     def _tell(self, plan: StepPlan, output: StepOutput, rows: list[list[float]]) -> None:
         assert self.asked is not None
-        if self.rank == self.asked.draws:
+        if self.rank % self.asked.world_size == self.asked.draws:
             drew = Drew(plan.step, output.sampled, output.drafted, output.accepted, rows)
             write(sys.stdout.buffer, drew)
 
 
+class Heard(NamedTuple):
+    payload: bytes | None
+    """None: there is no more."""
+
+
+def hear(heard: queue.SimpleQueue[Heard], this: Rank) -> None:
+    while True:
+        heard.put(message := Heard(read(sys.stdin.buffer)))
+        if this.backend is not None and this.backend.group is not None:
+            this.backend.group.stir()
+        if message.payload is None:
+            return
+
+
+def next_message(heard: queue.SimpleQueue[Heard], this: Rank) -> bytes | None:
+    """Until it comes, steps of other engines are computed."""
+    if this.backend is not None and this.backend.group is not None:
+        with this.backend.compute_context():
+            this.backend.group.until_plan(lambda: not heard.empty())
+    return heard.get().payload
+
+
 def main(rank: str) -> None:
     this = Rank(int(rank))
+    heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
+    threading.Thread(target=hear, args=(heard, this), daemon=True).start()
     decoder = msgspec.msgpack.Decoder(Serve, dec_hook=lambda type_, value: type_(value))
     plans = msgspec.msgpack.Decoder(StepPlan)
-    while (payload := read(sys.stdin.buffer)) is not None:
+    while (payload := next_message(heard, this)) is not None:
         if payload[0] >> 4 == 0x8 or payload[0] == 0xDE:  # a map: `Serve`; plans are arrays
             write(sys.stdout.buffer, this.serve(decoder.decode(payload)))
         else:

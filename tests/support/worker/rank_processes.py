@@ -88,7 +88,7 @@ class RankProcesses:
         prompt_embeds: bool = False,
         experts: ExpertSettings = NO_EXPERT_PARALLEL,
     ) -> EngineOfRanks:
-        """An engine of `tp` × `stages` ranks, which replaces the one before."""
+        """An engine of `tp` × `stages` ranks, which replaces those before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
         asked = Serve(
             *(str(model), ops, rendezvous, tp, stages, layers, kv_memory, drafts, speculation),
@@ -101,12 +101,40 @@ class RankProcesses:
             prompt_embeds=prompt_embeds,
             experts=experts,
         )
+        (engine,) = self._serve(asked, limits)
+        return engine
+
+    def serve_group(
+        self,
+        model: Path,
+        *,
+        engines: int,
+        tp: int = 1,
+        ops: OpsName = "native",
+        limits: EngineLimits | None = None,
+        hybrid: HybridKvCache = "off",
+        drafts: int = 0,
+    ) -> list[EngineOfRanks]:
+        """A data-parallel group of engines of `tp` ranks, which replaces the engines before."""
+        asked = Serve(
+            *(str(model), ops, str(self._folder / f"rendezvous-{next(_rendezvous)}"), tp, 1),
+            engines=engines,
+            hybrid=hybrid,
+            drafts=drafts,
+            experts=ExpertSettings(parallel=True),
+        )
+        return self._serve(asked, limits)
+
+    def _serve(self, asked: Serve, limits: EngineLimits | None) -> list[EngineOfRanks]:
         for process in self._processes:
             write(_pipe(process.stdin), asked)
         answers = [msgspec.msgpack.decode(self.read(rank), type=Serving | None) for rank in range(len(self))]
-        return EngineOfRanks(
-            self, asked, [answer for answer in answers if answer is not None], limits or EngineLimits()
-        )
+        serving = [answer for answer in answers if answer is not None]
+        size = asked.world_size
+        return [
+            EngineOfRanks(self, asked, serving[first : first + size], limits or EngineLimits(), first)
+            for first in range(0, size * asked.engines, size)
+        ]
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -116,8 +144,8 @@ class RankProcesses:
         assert payload is not None, f"rank {rank} has ended: {self._processes[rank].wait()}"
         return payload
 
-    def tell(self, ranks: int, message: msgspec.Struct) -> None:
-        for rank in range(ranks):
+    def tell(self, ranks: int, message: msgspec.Struct, first: int = 0) -> None:
+        for rank in range(first, first + ranks):
             self.tell_one(rank, message)
 
     def tell_one(self, rank: int, message: msgspec.Struct) -> None:
@@ -150,7 +178,10 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 class EngineOfRanks:
     """A scheduler's core and its ranks. Plans in flight are in the ranks' pipes."""
 
-    def __init__(self, ranks: RankProcesses, asked: Serve, serving: list[Serving], limits: EngineLimits) -> None:
+    def __init__(
+        self, ranks: RankProcesses, asked: Serve, serving: list[Serving], limits: EngineLimits, first: int = 0
+    ) -> None:
+        """`first`: the first of its ranks."""
         assert len(serving) == asked.world_size
         self.serving = serving
         self.core = EngineCore(EngineId("e"), Incarnation(1), limits)
@@ -162,6 +193,7 @@ class EngineOfRanks:
         """Drafts that stood."""
         self._ranks = ranks
         self._asked = asked
+        self._first = first
         self._requests: dict[str, Request] = {}
         self._in_flight = 0
         self._tell(
@@ -213,7 +245,7 @@ class EngineOfRanks:
 
     def step(self) -> None:
         """Takes the next result in."""
-        drew = msgspec.msgpack.decode(self._ranks.read(self._asked.draws), type=Drew)
+        drew = msgspec.msgpack.decode(self._ranks.read(self._first + self._asked.draws), type=Drew)
         self._in_flight -= 1
         self.steps += 1
         self.logits += drew.logits
@@ -238,6 +270,11 @@ class EngineOfRanks:
         assert all(request.over for request in self._requests.values())
 
     @property
+    def in_flight(self) -> int:
+        """Plans whose results have not been taken in."""
+        return self._in_flight
+
+    @property
     def preemptions(self) -> int:
         assert self.core.epoch_state is not None
         return self.core.epoch_state.planner.preemption.count
@@ -256,7 +293,7 @@ class EngineOfRanks:
             case SendPlan(plan):
                 self._in_flight += 1
                 self.most_in_flight = max(self.most_in_flight, self._in_flight)
-                self._ranks.tell(self._asked.world_size, plan)
+                self._ranks.tell(self._asked.world_size, plan, self._first)
             case SendTokens(_, batch):
                 for opened in batch.opened:
                     self._requests[opened.request].cached = opened.cached_tokens

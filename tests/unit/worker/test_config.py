@@ -47,3 +47,37 @@ PARALLEL, FILES = "--enable-expert-parallel", "--expert-load-dir=loads"
 def test_experts_that_would_not_be_placed_so_are_refused(argv: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         told(*argv)
+
+
+GROUP = [PARALLEL, "--data-parallel-size=2", "--rendezvous=file:///r"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--data-parallel-size=2", "--rendezvous=file:///r"], "data_parallel_size = 2: needs enable_expert_parallel"),
+        ([PARALLEL, "--data-parallel-size=2"], "rendezvous: must be set with data_parallel_size = 2"),
+        ([*GROUP, "--data-parallel-rank=2"], "data_parallel_rank = 2: must be below data_parallel_size = 2"),
+        ([*GROUP, "--device=cuda"], "device = cuda: not possible with"),
+        ([*GROUP, "--enable-eplb", FILES], "enable_eplb: not possible with"),
+        (
+            [*GROUP, '--speculative={"method":"draft","model":"d"}'],
+            "speculative: method draft: not possible",
+        ),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        told(*argv)
+
+
+@pytest.mark.features("data parallel", "pipeline parallel", refused=True)
+def test_engines_of_a_group_have_one_stage() -> None:
+    with pytest.raises(ConfigError, match="pp = 2: not possible with data_parallel_size = 2"):
+        told(*GROUP, "--world-size=2", "--pp=2")
+
+
+@pytest.mark.features("data parallel", "KV connector", refused=True)
+def test_engines_of_a_group_have_no_connector() -> None:
+    with pytest.raises(ConfigError, match="kv_connector = shared-memory: not possible with data_parallel_size = 2"):
+        told(*GROUP, "--kv-connector=shared-memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.worker.distributed.lockstep import LatestStep
 from services.worker.watchdog import CHECK_EVERY, LONGEST_COUNTED, SHORTEST, StepHung, StepWatchdog
 from shared.ids import Incarnation, SequenceId
 from shared.messages.worker import SequenceWork, StepPlan
@@ -93,3 +94,20 @@ def test_time_that_has_a_deadline_of_its_own_does_not_count() -> None:
         watchdog.check(5.0 + check * 0.25, excused=True)
     with pytest.raises(StepHung):
         watch(watchdog, 30.0, 30.0 + SHORTEST + LONGEST_COUNTED)
+
+
+def test_a_step_of_a_group_may_take_as_long_as_all_its_rows_do() -> None:
+    """A decode that is computed beside another engine's long prompt, and behind one."""
+    watchdog, group = warm(), [LatestStep(1, 0.0)]
+    watchdog.latest = lambda: group[-1]
+    watchdog.start(plan(1), 5.0)
+    group.append(LatestStep(2048, 5.1))  # others' step, into which the plan has come
+    watch(watchdog, 5.0, 60.0)
+    group.append(LatestStep(1025, 60.0))
+    watch(watchdog, 60.0, 110.0)
+    watchdog.finish(111.0, computed=True, shared=group[-1])
+    group.append(LatestStep(1, 112.0))
+    watchdog.start(plan(2), 112.0)
+    watch(watchdog, 112.0, 113.9)
+    with pytest.raises(StepHung):
+        watch(watchdog, 113.9, 114.2)

@@ -41,7 +41,7 @@ class SleepEndpoints:
     async def sleep(self, call: Call) -> None:
         """vLLM's `/sleep`: engines rest as for `/pause`, prefix caches are reset, then ranks give up their memory.
         Answers once they have. Raises RequestError: 503 where an engine does not answer, 408 where it takes too
-        long."""
+        long, 409 where it may not sleep: all go on then."""
         wanted = query(call, {"level": LEVELS, "mode": MODES})
         await self._fall_asleep(wanted.get("mode", "abort"), wanted.get("level", 1))
         await call.respond_json({"is_sleeping": True})
@@ -79,7 +79,12 @@ class SleepEndpoints:
     async def _fall_asleep(self, mode: str, level: int) -> None:
         await self._pauses.rest(mode, clear_cache=False)
         await ask_coordinator(self._bus, "reset_prefix_cache", {})
-        await self._until_done(await ask_coordinator(self._bus, "sleep", {"level": level}))
+        try:
+            told = await ask_coordinator(self._bus, "sleep", {"level": level})
+        except RequestError:  # they do not rest for nothing
+            await ask_coordinator(self._bus, "resume", {})
+            raise
+        await self._until_done(told)
 
     async def _awake(self) -> None:
         engines = await self._until_done(await ask_coordinator(self._bus, "wake_up", {}))

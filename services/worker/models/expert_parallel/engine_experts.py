@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from services.worker.distributed.communicator import Communicator
+from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.models.config import ModelConfig, ModelDescription, ModelError
 from services.worker.models.expert_parallel.expert_load import read_loads
 from services.worker.models.expert_parallel.placement import (
@@ -23,14 +24,19 @@ _log = logging.getLogger(__name__)
 
 
 def place_experts(
-    settings: ExpertSettings, config: ModelConfig, model: str, communicator: Communicator
+    settings: ExpertSettings,
+    config: ModelConfig,
+    model: str,
+    communicator: Communicator,
+    group: RankGroup | None = None,
 ) -> tuple[ExpertPlacement, ...]:
     """Of every layer of the model, those without experts included; empty where ranks have shares of all experts. Every
-    rank of the engine must come here. `model`: its digest. Raises ModelError for what cannot be placed."""
+    rank of the engine must come here. `model`: its digest. `group`: over whose ranks they are spread; None: over those
+    of a stage. Raises ModelError for what cannot be placed."""
     check_experts(settings, config)
     if not settings.parallel or config.mixture is None:
         return ()
-    experts, ranks = config.mixture.experts, communicator.world_size
+    experts, ranks = config.mixture.experts, communicator.world_size if group is None else group.place.group_size
     even = spread_evenly(experts, ranks)
     if not settings.balanced:
         return (even,) * config.num_layers
@@ -53,7 +59,19 @@ def check_experts(settings: ExpertSettings, config: ModelDescription) -> None:
         raise ModelError(f"{name}: the model ({config.architecture}) {why}")
 
 
-def largest_share(config: ModelConfig, placements: Sequence[ExpertPlacement]) -> float:
+def engine_bytes(
+    config: ModelConfig, stage_bytes: int, placements: Sequence[ExpertPlacement], group: RankGroup | None
+) -> int:
+    """What the ranks of a stage hold of its weights, if each has as many experts as the rank with most; none of
+    `placements`: as many as the others."""
+    largest = _largest_share(config, placements)
+    if group is None:
+        return int(stage_bytes * largest)
+    mixed = stage_bytes * config.expert_share
+    return int(stage_bytes - mixed + mixed * largest / group.place.engines)
+
+
+def _largest_share(config: ModelConfig, placements: Sequence[ExpertPlacement]) -> float:
     """How many of the model's experts the rank with most of them has, over an equal share: more than 1 where they do
     not divide over ranks, or some have several replicas."""
     if config.mixture is None or not placements:

@@ -11,12 +11,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from services.worker.models.config import ModelError
 from services.worker.models.hf_layers.latent import LatentConfig
 from services.worker.models.weights import LatentWeights, LayerWeights
-from services.worker.ops.interface import BatchMeta, LatentCache, Ops
+from services.worker.ops.interface import AttentionName, BatchMeta, CacheDtype, LatentCache, Ops
 
 _EPS = 1e-6
 """Of the norms of latents, whatever the model's others have."""
+
+
+def check_latent(latent: LatentConfig | None, cache: CacheDtype, attention: AttentionName) -> None:
+    """Raises ModelError for settings that latent attention does not know, of a model that has it."""
+    if latent is None:
+        return
+    if cache != "auto":
+        raise ModelError(f"kv_cache_dtype {cache}: latents are kept in the model's dtype")
+    if attention == "flash-attn":
+        raise ModelError("attention flash-attn: it knows no latents, which have kernels of their own; choose auto")
 
 
 class LatentAttention:

@@ -19,10 +19,18 @@ struct alignas(64) Head {
     std::atomic<uint32_t> posted;  // the number of the last piece in the rank's buffer
     std::atomic<uint32_t> waiting;  // ranks that sleep until it changes
     std::atomic<uint64_t> what[2];  // kind and bytes of the exchange that the piece in each buffer is of
+    std::atomic<uint64_t> shown;
+};
+struct alignas(64) Bell {
+    std::atomic<uint32_t> changes;
+    std::atomic<uint32_t> waiting;  // ranks that sleep until it changes
+    std::atomic<uint32_t> called;
 };
 static_assert(sizeof(Head) == 64 && std::atomic<uint64_t>::is_always_lock_free, "heads are shared by processes");
 
 Head& head(const Exchange& own, int rank) { return ((Head*)own.memory)[1 + rank]; }
+Bell& bell(const Exchange& own) { return ((Bell*)own.memory)[1 + kMostExchanging]; }
+static_assert(sizeof(Bell) == 64 && (2 + kMostExchanging) * 64 <= kHeadPage, "the bell is on the page of heads");
 // Two buffers take turns. Whoever writes the piece n has seen all ranks post n - 1, and so be done with reading n - 2,
 // which lay where n goes to.
 char* buffer(const Exchange& own, int rank, uint32_t number) {
@@ -54,22 +62,28 @@ void post(Exchange& own, uint64_t what) {
     if (mine.waiting.load(std::memory_order_seq_cst)) wake_all(mine.posted);
 }
 
-bool await(Head& other, uint32_t number, int milliseconds) {
-    auto ready = [&] { return int32_t(other.posted.load(std::memory_order_seq_cst) - number) >= 0; };
+// Whether `word`, of which `waiting` says how many sleep for it, has become what is waited for in time.
+template <class Ready>
+bool await_word(std::atomic<uint32_t>& word, std::atomic<uint32_t>& waiting, const Ready& ready, int milliseconds) {
     if (spin(ready)) return true;
     using Clock = std::chrono::steady_clock;
     auto end = Clock::now() + std::chrono::milliseconds(milliseconds);
-    other.waiting.fetch_add(1, std::memory_order_seq_cst);
+    waiting.fetch_add(1, std::memory_order_seq_cst);
     bool come = false;
     while (true) {
-        uint32_t seen = other.posted.load(std::memory_order_seq_cst);
+        uint32_t seen = word.load(std::memory_order_seq_cst);
         if ((come = ready())) break;
         int64_t left = std::chrono::duration_cast<std::chrono::nanoseconds>(end - Clock::now()).count();
         if (left <= 0) break;
-        sleep_until_changed(other.posted, seen, left);
+        sleep_until_changed(word, seen, left);
     }
-    other.waiting.fetch_sub(1, std::memory_order_seq_cst);
+    waiting.fetch_sub(1, std::memory_order_seq_cst);
     return come;
+}
+
+bool await(Head& other, uint32_t number, int milliseconds) {
+    auto ready = [&] { return int32_t(other.posted.load(std::memory_order_seq_cst) - number) >= 0; };
+    return await_word(other.posted, other.waiting, ready, milliseconds);
 }
 
 template <class Item> void sum_into(const Exchange& own, uint32_t number, Item* x, int64_t bytes) {
@@ -140,3 +154,27 @@ int advance(Exchange& own, ExchangeKind kind, Number kept, char* x, int64_t byte
     own.done = 0;
     return 0;
 }
+
+BellState bell_state(const Exchange& own) {
+    uint32_t changes = bell(own).changes.load(std::memory_order_seq_cst);  // first: what is called later is a change, too
+    return {changes, bell(own).called.load(std::memory_order_seq_cst)};
+}
+
+void ring(Exchange& own, bool calls, uint32_t call) {
+    Bell& shared = bell(own);
+    uint32_t called = shared.called.load(std::memory_order_seq_cst);
+    while (calls && int32_t(call - called) > 0 && !shared.called.compare_exchange_weak(called, call)) {
+    }
+    shared.changes.fetch_add(1, std::memory_order_seq_cst);
+    if (shared.waiting.load(std::memory_order_seq_cst)) wake_all(shared.changes);
+}
+
+void await_ring(Exchange& own, uint32_t seen, int milliseconds) {
+    Bell& shared = bell(own);
+    auto ready = [&] { return shared.changes.load(std::memory_order_seq_cst) != seen; };
+    await_word(shared.changes, shared.waiting, ready, milliseconds);
+}
+
+void show(Exchange& own, uint64_t shown) { head(own, own.rank).shown.store(shown, std::memory_order_seq_cst); }
+
+uint64_t shown_by(const Exchange& own, int rank) { return head(own, rank).shown.load(std::memory_order_seq_cst); }

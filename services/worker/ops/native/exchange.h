@@ -4,8 +4,9 @@
 
 enum class ExchangeKind : int { kSum = 0, kGather = 1, kBroadcast = 2 };
 
-// One rank's end. The memory has a page of heads, one of 64 bytes for each rank from byte 64 on, all zero at first, and
-// behind it two buffers of `capacity` bytes for each rank: what is exchanged goes through them piece by piece.
+// One rank's end. The memory has a page of heads, one of 64 bytes for each rank from byte 64 on, and one bell behind them,
+// all zero at first, and behind that page two buffers of `capacity` bytes for each rank: what is exchanged goes through
+// them piece by piece.
 struct Exchange {
     char* memory;
     int rank;
@@ -28,3 +29,17 @@ constexpr int kOtherExchange = -1;
 // Returns 0 when it is done; 1 + the number of a rank that has not come for so many milliseconds: called again with the
 // same arguments, it goes on; or kOtherExchange where another rank exchanges something else.
 int advance(Exchange& own, ExchangeKind kind, Number number, char* x, int64_t bytes, char* to, int milliseconds);
+
+// The bell, for ranks that have nothing to do until another one begins something. Its number changes at each ring; beside
+// it there is the greatest number that was called; `calls`: this ring calls one. Numbers may wrap around.
+struct BellState {
+    uint32_t changes;
+    uint32_t called;
+};
+BellState bell_state(const Exchange& own);
+void ring(Exchange& own, bool calls, uint32_t call);
+// Returns when `changes` is no longer `seen`, or after so many milliseconds.
+void await_ring(Exchange& own, uint32_t seen, int milliseconds);
+// A number that each rank shows the others. Whoever has to look at it again is rung for by `ring`.
+void show(Exchange& own, uint64_t shown);
+uint64_t shown_by(const Exchange& own, int rank);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 VERSION = 18
@@ -368,6 +368,11 @@ _SIGNATURES = {
     "baton_kv_save": (c_int, (POINTER(NativeKvCaches), POINTER(KvArena), POINTER(KvBlocks))),
     "baton_kv_load": (c_int, (POINTER(NativeKvCaches), POINTER(KvArena), POINTER(KvBlocks))),
     "baton_exchange": (c_int, (POINTER(Exchange), c_int, c_int, c_void_p, c_int64, c_void_p, c_int)),
+    "baton_bell_state": (c_uint64, (POINTER(Exchange),)),
+    "baton_ring": (None, (POINTER(Exchange), c_int, c_uint32)),
+    "baton_await_ring": (None, (POINTER(Exchange), c_uint32, c_int)),
+    "baton_show": (None, (POINTER(Exchange), c_uint64)),
+    "baton_shown_by": (c_uint64, (POINTER(Exchange), c_int)),
     "baton_probe_reading": (c_float, (c_void_p, c_void_p, c_int64)),
     "baton_probe_multiplying": (c_int64, (c_void_p, c_int, c_int64)),
     "baton_race": (None, (c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p)),

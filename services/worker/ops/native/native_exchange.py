@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from services.worker.distributed.host_bell import BellState
 from services.worker.distributed.host_memory import HostMemory, RankGone, SharedExchange
 from services.worker.ops.native import library
 from services.worker.ops.native.build import BuildError, best_level, library_path
@@ -50,6 +51,7 @@ class NativeExchange:
         seat = memory.seat
         self._own = library.Exchange(self._view.data_ptr(), seat.rank, seat.ranks, BUFFER_BYTES)
         self._reference = ctypes.byref(self._own)
+        self.bell = NativeBell(loaded, self._own)
 
     def takes(self, x: Tensor) -> bool:
         """Whether `x` is of floats or bf16 in main memory."""
@@ -86,3 +88,33 @@ class NativeExchange:
                 raise RankGone("the ranks of this stage are in different exchanges")
             begun = begun or time.monotonic()
             self._memory.check(late - 1, begun)
+
+
+class NativeBell:
+    """See :class:`services.worker.distributed.host_bell.HostBell`. Any thread of the rank may call it."""
+
+    def __init__(self, loaded: ctypes.CDLL, exchange: library.Exchange) -> None:
+        """In the memory of `exchange`, which keeps it."""
+        self._library = loaded
+        self._reference = ctypes.byref(exchange)
+
+    def state(self) -> BellState:
+        """See `HostBell.state`."""
+        return BellState(*divmod(self._library.baton_bell_state(self._reference), 1 << 32))
+
+    def ring(self, call: int | None = None) -> None:
+        """See `HostBell.ring`."""
+        self._library.baton_ring(self._reference, call is not None, call or 0)
+
+    def wait(self, seen: int, seconds: float) -> None:
+        """See `HostBell.wait`."""
+        self._library.baton_await_ring(self._reference, seen, int(seconds * 1000))
+
+    def show(self, shown: int) -> None:
+        """See `HostBell.show`."""
+        self._library.baton_show(self._reference, shown)
+
+    def shown_by(self, rank: int) -> int:
+        """See `HostBell.shown_by`."""
+        shown: int = self._library.baton_shown_by(self._reference, rank)
+        return shown

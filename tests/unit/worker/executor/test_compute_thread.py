@@ -46,7 +46,7 @@ class Scripted:
         self.burns: str | None = None
         self.kv = self.card = self.grammars = None
         self.num_blocks = self.max_speculate = self.max_jump_ahead = self.max_loras = 0
-        self.adapters = self.expert_load = None
+        self.adapters = self.expert_load = self.group = None
         self.device = "scripted"
         self._gates: dict[str, threading.Event] = {}
         self._changed = threading.Condition()

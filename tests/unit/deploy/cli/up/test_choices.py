@@ -18,10 +18,12 @@ from deploy.cli.up.choices import (
     mixed_engines,
     parsed_settings,
 )
+from deploy.cli.up.data_parallel import engines_of_groups
 from deploy.errors import CommandError
 from deploy.model_choice import model_directory, model_folder, served_name
 from deploy.supervisor.core.plan import Counts, all_process_specs
 from deploy.supervisor.launch import LaunchContext, flags, secret_settings, service_command
+from deploy.supervisor.settings import StackSettings
 from deploy.supervisor.spec import ClusterSpec, StackSpec, StoreSpec
 from shared.ids import NodeId
 
@@ -231,3 +233,43 @@ def test_a_file_of_keys_is_read_before_anything_starts(tmp_path: Path) -> None:
     file.write_text("[keys.alice]\n")
     with pytest.raises(CommandError, match=r"keys\.alice: .*missing required field `hash`"):
         check_gateway(spec(settings={"gateway": {"keys_file": str(file)}}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "pp", "said"),
+    [
+        ({}, 2, "--pp 2"),
+        ({"standby": 1}, 1, "--standby 1"),
+        ({"nodes": 2}, 1, "--nodes 2"),
+        ({"advertise_address": "10.0.0.1"}, 1, "--advertise-address 10.0.0.1"),
+        ({"launcher": "ray"}, 1, "--launcher ray"),
+        ({"engines": 3}, 1, "--engines 3: whole groups are needed, of --data-parallel-size 2 engines each"),
+        ({"engines": 0}, 1, "--engines 0: whole groups are needed"),
+    ],
+)
+def test_what_engines_of_a_data_parallel_group_cannot_be_is_refused(
+    settings: dict[str, object], pp: int, said: str
+) -> None:
+    with pytest.raises(CommandError, match=said):
+        engines_of_groups(2, StackSettings(**settings), pp)  # type: ignore[arg-type]
+
+
+@pytest.mark.features("data parallel", "prefill/decode", refused=True)
+def test_engines_of_a_data_parallel_group_are_in_no_pool() -> None:
+    for pools in ({"prefill": 1}, {"decode": 1}):
+        with pytest.raises(CommandError, match=r"share experts on one host; not with --(prefill|decode) 1"):
+            engines_of_groups(2, StackSettings(**pools), 1)
+
+
+def test_a_data_parallel_group_is_so_many_engines_unless_there_are_several() -> None:
+    assert engines_of_groups(2, StackSettings(), 1) == 2
+    assert engines_of_groups(2, StackSettings(engines=4), 1) == 4
+    assert engines_of_groups(1, StackSettings(), 1) is None
+
+
+def test_ranks_are_told_their_place_in_their_group() -> None:
+    told = commands(spec(counts=Counts(engines=4, data_parallel=2)))
+    for number, rank in ((1, 0), (2, 1), (3, 0), (4, 1)):
+        own = told[f"engine-{number}-rank0"]
+        assert {"--data-parallel-size=2", f"--data-parallel-rank={rank}", "--world-size=1"} <= set(own)
+        assert "--rendezvous=127.0.0.1:9" in own

@@ -505,3 +505,27 @@ def test_a_rank_that_is_started_again_has_the_device_it_had() -> None:
     commands = [*simulation.ends("engine-2-rank0"), *simulation.tick(60)]
     (start,) = (c for c in commands if isinstance(c, StartProcess))
     assert (start.process.instance, start.device) == ("engine-2-rank0", 1)
+
+
+def killed(commands: Iterable[Command]) -> set[str]:
+    return {c.instance for c in commands if isinstance(c, KillProcess)}
+
+
+def test_engines_of_a_data_parallel_group_start_and_lose_their_ranks_together() -> None:
+    stack = Simulation(Counts(engines=4, ranks=2, data_parallel=2))
+    begun = [c for c in stack.tick() if isinstance(c, StartProcess) and c.process.service == "worker"]
+    assert [(c.process.instance, c.process.group) for c in begun if c.new_rendezvous] == [
+        ("engine-1-rank0", "engine-1"),
+        ("engine-3-rank0", "engine-3"),
+    ]
+    stack.all_ready()
+    assert killed(stack.ends("engine-4-rank1")) == {"engine-3-rank0", "engine-3-rank1", "engine-4-rank0"}
+    assert started(stack.ends("engine-3-rank0")) == started(stack.ends("engine-3-rank1")) == set()
+    again = stack.ends("engine-4-rank0")
+    assert started(again) == {"engine-3-rank0", "engine-3-rank1", "engine-4-rank0", "engine-4-rank1"}
+    assert [c.new_rendezvous for c in again if isinstance(c, StartProcess)] == [True, False, False, False]
+    assert killed(stack.ends("engine-1")) == set(), "a scheduler's ranks go on without it"
+    refused = stack.handle(ScaleRequested("engines", 6))
+    assert [c.answer for c in refused if isinstance(c, ReplyToScale)] == [
+        ScaleRefusal("engines: those of a data-parallel group cannot be scaled")
+    ]

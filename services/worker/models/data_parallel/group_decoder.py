@@ -1,0 +1,110 @@
+"""A decoder whose mixtures are computed by the ranks of all engines of its data-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from services.worker.distributed.communicator import Communicator
+from services.worker.distributed.lockstep import LatestStep, StepRows
+from services.worker.distributed.torch_ranks import RankGroup
+from services.worker.models.config import ModelConfig
+from services.worker.models.decoder import Decoder
+from services.worker.models.sharding import LayerShard
+from services.worker.models.weights import (
+    DecoderWeights,
+    KvCaches,
+    LayerWeights,
+    MixtureMlp,
+    Mlp,
+    mixed_rows,
+    shared_expert_rows,
+)
+from services.worker.ops.interface import BatchMeta, Ops
+
+
+class GroupDecoder(Decoder):
+    """A `Decoder` that meets those of the group's other ranks in each mixture: there all get the rows of all engines,
+    each computes the picks whose experts it has, and what comes of an engine's rows is added up for its ranks.
+
+    Which rows there are is agreed on once for each step. A rank whose engine has none computes its experts all the
+    same, and nothing else."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        share: LayerShard,
+        ops: Ops,
+        communicator: Communicator,
+        group: RankGroup,
+    ) -> None:
+        """`communicator`: of the engine's ranks. `share.placements`: of the group's."""
+        super().__init__(config, weights, share, ops, communicator)
+        self.group = group
+        self._step = StepRows((), ())
+
+    @property
+    def wire(self) -> str:
+        """See `Decoder.wire`."""
+        return f"{super().wire}, of {self.group.place.engines} data-parallel engines"
+
+    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
+        """See `Decoder.forward`; it is a step of the whole group. Raises RankGone, StepsApart."""
+        last = len(ids) if features is not None else len(meta.logits_rows)
+        self._step = self.group.lockstep.begin(len(ids), last)
+        logits = super().forward(ids, meta, caches, features)
+        if not last:  # which has ended before the last layer's MLP
+            self._compute_for_others(self._weights.layers[-1])
+        return logits
+
+    def until_plan(self, arrived: Callable[[], bool]) -> None:
+        """See `GroupMember.until_plan`. Raises RankGone, StepsApart."""
+        self.group.lockstep.until_plan(arrived, self._compute_step_of_others)
+
+    def stir(self) -> None:
+        """See `GroupMember.stir`."""
+        self.group.lockstep.stir()
+
+    @property
+    def latest(self) -> LatestStep | None:
+        """See `GroupMember.latest`."""
+        return self.group.lockstep.latest
+
+    @property
+    def steps_of_others(self) -> int:
+        """See `GroupMember.steps_of_others`."""
+        return self.group.lockstep.steps_of_others
+
+    def _compute_step_of_others(self) -> None:
+        self._step = self.group.lockstep.begin(0, 0)
+        for layer in self._weights.layers:
+            self._compute_for_others(layer)
+
+    def _compute_for_others(self, layer: LayerWeights) -> None:
+        if isinstance(layer.mlp, MixtureMlp):
+            none = self._ops.empty_rows(0, self._config.hidden_size)
+            assert layer.mlp_norm is not None, "there is an MLP"
+            self._mix(layer, layer.mlp, self._ops.rms_norm(none, layer.mlp_norm, self._config.norm_eps))
+
+    def _mlp_sum(self, layer: LayerWeights, mlp: Mlp, x: Tensor) -> Tensor:
+        """See `Decoder._mlp_sum`."""
+        return self._mix(layer, mlp, x) if isinstance(mlp, MixtureMlp) else super()._mlp_sum(layer, mlp, x)
+
+    def _mix(self, layer: LayerWeights, mixture: MixtureMlp, x: Tensor) -> Tensor:
+        """x [n, hidden], this engine's rows, on all of its ranks → what the mixture makes of them."""
+        counts = self._step.last if layer is self._weights.layers[-1] else self._step.rows
+        if not (total := sum(counts)):
+            return x
+        place, activation = self.group.place, self._config.activation
+        first = sum(counts[: place.engine])
+        own = slice(first, first + counts[place.engine])
+        rows = x.new_zeros(total, x.shape[1])
+        if place.leads:
+            rows[own] = x
+        rows = self.group.sum(rows)
+        mixed = mixed_rows(self._ops, mixture, rows, activation)
+        if mixture.shared is not None and len(x):
+            mixed[own] += shared_expert_rows(self._ops, mixture.shared, x, activation)
+        return self.group.sum(mixed)[own]

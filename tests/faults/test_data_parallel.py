@@ -1,0 +1,112 @@
+"""Engines that share experts: a rank of one is killed or stands still, and streams of all end as they would; one of
+them is drained, and the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+
+from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, blocks_in_use, client_of, stream_chat
+from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.models.demo_mixture import write_demo_mixture
+
+STREAMS = 6
+TOKENS = 150
+RANKS = ["engine-1-rank0", "engine-2-rank0"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_demo_mixture(tmp_path_factory.mktemp("model") / "demo")
+
+
+@pytest.fixture(scope="module")
+def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    how = ["--data-parallel-size=2", "--enable-expert-parallel"]
+    with running_stack(
+        tmp_path_factory.mktemp("group"),
+        model=model,
+        kvstore="0",
+        settings=["worker.threads=1", "scheduler.canary_interval_s=0"],
+        more=how,
+    ) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What one engine that shares nothing says."""
+    with running_stack(tmp_path_factory.mktemp("alone"), model=model, kvstore="0") as stack:
+        return [seen.text for seen in asyncio.run(streams(stack))]
+
+
+async def streams(stack: RunningStack, started: asyncio.Event | None = None) -> list[Streamed]:
+    options = {"max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
+    async with client_of(stack.url) as client, asyncio.timeout(DEADLINE):
+        chats = (stream_chat(client, stack.model, question, started, **options) for question in QUESTIONS[:STREAMS])
+        return await asyncio.gather(*chats)
+
+
+async def metric(stack: RunningStack, instance: str, name: str) -> float:
+    port = (await stack.until_heard(lambda said: instance in said))[instance].metrics_port
+    async with httpx2.AsyncClient() as http:
+        lines = (await http.get(f"http://127.0.0.1:{port}/metrics")).text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+
+
+async def test_engines_of_a_group_rest_together_and_may_not_sleep(stack: RunningStack, undisturbed: list[str]) -> None:
+    assert [seen.text for seen in await streams(stack)] == undisturbed
+    processes = [psutil.Process(stack.pid(rank)) for rank in RANKS]
+    before = [await metric(stack, rank, "baton_worker_steps_of_others") for rank in RANKS]
+    spent = [sum(process.cpu_times()[:2]) for process in processes]
+    await asyncio.sleep(1.0)
+    assert [await metric(stack, rank, "baton_worker_steps_of_others") for rank in RANKS] == before
+    assert all(sum(p.cpu_times()[:2]) - was < 0.5 for p, was in zip(processes, spent, strict=True)), "they spin"
+    async with httpx2.AsyncClient(base_url=stack.url) as http:
+        refused = await http.post("/sleep")
+        assert refused.status_code == 409
+        assert "2 engines share experts, and need its ranks awake" in refused.json()["error"]["message"]
+    assert [seen.text for seen in await streams(stack)] == undisturbed
+    scaled = stack.baton("scale", "engines=3")
+    assert "those of a data-parallel group cannot be scaled" in scaled.stderr
+
+
+@pytest.mark.parametrize("victim", RANKS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.features("data parallel", "expert parallel", "re-dispatch")
+async def test_streams_of_all_engines_survive_what_happens_to_a_rank_of_one(
+    stack: RunningStack, undisturbed: list[str], victim: str, number: signal.Signals
+) -> None:
+    before = {rank: stack.pid(rank) for rank in RANKS}
+    started = asyncio.Event()
+    disturbed = asyncio.create_task(streams(stack, started))
+    async with asyncio.timeout(DEADLINE):
+        await started.wait()
+    assert not disturbed.done(), "the streams ended before anything happened to them"
+    stack.kill(victim, number)
+    seen = await disturbed
+    assert [each.text for each in seen] == undisturbed
+    assert [(each.finishes, each.completion_tokens) for each in seen] == [(["length"], TOKENS)] * STREAMS
+    for rank in RANKS:
+        await asyncio.to_thread(stack.replaced, rank, before[rank])
+    assert await blocks_in_use(stack) == 0
+
+
+async def test_one_engine_of_a_group_is_drained_and_computes_its_experts_for_the_other(
+    stack: RunningStack, undisturbed: list[str]
+) -> None:
+    stack.baton("drain", "engine-2")
+    await stack.until_heard(lambda said: said["engine-2"].phase == "draining")
+    before = await metric(stack, "engine-2-rank0", "baton_worker_steps_total")
+    assert [seen.text for seen in await streams(stack)] == undisturbed
+    assert await metric(stack, "engine-2-rank0", "baton_worker_steps_total") == before
+    assert await metric(stack, "engine-2-rank0", "baton_worker_steps_of_others") >= TOKENS
+    stack.baton("undrain", "engine-2")
+    await stack.until_heard(lambda said: said["engine-2"].phase == "ready")
+    assert [seen.text for seen in await streams(stack)] == undisturbed

@@ -1,0 +1,84 @@
+"""Engines that share the experts of a mixture say what `transformers` says, whatever the others of their group do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+
+from services.scheduler.core.limits import EngineLimits
+from tests.support.models.tiny_models import TinyModel, make_model
+from tests.support.worker.library_situations import prompt
+from tests.support.worker.rank_processes import EngineOfRanks, RankProcesses, rank_processes
+
+OUTPUT = 6
+LIMITS = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=40, max_running=4)
+"""Prompts are cut into chunks, and decodes run beside them."""
+PROMPTS = [prompt(length, seed) for seed, length in enumerate((1, 15, 16, 17, 33, 71))]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with rank_processes(4, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    return cache(lambda family: make_model(family, tmp_path_factory.mktemp(family)))
+
+
+def run(*engines: EngineOfRanks) -> None:
+    """Until nothing is in flight, each engine at its own pace."""
+    while any(engine.in_flight for engine in engines):
+        for engine in engines:
+            if engine.in_flight:
+                engine.step()
+
+
+@pytest.mark.parametrize(
+    ("family", "tp"), [("mixtral", 1), ("qwen2-moe", 2), ("qwen3-moe", 1), ("deepseek-v2", 1), ("deepseek-v3", 2)]
+)
+@pytest.mark.features("data parallel", "expert parallel", "tensor parallel", "chunked prefill", "prefix cache")
+def test_engines_of_a_group_say_what_the_library_does(
+    family: str, tp: int, ranks: RankProcesses, models: Callable[[str], TinyModel]
+) -> None:
+    """Both work, then the first alone, then the second joins it in the middle; none has the other's blocks."""
+    model = models(family)
+    first, second = ranks.serve_group(model.path, engines=2, tp=tp, limits=LIMITS)
+    together = [first.ask(tokens, OUTPUT) for tokens in PROMPTS[::2]]
+    together += [second.ask(tokens, OUTPUT) for tokens in PROMPTS[1::2]]
+    run(first, second)
+    alone = first.ask(PROMPTS[-1], OUTPUT)
+    first.step()
+    late = second.ask(PROMPTS[-1], OUTPUT)
+    run(first, second)
+    expected = [model.greedy(tokens, OUTPUT) for tokens in (*PROMPTS[::2], *PROMPTS[1::2], PROMPTS[-1], PROMPTS[-1])]
+    assert [request.tokens for request in (*together, alone, late)] == expected
+    assert (alone.cached, late.cached) == (0, 64)
+
+
+@pytest.mark.features("data parallel", "expert parallel", "states")
+def test_layers_with_states_are_beside_experts(ranks: RankProcesses, models: Callable[[str], TinyModel]) -> None:
+    model = models("granite-hybrid-moe")
+    first, second = ranks.serve_group(model.path, engines=2, limits=LIMITS)
+    requests = [engine.ask(tokens, OUTPUT) for tokens in PROMPTS[2:] for engine in (first, second)]
+    run(first, second)
+    expected = [model.greedy(tokens, OUTPUT) for tokens in PROMPTS[2:] for _ in range(2)]
+    assert [request.tokens for request in requests] == expected
+
+
+@pytest.mark.features("data parallel", "expert parallel", "speculative", "hybrid KV cache", "chunked prefill")
+def test_engines_of_a_group_draft_behind_windows(
+    ranks: RankProcesses, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = make_model("mixtral", tmp_path_factory.mktemp("windows"), sliding_window=24)
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=40, max_running=4, speculation="fixed")
+    engines = ranks.serve_group(model.path, engines=2, limits=limits, hybrid="on", drafts=3)
+    # What follows a prompt is put behind it twice: what was looked up is then often right.
+    prompts = [3 * (tokens + model.greedy(tokens, 8)) for tokens in (prompt(5, 1), prompt(9, 3))]
+    requests = [engine.ask(tokens, 20) for engine, tokens in zip(engines, prompts, strict=True)]
+    run(*engines)
+    assert [request.tokens for request in requests] == [model.greedy(tokens, 20) for tokens in prompts]
+    assert all(engine.drafted > 0 for engine in engines)
