@@ -14,12 +14,12 @@ from deploy.simulation.engine import (
     EngineTotals,
     HandedRequest,
     NodeCall,
-    RequestRecord,
     SimulationError,
     VirtualEngine,
     engine_id,
     number_of,
 )
+from deploy.simulation.prompts import RequestRecord
 from deploy.simulation.store import SimulatedStore
 from services.scheduler.core.events import PeerChanged, ReleaseLease, SendHandOver, SendStoreRequest, StoreReplied
 from shared.messages.kv_events import KvEvents

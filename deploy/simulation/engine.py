@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import floor, inf
 from typing import Literal, NamedTuple
 
+from deploy.simulation.decode_run import DecodeRun
 from deploy.simulation.hops import HopDelays
+from deploy.simulation.prompts import RequestRecord
 from deploy.simulation.store import INCARNATION, NODE, VirtualCopies
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.events import (
@@ -115,21 +115,6 @@ class SimulationError(Exception):
     """The cores did what no simulation without faults expects: a bug."""
 
 
-@dataclass(slots=True)
-class RequestRecord:
-    """What became of one request on its engine. Times are those at which its client has the tokens."""
-
-    request: RequestId
-    engine: EngineId
-    sent: float
-    prompt_tokens: int
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    token_times: array[float] = field(default_factory=lambda: array("d"))
-    """Of each frame with tokens."""
-    error: str | None = None
-
-
 class EngineTotals(NamedTuple):
     """What an engine has done in all."""
 
@@ -209,6 +194,7 @@ class VirtualEngine:
         self._number = number
         self._hops = kit.hops
         self._checked = kit.checked
+        self._run: DecodeRun | None = None
         self._device = kit.device.another()
         self._speed = kit.slow.speed_of(number)
         self.calls: list[NodeCall] = []
@@ -279,7 +265,8 @@ class VirtualEngine:
         now, _, what = heappop(self._timeline)
         match what:
             case StepFinished():
-                self._handle(what, now)
+                if not self._decode(what, now):
+                    self._handle(what, now)
                 self._report_room(now)
             case StoreReplied() | TransferProgress() | PeerChanged():
                 self._handle(what, now)
@@ -292,7 +279,8 @@ class VirtualEngine:
             case "plan":
                 if self._plan_at == now:
                     self._plan_at = None
-                    self._handle(TimePassed(), now)
+                    if not self._decode(None, now):
+                        self._handle(TimePassed(), now)
             case _:
                 self._timer(what, now)
 
@@ -346,15 +334,38 @@ class VirtualEngine:
         self._held[record.request] = record
         self._handle(request, now)
 
+    def _decode(self, result: StepFinished | None, now: float) -> bool:
+        """Whether it only decodes, so that a step's result (None: the time for a plan has come) was taken in by the
+        shorter way."""
+        run = self._run
+        if run is None and not self._checked and result is not None:
+            run = self._run = DecodeRun.begin(self._core)
+        if run is None or not run.goes_on or run.is_overdue(now):
+            return False
+        learnt = () if result is None else run.finish(result, now)
+        plans, due = run.plan(now)
+        for plan in plans:
+            self._compute(plan, now)
+        heard = now + self._hops.tokens
+        for request in learnt:
+            record = self._held[request]
+            record.token_times.append(heard)
+            record.output_tokens += 1
+        self._go_on(due, now)
+        return True
+
     def _handle(self, event: Event, now: float) -> None:
-        core = self._core
+        core, self._run = self._core, None
         for output in core.handle(event, now):
             self._act(output, now)
         if self._checked:
             check(core)
         if self._pulls is not None and (wanted := self._pulls.due(core.requests.values(), now)) is not None:
             self._tell(now + self._hops.report, PullPrefills(self.id, wanted))
-        due = core.plan_due
+        self._go_on(core.plan_due, now)
+
+    def _go_on(self, due: float | None, now: float) -> None:
+        """What follows from an event by itself; `due`: when the next plan is."""
         if due is not None and self._plan_at != due:
             self._plan_at = max(due, now + TIMER_SECONDS)
             self._at(self._plan_at, "plan")

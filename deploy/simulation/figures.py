@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deploy.simulation.engine import RequestRecord
 from deploy.simulation.fleet import EngineLife
 from deploy.simulation.front import SentRequest
+from deploy.simulation.prompts import RequestRecord
 from deploy.simulation.simulation import SimulationResult
 from services.bench.report import Table, line, rule
 from services.bench.serve import serve_lines

@@ -1,4 +1,5 @@
-"""Requests of a simulated load: how long they are, and which of their beginnings are the same. No tokens are needed.
+"""Requests of a simulated load: how long they are, which of their beginnings are the same, and what became of them. No
+tokens are needed.
 
 The cores look at lengths and at the names of blocks, never at tokens. So a prompt is a chain of named segments, and its
 blocks get names that follow from these; its token ids are all 0.
@@ -7,11 +8,12 @@ blocks get names that follow from these; its token ids are all 0.
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
 from services.worker.sim.tokens import drawn
-from shared.ids import Attempt, GatewayId, ModelName, RequestId
+from shared.ids import Attempt, EngineId, GatewayId, ModelName, RequestId
 from shared.messages.generation import Generation, SamplingOptions, StopConditions
 from shared.packing import TOKEN_BYTES
 
@@ -48,6 +50,21 @@ class SimRequest(NamedTuple):
     def id(self) -> RequestId:
         """Its name on the simulated bus."""
         return RequestId(f"r{self.number}")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What became of one request on its engine. Times are those at which its client has the tokens."""
+
+    request: RequestId
+    engine: EngineId
+    sent: float
+    prompt_tokens: int
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    token_times: array[float] = field(default_factory=lambda: array("d"))
+    """Of each frame with tokens."""
+    error: str | None = None
 
 
 def generation_of(request: SimRequest, model: ModelName, sent: float, block_size: int) -> Generation:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from math import inf
 
 from deploy.simulation.cell import Cell, CellOrder, EngineCell, ProcessCell
-from deploy.simulation.engine import EngineKit, EngineTotals, RequestRecord, number_of
+from deploy.simulation.engine import EngineKit, EngineTotals, number_of
 from deploy.simulation.fleet import EngineLife, ScalingPolicy, SimulatedFleet
 from deploy.simulation.front import RequestFront, SentRequest, Workload
 from deploy.simulation.hops import HopDelays
+from deploy.simulation.prompts import RequestRecord
 from services.coordinator.config import CoordinatorConfig
 from shared.ids import EngineId, RequestId
 

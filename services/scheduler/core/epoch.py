@@ -189,11 +189,11 @@ class EpochState:
                 if held and paused is None and steps.in_flight == 0 and not self.planner.waits_elsewhere:
                     raise EngineStuck(f"{held} requests are held, and none can be computed")
                 return None
-            self._issue(step, now)
+            self._outbox.add(SendPlan(self.issue(step, now)))
         return None
 
-    def _issue(self, step: StepBuilder, now: float) -> None:
-        """Sends the step to the ranks, under the number that it has in flight from now on."""
+    def issue(self, step: StepBuilder, now: float) -> StepPlan:
+        """The step as the ranks are to be sent it, under the number that it has in flight from now on."""
         for sequence, cached in step.started:
             self._open(sequence, cached)
         for sequence in step.handing:
@@ -216,7 +216,7 @@ class EpochState:
             checkpoints=self.memory.take_checkpoints(),
         )
         self._sent.append(plan)
-        self._outbox.add(SendPlan(plan))
+        return plan
 
     def record_loras(self, changed: LorasChanged) -> None:
         """Takes which adapters there are from now on. Sequences of one that is gone go on; no more are accepted."""
@@ -272,6 +272,16 @@ class EpochState:
             return None
         if result.step > steps.finished:
             return f"the result of step {steps.finished} never came"
+        expected = self.measure(result, now)
+        if self.transfers.in_flight:
+            self.transfers.finish_step(result.step, now)
+        self._results.record(result, expected, now)
+        return None
+
+    def measure(self, result: StepFinished, now: float) -> ExpectedResult:
+        """Takes the oldest step in flight, whose result this is, out of those, and records how long it took. Returns
+        what it was to yield."""
+        steps = self.steps
         expected = steps.finish(len(result.sampled), now)
         self._prefill_budget.record(expected.tokens, steps.last_seconds)
         used = self.memory.blocks - self.memory.free_blocks
@@ -285,10 +295,7 @@ class EpochState:
                 *(result.timing, result.drafted, result.accepted),
             )
         )
-        if self.transfers.in_flight:
-            self.transfers.finish_step(result.step, now)
-        self._results.record(result, expected, now)
-        return None
+        return expected
 
     def record_progress(self, report: RankProgress, now: float) -> str | None:
         """Takes in how far a rank is. Returns what it shows to be lost, if anything."""

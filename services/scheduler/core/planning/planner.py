@@ -52,12 +52,12 @@ class StepPlanner:
         self._micro_batches = MicroBatches(limits.stages) if limits.stages > 1 else None
         self.queues = SequenceQueues(memory, loads, grammars, self._prompts, limits.max_loras)
         self.preemption = Preemption(memory, self.queues, saves)
-        self._decodes = DecodePlanner(memory, self.queues, self.preemption, speculation, self._micro_batches)
+        self.decodes = DecodePlanner(memory, self.queues, self.preemption, speculation, self._micro_batches)
         self._prefills = PrefillPlanner(memory, self.queues, limits.long_prefill_token_threshold)
         self._admission = Admission(
             limits.max_running, memory, self.queues, loads, remote, self._prompts, self._prefills, counters
         )
-        self.isolation = SuspectIsolation(self.queues, self._admission, self._prefills, self._decodes)
+        self.isolation = SuspectIsolation(self.queues, self._admission, self._prefills, self.decodes)
 
     @property
     def waits_elsewhere(self) -> bool:
@@ -75,7 +75,7 @@ class StepPlanner:
         if alone:
             self.isolation.plan(step)
         else:
-            self._decodes.plan(step)
+            self.decodes.plan(step)
             step.decodes = step.samples
             if self._limits.itl_target is not None:
                 step.limit(self._prefill_budget.chunk(self._limits.max_batch_tokens - step.budget, step.budget))
