@@ -89,7 +89,8 @@ class DecodeRun:
 
     def plan(self, now: float) -> tuple[list[StepPlan], float | None]:
         """The plans that are made now, and when the next one is due, as `EpochState.plan` has it."""
-        steps, plans = self._state.steps, []
+        steps = self._state.steps
+        plans: list[StepPlan] = []
         while steps.in_flight <= self._ahead:
             if self._late and now < (due := steps.next_due(1)):
                 return plans, due

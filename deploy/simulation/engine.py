@@ -267,7 +267,8 @@ class VirtualEngine:
             case StepFinished():
                 if not self._decode(what, now):
                     self._handle(what, now)
-                self._report_room(now)
+                if self._had_waiting or self._run is None:
+                    self._report_room(now)
             case StoreReplied() | TransferProgress() | PeerChanged():
                 self._handle(what, now)
             case GenerateRequest():
@@ -340,7 +341,7 @@ class VirtualEngine:
         run = self._run
         if run is None and not self._checked and result is not None:
             run = self._run = DecodeRun.begin(self._core)
-        if run is None or not run.goes_on or run.is_overdue(now):
+        if run is None or not run.goes_on or (result is None and run.is_overdue(now)):
             return False
         learnt = () if result is None else run.finish(result, now)
         plans, due = run.plan(now)

@@ -54,7 +54,7 @@ from shared.ids import Incarnation, SequenceId
 from shared.messages.kvstore import Commit, Find, FindAny, KvStoreReply, Reserve
 from shared.messages.lifecycle import LoraRefusal
 from shared.messages.scheduler import PauseMode, ReleaseKept, StepFinished, TransferProgress
-from shared.messages.worker import StepPlan
+from shared.messages.worker import NewSequence, StepPlan
 
 MAX_SENDINGS = 3
 """How often a plan is sent again to a rank that missed it, before everything starts again."""
@@ -205,7 +205,7 @@ class EpochState:
             epoch=self.steps.epoch,
             step=number,
             released=self.queues.take_released() if self.queues.released else (),
-            new=tuple([new_sequence(*start, self.memory.tables) for start in (*step.started, *step.loading)]),
+            new=self._new(step) if step.started or step.loading else (),
             work=tuple(step.work),
             transfers=self.transfers.take_planned(number) if self.transfers.planned else (),
             compile=step.grammars.compile,
@@ -217,6 +217,9 @@ class EpochState:
         )
         self._sent.append(plan)
         return plan
+
+    def _new(self, step: StepBuilder) -> tuple[NewSequence, ...]:
+        return tuple([new_sequence(*start, self.memory.tables) for start in (*step.started, *step.loading)])
 
     def record_loras(self, changed: LorasChanged) -> None:
         """Takes which adapters there are from now on. Sequences of one that is gone go on; no more are accepted."""
