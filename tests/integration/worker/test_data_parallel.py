@@ -77,7 +77,7 @@ def test_engines_of_a_group_draft_behind_windows(
     limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=40, max_running=4, speculation="fixed")
     engines = ranks.serve_group(model.path, engines=2, limits=limits, hybrid="on", drafts=3)
     # What follows a prompt is put behind it twice: what was looked up is then often right.
-    prompts = [3 * (tokens + model.greedy(tokens, 8)) for tokens in (prompt(5, 1), prompt(9, 3))]
+    prompts = [3 * (tokens + model.greedy(tokens, 8)) for tokens in (prompt(8, 5), prompt(5, 6))]
     requests = [engine.ask(tokens, 20) for engine, tokens in zip(engines, prompts, strict=True)]
     run(*engines)
     assert [request.tokens for request in requests] == [model.greedy(tokens, 20) for tokens in prompts]
