@@ -30,7 +30,7 @@ from shared.messages.gateway import GatewayMessage
 from shared.messages.generation import StopConditions
 from shared.messages.scheduler import WorkerResult
 
-SCHEMES = ("auto", "int8", "int4", "fp8")
+SCHEMES = ("auto", "int8", "w8a8_int8", "int4", "fp8")
 HEADS = ("weights", "perplexity", "nats per token", "against the first", "tokens")
 OPEN_WINDOWS = 16
 """Requests at a time."""
@@ -93,7 +93,7 @@ def perplexity_options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--quantization",
         type=scheme_list,
         default=list(SCHEMES),
-        help="auto,int8,int4,fp8: one after the other.",
+        help=f"{','.join(SCHEMES)}: one after the other.",
     )
     parser.add_argument("--stride", type=natural, help="Tokens; by default half of --max-length.")
     parser.add_argument("--max-length", type=natural, help="Tokens of a window; by default what the model can.")

@@ -48,7 +48,7 @@ from services.worker.models.quantization.method import QuantizationMethod, read_
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.sharding import PipelineStage, shard_of, stage_of
 from services.worker.ops.interface import AttentionName, CacheDtype, Ops, OpsName
-from services.worker.ops.quantized import Code
+from services.worker.ops.quantized import Scheme
 from services.worker.ops.selector import OpsChoice
 from services.worker.platforms.interface import Platform
 from services.worker.platforms.main_memory import gib
@@ -64,14 +64,14 @@ DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImpl = Literal["auto", "native", "transformers"]
 """Whose code computes the model. auto: ours where it knows the architecture."""
 
-QuantizationChoice = Literal["auto", "int8", "int4", "fp8"]
+QuantizationChoice = Literal["auto", "int8", "int4", "fp8", "w8a8_int8"]
 """What weights are rounded to as they are loaded."""
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 """auto: safetensors, the only files there are."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_QUANTIZED_BYTES: dict[Code, float] = {"int8": 1.0, "fp8": 1.0, "int4": 0.6}
+_QUANTIZED_BYTES: dict[Scheme, float] = {"int8": 1.0, "fp8": 1.0, "int4": 0.6, "w8a8_int8": 1.0}
 """Of a weight, with the scales of groups."""
 DEFAULT_STATE_MODEL_LEN = 32_768
 """Tokens of the longest sequence of a model without attention, which has no positions and could go on for ever."""
@@ -256,9 +256,15 @@ def _digest(settings: LoadSettings, config: Struct) -> str:
 
 
 def _ops(settings: LoadSettings, dtype: torch.dtype) -> Ops:
-    """Raises OpsUnavailable."""
+    """Raises ModelError for what these operations do not round, and OpsUnavailable."""
     choice = OpsChoice(settings.ops, settings.device, dtype, settings.cache, settings.attention, settings.block_size)
-    return settings.platform.create_ops(choice)
+    ops = settings.platform.create_ops(choice)
+    if settings.quantization == "w8a8_int8" and not ops.rounds_activations:
+        raise ModelError(
+            f"quantization w8a8_int8: {ops.name} operations leave activations as they are; "
+            "int8 rounds weights alone, and ops native (on CPUs) and torch round both"
+        )
+    return ops
 
 
 def _library_model(settings: LoadSettings) -> LoadedModel:
@@ -450,7 +456,7 @@ def _check_plugin(settings: LoadSettings, plugin: PluginModel, method: Quantizat
         raise ModelError(f"{name}: not allowed for a model of {plugin.where}")
 
 
-def _code_of(settings: LoadSettings) -> Code | None:
+def _code_of(settings: LoadSettings) -> Scheme | None:
     return None if settings.quantization == "auto" else settings.quantization
 
 

@@ -29,7 +29,7 @@ from services.worker.models.weights import (
     SharedExpert,
 )
 from services.worker.ops.interface import Ops, PackedLinear, Routing, StateMixer
-from services.worker.ops.quantized import Code
+from services.worker.ops.quantized import Scheme
 
 
 def load_weights(
@@ -40,7 +40,7 @@ def load_weights(
     device: torch.device,
     max_model_len: int,
     stage: PipelineStage | None = None,
-    quantization: Code | None = None,
+    quantization: Scheme | None = None,
     *,
     counts_picks: bool = False,
 ) -> DecoderWeights:
@@ -123,7 +123,7 @@ class _Loader:
         ops: Ops,
         device: torch.device,
         max_model_len: int,
-        quantization: Code | None = None,
+        quantization: Scheme | None = None,
         *,
         counts_picks: bool = False,
     ) -> None:

@@ -1,20 +1,25 @@
 """Weights as codes of eight or four bits and their scales: rounding to them, and back. Knows no kernels and no files.
 
 A code stands for a number that bf16 holds exactly, times the scale of its output, or of a group of its output's inputs.
-Activations stay as they are (W8A16, W4A16): a product takes less memory traffic, and no arithmetic of its own.
+Activations stay as they are (W8A16, W4A16), except for `w8a8_int8`: there each row of them is rounded to int8, too,
+with a scale of its own, and products are sums of whole numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 Code = Literal["int8", "int4", "fp8"]
 """int8: two's complement; int4: 0 to 15, less a zero point; fp8: float8_e4m3fn."""
+
+Scheme = Literal["int8", "int4", "fp8", "w8a8_int8"]
+"""What weights are rounded to: a code, or int8 with activations in int8, by SGLang's name for it."""
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
 GROUP_SIZES = (32, 64, 128, 256, 512)
 """Inputs that may share a scale, beside all of them."""
@@ -26,6 +31,8 @@ _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
 _SMALLEST_SCALE = 1e-12
 """Of outputs whose weights are all 0."""
+_SMALLEST_ROW = 1e-30
+"""The greatest of a row that counts as zeros: `kLeast` of digits.cpp."""
 
 
 class QuantizedWeight(NamedTuple):
@@ -38,6 +45,8 @@ class QuantizedWeight(NamedTuple):
     """float32 [out, groups]; groups is 1, or divides `in` into groups of one of GROUP_SIZES."""
     zeros: Tensor | None = None
     """uint8 [out, groups]: which code of int4 stands for 0; None: 8 everywhere."""
+    int8_activations: bool = False
+    """Of int8 with a scale for each output: whether rows are rounded by `round_rows` before they are multiplied."""
 
     @property
     def group_size(self) -> int:
@@ -68,7 +77,7 @@ class QuantizedWeight(NamedTuple):
         codes, scales, zeros = self.codes[rows, first:end].contiguous(), self.scales[rows], self.zeros
         zeros = None if zeros is None else zeros[rows]
         if scales.shape[1] == 1:
-            return QuantizedWeight(self.code, codes, scales, zeros)
+            return self._replace(codes=codes, scales=scales, zeros=zeros)
         size = gcd(self.group_size, first, end)
         if size not in GROUP_SIZES:
             return self.dequantized(dtype)[rows, first:end]
@@ -80,12 +89,12 @@ class QuantizedWeight(NamedTuple):
     def permuted(self, outputs: Tensor) -> QuantizedWeight:
         """The same with its outputs in the order of `outputs`, an index for each."""
         zeros = None if self.zeros is None else self.zeros[outputs]
-        return QuantizedWeight(self.code, self.codes[outputs], self.scales[outputs], zeros)
+        return self._replace(codes=self.codes[outputs], scales=self.scales[outputs], zeros=zeros)
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """On `device`."""
         zeros = None if self.zeros is None else self.zeros.to(device)
-        return QuantizedWeight(self.code, self.codes.to(device), self.scales.to(device), zeros)
+        return self._replace(codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
 
 
 class QuantizedStack(NamedTuple):
@@ -110,19 +119,21 @@ class QuantizedStack(NamedTuple):
 
     def _rows(self, rows: slice) -> QuantizedWeight:
         codes, scales, zeros = self.weight.codes[rows], self.weight.scales[rows], self.weight.zeros
-        return QuantizedWeight(self.weight.code, codes, scales, None if zeros is None else zeros[rows])
+        return self.weight._replace(codes=codes, scales=scales, zeros=None if zeros is None else zeros[rows])
 
 
 WeightStack = Tensor | QuantizedStack
 """[matrices, out, in]"""
 
 
-def quantize(weight: Tensor, code: Code) -> QuantizedWeight:
+def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
     """weight [out, in] rounded to the nearest codes. int8 and fp8 have a scale for each output; int4 has one and a zero
     point for each 128 inputs, or for 64 or 32 where these divide them; where none does, int8 takes its place."""
-    match code:
+    match scheme:
         case "int8":
             return _int8(weight.float())
+        case "w8a8_int8":
+            return _int8(weight.float())._replace(int8_activations=True)
         case "fp8":
             return _fp8(weight.float())
         case "int4":
@@ -133,16 +144,42 @@ def quantize(weight: Tensor, code: Code) -> QuantizedWeight:
 def stack_outputs(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """One matrix with the outputs of all, which have the same inputs; None where they differ in how they are kept."""
     first = weights[0]
-    kinds = {(each.code, each.scales.shape[1], each.zeros is None) for each in weights}
+    kinds = {(each.code, each.scales.shape[1], each.zeros is None, each.int8_activations) for each in weights}
     if len(kinds) > 1:
         return None
     zeros = [each.zeros for each in weights if each.zeros is not None]
-    return QuantizedWeight(
-        first.code,
-        torch.cat([each.codes for each in weights]),
-        torch.cat([each.scales for each in weights]),
-        torch.cat(zeros) if zeros else None,
+    return first._replace(
+        codes=torch.cat([each.codes for each in weights]),
+        scales=torch.cat([each.scales for each in weights]),
+        zeros=torch.cat(zeros) if zeros else None,
     )
+
+
+class RoundedRows(NamedTuple):
+    """Rows as int8, each by a scale of its own."""
+
+    codes: Tensor
+    """float32 [n, in]: whole numbers from -127 to 127."""
+    scales: Tensor
+    """float32 [n, 1]"""
+
+
+def round_rows(x: Tensor) -> RoundedRows:
+    """x [n, in] to the nearest, ties to even, by the greatest of each row: dynamic quantisation by token, as vLLM and
+    compressed-tensors do it. The same bits as digits.cpp."""
+    rows = x.float()
+    most = rows.abs().amax(dim=1, keepdim=True)
+    # Not `_INT8_MAX / most`, by which PyTorch multiplies with a reciprocal.
+    inverse = torch.where(most > _SMALLEST_ROW, torch.full_like(most, _INT8_MAX) / most, 0.0)
+    return RoundedRows((rows * inverse).round_(), torch.where(most > _SMALLEST_ROW, most / _INT8_MAX, 0.0))
+
+
+def multiply_rounded(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """x [n, in] times a weight of int8, rows rounded first, in the dtype of x. Sums are of whole numbers as float32 has
+    them: exact up to 2²⁴."""
+    rows = round_rows(x)
+    product = rows.codes @ weight.numbers.T * (rows.scales * weight.scales.T)
+    return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
 def _int8(weight: Tensor) -> QuantizedWeight:

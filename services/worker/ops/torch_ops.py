@@ -31,7 +31,14 @@ from services.worker.ops.interface import (
     Picks,
     Routing,
 )
-from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, WeightStack, pack_nibbles, unpack_nibbles
+from services.worker.ops.quantized import (
+    QuantizedStack,
+    QuantizedWeight,
+    WeightStack,
+    multiply_rounded,
+    pack_nibbles,
+    unpack_nibbles,
+)
 from services.worker.ops.torch_attention import PagedAttentionStep
 from services.worker.ops.torch_latent import latent_attention, store_latents
 from services.worker.ops.torch_low_rank import StackedLowRank
@@ -73,6 +80,11 @@ class TorchOps:
         """The name of this implementation: "torch"."""
         return "torch"
 
+    @property
+    def rounds_activations(self) -> bool:
+        """They do, and multiply whole numbers as floats."""
+        return True
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """In oneDNN's layout on a CPU that has it, else the weight itself."""
         if self._onednn:
@@ -88,6 +100,8 @@ class TorchOps:
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """The product in the dtype of `x`."""
         if isinstance(packed, QuantizedLinear):
+            if packed.weight.int8_activations:
+                return multiply_rounded(x, packed.weight, packed.bias)
             return F.linear(x, packed.dequantized(x.dtype), packed.bias)
         assert isinstance(packed, _Linear)
         if packed.onednn:

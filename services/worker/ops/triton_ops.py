@@ -80,8 +80,14 @@ class TritonOps(TorchOps):
         """The name of this implementation: "triton"."""
         return "triton"
 
+    @property
+    def rounds_activations(self) -> bool:
+        """There is no kernel for it: activations stay more exact than such a weight expects."""
+        return False
+
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
         """The codes. Compiles the kernels of all sizes of tiles when a shape of weight is first seen on a GPU."""
+        weight = weight._replace(int8_activations=False)
         packed = super().pack_quantized(weight, bias)
         assert isinstance(packed, QuantizedLinear)
         outputs, inputs = weight.codes.shape

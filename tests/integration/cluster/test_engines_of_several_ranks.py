@@ -210,6 +210,22 @@ def test_ranks_share_the_weights_that_one_would_have_rounded(
     assert (model.logits(PROMPTS[0]) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
 
 
+@pytest.mark.features("quantization", "tensor parallel", "pipeline parallel")
+def test_each_rank_rounds_its_own_share_of_activations(ranks: RankProcesses, tmp_path: Path) -> None:
+    """By the greatest of its share, as vLLM's do: no rank has to ask the others."""
+    model = make_model("qwen2", tmp_path, **SIZES)
+    rounded(model.reference, "int8")
+    weights_alone = model.logits(PROMPTS[0])
+    rounded(model.reference, "w8a8_int8", ranks=2)
+    cost = (model.logits(PROMPTS[0]) - weights_alone).abs().max()
+    engine = ranks.serve(model.path, tp=2, stages=2, ops="native", quantization="w8a8_int8")
+    request = engine.ask(PROMPTS[0], OUTPUT)
+    engine.run()
+    difference = torch.tensor(engine.logits) - model.logits(PROMPTS[0] + request.tokens)[len(PROMPTS[0]) - 1 : -1]
+    assert difference.abs().median() < 1e-4
+    assert difference.abs().max() < cost / 4
+
+
 @pytest.mark.features(
     "prompt embeds",
     "tensor parallel",

@@ -114,7 +114,12 @@ def test_a_stream_is_the_same_however_its_steps_are_made_up(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"quantization": "int8"}, {"quantization": "int4"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}],
+    [
+        {"quantization": "int8"},
+        {"quantization": "w8a8_int8"},
+        {"quantization": "int4"},
+        {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    ],
     ids=lambda settings: settings["quantization"],
 )
 def test_so_it_is_with_rounded_weights_and_caches(settings: dict[str, str]) -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.worker.models.config import ModelError
+from services.worker.models.loaded_model import ModelImpl
 from services.worker.ops.interface import OpsName
-from services.worker.ops.quantized import Code
+from services.worker.ops.quantized import SCHEMES, Code
 from tests.support.models.library_models import library_model
 from tests.support.models.rounded_models import SIZES, rounded
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
@@ -94,7 +96,32 @@ def test_a_family_of_ours_computed_by_transformers_is_rounded_alike(
     assert (drawn - expected).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("ops", ["torch", "native"])
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_activations_are_rounded_as_well(
+    model_impl: ModelImpl, ops: OpsName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another sum's last bit takes an element to the next step, logits differ by a fraction of what rounding to
+    steps costs."""
+    model = make_model("llama", tmp_path, **SIZES)
+    rounded(model.reference, "int8")
+    weights_alone = model.logits(PROMPT)
+    rounded(model.reference, "w8a8_int8")
+    cost = (model.logits(PROMPT) - weights_alone).abs()
+    drawn, expected = logits_of(
+        model, record_logits(monkeypatch), ops=ops, quantization="w8a8_int8", model_impl=model_impl
+    )
+    assert (drawn - expected).abs().max() < cost.max() / 4
+    assert (drawn - expected).abs().median() < 1e-4 < cost.median() / 10
+
+
+def test_operations_that_leave_activations_as_they_are_say_so(tmp_path: Path) -> None:
+    path = make_model("llama", tmp_path).path
+    with pytest.raises(ModelError, match="quantization w8a8_int8: triton operations leave activations as they are"):
+        tiny_backend(path, ops="triton", quantization="w8a8_int8")
+
+
 def test_keys_and_values_of_rounded_weights_are_nobody_elses(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path).path
-    digests = {tiny_backend(path, ops="native", quantization=each).kv.layout.model for each in ("auto", *CODES)}
-    assert len(digests) == 1 + len(CODES)
+    digests = {tiny_backend(path, ops="native", quantization=each).kv.layout.model for each in ("auto", *SCHEMES)}
+    assert len(digests) == 1 + len(SCHEMES)

@@ -21,7 +21,7 @@ from services.worker.models.quantization.method import read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.ops.quantized import QuantizedStack, QuantizedWeight
 from services.worker.ops.torch_ops import TorchOps
-from tests.support.models.rounded_models import SIZES
+from tests.support.models.rounded_models import SIZES, round_inputs
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import record_logits
@@ -191,6 +191,38 @@ def test_logits_are_those_of_the_numbers_that_the_checkpoint_stands_for(
     driver.run()
     expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
     assert (torch.cat(recorded[:OUTPUT]) - expected).abs().max() < 1e-3
+
+
+BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rounds"),
+    [({}, True), ({"symmetric": False}, False), ({"strategy": "tensor", "dynamic": False}, False)],
+)
+def test_activations_are_rounded_where_the_scheme_asks_for_int8_by_token(
+    changes: dict[str, Any], rounds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM does; where it asks for something else, they stay more exact."""
+    config = compressed_config(8, "int", "channel", "int-quantized")
+    config["config_groups"]["group_0"]["input_activations"] = BY_TOKEN | changes
+    monkeypatch.setitem(METHODS, "w8a8", (config, int8))
+    model = quantised(tmp_path, "w8a8")
+    exact = model.logits(PROMPT)
+    if rounds:
+        for name, module in model.reference.named_modules():
+            if isinstance(module, nn.Linear) and "lm_head" not in name and name != "model.layers.1.self_attn.o_proj":
+                round_inputs(module)
+    cost = (model.logits(PROMPT) - exact).abs().max()
+    recorded = record_logits(monkeypatch)
+    driver = Driver(tiny_backend(tmp_path, ops="native", dtype="float32"))
+    recorded.clear()  # what it tried when it was started
+    sequence = driver.add(PROMPT, OUTPUT)
+    driver.run()
+    difference = (torch.cat(recorded[:OUTPUT]) - model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]).abs()
+    assert difference.median() < 1e-4
+    assert difference.max() < (cost / 4 if rounds else 1e-3)
+    assert not rounds or cost > 1e-2
 
 
 @pytest.mark.parametrize(

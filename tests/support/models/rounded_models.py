@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from services.worker.ops.quantized import Code, quantize
+from services.worker.ops.quantized import Scheme, quantize, round_rows
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 """Multiples of a group of int4."""
@@ -18,8 +18,23 @@ NEVER_ROUNDED = ("shared_expert_gate", "kv_b_proj")
 """How much of a shared expert is taken; what latents are multiplied with."""
 
 
-def rounded(reference: Any, code: Code) -> None:
-    """Puts in place of each linear layer's weight, and of each expert's, what its codes stand for."""
+SPLIT_BY_INPUTS = ("o_proj", "down_proj")
+"""Of which each rank has a part of the inputs."""
+
+
+def round_inputs(module: nn.Module, shares: int = 1) -> None:
+    """From now on, each row that `module` multiplies is rounded to int8, or each rank's share of it is."""
+
+    def rounding(_module: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        parts = [round_rows(part.flatten(0, -2)) for part in given[0].chunk(shares, dim=-1)]
+        return (torch.cat([each.codes * each.scales for each in parts], dim=-1).view(given[0].shape),)
+
+    module.register_forward_pre_hook(rounding)
+
+
+def rounded(reference: Any, code: Scheme, ranks: int = 1) -> None:
+    """Puts in place of each linear layer's weight, and of each expert's, what its codes stand for. Of w8a8_int8, rows
+    that linear layers multiply are rounded, too, as `ranks` do it; experts' are not."""
     head = reference.get_output_embeddings()
     with torch.no_grad():
         for name, module in reference.named_modules():
@@ -31,6 +46,8 @@ def rounded(reference: Any, code: Code) -> None:
             if isinstance(module, nn.Linear) and not name.endswith(NEVER_ROUNDED):
                 weight = quantize(module.weight, "int8" if module is head else code).dequantized(torch.float32)
                 module.weight = nn.Parameter(weight)
+                if code == "w8a8_int8" and module is not head:
+                    round_inputs(module, ranks if name.endswith(SPLIT_BY_INPUTS) else 1)
             elif isinstance(module, Conv1D):
                 weight = quantize(module.weight.T.contiguous(), code).dequantized(torch.float32)
                 module.weight = nn.Parameter(weight.T)

@@ -28,7 +28,7 @@ from services.worker.models.fallback.packed_products import pack_products
 from services.worker.models.pooling.classification import ClassifierHead
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta, Ops
-from services.worker.ops.quantized import Code
+from services.worker.ops.quantized import Scheme
 from shared.messages.generation import PoolingType
 from shared.messages.kvstore import KvLayout
 from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
@@ -163,7 +163,7 @@ class LibraryEncoderModel:
 
     @torch.inference_mode()
     def load(
-        self, ops: Ops, dtype: torch.dtype, device: torch.device, *, dummy: bool, quantization: Code | None
+        self, ops: Ops, dtype: torch.dtype, device: torch.device, *, dummy: bool, quantization: Scheme | None
     ) -> tuple[LibraryEncoder, ClassifierHead | None]:
         """What computes hidden states, and the classification head if there is one; with random weights where `dummy`.
         `quantization` is what the layers' products are rounded to. Raises ModelError for a broken checkpoint."""

@@ -23,7 +23,7 @@ from services.worker.models.fallback.pipeline_stage import PassOfStage, class_of
 from services.worker.models.fallback.tensor_parallel import shard_model
 from services.worker.models.sharding import PipelineStage
 from services.worker.ops.interface import Ops
-from services.worker.ops.quantized import Code
+from services.worker.ops.quantized import Scheme
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class LibraryModel:
         pipeline: Pipeline,
         *,
         dummy: bool,
-        quantization: Code | None = None,
+        quantization: Scheme | None = None,
     ) -> LibraryDecoder:
         """With this rank's share of the directory's weights, or of random ones where `dummy`. The whole of `stage` is
         read into main memory before, of random ones the whole model; `quantization` is what linear layers are rounded

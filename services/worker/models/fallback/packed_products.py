@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from services.worker.models.fallback.adapters import PLAIN_PRODUCTS
 from services.worker.models.fallback.tensor_parallel import RoundedShare
 from services.worker.ops.interface import Ops, PackedLinear
-from services.worker.ops.quantized import Code, quantize
+from services.worker.ops.quantized import Scheme, quantize
 
 
 class PackedProduct(nn.Module):
@@ -36,7 +36,7 @@ class PackedProduct(nn.Module):
         return self.ops.linear(rows.contiguous(), self.packed).to(x.dtype).view(*x.shape[:-1], self.outputs)
 
 
-def pack_products(model: nn.Module, ops: Ops, quantization: Code | None, output: nn.Module | None = None) -> None:
+def pack_products(model: nn.Module, ops: Ops, quantization: Scheme | None, output: nn.Module | None = None) -> None:
     """Replaces the linear layers by such as `ops` computes: batch invariant and faster where those are native. A
     weight that others share, as a tied head's, stays where it is, and is copied. `output`:
     the head among them, which is rounded to int8 at least."""
@@ -46,7 +46,7 @@ def pack_products(model: nn.Module, ops: Ops, quantization: Code | None, output:
             packed, dtype, shape = module.pack(ops), module.weight.dtype, (module.outputs, module.inputs)
         elif (weight := _weight_of(module)) is not None:
             own: Any = module
-            code: Code | None = "int8" if quantization and name == head else quantization
+            code: Scheme | None = "int8" if quantization and name == head else quantization
             packed, dtype, shape = _pack(ops, weight, own.bias, code), weight.dtype, (len(weight), weight.shape[1])
         else:
             continue
@@ -66,6 +66,6 @@ def _weight_of(module: nn.Module) -> Tensor | None:
     return weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
 
 
-def _pack(ops: Ops, weight: Tensor, bias: Tensor | None, code: Code | None) -> PackedLinear:
+def _pack(ops: Ops, weight: Tensor, bias: Tensor | None, code: Scheme | None) -> PackedLinear:
     weight, own = weight.contiguous(), None if bias is None else bias.detach()
     return ops.pack_linear(weight, own) if code is None else ops.pack_quantized(quantize(weight, code), own)

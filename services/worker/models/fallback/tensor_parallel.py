@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from services.worker.distributed.communicator import Communicator
 from services.worker.models.config import ModelError
 from services.worker.ops.interface import Ops, PackedLinear
-from services.worker.ops.quantized import Code, QuantizedWeight, quantize
+from services.worker.ops.quantized import QuantizedWeight, Scheme, quantize
 
 _WHOLE = frozenset(
     {
@@ -36,7 +36,7 @@ _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 """Names of layers that compute keys, alone or with others."""
 
 
-def shard_model(model: nn.Module, communicator: Communicator, quantization: Code | None = None) -> bool:
+def shard_model(model: nn.Module, communicator: Communicator, quantization: Scheme | None = None) -> bool:
     """Leaves this rank's share of the weights in `model`, and has partial sums added up. Returns whether key heads are
     split, too. `quantization`: what weights will be rounded to; those that are split by their inputs are rounded here,
     as a whole, so that every number of ranks has the same weights. Raises ModelError where the library has no plan for
@@ -138,7 +138,7 @@ def _split_outputs(path: str, module: Any, communicator: Communicator) -> None:
         module.bias = _own(module.bias[part])
 
 
-def _split_inputs(path: str, module: Any, communicator: Communicator, quantization: Code | None) -> nn.Module:
+def _split_inputs(path: str, module: Any, communicator: Communicator, quantization: Scheme | None) -> nn.Module:
     """What takes the place of `module`."""
     part = _part(path, module.in_features, communicator)
     if module.bias is not None and communicator.rank:

@@ -17,7 +17,7 @@ from torch import Tensor
 from services.worker.models.checkpoint import BatchedTensorSource, TensorPart
 from services.worker.models.hf_layers.mixture import Mixture
 from services.worker.models.quantization.matrices import Matrix, MatrixLoader
-from services.worker.ops.quantized import Code, QuantizedStack, QuantizedWeight, WeightStack, quantize, stack_outputs
+from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, Scheme, WeightStack, quantize, stack_outputs
 
 
 class ExpertTensors(NamedTuple):
@@ -171,6 +171,6 @@ def _runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
     return [(numbers[a], numbers[b - 1] + 1) for a, b in zip(firsts, [*firsts[1:], len(numbers)], strict=True)]
 
 
-def _rounded(stack: Tensor, code: Code) -> list[QuantizedWeight]:
+def _rounded(stack: Tensor, code: Scheme) -> list[QuantizedWeight]:
     """Each matrix by itself: float32 of all would take several times the memory of the layer."""
     return [quantize(matrix, code) for matrix in stack]

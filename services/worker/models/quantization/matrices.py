@@ -8,7 +8,7 @@ from torch import Tensor
 from services.worker.models.checkpoint import TensorSource
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.ops.interface import Ops, PackedLinear
-from services.worker.ops.quantized import Code, QuantizedWeight, quantize, stack_outputs
+from services.worker.ops.quantized import QuantizedWeight, Scheme, quantize, stack_outputs
 
 Matrix = Tensor | QuantizedWeight
 """[out, in]"""
@@ -23,7 +23,7 @@ class MatrixLoader:
     """Reads matrices, and packs them for operations."""
 
     def __init__(
-        self, checkpoint: TensorSource, ops: Ops, device: torch.device, quantization: Code | None = None
+        self, checkpoint: TensorSource, ops: Ops, device: torch.device, quantization: Scheme | None = None
     ) -> None:
         """`quantization`: what `pack_linear` rounds to; None: nothing."""
         self.checkpoint = checkpoint
@@ -77,7 +77,7 @@ class MatrixLoader:
         whole = self.checkpoint.read(f"{name}.weight", shape).to(self.device)
         return self.pack(quantize(whole, self.quantization).part(slice(None), inputs, whole.dtype), bias)
 
-    def pack(self, matrix: Matrix, bias: Tensor | None, code: Code | None = None) -> PackedLinear:
+    def pack(self, matrix: Matrix, bias: Tensor | None, code: Scheme | None = None) -> PackedLinear:
         """`code`: what the matrix is rounded to; None: it stays as it is."""
         matrix, bias = matrix.to(self.device), None if bias is None else bias.to(self.device)
         if isinstance(matrix, QuantizedWeight):

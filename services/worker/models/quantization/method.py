@@ -23,8 +23,23 @@ class _WeightScheme(Struct, kw_only=True):
     block_structure: list[int] | None = None
 
 
+class _ActivationScheme(Struct, kw_only=True):
+    num_bits: int = 8
+    type: str = "int"
+    strategy: str | None = None
+    symmetric: bool = True
+    dynamic: bool | str = False
+
+    @property
+    def int8_by_token(self) -> bool:
+        """Whether each row is rounded to int8 by its own greatest."""
+        kind = self.num_bits, self.type, self.strategy
+        return kind == (8, "int", "token") and self.symmetric and self.dynamic is True
+
+
 class _ConfigGroup(Struct, kw_only=True):
     weights: _WeightScheme | None = None
+    input_activations: _ActivationScheme | None = None
     format: str | None = None
 
 
@@ -55,6 +70,8 @@ class QuantizationMethod(Struct, frozen=True):
     """gptq: whether zero points are stored less 1, as the first version of its format has them."""
     block: tuple[int, int] | None = None
     """The outputs and inputs that share a scale."""
+    int8_activations: bool = False
+    """compressed-tensors: whether int8 weights are multiplied with activations in int8, with a scale for each token."""
 
 
 def read_method(model_dir: Path) -> QuantizationMethod | None:
@@ -73,7 +90,9 @@ def read_method(model_dir: Path) -> QuantizationMethod | None:
 def _method(raw: _RawQuantization) -> QuantizationMethod:
     match raw.quant_method:
         case "compressed-tensors":
-            return QuantizationMethod("compressed-tensors", block=_compressed_block(raw))
+            return QuantizationMethod(
+                "compressed-tensors", block=_compressed_block(raw), int8_activations=_rounds_activations(raw)
+            )
         case "gptq":
             _check("bits", raw.bits, _BITS)
             _check("checkpoint_format", raw.checkpoint_format, ("gptq", "gptq_v2"))
@@ -110,6 +129,12 @@ def _compressed_block(raw: _RawQuantization) -> tuple[int, int] | None:
             rows, columns = weights.block_structure or (0, 0)
             block = rows, columns
     return block
+
+
+def _rounds_activations(raw: _RawQuantization) -> bool:
+    """Which group a module is of is not known here: all have to say so."""
+    schemes = [group.input_activations for group in raw.config_groups.values() if group.weights is not None]
+    return bool(schemes) and all(scheme is not None and scheme.int8_by_token for scheme in schemes)
 
 
 def _check(key: str, value: object, allowed: tuple[object, ...]) -> None:

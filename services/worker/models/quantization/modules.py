@@ -159,7 +159,10 @@ def _bytes(module: Module, suffix: str, method: QuantizationMethod) -> ReadWeigh
     code: Code = "fp8" if weight.dtype == _FP8 else "int8"
     scales = _scales_of_outputs(module.read(suffix).float(), module.shape[0], method.block)
     size = module.shape[1] // scales.shape[1] if method.block is None else method.block[1]
-    return _quantized(code, weight.view(torch.uint8), scales, None, size)
+    read = _quantized(code, weight.view(torch.uint8), scales, None, size)
+    if not method.int8_activations or read.codes is None or code != "int8" or scales.shape[1] != 1:
+        return read
+    return ReadWeight(read.codes._replace(int8_activations=True))
 
 
 def _scales_of_outputs(scales: Tensor, out: int, block: tuple[int, int] | None) -> Tensor:

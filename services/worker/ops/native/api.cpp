@@ -15,10 +15,12 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 18; }
+int baton_version() { return 19; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
+#elif defined(BATON_VNNI)
+    return "avx512-vnni";
 #elif defined(BATON_AVX512)
     return "avx512";
 #elif defined(BATON_AVX2)

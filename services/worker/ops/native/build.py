@@ -27,7 +27,7 @@ from typing import Literal, get_args
 
 from shared.config import process_environment
 
-Level = Literal["avx512-bf16", "avx512", "avx2", "neon", "portable"]
+Level = Literal["avx512-bf16", "avx512-vnni", "avx512", "avx2", "neon", "portable"]
 """Instructions that a library may use; on x86 each level needs all that come after it there."""
 
 COMPILE_SECONDS = 300.0
@@ -49,22 +49,27 @@ _FLAGS = (
     "-Wno-psabi",
 )
 _LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
-    "avx512-bf16": ("-march=x86-64-v4", "-mavx512bf16"),
+    "avx512-bf16": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    "avx512-vnni": ("-march=x86-64-v4", "-mavx512vnni"),
     "avx512": ("-march=x86-64-v4",),
     "avx2": ("-march=x86-64-v3",),
     "neon": (),
     "portable": (),
 }
 _ZIG_LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
-    "avx512-bf16": ("-mcpu=x86_64_v4+avx512bf16",),
+    "avx512-bf16": ("-mcpu=x86_64_v4+avx512vnni+avx512bf16",),
+    "avx512-vnni": ("-mcpu=x86_64_v4+avx512vnni",),
     "avx512": ("-mcpu=x86_64_v4",),
     "avx2": ("-mcpu=x86_64_v3",),
     "neon": ("-mcpu=baseline",),
     "portable": ("-mcpu=baseline",),
 }
+_X86_LEVELS: tuple[Level, ...] = ("avx512-bf16", "avx512-vnni", "avx512", "avx2", "portable")
+_AVX512 = frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
 _NEEDED: tuple[tuple[Level, frozenset[str]], ...] = (
-    ("avx512-bf16", frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16"))),
-    ("avx512", frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))),
+    ("avx512-bf16", _AVX512 | {"avx512_vnni", "avx512_bf16"}),
+    ("avx512-vnni", _AVX512 | {"avx512_vnni"}),
+    ("avx512", _AVX512),
     ("avx2", frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"))),
 )
 
@@ -87,8 +92,7 @@ def runnable_levels() -> tuple[Level, ...]:
     best = best_level()
     if best == "neon":
         return ("neon",)
-    x86: tuple[Level, ...] = ("avx512-bf16", "avx512", "avx2", "portable")
-    return x86[x86.index(best) :]
+    return _X86_LEVELS[_X86_LEVELS.index(best) :]
 
 
 def library_path(level: Level) -> Path:
@@ -232,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--level", choices=get_args(Level), help="one level, whatever this machine has")
     options = parser.parse_args(arguments)
     arm = best_level() == "neon"
-    every: tuple[Level, ...] = ("neon",) if arm else ("avx512-bf16", "avx512", "avx2", "portable")
+    every: tuple[Level, ...] = ("neon",) if arm else _X86_LEVELS
     levels = every if options.all else (options.level or best_level(),)
     try:
         for level in levels:

@@ -38,64 +38,55 @@ template <Code code> BATON_INLINE U decode_halves(const uint8_t* codes, Bytes ze
 
 BATON_INLINE Bytes zeros_at(const uint8_t* zeros, int column) { return zeros ? load_bytes(zeros + column * kLanes) : Bytes{} + 8; }
 
-// As multiply_panel, which computes the same sums of what decode_steps writes. Where `steps` is odd, x has another input.
-template <Code code, int Rows, int Columns>
-__attribute__((noinline)) void multiply_codes(const float* x, int64_t stride, const uint8_t* codes, const uint8_t* zeros, int steps,
-                                              F sums[Rows][Columns]) {
+// A step of codes as Kind multiplies it: a pair of inputs.
+template <class Kind, Code code> struct Decoded;
+template <Code code> struct Decoded<Single, code> {
+    Pair weights;
+    BATON_INLINE Decoded(const uint8_t* codes, Bytes zero) : weights(decode<code>(codes, zero)) {}
+    BATON_INLINE F multiply(F sum, const float* x) const {
+        sum = fma(weights.first, all(x[0]), sum);
+        return fma(weights.second, all(x[1]), sum);
+    }
+    // As numbers of two steps, or of one.
+    BATON_INLINE void store_at(float* to, int column) const {
+        store(to + column * kLanes, weights.first);
+        store(to + kGroupOutputs + column * kLanes, weights.second);
+    }
+};
+template <Code code> struct Decoded<Half, code> {
+    U weights;
+    BATON_INLINE Decoded(const uint8_t* codes, Bytes zero) : weights(decode_halves<code>(codes, zero)) {}
+    BATON_INLINE F multiply(F sum, const Bf16* x) const { return Half::multiply(sum, weights, Half::broadcast(x)); }
+    BATON_INLINE void store_at(Bf16* to, int column) const { store_bits(to + column * kLanes * Half::kItems, weights); }
+};
+
+// As multiply_panel, which computes the same sums of what decode_steps writes. `steps` are Kind's; where that is an odd number
+// of single inputs, x has another one.
+template <class Kind, Code code, int Rows, int Columns>
+__attribute__((noinline)) void multiply_codes(const typename Kind::Item* x, int64_t stride, const uint8_t* codes, const uint8_t* zeros,
+                                              int steps, F sums[Rows][Columns]) {
     F sum[Rows][Columns];
     Bytes zero[Columns];
     for (int c = 0; c < Columns; ++c) {
         zero[c] = zeros_at(zeros, c);
         for (int r = 0; r < Rows; ++r) sum[r][c] = sums[r][c];
     }
-    for (int step = 0; step < steps; step += kCodeInputs, codes += kGroupColumns * code_bytes(code), x += kCodeInputs) {
+    for (int step = 0; step < steps; step += kCodeInputs / Kind::kItems, codes += kGroupColumns * code_bytes(code), x += kCodeInputs) {
         for (int c = 0; c < Columns; ++c) {
-            Pair weights = decode<code>(codes + c * code_bytes(code), zero[c]);
-            for (int r = 0; r < Rows; ++r) {
-                sum[r][c] = fma(weights.first, all(x[r * stride]), sum[r][c]);
-                sum[r][c] = fma(weights.second, all(x[r * stride + 1]), sum[r][c]);
-            }
+            Decoded<Kind, code> weights(codes + c * code_bytes(code), zero[c]);
+            for (int r = 0; r < Rows; ++r) sum[r][c] = weights.multiply(sum[r][c], x + r * stride);
         }
     }
     for (int r = 0; r < Rows; ++r)
         for (int c = 0; c < Columns; ++c) sums[r][c] = sum[r][c];
 }
 
-// The same for activations in bf16, and what the other decode_steps writes of `steps` pairs of inputs.
-template <Code code, int Rows, int Columns>
-__attribute__((noinline)) void multiply_codes(const Bf16* x, int64_t stride, const uint8_t* codes, const uint8_t* zeros, int steps,
-                                              F sums[Rows][Columns]) {
-    F sum[Rows][Columns];
-    Bytes zero[Columns];
-    for (int c = 0; c < Columns; ++c) {
-        zero[c] = zeros_at(zeros, c);
-        for (int r = 0; r < Rows; ++r) sum[r][c] = sums[r][c];
-    }
-    for (int step = 0; step < steps; ++step, codes += kGroupColumns * code_bytes(code), x += Half::kItems) {
-        for (int c = 0; c < Columns; ++c) {
-            U weights = decode_halves<code>(codes + c * code_bytes(code), zero[c]);
-            for (int r = 0; r < Rows; ++r) sum[r][c] = Half::multiply(sum[r][c], weights, Half::broadcast(x + r * stride));
-        }
-    }
-    for (int r = 0; r < Rows; ++r)
-        for (int c = 0; c < Columns; ++c) sums[r][c] = sum[r][c];
-}
-
-// The codes of `steps` inputs of a group as floats [steps][64]; where `steps` is odd, one more is written.
-template <Code code> void decode_steps(const uint8_t* codes, const uint8_t* zeros, int steps, float* to) {
-    for (int step = 0; step < steps; step += kCodeInputs, to += kCodeInputs * kGroupOutputs)
-        for (int c = 0; c < kGroupColumns; ++c, codes += code_bytes(code)) {
-            Pair weights = decode<code>(codes, zeros_at(zeros, c));
-            store(to + c * kLanes, weights.first);
-            store(to + kGroupOutputs + c * kLanes, weights.second);
-        }
-}
-
-// The codes of `steps` pairs of inputs of a group as bf16 [steps][64][2].
-template <Code code> void decode_steps(const uint8_t* codes, const uint8_t* zeros, int steps, Bf16* to) {
-    for (int step = 0; step < steps; ++step)
-        for (int c = 0; c < kGroupColumns; ++c, codes += code_bytes(code), to += kLanes * Half::kItems)
-            store_bits(to, decode_halves<code>(codes, zeros_at(zeros, c)));
+// The codes of `steps` of a group as numbers [steps][64][Kind::kItems]; where `steps` is an odd number of single inputs, one
+// more is written.
+template <class Kind, Code code> void decode_steps(const uint8_t* codes, const uint8_t* zeros, int steps, typename Kind::Item* to) {
+    for (int step = 0; step < steps; step += kCodeInputs / Kind::kItems, to += kCodeInputs * kGroupOutputs)
+        for (int c = 0; c < kGroupColumns; ++c, codes += code_bytes(code))
+            Decoded<Kind, code>(codes, zeros_at(zeros, c)).store_at(to, c);
 }
 
 // Puts the code of an input and an output into a group whose codes are 0.

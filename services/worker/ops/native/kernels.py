@@ -52,6 +52,11 @@ class NativeKernels:
         name: bytes = self.library.baton_instructions()
         return name.decode()
 
+    @property
+    def multiplies_bytes(self) -> bool:
+        """Whether one instruction sums four products of bytes (AVX512-VNNI)."""
+        return self.instructions in ("avx512-bf16", "avx512-vnni")
+
     def __del__(self) -> None:
         if getattr(self, "pool", None):
             self.library.baton_pool_free(self.pool)

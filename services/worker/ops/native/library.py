@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-VERSION = 18
+VERSION = 19
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -14,7 +14,8 @@ SINGLE, HALF = 0, 1
 
 PLAIN = 0
 CODES = {"int8": 1, "int4": 2, "fp8": 3}
-"""The values of `Code` in linear.h; PLAIN for numbers."""
+QUAD = 4
+"""The values of `Code` in linear.h; PLAIN for numbers, QUAD for int8 that is multiplied in whole numbers."""
 
 OUT_FLOAT, OUT_GATED = 0, 2
 """`Out::kFloat` and `Out::kGated` of linear.h."""
@@ -33,6 +34,7 @@ class Linear(Structure):
         ("scaled", c_int),
         ("scales", c_void_p),
         ("zeros", c_void_p),
+        ("digits", c_int),
     )
 
 

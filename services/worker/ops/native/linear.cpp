@@ -6,6 +6,7 @@
 
 #include "activation.h"
 #include "codes.h"
+#include "digits.h"
 #include "tile.h"
 
 namespace {
@@ -17,6 +18,7 @@ constexpr int kBlockSteps = 512;
 constexpr int kBlockRows = 96;
 
 int steps_of(Number number, int in) { return number == Number::kHalf ? (in + 1) / 2 : in; }
+int quads_of(int in) { return (in + Quad::kItems - 1) / Quad::kItems; }
 // Codes are multiplied as bf16, which holds their numbers exactly, where activations are bf16 and one instruction takes
 // pairs of them: AVX2 would need more instructions than for floats.
 #if defined(BATON_BF16)
@@ -27,7 +29,9 @@ constexpr bool kHalfCodes = false;
 Number multiplied_as(const Linear& linear) {
     return linear.code == Code::kPlain || kHalfCodes ? linear.number : Number::kSingle;
 }
-int steps_of(const Linear& linear) { return steps_of(multiplied_as(linear), linear.in); }
+int steps_of(const Linear& linear) {
+    return linear.code == Code::kQuad ? quads_of(linear.in) : steps_of(multiplied_as(linear), linear.in);
+}
 int groups_of(int out) { return (out + kGroupOutputs - 1) / kGroupOutputs; }
 
 struct Product {
@@ -35,6 +39,12 @@ struct Product {
     Linear linear;
     Target target;
     int steps;
+    // Of kQuad: x as whole numbers, from which of its rows on.
+    const DigitRows* rounded = nullptr;
+    int64_t first = 0;
+
+    // Rows of items that tiles read for each row of x.
+    int digits() const { return rounded ? linear.digits : 1; }
 };
 
 // A block of rows times one group.
@@ -78,6 +88,9 @@ template <class Kind> bool readable(const Product& p) {
     int items = p.linear.code == Code::kPlain ? Kind::kItems : kCodeInputs;
     return (p.x.number == Number::kHalf) == (item == 2) && !aliased && p.linear.in % items == 0;
 }
+
+// Whether a kind multiplies rows that were rounded to its items.
+template <class Kind> constexpr bool kRounds = std::is_same_v<Kind, Quad>;
 
 // The sums of some rows and columns of a tile.
 template <int R, int C> struct Sums {
@@ -136,7 +149,7 @@ template <int R, int C> BATON_INLINE void write_floats(const Product& p, int row
 // Has the lines that will be written brought near while the tile is computed.
 template <int R, int C> BATON_INLINE void expect_floats(const Product& p, int row, int column) {
     const float* to = (const float*)p.target.data + row * p.target.stride + column;
-    for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R / p.digits(); ++r)
         for (int c = 0; c < C; ++c) __builtin_prefetch(to + r * p.target.stride + c * kLanes, 1, 3);
 }
 
@@ -161,7 +174,7 @@ template <class Kind, Code code> struct Coded {
     const uint8_t* zeros;
 
     template <int R, int C> BATON_INLINE void multiply(const Item* x, int64_t stride, int column, int steps, Ahead, Sums<R, C>& sums) const {
-        multiply_codes<code, R, C>(x, stride, at + column * code_bytes(code), zeros ? zeros + column * kLanes : nullptr, steps, sums.at);
+        multiply_codes<Kind, code, R, C>(x, stride, at + column * code_bytes(code), zeros ? zeros + column * kLanes : nullptr, steps, sums.at);
     }
     Coded from(int step) const { return {at + size_t(step * Kind::kItems / kCodeInputs) * kGroupColumns * code_bytes(code), zeros}; }
 };
@@ -188,6 +201,34 @@ template <int R, int C> BATON_INLINE void add_scaled(const float* scales, const 
 template <class Kind> Coded<Kind, Code::kInt4> with_zeros(Coded<Kind, Code::kInt4> weights, const uint8_t* zeros) { return {weights.at, zeros}; }
 template <class Weights> Weights with_zeros(Weights weights, const uint8_t*) { return weights; }
 
+// What the sums of whole numbers stand for: `row` is the first in x, R its digits and those of the rows behind it.
+template <int Digits, int R, int C>
+BATON_INLINE Sums<R / Digits, C> numbers_of(const Product& p, int64_t row, const float* weight_scales, const Sums<R, C>& sums) {
+    Sums<R / Digits, C> numbers;
+    for (int r = 0; r < R / Digits; ++r)
+        for (int c = 0; c < C; ++c) {
+            F number = zeros();
+            for (int digit = 0; digit < Digits; ++digit) {
+                // Weights are 128 more than what they stand for.
+                U excess = all_bits(uint32_t(p.rounded->sums(row + r)[digit]) << 7), sum = bits_of(sums.at[r * Digits + digit][c]);
+                Sixteen<RegI> whole;
+                BATON_EACH whole.part[i_] = (RegI)(sum.part[i_] - excess.part[i_]);
+                number = digit ? fma(number, all(256.0f), floats_of(whole)) : floats_of(whole);
+            }
+            numbers.at[r][c] = number * (all(*p.rounded->scales(row + r)) * load(weight_scales + c * kLanes));
+        }
+    return numbers;
+}
+
+// The end of a tile's sums. `row` is in the block.
+template <class Kind, int R, int C> BATON_INLINE void finish(const Product& p, const Block& block, int row, int column, const Sums<R, C>& sums) {
+    int output = block.group * kGroupOutputs + column * kLanes, at = row * kGroupColumns + column;
+    if (block.to_gates) keep(block.to_gates + at, sums);
+    else if (block.gates && (Kind::kItems == 2 || p.linear.number == Number::kHalf)) write_gated<Bf16>(p, block.row + row, output, block.gates + at, sums);
+    else if (block.gates) write_gated<float>(p, block.row + row, output, block.gates + at, sums);
+    else write_floats(p, block.row + row, output, sums);
+}
+
 // One tile over one block of steps; sums wait in `kept` [rows][kGroupColumns] for the next one.
 template <class Kind, int R, class Weights>
 void run_tile(const Product& p, const Block& block, const Weights& weights, const Scales& scaling, const typename Kind::Item* x,
@@ -196,10 +237,10 @@ void run_tile(const Product& p, const Block& block, const Weights& weights, cons
     bool last = first + count == p.steps;
     for (int column = 0; column < kGroupColumns; column += C) {
         Sums<R, C> sums;
-        F* part = kept + row * kGroupColumns + column;
+        F* part = kept + row * p.digits() * kGroupColumns + column;
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < C; ++c) sums.at[r][c] = first ? part[r * kGroupColumns + c] : zeros();
-        int output = block.group * kGroupOutputs + column * kLanes, at = row * kGroupColumns + column;
+        int output = block.group * kGroupOutputs + column * kLanes;
         if (last && !block.to_gates && !block.gates) expect_floats<R, C>(p, block.row + row, output);
         Ahead fetched = column ? Ahead{nullptr, 0} : ahead;
         if (!scaling.steps) {
@@ -217,11 +258,15 @@ void run_tile(const Product& p, const Block& block, const Weights& weights, cons
                 fetched = {nullptr, 0};
             }
         }
-        if (!last) keep(part, sums);
-        else if (block.to_gates) keep(block.to_gates + at, sums);
-        else if (block.gates && (Kind::kItems == 2 || p.linear.number == Number::kHalf)) write_gated<Bf16>(p, block.row + row, output, block.gates + at, sums);
-        else if (block.gates) write_gated<float>(p, block.row + row, output, block.gates + at, sums);
-        else write_floats(p, block.row + row, output, sums);
+        if (!last) {
+            keep(part, sums);
+        } else if constexpr (kRounds<Kind>) {
+            int64_t first_row = p.first + block.row + row;
+            if (p.digits() == 1) finish<Kind>(p, block, row, column, numbers_of<1>(p, first_row, p.linear.scales + output, sums));
+            else if constexpr (R % 2 == 0) finish<Kind>(p, block, row, column, numbers_of<2>(p, first_row, p.linear.scales + output, sums));
+        } else {
+            finish<Kind>(p, block, row, column, sums);
+        }
     }
 }
 
@@ -246,32 +291,40 @@ template <class Kind, class Weights>
 void run_tiles(const Product& p, const Block& block, const Steps& steps, const Weights& weights, const Scales& scaling, F* kept) {
     using Item = typename Kind::Item;
     int first = steps.first, count = steps.count, tiles = steps.tiles, lines = steps.ahead.lines;
-    bool direct = readable<Kind>(p);
     for (int tile = 0; tile < tiles; ++tile) {
         int from = block.rows * tile / tiles, to = block.rows * (tile + 1) / tiles;
         Ahead ahead{steps.ahead.from + tile * lines * 64 * (count / kChunk), lines};
-        auto call = tile_of<Kind, Weights>(to - from);
-        if (direct) {
-            auto* x = (const Item*)p.x.data + (block.row + from) * p.x.stride + first * Kind::kItems;
-            call(p, block, weights, scaling, x, p.x.stride, from, first, count, ahead, kept);
-            continue;
+        if constexpr (kRounds<Kind>) {
+            auto call = tile_of<Kind, Weights>((to - from) * p.digits());
+            const Item* x = p.rounded->items(p.first + block.row + from) + first * Kind::kItems;
+            call(p, block, weights, scaling, x, p.rounded->stride(), from, first, count, ahead, kept);
+        } else {
+            auto call = tile_of<Kind, Weights>(to - from);
+            if (readable<Kind>(p)) {
+                auto* x = (const Item*)p.x.data + (block.row + from) * p.x.stride + first * Kind::kItems;
+                call(p, block, weights, scaling, x, p.x.stride, from, first, count, ahead, kept);
+                continue;
+            }
+            static thread_local Copied<Kind> copied;
+            int begin = first * Kind::kItems, padded = count * Kind::kItems;
+            int items = std::min(padded, p.linear.in - begin);
+            if (p.linear.code != Code::kPlain) padded = (padded + kCodeInputs - 1) / kCodeInputs * kCodeInputs;
+            for (int r = from; r < to; ++r)
+                copy_row(copied.items + (r - from) * copied.kStride, p.x, block.row + r, begin, items, padded);
+            call(p, block, weights, scaling, copied.items, copied.kStride, from, first, count, ahead, kept);
         }
-        static thread_local Copied<Kind> copied;
-        int begin = first * Kind::kItems, padded = count * Kind::kItems;
-        int items = std::min(padded, p.linear.in - begin);
-        if (p.linear.code != Code::kPlain) padded = (padded + kCodeInputs - 1) / kCodeInputs * kCodeInputs;
-        for (int r = from; r < to; ++r)
-            copy_row(copied.items + (r - from) * copied.kStride, p.x, block.row + r, begin, items, padded);
-        call(p, block, weights, scaling, copied.items, copied.kStride, from, first, count, ahead, kept);
     }
 }
 
 // Tiles of about the same height: 7 rows are 4 and 3, not 6 and 1.
-int tiles_of_rows(int rows) { return (rows + kTileRows - 1) / kTileRows; }
+int tiles_of_rows(int rows, int digits) {
+    int most = kTileRows / digits;
+    return (rows + most - 1) / most;
+}
 
 template <class Kind> void run_block(const Product& p, const Block& block) {
     using Item = typename Kind::Item;
-    int tiles = tiles_of_rows(block.rows);
+    int tiles = tiles_of_rows(block.rows, p.digits());
     F kept[kBlockRows * kGroupColumns];
     const char* group = (const char*)p.linear.groups + size_t(block.group) * p.steps * kStepBytes;
     for (int first = 0; first < p.steps; first += kBlockSteps) {
@@ -291,7 +344,7 @@ template <Code code> constexpr int kReadingTiles = code == Code::kInt8 && kTileR
 // The same for codes: for more tiles than that they are turned into numbers once.
 template <class Kind, Code code> void run_coded_block(const Product& p, const Block& block) {
     using Item = typename Kind::Item;
-    int tiles = tiles_of_rows(block.rows), scaled = p.linear.scaled / Kind::kItems;
+    int tiles = tiles_of_rows(block.rows, 1), scaled = p.linear.scaled / Kind::kItems;
     F kept[kBlockRows * kGroupColumns];
     size_t pairs = size_t(p.linear.in + kCodeInputs - 1) / kCodeInputs, pair_bytes = kGroupColumns * code_bytes(code);
     auto* group = (const uint8_t*)p.linear.groups + block.group * pairs * pair_bytes;
@@ -308,14 +361,17 @@ template <class Kind, Code code> void run_coded_block(const Product& p, const Bl
         }
         alignas(64) static thread_local Item numbers[kBlockSteps * kGroupOutputs * Kind::kItems];
         for (int step = 0, part = scaled ? scaled : count; step < count; step += part)
-            decode_steps<code>(codes + size_t(step * Kind::kItems / kCodeInputs) * pair_bytes, scaling.zeros_of(scaled ? step / scaled : 0), part,
+            decode_steps<Kind, code>(codes + size_t(step * Kind::kItems / kCodeInputs) * pair_bytes, scaling.zeros_of(scaled ? step / scaled : 0), part,
                                numbers + step * kGroupOutputs * Kind::kItems);
         run_tiles<Kind>(p, block, steps, Numbers<Kind>{numbers}, scaling, kept);
     }
 }
 
 bool gated(const Product& p) { return p.target.kind == Out::kGated; }
-int row_blocks_of(const Product& p) { return (p.x.count + kBlockRows - 1) / kBlockRows; }
+int row_blocks_of(const Product& p) {
+    int most = kBlockRows / p.digits();
+    return (p.x.count + most - 1) / most;
+}
 int column_blocks_of(const Product& p) { return groups_of(p.linear.out) / (gated(p) ? 2 : 1); }
 int tiles_of(const Product& p) { return row_blocks_of(p) * column_blocks_of(p); }
 
@@ -336,6 +392,7 @@ template <class Kind> void multiply_tile_as(const Product& p, int tile) {
         case Code::kInt8: return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt8>);
         case Code::kInt4: return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt4>);
         case Code::kFp8: return multiply_tile(p, tile, run_coded_block<Kind, Code::kFp8>);
+        case Code::kQuad: return multiply_tile(p, tile, run_block<Quad>);
     }
 }
 
@@ -348,13 +405,15 @@ const void* row_at(const void* data, int64_t row, int64_t stride, Number number)
     return (const char*)data + row * stride * (number == Number::kHalf ? 2 : 4);
 }
 
-template <class Item> void pack_group(const Item* weight, int out, int in, int group, Item* to) {
+template <class Item> void pack_group(const Item* weight, int out, int in, int group, Item* to, Item flipped = 0) {
     constexpr int kItems = 4 / int(sizeof(Item));
     int padded = (in + kItems - 1) / kItems * kItems;
     for (int lane = 0; lane < kGroupOutputs; ++lane) {
         int64_t output = int64_t(group) * kGroupOutputs + lane;
-        for (int i = 0; i < padded; ++i)
-            to[(i / kItems * kGroupOutputs + lane) * kItems + i % kItems] = output < out && i < in ? weight[output * in + i] : Item(0);
+        for (int i = 0; i < padded; ++i) {
+            Item item = output < out && i < in ? weight[output * in + i] : Item(0);
+            to[(i / kItems * kGroupOutputs + lane) * kItems + i % kItems] = item ^ flipped;
+        }
     }
 }
 
@@ -367,11 +426,12 @@ void pack(Pool& pool, Number number, const void* weight, int out, int in, void* 
     pool.run(groups_of(out), [&](int group, int) {
         void* to = (char*)groups + group * each;
         if (number == Number::kHalf) pack_group((const Bf16*)weight, out, in, group, (Bf16*)to);
-        else pack_group((const float*)weight, out, in, group, (float*)to);
+        else pack_group((const uint32_t*)weight, out, in, group, (uint32_t*)to);
     });
 }
 
 int64_t coded_bytes(Code code, int out, int in) {
+    if (code == Code::kQuad) return int64_t(groups_of(out)) * quads_of(in) * kStepBytes;
     return int64_t(groups_of(out)) * ((in + kCodeInputs - 1) / kCodeInputs) * kGroupColumns * code_bytes(code);
 }
 
@@ -379,6 +439,8 @@ void pack_codes(Pool& pool, Code code, const uint8_t* codes, int out, int in, vo
     int64_t each = coded_bytes(code, kGroupOutputs, in);
     pool.run(groups_of(out), [&](int group, int) {
         auto* to = (uint8_t*)groups + group * each;
+        // Of two's complement, the highest bit turned over adds 128.
+        if (code == Code::kQuad) return pack_group(codes, out, in, group, to, uint8_t(0x80));
         memset(to, 0, size_t(each));
         int outputs = std::min(kGroupOutputs, out - group * kGroupOutputs);
         for (int lane = 0; lane < outputs; ++lane) {
@@ -388,8 +450,20 @@ void pack_codes(Pool& pool, Code code, const uint8_t* codes, int out, int in, vo
     });
 }
 
+namespace {
+
+// Of the thread that asks, until its next product.
+const DigitRows* rounded_rows(Pool& pool, const Rows& x, const Linear& linear) {
+    static thread_local DigitRows rows;
+    if (linear.code != Code::kQuad) return nullptr;
+    rows.round(pool, x, linear.in, linear.digits);
+    return &rows;
+}
+
+}  // namespace
+
 void multiply(Pool& pool, const Rows& x, const Linear& linear, const Target& target) {
-    Product product{x, linear, target, steps_of(linear)};
+    Product product{x, linear, target, steps_of(linear), rounded_rows(pool, x, linear)};
     pool.run(tiles_of(product), [&](int tile, int) { multiply_tile_of(product, tile); });
 }
 
@@ -397,13 +471,14 @@ void multiply_each(Pool& pool, const Rows& x, const Linear* linears, const int64
     std::vector<Product> products;
     std::vector<int> first{0};  // tile of each product, and behind the last
     Number written = target.kind == Out::kGated ? linears->number : Number::kSingle;
+    const DigitRows* rounded = rounded_rows(pool, x, *linears);
     for (int i = 0; i < count; ++i) {
         int rows = int(starts[i + 1] - starts[i]);
         if (!rows) continue;
         Rows own{row_at(x.data, starts[i], x.stride, x.number), x.number, x.stride, rows};
         Target to = target;
         to.data = (void*)row_at(target.data, starts[i], target.stride, written);
-        products.push_back({own, linears[i], to, steps_of(linears[i])});
+        products.push_back({own, linears[i], to, steps_of(linears[i]), rounded, starts[i]});
         first.push_back(first.back() + tiles_of(products.back()));
     }
     pool.run(first.back(), [&](int tile, int) {

@@ -15,8 +15,9 @@ constexpr int kStepBytes = 64 * kGroupColumns;
 
 // How weights are kept: as numbers, or as codes of a byte or half of one that stand for numbers. Codes lie as numbers do,
 // two inputs to a step: 16 bytes of the first input and 16 of the second for each 16 outputs, or, of four bits, 16 bytes
-// with the first input's codes in the low halves.
-enum class Code : int { kPlain = 0, kInt8 = 1, kInt4 = 2, kFp8 = 3 };
+// with the first input's codes in the low halves. kQuad: int8 to be multiplied in whole numbers, as Quad has them: four
+// inputs to a step, 64 bytes for each 16 outputs.
+enum class Code : int { kPlain = 0, kInt8 = 1, kInt4 = 2, kFp8 = 3, kQuad = 4 };
 
 struct Linear {
     Number number;  // what activations are, and weights where they are no codes
@@ -29,6 +30,8 @@ struct Linear {
     int scaled;
     const float* scales;  // [groups][in / scaled][64], null for kPlain
     const uint8_t* zeros;  // the same shape: the code of kInt4 that is 0; null: 8 everywhere
+    // Of kQuad: to how many digits of eight bits rows are rounded, 1 or 2, with a scale for each row.
+    int digits;
 };
 
 int64_t packed_bytes(Number number, int out, int in);

@@ -55,6 +55,8 @@ from shared.blocks import DEFAULT_BLOCK_SIZE
 _LANES = 16
 _GROUP_OUTPUTS = 64
 """`kGroupOutputs` of linear.h."""
+MAX_EXACT_INPUTS = 1 << 16
+"""Products of so many bytes, summed, fit into 32 bits."""
 
 
 class NativeOps:
@@ -91,6 +93,11 @@ class NativeOps:
     def name(self) -> str:
         """With the instructions that were compiled for, and the number of threads."""
         return f"native ({self.kernels.instructions}, {self.kernels.threads} threads)"
+
+    @property
+    def rounds_activations(self) -> bool:
+        """At every level of instructions, with the same bits."""
+        return True
 
     def for_drafts(self) -> NativeOps:
         """Operations that drafters are fastest with: in bfloat16 where this machine multiplies it, on the same threads;
@@ -136,7 +143,8 @@ class NativeOps:
     def pack_codes(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedMatrix:
         """See `pack_quantized`."""
         out, inputs = weight.codes.shape
-        code, codes = library.CODES[weight.code], weight.codes.contiguous()
+        digits = self._digits_of(weight)
+        code, codes = library.QUAD if digits else library.CODES[weight.code], weight.codes.contiguous()
         floats = None if bias is None else bias.float().contiguous()
         groups = self._arena.take(self._library.baton_coded_bytes(code, out, inputs))
         self._library.baton_pack_codes(self._pool, code, codes.data_ptr(), out, inputs, groups.data_ptr())
@@ -145,9 +153,17 @@ class NativeOps:
         scaled = 0 if weight.scales.shape[1] == 1 else weight.group_size
         linear = library.Linear(
             *(self.number, out, inputs, groups.data_ptr(), address_of(floats)),
-            *(code, scaled, scales.data_ptr(), address_of(zeros)),
+            *(code, scaled, scales.data_ptr(), address_of(zeros), digits),
         )
         return PackedMatrix(linear, groups, floats, out, inputs, scales, zeros)
+
+    def _digits_of(self, weight: QuantizedWeight) -> int:
+        """To how many digits of eight bits the rows are rounded that this is multiplied with in whole numbers; 0: they
+        are not. Two hold rows of bfloat16 better than it does itself (digits.h)."""
+        if weight.int8_activations:
+            return 1
+        whole = weight.code == "int8" and weight.scales.shape[1] == 1 and weight.codes.shape[1] <= MAX_EXACT_INPUTS
+        return 2 if whole and self.number == library.HALF and self.kernels.multiplies_bytes else 0
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """float32 [n, out]; a row's result does not depend on the others."""

@@ -56,9 +56,9 @@ BATON_INLINE void multiply_tile(const typename Kind::Item* const x[Rows], const 
 template <class Kind, int Rows, int Columns, int kStep>
 __attribute__((noinline)) void multiply_panel(const typename Kind::Item* x, int64_t stride, const typename Kind::Item* w,
                                               int steps, Ahead ahead, F sums[Rows][Columns]) {
-    F sum[Rows][Columns];
+    typename Kind::Sum sum[Rows][Columns];
     for (int r = 0; r < Rows; ++r)
-        for (int c = 0; c < Columns; ++c) sum[r][c] = sums[r][c];
+        for (int c = 0; c < Columns; ++c) resume(sum[r][c], sums[r][c]);
     auto step = [&] {
         decltype(Kind::weights(w)) weights[Columns];
         for (int c = 0; c < Columns; ++c) weights[c] = Kind::weights(w + c * kLanes * Kind::kItems);
@@ -75,5 +75,5 @@ __attribute__((noinline)) void multiply_panel(const typename Kind::Item* x, int6
     }
     for (; steps > 0; --steps) step();
     for (int r = 0; r < Rows; ++r)
-        for (int c = 0; c < Columns; ++c) sums[r][c] = sum[r][c];
+        for (int c = 0; c < Columns; ++c) sums[r][c] = kept(sum[r][c]);
 }

@@ -27,7 +27,7 @@ from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.sharding import shard_of
 from services.worker.ops.interface import Ops, OpsUnavailable, Routing
 from services.worker.ops.native.native_ops import NativeOps
-from services.worker.ops.quantized import Code, QuantizedStack, WeightStack, quantize, stack_outputs
+from services.worker.ops.quantized import Code, QuantizedStack, Scheme, WeightStack, quantize, stack_outputs
 from services.worker.ops.torch_ops import TorchOps
 from services.worker.ops.torch_routing import route
 from services.worker.sim.shape import read_shape
@@ -285,7 +285,7 @@ class Mixed:
         self.x = torch.randn(rows, hidden, generator=generator)
         self.codes: tuple[WeightStack, ...] = ()
 
-    def rounded(self, code: Code) -> None:
+    def rounded(self, code: Scheme) -> None:
         """From now on, weights are codes."""
         self.codes = tuple(_stacked(stack, code) for stack in (self.gate_up, self.down))
         self.gate_up, self.down = (numbers(stack) for stack in self.codes)
@@ -307,7 +307,7 @@ class Mixed:
         return (taken * chances.unsqueeze(-1)).sum(dim=1)
 
 
-def _stacked(stack: Tensor, code: Code) -> QuantizedStack:
+def _stacked(stack: Tensor, code: Scheme) -> QuantizedStack:
     together = stack_outputs([quantize(each, code) for each in stack])
     assert together is not None
     return QuantizedStack(together, len(stack))
@@ -337,6 +337,23 @@ def test_a_mixture_of_codes_is_that_of_their_numbers(code: Code, size: int) -> N
     expected = mixed.exactly(2, True)
     for ops in kinds_of_ops():
         assert mixed.by(ops, mixed.x, 2, True).sub(expected).abs().max() < 1e-5, ops.name
+
+
+@pytest.mark.parametrize("size", [64, 40], ids=["gated on their way out", "gated behind"])
+def test_a_mixture_rounds_what_its_experts_multiply(size: int) -> None:
+    """Rows, and what is between an expert's two products, as its linear layers alone do."""
+    mixed = Mixed(size=size, rows=40)
+    mixed.rounded("w8a8_int8")
+    for ops in kinds_of_ops():
+        expected = torch.zeros(mixed.x.shape)
+        picks = ops.choose_experts(ops.linear(mixed.x, ops.pack_linear(mixed.router, None)), Routing(2, True))
+        gate_up, down = (stack.matrices for stack in mixed.codes if isinstance(stack, QuantizedStack))
+        for expert, (first, second) in enumerate(zip(gate_up, down, strict=True)):
+            gated = ops.gated_act(ops.linear(mixed.x, ops.pack_quantized(first, None)), "silu")
+            chances = (picks.chances * (picks.experts == expert)).sum(dim=1, keepdim=True)
+            expected += chances * ops.linear(gated, ops.pack_quantized(second, None))
+        assert mixed.by(ops, mixed.x, 2, True).sub(expected).abs().max() < 1e-5, ops.name
+        assert expected.sub(mixed.exactly(2, True)).abs().max() > 1e-3, "weights alone would agree, too"
 
 
 @pytest.mark.parametrize("size", [64, 40], ids=["gated on their way out", "gated behind"])
