@@ -44,7 +44,7 @@ from services.worker.models.pooling.classification import (
     token_card,
 )
 from services.worker.models.pooling.sentence_transformers import PoolingChoice, read_pooling, read_projections
-from services.worker.models.quantization.method import QuantizationMethod, read_method
+from services.worker.models.quantization.method import QuantizationMethod, read_method, rounding_ops
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.sharding import PipelineStage, shard_of, stage_of
 from services.worker.ops.interface import AttentionName, CacheDtype, Ops, OpsName
@@ -258,13 +258,7 @@ def _digest(settings: LoadSettings, config: Struct) -> str:
 def _ops(settings: LoadSettings, dtype: torch.dtype) -> Ops:
     """Raises ModelError for what these operations do not round, and OpsUnavailable."""
     choice = OpsChoice(settings.ops, settings.device, dtype, settings.cache, settings.attention, settings.block_size)
-    ops = settings.platform.create_ops(choice)
-    if settings.quantization == "w8a8_int8" and not ops.rounds_activations:
-        raise ModelError(
-            f"quantization w8a8_int8: {ops.name} operations leave activations as they are; "
-            "int8 rounds weights alone, and ops native (on CPUs) and torch round both"
-        )
-    return ops
+    return rounding_ops(settings.platform.create_ops(choice), settings.quantization)
 
 
 def _library_model(settings: LoadSettings) -> LoadedModel:

@@ -6,10 +6,12 @@ import pytest
 from torch import Tensor
 
 from services.worker.executor import runner
+from services.worker.executor.host_runner import HostRunner
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.races import Race
 from services.worker.sampling.sampler import SamplerOutput, sample
+from tests.support.worker.plan_driver import Driver
 
 
 def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -22,3 +24,13 @@ def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     monkeypatch.setattr(runner, "sample", recording)
     return record
+
+
+def last_logits(backend: HostRunner, prompt: list[int], recorded: list[Tensor]) -> Tensor:
+    """Those behind `prompt`; `recorded` is what `record_logits` gave."""
+    driver = Driver(backend)
+    driver.add(prompt, 1)
+    recorded.clear()
+    driver.run()
+    backend.reset()
+    return recorded[0][0]

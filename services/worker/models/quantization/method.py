@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from services.worker.models.config import ModelError, plain_json
+from services.worker.ops.interface import Ops
 
 MethodName = Literal["compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes"]
 
@@ -85,6 +86,16 @@ def read_method(model_dir: Path) -> QuantizationMethod | None:
         return None if raw is None else _method(raw)
     except ModelError as error:
         raise ModelError(f"{path}: quantization_config: {error}") from None
+
+
+def rounding_ops(ops: Ops, quantization: str) -> Ops:
+    """`ops`. Raises ModelError where these do not round what `quantization` says is to be rounded."""
+    if quantization == "w8a8_int8" and not ops.rounds_activations:
+        raise ModelError(
+            f"quantization w8a8_int8: {ops.name} operations leave activations as they are; "
+            "int8 rounds weights alone, and ops native (on CPUs) and torch round both"
+        )
+    return ops
 
 
 def _method(raw: _RawQuantization) -> QuantizationMethod:
