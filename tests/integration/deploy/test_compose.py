@@ -12,12 +12,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
 from tests.support.cluster.ports import free_port
+from tests.support.models.tiny_images import image_part, make_image_model, picture, shown, text_part
 from tests.support.paths import REPOSITORY
 
 BUILD_DEADLINE = 1800.0
@@ -71,8 +73,8 @@ class ComposeProject:
         assert done.returncode == 0, f"{argv}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
-    def chat(self, question: str, key: str = "compose-key") -> dict[str, Any]:
-        body = {"model": "baton-demo", "temperature": 0, "messages": [{"role": "user", "content": question}]}
+    def chat(self, question: str | list[Any], key: str = "compose-key", **more: Any) -> dict[str, Any]:
+        body = {"model": "baton-demo", "temperature": 0, "messages": [{"role": "user", "content": question}], **more}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/chat/completions",
             json.dumps(body).encode(),
@@ -181,7 +183,7 @@ def test_light_images_carry_no_torch_and_run_as_nobody_special(project: ComposeP
 def test_no_secret_can_be_seen_from_outside_a_container(project: ComposeProject) -> None:
     made = project("exec", "-T", "nats", "cat", "/etc/nats/secrets/passwords.conf")
     passwords = dict(re.findall(r'(\w+)_PASSWORD: "(\S+)"', made))
-    assert len(passwords) == len(LIGHT) + 2
+    assert set(passwords) == {service.upper() for service in (*LIGHT, "worker", "encoder", "operator")}
     for container in project("ps", "-q").split():
         shown = _run(["docker", "inspect", container]).stdout
         assert shown
@@ -252,6 +254,17 @@ def test_redis_below_the_store_is_started_by_its_profile() -> None:
     with up(AGGREGATED + 1, "redis", "redis", BATON_REDIS_URL_FILE="/run/baton/redis-url") as project:
         assert "NOAUTH" in project("exec", "-T", "redis", "redis-cli", "ping")
         assert "Paris" in project.chat("What is the capital of France?")["choices"][0]["message"]["content"]
+
+
+def test_the_encoder_of_its_profile_sees_images(tmp_path: Path) -> None:
+    model, image, length = make_image_model(tmp_path), picture(0), 16
+    for each in (tmp_path, *tmp_path.iterdir()):  # the containers' user reads it
+        each.chmod(0o755)
+    question = [image_part(image), text_part("What is it?")]
+    with up(AGGREGATED + 1, "images", "images", BATON_MODEL_DIR=str(tmp_path)) as project:
+        answer = project.chat(question, max_tokens=length, ignore_eos=True)
+    said = answer["choices"][0]["message"]["content"]
+    assert said == model.text(shown([{"role": "user", "content": question}]), [image], length)
 
 
 def image_is_there(image: str) -> bool:
