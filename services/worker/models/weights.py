@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, assert_never
 
@@ -121,6 +122,22 @@ class NamedProduct(NamedTuple):
     packed: PackedLinear
     outputs: int
     inputs: int
+    """Of the whole module."""
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    """Its outputs and inputs that this rank has, from and to."""
+
+
+class NamedModules(NamedTuple):
+    """The modules that adapters may change, by their names."""
+
+    products: Mapping[str, NamedProduct]
+    elsewhere: tuple[str, ...] = ()
+    """Beginnings of the names of modules that other stages have."""
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether another stage has the module, or tensor, of this name."""
+        return f"{name}.".startswith(self.elsewhere)
 
 
 class ForwardPass(Protocol):

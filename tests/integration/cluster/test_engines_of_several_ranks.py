@@ -111,12 +111,13 @@ def test_greedy_output_is_the_reference_s(
 
 
 @pytest.mark.features("tensor parallel", "pipeline parallel", "prefix cache", "chunked prefill")
-@pytest.mark.parametrize(("architecture", "tp", "stages"), [("Cohere2", 2, 2), ("Bloom", 1, 3)])
+@pytest.mark.parametrize(("architecture", "tp", "stages"), [("Cohere2", 2, 2), ("Bloom", 1, 3), ("Glm4Moe", 2, 2)])
 def test_what_the_library_computes_is_split_into_stages(
     ranks: RankProcesses, tmp_path: Path, architecture: str, tp: int, stages: int
 ) -> None:
-    """A tied head on the last stage; windows; outputs of layers in tuples, and heads' slopes. Others are `extras`:
-    tests/integration/worker/test_library_stages.py."""
+    """A tied head on the last stage; windows; outputs of layers in tuples, and heads' slopes; experts of which each
+    rank has some columns. Others are `extras`: tests/integration/worker/test_library_stages.py and
+    test_library_ranks.py."""
     model = library_model(architecture, tmp_path, vocab_size=WORDS)
     limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
     say_what_the_reference_says(ranks.serve(model.path, tp=tp, stages=stages, ops="native", limits=limits), model)

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from services.worker.models.config import ModelError
-from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
-from shared.ids import ModelName
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.plan_driver import Driver
@@ -84,12 +82,8 @@ def test_a_token_is_cached_as_one_latent_and_one_rotated_key(tmp_path: Path, ops
     [
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8: latents are kept in the model's dtype"),
         ({"attention": "flash-attn"}, "attention flash-attn: it knows no latents"),
-        (
-            {"loras": LoraSettings(((ModelName("other"), Path("/nowhere")),))},
-            "lora: adapters of DeepseekV2ForCausalLM are not supported: its attention is latent",
-        ),
     ],
-    ids=["fp8", "flash-attn", "lora"],
+    ids=["fp8", "flash-attn"],
 )
 def test_what_does_not_combine_is_refused_at_start(tmp_path: Path, settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint):

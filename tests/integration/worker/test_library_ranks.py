@@ -10,6 +10,7 @@ import torch
 
 from services.scheduler.core.limits import EngineLimits
 from services.worker.models.config import ModelError
+from services.worker.models.fallback.tensor_parallel import shard_model
 from services.worker.ops.quantized import Code
 from tests.integration.worker.test_hybrid_kv_cache import LIMITS as HYBRID
 from tests.integration.worker.test_hybrid_kv_cache import agrees
@@ -82,7 +83,51 @@ def test_what_cannot_be_split_says_why(architecture: str, complaint: str, tmp_pa
         tiny_backend(tmp_path, rank=1, world_size=3, communicator=SecondOfThree())
 
 
-def test_a_mixture_is_not_split(tmp_path: Path) -> None:
-    library_model("Olmoe", tmp_path, num_attention_heads=6, num_key_value_heads=3)
-    with pytest.raises(ModelError, match=r"is to be split by .*, which is not supported"):
+MIXTURES = (
+    "Dots1",
+    "Ernie4_5_Moe",
+    "FlexOlmo",
+    "Glm4Moe",
+    "Glm4MoeLite",
+    "GptOss",
+    "GraniteMoe",
+    "HunYuanMoEV1",
+    "Llama4Text",
+    "Olmoe",
+    "Phimoe",
+)
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_ranks_have_some_columns_of_every_expert(architecture: str, ranks: RankProcesses, tmp_path: Path) -> None:
+    """By the library's plan, gpt-oss by one of ours: gates and ups in one tensor, side by side or by turns, transposed;
+    biases, sinks, experts beside those that are chosen, and latents that keys of all heads are made of."""
+    model = library_model(architecture, tmp_path)
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
+    engine = ranks.serve(model.path, tp=2, ops="native", limits=limits)
+    requests = [engine.ask(tokens, OUTPUT) for tokens in PROMPTS]
+    engine.run()
+    assert [request.tokens for request in requests] == [model.greedy(tokens, OUTPUT) for tokens in PROMPTS]
+
+
+class FirstOfTwo:
+    """A place among ranks that nobody joins."""
+
+    rank, world_size = 0, 2
+
+
+def test_a_rank_keeps_its_share_of_experts(tmp_path: Path) -> None:
+    model = library_model("GptOss", tmp_path).reference
+    whole = {name: weight.numel() for name, weight in model.named_parameters() if "experts" in name or "sinks" in name}
+    assert shard_model(model, FirstOfTwo())
+    shares = {name: model.get_parameter(name).numel() / count for name, count in whole.items()}
+    # Rank 0 adds the bias that is added once.
+    assert {name: share for name, share in shares.items() if share != 0.5} == {
+        f"model.layers.{layer}.mlp.experts.down_proj_bias": 1.0 for layer in range(3)
+    }
+
+
+def test_experts_that_do_not_divide_say_so(tmp_path: Path) -> None:
+    library_model("Olmoe", tmp_path, num_attention_heads=6, num_key_value_heads=3, intermediate_size=32)
+    with pytest.raises(ModelError, match=r"experts\.gate_up_proj has 32 columns, which do not divide over 3"):
         tiny_backend(tmp_path, rank=1, world_size=3, communicator=SecondOfThree())

@@ -18,7 +18,7 @@ from services.worker.ops.interface import OpsName, OpsUnavailable
 from services.worker.speculation.settings import read_speculation
 from shared.ids import LoraId, ModelName
 from tests.support.models.library_models import library_model
-from tests.support.models.tiny_adapters import ALL_LINEAR, peft_adapter, write_adapter
+from tests.support.models.tiny_adapters import ALL_LINEAR, linear_layers, peft_adapter, write_adapter
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.launched_rank import DriverAhead, launching
 from tests.support.worker.plan_driver import GREEDY, Driver
@@ -166,6 +166,61 @@ def test_adapters_of_models_that_transformers_computes(
     assert len({tuple(sequence.output) for sequence in sequences.values()}) == 3
 
 
+def test_an_adapter_of_latents_alone_gives_the_same_bits_as_in_a_mixed_batch(tmp_path: Path) -> None:
+    each = serve("deepseek-v3", tmp_path, made=of_mixers, max_loras=2, ops="native")
+
+    def logprobs(names: list[str]) -> list[float]:
+        driver = Driver(each.backend)
+        sequences = [
+            driver.add(prompt(number), 8, lora=each.lora(name), sampling=replace(GREEDY, logprobs=0))
+            for number, name in enumerate(names)
+        ]
+        driver.run()
+        each.backend.reset()
+        return [one.logprob for one in sequences[0].logprobs]
+
+    assert logprobs(["around"]) == logprobs(["around", BASE, "every", "around", "every"])
+
+
+def of_mixers(model: TinyModel, folder: Path) -> dict[str, TinyModel]:
+    """Of every linear layer; and of those around states alone, or of what makes keys and values of latents."""
+    every = linear_layers(model)
+    around = tuple(name for name in every if name.startswith(("in_proj", "out_proj", "kv_b_proj")))
+    return {
+        "every": write_adapter(model, folder / "every", modules=every, seed=1, strength=0.1),
+        "around": write_adapter(model, folder / "around", modules=around, r=4, seed=2),
+    }
+
+
+@pytest.mark.features("LoRA", "states", "chunked prefill", "preemption")
+@pytest.mark.parametrize(
+    ("family", "ops"),
+    [
+        ("deepseek-v2", "torch"),
+        ("deepseek-v3", "native"),
+        ("mamba2", "native"),
+        ("bamba", "torch"),
+        ("granite-hybrid-moe", "native"),
+        ("qwen3-next", "native"),
+        ("qwen3.5", "torch"),
+        ("qwen3.5-moe", "native"),
+    ],
+)
+def test_adapters_of_states_and_of_latent_attention(family: str, ops: OpsName, tmp_path: Path) -> None:
+    """Projections of states, gated attention, joined matrices, the expert that every row goes through, and matrices on
+    the other side of attention."""
+    each = serve(family, tmp_path, made=of_mixers, max_loras=2, ops=ops)
+    driver = Driver(each.backend, budget=33)
+    sequences = {name: driver.add(prompt(3, 40), 12, lora=each.lora(name)) for name in each.references}
+    while len(sequences["every"].output) < 3:
+        driver.step()
+    driver.preempt(sequences["every"])
+    driver.run()
+    for name, sequence in sequences.items():
+        assert sequence.output == each.references[name].greedy(prompt(3, 40), 12), name
+    assert len({tuple(sequence.output) for sequence in sequences.values()}) == len(sequences)
+
+
 def test_more_adapters_than_slots_take_turns(tmp_path: Path) -> None:
     each = serve("llama", tmp_path, max_loras=2)
     slots = each.backend.rank.loras
@@ -266,3 +321,47 @@ def test_two_stages_have_their_layers_of_each_adapter(ranks: RankProcesses, tmp_
     engine.run()
     for name, request in asked.items():
         assert request.tokens == references[name].greedy(prompt(12), 10), name
+
+
+@pytest.mark.features("LoRA", "states", "tensor parallel", "pipeline parallel", "prefix cache")
+@pytest.mark.parametrize(
+    ("family", "tp", "stages"),
+    [("granite-hybrid-moe", 2, 1), ("qwen3.5", 1, 2), ("qwen3-next", 2, 1), ("deepseek-v3", 2, 1)],
+)
+def test_ranks_have_their_rows_and_layers_of_each_adapter(
+    ranks: RankProcesses, tmp_path: Path, family: str, tp: int, stages: int
+) -> None:
+    """A prompt that is asked again goes on behind a checkpoint of its own adapter's states, and of no other's."""
+    model = make_model(family, tmp_path / "model")
+    references = {"": model, **of_mixers(model, tmp_path)}
+    folders = tuple((name, str(each.path)) for name, each in references.items() if name)
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=6)
+    engine = ranks.serve(
+        model.path, tp=tp, stages=stages, ops="native", limits=limits, loras=folders, kv_memory=16 << 20
+    )
+    for cached in (0, 32):
+        asked = {name: engine.ask(prompt(12, 40), 10, lora=name) for name in references}
+        engine.run()
+        for name, request in asked.items():
+            assert request.tokens == references[name].greedy(prompt(12, 40), 10), name
+            assert request.cached == cached, name
+
+
+@pytest.mark.features("LoRA", "tensor parallel", "pipeline parallel")
+@pytest.mark.parametrize(("architecture", "tp", "stages"), [("Starcoder2", 2, 1), ("Olmo2", 1, 2)])
+def test_ranks_of_what_transformers_computes_have_their_share_of_each_adapter(
+    ranks: RankProcesses, tmp_path: Path, architecture: str, tp: int, stages: int
+) -> None:
+    """Some of a layer's outputs or inputs; layers of one stage, and the head of the last."""
+    model = library_model(architecture, tmp_path / "model")
+    every = linear_layers(model) if architecture == "Starcoder2" else (*linear_layers(model), "lm_head")
+    made = {name: write_adapter(model, tmp_path / name, modules=every, r=r, seed=r) for name, r in (("a", 4), ("b", 9))}
+    folders = tuple((name, str(each.path)) for name, each in made.items())
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=6)
+    engine = ranks.serve(model.path, tp=tp, stages=stages, ops="native", limits=limits, loras=folders)
+    references = {"": model, **made}
+    asked = {name: engine.ask(prompt(12, 40), 10, lora=name) for name in references}
+    engine.run()
+    for name, request in asked.items():
+        assert request.tokens == references[name].greedy(prompt(12, 40), 10), name
+    assert len({tuple(request.tokens) for request in asked.values()}) == len(asked)

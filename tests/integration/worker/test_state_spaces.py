@@ -17,9 +17,7 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from services.worker.batch.batch import BrokenPlan
 from services.worker.models.config import ModelError
 from services.worker.models.hf_config import read_model_config
-from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
-from shared.ids import ModelName
 from shared.messages.kv_groups import StateRecords
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, TinyModel, make_config, make_model
@@ -199,7 +197,6 @@ def test_a_model_without_positions_is_as_long_as_is_asked(mamba2: TinyModel) -> 
 
 
 @pytest.mark.features("states", "KV connector", refused=True)
-@pytest.mark.features("states", "LoRA", refused=True)
 @pytest.mark.features("states", "hybrid KV cache", refused=True)
 @pytest.mark.parametrize(
     ("settings", "complaint"),
@@ -209,13 +206,9 @@ def test_a_model_without_positions_is_as_long_as_is_asked(mamba2: TinyModel) -> 
             "max_num_seqs 200: the states of so many sequences take 0.00 GiB of KV memory",
         ),
         ({"kv_connector": True}, "kv_connector: a model with state-space layers (BambaForCausalLM) has states"),
-        (
-            {"loras": LoraSettings(((ModelName("other"), Path("/nowhere")),))},
-            "lora: adapters of BambaForCausalLM are not supported: it has state-space layers",
-        ),
         ({"hybrid_kv_cache": "on"}, "hybrid_kv_cache on: a model with state-space layers (BambaForCausalLM) has one"),
     ],
-    ids=["memory", "connector", "lora", "groups"],
+    ids=["memory", "connector", "groups"],
 )
 def test_what_does_not_combine_is_refused_at_start(bamba: TinyModel, settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError, match=re.escape(complaint)):

@@ -85,6 +85,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Glm": {**_SHAPE, "partial_rotary_factor": 0.5},
     "Glm4": {**_SHAPE, "partial_rotary_factor": 0.5},
     "Glm4Moe": {**_SHAPE, **_ROUTED},
+    "Glm4MoeLite": {
+        **{name: each for name, each in _SHAPE.items() if name != "head_dim"},
+        **_ROUTED,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
     "GptOss": {
         **_SHAPE,
         **_EXPERTS,

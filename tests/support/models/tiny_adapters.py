@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -20,6 +21,12 @@ from tests.support.paths import DEMO_MODEL
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+def linear_layers(model: TinyModel) -> tuple[str, ...]:
+    """The last parts of the names of all linear layers but the head, as PEFT's `all-linear` takes them."""
+    named = model.reference.named_modules()
+    return tuple(sorted({name.rpartition(".")[2] for name, each in named if isinstance(each, nn.Linear)} - {"lm_head"}))
 
 
 def demo_reference() -> TinyModel:

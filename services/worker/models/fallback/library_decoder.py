@@ -27,8 +27,9 @@ from services.worker.models.fallback.attention import (
 from services.worker.models.fallback.library_config import NO_INTERFACE, first_line
 from services.worker.models.fallback.packed_products import PackedProduct
 from services.worker.models.fallback.pipeline_stage import PassOfStage, attending_layers, check_rows_suffice
+from services.worker.models.fallback.tensor_parallel import PARTIAL
 from services.worker.models.sharding import PipelineStage
-from services.worker.models.weights import ForwardPass, KvCaches, NamedProduct
+from services.worker.models.weights import ForwardPass, KvCaches, NamedModules
 from services.worker.ops.interface import BatchMeta, InputRows, Ops
 from shared.messages.kvstore import KvLayout
 
@@ -182,13 +183,10 @@ class LibraryDecoder:
         """What its layers ask of attention, in the order of a pass."""
         return self._calls
 
-    def named_products(self) -> dict[str, NamedProduct]:
-        """What adapters may change, by the library's names. Raises ModelError where it is shared by ranks."""
-        if self._place.world_size > 1 or self._stage.count > 1:
-            raise ModelError(
-                "lora: a model that transformers computes can have adapters on one rank only, without --tp and --pp"
-            )
-        return {name: NamedProduct(each.packed, each.outputs, each.inputs) for name, each in self._named.items()}
+    def named_modules(self) -> NamedModules:
+        """What adapters may change, by the library's names."""
+        products = {name.removesuffix(PARTIAL): each.named() for name, each in self._named.items()}
+        return NamedModules(products, self._passing.dropped)
 
     def multiply_by(self, ops: Ops) -> None:
         """Has these products computed by `ops`, which can do with them as they are packed."""

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from services.worker.models.fallback.adapters import PLAIN_PRODUCTS
-from services.worker.models.fallback.tensor_parallel import RoundedShare
+from services.worker.models.fallback.tensor_parallel import WHOLE, RoundedShare
+from services.worker.models.weights import NamedProduct
 from services.worker.ops.interface import Ops, PackedLinear
 from services.worker.ops.quantized import Scheme, quantize
 
@@ -25,8 +26,15 @@ class PackedProduct(nn.Module):
         self.ops = ops
         self.packed = packed
         self.outputs, self.inputs = shape
+        self.share = WHOLE
         self.weight = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
         """Empty: some modules ask for its dtype."""
+
+    def named(self) -> NamedProduct:
+        """For adapters."""
+        rows, outputs = self.share.rows or (0, self.outputs), self.share.outputs or self.outputs
+        columns, inputs = self.share.columns or (0, self.inputs), self.share.inputs or self.inputs
+        return NamedProduct(self.packed, outputs, inputs, rows, columns)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out], in x's dtype."""
@@ -52,6 +60,7 @@ def pack_products(model: nn.Module, ops: Ops, quantization: Scheme | None, outpu
             continue
         parent, _, last = name.rpartition(".")
         made = PackedProduct(ops, packed, dtype, shape, next(module.parameters()).device)
+        made.share = getattr(module, "baton_share", WHOLE)
         setattr(model.get_submodule(parent), last, made)
 
 

@@ -2,13 +2,14 @@
 
 Its styles are those of Megatron-LM (arXiv:1909.08053): `colwise` layers compute a share of their outputs, `rowwise`
 ones a share of the sum over their inputs. Layers whose plan gathers their outputs, or splits their inputs, stay whole
-on each rank: what they compute is the same. So does what the plan does not name.
+on each rank: what they compute is the same. So does what the plan does not name. Of a mixture's experts, which lie in
+one tensor for all, each rank has some columns of every one; what it adds up for a row is summed up behind them.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,41 @@ _WHOLE = frozenset(
         "replicate",
         "embedding_rowwise",
         "embedding_colwise",
+        "mla_kv_a_proj",
+        "local_params",
     }
 )
 """Styles whose layers may stay whole: they take and give what they would without ranks."""
 
-_KEYS = ("k_proj", "qkv_proj", "query_key_value")
+_SUMMED = "moe_tp_experts"
+"""The style of experts of which each rank has some columns."""
+_CUTS = {"colwise": (-2, 1), "rowwise": (-1, 1), "packed_colwise": (-2, 2), "packed_rowwise": (-1, 2)}
+"""Of a tensor that no linear layer has, by style: which of its dimensions is split, and how many matrices, one behind
+the other, are."""
+PARTIAL = ".partial"
+"""Behind the name of a layer that is split by its inputs: what a rank has of it."""
+_OF_FIRST = "first_rank"
+"""A style of ours: what is added once."""
+
+_PLANS = {
+    "gpt_oss": {
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.o_proj": "rowwise",
+        "self_attn.sinks": "colwise",
+        "self_attn": "local_params",
+        # Transposed; a gate's column is beside the one that it gates.
+        "mlp.experts.gate_up_proj": "rowwise",
+        "mlp.experts.gate_up_proj_bias": "rowwise",
+        "mlp.experts.down_proj": "colwise",
+        "mlp.experts.down_proj_bias": _OF_FIRST,
+        "mlp.experts": _SUMMED,
+    },
+}
+"""By `model_type`, of layers of families that the library has no plan for."""
+
+_KEYS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
 """Names of layers that compute keys, alone or with others."""
 
 
@@ -42,8 +73,7 @@ def shard_model(model: nn.Module, communicator: Communicator, quantization: Sche
     as a whole, so that every number of ranks has the same weights. Raises ModelError where the library has no plan for
     the model, or its sizes do not divide."""
     own: Any = model
-    plan: dict[str, str] = dict(getattr(own, "_tp_plan", None) or {})
-    name, ranks = type(model).__name__, communicator.world_size
+    plan, name, ranks = _plan_of(model), type(model).__name__, communicator.world_size
     if not any(style in ("colwise", "rowwise") for style in plan.values()):
         raise ModelError(f"tp {ranks}: transformers has no plan for {name} (tp_plan) that splits layers")
     _check_heads(own.config.get_text_config(decoder=True), ranks)
@@ -59,13 +89,45 @@ def shard_model(model: nn.Module, communicator: Communicator, quantization: Sche
             parent, _, last = path.rpartition(".")
             share = _split_inputs(path, module, communicator, quantization)
             setattr(model.get_submodule(parent), last, SummedProduct(share, communicator))
+        elif style == _SUMMED:
+            module.register_forward_hook(lambda _module, _inputs, rows: communicator.sum(rows.contiguous()))
         elif style is not None and style not in _WHOLE:
             raise ModelError(f"tp {ranks}: {path} is to be split by {style!r}, which is not supported")
-    for path, _ in model.named_parameters():
+    for path, weight in list(model.named_parameters()):
         style = plan.get(re.sub(r"\d+", "*", path))
-        if style is not None and style not in _WHOLE:
+        if style is None or style in _WHOLE:
+            continue
+        owner, _, last = path.rpartition(".")
+        if plan.get(re.sub(r"\d+", "*", owner)) not in (_SUMMED, "local_params"):
             raise ModelError(f"tp {ranks}: {path} is to be split by {style!r}, which is not supported")
+        setattr(model.get_submodule(owner), last, _own(_split_tensor(path, style, weight, communicator)))
     return split_keys
+
+
+def _plan_of(model: nn.Module) -> dict[str, str]:
+    """Styles by the names of modules and tensors, with a star for numbers."""
+    own: Any = model
+    plan = dict(getattr(own, "_tp_plan", None) or {})
+    layers = {
+        f"{own.base_model_prefix}.layers.*.{name}": style
+        for name, style in _PLANS.get(own.config.model_type, {}).items()
+    }
+    return layers | plan
+
+
+class LinearShare(NamedTuple):
+    """What a rank has of a linear layer; None: all."""
+
+    rows: tuple[int, int] | None = None
+    """Outputs, from and to."""
+    outputs: int | None = None
+    """Of the whole layer, as `inputs`."""
+    columns: tuple[int, int] | None = None
+    """Inputs, from and to."""
+    inputs: int | None = None
+
+
+WHOLE = LinearShare()
 
 
 class RoundedShare(nn.Module):
@@ -76,6 +138,7 @@ class RoundedShare(nn.Module):
         super().__init__()
         self.outputs, self.inputs = (rounded.codes if isinstance(rounded, QuantizedWeight) else rounded).shape
         self._rounded = rounded
+        self.baton_share = WHOLE
         self.bias = bias
         self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
         """Empty: it shows the dtype, and where the model was moved to."""
@@ -132,6 +195,7 @@ def _part(path: str, size: int, communicator: Communicator) -> slice:
 
 def _split_outputs(path: str, module: Any, communicator: Communicator) -> None:
     part = _part(path, module.out_features, communicator)
+    module.baton_share = LinearShare(rows=(part.start, part.stop), outputs=module.out_features)
     module.out_features = part.stop - part.start
     module.weight = _own(module.weight[part])
     if module.bias is not None:
@@ -141,16 +205,33 @@ def _split_outputs(path: str, module: Any, communicator: Communicator) -> None:
 def _split_inputs(path: str, module: Any, communicator: Communicator, quantization: Scheme | None) -> nn.Module:
     """What takes the place of `module`."""
     part = _part(path, module.in_features, communicator)
+    module.baton_share = share = LinearShare(columns=(part.start, part.stop), inputs=module.in_features)
     if module.bias is not None and communicator.rank:
         module.bias = None  # added once, by the first rank
     if quantization is not None:
         weight = module.weight.detach()
         rounded = quantize(weight, quantization).part(slice(None), (part.start, part.stop), weight.dtype)
-        return RoundedShare(rounded, module.bias, weight.dtype)
+        made = RoundedShare(rounded, module.bias, weight.dtype)
+        made.baton_share = share
+        return made
     module.in_features = part.stop - part.start
     module.weight = _own(module.weight[:, part])
     own: nn.Module = module
     return own
+
+
+def _split_tensor(path: str, style: str, weight: Tensor, communicator: Communicator) -> Tensor:
+    """This rank's share of a tensor that is no linear layer's."""
+    if style == _OF_FIRST:
+        return torch.zeros_like(weight) if communicator.rank else weight
+    if style not in _CUTS:
+        raise ModelError(f"tp: {path} is to be split by {style!r}, which is not supported")
+    dim, matrices = _CUTS[style]
+    dim = max(dim, -weight.ndim)
+    size = weight.shape[dim] // matrices
+    part = _part(path, size, communicator)
+    shares = [weight.narrow(dim, size * number + part.start, part.stop - part.start) for number in range(matrices)]
+    return torch.cat(shares, dim=dim)
 
 
 def _own(share: Tensor) -> nn.Parameter:

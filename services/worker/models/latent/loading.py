@@ -34,11 +34,11 @@ class LatentLoader(NamedTuple):
         """What a row is multiplied with: see `LayerWeights.qkv`."""
         latent, hidden = self.latent, self.config.hidden_size
         cached = permuted(
-            self._read("kv_a_proj_with_mqa", (latent.cached_dim, hidden)), self._last_elements(1, latent.cached_dim)
+            self._read("kv_a_proj_with_mqa", (latent.cached_dim, hidden)), rotated_last(latent, 1, latent.cached_dim)
         )
         cached_bias = self._bias("kv_a_proj_with_mqa", latent.cached_dim)
         if cached_bias is not None:
-            cached_bias = cached_bias[self._last_elements(1, latent.cached_dim)]
+            cached_bias = cached_bias[rotated_last(latent, 1, latent.cached_dim)]
         if latent.q_rank is None:
             queries, bias = self._queries("q_proj", hidden), None
             if cached_bias is not None:
@@ -89,12 +89,13 @@ class LatentLoader(NamedTuple):
         dim, (first, last) = self.latent.query_dim, self.heads
         shape = (self.config.num_heads * dim, inputs)
         read = self.matrices.read(f"{self.name}.{part}", shape, rows=(first * dim, last * dim))
-        return permuted(read, self._last_elements(last - first, dim))
+        return permuted(read, rotated_last(self.latent, last - first, dim))
 
-    def _last_elements(self, heads: int, dim: int) -> Tensor:
-        """Of `heads` of `dim` outputs, in which order they are to lie: the last rope_dim of each are rotated."""
-        rotated = torch.arange(self.latent.rope_dim)
-        if self.latent.interleaved:
-            rotated = torch.cat((rotated[0::2], rotated[1::2]))
-        own = torch.cat((torch.arange(dim - len(rotated)), dim - len(rotated) + rotated))
-        return (torch.arange(heads).unsqueeze(1) * dim + own).flatten()
+
+def rotated_last(latent: LatentConfig, heads: int, dim: int) -> Tensor:
+    """Of `heads` of `dim` outputs, in which order they are to lie: the last rope_dim of each are rotated."""
+    rotated = torch.arange(latent.rope_dim)
+    if latent.interleaved:
+        rotated = torch.cat((rotated[0::2], rotated[1::2]))
+    own = torch.cat((torch.arange(dim - len(rotated)), dim - len(rotated) + rotated))
+    return (torch.arange(heads).unsqueeze(1) * dim + own).flatten()

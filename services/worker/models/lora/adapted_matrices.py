@@ -11,8 +11,8 @@ from torch import Tensor
 
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
+from services.worker.models.lora.adapted_modules import Rows, modules_of_layer
 from services.worker.models.lora.adapter_files import HEAD, LoraAdapter, LoraPair
-from services.worker.models.weights import DenseMlp
 from services.worker.ops.interface import LowRankPart, LowRankProducts, LowRankShape, PackedLinear
 
 
@@ -23,8 +23,8 @@ class Projection(NamedTuple):
     module: str
     columns: tuple[int, int]
     """Its inputs here, from and to."""
-    rows: tuple[int, int]
-    """Its outputs here, from and to."""
+    rows: Rows
+    """Its outputs here."""
     padded: int
     """Outputs with those that are there only so that every rank has as many."""
 
@@ -56,32 +56,22 @@ class AdaptedMatrix(NamedTuple):
 
 def adapted_matrices(decoder: Decoder, config: ModelConfig, slots: int, max_rank: int) -> list[AdaptedMatrix]:
     """Those of one rank, with memory for so many adapters where the device's operations take it at once."""
-    weights, share, dim, hidden = decoder.weights, decoder.share, config.head_dim, config.hidden_size
-    heads, kv = ((first * dim, end * dim) for first, end in (share.heads, share.kv_heads))
-    every = (0, hidden)
-    found: list[AdaptedMatrix] = []
+    weights, share, found = decoder.weights, decoder.share, list[AdaptedMatrix]()
 
     def add(packed: PackedLinear, *projections: Projection) -> None:
         first, end = projections[0].columns
         shape = LowRankShape(slots, max_rank, end - first, tuple(each.padded for each in projections))
         found.append(AdaptedMatrix(packed, projections, decoder.ops.low_rank_products(shape)))
 
-    def split(layer: int, module: str, rows: tuple[int, int]) -> Projection:
-        return Projection(layer, module, every, rows, rows[1] - rows[0])
-
     for number, layer in enumerate(weights.layers, weights.first_layer):
-        attention = (("q", heads), ("k", kv), ("v", kv))
-        add(layer.qkv, *(split(number, f"self_attn.{name}_proj", rows) for name, rows in attention))
-        add(layer.output, Projection(number, "self_attn.o_proj", heads, every, hidden))
-        if isinstance(layer.mlp, DenseMlp):
-            add(layer.mlp.gate_up, *(split(number, f"mlp.{name}_proj", share.mlp) for name in ("gate", "up")))
-            add(layer.mlp.down, Projection(number, "mlp.down_proj", share.mlp, every, hidden))
+        for packed, columns, parts in modules_of_layer(config, share, number, layer):
+            add(packed, *(Projection(number, each.module, columns, each.rows, each.outputs) for each in parts))
     if weights.head is not None and not config.tied_embeddings:
-        add(weights.head, Projection(0, HEAD, every, share.vocab, share.padded_vocab))
+        add(weights.head, Projection(0, HEAD, (0, config.hidden_size), share.vocab, share.padded_vocab))
     return found
 
 
-def rank_rows(table: Tensor, rows: tuple[int, int], padded: int) -> Tensor:
+def rank_rows(table: Tensor, rows: Rows, padded: int) -> Tensor:
     """One rank's rows, padded with zeros to as many as every rank has."""
-    own = table[rows[0] : rows[1]].float()
+    own = table[rows if isinstance(rows, Tensor) else slice(*rows)].float()
     return torch.cat((own, own.new_zeros(padded - len(own), own.shape[1]))) if padded > len(own) else own

@@ -3,20 +3,21 @@ adapter has which."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from services.worker.models.config import ModelConfig
+from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.decoder import CausalLm, Decoder
+from services.worker.models.lora.adapted_latents import latent_products
 from services.worker.models.lora.adapted_matrices import AdaptedMatrix, Projection, adapted_matrices, rank_rows
+from services.worker.models.lora.adapted_modules import KEYS_AND_VALUES
 from services.worker.models.lora.adapted_ops import AdaptedOps, EmbeddingProduct, LoraBatch
 from services.worker.models.lora.adapter_files import LoraAdapter, read_adapter
 from services.worker.models.native_decoder import NativeAdapters
-from services.worker.models.weights import KvCaches, NamedProduct
+from services.worker.models.weights import KvCaches, NamedModules, NamedProduct
 from services.worker.ops.interface import BatchMeta, LowRankShape, Ops
 from shared.ids import ModelName
 
@@ -54,7 +55,8 @@ class AdaptedDecoder:
         self._embeddings: dict[int, EmbeddingProduct] = {}
         """By slot."""
         products = {id(matrix.packed): matrix.products for matrix in self._matrices}
-        self._ops = AdaptedOps(decoder.ops, products, self._embeddings)
+        self._latents = latent_products(decoder, config)
+        self._ops = AdaptedOps(decoder.ops, products, self._embeddings, self._latents)
         self._native = None if decoder.native is None else NativeAdapters(decoder.weights, products)
         self._adapted = decoder.on(cast(Ops, self._ops))
         self._embedding_memory = self._reserve_embeddings(max_loras)
@@ -66,12 +68,17 @@ class AdaptedDecoder:
 
     def read(self, name: ModelName, folder: Path) -> LoraAdapter:
         """See `AdaptedModel.read`."""
-        return read_adapter(name, folder, self._config, self._max_rank)
+        adapter = read_adapter(name, folder, self._config, self._max_rank)
+        if self.device.type != "cpu" and any(module == KEYS_AND_VALUES for _, module in adapter.layers):
+            raise ModelError(f"{folder}: target_modules: {KEYS_AND_VALUES} is not supported on {self.device.type}")
+        return adapter
 
     def load(self, slot: int, adapter: LoraAdapter) -> None:
         """See `AdaptedModel.load`."""
         for matrix in self._matrices:
             matrix.load(slot, adapter, self._on_device)
+        if self._latents is not None:
+            self._latents.load(slot, adapter, self._on_device)
         if self._decoder.weights.embedding is not None and adapter.embedding is not None:
             a, b = adapter.embedding
             share = self._decoder.share
@@ -83,6 +90,8 @@ class AdaptedDecoder:
     def clear(self, slot: int) -> None:
         """See `AdaptedModel.clear`."""
         self._embeddings.pop(slot, None)
+        if self._latents is not None:
+            self._latents.clear(slot)
         for matrix in self._matrices:
             matrix.products.clear(slot)
 
@@ -117,8 +126,8 @@ class AdaptedDecoder:
 class NamedProducts(CausalLm, Protocol):
     """A decoder whose products are known by the names of the modules that make them."""
 
-    def named_products(self) -> Mapping[str, NamedProduct]:
-        """What adapters may change. Raises ModelError where it can have none."""
+    def named_modules(self) -> NamedModules:
+        """What adapters may change."""
 
     def multiply_by(self, ops: Ops) -> None:
         """Has these products computed by `ops`."""
@@ -133,17 +142,11 @@ class AdaptedLibraryModel:
     now on, which add nothing where no row has an adapter."""
 
     def __init__(self, decoder: NamedProducts, dtype: torch.dtype, max_loras: int, max_rank: int) -> None:
-        """Raises ModelError where it can have no adapters."""
         self._decoder, self._dtype, self._max_rank = decoder, dtype, max_rank
-        self._named = decoder.named_products()
+        self._named = decoder.named_modules()
         ops = decoder.ops
         self._matrices = [
-            AdaptedMatrix(
-                each.packed,
-                (Projection(0, name, (0, each.inputs), (0, each.outputs), each.outputs),),
-                ops.low_rank_products(LowRankShape(max_loras, max_rank, each.inputs, (each.outputs,))),
-            )
-            for name, each in self._named.items()
+            _named_matrix(name, each, ops, max_loras, max_rank) for name, each in self._named.products.items()
         ]
         self._ops = AdaptedOps(ops, {id(matrix.packed): matrix.products for matrix in self._matrices}, {})
         decoder.multiply_by(cast(Ops, self._ops))
@@ -176,3 +179,10 @@ class AdaptedLibraryModel:
             return self._decoder.forward(ids, meta, caches, features)
         finally:
             self._ops.batch = None
+
+
+def _named_matrix(name: str, product: NamedProduct, ops: Ops, slots: int, max_rank: int) -> AdaptedMatrix:
+    (first, end), (first_column, end_column) = product.rows, product.columns
+    shape = LowRankShape(slots, max_rank, end_column - first_column, (end - first,))
+    projection = Projection(0, name, product.columns, product.rows, end - first)
+    return AdaptedMatrix(product.packed, (projection,), ops.low_rank_products(shape))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from services.worker.models.lora.adapted_latents import AdaptedLatentOps, LatentProducts
 from services.worker.ops.interface import AdapterRows, LowRankProducts, Ops, PackedLinear
 
 
@@ -46,10 +47,21 @@ class AdaptedOps:
     batch: LoraBatch | None = None
 
     def __init__(
-        self, ops: Ops, products: Mapping[int, LowRankProducts], embeddings: Mapping[int, EmbeddingProduct]
+        self,
+        ops: Ops,
+        products: Mapping[int, LowRankProducts],
+        embeddings: Mapping[int, EmbeddingProduct],
+        latents: LatentProducts | None = None,
     ) -> None:
-        """`products`: by the `id` of the matrix beside which they are, as it is packed. `embeddings`: by slot."""
+        """`products`: by the `id` of the matrix beside which they are, as it is packed. `embeddings`: by slot.
+        `latents`: of a model whose attention is latent."""
         self._ops, self._products, self._embeddings = ops, products, embeddings
+        if latents is not None:
+            self.latents = AdaptedLatentOps(ops.latents, latents, self.rows)
+
+    def rows(self, count: int) -> AdapterRows | None:
+        """Whose adapters so many rows have; None: nobody's."""
+        return None if self.batch is None else self.batch.of(count)
 
     def __getattr__(self, name: str) -> Any:
         """As the device does it."""

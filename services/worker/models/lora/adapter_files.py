@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,18 +18,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.worker.models.config import ModelConfig, ModelError
-from services.worker.models.weights import NamedProduct
+from services.worker.models.lora.adapted_modules import module_sizes
+from services.worker.models.weights import NamedModules
 from shared.ids import LoraId, ModelName
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
-_PROJECTION = r"(self_attn\.(?:q|k|v|o)_proj|mlp\.(?:gate|up|down)_proj)"
+_BODY = r"base_model\.model\.(?:model\.language_model|model|backbone)"
 _NAME = re.compile(
-    rf"base_model\.model\.(?:model\.layers\.(\d{{1,4}})\.{_PROJECTION}\.lora_([AB])\.weight"
-    rf"|({HEAD})\.lora_([AB])\.weight|model\.({EMBEDDING})\.lora_embedding_([AB]))"
+    rf"{_BODY}\.layers\.(\d{{1,4}})\.([a-z_.]+)\.lora_([AB])\.weight"
+    rf"|base_model\.model\.({HEAD})\.lora_([AB])\.weight|{_BODY}\.({EMBEDDING}|embeddings)\.lora_embedding_([AB])"
 )
+_BASE = "base_model.model."
 _ANY_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_BASE_COPY = re.compile(rf"base_model\.model\.(?:model\.{EMBEDDING}|{HEAD})\.(?:base_layer\.)?weight")
+_BASE_COPY = re.compile(rf"(?:{_BODY}\.(?:{EMBEDDING}|embeddings)|base_model\.model\.{HEAD})\.(?:base_layer\.)?weight")
 """PEFT writes the base model's own matrix beside an adapter of the embedding or the head."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Initialisations that also change the base model, unless PEFT converts the adapter when it saves it."""
@@ -86,9 +88,7 @@ class _PeftConfig(Struct, frozen=True):
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
-def read_adapter(
-    name: ModelName, folder: Path, config: ModelConfig | Mapping[str, NamedProduct], max_rank: int
-) -> LoraAdapter:
+def read_adapter(name: ModelName, folder: Path, config: ModelConfig | NamedModules, max_rank: int) -> LoraAdapter:
     """The adapter in `folder`, for the model of this `config`, or with these modules. Raises ModelError, which names
     file, field and value, where it cannot be served."""
     # What lies transposed in the base model is no matter where its modules say what they are.
@@ -153,7 +153,7 @@ class _TensorPair(NamedTuple):
 
 
 def _modules(
-    path: Path, file: Any, rank: int, config: ModelConfig | Mapping[str, NamedProduct]
+    path: Path, file: Any, rank: int, config: ModelConfig | NamedModules
 ) -> Iterator[tuple[tuple[int, str], _TensorPair]]:
     """The names of each module's two tensors, all of the right shape. Raises ModelError."""
     if isinstance(config, ModelConfig):
@@ -165,8 +165,10 @@ def _modules(
             raise ModelError(f"{path}: tensor {next(iter(halves.values()))} has no counterpart")
         if isinstance(config, ModelConfig):
             inputs, outputs = _sizes(path, config, *key)
+        elif config.is_elsewhere(key[1]):  # whose stage looks at the other size
+            inputs, outputs = file.get_slice(halves["A"]).get_shape()[-1], file.get_slice(halves["B"]).get_shape()[0]
         else:
-            _, outputs, inputs = config[key[1]]
+            inputs, outputs = config.products[key[1]].inputs, config.products[key[1]].outputs
         for half, wanted in (("A", [rank, inputs]), ("B", [outputs, rank])):
             part = file.get_slice(halves[half])
             if part.get_shape() != wanted:
@@ -182,14 +184,16 @@ _Halves = dict[tuple[int, str], dict[str, str]]
 """By layer and module the names of its tensors A and B."""
 
 
-def _named_modules(path: Path, file: Any, products: Mapping[str, NamedProduct]) -> _Halves:
+def _named_modules(path: Path, file: Any, modules: NamedModules) -> _Halves:
     """Of a model of the library, whose modules are of no layer here."""
     found: _Halves = {}
-    head = products.get(HEAD)
+    head = modules.products.get(HEAD)
     for name in file.keys():  # noqa: SIM118 - no mapping
         match = _ANY_NAME.fullmatch(name)
-        if match is not None and match[1] in products:
+        if match is not None and (match[1] in modules.products or modules.is_elsewhere(match[1])):
             found.setdefault((0, match[1]), {})[match[2]] = name
+        elif "lora_" not in name and modules.is_elsewhere(name.removeprefix(_BASE)):
+            continue  # beside an adapter of the head, too
         elif head is None or "lora_" in name or file.get_slice(name).get_shape() != [head.outputs, head.inputs]:
             # Beside an adapter of the head PEFT writes what the model has as head and embedding.
             raise ModelError(f"{path}: tensor {name} belongs to no module that can have an adapter here")
@@ -201,7 +205,7 @@ def _native_modules(path: Path, file: Any, config: ModelConfig) -> _Halves:
     for name in file.keys():  # noqa: SIM118 - no mapping
         if match := _NAME.fullmatch(name):
             layer, projection, half, head, head_half, embedding, embedding_half = match.groups()
-            key = (int(layer or 0), projection or head or embedding)
+            key = (int(layer or 0), projection or head or (embedding and EMBEDDING))
             found.setdefault(key, {})[half or head_half or embedding_half] = name
         elif not _BASE_COPY.fullmatch(name):
             raise ModelError(f"{path}: tensor {name} belongs to no module that can have an adapter here")
@@ -213,24 +217,21 @@ def _native_modules(path: Path, file: Any, config: ModelConfig) -> _Halves:
 
 def _sizes(path: Path, config: ModelConfig, layer: int, module: str) -> tuple[int, int]:
     """Inputs and outputs of a module of the whole model. Raises ModelError where it can have no adapter."""
-    hidden, dim = config.hidden_size, config.head_dim
+    hidden = config.hidden_size
     if module in (EMBEDDING, HEAD):
         if config.tied_embeddings:
             raise ModelError(f"{path}: target_modules: {module} is not supported where embedding and head are tied")
         return (config.vocab_size, hidden) if module == EMBEDDING else (hidden, config.vocab_size)
     if layer >= config.num_layers:
         raise ModelError(f"{path}: layer {layer} of {module}; the model has {config.num_layers} layers")
-    if module.startswith("mlp.") and config.layers[layer].mixes:
+    sizes = module_sizes(config, layer)
+    if module not in sizes and module.startswith("mlp.") and config.layers[layer].mixes:
         raise ModelError(f"{path}: target_modules: {module} of layer {layer}, which is a mixture of experts")
-    return {
-        "self_attn.q_proj": (hidden, config.num_heads * dim),
-        "self_attn.k_proj": (hidden, config.num_kv_heads * dim),
-        "self_attn.v_proj": (hidden, config.num_kv_heads * dim),
-        "self_attn.o_proj": (config.num_heads * dim, hidden),
-        "mlp.gate_proj": (hidden, config.intermediate_size),
-        "mlp.up_proj": (hidden, config.intermediate_size),
-        "mlp.down_proj": (config.intermediate_size, hidden),
-    }[module]
+    if module not in sizes:
+        raise ModelError(
+            f"{path}: target_modules: {module} of layer {layer} is no module that can have an adapter here"
+        )
+    return sizes[module]
 
 
 def _pair(path: Path, file: Any, names: _TensorPair, scale: float) -> LoraPair:

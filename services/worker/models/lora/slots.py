@@ -176,10 +176,6 @@ def open_loras(
     _check_names(settings, name)
     how = (dtype, settings.max_loras, settings.max_rank)
     if isinstance(decoder, Decoder) and isinstance(config, ModelConfig):
-        if config.latent is not None:
-            raise ModelError(f"lora: adapters of {config.architecture} are not supported: its attention is latent")
-        if config.states is not None:
-            raise ModelError(f"lora: adapters of {config.architecture} are not supported: it has {config.states.kind}")
         if config.plugin is not None:
             raise ModelError(f"lora: a model of {config.plugin} can have no adapters")
         return LoraSlots(AdaptedDecoder(decoder, config, *how), settings)

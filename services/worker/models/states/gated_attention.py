@@ -42,16 +42,35 @@ def read_gated_inputs(matrices: MatrixLoader, config: ModelConfig, share: LayerS
         bias = matrices.checkpoint.read(f"{whole}.bias", (outputs,)) if config.qkv_bias else None
         return _Projection(matrices.read(whole, (outputs, config.hidden_size)), bias)
 
-    order = partly_rotated(dim, config.rotated_dim)
-    both, keys = read("q", 2 * heads * dim), read("k", kv_heads * dim)
-    own, own_keys = slice(*share.heads), slice(*share.kv_heads)
-    of_heads = torch.arange(2 * heads * dim).view(heads, 2, dim)[own]
-    of_keys = torch.arange(kv_heads * dim).view(kv_heads, dim)[own_keys]
-    queries, gates = both.chosen(of_heads[:, 0, order].flatten()), both.chosen(of_heads[:, 1].flatten())
-    rotated = keys.chosen(of_keys[:, order].flatten())
-    parts = (queries, rotated, read("v", kv_heads * dim).chosen(of_keys.flatten()))
+    own = gated_outputs(config, share)
+    both, keys, values = read("q", 2 * heads * dim), read("k", kv_heads * dim), read("v", kv_heads * dim)
+    gates = both.chosen(own.gates)
+    parts = (both.chosen(own.queries), keys.chosen(own.keys), values.chosen(own.values))
     biases = [part.bias for part in parts if part.bias is not None]
     return GatedInputs(
         matrices.pack_linear(matrices.join([part.matrix for part in parts]), torch.cat(biases) if biases else None),
         matrices.pack_linear(gates.matrix, gates.bias),
+    )
+
+
+class GatedOutputs(NamedTuple):
+    """Which outputs of `q_proj`, where queries and gates are, of `k_proj` and of `v_proj` a rank has, in its order."""
+
+    queries: Tensor
+    gates: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+def gated_outputs(config: ModelConfig, share: LayerShard) -> GatedOutputs:
+    """Of a rank's heads."""
+    dim, heads, kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
+    order = partly_rotated(dim, config.rotated_dim)
+    of_heads = torch.arange(2 * heads * dim).view(heads, 2, dim)[slice(*share.heads)]
+    of_keys = torch.arange(kv_heads * dim).view(kv_heads, dim)[slice(*share.kv_heads)]
+    return GatedOutputs(
+        of_heads[:, 0, order].flatten(),
+        of_heads[:, 1].flatten(),
+        of_keys[:, order].flatten(),
+        of_keys.flatten(),
     )

@@ -30,7 +30,7 @@ class MambaLoader(NamedTuple):
         matrix = self.matrices.read(name, (mamba.projected, self.config.hidden_size))
         bias = self.matrices.checkpoint.read(f"{name}.bias", (mamba.projected,)) if mamba.bias else None
         if self.shard.num_heads < mamba.heads:
-            own = self._own_outputs()
+            own = own_outputs(self.mamba, self.shard)
             matrix, bias = permuted(matrix, own), None if bias is None else bias[own.to(bias.device)]
         return self.matrices.pack_linear(matrix, bias)
 
@@ -46,7 +46,7 @@ class MambaLoader(NamedTuple):
         mamba, shard = self.mamba, self.shard
         conv = self._read("conv1d.weight", (mamba.conv_dim, 1, mamba.kernel))
         bias = self._read("conv1d.bias", (mamba.conv_dim,)) if mamba.conv_bias else conv.new_zeros(mamba.conv_dim)
-        channels, heads = self._own_channels().to(conv.device), slice(*shard.heads)
+        channels, heads = _own_channels(mamba, shard).to(conv.device), slice(*shard.heads)
         return StateSpace(
             heads=shard.num_heads,
             head_dim=mamba.head_dim,
@@ -69,19 +69,21 @@ class MambaLoader(NamedTuple):
         whole = self._read("norm.weight", (self.mamba.inner,))
         return whole[slice(*self.shard.elements(self.mamba.head_dim))].contiguous()
 
-    def _own_channels(self) -> Tensor:
-        """Of the convolution: heads' inputs, then each group's B and C."""
-        mamba, dim = self.mamba, self.mamba.state_dim
-        first, end = (group * dim for group in self.shard.groups)
-        b, c = mamba.inner, mamba.inner + mamba.groups * dim
-        parts = (self.shard.elements(mamba.head_dim), (b + first, b + end), (c + first, c + end))
-        return torch.cat([torch.arange(*part) for part in parts])
-
-    def _own_outputs(self) -> Tensor:
-        """Of the projection: gates, the convolution's channels, time steps."""
-        steps = self.mamba.inner + self.mamba.conv_dim
-        gates = torch.arange(*self.shard.elements(self.mamba.head_dim))
-        return torch.cat((gates, self.mamba.inner + self._own_channels(), steps + torch.arange(*self.shard.heads)))
-
     def _read(self, part: str, shape: tuple[int, ...]) -> Tensor:
         return read_exactly(self.matrices.checkpoint, f"{self.name}.{part}", shape).to(self.device)
+
+
+def own_outputs(mamba: MambaConfig, shard: MixerShard) -> Tensor:
+    """Which outputs of `in_proj` a rank has: gates, the convolution's channels, time steps."""
+    steps = mamba.inner + mamba.conv_dim
+    gates = torch.arange(*shard.elements(mamba.head_dim))
+    return torch.cat((gates, mamba.inner + _own_channels(mamba, shard), steps + torch.arange(*shard.heads)))
+
+
+def _own_channels(mamba: MambaConfig, shard: MixerShard) -> Tensor:
+    """Of the convolution: heads' inputs, then each group's B and C."""
+    dim = mamba.state_dim
+    first, end = (group * dim for group in shard.groups)
+    b, c = mamba.inner, mamba.inner + mamba.groups * dim
+    parts = (shard.elements(mamba.head_dim), (b + first, b + end), (c + first, c + end))
+    return torch.cat([torch.arange(*part) for part in parts])

@@ -1,0 +1,213 @@
+"""Which modules of a layer adapters may change, as the library and PEFT name them, and where what a rank has of each
+lies in its matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.worker.models.config import MambaConfig, ModelConfig
+from services.worker.models.hf_layers.latent import LatentConfig
+from services.worker.models.latent.loading import rotated_last
+from services.worker.models.rope import partly_rotated
+from services.worker.models.sharding import LayerShard, MixerShard
+from services.worker.models.states.delta_loading import input_parts
+from services.worker.models.states.gated_attention import gated_outputs
+from services.worker.models.states.mamba_loading import own_outputs
+from services.worker.models.weights import DenseMlp, LayerWeights, MixtureMlp
+from services.worker.ops.interface import PackedLinear
+
+Rows = tuple[int, int] | Tensor
+"""Outputs of a module that a rank has: from and to, or each in its order."""
+
+KEYS_AND_VALUES = "self_attn.kv_b_proj"
+"""The module that makes them of latents. It stands on the other side of attention here: see `LatentAttention`."""
+_GRANITE = "GraniteMoeHybridForCausalLM"
+_DENSE = {"BambaForCausalLM": "feed_forward", _GRANITE: "shared_mlp"}
+"""What the MLP of a layer is called, by architecture; `mlp` elsewhere."""
+
+
+_SHARED = ("mlp.shared_experts", "mlp.shared_expert")
+"""What an expert that every row goes through is called: one without a gate, and one with."""
+
+
+class ModuleRows(NamedTuple):
+    """What a module gives to a matrix."""
+
+    module: str
+    rows: Rows
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs."""
+        return len(self.rows) if isinstance(self.rows, Tensor) else self.rows[1] - self.rows[0]
+
+
+class ModulesOfMatrix(NamedTuple):
+    """The modules whose outputs lie one below the other in a matrix."""
+
+    packed: PackedLinear
+    columns: tuple[int, int]
+    """Inputs that the rank has, from and to."""
+    parts: tuple[ModuleRows, ...]
+
+
+def module_sizes(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of each module of layer `number` that can have an adapter, in the whole model. Experts cannot,
+    but what every row goes through beside them can."""
+    layer, hidden = config.layers[number], config.hidden_size
+    sizes = _mixer_sizes(config) if layer.has_state else _attention_sizes(config)
+    block = _DENSE.get(config.architecture, "mlp")
+    if not layer.mixes:
+        return sizes | _mlp_sizes(config.architecture, block, hidden, config.intermediate_size)
+    mixture = config.mixture
+    if mixture is None or mixture.shared_size is None:
+        return sizes
+    if config.architecture != _GRANITE:
+        block = _SHARED[mixture.shared_gated]
+    gate = {"mlp.shared_expert_gate": (hidden, 1)} if mixture.shared_gated else {}
+    return sizes | _mlp_sizes(config.architecture, block, hidden, mixture.shared_size) | gate
+
+
+def _attention_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    if config.latent is not None:
+        return _latent_sizes(config, config.latent)
+    hidden, heads, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "self_attn.q_proj": (hidden, 2 * heads if config.gated_attention else heads),
+        "self_attn.k_proj": (hidden, kv),
+        "self_attn.v_proj": (hidden, kv),
+        "self_attn.o_proj": (heads, hidden),
+    }
+
+
+def _latent_sizes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple[int, int]]:
+    hidden, heads = config.hidden_size, config.num_heads
+    queries = heads * latent.query_dim
+    made = {"self_attn.q_proj": (hidden, queries)}
+    if latent.q_rank is not None:
+        made = {"self_attn.q_a_proj": (hidden, latent.q_rank), "self_attn.q_b_proj": (latent.q_rank, queries)}
+    return made | {
+        "self_attn.kv_a_proj_with_mqa": (hidden, latent.cached_dim),
+        KEYS_AND_VALUES: (latent.kv_rank, heads * (latent.nope_dim + latent.value_dim)),
+        "self_attn.o_proj": (heads * latent.value_dim, hidden),
+    }
+
+
+def _mixer_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    hidden, states = config.hidden_size, config.states
+    assert states is not None, "a layer has states"
+    name, back = _mixer_name(config), (states.inner, hidden)
+    if isinstance(states, MambaConfig):
+        return {f"{name}.in_proj": (hidden, states.projected), f"{name}.out_proj": back}
+    inputs = input_parts(config.architecture, states, MixerShard((0, states.heads), (0, states.groups), 1))
+    return {**{f"{name}.{each.module}": (hidden, each.size) for each in inputs}, f"{name}.out_proj": back}
+
+
+def _mlp_sizes(architecture: str, block: str, hidden: int, size: int) -> dict[str, tuple[int, int]]:
+    if not size:
+        return {}
+    if architecture == _GRANITE:  # gates and ups are one matrix
+        return {f"{block}.input_linear": (hidden, 2 * size), f"{block}.output_linear": (size, hidden)}
+    up = dict.fromkeys((f"{block}.gate_proj", f"{block}.up_proj"), (hidden, size))
+    return up | {f"{block}.down_proj": (size, hidden)}
+
+
+def modules_of_layer(
+    config: ModelConfig, share: LayerShard, number: int, layer: LayerWeights
+) -> Iterator[ModulesOfMatrix]:
+    """Of the rank's matrices of layer `number`, those that adapters may change."""
+    if layer.mixer is not None:
+        yield from _of_mixer(config, share, layer)
+    elif config.latent is not None:
+        yield from _of_latent(config, config.latent, share, layer)
+    else:
+        yield from _of_attention(config, share, layer)
+    block = _DENSE.get(config.architecture, "mlp")
+    match layer.mlp:
+        case DenseMlp():
+            yield from _of_mlp(config, block, layer.mlp, share.mlp, config.intermediate_size)
+        case MixtureMlp() if layer.mlp.shared is not None:
+            assert config.mixture is not None
+            mixture, shared = config.mixture, layer.mlp.shared
+            if config.architecture != _GRANITE:
+                block = _SHARED[mixture.shared_gated]
+            yield from _of_mlp(config, block, shared.mlp, share.shared_expert, mixture.shared_size or 0)
+            if shared.gate is not None:
+                gate = ModuleRows("mlp.shared_expert_gate", (0, 1))
+                yield ModulesOfMatrix(shared.gate, (0, config.hidden_size), (gate,))
+        case _:
+            pass
+
+
+def _of_mixer(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:
+    states, shard, name, every = config.states, share.mixer, _mixer_name(config), (0, config.hidden_size)
+    assert states is not None
+    assert shard is not None
+    if isinstance(states, MambaConfig):
+        inputs: tuple[ModuleRows, ...] = (ModuleRows(f"{name}.in_proj", own_outputs(states, shard)),)
+    else:
+        parts = input_parts(config.architecture, states, shard)
+        inputs = tuple(ModuleRows(f"{name}.{each.module}", each.outputs) for each in parts)
+    yield ModulesOfMatrix(layer.qkv, every, inputs)
+    yield ModulesOfMatrix(layer.output, shard.elements(states.head_dim), (ModuleRows(f"{name}.out_proj", every),))
+
+
+def _of_attention(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:
+    dim, every = config.head_dim, (0, config.hidden_size)
+    heads, kv = ((first * dim, end * dim) for first, end in (share.heads, share.kv_heads))
+    rows: tuple[Rows, Rows, Rows] = (heads, kv, kv)
+    if layer.gate is not None:
+        own = gated_outputs(config, share)
+        rows = (own.queries, own.keys, own.values)
+        yield ModulesOfMatrix(layer.gate, every, (ModuleRows("self_attn.q_proj", own.gates),))
+    elif config.rotary_dim not in (None, 0, dim):
+        order = partly_rotated(dim, config.rotated_dim)
+        queries, keys = ((torch.arange(*each).view(-1, dim)[:, order]).flatten() for each in (heads, kv))
+        rows = (queries, keys, kv)
+    parts = (ModuleRows(f"self_attn.{name}_proj", each) for name, each in zip("qkv", rows, strict=True))
+    yield ModulesOfMatrix(layer.qkv, every, tuple(parts))
+    yield ModulesOfMatrix(layer.output, heads, (ModuleRows("self_attn.o_proj", every),))
+
+
+def _of_latent(
+    config: ModelConfig, latent: LatentConfig, share: LayerShard, layer: LayerWeights
+) -> Iterator[ModulesOfMatrix]:
+    """But for what makes keys and values of latents: see `adapted_latents`."""
+    (first, end), dim, every = share.heads, latent.query_dim, (0, config.hidden_size)
+    own = first * dim + rotated_last(latent, end - first, dim)
+    cached = ModuleRows("self_attn.kv_a_proj_with_mqa", rotated_last(latent, 1, latent.cached_dim))
+    if latent.q_rank is None:
+        yield ModulesOfMatrix(layer.qkv, every, (ModuleRows("self_attn.q_proj", own), cached))
+    else:
+        assert layer.latent is not None
+        assert layer.latent.q_up is not None
+        queries = ModuleRows("self_attn.q_a_proj", (0, latent.q_rank))
+        yield ModulesOfMatrix(layer.qkv, every, (queries, cached))
+        yield ModulesOfMatrix(layer.latent.q_up, (0, latent.q_rank), (ModuleRows("self_attn.q_b_proj", own),))
+    columns = (first * latent.value_dim, end * latent.value_dim)
+    yield ModulesOfMatrix(layer.output, columns, (ModuleRows("self_attn.o_proj", every),))
+
+
+def _of_mlp(
+    config: ModelConfig, block: str, mlp: DenseMlp, columns: tuple[int, int], size: int
+) -> Iterator[ModulesOfMatrix]:
+    """`columns`: of the `size` that the MLP has on all ranks together."""
+    every, (first, end) = (0, config.hidden_size), columns
+    if config.architecture == _GRANITE:
+        joined = torch.cat((torch.arange(first, end), size + torch.arange(first, end)))
+        up: tuple[ModuleRows, ...] = (ModuleRows(f"{block}.input_linear", joined),)
+    else:
+        up = (ModuleRows(f"{block}.gate_proj", columns), ModuleRows(f"{block}.up_proj", columns))
+    yield ModulesOfMatrix(mlp.gate_up, every, up)
+    down = f"{block}.output_linear" if config.architecture == _GRANITE else f"{block}.down_proj"
+    yield ModulesOfMatrix(mlp.down, columns, (ModuleRows(down, every),))
+
+
+def _mixer_name(config: ModelConfig) -> str:
+    if not isinstance(config.states, MambaConfig):
+        return "linear_attn"
+    return "mixer" if config.architecture == "Mamba2ForCausalLM" else "mamba"
