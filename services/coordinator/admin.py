@@ -89,7 +89,7 @@ class ScaleRequest(Struct, forbid_unknown_fields=True):
 
 
 class StrikeRequest(Struct, forbid_unknown_fields=True):
-    """The body of `admin.strike`: what is done to a process of a host; without one, of the first."""
+    """The body of `admin.strike`: what is done to a process of a host; without one, of that which has it."""
 
     instance: str
     fault: Literal["kill", "pause"]
@@ -181,12 +181,21 @@ class Admin:
             allowed = f"{MIN_PAUSE:g} to {MAX_PAUSE:g} are"
             raise EndpointError(400, f"seconds: {request.seconds:g} is not allowed; {allowed}")
         order = StrikeProcess(InstanceId(request.instance), request.fault, request.seconds)
-        answer: StrikeReply = await self._ask_supervisor(request.host, order, StrikeReply)
-        match answer:
-            case ProcessStruck(pid):
-                return msgspec.json.encode({"instance": request.instance, "fault": request.fault, "pid": pid})
-            case StrikeRefusal(message):
-                raise EndpointError(404, message)
+        hosts = _hosts_of(request.instance) if request.host is None else [request.host]
+        refused: EndpointError | None = None
+        for host in hosts:
+            try:
+                answer: StrikeReply = await self._ask_supervisor(host, order, StrikeReply)
+            except EndpointError as error:  # there is no such host, or it is gone: another may have the process
+                refused = refused or error
+                continue
+            match answer:
+                case ProcessStruck(pid):
+                    return msgspec.json.encode({"instance": request.instance, "fault": request.fault, "pid": pid})
+                case StrikeRefusal(message):
+                    refused = refused or EndpointError(404, message)
+        assert refused is not None, "at least one host is asked"
+        raise refused
 
     async def _ask_supervisor(self, host: str | None, order: SupervisorOrder, reply_type: Any) -> Any:
         """The answer of that host's supervisor, or of the first host's. Raises EndpointError."""
@@ -228,6 +237,13 @@ def _of_pool(everyone: Sequence[Lifecycle], role: Role | None) -> list[Lifecycle
     """Without those that stand by, of which a pool has as many as were wished for."""
     engines = [life for life in everyone if life.engine is not None and not life.standby]
     return [life for life in engines if role is not None and life.engine is not None and life.engine.role == role]
+
+
+def _hosts_of(instance: str) -> list[str | None]:
+    """The hosts that may have a process of this name. None, the first host: names of all others' processes begin with
+    their hosts' names, which may have hyphens of their own."""
+    parts = instance.split("-")
+    return [None, *("-".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))]
 
 
 def _scaling_of(host: str | None) -> Topic[SupervisorOrder]:

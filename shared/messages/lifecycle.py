@@ -129,6 +129,10 @@ class EngineHealth(Struct, frozen=True, array_like=True, kw_only=True):
     """Of a suspect: canaries in a row, up to now, whose answer was wrong, late or missing."""
 
 
+LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Seconds: upper bounds of what is counted together."""
+
+
 class LatencySums(Struct, frozen=True, array_like=True):
     """What requests waited for at an engine, in seconds over all of them since its start; differences of two reports
     are means. Times before they came to the engine are not in it."""
@@ -141,6 +145,9 @@ class LatencySums(Struct, frozen=True, array_like=True):
     """Tokens behind the first ones."""
     later_token_seconds: float = 0.0
     """From the token before to each of them: ITL."""
+    first_counts: tuple[int, ...] = ()
+    """Of `first_tokens` those up to each of LATENCY_BOUNDS, and the rest; empty of a release that does not count them."""
+    later_counts: tuple[int, ...] = ()
 
 
 class RecomputeReport(Struct, frozen=True, array_like=True, kw_only=True):

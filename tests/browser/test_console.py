@@ -246,6 +246,7 @@ def test_two_settings_answer_a_chat_token_by_token(page: Any, stack: RunningStac
     assert page.locator('[data-side="A"] .alternatives li').count() == 5
     view(page, "latency")
     page.locator('[data-latency="ttft"]').get_by_text("p99").wait_for()
+    page.locator('[data-pool="mixed"] [data-quantile="later-p99"]').get_by_text("ms").wait_for()
 
 
 WEATHER = """[{"type": "function", "function": {"name": "weather", "parameters":

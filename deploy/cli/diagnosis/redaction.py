@@ -87,6 +87,11 @@ def redacted_line(text: str) -> str:
     return msgspec.json.encode({key: _field(key, value) for key, value in fields.items()}).decode()
 
 
+def redacted_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """What a process says of a hop of a request, as of a log line; of dotted names the last part counts."""
+    return {name: _field(name.rpartition(".")[2], value) for name, value in attributes.items()}
+
+
 def redacted_trace(text: str) -> str:
     """Lines of a traceback: its frames and the exception's class; of anything else how long it was."""
     return "\n".join(_trace_line(line) for line in text.splitlines())

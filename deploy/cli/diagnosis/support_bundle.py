@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import typer
 
+from deploy.cli.diagnosis.recent_traces import newest_requests, recent_traces
 from deploy.cli.diagnosis.redaction import (
     redacted_line,
     redacted_settings,
@@ -50,6 +51,7 @@ doctor.json     what `baton doctor` found
 state.json      how the stack was started and which processes it has; secrets removed
 processes.json  what each process said of itself last
 metrics/        /metrics of each process
+traces.json     the ways of the newest requests, hop by hop with times
 logs/           the newest lines of each process: events, names and numbers
 
 Removed: API keys, passwords, tokens, users and passwords in URLs; of log lines every text that is not known to be a
@@ -108,10 +110,17 @@ def collected(run_dir: Path) -> Iterator[BundledFile]:
         BundledFile("doctor.json", _json(findings)),
         BundledFile("state.json", _json(_redacted_state(described))),
         BundledFile("processes.json", _json({instance: _plain(life) for instance, life in lives.items()})),
+        BundledFile("traces.json", _json(_traces(run_dir, running, lives))),
         *_metrics(run_dir, running),
         *_logs(run_dir),
     ):
         yield each._replace(text=without(each.text, secrets))
+
+
+def _traces(run_dir: Path, running: StackState | None, lives: LatestLifecycles) -> list[dict[str, Any]]:
+    if running is None:
+        return []
+    return asyncio.run(recent_traces(running, lives, newest_requests(run_dir / "logs")))
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ from services.gateway.console.overview import MAX_ENDED_RESPONSES
 from services.gateway.console.stack_view import EndedInstance, HeardDecision, StackView
 from shared.ids import GatewayId
 from shared.messages.gateway import GatewayOverview
-from shared.messages.lifecycle import LatencySums, Lifecycle, ModelCard
+from shared.messages.lifecycle import LATENCY_BOUNDS, LatencySums, Lifecycle, ModelCard
 from shared.packing import to_plain
 from shared.telemetry.stack_figures import EngineFigures, Figures
 
@@ -47,7 +47,7 @@ def stack_document(
         "ended": _ended_responses(overviews),
         "latency": _latency(overviews.values(), "model"),
         "latency_by_key": _latency(overviews.values(), "key"),
-        "pools": _pools(view.alive.values()),
+        "pools": pools_of(view.alive.values()),
         "decisions": [{"heard": each.at, **to_plain(each.decision)} for each in decisions],
         "events": [event._asdict() for event in view.events],
     }
@@ -67,17 +67,30 @@ def _ended_responses(overviews: Mapping[GatewayId, GatewayOverview]) -> JsonObje
     return {each.id: {**to_plain(each), "id": None, "gateway": gateway} for each, gateway in newest}
 
 
-def _pools(lives: Iterable[Lifecycle]) -> JsonObject:
+def pools_of(lives: Iterable[Lifecycle]) -> JsonObject:
     """What engines have counted of their tokens since their start, by model and role: how long a request waited for its
-    first one there, and how long for each later one."""
+    first one there, and how long for each later one; as histograms where all of them count by bounds."""
     pools: JsonObject = {}
     for engine in (life.engine for life in lives if life.engine is not None):
         names = {"model": engine.model.name, "role": engine.role, "engines": 0}
         pool = pools.setdefault(f"{engine.model.name} {engine.role}", names)
         pool["engines"] += 1
-        for name, value in to_plain(engine.latency or LatencySums()).items():
-            pool[name] = pool.get(name, 0) + value
+        sums = engine.latency or LatencySums()
+        for name in ("first_tokens", "first_token_seconds", "later_tokens", "later_token_seconds"):
+            pool[name] = pool.get(name, 0) + getattr(sums, name)
+        for name, counts in (("first", sums.first_counts), ("later", sums.later_counts)):
+            pool.setdefault(name, []).append(counts)
+    for pool in pools.values():
+        for name in ("first", "later"):
+            pool[name] = _histogram(pool[name], pool[f"{name}_token_seconds"])
     return pools
+
+
+def _histogram(counts: Sequence[tuple[int, ...]], total: float) -> JsonObject | None:
+    """None where an engine, of another release, counts by no bounds, or by others."""
+    if any(len(each) != len(LATENCY_BOUNDS) + 1 for each in counts):
+        return None
+    return {"bounds": LATENCY_BOUNDS, "counts": [sum(bucket) for bucket in zip(*counts, strict=True)], "total": total}
 
 
 def _latency(overviews: Iterable[GatewayOverview], by: Literal["model", "key"]) -> JsonObject:

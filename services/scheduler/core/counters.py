@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.ids import Incarnation
-from shared.messages.lifecycle import EngineHealth, ModelCard
+from shared.messages.lifecycle import LATENCY_BOUNDS, EngineHealth, ModelCard
 
 
 @dataclass(slots=True)
@@ -76,6 +76,9 @@ class EngineCounters:
     """Output tokens behind a request's first one."""
     later_token_seconds: float = 0.0
     """From the token before to each of them, in total; tokens of one step come together."""
+    first_counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS) + 1))
+    """See `LatencySums.first_counts`."""
+    later_counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS) + 1))
 
 
 @dataclass(frozen=True, slots=True)

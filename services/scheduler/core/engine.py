@@ -279,6 +279,8 @@ class EngineCore:
                 counters.first_token_seconds,
                 counters.later_tokens,
                 counters.later_token_seconds,
+                tuple(counters.first_counts),
+                tuple(counters.later_counts),
             ),
             recompute=None if self.epoch_state is None else self.epoch_state.costs.report(),
             step_times=None if self.epoch_state is None else self.epoch_state.step_times.report(),

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,11 +19,20 @@ from services.coordinator.config import CoordinatorConfig
 from shared import topics
 from shared.actor import ActorRuntime
 from shared.bus.nats_bus import NatsBus, NatsOptions, connect
-from shared.ids import EngineId, InstanceId
+from shared.ids import EngineId, InstanceId, NodeId
 from shared.messages.gateway import RequestPlaced
 from shared.messages.lifecycle import Drain, Lifecycle, Role, Undrain
 from shared.messages.scheduler import PauseGeneration, PauseState, ReadPauseState, ResumeGeneration, SchedulerQuestion
-from shared.messages.supervisor import Scale, ScaleRefusal, ScaleReply, ScaleResult
+from shared.messages.supervisor import (
+    ProcessStruck,
+    Scale,
+    ScaleRefusal,
+    ScaleReply,
+    ScaleResult,
+    StrikeProcess,
+    StrikeRefusal,
+    StrikeReply,
+)
 from tests.support.cluster.nats_server import NatsServer
 from tests.support.engines.coordinator_events import GATEWAY, detokenizer, engine, life, route
 
@@ -219,6 +229,24 @@ async def test_scale_asks_the_supervisor(cluster: Cluster) -> None:
     assert answer == {"service": "tokenizer", "started": ["tokenizer-1", "tokenizer-2"], "stopping": []}
     refused = (await cluster.ask("scale", {"service": "engines", "count": 2}))["error"]
     assert (refused["code"], refused["message"]) == (409, "only one GPU")
+
+
+async def test_a_process_is_struck_on_whichever_host_it_runs(cluster: Cluster) -> None:
+    async def supervise(host: str, order: StrikeProcess) -> StrikeReply:
+        if order.instance == f"{host}engine-1-rank0":
+            return ProcessStruck(len(host))
+        return StrikeRefusal(f"instance: {order.instance} has no process here just now")
+
+    await cluster.bus.serve(topics.scaling(), partial(supervise, ""))
+    await cluster.bus.serve(topics.host_scaling(NodeId("gpu-2")), partial(supervise, "gpu-2-"))
+    await cluster.bus.flush()
+    for instance, pid in (("engine-1-rank0", 0), ("gpu-2-engine-1-rank0", 6)):
+        struck = await cluster.ask("strike", {"instance": instance, "fault": "kill"})
+        assert struck == {"instance": instance, "fault": "kill", "pid": pid}
+    named = {"instance": "gpu-2-engine-1-rank0", "fault": "kill", "host": "gpu-2"}
+    assert (await cluster.ask("strike", named))["pid"] == 6
+    refused = (await cluster.ask("strike", {"instance": "gpu-3-engine-1", "fault": "kill"}))["error"]
+    assert (refused["code"], "no process here" in refused["message"]) == (404, True)
 
 
 async def test_every_engine_is_paused_or_the_silent_one_is_named(cluster: Cluster) -> None:

@@ -66,6 +66,15 @@ def test_it_says_what_runs_and_how_it_is(stack: RunningStack, bundle: Mapping[st
     assert "baton_gateway_requests_total" in bundle["metrics/gateway-1.txt"]
 
 
+def test_it_has_the_ways_of_the_newest_requests(bundle: Mapping[str, str]) -> None:
+    traces = json.loads(bundle["traces.json"])
+    ways = [trace for trace in traces if trace["trace"] == TRACE]
+    assert len({way["request"] for way in ways}) >= 2
+    for way in ways:
+        assert {hop["instance"].rpartition("-")[0] for hop in way["hops"]} >= {"gateway", "coordinator", "engine"}
+        assert all(hop["ended"] >= hop["begun"] for hop in way["hops"])
+
+
 def test_logs_keep_events_names_and_times(bundle: Mapping[str, str]) -> None:
     gateways = [line for name in ("gateway-1", "gateway-2") for line in bundle[f"logs/{name}.log"].splitlines()]
     audits = [fields for line in gateways if (fields := json.loads(line))["event"] == "audit"]

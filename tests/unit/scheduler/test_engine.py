@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from services.scheduler.core.epoch import MAX_SENDINGS
 from services.scheduler.core.events import (
@@ -21,7 +22,7 @@ from shared.ids import Attempt, DetokenizerId, InstanceId, RequestId
 from shared.messages.detokenizer import AbandonStream, NewTokens
 from shared.messages.gateway import RequestFailed, RequestRejected
 from shared.messages.generation import TokenLogprobs
-from shared.messages.lifecycle import LatencySums
+from shared.messages.lifecycle import LATENCY_BOUNDS, LatencySums
 from shared.messages.scheduler import (
     Cancel,
     ProbeReply,
@@ -94,7 +95,13 @@ def test_what_requests_waited_for_is_summed_up_to_their_first_tokens_and_between
         ring.step()
     report = ring.engine.report()
     assert report is not None
-    assert report.latency == LatencySums(1, 2.0, 2, 0.75)
+    assert report.latency is not None
+    assert replace(report.latency, first_counts=(), later_counts=()) == LatencySums(1, 2.0, 2, 0.75)
+    counted = [
+        {LATENCY_BOUNDS[bucket]: count for bucket, count in enumerate(counts) if count}
+        for counts in (report.latency.first_counts, report.latency.later_counts)
+    ]
+    assert counted == [{2.5: 1}, {0.25: 1, 0.5: 1}], "each by the first bound that it does not exceed"
 
 
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_block() -> None:

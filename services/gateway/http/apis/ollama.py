@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from typing import Any
@@ -33,6 +34,9 @@ from shared.messages.gateway import Delta
 from shared.messages.lifecycle import ModelCard
 
 LINES = b"application/x-ndjson"
+
+
+_RELEASE = re.compile(r"[0-9]+(\.[0-9]+)*")
 
 
 class LineWriter(EventWriter):
@@ -97,6 +101,7 @@ class OllamaEndpoint(GeneratingEndpoint):
             await call.respond_json(loaded | {"done": True, "done_reason": "load"})
             return
         generation: GenerationRequest = self._admitted(call, asked)
+        generation = await self._table.images.filled(generation)
         details = await self._table.tokenizer.prompt_details(generation)
         model = generation.served_name
         header = ResponseHeader("ollama", f"ollama-{secrets.token_hex(12)}", int(time.time()), model)
@@ -144,8 +149,9 @@ class OllamaInfo:
         raise RequestError(404, f"model {abbreviated(wanted)} not found", param="model", code="model_not_found")
 
     async def version(self, call: Call) -> None:
-        """`/api/version`: of this server."""
-        await call.respond_json({"version": self._version})
+        """`/api/version`: of this server, in numbers only, as its clients compare them."""
+        released = _RELEASE.match(self._version)
+        await call.respond_json({"version": self._version if released is None else released[0]})
 
     def _models(self, call: Call) -> list[tuple[ModelCard, ModelName]]:
         cards = [card for card in self._table.cluster.models() if card.generates]
@@ -160,6 +166,7 @@ class OllamaInfo:
         dialect = self._table.cluster.dialect(card.name)
         can = ["completion"]
         can += ["tools"] if dialect.tools is not None else []
+        can += ["vision"] if card.images is not None else []
         can += ["thinking"] if dialect.reasoning is not None else []
         return {
             "modelfile": "",

@@ -42,23 +42,34 @@ export function Latency({ state, began }) {
   <${Section} title="The planner's decisions" id="decisions-title"><${Decisions} decisions=${state.decisions ?? []} /></${Section}>`;
 }
 
-/** Means of what the engines of each pool have counted themselves. */
+/** What the engines of each pool have counted themselves. */
 function Pools({ pools, began }) {
   const rows = Object.entries(pools).sort();
   if (rows.length === 0) return html`<${Empty}>No engine has said anything yet.</${Empty}>`;
   const ms = (seconds, count) => milliseconds(count > 0 ? (1000 * seconds) / count : undefined);
-  return html`<p class="note">Means of what engines count themselves: from a request's coming to the engine to its first token there, and between two tokens.</p>
+  return html`<p class="note">What engines count themselves: from a request's coming to the engine to its first token there, and between two tokens.</p>
   <div class="scroll" tabindex="0" role="region" aria-labelledby="pools-title"><table>
-    <thead><tr><th scope="col">Pool</th><th scope="col" class="right">Engines</th><th scope="col" class="right">First tokens</th><th scope="col" class="right">Mean wait</th><th scope="col" class="right">Later tokens</th><th scope="col" class="right">Mean wait</th></tr></thead>
+    <thead><tr><th scope="col">Pool</th><th scope="col" class="right">Engines</th><th scope="col" class="right">First tokens</th>${QUANTILES}<th scope="col" class="right">Later tokens</th>${QUANTILES}</tr></thead>
     <tbody>${rows.map(([name, pool]) => {
       const grown = grownSince(began[name], pool);
       return html`<tr key=${name} data-pool=${pool.role}>
         <th scope="row">${pool.role}<small>${pool.model}</small></th><td class="right">${pool.engines}</td>
-        <td class="right">${number(grown.first_tokens)}</td><td class="right">${ms(grown.first_token_seconds, grown.first_tokens)}</td>
-        <td class="right">${number(grown.later_tokens)}</td><td class="right">${ms(grown.later_token_seconds, grown.later_tokens)}</td>
+        <td class="right">${number(grown.first_tokens)}</td><td class="right">${ms(grown.first_token_seconds, grown.first_tokens)}</td>${quantiles("first", began[name], pool)}
+        <td class="right">${number(grown.later_tokens)}</td><td class="right">${ms(grown.later_token_seconds, grown.later_tokens)}</td>${quantiles("later", began[name], pool)}
       </tr>`;
     })}</tbody>
   </table></div>`;
+}
+
+const SHARES = [0.5, 0.9, 0.99];
+const QUANTILES = html`<th scope="col" class="right">Mean</th>${SHARES.map((share) => html`<th scope="col" class="right">p${100 * share}</th>`)}`;
+
+function quantiles(name, earlier, now) {
+  const histogram = now[name] && since(earlier?.[name], now[name]);
+  return SHARES.map((share) => {
+    const seconds = histogram && quantile(histogram, share);
+    return html`<td class="right" data-quantile="${name}-p${100 * share}">${milliseconds(seconds === undefined ? undefined : 1000 * seconds)}</td>`;
+  });
 }
 
 const SUMS = ["first_tokens", "first_token_seconds", "later_tokens", "later_token_seconds"];

@@ -1,35 +1,15 @@
 // What the prompts that were placed last have in common, as a tree, and who holds it.
 
-import { html, useEffect, useState } from "./preact.js";
+import { html } from "./preact.js";
 import { duration, number } from "./format.js";
 import { Empty, Section } from "./parts.js";
-import { refusal } from "./stream.js";
+import { usePolled } from "./polling.js";
 
 const EVERY_MS = 3000;
 
-/** Asks again and again, as long as it is shown. */
 export function Prefixes({ state, headers }) {
-  const [nodes, setNodes] = useState(null);
-  const [trouble, setTrouble] = useState(null);
-  useEffect(() => {
-    const ending = new AbortController();
-    let timer;
-    const look = async () => {
-      try {
-        const response = await fetch("console/prefixes", { headers, signal: ending.signal, cache: "no-store" });
-        if (response.ok) setNodes((await response.json()).prefixes);
-        setTrouble(response.ok ? null : await refusal(response));
-      } catch {
-        if (!ending.signal.aborted) setTrouble("The gateway does not answer.");
-      }
-      if (!ending.signal.aborted) timer = setTimeout(look, EVERY_MS);
-    };
-    look();
-    return () => {
-      clearTimeout(timer);
-      ending.abort();
-    };
-  }, [headers.authorization]);
+  const [found, trouble] = usePolled("console/prefixes", headers, EVERY_MS, () => true);
+  const nodes = found?.answer.prefixes;
   return html`<${Section} title="Prefixes" id="prefixes-title">
     <p class="note">What the last prompts have in common, from their beginning on, by the hashes of their blocks; the heaviest first, of those alone a few; and which engines and KV stores hold it whole.</p>
     ${trouble && html`<p class="trouble" role="status">${trouble}</p>`}

@@ -1,9 +1,9 @@
 // One request's way through the services: a row for each hop, with when it began and how long it took.
 
-import { html, useEffect, useState } from "./preact.js";
+import { html } from "./preact.js";
 import { milliseconds } from "./format.js";
 import { Empty } from "./parts.js";
-import { refusal } from "./stream.js";
+import { usePolled } from "./polling.js";
 
 const AGAIN_MS = 1000;
 /** What each hop does, for people. */
@@ -14,34 +14,14 @@ const HOPS = {
 
 /** Asks for the request's hops, again each second while something is under way. */
 export function Waterfall({ id, headers }) {
-  const [found, setFound] = useState(null);
-  const [trouble, setTrouble] = useState(null);
-  useEffect(() => {
-    const ending = new AbortController();
-    let timer;
-    const look = async () => {
-      try {
-        const response = await fetch(`console/requests/${encodeURIComponent(id)}`, { headers, signal: ending.signal, cache: "no-store" });
-        if (!response.ok) return setTrouble(await refusal(response));
-        const trace = await response.json();
-        setTrouble(null);
-        setFound({ ...trace, at: Date.now() / 1000 });
-        if (trace.hops.some((hop) => hop.ended === null)) timer = setTimeout(look, AGAIN_MS);
-      } catch {
-        if (!ending.signal.aborted) setTrouble("The gateway does not answer.");
-      }
-    };
-    setFound(null);
-    setTrouble(null);
-    look();
-    return () => {
-      clearTimeout(timer);
-      ending.abort();
-    };
-  }, [id, headers.authorization]);
+  const [found, trouble] = usePolled(`console/requests/${encodeURIComponent(id)}`, headers, AGAIN_MS, isOpen);
   if (trouble) return html`<p class="trouble" role="status">${trouble}</p>`;
   if (!found) return html`<${Empty}>Asking the services …</${Empty}>`;
-  return html`<${Hops} trace=${found.trace} hops=${found.hops} now=${found.at} />`;
+  return html`<${Hops} trace=${found.answer.trace} hops=${found.answer.hops} now=${found.at} />`;
+}
+
+function isOpen(trace) {
+  return trace?.hops.some((hop) => hop.ended === null);
 }
 
 function Hops({ trace, hops, now }) {

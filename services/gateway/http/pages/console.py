@@ -23,6 +23,7 @@ ASSETS = {
     "topology.js": SCRIPT,
     "engines.js": SCRIPT,
     "engine_inside.js": SCRIPT,
+    "polling.js": SCRIPT,
     "prefixes.js": SCRIPT,
     "requests.js": SCRIPT,
     "waterfall.js": SCRIPT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import zip_longest
 
 from services.scheduler.core.counters import EngineCounters
@@ -13,6 +14,7 @@ from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.results.outbox import EngineOutbox, token_entry
 from services.scheduler.core.results.requests import EngineRequests
 from services.scheduler.core.transfer.prompt_keeper import PromptKeeper
+from shared.messages.lifecycle import LATENCY_BOUNDS
 from shared.messages.scheduler import SampledTokens, StepFinished
 
 
@@ -94,6 +96,7 @@ class StepResults:
         by_id, streams, output_tokens = self._queues.by_id, self._outbox.streams, 0
         first_tokens, first_seconds, later_seconds = 0, 0.0, 0.0
         detokenizer, entries, counted = None, [], True
+        counters, bucket, of = self._counters, 0, -1.0
         for sampled in result.sampled:
             sequence = by_id.get(sampled.sequence)
             if sequence is None:
@@ -120,11 +123,18 @@ class StepResults:
                 counted = detokenizer != CANARY_DETOKENIZER
             if counted:
                 output_tokens += len(tokens)
+                waited = now - sequence.last_token_at
+                if waited != of:  # most sequences of a step have their last token from the same one
+                    bucket, of = bisect_left(LATENCY_BOUNDS, waited), waited
                 if sequence.tokens.produced == len(tokens):
                     first_tokens += 1
-                    first_seconds += now - sequence.last_token_at
+                    first_seconds += waited
+                    counters.first_counts[bucket] += 1
                 else:
-                    later_seconds += now - sequence.last_token_at
+                    later_seconds += waited
+                    counters.later_counts[bucket] += 1
+                if len(tokens) > 1:  # those behind it came with it
+                    counters.later_counts[0] += len(tokens) - 1
                 sequence.last_token_at = now
             entries.append(token_entry(sequence, tokens, finish, logprobs))
             if len(sequence.tokens.hashes) > sequence.blocks.indexed:
@@ -135,7 +145,6 @@ class StepResults:
                 self._requests.end(sequence, tell_detokenizer=False)
             elif sequence.phase == "returning" and not sequence.tokens.in_flight:  # all its tokens are known now
                 self._queues.requeue(sequence)
-        counters = self._counters
         counters.output_tokens += output_tokens
         counters.first_tokens += first_tokens
         counters.first_token_seconds += first_seconds

@@ -159,7 +159,7 @@ def test_containers_run_what_their_images_run(overlay: str) -> None:
     for _, container, service in own_containers(overlay):
         assert images()[service].entrypoint[:2] == ("python", "-m")
         assert {"command", "args"} & container.spec.keys() == set(), container.name
-    without = {"encoder", *({"kvstore"} if overlay in GROUPED else set())}  # no manifest serves images
+    without = {"encoder", *({"kvstore"} if overlay in GROUPED else set())}  # a component has these
     assert {service for *_, service in own_containers(overlay)} == set(CONFIGS) - without
 
 
