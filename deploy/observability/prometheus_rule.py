@@ -13,8 +13,8 @@ HERE = Path(__file__).parent
 RULES = HERE / "prometheus" / "rules" / "baton.yml"
 MANIFEST = HERE.parent / "kubernetes" / "components" / "monitoring" / "rules.yaml"
 HEAD = """\
-# Written by `python -m deploy.observability.prometheus_rule` from deploy/observability/prometheus/rules/baton.yml, which
-# has the reasons. The ServiceMonitors' `jobLabel` makes the job "baton", which the rules ask for.
+# Written by `python -m deploy.observability.prometheus_rule` from deploy/observability/prometheus/rules/baton.yml,
+# which has the reasons. The ServiceMonitors' `jobLabel` makes the job "baton", which the rules ask for.
 """
 
 
