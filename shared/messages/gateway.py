@@ -53,8 +53,11 @@ class PromptKept(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     engine: EngineId
     node: NodeId | None = None
     """The node whose KV store has them; None with 0 blocks."""
+    tokens: Count = 0
+    """In these blocks."""
     ranks: Count = 1
-    """Ranks of the engine."""
+    """Of each stage of the engine."""
+    stages: Count = 1
 
 
 class RequestRejected(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

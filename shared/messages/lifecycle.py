@@ -146,7 +146,7 @@ class LatencySums(Struct, frozen=True, array_like=True):
     later_token_seconds: float = 0.0
     """From the token before to each of them: ITL."""
     first_counts: tuple[int, ...] = ()
-    """Of `first_tokens` those up to each of LATENCY_BOUNDS, and the rest; empty of a release that does not count them."""
+    """Of `first_tokens` those up to each of LATENCY_BOUNDS, and the rest; empty of a release that does not count so."""
     later_counts: tuple[int, ...] = ()
 
 

@@ -93,7 +93,7 @@ class EpochState:
         self.remote = RemotePrefills(store)
         self.saves = Saves(store, self.memory, self.transfers)
         self.hand_overs = HandOvers(self.saves, self.memory)
-        self.keeper = PromptKeeper(outbox.engine, self.saves, self.memory, store, workers.world_size)
+        self.keeper = PromptKeeper(outbox.engine, self.saves, self.memory, store, workers)
         self.grammars = Grammars(limits.compile_timeout, limits.max_grammars, store.counters)
         speculation = SpeculationBudget(workers.max_speculate, workers.max_jump_ahead, limits.speculation)
         self._prefill_budget = PrefillBudget(self.limits.itl_target)

@@ -109,7 +109,7 @@ async def test_a_client_conducts_the_hand_over_itself_as_vllms_proxies_do(
         params = first.model_dump()["kv_transfer_params"]
         assert params["do_remote_prefill"] is True
         assert params["remote_engine_id"] == "prefill-1"
-        assert params["remote_block_ids"] == list(range(62))
+        assert params["remote_block_ids"] == [list(range(62))]
         assert (await store_of_pinned(pools, 62)).pinned == 62
         there = await ask(client, pools.model, prompt, extra_body={"kv_transfer_params": params, "ignore_eos": True})
         used_twice = await ask(client, pools.model, prompt, extra_body={"kv_transfer_params": params})

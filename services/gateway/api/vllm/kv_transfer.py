@@ -18,10 +18,11 @@ from shared.messages.generation import KeptPrompt
 FIELD = "kv_transfer_params"
 _FLAGS = ("do_remote_prefill", "do_remote_decode")
 _NAMES = {"remote_engine_id": "engine", "remote_request_id": "request", "remote_host": "node"}
-_NUMBERS = ("remote_port", "tp_size", "remote_num_tokens")
-_KNOWN = (*_FLAGS, *_NAMES, *_NUMBERS, "remote_block_ids")
+_NUMBERS = ("remote_port", "remote_num_tokens", "tp_size", "pp_size", "dcp_size")
+_OF_VLLM_ALONE = ("remote_blocks_expiry_time", "remote_registration_generation", "transfer_mode")
+"""What an answer has as null, for proxies that look for it."""
+_KNOWN = (*_FLAGS, *_NAMES, *_NUMBERS, "remote_block_ids", *_OF_VLLM_ALONE)
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
-MAX_BLOCK_IDS = 2**20
 
 
 class KvTransfer(NamedTuple):
@@ -63,16 +64,19 @@ def _kept(given: dict[str, Any]) -> KeptPrompt:
         value = given.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise not_allowed(f"{FIELD}.{name}", value, "null, or the number of a former answer, is")
-    blocks = given.get("remote_block_ids")
-    if blocks is not None and (
-        not isinstance(blocks, list)
-        or len(blocks) > MAX_BLOCK_IDS
-        or any(not isinstance(block, int) or isinstance(block, bool) for block in blocks)
-    ):
-        raise not_allowed(f"{FIELD}.remote_block_ids", blocks, "null, or the list of a former answer, is")
+    for name in _OF_VLLM_ALONE:
+        if given.get(name) is not None:
+            raise not_allowed(f"{FIELD}.{name}", given[name], "null, as in a former answer, is")
+    groups = given.get("remote_block_ids")
+    if groups is not None and not (isinstance(groups, list) and all(map(_is_group, groups))):
+        raise not_allowed(f"{FIELD}.remote_block_ids", groups, "null, or the lists of a former answer, is")
     return KeptPrompt(
         EngineId(given["remote_engine_id"]), RequestId(given["remote_request_id"]), NodeId(given["remote_host"])
     )
+
+
+def _is_group(blocks: Any) -> bool:
+    return isinstance(blocks, list) and all(isinstance(block, int) for block in blocks)
 
 
 def kv_transfer_params(outcome: PromptKept | None) -> dict[str, Any] | None:
@@ -83,10 +87,14 @@ def kv_transfer_params(outcome: PromptKept | None) -> dict[str, Any] | None:
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_block_ids": list(range(outcome.blocks)),
+        "remote_block_ids": [list(range(outcome.blocks))],
         "remote_engine_id": outcome.engine,
         "remote_request_id": outcome.request,
         "remote_host": outcome.node,
         "remote_port": None,
+        "remote_num_tokens": outcome.tokens,
         "tp_size": outcome.ranks,
+        "pp_size": outcome.stages,
+        "dcp_size": 1,
+        **dict.fromkeys(_OF_VLLM_ALONE),
     }

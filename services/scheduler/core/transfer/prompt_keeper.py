@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from services.scheduler.core.events import SendToGateway
+from services.scheduler.core.events import SendToGateway, WorkersReady
 from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.saves import SaveOutcome, Saves
@@ -54,8 +54,10 @@ class _Kept:
 class PromptKeeper:
     """Owns the prompts of one epoch that are being saved to be kept, and the leases of those that are."""
 
-    def __init__(self, engine: EngineId, saves: Saves, memory: BlockAllocator, store: StoreClient, ranks: int) -> None:
-        self._engine, self._saves, self._memory, self._store, self._ranks = engine, saves, memory, store, ranks
+    def __init__(
+        self, engine: EngineId, saves: Saves, memory: BlockAllocator, store: StoreClient, workers: WorkersReady
+    ) -> None:
+        self._engine, self._saves, self._memory, self._store, self._workers = engine, saves, memory, store, workers
         self._reports: list[SendToGateway] = []
         self._saving: dict[RequestId, _Saving] = {}
         self._asked: dict[LeaseId, _Asked] = {}
@@ -144,6 +146,8 @@ class PromptKeeper:
             blocks=blocks,
             engine=self._engine,
             node=self._store.node if blocks else None,
-            ranks=self._ranks,
+            tokens=blocks * self._memory.block_size,
+            ranks=self._workers.world_size // self._workers.stages,
+            stages=self._workers.stages,
         )
         self._reports.append(SendToGateway(generation.gateway, outcome))

@@ -34,6 +34,7 @@ KEPT = PromptKept(
     blocks=2,
     engine=EngineId("engine-0"),
     node=NodeId("host-1"),
+    tokens=32,
     ranks=4,
 )
 
@@ -49,12 +50,18 @@ def test_what_an_answer_says_is_what_the_next_request_may_say() -> None:
     assert params == {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_block_ids": [0, 1],
+        "remote_block_ids": [[0, 1]],
         "remote_engine_id": "engine-0",
         "remote_request_id": "cmpl-1-0",
         "remote_host": "host-1",
         "remote_port": None,
+        "remote_num_tokens": 32,
         "tp_size": 4,
+        "pp_size": 1,
+        "dcp_size": 1,
+        "remote_blocks_expiry_time": None,
+        "remote_registration_generation": None,
+        "transfer_mode": None,
     }
     kept = KeptPrompt(EngineId("engine-0"), RequestId("cmpl-1-0"), NodeId("host-1"))
     assert read(params).kv_transfer == KvTransfer(kept=kept)
@@ -81,8 +88,9 @@ assert BACK is not None
         ({"do_remote_prefill": True}, {}, "kv_transfer_params.remote_engine_id", "former answer"),
         ({**BACK, "remote_host": "a.b >"}, {}, "kv_transfer_params.remote_host", "former answer"),
         ({**BACK, "remote_engine_id": "*"}, {}, "kv_transfer_params.remote_engine_id", "former answer"),
-        ({**BACK, "remote_block_ids": ["x"]}, {}, "kv_transfer_params.remote_block_ids", "former answer"),
+        ({**BACK, "remote_block_ids": [0]}, {}, "kv_transfer_params.remote_block_ids", "former answer"),
         ({**BACK, "remote_port": -1}, {}, "kv_transfer_params.remote_port", "former answer"),
+        ({**BACK, "transfer_mode": "push"}, {}, "kv_transfer_params.transfer_mode", "former answer"),
         (OF_A_PROXY, {"n": 2}, "kv_transfer_params", "one choice only, not 2"),
         (OF_A_PROXY, {"stream": True}, "kv_transfer_params", "not allowed in a stream"),
         (BACK, {"enable_prefix_caching": False}, "kv_transfer_params", "without prefix caching"),

@@ -44,7 +44,8 @@ def test_another_engine_goes_on_from_what_is_kept_and_then_it_is_kept_no_more() 
     engines["p"].send(asked)
     engines.settle()
     kept = outcome(engines)
-    assert (kept.request, kept.blocks, kept.engine, kept.node, kept.ranks) == ("first", 2, "p", NODE, 1)
+    assert (kept.request, kept.blocks, kept.tokens, kept.engine, kept.node) == ("first", 2, 32, "p", NODE)
+    assert (kept.ranks, kept.stages) == (1, 1)
     assert engines.stream("first").finish == "length"
     (pinned,) = engines.store.pinned.values()
     for number in range(len(engines.store.slots)):
