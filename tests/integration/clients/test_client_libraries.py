@@ -161,3 +161,54 @@ def test_guidellm_measures_a_stack(stack: RunningStack, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     assert benchmark["metrics"]["request_totals"]["successful"] == 3
+
+
+@needs("aiperf")
+def test_aiperf_measures_a_stack(stack: RunningStack, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "aiperf", "profile", "--model", stack.model, "--url", stack.url),
+            *("--endpoint-type", "chat", "--streaming", "--request-count", "4", "--concurrency", "2", "--ui", "none"),
+            *("--tokenizer", str(DEMO_MODEL), "--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "8"),
+            *("--api-key", KEY, "--artifact-dir", str(tmp_path / "out")),
+        ],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    (report,) = (tmp_path / "out").rglob("profile_export_aiperf.json")
+    found = json.loads(report.read_text())
+    assert found["request_count"]["avg"] == 4
+    assert found["time_to_first_token"]["avg"] > 0
+
+
+LLM_MODEL = """\
+- model_id: baton
+  model_name: MODEL
+  api_base: URL
+  api_key_name: baton
+  supports_schema: true
+"""
+
+
+@needs("llm")
+def test_the_llm_command_answers_streams_and_follows_a_schema(stack: RunningStack, tmp_path: Path) -> None:
+    described = LLM_MODEL.replace("MODEL", stack.model).replace("URL", f"{stack.url}/v1")
+    (tmp_path / "extra-openai-models.yaml").write_text(described)
+
+    def ask(*arguments: str) -> str:
+        command = [sys.executable, "-m", "llm", "-m", "baton", "--key", KEY, *arguments]
+        environment = {**os.environ, "LLM_USER_PATH": str(tmp_path)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout.strip()
+
+    streamed = ask(QUESTION, "-o", "temperature", "0")
+    assert "Paris" in streamed
+    assert ask(QUESTION, "--no-stream", "-o", "temperature", "0") == streamed
+    shaped = ask(QUESTION, "--schema", '{"type": "object", "properties": {"sum": {"enum": [4]}}, "required": ["sum"]}')
+    assert json.loads(shaped) == {"sum": 4}
