@@ -129,8 +129,7 @@ class EngineHealth(Struct, frozen=True, array_like=True, kw_only=True):
     """Of a suspect: canaries in a row, up to now, whose answer was wrong, late or missing."""
 
 
-LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Seconds: upper bounds of what is counted together."""
+LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
 
 
 class LatencySums(Struct, frozen=True, array_like=True):
