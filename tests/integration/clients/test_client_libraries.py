@@ -163,29 +163,6 @@ def test_guidellm_measures_a_stack(stack: RunningStack, tmp_path: Path) -> None:
     assert benchmark["metrics"]["request_totals"]["successful"] == 3
 
 
-@needs("aiperf")
-def test_aiperf_measures_a_stack(stack: RunningStack, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "aiperf", "profile", "--model", stack.model, "--url", stack.url),
-            *("--endpoint-type", "chat", "--streaming", "--request-count", "4", "--concurrency", "2", "--ui", "none"),
-            *("--tokenizer", str(DEMO_MODEL), "--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "8"),
-            *("--api-key", KEY, "--artifact-dir", str(tmp_path / "out")),
-        ],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    (report,) = (tmp_path / "out").rglob("profile_export_aiperf.json")
-    found = json.loads(report.read_text())
-    assert found["request_count"]["avg"] == 4
-    assert found["time_to_first_token"]["avg"] > 0
-
-
 LLM_MODEL = """\
 - model_id: baton
   model_name: MODEL
