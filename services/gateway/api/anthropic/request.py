@@ -13,8 +13,6 @@ import msgspec
 from msgspec import Struct
 
 from services.gateway.api.chat import ChatFields, chat_request
-from services.gateway.api.embeds.images import MEDIA_TYPES, foreign_image
-from services.gateway.api.embeds.images import PART as IMAGE
 from services.gateway.api.errors import (
     RequestError,
     abbreviated,
@@ -125,11 +123,7 @@ def read_count_tokens(body: bytes, cards: list[ModelCard], limits: RequestLimits
     fields = decode_body(body, _tokens_decoder)
     card = check_generates(choose_model(fields.model, cards))
     chat = _chat_fields(fields)
-    return card, Encode(chat_prompt(chat.messages, chat, limits, _uncounted), False)
-
-
-def _uncounted(part: dict[str, Any], path: str) -> dict[str, str]:
-    raise unsupported(part["field"], "counting the tokens of an image, which only an encoder knows,")
+    return card, Encode(chat_prompt(chat.messages, chat, limits), False)
 
 
 def _chat_fields(fields: MessagesTokensFields) -> ChatFields:
@@ -191,19 +185,14 @@ def _messages(message: MessageFields, path: str) -> Iterator[dict[str, Any]]:
     if message.role == "assistant":
         yield _assistant(blocks)
         return
-    parts = list[dict[str, Any]]()
+    texts = []
     for block, where in blocks:
-        match block.get("type"):
-            case "tool_result":
-                yield _tool_result(block, where)
-            case "image":
-                parts.append(_image(block, where))
-            case _:
-                parts.append({"type": "text", "text": _text(block, where)})
-    if any(part["type"] == IMAGE for part in parts):
-        yield {"role": "user", "content": parts}
-    elif parts:
-        yield {"role": "user", "content": "\n".join(part["text"] for part in parts)}
+        if block.get("type") == "tool_result":
+            yield _tool_result(block, where)
+        else:
+            texts.append(_text(block, where))
+    if texts:
+        yield {"role": "user", "content": "\n".join(texts)}
 
 
 def _assistant(blocks: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
@@ -244,21 +233,6 @@ def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
     if block.get("is_error"):
         content = f"Error: {content}"
     return {"role": "tool", "tool_call_id": call, "content": content}
-
-
-def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
-    match block.get("source"):
-        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
-            if kind not in MEDIA_TYPES:
-                raise not_allowed(f"{where}.source.media_type", kind, f"{', '.join(MEDIA_TYPES)} are")
-            return foreign_image(f"{where}.source.data", encoded=data)
-        case {"type": "url", "url": str(url)}:
-            return foreign_image(f"{where}.source.url", url=url)
-        case {"type": "file"}:
-            raise unsupported(f"{where}.source.type", "an image that is a file of the server's")
-        case source:
-            forms = '{"type": "base64", "media_type": "image/png", "data": "…"} or {"type": "url", "url": "…"} is'
-            raise not_allowed(f"{where}.source", source, forms)
 
 
 def _text(block: Any, where: str) -> str:
