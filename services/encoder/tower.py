@@ -51,7 +51,9 @@ class ImageTower:
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise TowerUnusable(f"{folder}: {error}") from None
         self.dtype: EmbeddingDtype = _own_dtype(config) if dtype == "auto" else dtype
-        self.size: int = config.text_config.hidden_size
+        levels = getattr(config.vision_config, "deepstack_visual_indexes", ())
+        self.size: int = config.text_config.hidden_size * (1 + len(levels))
+        """Elements of a row; of models that take some of them behind their first layers, those of all of these."""
         self._max_rows = MAX_PROMPT_EMBEDS_BYTES // (self.size * EMBEDDING_BYTES[self.dtype])
         self._merged: int = getattr(self._processor, "merge_size", 1)
         """Patches that a row is made of, on each side; of models whose images have one size 1."""
@@ -83,6 +85,8 @@ class ImageTower:
         features = self._model.get_image_features(**prepared)
         rows: Tensor
         (rows,) = features.pooler_output
+        if levels := getattr(features, "deepstack_features", None):
+            rows = torch.cat((rows, *(level[0] for level in levels)), dim=1)
         patches = prepared.get("image_grid_thw")
         if patches is None:
             return rows, None

@@ -11,6 +11,7 @@ IMAGE_ARCHITECTURES = (
     "LlavaForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
 )
 """Those that are served with their vision tower."""
 

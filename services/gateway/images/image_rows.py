@@ -87,6 +87,8 @@ def _with_rows(prompt: ChatPrompt, images: tuple[ImageSource, ...], found: list[
     field, types = images[-1].field, sorted({each.dtype for each in embeds})
     if len(types) > 1:
         raise invalid(field, f"images have rows of {found[0].dtype}; parts of type prompt_embeds with others are not")
+    if len({each.size for each in embeds}) > 1:
+        raise invalid(field, f"images of this model have rows of {found[0].size}; parts of type prompt_embeds do not")
     if (total := sum(len(each.rows) for each in embeds)) > MAX_PROMPT_EMBEDS_BYTES:
         most = f"{MAX_PROMPT_EMBEDS_BYTES} are; this image alone has {len(found[-1].rows)}"
         raise invalid(field, f"{total} bytes of rows are not allowed in one chat; {most}")

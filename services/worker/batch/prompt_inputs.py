@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from services.worker.batch.rows import Int32s, RowRuns
 from services.worker.ops.interface import InputRows
@@ -49,5 +50,8 @@ def input_rows(prompts: dict[int, EmbeddedPrompt], units: RowRuns, last_rows: In
             values.append(own)
     if not rows:
         return None
-    joined = torch.cat(values) if len({each.dtype for each in values}) == 1 else torch.cat([v.float() for v in values])
+    if len({each.dtype for each in values}) > 1:
+        values = [each.float() for each in values]
+    width = max(each.shape[1] for each in values)  # a client's own rows have nothing for further layers
+    joined = torch.cat([pad(each, (0, width - each.shape[1])) if each.shape[1] < width else each for each in values])
     return InputRows(torch.from_numpy(np.concatenate(rows)), joined)

@@ -6,12 +6,17 @@ rarest kind has. Layers at the same place in their groups share one cache, in wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+from torch import Tensor
+
 from shared.messages.kv_groups import KvCacheGroup
+
+LayerCaches = list[tuple[Tensor, Tensor]]
+"""Of each layer its keys and its values."""
 
 HybridKvCache = Literal["auto", "on", "off"]
 """Whether layers of different kinds have block tables of their own; auto: where nothing stands against it."""
@@ -126,3 +131,18 @@ def why_one_group(groups: LayerGroups, *, device: str, drafts: str | None, conne
     if connector:
         return "a KV connector knows one block for all layers"
     return None
+
+
+def allocate_caches(
+    layers: int, groups: LayerGroups | None, allocate: Callable[[], tuple[Tensor, Tensor]]
+) -> LayerCaches:
+    """A cache for each layer, which those at the same place in their `groups` share; None: no layers share any."""
+    if groups is None:
+        return [allocate() for _ in range(layers)]
+    shared = [allocate() for _ in range(groups.caches)]
+    return [shared[number] for number in groups.cache_of]
+
+
+def distinct(caches: LayerCaches) -> LayerCaches:
+    """Each cache once, however many layers share it."""
+    return list({id(cache): cache for cache in caches}.values())

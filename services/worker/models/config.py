@@ -134,6 +134,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     rope_axes: tuple[int, ...] = ()
     """Of each frequency of the rotation, head_dim / 2: which of a token's three positions it goes by (m-RoPE). None:
     tokens have one position."""
+    input_levels: int = 0
+    """Rows of images have so many parts behind the one that stands for the embedding: the first is added to the row
+    behind the first layer, the second behind the second (Qwen3-VL's DeepStack, arXiv:2406.04334)."""
     residual_scale: float | None = None
     """What a layer's outputs are multiplied by before they join the residual (Granite)."""
     logits_divisor: float | None = None
@@ -142,6 +145,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     a part of its embedding."""
     plugin: str | None = None
     """The package that brings the architecture, with its version; None: it is ours."""
+
+    @property
+    def image_row_size(self) -> int:
+        """Elements of a row that stands for a part of an image."""
+        return self.hidden_size * (1 + self.input_levels)
 
     @property
     def rotated_dim(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
 from services.worker.kv.copier import RankKvCache
-from services.worker.kv.layer_groups import LayerGroups
+from services.worker.kv.layer_groups import LayerGroups, allocate_caches, distinct
 from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.latent.attention import LatentAttention
@@ -298,12 +298,17 @@ class Decoder:
         for number, (layer, following, cache) in enumerate(zip(layers[:-1], layers[1:], caches[:-1], strict=True)):
             meta = step if self._groups is None else step.of_group(self._groups.group_of[number])
             x = self.attend(layer, self.queries(layer, x, meta, cache), meta, cache)
-            x, residual = self._mlp(layer, x, residual, following.input_norm)
+            x, residual = self.mlp_output(layer, x, residual)
+            if step.inputs is not None:
+                residual = step.inputs.add_level(residual, self._weights.first_layer + number)
+            x, residual = self._ops.add_rms_norm(x, residual, following.input_norm, self._config.norm_eps)
         last, cache = layers[-1], caches[-1]
         meta = step if self._groups is None else step.of_group(self._groups.group_of[-1])
         queries = self.queries(last, x, meta, cache)
         if self._weights.final_norm is None:
             x, residual = self.mlp_output(last, self.attend(last, queries, meta, cache), residual)
+            if step.inputs is not None:
+                residual = step.inputs.add_level(residual, self._weights.first_layer + len(layers) - 1)
             self._pipeline.send(residual.add_(x))
             return None
         if features is not None:
@@ -467,14 +472,6 @@ class LayerwiseDecoder(Decoder):
         return queries
 
 
-def allocate_caches(layers: int, groups: LayerGroups | None, allocate: Callable[[], tuple[Tensor, Tensor]]) -> KvCaches:
-    """A cache for each layer, which those at the same place in their `groups` share; None: no layers share any."""
-    if groups is None:
-        return [allocate() for _ in range(layers)]
-    shared = [allocate() for _ in range(groups.caches)]
-    return [shared[number] for number in groups.cache_of]
-
-
 def empty_states(mixer: StateMixer, sequences: int, device: torch.device) -> StateCache:
     """One layer's states of so many sequences: zeros, which on a CPU take memory when they are first written to."""
     kernel, channels = mixer.conv_weight.shape
@@ -482,11 +479,6 @@ def empty_states(mixer: StateMixer, sequences: int, device: torch.device) -> Sta
         torch.zeros(sequences, kernel - 1, channels, device=device),
         torch.zeros(sequences, mixer.heads, mixer.head_dim, mixer.state_dim, device=device),
     )
-
-
-def distinct(caches: KvCaches) -> KvCaches:
-    """Each cache once, however many layers share it."""
-    return list({id(cache): cache for cache in caches}.values())
 
 
 def _round_scale(scale: float | None, embedding: Tensor | None) -> float | None:

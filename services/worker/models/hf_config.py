@@ -145,6 +145,7 @@ class _RawConfig(RawLatent, kw_only=True):
     use_bidirectional_attention: bool | None = None
     is_causal: bool | None = None
     quantization_config: dict[str, object] | None = None
+    input_levels: int = 0
 
 
 class _RawArchitectures(Struct, kw_only=True):
@@ -251,6 +252,10 @@ def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
         raise ModelError(
             f"mrope_section has {len(ropes.axes)} frequencies, a head of {heads.dim} half as many elements"
         )
+    if raw.input_levels >= len(layers):
+        raise ModelError(
+            f"deepstack_visual_indexes has {raw.input_levels} levels, which is not below {len(layers)} layers"
+        )
     return ModelConfig(
         architecture=architecture,
         dtype=dtype_named(raw.dtype or raw.torch_dtype),
@@ -280,6 +285,7 @@ def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
         mixture=mixing.mixture,
         latent=latent,
         rope_axes=ropes.axes,
+        input_levels=raw.input_levels,
     )
 
 

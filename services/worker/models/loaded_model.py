@@ -165,7 +165,7 @@ class LoadedModel:
             block_size=self.settings.block_size,
             pooling=self.pooling,
             generates=self.generates,
-            images=self.config.hidden_size if self.images else None,
+            images=self.config.image_row_size if self.images and isinstance(self.config, ModelConfig) else None,
         )
 
 

@@ -67,7 +67,7 @@ class NativeDecoder:
         self._ops = ops
         self._kernels = kernels = ops.kernels
         self._weights = weights
-        self._vocab_size = config.vocab_size
+        self._vocab_size, self._hidden = config.vocab_size, config.hidden_size
         assert weights.embedding is not None, "the model is whole"
         assert weights.head is not None
         # The embedding is a bfloat16 or float32 table for the library; a float16 one is converted.
@@ -114,7 +114,8 @@ class NativeDecoder:
             request.adapters = ctypes.pointer(adapters)
         if meta.inputs is not None:
             given_rows, values = meta.inputs.rows, meta.inputs.values.float().contiguous()
-            inputs = library.Inputs(len(given_rows), given_rows.data_ptr(), values.data_ptr())
+            levels = values.shape[1] // self._hidden - 1
+            inputs = library.Inputs(len(given_rows), given_rows.data_ptr(), values.data_ptr(), levels)
             request.inputs = ctypes.pointer(inputs)
         if not self._kernels.library.baton_decoder_run(self._decoder, ctypes.byref(request)):
             raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")

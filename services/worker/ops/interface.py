@@ -77,7 +77,7 @@ class InputRows(NamedTuple):
     rows: Tensor
     """[k] int32 in rising order."""
     values: Tensor
-    """[k, hidden]"""
+    """[k, hidden * (1 + levels)]: behind what a row begins as, what is added to it behind each of the first layers."""
 
     def on(self, device: torch.device, dtype: torch.dtype) -> InputRows:
         """The same for a model on `device` whose embeddings are of `dtype`."""
@@ -85,8 +85,13 @@ class InputRows(NamedTuple):
 
     def put_into(self, x: Tensor, scale: float | None = None) -> Tensor:
         """x [n, hidden], of which these rows, times `scale`, are overwritten."""
-        values = self.values if scale is None else self.values * scale
-        return x.index_copy_(0, self.rows.long(), values.to(x.dtype))
+        values = self.values[:, : x.shape[1]]
+        return x.index_copy_(0, self.rows.long(), (values if scale is None else values * scale).to(x.dtype))
+
+    def add_level(self, x: Tensor, layer: int) -> Tensor:
+        """x [n, hidden] behind a layer, with what is added there, if anything."""
+        level = self.values[:, (layer + 1) * x.shape[1] : (layer + 2) * x.shape[1]]
+        return x.index_add_(0, self.rows.long(), level.to(x.dtype)) if level.shape[1] else x
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Tiny random Qwen2-VL and Qwen2.5-VL models, with the library's own of the same weights."""
+"""Tiny random Qwen2-VL, Qwen2.5-VL and Qwen3-VL models, with the library's own of the same weights."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from tests.support.models.tiny_images import ImageModel
@@ -57,10 +59,20 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "window_size": 4 * PATCH,
         "fullatt_block_indexes": [1],
     },
+    "qwen3": {
+        **_SHARED,
+        "depth": 3,
+        "hidden_size": 32,
+        "out_hidden_size": 64,
+        "intermediate_size": 48,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    },
 }
 _MODELS: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
     "qwen2.5": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen3": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
 }
 
 
@@ -93,6 +105,8 @@ def make_qwen_model(folder: Path, kind: str = "qwen2.5", seed: int = 0, **differ
     tokenizer.chat_template = TEMPLATE
     pad, start, end, video = tokenizer.convert_tokens_to_ids(list(SPECIAL))
     config_of, model_of = _MODELS[kind]
+    if kind == "qwen3":
+        different = {"num_hidden_layers": 3, "head_dim": 16} | different
     config = config_of(
         text_config={**_TEXT, "vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": None} | different,
         vision_config=_TOWERS[kind],

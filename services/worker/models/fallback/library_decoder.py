@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.kv.copier import RankKvCache
-from services.worker.kv.layer_groups import LayerGroups
+from services.worker.kv.layer_groups import LayerGroups, allocate_caches, distinct
 from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.config import ModelError
-from services.worker.models.decoder import allocate_caches, distinct
 from services.worker.models.fallback.attention import (
     AttentionCall,
     AttentionLayers,

@@ -7,13 +7,17 @@ from typing import Any
 import msgspec
 
 _QWEN2: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+_QWEN3: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 500_000.0}
+_SECTIONS: dict[str, Any] = {"mrope_section": [16, 24, 24], "mrope_interleaved": False}
+_INTERLEAVED: dict[str, Any] = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
 
-LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
-    "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM", _QWEN2, [16, 24, 24]),
-    "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", _QWEN2, [16, 24, 24]),
+LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM", _QWEN2, _SECTIONS),
+    "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", _QWEN2, _SECTIONS),
+    "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", _QWEN3, _INTERLEAVED),
 }
-"""The language model's architecture, what `transformers` takes where nothing is said, and the sections of its rotation,
-by the architecture of the whole."""
+"""The language model's architecture, what `transformers` takes where nothing is said, and its rotation, by the
+architecture of the whole."""
 
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
 
@@ -30,10 +34,12 @@ def qwen_language_model(text: bytes, architecture: str) -> bytes:
     given = {key: whole[key] for key in _OF_THE_WHOLE if whole.get(key) is not None}
     read = {**defaults, **given, **{key: value for key, value in own.items() if value is not None}}
     key = next((each for each in ("rope_scaling", "rope_parameters") if read.get(each)), "rope_parameters")
-    read[key] = {"mrope_section": sections, **_rope(read.get(key) or {})}
-    return msgspec.json.encode({**read, "architectures": [alone]})
+    read[key] = _rope({**sections, **(read.get(key) or {})}, interleaved=sections["mrope_interleaved"])
+    levels = len((whole.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
+    return msgspec.json.encode({**read, "architectures": [alone], "input_levels": levels})
 
 
-def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """`mrope` is no scaling, but says that there are sections."""
-    return {key: "default" if value == "mrope" else value for key, value in parameters.items()}
+def _rope(parameters: dict[str, Any], *, interleaved: bool) -> dict[str, Any]:
+    """`mrope` is no scaling, but says that there are sections; whether these are interleaved the architecture says."""
+    plain = {key: "default" if value == "mrope" else value for key, value in parameters.items()}
+    return {**plain, "mrope_interleaved": interleaved}

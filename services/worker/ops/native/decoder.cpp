@@ -47,7 +47,7 @@ bool Decoder::run(const Forward& forward) {
         if (!every && forward.logits == 0) return true;
         if (!every && forward.logits < rows) pick(forward), rows = forward.logits;
         add_output(rows_of(mixed_, rows), layer.output, layer.attention_post_norm, 4 * i + 1);
-        mlp(layer, i, rows, last ? config_.final_norm : layers_[i + 1].input_norm);
+        mlp(layer, i, rows, last ? config_.final_norm : layers_[i + 1].input_norm, forward.inputs);
     }
     if (forward.features) give_features(forward);
     if (forward.logits) logits(forward);
@@ -81,8 +81,7 @@ bool Decoder::begin(const Forward& forward) {
         return false;
     if (const Inputs* inputs = forward.inputs)
         for (int i = 0; i < inputs->count; ++i)
-            memcpy((float*)to.data() + inputs->rows[i] * to.stride, inputs->values + int64_t(i) * config_.hidden,
-                   size_t(config_.hidden) * 4);
+            memcpy((float*)to.data() + inputs->rows[i] * to.stride, inputs->level(i, 0, config_.hidden), size_t(config_.hidden) * 4);
     if (!config_.joined.groups) return true;
     for (int i = 0; i < rows; ++i)
         memcpy((float*)pairs_.data() + i * pairs_.stride + config_.hidden, forward.given + int64_t(i) * config_.hidden,
@@ -90,6 +89,16 @@ bool Decoder::begin(const Forward& forward) {
     Rows pairs{pairs_.data(), Number::kSingle, pairs_.stride, rows};
     multiply(pool_, pairs, config_.joined, {Out::kFloat, config_.activation, residual_.data(), residual_.stride});
     return true;
+}
+
+// What joins the residual behind a layer, whose MLP has normed its input already. Not behind the last one, whose rows may
+// be picked.
+void Decoder::add_level(const Inputs& inputs, int layer) {
+    for (int i = 0; i < inputs.count; ++i) {
+        const float* from = inputs.level(i, layer + 1, config_.hidden);
+        float* to = (float*)residual_.data() + inputs.rows[i] * residual_.stride;
+        for (int c = 0; c < config_.hidden; ++c) to[c] += from[c];
+    }
 }
 
 void Decoder::norm_residual(const float* weight, int rows) {
@@ -178,7 +187,7 @@ void Decoder::add_output(const Rows& x, const Linear& linear, const float* post_
     });
 }
 
-void Decoder::mlp(const DecoderLayer& layer, int index, int rows, const float* following_norm) {
+void Decoder::mlp(const DecoderLayer& layer, int index, int rows, const float* following_norm, const Inputs* inputs) {
     norm_residual(layer.mlp_norm, rows);
     // What adapters add comes before the gates are activated.
     if (can_gate(layer.gate_up) && !adapts(4 * index + 2)) {
@@ -190,6 +199,7 @@ void Decoder::mlp(const DecoderLayer& layer, int index, int rows, const float* f
         gate(pool_, {(const float*)gate_up_.data(), Number::kSingle, gate_up_.stride, rows}, config_.intermediate, config_.activation,
              config_.number, gated_.data(), gated_.stride);
     }
+    if (inputs && index < inputs->levels) add_level(*inputs, index);
     add_output(rows_of(gated_, rows), layer.down, layer.mlp_post_norm, 4 * index + 3);
     norm_residual(following_norm, rows);
 }

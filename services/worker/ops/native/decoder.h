@@ -60,7 +60,10 @@ struct Adapters {
 struct Inputs {
     int count;
     const int* rows;
-    const float* values;  // [count, hidden]
+    const float* values;  // [count, (1 + levels) * hidden]: behind what a row begins as, what joins it behind the first layers
+    int levels;
+
+    const float* level(int row, int number, int hidden) const { return values + (int64_t(row) * (1 + levels) + number) * hidden; }
 };
 
 struct Forward {
@@ -108,7 +111,8 @@ class Decoder {
     void attention(const DecoderLayer& layer, const Forward& forward, int index);
     void pick(const Forward& forward);
     void give_features(const Forward& forward);
-    void mlp(const DecoderLayer& layer, int index, int rows, const float* following_norm);
+    void mlp(const DecoderLayer& layer, int index, int rows, const float* following_norm, const Inputs* inputs);
+    void add_level(const Inputs& inputs, int layer);
     void add_output(const Rows& x, const Linear& linear, const float* post_norm, int adapted);
     bool adapts(int adapted) const { return adapted_ && adapted_[adapted]; }
     void adapt(int adapted, const Rows& x, float* to, int64_t stride);

@@ -238,7 +238,7 @@ class Adapters(Structure):
 class Inputs(Structure):
     """`Inputs` of decoder.h: rows that begin as float32 values, and not as their tokens' embeddings."""
 
-    _fields_ = (("count", c_int), ("rows", c_void_p), ("values", c_void_p))
+    _fields_ = (("count", c_int), ("rows", c_void_p), ("values", c_void_p), ("levels", c_int))
 
 
 class Forward(Structure):

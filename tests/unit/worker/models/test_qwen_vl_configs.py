@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2VLConfig
+from transformers import Qwen2VLConfig, Qwen3VLConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 from services.worker.models.config import ModelConfig, ModelError
@@ -67,6 +67,21 @@ def test_what_a_file_leaves_out_is_the_librarys(tmp_path: Path) -> None:
     for key in ("rms_norm_eps", "rope_parameters"):
         del said["text_config"][key]
     assert read(tmp_path, said) == whole
+
+
+def test_qwen3_interleaves_its_sections_and_has_levels(tmp_path: Path) -> None:
+    theirs = Qwen3VLConfig()
+    theirs.architectures = ["Qwen3VLForConditionalGeneration"]
+    said = json.loads(theirs.to_json_string())
+    whole = read(tmp_path, said)
+    assert (whole.input_levels, whole.image_row_size, whole.rope_axes[:6]) == (3, 4 * 4096, (0, 1, 2, 0, 1, 2))
+    assert [whole.rope_axes.count(axis) for axis in range(3)] == [24, 20, 20]
+    for key in ("rms_norm_eps", "rope_parameters", "head_dim"):
+        del said["text_config"][key]
+    assert read(tmp_path, said) == whole
+    said["vision_config"]["deepstack_visual_indexes"] = list(range(32))
+    with pytest.raises(ModelError, match="32 levels, which is not below 32 layers"):
+        read(tmp_path, said)
 
 
 def test_sections_that_are_none_are_refused(tmp_path: Path) -> None:
