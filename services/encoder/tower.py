@@ -42,8 +42,9 @@ class ImageTower:
         a prompt may have. Raises TowerUnusable."""
         from transformers import AutoConfig, AutoImageProcessor
 
-        if read_image_model(folder) is None:
+        if (images := read_image_model(folder)) is None:
             raise TowerUnusable(f"{folder}: the model takes no images")
+        self._mutual = images.mutual
         try:
             config = AutoConfig.from_pretrained(folder)
             processors: Any = AutoImageProcessor
@@ -73,14 +74,21 @@ class ImageTower:
         if not torch.isfinite(rows).all():
             raise TowerUnusable(f"in {self.dtype} the tower makes numbers of the image that are none")
         packed = rows.contiguous().view(torch.uint8).numpy().tobytes()
-        runs, grids = (((0, len(rows)),), (grid,)) if grid is not None else ((), ())
-        return PromptEmbeds(dtype=self.dtype, size=self.size, rows=packed, runs=runs, grids=grids)
+        return PromptEmbeds(
+            dtype=self.dtype,
+            size=self.size,
+            rows=packed,
+            runs=((0, len(rows)),),
+            grids=() if grid is None else (grid,),
+            mutual=(True,) if self._mutual else (),
+        )
 
     def _rows(self, pixels: np.ndarray[Any, Any]) -> tuple[Tensor, ImageGrid | None]:
         """pixels [height, width, 3] → [tokens, hidden], and how these lie where the model's positions tell."""
         from PIL import Image
 
         prepared = dict(self._processor(Image.fromarray(pixels), return_tensors="pt"))
+        prepared.pop("num_crops", None)  # of pan and scan, which is off
         prepared["pixel_values"] = prepared["pixel_values"].to(_DTYPES[self.dtype])
         features = self._model.get_image_features(**prepared)
         rows: Tensor

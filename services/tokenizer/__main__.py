@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.tokenizer.actor import TokenizerActor
 from services.tokenizer.config import TokenizerConfig
-from services.tokenizer.core.chat_template import IMAGE_TOKEN, ChatTemplates, score_template
+from services.tokenizer.core.chat_template import IMAGE_TOKENS, ChatTemplates, score_template
 from services.tokenizer.core.encoder import PromptEncoder
 from services.tokenizer.core.template_files import read_template, read_templates
 from services.tokenizer.core.vocabulary import Vocabulary
@@ -24,8 +24,10 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
     files = load_tokenizer(folder)
     templates = ChatTemplates(read_templates(files, config.template_file()), config.content_format())
     tokens, image = files.special_tokens, read_image_model(folder)
-    if image is not None and (name := files.tokenizer.id_to_token(image.token_id)) is not None:
-        tokens = {**tokens, IMAGE_TOKEN: name}
+    if image is not None:
+        named = zip(IMAGE_TOKENS, (image.token_id, *(image.frame or ())), strict=False)
+        found = {key: files.tokenizer.id_to_token(token) for key, token in named}
+        tokens |= {key: name for key, name in found.items() if name is not None}
     pairs = None if config.score_template is None else score_template(read_template(config.score_template))
     return PromptEncoder(Vocabulary(files), templates, tokens, config.block_size, pairs)
 

@@ -132,6 +132,9 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
     grids: tuple[ImageGrid | None, ...] = ()
     """How the tokens of each run lie in an image, for models whose positions have three axes (m-RoPE); None: as those
     of a text. None at all: all runs are like that."""
+    mutual: tuple[bool, ...] = ()
+    """Of each run, whether its tokens see each other, those behind them too (Gemma 3's images): a step that computes
+    some computes all that are left. None at all: no run is like that."""
 
     @property
     def row_bytes(self) -> int:
@@ -149,21 +152,23 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
             rows = self.rows[first * self.row_bytes : end * self.row_bytes]
             return self.dtype.encode() + rows if rows else b""
         parts, row = [], 0
-        grids = self.grids or (None,) * len(self.runs)
-        for (start, count), grid in zip(self.runs, grids, strict=True):
+        grids, mutual = self.grids or (None,) * len(self.runs), self.mutual or (False,) * len(self.runs)
+        for (start, count), grid, whole in zip(self.runs, grids, mutual, strict=True):
             low, high = max(first, start), min(end, start + count)
             if low < high:
                 place = (low - first).to_bytes(2, "little") + (high - first).to_bytes(2, "little")
                 place += b"".join(side.to_bytes(4, "little") for side in grid or ())  # equal rows may lie otherwise
                 at = row + low - start
+                if whole and low == start:  # its first tokens have seen all of it
+                    parts.append(self.rows[row * self.row_bytes : (row + count) * self.row_bytes])
                 parts += [place, self.rows[at * self.row_bytes : (at + high - low) * self.row_bytes]]
             row += count
         return self.dtype.encode() + b"".join(parts) if parts else b""
 
     def fits(self, prompt_length: int) -> bool:
         """Whether each row has its token of a prompt of this length: all of them, or runs that follow each other; and
-        grids are those of runs, and as large."""
-        if self.grids and len(self.grids) != len(self.runs):
+        what is said of runs is said of each, and grids are as large."""
+        if any(each and len(each) != len(self.runs) for each in (self.grids, self.mutual)):
             return False
         if any(grid and prod(grid) != count for grid, (_, count) in zip(self.grids, self.runs, strict=False)):
             return False
@@ -175,6 +180,16 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
                 return False
             end, rows = start + count, rows + count
         return end <= prompt_length and len(self.rows) == rows * self.row_bytes
+
+
+def mutual_run(embeds: PromptEmbeds | None, token: int) -> tuple[int, int] | None:
+    """(first, end) of the run around a token, where its tokens see each other; None elsewhere."""
+    if embeds is None or not embeds.mutual:
+        return None
+    for (start, count), mutual in zip(embeds.runs, embeds.mutual, strict=True):
+        if mutual and start <= token < start + count:
+            return start, start + count
+    return None
 
 
 class StopConditions(Struct, frozen=True, array_like=True, kw_only=True):

@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+GEMMA = "Gemma3ForConditionalGeneration"
 IMAGE_ARCHITECTURES = (
+    GEMMA,
     "LlavaForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
@@ -21,10 +23,17 @@ class ImageModel(Struct, frozen=True):
 
     token_id: int
     """The token that a chat template writes where an image stands."""
+    frame: tuple[int, int] | None = None
+    """Where templates write another token in its place: that one, which stands before an image, and the one that stands
+    behind it, each with an empty line on its outer side."""
+    mutual: bool = False
+    """Whether an image's tokens see each other."""
 
 
 class _RawImageModel(Struct):
     architectures: tuple[str, ...] = ()
+    boi_token_index: int = 255_999
+    eoi_token_index: int = 256_000
     image_token_id: int | None = None
     image_token_index: int | None = None
 
@@ -39,4 +48,6 @@ def read_image_model(folder: Path) -> ImageModel | None:
     if not any(each in IMAGE_ARCHITECTURES for each in raw.architectures):
         return None
     token = raw.image_token_id if raw.image_token_index is None else raw.image_token_index
+    if GEMMA in raw.architectures:
+        return ImageModel(262_144 if token is None else token, (raw.boi_token_index, raw.eoi_token_index), mutual=True)
     return None if token is None else ImageModel(token)

@@ -513,6 +513,9 @@ MESSAGES: list[Any] = [
     encoder.ImageRows(
         generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<" * 6, runs=((0, 6),), grids=((1, 2, 3),))
     ),
+    encoder.ImageRows(
+        generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<" * 2, runs=((0, 2),), mutual=(True,))
+    ),
 ]
 
 

@@ -112,7 +112,7 @@ class EpochState:
         self.queues = self.planner.queues
         self.isolation = self.planner.isolation
         self._validator = RequestValidator(
-            *(workers.card, workers.num_blocks, self.memory.max_tokens, limits.policy),
+            *(workers.card, workers.num_blocks, self.memory.max_tokens, self.limits),
             prefix_caching=workers.state_checkpoints != 0,
         )
         self.lora_refusals: tuple[LoraRefusal, ...] = ()

@@ -30,8 +30,9 @@ so that a template that trims the message shows by trimming it."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients pass a message's reasoning; templates read the first."""
 
-IMAGE_TOKEN = "image_token"
-"""Under this name a model of images has, beside its special tokens, what stands for an image in its prompts."""
+IMAGE_TOKENS = (IMAGE_TOKEN, IMAGE_MARK, IMAGE_END) = ("image_token", "image_mark", "image_end")
+"""Under this name a model of images has, beside its special tokens, what stands for an image in its prompts.
+Where its templates write a mark for each image, that stands before the image then, and the end behind it."""
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Part types that are text, and the key that holds it."""
@@ -111,7 +112,7 @@ class ChatTemplate:
         messages = read_json_list(prompt.messages, "messages")
         if not messages:
             raise PromptRefused("messages", "messages: at least one is needed")
-        image = special_tokens.get(IMAGE_TOKEN)
+        image = special_tokens.get(IMAGE_MARK, special_tokens.get(IMAGE_TOKEN))
         chat = [_message(message, f"messages[{index}]", self, image) for index, message in enumerate(messages)]
         tools = None if prompt.tools is None else _objects(read_json_list(prompt.tools, "tools"), "tools")
         if (documents := variables.pop("documents", None)) is not None:

@@ -11,7 +11,7 @@ from typing import assert_never
 import msgspec
 from msgspec.structs import replace
 
-from services.tokenizer.core.chat_template import IMAGE_TOKEN, ChatTemplate, ChatTemplates
+from services.tokenizer.core.chat_template import IMAGE_END, IMAGE_MARK, IMAGE_TOKEN, ChatTemplate, ChatTemplates
 from services.tokenizer.core.refusal import PromptRefused
 from services.tokenizer.core.vocabulary import PLACEHOLDER, Truncation, Vocabulary
 from shared.blocks import DEFAULT_BLOCK_SIZE, hash_chain
@@ -79,7 +79,7 @@ class PromptEncoder:
         self._templates = templates
         self._pair_template = pair_template
         self.special_tokens = special_tokens
-        image = special_tokens.get(IMAGE_TOKEN)
+        image = special_tokens.get(IMAGE_MARK, special_tokens.get(IMAGE_TOKEN))
         self._part_mark = _NUMBERED if image is None else re.compile(f"{_NUMBERED.pattern}|{re.escape(image)}")
         """What stands for a part in a rendered chat."""
 
@@ -248,7 +248,7 @@ class PromptEncoder:
         mark = self._part_mark if chat.images else _NUMBERED
         marks = [found[1] for found in mark.finditer(text)]
         order = [next(images, -1) if number is None else int(number) for number in marks]
-        text = _NUMBERED.sub(PLACEHOLDER, text)
+        text = self._framed(_NUMBERED.sub(PLACEHOLDER, text))
         image_token = self.special_tokens.get(IMAGE_TOKEN)
         found = self._vocabulary.encode_with_places(
             text,
@@ -267,18 +267,27 @@ class PromptEncoder:
         ids: list[int] = []
         runs: list[tuple[int, int]] = []
         grids: list[ImageGrid | None] = []
+        mutual: list[bool] = []
         shown = iter(order)
         for token in found:
             if token is None:
                 part = parts[next(shown)]
                 runs.append((len(ids), part.count))
                 grids += part.grids or (None,)
+                mutual += part.mutual or (False,)
                 ids += [0] * part.count
             else:
                 ids.append(token)
         rows = b"".join(parts[number].rows for number in order)
-        placed = tuple(grids) if any(grids) else ()
-        return ids, replace(parts[0], rows=rows, runs=tuple(runs), grids=placed)
+        said = {"grids": tuple(grids) if any(grids) else (), "mutual": tuple(mutual) if any(mutual) else ()}
+        return ids, replace(parts[0], rows=rows, runs=tuple(runs), **said)
+
+    def _framed(self, text: str) -> str:
+        """A chat with the image's token behind each mark of one, and what else the model's own processor writes."""
+        if (mark := self.special_tokens.get(IMAGE_MARK)) is None:
+            return text
+        image, end = self.special_tokens[IMAGE_TOKEN], self.special_tokens.get(IMAGE_END, "")
+        return text.replace(mark, f"\n\n{mark}{image}{end}\n\n")
 
     def _thinking(self, prompt: Prompt, ids: list[int]) -> Thinking | None:
         """Whether a chat's prompt ends within thoughts or behind them; None where it does not show."""

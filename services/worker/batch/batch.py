@@ -118,6 +118,8 @@ class Batch:
     """Of states, before and behind the step."""
     shifts: Int32s | None = None
     """[3, n] how far each axis of a row's position is ahead of its place, on the host; None: positions are places."""
+    lasts: Int32s | None = None
+    """[n] the last place that each row sees, on the host; None: its own."""
     inputs: InputRows | None = None
     """Rows that begin as the client gave them, on the host; None: there are none."""
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from services.worker.batch.rows import Int32s, RowRuns
+from services.worker.batch.batch import BrokenPlan
+from services.worker.batch.rows import Int32s, RowRuns, Rows
 from services.worker.ops.interface import InputRows
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
 
@@ -24,12 +25,36 @@ class EmbeddedPrompt:
     def __init__(self, embeds: PromptEmbeds) -> None:
         self.rows = torch.frombuffer(bytearray(embeds.rows), dtype=_DTYPES[embeds.dtype]).view(-1, embeds.size)
         runs = embeds.runs or ((0, len(self.rows)),)
+        self.mutual = [
+            (first, first + n) for (first, n), mutual in zip(embeds.runs, embeds.mutual, strict=False) if mutual
+        ]
+        """(first, end) of runs whose tokens see each other."""
         self.tokens: Int32s = np.concatenate([np.arange(first, first + n, dtype=np.int32) for first, n in runs])
 
     def between(self, first: int, end: int) -> tuple[Int32s, Tensor]:
         """The tokens from `first` up to `end` that have rows, and these."""
         low, high = np.searchsorted(self.tokens, (first, end))
         return self.tokens[low:high], self.rows[low:high]
+
+
+def last_seen(prompts: dict[int, EmbeddedPrompt], rows: Rows) -> Int32s | None:
+    """[n] the last place that each row sees; None where that is its own for all. `prompts`: by sequence index. Raises
+    BrokenPlan where a step ends within a run whose tokens see each other."""
+    lasts: Int32s | None = None
+    for seq_index, prompt in prompts.items():
+        own = np.flatnonzero(rows.seq_indices == seq_index) if prompt.mutual else ()
+        if not len(own):
+            continue
+        places = rows.positions[own]
+        for first, end in prompt.mutual:
+            inside = own[(places >= first) & (places < end)]
+            if not len(inside):
+                continue
+            if places[-1] + 1 < end:
+                raise BrokenPlan(f"a step ends at {places[-1] + 1}, within an image from {first} to {end}")
+            lasts = rows.positions.copy() if lasts is None else lasts
+            lasts[inside] = end - 1
+    return lasts
 
 
 def input_rows(prompts: dict[int, EmbeddedPrompt], units: RowRuns, last_rows: Int32s) -> InputRows | None:

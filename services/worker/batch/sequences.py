@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from services.worker.batch.batch import NO_COPIES, Batch, BrokenPlan, DraftTokens, ScheduledWork, StateCopies
 from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledHead, PromptPool, pooled_rows
-from services.worker.batch.prompt_inputs import EmbeddedPrompt, input_rows
+from services.worker.batch.prompt_inputs import EmbeddedPrompt, input_rows, last_seen
 from services.worker.batch.prompt_rows import PromptRows, ScoredPrompt, merge_logits_rows, prompt_rows
 from services.worker.batch.rope_positions import RopeShifts
 from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, in_groups, rows_of
@@ -211,6 +211,7 @@ class SequenceTable:
         drawn = rows.last_rows[scheduled.samples[units.share]]
         union = merge_logits_rows(drawn, prompts.rows()) if prompts.parts else None
         pooled = pooled_rows(self._pooled, units, rows.last_rows) if self._pooled else NO_POOLED_ROWS
+        lasts = last_seen(self._embedded, rows) if self._embedded else None
         inputs = input_rows(self._embedded, units, rows.last_rows) if self._embedded else None
         self._computed[scheduled.seq_indices] += scheduled.counts
         return Batch(
@@ -224,6 +225,7 @@ class SequenceTable:
             prompts=prompts,
             merged=union,
             pooled=pooled,
+            lasts=lasts,
             shifts=self.shifts.of(rows.seq_indices, rows.positions),
             inputs=inputs,
         )

@@ -221,6 +221,9 @@ class RankState:
             meta = replace(meta, inputs=batch.inputs.on(self.device, self._dtype))
         if batch is not None and batch.shifts is not None:
             meta = self._rotated(meta, batch.shifts)
+        if batch is not None and batch.lasts is not None:
+            lasts = to_device(batch.lasts, self.device)
+            meta = replace(meta, lasts=lasts, others=tuple(replace(each, lasts=lasts) for each in meta.others))
         if self.loras is not None and batch is not None:
             adapted = self.loras.batch(self.sequences.loras[batch.rows.seq_indices], batch.logits_rows)
             if adapted is not None:

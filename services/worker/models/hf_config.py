@@ -187,7 +187,9 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
 def _language_model(path: Path, architecture: str, described: bytes | None) -> bytes:
     text = plain_json(path.read_bytes() if described is None else described)
     try:
-        return qwen_language_model(text, architecture) if architecture in QWEN_VL else language_model(text)
+        return (
+            qwen_language_model(text, architecture) if architecture in QWEN_VL else language_model(text, architecture)
+        )
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
 

@@ -208,8 +208,16 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         pooling=pooling,
         classifier=classifier,
         generates=generates,
-        images=settings.load_format != "dummy" and plugin is None and read_image_model(settings.folder) is not None,
+        images=plugin is None and _takes_images(settings),
     )
+
+
+def _takes_images(settings: LoadSettings) -> bool:
+    """Dummy weights have no tower; and on a device without main memory no attention sees what is behind a row."""
+    images = read_image_model(settings.folder)
+    if images is None or settings.load_format == "dummy":
+        return False
+    return settings.platform.in_main_memory or not images.mutual
 
 
 def _pooling(settings: LoadSettings, hidden_size: int, head_reads: PoolingType = "last") -> PoolingCard | None:

@@ -57,11 +57,12 @@ class PagedAttentionStep(NamedTuple):
         for sequence, (rows, context) in enumerate(self.meta.prefills, start=start):
             keys, values = self._gather(slice(sequence, sequence + 1), context)
             queries = self.q[start : start + rows].transpose(0, 1).unsqueeze(0)
-            yield from self._chunks(queries, keys, values, context)
+            lasts = None if self.meta.lasts is None else self.meta.lasts[start : start + rows]
+            yield from self._chunks(queries, keys, values, context, lasts)
             start += rows
 
-    def _chunks(self, q: Tensor, keys: Tensor, values: Tensor, context: int) -> Iterator[Tensor]:
-        """q [1, H, rows, D], the last rows of a sequence of `context` tokens.
+    def _chunks(self, q: Tensor, keys: Tensor, values: Tensor, context: int, lasts: Tensor | None) -> Iterator[Tensor]:
+        """q [1, H, rows, D], the last rows of a sequence of `context` tokens; lasts [rows].
 
         Chunks bound the memory that scores take, and leave out the keys that no row of the chunk sees.
         """
@@ -72,9 +73,12 @@ class PagedAttentionStep(NamedTuple):
             position, newest = context - rows + first, context - rows + last
             oldest = 0 if self.window is None else max(0, position - self.window + 1)
             positions = torch.arange(position, newest, dtype=torch.int32, device=q.device).unsqueeze(1)
+            beyond: Tensor | int = 0
+            if lasts is not None:
+                newest, beyond = int(lasts[last - 1]) + 1, lasts[first:last].unsqueeze(1) - positions
             ahead = _ahead(positions - oldest, newest - oldest).unsqueeze(0)
             part = slice(oldest, newest)
-            yield self._attend(q[:, :, first:last], keys[:, :, part], values[:, :, part], ahead)
+            yield self._attend(q[:, :, first:last], keys[:, :, part], values[:, :, part], ahead, beyond)
 
     def _gather(self, sequences: slice, most: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the sequences' first `most` tokens (rounded up to blocks): [S, KV, tokens, D]."""
@@ -90,8 +94,9 @@ class PagedAttentionStep(NamedTuple):
 
         return gathered(self.k_cache), gathered(self.v_cache)
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, ahead: Tensor) -> Tensor:
-        """q [S, H, rows, D], keys and values [S, KV, tokens, D], ahead [S, rows, tokens] → [S * rows, H * D]."""
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, ahead: Tensor, beyond: Tensor | int = 0) -> Tensor:
+        """q [S, H, rows, D], keys and values [S, KV, tokens, D], ahead [S, rows, tokens] → [S * rows, H * D]. `beyond`
+        [rows, 1]: how many tokens ahead of itself a row sees."""
         sequences, heads, rows, head_dim = q.shape
         kv_heads = keys.shape[1]
         grouped = q.reshape(sequences, kv_heads, heads // kv_heads * rows, head_dim)
@@ -103,7 +108,7 @@ class PagedAttentionStep(NamedTuple):
         ahead = ahead.unsqueeze(1)
         if self.alibi_slopes is not None:
             scores += self.alibi_slopes.view(-1, 1, 1) * ahead
-        unseen = ahead > 0 if self.window is None else (ahead > 0) | (ahead <= -self.window)
+        unseen = ahead > beyond if self.window is None else (ahead > beyond) | (ahead <= -self.window)
         scores = scores.masked_fill_(unseen, float("-inf"))
         if self.sinks is not None:
             scores = torch.cat((scores, self.sinks.view(-1, 1, 1).expand(sequences, heads, rows, 1)), dim=-1)

@@ -25,6 +25,7 @@ from shared.actor import ActorRuntime
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import InstanceId, ModelName
 from shared.messages.encoder import EncodeImage, EncoderReply, ImageRefusal, ImageRows
+from tests.support.models.tiny_gemma import TOKENS, make_gemma_model
 from tests.support.models.tiny_images import IMAGE_TOKENS, ImageModel, make_image_model, picture, png_of_size
 from tests.support.models.tiny_models import make_model
 from tests.support.models.tiny_qwen_vl import SIDE, make_qwen_model
@@ -116,6 +117,15 @@ async def test_images_are_as_large_as_their_rows_say(memory_bus: MemoryBus, tmp_
     assert ImageTower(model.path, max_pixels=4 * SIDE**2).encode(decoded).grids == ((1, 1, 2),)
     with pytest.raises(TowerUnusable, match=r"max_pixels 700 is not allowed; at least 784, a row"):
         ImageTower(model.path, max_pixels=700)
+
+
+async def test_rows_say_which_tokens_see_each_other(memory_bus: MemoryBus, tmp_path: Path) -> None:
+    model = make_gemma_model(tmp_path)
+    async with running(memory_bus, model) as encoder:
+        reply = await encoder.ask(picture(0))
+    assert isinstance(reply, ImageRows)
+    assert reply.rows.rows == model.rows(picture(0)).numpy().tobytes()
+    assert (reply.rows.runs, reply.rows.mutual) == (((0, TOKENS),), (True,))
 
 
 async def test_an_image_that_many_ask_for_at_once_is_encoded_once(memory_bus: MemoryBus, model: ImageModel) -> None:

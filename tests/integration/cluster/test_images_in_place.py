@@ -1,5 +1,5 @@
-"""Images of any size through a whole stack, by a model whose positions have three axes (Qwen2.5-VL): what
-`transformers` generates of them, handed over, with drafts, from a shared prefix, and behind a death."""
+"""Images through a whole stack that change what their tokens see or how they are turned (Qwen2.5-VL, Gemma 3): what
+`transformers` generates of them, handed over, with drafts, from a shared prefix, in small steps, and behind a death."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import running_stack
+from tests.support.models.tiny_gemma import TOKENS, make_gemma_model
 from tests.support.models.tiny_images import image_part, picture, shown, text_part
 from tests.support.models.tiny_qwen_vl import make_qwen_model
 
@@ -62,3 +64,26 @@ async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path
                     decode = f"{(busy or ['engine-2'])[0]}-rank0"
                     pid = pools.kill(decode)
             assert text == said[0]
+
+
+@pytest.mark.features("prompt embeds", "chunked prefill", "prefix cache", "logprobs")
+async def test_images_that_are_never_cut_are_computed_in_small_steps(tmp_path: Path) -> None:
+    model = make_gemma_model(tmp_path / "model")
+    chats = [
+        ([FLAT, TALL], user("Compare ", FLAT, " with ", TALL)),
+        ([LARGE], user(LARGE, "What is it?")),
+        ([], {"role": "user", "content": "Only a question."}),
+    ]
+    said = [model.text(shown([message]), images, 24) for images, message in chats]
+    more = (f"--served-model-name={NAME}", "--max-batch-tokens=24", "--max-num-seqs=4")
+    with running_stack(tmp_path, model=model.path, more=more) as stack:
+        async with client_of(stack.url) as client:
+            how: Any = {"model": NAME, "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+            create: Any = client.with_options(timeout=150).chat.completions.create
+            answers = await asyncio.gather(*(create(messages=[chat], logprobs=True, **how) for _, chat in chats))
+            assert [each.choices[0].message.content for each in answers] == said
+            again = await create(messages=[chats[0][1]], **how)
+            assert again.choices[0].message.content == said[0]
+            assert again.usage.prompt_tokens_details.cached_tokens >= 2 * TOKENS
+            with pytest.raises(openai.BadRequestError, match="to show each of the 1 images"):
+                await create(messages=[user("<start_of_image>", FLAT)], **how)

@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 import transformers
 
+from services.worker.backend import run_step
+from services.worker.batch.batch import BrokenPlan
 from services.worker.models.config import ModelError
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.hf_layers.llava import LANGUAGE_MODEL_DEFAULTS, language_model, language_model_name
 from services.worker.ops.interface import OpsName, OpsUnavailable
 from services.worker.speculation.settings import SpeculationSettings
+from shared.ids import Incarnation
+from shared.messages.worker import StepPlan
+from tests.support.models.tiny_gemma import make_gemma_model
 from tests.support.models.tiny_images import make_image_model, picture
 from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.worker.image_chats import ImageChat
@@ -91,13 +96,65 @@ def test_images_of_any_size_turn_what_follows_them_as_in_the_library(tmp_path: P
     assert driver.drafted > 0
 
 
+@pytest.mark.features("prompt embeds", "chunked prefill", "preemption", "prefix cache")
+@pytest.mark.parametrize("ops", ["torch", "native"])
+def test_images_whose_tokens_see_each_other_are_never_cut(tmp_path: Path, ops: OpsName) -> None:
+    """Gemma 3: in layers that see everything and those with a window shorter than an image; beside texts, preempted,
+    and behind prefixes that end in front of an image, within it and behind it."""
+    model = make_gemma_model(tmp_path)
+    try:
+        backend = tiny_backend(model.path, ops=ops)
+    except OpsUnavailable as reason:
+        pytest.skip(str(reason))
+    chats = [
+        ImageChat(picture(0), "What is it?"),
+        ImageChat("Compare ", picture(1), " with ", picture(2), picture(0)),
+        ImageChat("No image at all, only a question."),
+    ]
+    driver = Driver(backend, budget=25)
+    sequences = [chat.add_to(driver, model, OUTPUT) for chat in chats]
+    for _ in range(6):
+        driver.step()
+    driver.preempt(sequences[1])
+    while not sequences[1].output:
+        driver.step()
+    (_, one), (_, two), _ = ((first, first + count) for first, count in sequences[1].prompt_embeds.runs)
+    shared = []
+    for tokens in (16, one - one % 16, two + 16 - two % 16):
+        shared.append(chats[1].add_to(driver, model, OUTPUT))
+        driver.share_prefix(shared[-1], sequences[1], tokens)
+    driver.run()
+    expected = [chat.expected(model, OUTPUT) for chat in chats]
+    assert [each.output for each in (*sequences, *shared)] == [*expected, *3 * [expected[1]]]
+
+
+def test_a_plan_that_cuts_an_image_is_broken(tmp_path: Path) -> None:
+    model = make_gemma_model(tmp_path)
+    driver = Driver(tiny_backend(model.path), budget=25)
+    sequence = ImageChat(picture(0), "What is it?").add_to(driver, model, OUTPUT)
+    assert sequence.prompt_embeds is not None
+    ((first, count),) = sequence.prompt_embeds.runs
+    plan = StepPlan(
+        epoch=Incarnation(1),
+        step=0,
+        released=(),
+        new=(driver._new(sequence),),
+        work=(driver._work(sequence, first + 3),),
+    )
+    with pytest.raises(
+        BrokenPlan, match=f"a step ends at {first + 3}, within an image from {first} to {first + count}"
+    ):
+        run_step(driver.backend, plan)
+
+
 @pytest.mark.parametrize("kind", LANGUAGE_MODEL_DEFAULTS)
 def test_sizes_that_a_configuration_leaves_out_are_the_librarys(kind: str, tmp_path: Path) -> None:
     """As LLaVA 1.5's does."""
     theirs = transformers.AutoConfig.for_model(kind)
     for key, value in LANGUAGE_MODEL_DEFAULTS[kind].items():
         assert getattr(theirs, key) == value
-    said = {"architectures": ["LlavaForConditionalGeneration"], "torch_dtype": "float16"}
+    whole = "Gemma3ForConditionalGeneration" if kind.startswith("gemma") else "LlavaForConditionalGeneration"
+    said = {"architectures": [whole], "torch_dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps({**said, "text_config": {"model_type": kind}}))
     config = read_model_config(tmp_path)
     assert (config.num_layers, config.hidden_size, config.dtype) == (
@@ -109,7 +166,9 @@ def test_sizes_that_a_configuration_leaves_out_are_the_librarys(kind: str, tmp_p
 
 def test_other_language_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"text_config.model_type 'opt' is not supported; supported: llama, mistral"):
-        language_model(b'{"text_config": {"model_type": "opt"}}')
+        language_model(b'{"text_config": {"model_type": "opt"}}', "LlavaForConditionalGeneration")
+    with pytest.raises(ValueError, match=r"text_config.model_type 'llama' is not supported; supported: gemma3_text"):
+        language_model(b'{"text_config": {"model_type": "llama"}}', "Gemma3ForConditionalGeneration")
     (tmp_path / "config.json").write_text('{"architectures": ["LlavaForConditionalGeneration"]}')
     with pytest.raises(ModelError, match="text_config"):
         read_model_config(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.events import (
     Output,
@@ -36,14 +38,18 @@ class Ring:
         max_model_len: int = 256,
         *,
         state_checkpoints: int | None = None,
+        images: int | None = None,
     ) -> None:
+        """`images`: elements of the rows that stand for these."""
         self.engine = EngineCore(EngineId("e"), EPOCH, limits or EngineLimits())
         self.worker = HonestWorker(num_blocks, checkpoints=state_checkpoints)
         self.plans: list[StepPlan] = []
         self.entries: list[NewTokens] = []
         self.now = 0.0
         self.context = min(max_model_len, num_blocks * 16)
-        self.send(WorkersReady(card(max_model_len), num_blocks, state_checkpoints=state_checkpoints))
+        self.send(
+            WorkersReady(replace(card(max_model_len), images=images), num_blocks, state_checkpoints=state_checkpoints)
+        )
 
     def send(self, event: object) -> list[Output]:
         outputs = self.engine.handle(event, self.now)  # type: ignore[arg-type]

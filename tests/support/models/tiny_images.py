@@ -96,6 +96,7 @@ class ImageModel(NamedTuple):
     def rows(self, image: bytes) -> torch.Tensor:
         """[tokens, hidden] what stands for an image."""
         pixels = self.processor.image_processor(load_image(Image.open(io.BytesIO(image))), return_tensors="pt")
+        pixels.pop("num_crops", None)
         features = self.reference.get_image_features(**pixels)
         rows: torch.Tensor = features.pooler_output[0]
         return torch.cat((rows, *(level[0] for level in getattr(features, "deepstack_features", None) or ())), dim=1)

@@ -33,7 +33,12 @@ class ImageChat:
         whole = prompt_embeds(torch.cat([model.rows(image) for image in self.images]))
         grids = tuple(model.grid(image) for image in self.images)
         embeds = PromptEmbeds(
-            dtype=whole.dtype, size=whole.size, rows=whole.rows, runs=tuple(runs), grids=grids if any(grids) else ()
+            dtype=whole.dtype,
+            size=whole.size,
+            rows=whole.rows,
+            runs=tuple(runs),
+            grids=grids if any(grids) else (),
+            mutual=len(runs) * (True,) if model.reference.config.model_type == "gemma3" else (),
         )
         return driver.add([0 if each == token else each for each in ids], output, prompt_embeds=embeds)
 

@@ -12,7 +12,14 @@ from random import Random
 
 from services.worker.backend import Backend, run_step
 from shared.ids import Incarnation, LoraId, SequenceId
-from shared.messages.generation import Grammar, PoolingOptions, PromptEmbeds, SamplingOptions, TokenLogprobs
+from shared.messages.generation import (
+    Grammar,
+    PoolingOptions,
+    PromptEmbeds,
+    SamplingOptions,
+    TokenLogprobs,
+    mutual_run,
+)
 from shared.messages.scheduler import SequencePooled, SequencePromptLogprobs
 from shared.messages.worker import GrammarRef, NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
@@ -106,9 +113,10 @@ class Driver:
         self.sequences[sequence.id] = sequence
         return sequence
 
-    def share_prefix(self, sequence: Sequence, other: Sequence) -> int:
-        """Gives `sequence` the computed full blocks of `other` that begin with the same tokens; how many tokens."""
-        most = min(other.computed, len(sequence.tokens) - 1)
+    def share_prefix(self, sequence: Sequence, other: Sequence, most: int | None = None) -> int:
+        """Gives `sequence` the computed full blocks of `other` that begin with the same tokens, up to `most`; how many
+        tokens."""
+        most = min(other.computed, len(sequence.tokens) - 1, len(other.tokens) if most is None else most)
         equal = 0
         while equal < most and sequence.tokens[equal] == other.tokens[equal]:
             equal += 1
@@ -146,6 +154,10 @@ class Driver:
             if sequence.done or left == 0:
                 continue
             count = min(left, len(sequence.tokens) - sequence.computed)
+            if cut := mutual_run(sequence.prompt_embeds, sequence.computed + count):
+                count = max(0, cut[0] - sequence.computed)
+            if not count:
+                continue
             left -= count
             if not sequence.held:
                 new.append(self._new(sequence))

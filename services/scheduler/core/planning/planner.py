@@ -53,7 +53,9 @@ class StepPlanner:
         self.queues = SequenceQueues(memory, loads, grammars, self._prompts, limits.max_loras)
         self.preemption = Preemption(memory, self.queues, saves)
         self.decodes = DecodePlanner(memory, self.queues, self.preemption, speculation, self._micro_batches)
-        self._prefills = PrefillPlanner(memory, self.queues, limits.long_prefill_token_threshold)
+        self._prefills = PrefillPlanner(
+            memory, self.queues, limits.max_batch_tokens, limits.long_prefill_token_threshold
+        )
         self._admission = Admission(
             limits.max_running, memory, self.queues, loads, remote, self._prompts, self._prefills, counters
         )

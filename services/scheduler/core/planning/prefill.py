@@ -16,6 +16,7 @@ from services.scheduler.core.queue.shared_prompts import SharedPrompts
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.loads import BlockLoads
 from services.scheduler.core.transfer.remote_prefills import RemotePrefills
+from shared.messages.generation import mutual_run
 from shared.messages.worker import SequenceWork
 from shared.packing import pack
 
@@ -23,9 +24,12 @@ from shared.packing import pack
 class PrefillPlanner:
     """Owns nothing; plans for the sequences in the prefilling queue."""
 
-    def __init__(self, memory: BlockAllocator, queues: SequenceQueues, long_threshold: int = 0) -> None:
-        """`long_threshold`: a prompt with more tokens left is long; 0: none is."""
+    def __init__(
+        self, memory: BlockAllocator, queues: SequenceQueues, max_batch_tokens: int, long_threshold: int = 0
+    ) -> None:
+        """`max_batch_tokens`: of a step. `long_threshold`: a prompt with more tokens left is long; 0: none is."""
         self.long_threshold = long_threshold
+        self._max_batch_tokens = max_batch_tokens
         self._memory = memory
         self._queues = queues
 
@@ -73,6 +77,7 @@ class PrefillPlanner:
                 count -= 1  # the last token waits for a step that has room for the vector
             else:
                 step.pooled_bytes -= sequence.vector_bytes
+        count = self._uncut(sequence, count, room, step)
         if count <= 0 or (sequence.whole and count < tokens.length - tokens.planned):
             return
         if sequence.id not in self._queues.introduced:
@@ -93,6 +98,19 @@ class PrefillPlanner:
             step.handing.append(sequence)
         else:
             self._queues.start_decoding(sequence)
+
+    def _uncut(self, sequence: Sequence, count: int, room: int, step: StepBuilder) -> int:
+        """So many tokens that a step ends within no run whose tokens see each other. One that is first is taken whole
+        even where a target for the time between tokens would leave less: it has to be computed at some time."""
+        planned, embeds = sequence.tokens.planned, sequence.generation.prompt_embeds
+        cut = mutual_run(embeds, planned + count) if count > 0 else None
+        if cut is None or cut[0] == planned + count:
+            return count
+        if cut[0] > planned:
+            return cut[0] - planned
+        left = cut[1] - planned
+        used = sum(work.count for work in step.work)
+        return left if left <= min(room, self._max_batch_tokens - used) else 0
 
     def prefill_behind(self, sequence: Sequence, loaded: int, count: int, step: StepBuilder) -> None:
         """Adds the `count` tokens behind the first `loaded`, which the step's load brings. Nothing is drawn, and nobody
@@ -185,7 +203,9 @@ class Admission:
 
     def _load(self, sequence: Sequence, cached: list[int], step: StepBuilder, now: float) -> None:
         """Has its blocks loaded, and computes behind them at once where that pays."""
-        short = step.fits_new(sequence) and not self._prefills.is_long(sequence)
+        embeds = sequence.generation.prompt_embeds
+        uncut = embeds is not None and bool(embeds.mutual)  # what is behind the load may begin within an image
+        short = step.fits_new(sequence) and not self._prefills.is_long(sequence) and not uncut
         overlap = self._loads.overlap(sequence, len(cached), step.budget, now) if short else 0
         self._queues.start_loading(sequence)
         loaded = self._loads.start(sequence, cached, now, overlap)

@@ -8,7 +8,7 @@ from typing import Literal, assert_never
 
 from msgspec.structs import replace
 
-from services.scheduler.core.limits import EngineLimits, QueuePolicy
+from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.queue.grammars import GrammarOutcome, Grammars
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.results.outbox import EngineOutbox, token_entry
@@ -40,13 +40,15 @@ class RequestValidator:
     refused at once instead of waiting for ever."""
 
     def __init__(
-        self, card: ModelCard, num_blocks: int, max_tokens: int, policy: QueuePolicy, *, prefix_caching: bool = True
+        self, card: ModelCard, num_blocks: int, max_tokens: int, limits: EngineLimits, *, prefix_caching: bool = True
     ) -> None:
         """`max_tokens`: of a sequence that takes all of the `num_blocks`. `prefix_caching`: whether sequences may begin
         behind blocks of others."""
         self.card = card
         """The model's, with the adapters that there are now."""
-        self._policy = policy
+        self._policy = limits.policy
+        self._uncut = limits.max_batch_tokens - limits.max_running + 1
+        """Tokens that every step can compute beside its decodes, if it has no other prompt."""
         self._prefix_caching = prefix_caching
         size = self._block_size = card.block_size
         self.context = min(card.max_model_len, max_tokens)
@@ -111,6 +113,12 @@ class RequestValidator:
             raise _InvalidRequest("prompt_embeds", f"prompt_embeds: {allowed}")
         if not embeds.fits(generation.prompt_length):
             raise _InvalidRequest("prompt_embeds", "prompt_embeds: one row for each token of the prompt is expected")
+        longest = max((n for (_, n), mutual in zip(embeds.runs, embeds.mutual, strict=False) if mutual), default=0)
+        if longest > self._uncut:
+            most = f"{self._uncut} are, which is max_batch_tokens beside max_running"
+            raise _InvalidRequest(
+                "messages", f"messages: an image of {longest} tokens is not allowed in a step; {most}"
+            )
 
     def _limit(self, generation: Generation) -> int:
         prompt, wanted = generation.prompt_length, generation.stopping.max_tokens

@@ -1,4 +1,4 @@
-"""What LLaVA's configuration says of its language model. No torch."""
+"""What the configurations of LLaVA and Gemma 3 say of their language models. No torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from shared.models.image_models import GEMMA
+
 LANGUAGE_MODELS = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""The architectures of the language models that are read, by `model_type`."""
+"""The architectures of LLaVA's language models that are read, by `model_type`."""
+GEMMA_MODELS = {"gemma3_text": "Gemma3ForCausalLM"}
+"""Gemma 3's."""
 
 LANGUAGE_MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -51,8 +55,18 @@ LANGUAGE_MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 32,
         "max_position_embeddings": 32768,
     },
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+    },
 }
-"""What `transformers` takes where nothing is said, as in the files of LLaVA 1.5, which leave most sizes out."""
+"""What `transformers` takes where nothing is said, as in the files of LLaVA 1.5 and Gemma 3, which leave some
+or most sizes out."""
 
 
 class _RawLlava(Struct):
@@ -64,13 +78,14 @@ class _RawLlava(Struct):
     quantization_config: dict[str, Any] | None = None
 
 
-def language_model(text: bytes) -> bytes:
-    """The configuration of the language model within `text`, LLaVA's `config.json`, as if that were all. Raises
-    ValueError for one that is not read, and msgspec's errors."""
+def language_model(text: bytes, architecture: str) -> bytes:
+    """The configuration of the language model within `text`, the `config.json` of LLaVA or Gemma 3, as if that were
+    all. Raises ValueError for one that is not read, and msgspec's errors."""
     whole = msgspec.json.decode(text, type=_RawLlava)
-    kind = whole.text_config.get("model_type", "llama")
-    if kind not in LANGUAGE_MODELS:
-        raise ValueError(f"text_config.model_type {kind!r} is not supported; supported: {', '.join(LANGUAGE_MODELS)}")
+    known = GEMMA_MODELS if architecture == GEMMA else LANGUAGE_MODELS
+    kind = whole.text_config.get("model_type", next(iter(known)))
+    if kind not in known:
+        raise ValueError(f"text_config.model_type {kind!r} is not supported; supported: {', '.join(known)}")
     outside = {
         "dtype": whole.dtype or whole.torch_dtype,
         "eos_token_id": whole.eos_token_id,
@@ -79,7 +94,7 @@ def language_model(text: bytes) -> bytes:
     }
     given = {key: value for key, value in outside.items() if value is not None}
     own = {**LANGUAGE_MODEL_DEFAULTS.get(kind, {}), **given, **whole.text_config}
-    return msgspec.json.encode({**own, "architectures": [LANGUAGE_MODELS[kind]]})
+    return msgspec.json.encode({**own, "architectures": [known[kind]]})
 
 
 def language_model_name(name: str) -> str:

@@ -58,6 +58,7 @@ template <class Kind> struct Task {
     int count() const { return task.rows * group; }
     int query_head(int row) const { return task.head * group + row % group; }
     int position(int row) const { return batch.positions[task.row + row / group]; }
+    int last_seen(int row) const { return batch.last_seen(task.row + row / group); }
     const Item* query(int row) const {
         int64_t at = (task.row + row / group) * what.query_stride + query_head(row) * cache.head_dim;
         return (const Item*)what.queries + at;
@@ -83,7 +84,7 @@ template <class Kind> struct Task {
         fetch(cache.keys, table(next->sequence), next->head, next->first_chunk * kChunkPages + index);
     }
     int pages_of(const AttentionTask& other) const {
-        int last = batch.positions[other.row + other.rows - 1] / kPageTokens;
+        int last = batch.last_seen(other.row + other.rows - 1) / kPageTokens;
         return std::min(last + 1 - other.first_chunk * kChunkPages, kChunkPages);
     }
     const Item* weights(int row) const {
@@ -220,14 +221,14 @@ template <class Kind> void clear_weights(const Task<Kind>& t, int row, int token
 
 template <class Kind> void run_chunk(const Task<Kind>& t, int chunk) {
     int count = t.count(), start = chunk * kChunkTokens, first_page = chunk * kChunkPages;
-    // Tokens up to the last row's own: rows before it see fewer.
-    int tokens = std::min(kChunkTokens, t.position(count - 1) + 1 - start);
+    // Tokens that the last row sees: rows before it see no more.
+    int tokens = std::min(kChunkTokens, t.last_seen(count - 1) + 1 - start);
     int pages = (tokens + kPageTokens - 1) / kPageTokens, padded_tokens = pages * kPageTokens;
     by_rows(count, [&](int row, auto rows) { score_rows<Kind, decltype(rows)::value>(t, row, first_page, pages); });
     auto& chunk_states = t.scratch.chunk_states;
     for (int row = 0; row < count; ++row) {
         int low = std::max(0, first_seen(t.position(row), t.what.window) - start);
-        int high = std::min(tokens, t.position(row) + 1 - start);
+        int high = std::min(tokens, t.last_seen(row) + 1 - start);
         chunk_states[row] = {kNone, 0};
         if (low < high) chunk_states[row] = soften(t, row, start, low, high, padded_tokens);
         else clear_weights(t, row, padded_tokens);
@@ -317,7 +318,7 @@ AttentionPlan plan_attention(const Batch& batch, int threads, int heads, int kv_
             for (int row = batch.query_starts[s]; row < batch.query_starts[s + 1]; row += most) {
                 int rows = std::min(most, batch.query_starts[s + 1] - row);
                 int first = first_seen(batch.positions[row], window) / kChunkTokens;
-                int last = batch.positions[row + rows - 1] / kChunkTokens;
+                int last = batch.last_seen(row + rows - 1) / kChunkTokens;
                 plan.tasks.push_back({s, head, row, rows, first, last - first + 1, AttentionTask::kWhole});
             }
         }

@@ -46,7 +46,10 @@ struct Batch {
     int table_width;
     const int* slots;
     const int* positions;
+    const int* lasts;  // [rows] or null: the last position that each row sees, where that is not its own
     const float* rotations;  // [rows, head_dim] or null: cosines and sines of each row, not those at its position
+
+    int last_seen(int row) const { return lasts ? lasts[row] : positions[row]; }
 };
 
 struct RopeAndStore {

@@ -73,6 +73,7 @@ def batch_of(meta: BatchMeta) -> library.NativeBatch:
         meta.block_tables.shape[1],
         meta.slots.data_ptr(),
         meta.positions.data_ptr(),
+        address_of(meta.lasts),
         address_of(meta.rotations),
     )
 

@@ -112,6 +112,7 @@ class NativeBatch(Structure):
         ("table_width", c_int),
         ("slots", c_void_p),
         ("positions", c_void_p),
+        ("lasts", c_void_p),
         ("rotations", c_void_p),
     )
 

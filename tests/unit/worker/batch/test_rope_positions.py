@@ -75,6 +75,21 @@ def test_equal_rows_that_lie_otherwise_are_another_prefix() -> None:
     assert prompt_shifts(square)[0, -1] == -2
 
 
+def test_a_prefix_that_has_seen_an_image_is_named_by_all_of_it() -> None:
+    """Two images whose first 15 rows are equal: where they see each other, these are different."""
+    rows = b"\0" * 40
+    names = []
+    for mutual in ((), (True,)):
+        embeds = [
+            PromptEmbeds(dtype="float16", size=1, rows=each, runs=((1, 20),), mutual=mutual)
+            for each in (rows, rows[:-1] + b"\1")
+        ]
+        names.append([each.of_tokens(0, 16) for each in embeds])
+    (causal, equal), (one, other) = names
+    assert causal == equal
+    assert one != other
+
+
 def test_grids_are_as_large_as_their_runs() -> None:
     for grids in (((1, 2, 3),), ((1, 2, 2), None), ((2, 1, 1),)):
         wrong = PromptEmbeds(dtype="float16", size=1, rows=b"\0" * 8, runs=((1, 4),), grids=grids)
