@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,11 @@ from tests.support.models.embedded_prompts import greedy_of_rows, prompt_embeds,
 from tests.support.models.library_models import library_model
 from tests.support.models.rounded_models import SIZES, assert_same_steps, rounded
 from tests.support.models.tiny_drafters import make_eagle, make_medusa
+from tests.support.models.tiny_gemma import make_gemma_model
+from tests.support.models.tiny_images import picture
 from tests.support.models.tiny_models import FAMILIES, STATE_FAMILIES, TinyModel, make_model
+from tests.support.models.tiny_qwen_vl import make_qwen_model
+from tests.support.worker.image_chats import ImageChat
 from tests.support.worker.plan_driver import GREEDY
 from tests.support.worker.rank_processes import EngineOfRanks, RankProcesses, rank_processes
 
@@ -269,6 +274,47 @@ def test_rows_of_clients_are_what_the_first_stage_begins_with(
     assert [each.tokens for each in (*requests, *later)] == [*expected, expected[0], *expected[:2]]
     assert plain.tokens == model.greedy([0] * 37, 40)
     assert (plain.cached, later[1].cached, later[2].cached) == (0, 32, 32)
+
+
+@pytest.mark.features(
+    "prompt embeds",
+    "tensor parallel",
+    "pipeline parallel",
+    "preemption",
+    "prefix cache",
+    "chunked prefill",
+)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("qwen3", {"tp": 2, "stages": 2, "layers": (1, 2)}),
+        ("qwen2.5", {"launched": True, "drafts": 2}),
+        ("gemma3", {"hybrid": "on", "ops": "native"}),
+    ],
+)
+def test_images_say_the_same_on_any_ranks(ranks: RankProcesses, tmp_path: Path, kind: str, how: dict[str, Any]) -> None:
+    """Positions of three axes, rows that join behind layers of both stages, drafts that are taken back on a device that
+    is launched ahead, and tokens that see each other in layers with tables of their own; in little memory."""
+    model = make_gemma_model(tmp_path) if kind == "gemma3" else make_qwen_model(tmp_path, kind)
+    chats = [
+        ImageChat("Compare ", picture(1, (40, 160)), " with ", picture(2, (90, 90)), picture(0, (150, 40))),
+        ImageChat(picture(0, (150, 40)), "What is it?"),
+        ImageChat("No image at all, only a question."),
+    ]
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=32, max_running=4)
+    blocks = 30 if kind == "gemma3" else 9
+    memory = blocks * max(each.block_bytes for each in ranks.serve(model.path, **how).serving)
+    engine = ranks.serve(model.path, limits=limits, kv_memory=memory, **how)
+    prompts = [chat.prompt(model) for chat in chats]
+    requests = [engine.ask(ids, 30, embeds=embeds) for ids, embeds in prompts]
+    engine.run()
+    for _ in range(2):
+        requests.append(engine.ask(prompts[0][0], 30, embeds=prompts[0][1]))
+        engine.run()
+    expected = [chat.expected(model, 30) for chat in chats]
+    assert [each.tokens for each in requests] == [*expected, expected[0], expected[0]]
+    assert requests[-1].cached >= 32
+    assert engine.preemptions > 0
 
 
 @pytest.mark.features("pipeline parallel", "preemption")

@@ -19,6 +19,11 @@ class ImageChat:
         self.messages = shown([{"role": "user", "content": content}])
 
     def add_to(self, driver: Driver, model: ImageModel, output: int) -> Sequence:
+        """As a sequence of the driver's."""
+        ids, embeds = self.prompt(model)
+        return driver.add(ids, output, prompt_embeds=embeds)
+
+    def prompt(self, model: ImageModel) -> tuple[list[int], PromptEmbeds | None]:
         """Rows in place of image tokens, whose ids are 0."""
         ids: list[int] = model.ids_and_rows(self.messages, self.images)["input_ids"][0].tolist()
         token = model.reference.config.image_token_id
@@ -29,7 +34,7 @@ class ImageChat:
             elif each == token:
                 runs.append((place, 1))
         if not runs:
-            return driver.add(ids, output)
+            return ids, None
         whole = prompt_embeds(torch.cat([model.rows(image) for image in self.images]))
         grids = tuple(model.grid(image) for image in self.images)
         embeds = PromptEmbeds(
@@ -40,7 +45,7 @@ class ImageChat:
             grids=grids if any(grids) else (),
             mutual=len(runs) * (True,) if model.reference.config.model_type == "gemma3" else (),
         )
-        return driver.add([0 if each == token else each for each in ids], output, prompt_embeds=embeds)
+        return [0 if each == token else each for each in ids], embeds
 
     def expected(self, model: ImageModel, output: int) -> list[int]:
         """What the library generates of it."""
