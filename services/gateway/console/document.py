@@ -113,6 +113,7 @@ def _model(card: ModelCard) -> JsonObject:
         "max_model_len": card.max_model_len,
         "dtype": card.dtype,
         "generates": card.generates,
+        "images": card.images is not None,
         "loras": [lora.name for lora in card.loras],
     }
 

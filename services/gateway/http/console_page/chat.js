@@ -26,10 +26,27 @@ export function parsed(title, text, isRight, wanted) {
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
+/** Files that were chosen, as {name, url} with data URIs. */
+export function readPictures(files) {
+  return Promise.all([...files].map((file) => new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve({ name: file.name, url: reader.result });
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  })));
+}
+
+/** A question as the API takes it: its text, with its pictures in front where it has any. */
+function contentOf(prompt, pictures = []) {
+  if (pictures.length === 0) return prompt;
+  const images = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return prompt.trim() ? [...images, { type: "text", text: prompt }] : images;
+}
+
 /** The messages of a chat so far: what was asked, or the results of calls, and what was answered. */
 export function messagesOf(turns) {
-  return turns.flatMap(({ prompt, results, answer }) => [
-    ...(results ? results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content })) : [{ role: "user", content: prompt }]),
+  return turns.flatMap(({ prompt, pictures, results, answer }) => [
+    ...(results ? results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content })) : [{ role: "user", content: contentOf(prompt, pictures) }]),
     ...(answer ? [{ role: "assistant", content: answer.text, ...(answer.calls.length ? { tool_calls: answer.calls.map(callOf) } : {}) }] : []),
   ]);
 }

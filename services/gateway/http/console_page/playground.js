@@ -1,7 +1,7 @@
 // Chats with a model, with one or two settings side by side.
 
 import { html, useEffect, useRef, useState } from "./preact.js";
-import { DEFAULTS, EMPTY, chat, chatBody, messagesOf } from "./chat.js";
+import { DEFAULTS, EMPTY, chat, chatBody, messagesOf, readPictures } from "./chat.js";
 import { milliseconds, number, percent } from "./format.js";
 import { Choice, Section } from "./parts.js";
 import { Tokens } from "./tokens.js";
@@ -18,10 +18,12 @@ const SIDES = ["A", "B"];
 
 export function Playground({ state, headers }) {
   const models = Object.entries(state.models ?? {}).flatMap(([name, card]) => (card.generates ? [name, ...card.loras] : []));
+  const sees = Object.values(state.models ?? {}).some((card) => card.images);
   const [layout, setLayout] = useState("one");
   const [settings, setSettings] = useState({ A: { ...DEFAULTS }, B: { ...DEFAULTS, temperature: "0" } });
   const [turns, setTurns] = useState({ A: [], B: [] });
   const [prompt, setPrompt] = useState("");
+  const [pictures, setPictures] = useState([]);
   const [running, setRunning] = useState(0);
   const stopping = useRef(null);
   const sides = layout === "one" ? ["A"] : SIDES;
@@ -30,14 +32,21 @@ export function Playground({ state, headers }) {
 
   const send = async (event) => {
     event.preventDefault();
-    if (!prompt.trim() || running) return;
+    if ((!prompt.trim() && pictures.length === 0) || running) return;
     const ending = (stopping.current = new AbortController());
     setPrompt("");
+    setPictures([]);
     setRunning(sides.length);
-    await Promise.all(sides.map((side) => ask(side, { prompt }, ending.signal)));
+    await Promise.all(sides.map((side) => ask(side, { prompt, pictures }, ending.signal)));
   };
 
-  /** Asks with a new turn: {prompt}, or {results} of the calls of the last answer. */
+  const choose = async ({ target }) => {
+    const chosen = await readPictures(target.files);
+    target.value = "";
+    setPictures((all) => [...all, ...chosen]);
+  };
+
+  /** Asks with a new turn: {prompt, pictures}, or {results} of the calls of the last answer. */
   const ask = async (side, turn, signal) => {
     const chosen = { ...settings[side], model: settings[side].model || models[0] || "" };
     const past = turns[side];
@@ -69,10 +78,13 @@ export function Playground({ state, headers }) {
     </div>
     <form class="panel composer" onSubmit=${send}>
       <label for="prompt" class="hidden">Message</label>
+      ${pictures.length > 0 && html`<div class="pictures"><${Pictures} pictures=${pictures} />
+        <button type="button" class="quiet" onClick=${() => setPictures([])}>Without</button></div>`}
       <textarea id="prompt" rows="2" placeholder="Write a message. Enter sends it, Shift + Enter begins a new line." value=${prompt} onInput=${(event) => setPrompt(event.target.value)}
         onKeyDown=${(event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event); }}></textarea>
       <div class="buttons">
-        ${running > 0 ? html`<button type="button" class="danger" onClick=${() => stopping.current.abort()}>Stop</button>` : html`<button type="submit" disabled=${!prompt.trim() || models.length === 0}>Send</button>`}
+        ${sees && html`<label class="choose">Pictures <input type="file" name="pictures" accept="image/png,image/jpeg,image/webp,image/gif" multiple onChange=${choose} /></label>`}
+        ${running > 0 ? html`<button type="button" class="danger" onClick=${() => stopping.current.abort()}>Stop</button>` : html`<button type="submit" disabled=${(!prompt.trim() && pictures.length === 0) || models.length === 0}>Send</button>`}
         <button type="button" class="quiet" disabled=${running > 0} onClick=${() => setTurns({ A: [], B: [] })}>Clear</button>
       </div>
     </form>
@@ -117,11 +129,15 @@ function Calls({ calls, onResults }) {
   </form>`;
 }
 
+function Pictures({ pictures }) {
+  return pictures.map(({ name, url }) => html`<img src=${url} alt=${name} title=${name} />`);
+}
+
 function Turn({ turn, busy, onResults }) {
-  const { prompt, results, answer } = turn;
+  const { prompt, pictures = [], results, answer } = turn;
   const rate = answer.usage && answer.seconds > answer.ttft ? (answer.usage.completion_tokens - 1) / (answer.seconds - answer.ttft) : undefined;
   return html`<article class="turn">
-    ${results ? results.map(({ content }) => html`<p class="asked"><span class="faint">result</span> <code>${content}</code></p>`) : html`<p class="asked">${prompt}</p>`}
+    ${results ? results.map(({ content }) => html`<p class="asked"><span class="faint">result</span> <code>${content}</code></p>`) : html`<p class="asked">${pictures.length > 0 && html`<span class="pictures"><${Pictures} pictures=${pictures} /></span>`}${prompt}</p>`}
     ${answer.reasoning && html`<details class="reasoning"><summary>Reasoning</summary><p>${answer.reasoning}</p></details>`}
     ${answer.tokens.length > 0 ? html`<${Tokens} tokens=${answer.tokens} text=${answer.text} />` : html`<p class="answered">${answer.text}</p>`}
     ${answer.calls.length > 0 && html`<${Calls} calls=${answer.calls} onResults=${answer.finish ? onResults : null} />`}

@@ -35,10 +35,11 @@ ASSETS = {
     "tokens.js": SCRIPT,
 }
 POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    b"form-action 'none'; frame-ancestors 'none'"
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""The page loads and asks for nothing but this server's, has no inline scripts or styles, and is in no frame."""
+"""The page loads and asks for nothing but this server's, and shows pictures that its user chose; it has no inline
+scripts or styles, and is in no frame."""
 REVALIDATED = b"no-cache"
 """A page of one release must not run with modules of another."""
 PAGE = StaticFiles("services.gateway.http.console_page")
