@@ -83,6 +83,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
         "tests/integration/worker/test_state_spaces.py",
         "tests/integration/worker/test_encoders.py",
         "tests/integration/cluster/test_images.py",
+        "tests/integration/cluster/test_images_in_place.py",
         "tests/integration/worker/test_library_models.py",
         "tests/integration/worker/test_gguf.py",
         "tests/integration/worker/test_quantized_checkpoints.py",
