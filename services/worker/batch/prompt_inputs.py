@@ -42,7 +42,9 @@ def last_seen(prompts: dict[int, EmbeddedPrompt], rows: Rows) -> Int32s | None:
     BrokenPlan where a step ends within a run whose tokens see each other."""
     lasts: Int32s | None = None
     for seq_index, prompt in prompts.items():
-        own = np.flatnonzero(rows.seq_indices == seq_index) if prompt.mutual else ()
+        if not prompt.mutual:
+            continue
+        own = np.flatnonzero(rows.seq_indices == seq_index)
         if not len(own):
             continue
         places = rows.positions[own]

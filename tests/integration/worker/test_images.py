@@ -118,7 +118,9 @@ def test_images_whose_tokens_see_each_other_are_never_cut(tmp_path: Path, ops: O
     driver.preempt(sequences[1])
     while not sequences[1].output:
         driver.step()
-    (_, one), (_, two), _ = ((first, first + count) for first, count in sequences[1].prompt_embeds.runs)
+    embeds = sequences[1].prompt_embeds
+    assert embeds is not None
+    one, two, _ = (first + count for first, count in embeds.runs)
     shared = []
     for tokens in (16, one - one % 16, two + 16 - two % 16):
         shared.append(chats[1].add_to(driver, model, OUTPUT))

@@ -1,0 +1,38 @@
+"""Rows of images in a chat beside rows that its client made."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.api.errors import RequestError
+from services.gateway.api.generation import ImageSource
+from services.gateway.images.image_rows import _with_rows
+from shared.messages.generation import MAX_PROMPT_EMBEDS_BYTES, EmbeddingDtype, PromptEmbeds
+from shared.messages.tokenizer import ChatPrompt
+
+FIELD = "messages[0].content[0].image_url.url"
+
+
+def rows(dtype: EmbeddingDtype, size: int, count: int = 1) -> PromptEmbeds:
+    return PromptEmbeds(dtype=dtype, size=size, rows=bytes(size * count * (4 if dtype == "float32" else 2)))
+
+
+@pytest.mark.parametrize(
+    ("clients", "why"),
+    [
+        (rows("float16", 8), "images have rows of float32; parts of type prompt_embeds with others are not"),
+        (rows("float32", 4), "images of this model have rows of 8; parts of type prompt_embeds do not"),
+        (rows("float32", 8, MAX_PROMPT_EMBEDS_BYTES // 32), "bytes of rows are not allowed in one chat"),
+    ],
+)
+def test_rows_that_do_not_go_with_an_images_are_refused(clients: PromptEmbeds, why: str) -> None:
+    prompt = ChatPrompt(messages=b"[]", embeds=(rows("float32", 1), clients), images=(0,))
+    with pytest.raises(RequestError, match=why) as error:
+        _with_rows(prompt, (ImageSource(field=FIELD, number=0, data=b""),), [rows("float32", 8)])
+    assert (error.value.status, error.value.param) == (400, FIELD)
+
+
+def test_an_images_rows_stand_in_its_place() -> None:
+    prompt = ChatPrompt(messages=b"[]", embeds=(rows("float32", 1), rows("float32", 8)), images=(0,))
+    filled = _with_rows(prompt, (ImageSource(field=FIELD, number=0, data=b""),), [rows("float32", 8, 3)])
+    assert [each.count for each in filled.embeds] == [3, 1]
