@@ -45,6 +45,7 @@ def test_pictures_are_chosen_shown_and_answered(
     side.locator('input[name="temperature"]').fill("0")
     side.locator('input[name="max_tokens"]').fill("20")
     page.set_input_files('input[name="pictures"]', [str(tmp_path / "flat.png"), str(tmp_path / "tall.png")])
+    page.locator('.composer .pictures img[alt="tall.png"]').wait_for()
     assert page.locator(".composer .pictures img").count() == 2
     page.fill("#prompt", "Compare them.")
     page.press("#prompt", "Enter")
@@ -52,7 +53,6 @@ def test_pictures_are_chosen_shown_and_answered(
     asked = shown([{"role": "user", "content": [image_part(FLAT), image_part(TALL), text_part("Compare them.")]}])
     assert "".join(side.locator(".token:not(.end)").all_inner_texts()).strip() == model.text(asked, [FLAT, TALL], 20)
     assert side.locator('.asked img[alt="tall.png"]').evaluate("image => image.naturalHeight") == 160
-    page.screenshot(path=str(tmp_path / "pictures.png"))
     assert page.locator(".composer .pictures").count() == 0
     assert watched.troubles == []
     watched.close()

@@ -313,7 +313,7 @@ def test_images_say_the_same_on_any_ranks(ranks: RankProcesses, tmp_path: Path, 
         engine.run()
     expected = [chat.expected(model, 30) for chat in chats]
     assert [each.tokens for each in requests] == [*expected, expected[0], expected[0]]
-    assert requests[-1].cached >= 32
+    assert requests[-1].cached >= 32 or "hybrid" in how, "groups of layers need more memory to keep any"
     assert engine.preemptions > 0
 
 
