@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Literal, NamedTuple
-
-from torch import Tensor
+from typing import Literal, NamedTuple, TypeVar
 
 from shared.messages.kv_groups import KvCacheGroup
 
-LayerCaches = list[tuple[Tensor, Tensor]]
-"""Of each layer its keys and its values."""
+_C = TypeVar("_C")
+"""A layer's cache."""
 
 HybridKvCache = Literal["auto", "on", "off"]
 """Whether layers of different kinds have block tables of their own; auto: where nothing stands against it."""
@@ -133,9 +131,7 @@ def why_one_group(groups: LayerGroups, *, device: str, drafts: str | None, conne
     return None
 
 
-def allocate_caches(
-    layers: int, groups: LayerGroups | None, allocate: Callable[[], tuple[Tensor, Tensor]]
-) -> LayerCaches:
+def allocate_caches(layers: int, groups: LayerGroups | None, allocate: Callable[[], _C]) -> list[_C]:
     """A cache for each layer, which those at the same place in their `groups` share; None: no layers share any."""
     if groups is None:
         return [allocate() for _ in range(layers)]
@@ -143,6 +139,6 @@ def allocate_caches(
     return [shared[number] for number in groups.cache_of]
 
 
-def distinct(caches: LayerCaches) -> LayerCaches:
+def distinct(caches: list[_C]) -> list[_C]:
     """Each cache once, however many layers share it."""
     return list({id(cache): cache for cache in caches}.values())
