@@ -21,7 +21,9 @@ from services.worker.models.config import ModelError
 from services.worker.models.hf_layers.llava import language_model_name
 from services.worker.models.tensor_file import StoredPart, StoredTensor, TensorFileError, TensorFiles, TensorHeader
 from services.worker.models.weight_files import INDEX, SINGLE, weight_files
+from services.worker.platforms.interface import Platform
 from services.worker.platforms.main_memory import gib
+from shared.models.image_models import read_image_model
 
 CPU = torch.device("cpu")
 
@@ -202,6 +204,14 @@ def open_checkpoint(
             time.perf_counter() - begun,
             extra={"model": str(model_dir)},
         )
+
+
+def takes_images(model_dir: Path, load_format: str, platform: Platform) -> bool:
+    """Dummy weights have no tower; and on a device without main memory no attention sees what is behind a row."""
+    images = read_image_model(model_dir)
+    if images is None or load_format == "dummy":
+        return False
+    return platform.in_main_memory or not images.mutual
 
 
 def checkpoint_files(model_dir: Path) -> list[Path]:

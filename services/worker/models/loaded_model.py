@@ -23,6 +23,7 @@ from services.worker.models.checkpoint import (
     model_digest,
     open_checkpoint,
     quantized_digest,
+    takes_images,
 )
 from services.worker.models.config import Dtype, ModelConfig, ModelDescription, ModelError
 from services.worker.models.data_parallel.group_decoder import GroupDecoder
@@ -172,8 +173,7 @@ class LoadedModel:
 def load_model(settings: LoadSettings) -> LoadedModel:
     """Reads the configuration and loads this rank's share of the weights.
 
-    Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where its operations cannot be
-    had."""
+    Raises ModelError where the model cannot be served or does not fit, OpsUnavailable for want of its operations."""
     plugin = None if settings.impl == "transformers" else find_plugin_model(settings.folder)
     ours = plugin is not None or is_native(settings.folder)
     if settings.impl == "transformers" or (settings.impl == "auto" and not ours):
@@ -208,16 +208,8 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         pooling=pooling,
         classifier=classifier,
         generates=generates,
-        images=plugin is None and _takes_images(settings),
+        images=plugin is None and takes_images(settings.folder, settings.load_format, settings.platform),
     )
-
-
-def _takes_images(settings: LoadSettings) -> bool:
-    """Dummy weights have no tower; and on a device without main memory no attention sees what is behind a row."""
-    images = read_image_model(settings.folder)
-    if images is None or settings.load_format == "dummy":
-        return False
-    return settings.platform.in_main_memory or not images.mutual
 
 
 def _pooling(settings: LoadSettings, hidden_size: int, head_reads: PoolingType = "last") -> PoolingCard | None:

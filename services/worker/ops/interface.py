@@ -133,11 +133,10 @@ class BatchMeta:
     states: StateRows | None = None
     """Where the states of its sequences lie; None where no layer has any."""
     rotations: Tensor | None = None
-    """float32 [n, D] cosines and sines of each row, in place of those of a table at `positions`, where positions have
-    several axes (m-RoPE); as a row of `Ops.rope_and_store`'s table. None: all rows are rotated by their positions."""
+    """float32 [n, D] cosines and sines of each row, in place of a table's at `positions`, where these have several axes
+    (m-RoPE). None: all rows are rotated by their positions."""
     lasts: Tensor | None = None
-    """[n] the last position that each row sees, rising within a sequence: its own, or that of the last token of the
-    step's own that it sees, too. None: all rows see up to their own. On CPUs only."""
+    """[n] the last position that each row sees, rising within a sequence; None: its own for all. On CPUs only."""
     inputs: InputRows | None = None
     """On every rank, though only the first stage reads them. None: every row begins as its token's embedding."""
 
@@ -483,9 +482,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """Causal attention of q [n, H, D] over the cached keys of each row's own sequence → [n, H * D].
 
-        A row at position p sees the positions max(0, p - window + 1) to p, or to that of `BatchMeta.lasts`. Scores are
-        scaled, then, where `softcap` is given, capped to softcap * tanh(score / softcap). Query head h reads key head
-        h // (H / KV).
+        A row at position p sees the positions max(0, p - window + 1) to p, or to its `BatchMeta.lasts`. Scores are
+        scaled, then, with `softcap`, capped to softcap * tanh(score / softcap). Head h reads key head h // (H / KV).
 
         `sinks` (float32 [H]): a score of each head that takes part in the softmax and has no value (attention sinks,
         arXiv:2309.17453, learned as gpt-oss has them). `alibi_slopes` (float32 [H]): -slope * (p - token) is added to
