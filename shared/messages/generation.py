@@ -114,6 +114,8 @@ MAX_PROMPT_EMBEDS_BYTES = 6 * 2**20
 """Of one prompt's embeddings. They travel with the request and its plan, which have to fit the bus beside all else."""
 
 
+POSITION_AXES = 3
+"""Of m-RoPE (Qwen2-VL, arXiv:2409.12191): frames, rows and columns. A text's tokens have the same position on each."""
 GridSide = Annotated[int, Meta(ge=1, le=2**20)]
 ImageGrid = tuple[GridSide, GridSide, GridSide]
 """Frames, rows and columns of the tokens that stand for an image, the columns of a row behind each other."""

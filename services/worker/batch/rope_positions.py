@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.worker.batch.rows import Indices, Int32s
-from services.worker.ops.interface import POSITION_AXES
-from shared.messages.generation import PromptEmbeds
+from shared.messages.generation import POSITION_AXES, PromptEmbeds
 
 
 def prompt_shifts(embeds: PromptEmbeds) -> Int32s:

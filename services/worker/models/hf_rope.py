@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from services.worker.models.config import ModelError
 from services.worker.models.rope import LinearRope, Llama3Rope, PlainRope, Rope, YarnRope, yarn_magnitude, yarn_mscale
-from services.worker.ops.interface import POSITION_AXES
+from shared.messages.generation import POSITION_AXES
 
 
 class RawRope(Struct, kw_only=True, omit_defaults=True):

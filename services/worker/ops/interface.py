@@ -44,10 +44,6 @@ AttentionName = Literal["auto", "triton", "flash-attn"]
 """The attention kernels on a GPU; auto: triton."""
 
 
-POSITION_AXES = 3
-"""Of m-RoPE (Qwen2-VL, arXiv:2409.12191): frames, rows and columns. A text's tokens have the same position on each."""
-
-
 class OpsUnavailable(RuntimeError):
     """This machine cannot run these operations; raised by their constructor, says why."""
 
@@ -77,7 +73,7 @@ class InputRows(NamedTuple):
     rows: Tensor
     """[k] int32 in rising order."""
     values: Tensor
-    """[k, hidden * (1 + levels)]: behind what a row begins as, what is added to it behind each of the first layers."""
+    """[k, hidden * (1 + levels)]: what a row begins as, and what is added to it behind each of the first layers."""
 
     def on(self, device: torch.device, dtype: torch.dtype) -> InputRows:
         """The same for a model on `device` whose embeddings are of `dtype`."""
@@ -89,7 +85,7 @@ class InputRows(NamedTuple):
         return x.index_copy_(0, self.rows.long(), (values if scale is None else values * scale).to(x.dtype))
 
     def add_level(self, x: Tensor, layer: int) -> Tensor:
-        """x [n, hidden] behind a layer, with what is added there, if anything."""
+        """x [n, hidden] behind a layer, with what is added there."""
         level = self.values[:, (layer + 1) * x.shape[1] : (layer + 2) * x.shape[1]]
         return x.index_add_(0, self.rows.long(), level.to(x.dtype)) if level.shape[1] else x
 
@@ -133,12 +129,11 @@ class BatchMeta:
     states: StateRows | None = None
     """Where the states of its sequences lie; None where no layer has any."""
     rotations: Tensor | None = None
-    """float32 [n, D] cosines and sines of each row, in place of a table's at `positions`, where these have several axes
-    (m-RoPE). None: all rows are rotated by their positions."""
+    """float32 [n, D] cosines and sines of each row, where positions have three axes. None: those of `positions`."""
     lasts: Tensor | None = None
     """[n] the last position that each row sees, rising within a sequence; None: its own for all. On CPUs only."""
     inputs: InputRows | None = None
-    """On every rank, though only the first stage reads them. None: every row begins as its token's embedding."""
+    """On every rank. None: every row begins as its token's embedding."""
 
     def of_group(self, group: int) -> BatchMeta:
         """The step for the layers of this group, counted from 0."""
