@@ -129,7 +129,7 @@ def chat_request(
             if parser is not None and parser.dialect.sees_special_tokens:
                 fields.skip_special_tokens = False
     parts = EmbeddedParts(card, limits)
-    prompt = chat_prompt(fields.messages, fields, limits, parts.read if kind == "chat" else None)
+    prompt = chat_prompt(fields.messages, fields, limits, parts.read if kind == "chat" else parts.read_foreign)
     if parts.found:
         check_needs_no_tokens(fields, only_images=len(parts.images) == len(parts.found))
         images = tuple(image.number for image in parts.images)

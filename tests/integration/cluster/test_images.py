@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import ollama
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -181,6 +184,34 @@ async def test_lines_of_a_batch_may_have_images(stack: RunningStack, model: Imag
     assert done.returncode == 0, done.stderr
     answer = json.loads((tmp_path / "answers.jsonl").read_text())
     assert answer["response"]["body"]["choices"][0]["message"]["content"] == wanted(model, user(B, "What?"))
+
+
+async def test_every_api_says_the_same_of_an_image(stack: RunningStack, client: AsyncOpenAI, model: ImageModel) -> None:
+    """By the official clients of Anthropic and Ollama, and `responses` of OpenAI's, stored and gone on from."""
+    question = "What is it?"
+    said = wanted(model, user(A, question))
+    encoded = base64.b64encode(A).decode()
+    claude = anthropic.AsyncAnthropic(base_url=stack.url, api_key="none", timeout=150)
+    source = {"type": "base64", "media_type": "image/png", "data": encoded}
+    block: Any = [{"type": "image", "source": source}, {"type": "text", "text": question}]
+    told = await claude.messages.create(
+        model=NAME, max_tokens=LENGTH, temperature=0, messages=[{"role": "user", "content": block}]
+    )
+    assert told.content[0].text == said  # type: ignore[union-attr]
+    llama = ollama.AsyncClient(host=stack.url, timeout=150)
+    shown_to = [{"role": "user", "content": question, "images": [encoded]}]
+    heard = await llama.chat(model=NAME, messages=shown_to, options={"temperature": 0, "num_predict": LENGTH})
+    assert heard.message.content == said
+    assert "vision" in ((await llama.show(NAME)).capabilities or [])
+    parts: Any = [{"type": "input_image", "image_url": data_uri(A), "detail": "auto"}]
+    asked: Any = [{"role": "user", "content": [*parts, {"type": "input_text", "text": question}]}]
+    first = await client.responses.create(model=NAME, input=asked, temperature=0, max_output_tokens=LENGTH)
+    assert first.output_text == said
+    again = await client.responses.create(
+        model=NAME, input="And now?", previous_response_id=first.id, temperature=0, max_output_tokens=LENGTH
+    )
+    talk = (user(A, question), {"role": "assistant", "content": said}, {"role": "user", "content": "And now?"})
+    assert again.output_text == wanted(model, *talk)
 
 
 @pytest.mark.features("prompt embeds", "prefill/decode", "tensor parallel")

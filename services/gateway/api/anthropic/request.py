@@ -13,6 +13,8 @@ import msgspec
 from msgspec import Struct
 
 from services.gateway.api.chat import ChatFields, chat_request
+from services.gateway.api.embeds.images import MEDIA_TYPES, foreign_image
+from services.gateway.api.embeds.images import PART as IMAGE
 from services.gateway.api.errors import (
     RequestError,
     abbreviated,
@@ -123,7 +125,11 @@ def read_count_tokens(body: bytes, cards: list[ModelCard], limits: RequestLimits
     fields = decode_body(body, _tokens_decoder)
     card = check_generates(choose_model(fields.model, cards))
     chat = _chat_fields(fields)
-    return card, Encode(chat_prompt(chat.messages, chat, limits), False)
+    return card, Encode(chat_prompt(chat.messages, chat, limits, _uncounted), False)
+
+
+def _uncounted(part: dict[str, Any], path: str) -> dict[str, str]:
+    raise unsupported(part["field"], "counting the tokens of an image, which only an encoder knows,")
 
 
 def _chat_fields(fields: MessagesTokensFields) -> ChatFields:
@@ -185,14 +191,19 @@ def _messages(message: MessageFields, path: str) -> Iterator[dict[str, Any]]:
     if message.role == "assistant":
         yield _assistant(blocks)
         return
-    texts = []
+    parts = list[dict[str, Any]]()
     for block, where in blocks:
-        if block.get("type") == "tool_result":
-            yield _tool_result(block, where)
-        else:
-            texts.append(_text(block, where))
-    if texts:
-        yield {"role": "user", "content": "\n".join(texts)}
+        match block.get("type"):
+            case "tool_result":
+                yield _tool_result(block, where)
+            case "image":
+                parts.append(_image(block, where))
+            case _:
+                parts.append({"type": "text", "text": _text(block, where)})
+    if any(part["type"] == IMAGE for part in parts):
+        yield {"role": "user", "content": parts}
+    elif parts:
+        yield {"role": "user", "content": "\n".join(part["text"] for part in parts)}
 
 
 def _assistant(blocks: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
@@ -233,6 +244,21 @@ def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
     if block.get("is_error"):
         content = f"Error: {content}"
     return {"role": "tool", "tool_call_id": call, "content": content}
+
+
+def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
+    match block.get("source"):
+        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+            if kind not in MEDIA_TYPES:
+                raise not_allowed(f"{where}.source.media_type", kind, f"{', '.join(MEDIA_TYPES)} are")
+            return foreign_image(f"{where}.source.data", encoded=data)
+        case {"type": "url", "url": str(url)}:
+            return foreign_image(f"{where}.source.url", url=url)
+        case {"type": "file"}:
+            raise unsupported(f"{where}.source.type", "an image that is a file of the server's")
+        case source:
+            forms = '{"type": "base64", "media_type": "image/png", "data": "…"} or {"type": "url", "url": "…"} is'
+            raise not_allowed(f"{where}.source", source, forms)
 
 
 def _text(block: Any, where: str) -> str:

@@ -33,12 +33,38 @@ def read_image(part: dict[str, Any], path: str, number: int, card: ModelCard, li
     for key in image:
         if key not in ("url", "detail"):
             raise unsupported(f"{name}.{key}", f"{abbreviated(key)} of an image")
-    if image.get("detail") not in (None, "auto"):
-        raise not_allowed(f"{name}.detail", image["detail"], f"only 'auto' is: {card.name} has one resolution")
+    check_detail(image.get("detail"), f"{name}.detail", card.name)
+    return _of_url(url, f"{name}.url", number, limits)
+
+
+def check_detail(detail: Any, name: str, model: str = "the model") -> None:
+    """Raises RequestError 400 for a resolution that the client wants: models have one."""
+    if detail not in (None, "auto"):
+        raise not_allowed(name, detail, f"only 'auto' is: {model} has one resolution")
+
+
+def foreign_image(field: str, *, url: str | None = None, encoded: str | None = None) -> dict[str, Any]:
+    """The part of a chat's message that stands for an image of another API. `field`: the client's name of it;
+    `encoded`: its file in base64, where it has no URL."""
+    return {"type": PART, "field": field, "url": url, "encoded": encoded}
+
+
+def read_foreign_image(part: dict[str, Any], number: int, card: ModelCard, limits: RequestLimits) -> ImageSource:
+    """As `read_image`, of a `foreign_image`."""
+    field, url = part["field"], part["url"]
+    if card.images is None:
+        reason = f"an image is not supported: {card.name} takes no images"
+        raise RequestError(400, f"{field}: {reason}", param=field, code="unsupported_parameter")
+    if url is not None:
+        return _of_url(url, field, number, limits)
+    return ImageSource(number, field, data=_decoded(part["encoded"], field, "base64 of an image's file is"))
+
+
+def _of_url(url: str, field: str, number: int, limits: RequestLimits) -> ImageSource:
     if url[:5].lower() == "data:":
-        return ImageSource(number, f"{name}.url", data=_data(url, f"{name}.url"))
-    check_url(url, f"{name}.url", limits.image_hosts)
-    return ImageSource(number, f"{name}.url", url=url)
+        return ImageSource(number, field, data=_data(url, field))
+    check_url(url, field, limits.image_hosts)
+    return ImageSource(number, field, url=url)
 
 
 def _data(url: str, name: str) -> bytes:
@@ -48,15 +74,20 @@ def _data(url: str, name: str) -> bytes:
     if (kind := head["type"].lower()) not in MEDIA_TYPES:
         raise not_allowed(name, kind, f"of media types {', '.join(MEDIA_TYPES)} are")
     content = url[head.end() :]
+    if head["parameters"].lower().endswith(";base64"):
+        return _decoded(content, name, "a data URI in base64 is")
+    return _decoded(content, name, "a data URI in base64 is", in_percent=True)
+
+
+def _decoded(content: str, name: str, allowed: str, *, in_percent: bool = False) -> bytes:
+    """The file that is written in base64, or `in_percent` signs. Raises RequestError 400."""
     if len(content) > _MAX_DATA_CHARS:
         raise invalid(name, f"{len(content)} characters; images of {MAX_IMAGE_BYTES} bytes at most are allowed")
     try:
-        if not head["parameters"].lower().endswith(";base64"):
-            data = unquote_to_bytes(content.encode("ascii"))
-        else:
-            data = base64.b64decode(content.encode("ascii"), validate=True)
+        encoded = content.encode("ascii")
+        data = unquote_to_bytes(encoded) if in_percent else base64.b64decode(encoded, validate=True)
     except (binascii.Error, UnicodeEncodeError):
-        raise not_allowed(name, url, "a data URI in base64 is") from None
+        raise not_allowed(name, content, allowed) from None
     if not data:
         raise invalid(name, "the image is empty")
     if len(data) > MAX_IMAGE_BYTES:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import binascii
 from typing import Any, get_args
 
-from services.gateway.api.embeds.images import PART, read_image
+from services.gateway.api.embeds.images import PART, read_foreign_image, read_image
 from services.gateway.api.embeds.saved_tensor import NoSavedTensor, SavedTensor, read_saved_tensor
 from services.gateway.api.errors import RequestError, invalid, not_allowed
 from services.gateway.api.generation import CommonFields, ImageSource, RequestLimits
@@ -77,10 +77,17 @@ class EmbeddedParts:
             return self._read_image(part, path)
         return {"type": "text", "text": self._read_rows(part, path)}
 
+    def read_foreign(self, part: dict[str, Any], path: str) -> dict[str, str]:
+        """Reads an image of another API than OpenAI's chats, see `foreign_image`. Raises RequestError 400."""
+        image = read_foreign_image(part, len(self.found), self._card, self._limits)
+        return self._add(image, image.field)
+
     def _read_image(self, part: dict[str, Any], path: str) -> dict[str, str]:
-        image = read_image(part, path, len(self.found), self._card, self._limits)
+        return self._add(read_image(part, path, len(self.found), self._card, self._limits), f"{path}.type")
+
+    def _add(self, image: ImageSource, field: str) -> dict[str, str]:
         if len(self.images) >= self._limits.max_images:
-            raise invalid(f"{path}.type", f"more than {self._limits.max_images} images are not allowed in one chat")
+            raise invalid(field, f"more than {self._limits.max_images} images are not allowed in one chat")
         self.images.append(image)
         self.found.append(PromptEmbeds(dtype="float32", size=self._card.images or 1, rows=b""))
         return {"type": "image"}

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from services.gateway.api.chat import ChatFields, chat_request
 from services.gateway.api.completions import CompletionFields, completion_request
+from services.gateway.api.embeds.images import foreign_image
 from services.gateway.api.errors import RequestError, decode_body, invalid, not_allowed, unsupported
 from services.gateway.api.generation import (
     CommonFields,
@@ -152,7 +153,6 @@ def read_ollama_generate(
         ("suffix", "a suffix"),
         ("template", "a template of the client's"),
         ("context", "a context from an earlier answer"),
-        ("images", "an image"),
     ):
         if getattr(fields, name):
             raise unsupported(name, what)
@@ -160,7 +160,10 @@ def read_ollama_generate(
         return _loaded(fields, card)
     if not fields.raw:
         system = [{"role": "system", "content": fields.system}] if fields.system else []
-        return _chat(fields, [*system, {"role": "user", "content": fields.prompt}], None, card, limits, dialect_of)
+        prompt = {"role": "user", "content": _with_images(fields.prompt, fields.images, "images")}
+        return _chat(fields, [*system, prompt], None, card, limits, dialect_of)
+    if fields.images:
+        raise invalid("images", "not allowed together with raw")
     if fields.system:
         raise invalid("system", "not allowed together with raw")
     if fields.think:
@@ -276,9 +279,8 @@ def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     calls = 0
     for i, message in enumerate(given):
         path = f"messages[{i}]"
-        if message.get("images"):
-            raise unsupported(f"{path}.images", "an image")
-        made: dict[str, Any] = {"role": message.get("role"), "content": message.get("content") or ""}
+        content = _with_images(message.get("content") or "", message.get("images"), f"{path}.images")
+        made: dict[str, Any] = {"role": message.get("role"), "content": content}
         if thinking := message.get("thinking"):
             made["reasoning_content"] = thinking
         if message.get("role") == "tool":
@@ -293,6 +295,16 @@ def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 made["tool_calls"].append(_call(call, ids[-1], f"{path}.tool_calls[{k}]"))
         messages.append(made)
     return messages
+
+
+def _with_images(text: Any, images: Any, field: str) -> Any:
+    """What a message says, behind its images, as Ollama's own templates have it."""
+    if not images:
+        return text
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise not_allowed(field, images, "a list of images' files in base64 is")
+    parts = [foreign_image(f"{field}[{i}]", encoded=image) for i, image in enumerate(images)]
+    return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 def _call(call: Any, identity: str, path: str) -> dict[str, Any]:

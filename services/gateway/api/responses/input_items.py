@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from services.gateway.api.embeds.images import check_detail, foreign_image
 from services.gateway.api.errors import abbreviated, invalid, not_allowed, unsupported
 
 Item = dict[str, Any]
@@ -113,7 +114,32 @@ def _read_message(item: Item, where: str, turns: Turns) -> None:
     if role == "assistant":
         turns.say(_text(content, f"{where}.content", "output_text"))
     else:
-        turns.add({"role": role, "content": _text(content, f"{where}.content", "input_text")})
+        turns.add({"role": role, "content": _content(content, f"{where}.content")})
+
+
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """What somebody else than the model says: a text, or parts where there are images among them."""
+    if not isinstance(content, list) or not any(_is_image(part) for part in content):
+        return _text(content, where, "input_text")
+    return [
+        _image(part, f"{where}[{i}]")
+        if _is_image(part)
+        else {"type": "text", "text": _part(part, f"{where}[{i}]", "input_text")}
+        for i, part in enumerate(content)
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _image(part: dict[str, Any], where: str) -> dict[str, Any]:
+    if part.get("file_id") is not None:
+        raise unsupported(f"{where}.file_id", "an image that is a file of the server's")
+    check_detail(part.get("detail"), f"{where}.detail")
+    if not isinstance(url := part.get("image_url"), str):
+        raise not_allowed(f"{where}.image_url", url, "a data URI, or an address of an image, is")
+    return foreign_image(f"{where}.image_url", url=url)
 
 
 def _function_call(item: Item, where: str) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class MessagesEndpoint(GeneratingEndpoint):
         """Generates and responds. Raises RequestError as long as no response was started."""
         generation, _ = await self._read(call, "messages")
         generation = self._admitted(call, generation)
+        generation = await self._table.images.filled(generation)
         details = await self._table.tokenizer.prompt_details(generation)
         header = ResponseHeader("messages", f"msg_{secrets.token_hex(12)}", int(time.time()), generation.served_name)
         self._log(call, generation, header)

@@ -180,6 +180,7 @@ class BackgroundResponses:
         asked: ResponseRequest = await self._parser.read("responses", again(stored.body, items))
         generation = self._access.bound(asked.generation, key)
         self._table.admit(1, generation.model.name)
+        generation = await self._table.images.filled(generation)
         return self._seeded(generation, stored.seed), asked
 
     async def _put_back(self, record: Record, stored: StoredResponse, seconds: float = 0.0) -> None:

@@ -101,6 +101,7 @@ class OllamaEndpoint(GeneratingEndpoint):
             await call.respond_json(loaded | {"done": True, "done_reason": "load"})
             return
         generation: GenerationRequest = self._admitted(call, asked)
+        generation = await self._table.images.filled(generation)
         details = await self._table.tokenizer.prompt_details(generation)
         model = generation.served_name
         header = ResponseHeader("ollama", f"ollama-{secrets.token_hex(12)}", int(time.time()), model)
@@ -165,6 +166,7 @@ class OllamaInfo:
         dialect = self._table.cluster.dialect(card.name)
         can = ["completion"]
         can += ["tools"] if dialect.tools is not None else []
+        can += ["vision"] if card.images is not None else []
         can += ["thinking"] if dialect.reasoning is not None else []
         return {
             "modelfile": "",

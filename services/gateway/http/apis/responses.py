@@ -89,6 +89,7 @@ class ResponsesEndpoint(GeneratingEndpoint):
         """Generates and responds. Raises RequestError as long as no response was started."""
         asked, body = await self._ask(call)
         generation = self._admitted(call, asked.generation)
+        generation = await self._table.images.filled(generation)
         details = await self._table.tokenizer.prompt_details(generation)
         header = ResponseHeader("responses", f"resp_{secrets.token_hex(24)}", int(time.time()), generation.served_name)
         self._log(call, generation, header)

@@ -88,7 +88,16 @@ def test_fields_have_the_effect_that_they_have_in_a_chat() -> None:
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"messages": []}, "messages", "at least one"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role", "goes into system"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type", "image"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0].source",
+            "image/png",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "messages[0].content[0].type",
+            "document",
+        ),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "at least one block"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type", "bash_20250124"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "required"),
