@@ -195,7 +195,7 @@ async def test_every_api_says_the_same_of_an_image(stack: RunningStack, client: 
     source = {"type": "base64", "media_type": "image/png", "data": encoded}
     block: Any = [{"type": "image", "source": source}, {"type": "text", "text": question}]
     told = await claude.messages.create(
-        model=NAME, max_tokens=LENGTH, temperature=0, messages=[{"role": "user", "content": block}]
+        model=NAME, max_tokens=LENGTH, messages=[{"role": "user", "content": block}], extra_body={"temperature": 0}
     )
     assert told.content[0].text == said  # type: ignore[union-attr]
     llama = ollama.AsyncClient(host=stack.url, timeout=150)
