@@ -8,11 +8,14 @@ answer already: who waits, what is copied, whom the tokens are sent to. So the c
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.sequence import Sequence
 from shared.ids import RequestId
+from shared.messages.lifecycle import LATENCY_BOUNDS
 from shared.messages.scheduler import StepFinished
 from shared.messages.worker import StepPlan
 
@@ -69,19 +72,23 @@ class DecodeRun:
         """Takes in the result of the oldest step in flight. Returns the requests that have a token by it, in order."""
         state, learnt = self._state, []
         state.measure(result, now)
-        by_id, memory, seconds = state.queues.by_id, state.memory, 0.0
+        by_id, memory, counters = state.queues.by_id, state.memory, self._counters
+        seconds, bucket, of = 0.0, 0, -1.0
         for sampled in result.sampled:
             sequence = by_id.get(sampled.sequence)
             if sequence is None:  # it has ended meanwhile
                 continue
             tokens = sequence.tokens
             tokens.learn(sampled.tokens[0])
-            seconds += now - sequence.last_token_at
+            waited = now - sequence.last_token_at
+            if waited != of:  # most have their last token from the same step
+                bucket, of = bisect_left(LATENCY_BOUNDS, waited), waited
+            seconds += waited
+            counters.later_counts[bucket] += 1
             sequence.last_token_at = now
             learnt.append(sequence.generation.request)
             if len(tokens.hashes) > sequence.blocks.indexed:
                 memory.index_full_blocks(sequence)
-        counters = self._counters
         counters.output_tokens += len(learnt)
         counters.later_tokens += len(learnt)
         counters.later_token_seconds += seconds
