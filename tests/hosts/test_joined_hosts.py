@@ -10,7 +10,7 @@ import pytest
 from tests.support.cluster.conversations import QUESTIONS
 from tests.support.cluster.namespace_hosts import Host, Hosts, Streams
 
-TOKENS = 400
+TOKENS = 1200
 STORE = "--kvstore-memory=64MiB"
 RETRIES = "baton_gateway_retries_total"
 
