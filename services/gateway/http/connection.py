@@ -115,9 +115,10 @@ class Connection(HttpToolsProtocol):
         self._chunks.append(data)
 
     def flush(self) -> None:
-        """Gives the socket what was written until now."""
+        """Gives the socket what was written until now; nothing to one that has closed since, which would raise and keep
+        what others wrote from theirs."""
         chunks, self._chunks = self._chunks, []
-        if chunks:
+        if chunks and not self.transport.is_closing():
             data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 

@@ -16,8 +16,14 @@ class Socket(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.writes: list[bytes] = []
+        self.closed = False
+
+    def is_closing(self) -> bool:
+        return self.closed
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self.closed:
+            raise RuntimeError("the handler is closed")  # as uvloop's does
         self.writes.append(bytes(data))
 
 
@@ -55,3 +61,13 @@ async def test_what_is_flushed_before_the_turn_ends_is_written_once() -> None:
     socket.write(b"0\r\n\r\n")
     await asyncio.sleep(0)
     assert socket.writes == [b"4\r\nlast\r\n", b"0\r\n\r\n"]
+
+
+async def test_a_client_that_leaves_within_the_turn_keeps_nothing_from_others() -> None:
+    unflushed = UnflushedConnections()
+    (first, of_first), (second, of_second) = _connected(unflushed), _connected(unflushed)
+    for connection in (first, second):
+        connection.write_chunk(b"token")
+    of_first.closed = True
+    await asyncio.sleep(0)
+    assert (of_first.writes, of_second.writes) == ([], [b"5\r\ntoken\r\n"])
