@@ -23,7 +23,8 @@ from shared.ids import Attempt, GatewayId, Incarnation, InstanceId, ModelName, N
 from shared.messages.coordinator import Route
 from shared.messages.generation import Generation, SamplingOptions, StopConditions
 from shared.messages.kv_events import KvEvents, KvSource
-from shared.messages.lifecycle import HEARTBEAT_SECONDS, EngineReport, Lifecycle, ModelCard, Service, StoreReport
+from shared.messages.lifecycle import HEARTBEAT_SECONDS, EngineReport, Lifecycle, Service, StoreReport
+from shared.messages.model_card import ModelCard
 from shared.packing import TOKEN_BYTES
 
 MODEL = ModelName("m")

@@ -8,7 +8,7 @@ from services.gateway.api.errors import STATUS, RequestError
 from services.gateway.api.generation import GenerationRequest
 from shared import topics
 from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import (
     Decode,
     DecodeReply,

@@ -50,12 +50,12 @@ from shared.messages.lifecycle import (
     EngineReport,
     HeartbeatInterval,
     Lifecycle,
-    ModelCard,
     Phase,
     Role,
     Service,
     SleepReport,
 )
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import (
     GenerateRequest,
     PauseGeneration,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shared.ids import Incarnation, InstanceId, new_incarnation
-from shared.messages.lifecycle import Lifecycle, ModelCard, SleepReport
+from shared.messages.lifecycle import Lifecycle, SleepReport
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import SleepState
 from shared.messages.worker import RankOrder, SleepLevel, SleepRank, WakeRank
 

@@ -9,8 +9,9 @@ import msgspec
 
 from services.scheduler.core.events import LorasChanged, WorkersLost, WorkersReady
 from shared.ids import EngineId, Incarnation, InstanceId
-from shared.messages.kv_groups import KvCacheGroup, StateRecords
-from shared.messages.lifecycle import Lifecycle, LoraCard, ModelCard, Role, WorkerReport
+from shared.kv_groups import KvCacheGroup, StateRecords
+from shared.messages.lifecycle import Lifecycle, Role, WorkerReport
+from shared.messages.model_card import LoraCard, ModelCard
 from shared.protocol import PROTOCOL
 from shared.registry import InstanceGone, Registry
 

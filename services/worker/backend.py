@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from services.worker.distributed.lockstep import LatestStep
 from shared.ids import ModelName
-from shared.messages.kv_groups import KvCacheGroup, StateRecords
-from shared.messages.lifecycle import LoraCard, ModelCard
+from shared.kv_groups import KvCacheGroup, StateRecords
+from shared.messages.model_card import LoraCard, ModelCard
 from shared.messages.scheduler import SampledTokens, SequenceFailed, SequencePooled, SequencePromptLogprobs, StepTiming
 from shared.messages.worker import StepPlan
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from services.worker.backend import AdapterStore
 from shared.ids import ModelName
-from shared.messages.lifecycle import LoraRefusal
+from shared.messages.model_card import LoraRefusal
 from shared.models.lora_registry import NO_FILE, AdapterRefused, LoraRegistry, LoraRegistryError, RegistryVersion
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from services.worker.kv.layer_groups import group_layers
 from shared.blocks import blocks_for
-from shared.messages.kv_groups import KvCacheGroup, longest_sequence, most_blocks
+from shared.kv_groups import KvCacheGroup, longest_sequence, most_blocks
 
 MEMORY = 16 << 30
 BLOCK_SIZE = 16

@@ -18,7 +18,7 @@ from services.scheduler.core.events import Output, SendPlan, SendTokens, Workers
 from services.scheduler.core.limits import EngineLimits
 from shared.bus.codec import decode, encode
 from shared.ids import EngineId, Incarnation, ModelName
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import PauseMode, SampledTokens, StepFinished, StepTiming, WorkerResult
 from tests.support.engines.checking_worker import generate
 

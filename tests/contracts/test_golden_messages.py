@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin
 import msgspec
 import pytest
 
+from shared import kv_groups
 from shared.bus.codec import Undecodable, decode, encode
 from shared.ids import (
     ArenaId,
@@ -38,9 +39,9 @@ from shared.messages import (
     gateway,
     generation,
     kv_events,
-    kv_groups,
     kvstore,
     lifecycle,
+    model_card,
     scheduler,
     supervisor,
     tokenizer,
@@ -54,17 +55,17 @@ SAMPLING = generation.SamplingOptions(seed=7, temperature=0.5, logit_bias=((3, 1
 STOPPING = generation.StopConditions(max_tokens=16, stop=("\n",), stop_token_ids=(5,))
 LOGPROBS = generation.TokenLogprobs(9, -0.25, ((9, -0.25), (4, -2.0)))
 RANKED = generation.TokenLogprobs(9, -0.25, (), 1)
-CARD = lifecycle.ModelCard(
+CARD = model_card.ModelCard(
     name=ModelName("demo"),
     max_model_len=2048,
     vocab_size=2048,
     eos_token_ids=(2,),
     dtype="float32",
     created=1,
-    pooling=lifecycle.PoolingCard(
+    pooling=model_card.PoolingCard(
         pooling="last", normalize=True, size=4, matryoshka=(2, 4), labels=("x",), activation="sigmoid", whole=True
     ),
-    loras=(lifecycle.LoraCard(name=ModelName("poet"), id=LoraId(bytes(16)), rank=8),),
+    loras=(model_card.LoraCard(name=ModelName("poet"), id=LoraId(bytes(16)), rank=8),),
 )
 GENERATION = generation.Generation(
     request=R,
@@ -96,7 +97,7 @@ ENGINE_REPORT = lifecycle.EngineReport(
     latency=lifecycle.LatencySums(9, 0.5, 10, 0.25),
     recompute=lifecycle.RecomputeReport(block_bytes=4096, block_seconds=0.5, load_seconds=0.25),
     step_times=lifecycle.StepTimesReport(decodes=lifecycle.StepTimeFit(8.0, 64.0, 0.5, 0.25, 0.125)),
-    lora_refusals=(lifecycle.LoraRefusal(ModelName("pirate"), "/a", "r = 0", True),),
+    lora_refusals=(model_card.LoraRefusal(ModelName("pirate"), "/a", "r = 0", True),),
     paused="new",
 )
 KV_GROUPS = (kv_groups.KvCacheGroup(layers=2), kv_groups.KvCacheGroup(layers=2, window=24))

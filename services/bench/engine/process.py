@@ -17,7 +17,8 @@ from shared.bus import Bus, BusError
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.config import process_environment
 from shared.ids import EngineId
-from shared.messages.lifecycle import Lifecycle, ModelCard
+from shared.messages.lifecycle import Lifecycle
+from shared.messages.model_card import ModelCard
 
 START_TIMEOUT = 300.0
 STOP_TIMEOUT = 10.0

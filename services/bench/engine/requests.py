@@ -16,7 +16,7 @@ from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, RequestId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import GatewayMessage, RequestFailed, RequestRejected
 from shared.messages.generation import Generation, SamplingOptions, StopConditions
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import GenerateRequest, StepFinished, WorkerResult
 from shared.packing import pack
 

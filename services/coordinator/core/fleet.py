@@ -25,7 +25,8 @@ from services.coordinator.core.reservations import Reservations, ReservedWork
 from shared.ids import DetokenizerId, EngineId, InstanceId, LoraId, ModelName
 from shared.messages.coordinator import PlacementMade
 from shared.messages.generation import Generation, KeptPrompt
-from shared.messages.lifecycle import Lifecycle, ModelCard
+from shared.messages.lifecycle import Lifecycle
+from shared.messages.model_card import ModelCard
 from shared.registry import Registry
 
 SETTLE_SECONDS = 0.1

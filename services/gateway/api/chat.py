@@ -39,7 +39,7 @@ from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import OutputParser, ParserOptions
 from shared.ids import ModelName
 from shared.messages.generation import FinishReason
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 
 class ChatFields(CommonFields, kw_only=True):

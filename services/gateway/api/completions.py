@@ -19,7 +19,7 @@ from services.gateway.api.generation import (
 from services.gateway.api.prompts import completion_prompts
 from services.gateway.api.sampling import beam_search_params, completion_logprobs_request, generation_request
 from services.gateway.api.structured_outputs import read_output_grammar
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import Prompt
 
 DEFAULT_MAX_TOKENS = 16

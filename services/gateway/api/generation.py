@@ -20,7 +20,7 @@ from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import ModelName
 from shared.messages.gateway import MAX_STREAM_CHOICES
 from shared.messages.generation import PoolingOptions, SamplingOptions, StopConditions
-from shared.messages.lifecycle import LoraCard, ModelCard
+from shared.messages.model_card import LoraCard, ModelCard
 from shared.messages.tokenizer import Prompt, TruncationSide
 
 INT64 = 2**63

@@ -19,7 +19,7 @@ from services.gateway.api.errors import (
     unsupported,
 )
 from services.gateway.api.generation import RequestLimits, check_token_ids, choose_model
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import ChatPrompt, Decode, Encode, Prompt, TextPrompt, TokenPrompt
 from shared.packing import pack
 

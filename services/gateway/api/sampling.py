@@ -22,7 +22,7 @@ from services.gateway.api.generation import (
 )
 from services.gateway.api.vllm.kv_transfer import FIELD, NO_TRANSFER, read_kv_transfer
 from shared.messages.generation import SamplingOptions, StopConditions
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import Prompt
 
 MIN_TEMPERATURE = 0.01

@@ -13,7 +13,8 @@ from services.gateway.console.overview import MAX_ENDED_RESPONSES
 from services.gateway.console.stack_view import EndedInstance, HeardDecision, StackView
 from shared.ids import GatewayId
 from shared.messages.gateway import GatewayOverview
-from shared.messages.lifecycle import LATENCY_BOUNDS, LatencySums, Lifecycle, ModelCard
+from shared.messages.lifecycle import LATENCY_BOUNDS, LatencySums, Lifecycle
+from shared.messages.model_card import ModelCard
 from shared.packing import to_plain
 from shared.telemetry.stack_figures import EngineFigures, Figures
 

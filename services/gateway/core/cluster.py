@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from services.gateway.core.remote_clusters import Room
 from shared.ids import InstanceId, ModelName
 from shared.messages.dialects import Dialect
-from shared.messages.lifecycle import EngineReport, Lifecycle, LoraCard, ModelCard, Service
+from shared.messages.lifecycle import EngineReport, Lifecycle, Service
+from shared.messages.model_card import LoraCard, ModelCard
 from shared.registry import InstanceGone, Registry
 
 REQUIRED_SERVICES: tuple[Service, ...] = ("tokenizer", "coordinator", "scheduler", "detokenizer")

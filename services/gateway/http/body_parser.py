@@ -37,7 +37,7 @@ from services.gateway.api.responses.request import read_responses
 from services.gateway.api.sglang.request import read_sglang
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 ALWAYS_INLINE_BYTES = 8 * 2**10
 MAX_INLINE_BYTES = 256 * 2**10

@@ -25,7 +25,7 @@ from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from services.gateway.tokenizer_client import Reply
-from shared.messages.lifecycle import LoraCard, ModelCard
+from shared.messages.model_card import LoraCard, ModelCard
 from shared.messages.tokenizer import DecodeReply, EncodeReply
 from shared.packing import unpack
 from shared.telemetry.metrics import OPENMETRICS, TEXT, wants_openmetrics

@@ -13,7 +13,7 @@ from shared import topics
 from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout
 from shared.messages.encoder import EncodeImage, EncoderReply, ImageRefusal
 from shared.messages.generation import MAX_PROMPT_EMBEDS_BYTES, PromptEmbeds
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import ChatPrompt
 
 ENCODE_TIMEOUT = 120.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shared.ids import Incarnation
-from shared.messages.lifecycle import LATENCY_BOUNDS, EngineHealth, ModelCard
+from shared.messages.lifecycle import LATENCY_BOUNDS, EngineHealth
+from shared.messages.model_card import ModelCard
 
 
 @dataclass(slots=True)

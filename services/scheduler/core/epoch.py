@@ -52,7 +52,7 @@ from services.scheduler.core.transfer.saves import Saves
 from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Incarnation, SequenceId
 from shared.messages.kvstore import Commit, Find, FindAny, KvStoreReply, Reserve
-from shared.messages.lifecycle import LoraRefusal
+from shared.messages.model_card import LoraRefusal
 from shared.messages.scheduler import PauseMode, ReleaseKept, StepFinished, TransferProgress
 from shared.messages.worker import NewSequence, StepPlan
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, LeaseId, NodeId
+from shared.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import PromptKept, RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.kv_events import ResetPrefixCache
-from shared.messages.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.kvstore import KvLayout, KvStoreReply, KvStoreRequest, Prefetch, Release
-from shared.messages.lifecycle import LoraCard, LoraRefusal, ModelCard
+from shared.messages.model_card import LoraCard, LoraRefusal, ModelCard
 from shared.messages.scheduler import (
     Cancel,
     GenerateRequest,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from services.scheduler.core.memory import NO_PARENT, BlockAllocator, NamedBlock, PrefixIndex, chain
 from services.scheduler.core.sequence import Sequence
 from shared.blocks import BlockHash, blocks_for
-from shared.messages.kv_groups import NULL_BLOCK, KvCacheGroup, longest_sequence
+from shared.kv_groups import NULL_BLOCK, KvCacheGroup, longest_sequence
 
 
 def name_in(group: int, hash_: BlockHash) -> BlockHash:

@@ -25,7 +25,7 @@ from services.scheduler.core.memory import NO_PARENT, BlockAllocator, NamedBlock
 from services.scheduler.core.sequence import Sequence
 from shared.blocks import BlockHash, blocks_for
 from shared.ids import SequenceId
-from shared.messages.kv_groups import StateRecords
+from shared.kv_groups import StateRecords
 from shared.messages.worker import StateCopy
 
 _NUMBER_BYTES = 3

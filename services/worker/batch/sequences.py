@@ -20,7 +20,7 @@ from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, 
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
 from shared.blocks import blocks_for
 from shared.ids import LoraId, SequenceId
-from shared.messages.kv_groups import NULL_BLOCK, KvCacheGroup
+from shared.kv_groups import NULL_BLOCK, KvCacheGroup
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
 
 _WIRE = np.dtype("<u4")

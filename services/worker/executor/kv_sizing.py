@@ -17,7 +17,7 @@ from services.worker.models.config import ModelError
 from services.worker.platforms.interface import MemoryReading, Platform
 from services.worker.platforms.main_memory import gib
 from shared.blocks import blocks_for
-from shared.messages.kv_groups import KvCacheGroup, longest_sequence, most_blocks
+from shared.kv_groups import KvCacheGroup, longest_sequence, most_blocks
 
 _BLOCKS_WHILE_CAPTURING = 2
 """Graphs of padding touch none."""

@@ -44,8 +44,8 @@ from services.worker.sampling.sampler import SamplerOutput, sample, undefined_ro
 from services.worker.speculation.drafted_states import DraftedStates
 from services.worker.speculation.proposer import NO_DRAFTS, DraftSettings, Proposer
 from services.worker.speculation.verification import AcceptedTokens, VerifiedDrafts, verify_batch
-from shared.messages.kv_groups import KvCacheGroup
-from shared.messages.lifecycle import ModelCard
+from shared.kv_groups import KvCacheGroup
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import SampledTokens, SequenceFailed, StepTiming
 from shared.messages.worker import StepPlan
 

@@ -21,8 +21,8 @@ from services.worker.platforms.interface import Platform
 from services.worker.sampling.plugins.request_processors import RequestProcessors
 from services.worker.speculation.drafter import Drafter, ReplaysDecodes
 from services.worker.speculation.proposer import DraftSettings, Proposer
-from shared.messages.kv_groups import KvCacheGroup
-from shared.messages.lifecycle import ModelCard
+from shared.kv_groups import KvCacheGroup
+from shared.messages.model_card import ModelCard
 
 Runner = HostRunner | DeviceRunner
 

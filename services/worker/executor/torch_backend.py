@@ -32,9 +32,9 @@ from services.worker.models.loaded_model import (
     LoadSettings,
     ModelImpl,
     QuantizationChoice,
-    load_model,
 )
 from services.worker.models.lora.slots import NO_LORAS, LoraSettings, LoraSlots, open_loras
+from services.worker.models.model_loader import load_model
 from services.worker.models.pooling.sentence_transformers import PoolingChoice
 from services.worker.models.sharding import stage_of
 from services.worker.models.states.limits import check_states
@@ -54,8 +54,8 @@ from services.worker.speculation.proposer import NO_DRAFTS
 from services.worker.speculation.settings import SpeculationSettings
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
-from shared.messages.kv_groups import KvCacheGroup
-from shared.messages.lifecycle import ModelCard
+from shared.kv_groups import KvCacheGroup
+from shared.messages.model_card import ModelCard
 from shared.telemetry.startup import STARTUP
 
 _WARM_UP_ROWS = 8

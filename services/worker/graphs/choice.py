@@ -20,7 +20,7 @@ from services.worker.platforms.main_memory import gib
 from services.worker.speculation.drafter import Drafter, HasDecoder
 from services.worker.speculation.proposer import DraftSettings
 from shared.blocks import blocks_for
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 _log = logging.getLogger(__name__)
 

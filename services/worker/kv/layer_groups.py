@@ -11,7 +11,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Literal, NamedTuple, TypeVar
 
-from shared.messages.kv_groups import KvCacheGroup
+from shared.kv_groups import KvCacheGroup
 
 _C = TypeVar("_C")
 """A layer's cache."""

@@ -18,9 +18,9 @@ from services.worker.sim.shape import ModelShape, read_shape
 from services.worker.sim.tokens import SimSpeculation, drawn, printable_tokens
 from shared.blocks import blocks_for
 from shared.ids import ModelName, SequenceId
+from shared.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.generation import TokenLogprobs
-from shared.messages.kv_groups import KvCacheGroup, StateRecords
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import SampledTokens, SequencePromptLogprobs, StepTiming
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
 from shared.packing import count, unpack

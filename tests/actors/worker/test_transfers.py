@@ -15,7 +15,8 @@ from shared import topics
 from shared.actor import ActorRuntime
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import ArenaId, Incarnation, InstanceId, ModelName
-from shared.messages.lifecycle import Lifecycle, ModelCard, WorkerReport
+from shared.messages.lifecycle import Lifecycle, WorkerReport
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import StepFinished, StepTiming, TransferProgress, WorkerResult
 from shared.messages.worker import StepPlan, Transfer
 from tests.support.engines.engine_on_a_bus import ENGINE, make_model, sim_backend

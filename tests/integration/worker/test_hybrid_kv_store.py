@@ -14,7 +14,8 @@ from services.worker.distributed.communicator import SingleRank, SingleStage
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import group_layers
 from services.worker.kv.transfers import Transfers
-from services.worker.models.loaded_model import LoadSettings, load_model
+from services.worker.models.loaded_model import LoadSettings
+from services.worker.models.model_loader import load_model
 from services.worker.platforms.installed import built_in_platform
 from shared.ids import EngineId
 from tests.support.engines.real_engine import OUTPUT, RealEngine, asked, right

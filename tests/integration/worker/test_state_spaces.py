@@ -18,7 +18,7 @@ from services.worker.batch.batch import BrokenPlan
 from services.worker.models.config import ModelError
 from services.worker.models.hf_config import read_model_config
 from services.worker.ops.interface import OpsName
-from shared.messages.kv_groups import StateRecords
+from shared.kv_groups import StateRecords
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, TinyModel, make_config, make_model
 from tests.support.worker.plan_driver import Driver

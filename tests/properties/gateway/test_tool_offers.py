@@ -15,7 +15,7 @@ from services.gateway.api.generation import GenerationRequest, RequestLimits
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
 from shared.messages.dialects import ReasoningFormat, ToolFormat
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 CARD = ModelCard(
     name=ModelName("demo"), max_model_len=2048, vocab_size=2048, eos_token_ids=(2,), dtype="float32", created=1

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from services.scheduler.core.events import StoreGone, StoreReady
 from services.scheduler.core.limits import EngineLimits
 from shared.ids import Attempt, EngineId, LeaseId, RequestId
+from shared.kv_groups import KvCacheGroup, longest_sequence
 from shared.messages.gateway import RequestFailed, RequestRejected
-from shared.messages.kv_groups import KvCacheGroup, longest_sequence
 from shared.messages.kvstore import LeaseOwner
 from shared.messages.scheduler import Cancel, GenerateRequest, StopMatched
 from tests.properties.scheduler.test_scheduler_machine import GROUPS, OPENINGS, SELDOM, STATES, KeptStates

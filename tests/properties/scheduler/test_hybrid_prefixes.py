@@ -10,7 +10,7 @@ from services.scheduler.core.hybrid_memory import GroupedPrefixIndex, HybridBloc
 from services.scheduler.core.sequence import QueueKey, Sequence
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.blocks import blocks_for
-from shared.messages.kv_groups import NULL_BLOCK, KvCacheGroup, most_blocks
+from shared.kv_groups import NULL_BLOCK, KvCacheGroup, most_blocks
 from tests.support.engines.checking_worker import generate
 
 BLOCKS, STEP = 60, 40

@@ -30,10 +30,10 @@ from services.scheduler.core.events import (
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits
 from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, InstanceId, RequestId
+from shared.kv_groups import KvCacheGroup, StateRecords, longest_sequence
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.generation import Grammar
 from shared.messages.kv_events import ResetPrefixCache
-from shared.messages.kv_groups import KvCacheGroup, StateRecords, longest_sequence
 from shared.messages.scheduler import (
     Cancel,
     GenerateRequest,

@@ -27,7 +27,7 @@ from services.scheduler.core.events import (
 )
 from services.scheduler.core.limits import EngineLimits, EngineRole, QueuePolicy
 from shared.ids import EngineId, Incarnation, InstanceId, LeaseId, NodeId
-from shared.messages.kv_groups import KvCacheGroup
+from shared.kv_groups import KvCacheGroup
 from shared.messages.kvstore import KvStoreReply, KvStoreRequest, LeaseOwner
 from shared.messages.scheduler import ResumeGeneration
 from tests.properties.scheduler.test_scheduler_machine import (

@@ -16,8 +16,8 @@ from services.worker.sampling.parameters import SamplingBatch
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.blocks import blocks_for
 from shared.ids import SequenceId
+from shared.kv_groups import NULL_BLOCK, KvCacheGroup
 from shared.messages.generation import SamplingOptions
-from shared.messages.kv_groups import NULL_BLOCK, KvCacheGroup
 from shared.messages.worker import NewSequence, SequenceWork
 from shared.packing import pack
 

@@ -26,9 +26,9 @@ from shared.ids import (
     RequestId,
     SequenceId,
 )
+from shared.kv_groups import NULL_BLOCK, KvCacheGroup, StateRecords
 from shared.messages.generation import Generation, Grammar, PoolingOptions, SamplingOptions, StopConditions
-from shared.messages.kv_groups import NULL_BLOCK, KvCacheGroup, StateRecords
-from shared.messages.lifecycle import LoraCard, ModelCard, PoolingCard
+from shared.messages.model_card import LoraCard, ModelCard, PoolingCard
 from shared.messages.scheduler import (
     GenerateRequest,
     GrammarCompiled,

@@ -16,8 +16,6 @@ from shared.messages.kvstore import LinkReport
 from shared.messages.lifecycle import (
     EngineReport,
     Lifecycle,
-    LoraCard,
-    ModelCard,
     Phase,
     RecomputeReport,
     Role,
@@ -25,6 +23,7 @@ from shared.messages.lifecycle import (
     StepTimesReport,
     StoreReport,
 )
+from shared.messages.model_card import LoraCard, ModelCard
 from shared.packing import pack
 
 MODEL = ModelName("demo/model")

@@ -30,9 +30,9 @@ from services.scheduler.core.events import (
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits, EngineRole
 from shared.ids import Attempt, EngineId, Incarnation, InstanceId, NodeId, RequestId
+from shared.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import PromptKept, RequestFailed, RequestPlaced, RequestRejected
-from shared.messages.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.kvstore import KvStoreReply, KvStoreRequest, LeaseOwner
 from shared.messages.lifecycle import EngineReport
 from shared.messages.scheduler import GenerateRequest

@@ -29,7 +29,8 @@ from shared.messages.coordinator import PlacementMade, Route
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.generation import Generation, SamplingOptions, StopConditions
 from shared.messages.kv_events import KvSource
-from shared.messages.lifecycle import Lifecycle, ModelCard
+from shared.messages.lifecycle import Lifecycle
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import SampledTokens, StepFinished, StepTiming
 from shared.messages.worker import StepPlan
 from shared.packing import pack

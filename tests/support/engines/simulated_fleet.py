@@ -19,7 +19,7 @@ from services.worker.sim.backend import SimBackend
 from services.worker.sim.kv_copier import SimKvCopier
 from shared.ids import ModelName
 from shared.messages.kvstore import KvLayout
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 CARD = ModelCard(
     name=ModelName("m"), max_model_len=4096, vocab_size=1000, eos_token_ids=(0,), dtype="bfloat16", created=0

@@ -31,7 +31,8 @@ from shared.messages.gateway import (
     RequestRejected,
     StreamOpened,
 )
-from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Phase, Service, SleepReport, TokenizerReport
+from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Service, SleepReport, TokenizerReport
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import (
     BlockMap,
     Cancel,

@@ -35,8 +35,8 @@ from services.worker.ops.interface import OpsName
 from services.worker.ops.native.native_exchange import shared_exchange
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import Incarnation, ModelName
-from shared.messages.kv_groups import KvCacheGroup
-from shared.messages.lifecycle import ModelCard
+from shared.kv_groups import KvCacheGroup
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import SampledTokens
 from shared.messages.worker import StepPlan
 from tests.support.worker.launched_rank import Runner, begin_step, launching

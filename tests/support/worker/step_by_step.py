@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from services.worker.backend import ExecutionMode, StepOutput
-from shared.messages.kv_groups import KvCacheGroup, StateRecords
+from shared.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.worker import StepPlan
 
 

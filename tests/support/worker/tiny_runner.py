@@ -12,7 +12,8 @@ from services.worker.executor.host_runner import HostRunner
 from services.worker.executor.runner import RankState
 from services.worker.graphs.capture import Capture
 from services.worker.graphs.choice import DecodeGraphs
-from services.worker.models.loaded_model import DtypeChoice, LoadedModel, LoadSettings, QuantizationChoice, load_model
+from services.worker.models.loaded_model import DtypeChoice, LoadedModel, LoadSettings, QuantizationChoice
+from services.worker.models.model_loader import load_model
 from services.worker.ops.interface import CacheDtype, OpsName
 from services.worker.platforms.installed import built_in_platform
 from services.worker.speculation.draft_model import DraftModelProposer, open_draft_model

@@ -7,7 +7,7 @@ import pytest
 from services.scheduler.core.hybrid_memory import GroupedPrefixIndex, HybridBlockAllocator, name_in
 from services.scheduler.core.sequence import QueueKey, Sequence
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
-from shared.messages.kv_groups import NULL_BLOCK, KvCacheGroup
+from shared.kv_groups import NULL_BLOCK, KvCacheGroup
 from tests.support.engines.checking_worker import generate
 
 FULL, WINDOW = KvCacheGroup(layers=2), KvCacheGroup(layers=2, window=20)

@@ -12,7 +12,8 @@ from services.scheduler.core.events import (
 )
 from services.scheduler.worker_ranks import UnequalRanks, UnusableRanks, WorkerRanks
 from shared.ids import EngineId, Incarnation, InstanceId, ModelName
-from shared.messages.lifecycle import Lifecycle, LoraCard, LoraRefusal, Phase, Role, WorkerReport
+from shared.messages.lifecycle import Lifecycle, Phase, Role, WorkerReport
+from shared.messages.model_card import LoraCard, LoraRefusal
 from shared.protocol import PROTOCOL
 from tests.support.engines.checking_worker import card
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from services.worker.lora_watcher import LoraWatcher
 from shared.ids import LoraId, ModelName
-from shared.messages.lifecycle import LoraCard, LoraRefusal
+from shared.messages.model_card import LoraCard, LoraRefusal
 from shared.models.lora_registry import AdapterRefused, LoraRegistry
 
 ONE, TWO = ModelName("one"), ModelName("two")

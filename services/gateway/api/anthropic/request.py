@@ -29,7 +29,7 @@ from services.gateway.api.prompts import chat_prompt
 from services.gateway.api.structured_outputs import ResponseFormat
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import Encode
 
 MIN_THINKING = 1

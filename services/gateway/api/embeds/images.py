@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, unquote_to_bytes, urlsplit
 from services.gateway.api.errors import RequestError, abbreviated, invalid, not_allowed, unsupported
 from services.gateway.api.generation import ImageSource, RequestLimits
 from shared.messages.encoder import MAX_IMAGE_BYTES
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 PART = "image_url"
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")

@@ -11,7 +11,7 @@ from services.gateway.api.embeds.saved_tensor import NoSavedTensor, SavedTensor,
 from services.gateway.api.errors import RequestError, invalid, not_allowed
 from services.gateway.api.generation import CommonFields, ImageSource, RequestLimits
 from shared.messages.generation import EMBEDDING_BYTES, MAX_PROMPT_EMBEDS_BYTES, EmbeddingDtype, PromptEmbeds
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import EmbedsPrompt, embeds_placeholder
 
 FIELD = "prompt_embeds"

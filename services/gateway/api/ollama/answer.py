@@ -24,7 +24,7 @@ from services.gateway.parsing.events import (
 from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import OutputParser, ParserOptions
 from shared.messages.generation import FinishReason
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 AnswerShape = Literal["chat", "generate"]
 """Of `/api/chat`, or of `/api/generate`."""

@@ -29,7 +29,7 @@ from services.gateway.api.generation import (
 from services.gateway.api.structured_outputs import JsonSchemaFields, ResponseFormat
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 LATEST = ":latest"
 """What Ollama's clients append to a name without a tag."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from services.gateway.api.response import ChoiceState
-from shared.messages.lifecycle import LogitActivation
+from shared.messages.model_card import LogitActivation
 
 FLOAT_BYTES = 4
 

@@ -20,7 +20,7 @@ from services.gateway.api.pooling.pooled_request import (
     pooling_of,
 )
 from services.gateway.api.response import ChoiceState, ResponseHeader
-from shared.messages.lifecycle import LogitActivation, ModelCard
+from shared.messages.model_card import LogitActivation, ModelCard
 
 
 class ClassificationFields(PooledInputFields, kw_only=True):

@@ -24,7 +24,7 @@ from services.gateway.api.pooling.pooled_request import (
     pooling_of,
 )
 from services.gateway.api.response import ChoiceState, ResponseHeader
-from shared.messages.lifecycle import LogitActivation, ModelCard
+from shared.messages.model_card import LogitActivation, ModelCard
 
 EncodingFormat = Literal["float", "base64"]
 

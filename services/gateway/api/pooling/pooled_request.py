@@ -22,7 +22,7 @@ from services.gateway.api.prompts import completion_prompts
 from services.gateway.api.response import ChoiceState, ResponseHeader, prompt_tokens
 from services.gateway.api.sampling import kept_prompt_tokens
 from shared.messages.generation import PoolingOptions, SamplingOptions, StopConditions
-from shared.messages.lifecycle import LogitActivation, ModelCard, PoolingCard
+from shared.messages.model_card import LogitActivation, ModelCard, PoolingCard
 from shared.messages.tokenizer import Prompt, TruncationSide
 
 Serves = Literal["embeddings", "labels"]

@@ -26,7 +26,7 @@ from services.gateway.api.responses.input_items import Item, Turns, add_items, i
 from services.gateway.api.structured_outputs import ResponseFormat, StructuredOutputs
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16

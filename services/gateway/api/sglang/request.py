@@ -13,7 +13,7 @@ from services.gateway.api.completions import CompletionFields, completion_reques
 from services.gateway.api.errors import RequestError, decode_body, invalid, not_allowed, unsupported
 from services.gateway.api.generation import GenerationRequest, RequestLimits, ResponseOptions
 from services.gateway.api.structured_outputs import StructuredOutputs
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 DEFAULT_MAX_TOKENS = 128
 NO_LOGPROBS_OF_PROMPT = -1

@@ -14,7 +14,7 @@ from services.gateway.core.cluster import ClusterView
 from services.gateway.http.admin.waiting import until
 from services.gateway.http.call import Call
 from shared.ids import ModelName
-from shared.messages.lifecycle import LoraRefusal
+from shared.messages.model_card import LoraRefusal
 from shared.models.lora_registry import LoraRegistry, LoraRegistryError
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from services.gateway.request_table import RequestTable
 from services.gateway.resumable_streams import ResumableStreams
 from shared.ids import ModelName
 from shared.messages.gateway import Delta
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 LINES = b"application/x-ndjson"
 

@@ -13,7 +13,7 @@ from services.scheduler.core.health.suspicion import Suspicion
 from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.sequence import Sequence as EngineSequence
 from shared.ids import RequestId
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import Cancel, GenerateRequest, SequenceFailed
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from services.scheduler.core.sequence import Sequence
 from shared.ids import LoraId
-from shared.messages.lifecycle import LoraCard
+from shared.messages.model_card import LoraCard
 
 
 class AdapterSlots:

@@ -20,7 +20,7 @@ from shared.blocks import HASH_BYTES
 from shared.ids import RequestId, SequenceId
 from shared.messages.gateway import Death, RequestFailed, RequestRejected
 from shared.messages.generation import Generation, PoolingOptions, PromptEmbeds
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import Cancel, GenerateRequest, GrammarFault, SequenceFailed, StopMatched
 from shared.messages.worker import MAX_POOLED_BYTES_PER_PLAN
 from shared.packing import TOKEN_BYTES, unpack

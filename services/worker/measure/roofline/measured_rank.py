@@ -31,7 +31,8 @@ from services.worker.measure.roofline.wire import (
 from services.worker.models.checkpoint import checkpoint_files
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.hf_config import read_model_config
-from services.worker.models.loaded_model import LoadedModel, LoadSettings, dtype_of, load_model
+from services.worker.models.loaded_model import LoadedModel, LoadSettings, dtype_of
+from services.worker.models.model_loader import load_model
 from services.worker.models.sharding import LayerShard, shard_of
 from services.worker.ops.interface import Ops, OpsUnavailable
 from services.worker.platforms.installed import PlatformUnavailable, open_platform

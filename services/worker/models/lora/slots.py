@@ -22,7 +22,7 @@ from services.worker.models.weights import KvCaches
 from services.worker.ops.interface import AdapterRows, AdapterSpan, BatchMeta
 from services.worker.ops.transfer import to_device
 from shared.ids import LoraId, ModelName
-from shared.messages.lifecycle import LoraCard
+from shared.messages.model_card import LoraCard
 from shared.models.lora_registry import MAX_REGISTERED_LORAS, AdapterRefused
 
 NO_ADAPTER = -1

@@ -15,7 +15,7 @@ from torch import Tensor
 from services.worker.models.checkpoint import TensorSource
 from services.worker.models.config import ModelConfig, ModelError, plain_json
 from shared.messages.generation import PoolingType
-from shared.messages.lifecycle import LogitActivation, PoolingCard
+from shared.messages.model_card import LogitActivation, PoolingCard
 from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
 
 ClassifierHead = Callable[[Tensor], Tensor]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from services.worker.models.config import ModelError
 from services.worker.models.pooling.classification import ClassifierHead
 from shared.messages.generation import PoolingType
-from shared.messages.lifecycle import PoolingCard
+from shared.messages.model_card import PoolingCard
 
 PoolingChoice = Literal["auto", "none", "last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean"]
 """auto: what the checkpoint says; where it says nothing it makes no vectors, as with none."""

@@ -13,7 +13,7 @@ from services.worker.models.config import ModelConfig
 from services.worker.models.sharding import LayerShard
 from services.worker.models.weights import KvCaches
 from services.worker.ops.interface import Ops, StateCache
-from shared.messages.kv_groups import StateRecords
+from shared.kv_groups import StateRecords
 from shared.messages.kvstore import KvLayout
 
 _WORD_BYTES = 4

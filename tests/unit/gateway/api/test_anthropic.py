@@ -14,7 +14,7 @@ from services.gateway.api.generation import GenerationRequest, RequestLimits
 from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import ModelName
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import ChatPrompt
 from tests.support.gateway.tool_calls import Call, written
 

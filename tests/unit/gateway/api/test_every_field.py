@@ -36,7 +36,7 @@ from services.gateway.api.pooling.scores import RerankFields, ScoreFields, read_
 from services.gateway.api.prompts import DetokenizeFields, TokenizeFields, read_detokenize, read_tokenize
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import LoraId, ModelName
-from shared.messages.lifecycle import LoraCard, ModelCard, PoolingCard
+from shared.messages.model_card import LoraCard, ModelCard, PoolingCard
 from tests.support.paths import TESTS
 
 LORA = LoraCard(name=ModelName("adapter"), id=LoraId(b"\0" * 16), rank=1)

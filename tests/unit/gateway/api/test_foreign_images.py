@@ -15,7 +15,7 @@ from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.ollama.request import read_ollama_chat, read_ollama_generate
 from services.gateway.api.responses.request import read_responses
 from services.gateway.parsing.output_dialect import OutputDialect
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import ChatPrompt
 from tests.unit.gateway.api.test_images import CARD, LIMITS, URI
 

@@ -14,7 +14,7 @@ from services.gateway.api.generation import GenerationRequest, RequestLimits
 from services.gateway.api.prompts import read_detokenize, read_tokenize
 from shared.ids import ModelName
 from shared.messages.generation import Grammar
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import ChatPrompt, Encode, TextPrompt, TokenPrompt
 from shared.packing import pack, unpack
 

@@ -15,7 +15,7 @@ from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
 from shared.ids import ModelName
 from shared.messages.encoder import MAX_IMAGE_BYTES
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import ChatPrompt
 
 CARD = ModelCard(

@@ -14,7 +14,7 @@ from services.gateway.api.vllm.kv_transfer import NO_TRANSFER, KvTransfer, kv_tr
 from shared.ids import Attempt, EngineId, ModelName, NodeId, RequestId
 from shared.messages.gateway import PromptKept
 from shared.messages.generation import KeptPrompt
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 CARD = ModelCard(
     name=ModelName("demo"), max_model_len=2048, vocab_size=2048, eos_token_ids=(2,), dtype="float32", created=1

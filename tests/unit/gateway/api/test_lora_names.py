@@ -9,7 +9,7 @@ from services.gateway.api.completions import read_completion
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import RequestLimits
 from shared.ids import LoraId, ModelName
-from shared.messages.lifecycle import LoraCard
+from shared.messages.model_card import LoraCard
 from tests.support.gateway.fake_services import CARD
 
 LORA = LoraCard(name=ModelName("poet"), id=LoraId(b"p" * 16), rank=8)

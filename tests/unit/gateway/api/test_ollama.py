@@ -15,7 +15,7 @@ from services.gateway.api.ollama.request import ModelNameOnly, read_ollama_chat,
 from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import ModelName
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import ChatPrompt, TextPrompt
 from tests.support.gateway.tool_calls import Call, written
 

@@ -23,7 +23,7 @@ from services.gateway.api.generation import GenerationRequest, RequestLimits
 from services.gateway.api.prompts import read_tokenize
 from shared.ids import ModelName
 from shared.messages.generation import MAX_PROMPT_EMBEDS_BYTES
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import ChatPrompt, EmbedsPrompt, TextPrompt, embeds_placeholder
 from tests.support.models.embedded_prompts import prompt_embeds
 from tests.support.models.embedded_prompts import prompt_embeds_field as encoded

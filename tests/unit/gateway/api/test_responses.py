@@ -18,7 +18,7 @@ from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import Attempt, ModelName, RequestId
 from shared.messages.gateway import Delta, LogprobText, PositionLogprobs
 from shared.messages.generation import FinishReason
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import ChatPrompt
 from tests.support.gateway.tool_calls import Call, written
 

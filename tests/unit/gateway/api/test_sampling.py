@@ -13,7 +13,7 @@ from services.gateway.api.completions import read_completion
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import BeamSearchParams, GenerationRequest, RequestLimits, ResponseOptions
 from shared.ids import ModelName
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 CARD = ModelCard(
     name=ModelName("demo"), max_model_len=2048, vocab_size=2048, eos_token_ids=(2,), dtype="float32", created=1

@@ -14,7 +14,7 @@ from services.gateway.api.generation import RequestLimits
 from services.gateway.api.structured_outputs import MAX_CHOICES, MAX_GRAMMAR_BYTES, OutputGrammar, json_grammar
 from shared.ids import ModelName
 from shared.messages.generation import Grammar
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 
 CARD = ModelCard(
     name=ModelName("m"), max_model_len=256, vocab_size=2048, eos_token_ids=(0,), dtype="float32", created=0

@@ -7,16 +7,8 @@ from msgspec.structs import replace
 from services.gateway.core.cluster import MODEL_MEMORY_S, REQUIRED_SERVICES, Absence, ClusterView
 from shared.ids import InstanceId, LoraId, ModelName
 from shared.messages.dialects import Dialect
-from shared.messages.lifecycle import (
-    DetokenizerReport,
-    EngineReport,
-    Lifecycle,
-    LoraCard,
-    ModelCard,
-    Phase,
-    SleepReport,
-    TokenizerReport,
-)
+from shared.messages.lifecycle import DetokenizerReport, EngineReport, Lifecycle, Phase, SleepReport, TokenizerReport
+from shared.messages.model_card import LoraCard, ModelCard
 from tests.unit.gateway.core.test_supervisor import life
 
 CARD = ModelCard(name=ModelName("m"), max_model_len=8, vocab_size=9, eos_token_ids=(), dtype="float32", created=1)

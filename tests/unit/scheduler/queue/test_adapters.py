@@ -7,7 +7,7 @@ from services.scheduler.core.events import LorasChanged, SendPlan, SendToGateway
 from services.scheduler.core.limits import EngineLimits
 from shared.ids import EngineId, Incarnation, LoraId, ModelName
 from shared.messages.gateway import RequestRejected
-from shared.messages.lifecycle import LoraRefusal
+from shared.messages.model_card import LoraRefusal
 from shared.messages.worker import StepPlan
 from tests.support.engines.checking_worker import LORAS as KNOWN
 from tests.support.engines.checking_worker import HonestWorker, card, generate

@@ -11,7 +11,7 @@ from services.scheduler.core.memory import NO_PARENT
 from services.scheduler.core.transfer.hand_over import partial_hash
 from shared.blocks import BlockHash, hash_chain, split_hashes
 from shared.ids import Attempt, EngineId, NodeId, RequestId
-from shared.messages.kv_groups import KvCacheGroup
+from shared.kv_groups import KvCacheGroup
 from shared.messages.kvstore import Find, Reserve
 from shared.messages.scheduler import GenerateRequest
 from shared.messages.worker import Transfer

@@ -10,7 +10,7 @@ from services.scheduler.core.state_memory import page_name
 from services.scheduler.core.transfer.hand_over import partial_hash
 from shared.blocks import BlockHash, hash_chain
 from shared.ids import Attempt, EngineId, NodeId, RequestId
-from shared.messages.kv_groups import StateRecords
+from shared.kv_groups import StateRecords
 from shared.messages.kvstore import Find, FindAny
 from shared.messages.scheduler import GenerateRequest
 from shared.packing import pack, unpack

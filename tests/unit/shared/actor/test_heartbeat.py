@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from shared.actor.heartbeat import Heartbeat
 from shared.ids import EngineId, Incarnation, InstanceId, ModelName
-from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, ModelCard, StepSums, WorkerReport
+from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, StepSums, WorkerReport
+from shared.messages.model_card import ModelCard
 
 CARD = ModelCard(name=ModelName("m"), max_model_len=1, vocab_size=1, eos_token_ids=(), dtype="f", created=0)
 RANK = WorkerReport(engine=EngineId("e"), rank=0, world_size=1, model=CARD, num_blocks=1, device="sim")

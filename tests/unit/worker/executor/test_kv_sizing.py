@@ -10,7 +10,7 @@ import pytest
 from services.worker.executor.kv_sizing import DeviceMemory, KvDemand, KvSize, size_kv
 from services.worker.models.config import ModelError
 from services.worker.platforms.installed import built_in_platform
-from shared.messages.kv_groups import MAX_TOKENS, KvCacheGroup
+from shared.kv_groups import MAX_TOKENS, KvCacheGroup
 
 CPU = built_in_platform("cpu")
 GIB = 1 << 30

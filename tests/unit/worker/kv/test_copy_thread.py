@@ -20,7 +20,7 @@ from services.worker.kv.copier import Copied, Piece, RankKvCache
 from services.worker.kv.copy_thread import CopyingStuck, CopyThread, TransferEnded, around
 from services.worker.kv.rank_heads import RankHeads
 from shared.ids import Incarnation, ModelName
-from shared.messages.lifecycle import ModelCard
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan, Transfer
 from tests.support.kv.ranks import BLOCKS, make_arena, make_layout, transfer

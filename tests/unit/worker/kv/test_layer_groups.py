@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.worker.kv.layer_groups import MAX_GROUPS, LayerGroups, group_layers, why_one_group
-from shared.messages.kv_groups import KvCacheGroup
+from shared.kv_groups import KvCacheGroup
 
 LONGEST = 4096
 

@@ -10,7 +10,7 @@ import pytest
 
 from services.worker.models.config import ModelError
 from services.worker.models.pooling.classification import read_classifier
-from shared.messages.lifecycle import PoolingCard
+from shared.messages.model_card import PoolingCard
 
 CLASSIFIER = {"architectures": ["Qwen3ForSequenceClassification"]}
 

@@ -12,7 +12,7 @@ import torch
 
 from services.worker.models.config import ModelError
 from services.worker.models.pooling.sentence_transformers import read_pooling, read_projections
-from shared.messages.lifecycle import PoolingCard
+from shared.messages.model_card import PoolingCard
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}

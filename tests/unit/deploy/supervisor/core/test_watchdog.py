@@ -13,7 +13,8 @@ from deploy.supervisor.core.watchdog import (
     WatchLimits,
 )
 from shared.ids import EngineId, Incarnation, InstanceId, ModelName
-from shared.messages.lifecycle import EngineHealth, EngineReport, Lifecycle, ModelCard, Phase, WorkerReport
+from shared.messages.lifecycle import EngineHealth, EngineReport, Lifecycle, Phase, WorkerReport
+from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import PauseMode
 
 CARD = ModelCard(name=ModelName("m"), max_model_len=8, vocab_size=8, eos_token_ids=(), dtype="float32", created=0)

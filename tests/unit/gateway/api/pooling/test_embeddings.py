@@ -18,7 +18,7 @@ from services.gateway.api.pooling.embeddings import EmbeddingRequest, read_embed
 from services.gateway.api.response import ChoiceState, ResponseHeader
 from shared.ids import ModelName
 from shared.messages.generation import PoolingOptions
-from shared.messages.lifecycle import ModelCard, PoolingCard
+from shared.messages.model_card import ModelCard, PoolingCard
 from shared.messages.tokenizer import TextPrompt, TokenPrompt
 from shared.packing import pack
 

@@ -23,7 +23,7 @@ from services.gateway.api.pooling.scores import read_rerank, read_score
 from services.gateway.api.response import ChoiceState, ResponseHeader
 from shared.ids import ModelName
 from shared.messages.generation import PoolingOptions
-from shared.messages.lifecycle import ModelCard, PoolingCard
+from shared.messages.model_card import ModelCard, PoolingCard
 from shared.messages.tokenizer import PairPrompt, TextPrompt
 
 EMBEDDINGS = ModelCard(

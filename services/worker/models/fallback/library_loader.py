@@ -1,0 +1,129 @@
+"""One rank's share of a model that `transformers` computes: a decoder, or an encoder."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from msgspec.structs import replace
+
+from services.worker.models.checkpoint import (
+    TensorSource,
+    open_checkpoint,
+)
+from services.worker.models.config import ModelError
+from services.worker.models.dummy_weights import DummyTensors
+from services.worker.models.expert_parallel.engine_experts import check_experts
+from services.worker.models.loaded_model import (
+    TORCH_DTYPES,
+    LoadedModel,
+    LoadSettings,
+    already_quantized,
+    check_weights_fit,
+    code_of,
+    create_ops,
+    digest_of,
+    dtype_of,
+    model_len,
+    pooling_of,
+    read_classifier_head,
+)
+from services.worker.models.pooling.sentence_transformers import read_projections
+from services.worker.models.sharding import PipelineStage, stage_of
+from shared.telemetry.startup import STARTUP
+
+
+def load_library_model(settings: LoadSettings) -> LoadedModel:
+    """Of an architecture that `transformers` computes."""
+    # Seconds of imports, which nobody else should pay for.
+    from services.worker.models.fallback.library_encoder import encoder_type
+    from services.worker.models.fallback.library_model import LibraryModel
+
+    if settings.on_layer is not None:
+        raise ModelError("a layer-wise KV connector is not told of the layers of a model that transformers computes")
+    if settings.classifier_from_token:
+        raise ModelError("classifier_from_token: only for architectures that Baton computes itself, not transformers")
+    if encoder_type(settings.folder) is not None:
+        return _library_encoder(settings)
+    library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code)
+    config = library.config
+    check_experts(settings.experts, config)
+    if library.has_codes and settings.quantization != "auto":
+        raise already_quantized(settings, "mxfp4")
+    pooling = pooling_of(settings, config.hidden_size)
+    dtype = dtype_of(settings.dtype, config)
+    length = model_len(config, settings.max_model_len)
+    stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
+    stage_bytes = library.stage_parameters(stage) * TORCH_DTYPES[dtype].itemsize
+    check_weights_fit(stage_bytes, dtype, 1, settings.platform.memory().free)
+    digest = digest_of(settings, config)
+    ops = create_ops(settings, TORCH_DTYPES[dtype])
+    with STARTUP.stage("weights"):
+        decoder = library.decoder(
+            *(ops, TORCH_DTYPES[dtype], settings.device, length, settings.communicator, stage, settings.pipeline),
+            dummy=settings.load_format == "dummy",
+            quantization=code_of(settings),
+        )
+    if pooling is not None and not decoder.has_features:
+        raise ModelError(f"{settings.folder}: pooling_type: {config.architecture} does not show its hidden states")
+    with torch.inference_mode(), _library_tensors(settings, TORCH_DTYPES[dtype]) as tensors:
+        classifier = read_classifier_head(settings, tensors, pooling, config.hidden_size) if stage.is_last else None
+    return LoadedModel(
+        settings=settings,
+        config=config,
+        dtype=dtype,
+        max_model_len=length,
+        stage=stage,
+        digest=digest,
+        decoder=decoder,
+        pooling=pooling,
+        classifier=classifier,
+        generates=pooling is None or not pooling.labels,
+    )
+
+
+def _library_encoder(settings: LoadSettings) -> LoadedModel:
+    """An encoder, by one rank."""
+    from services.worker.models.fallback.library_encoder import LibraryEncoderModel
+
+    if settings.communicator.world_size > 1:
+        raise ModelError("tp: an encoder is computed by one rank; more engines serve more prompts")
+    if settings.pipeline.stages > 1:
+        raise ModelError("pp: an encoder is computed by one rank; more engines serve more prompts")
+    library = LibraryEncoderModel(settings.folder)
+    config = library.config
+    check_experts(settings.experts, config)
+    pooling = pooling_of(settings, config.hidden_size, library.head_pooling)
+    if pooling is None:
+        raise ModelError(f"{settings.folder}: an encoder generates no text, so it needs a pooling_type to serve")
+    dtype = dtype_of(settings.dtype, config)
+    # A prompt is computed in one step.
+    length = min(model_len(config, settings.max_model_len), settings.max_batch_tokens)
+    check_weights_fit(config.parameters * TORCH_DTYPES[dtype].itemsize, dtype, 1, settings.platform.memory().free)
+    digest = digest_of(settings, config)
+    ops = create_ops(settings, TORCH_DTYPES[dtype])
+    with STARTUP.stage("weights"):
+        encoder, head = library.load(
+            *(ops, TORCH_DTYPES[dtype], settings.device),
+            dummy=settings.load_format == "dummy",
+            quantization=code_of(settings),
+        )
+    return LoadedModel(
+        settings=settings,
+        config=config,
+        dtype=dtype,
+        max_model_len=length,
+        stage=PipelineStage(0, 1, 0, config.num_layers),
+        digest=digest,
+        decoder=encoder,
+        pooling=replace(pooling, whole=True),
+        classifier=head or read_projections(settings.folder, config.hidden_size, settings.device),
+        generates=False,
+    )
+
+
+def _library_tensors(settings: LoadSettings, dtype: torch.dtype) -> AbstractContextManager[TensorSource]:
+    """See `_tensors`."""
+    if settings.load_format == "dummy":
+        return nullcontext(DummyTensors(dtype, settings.device))
+    return open_checkpoint(settings.folder, dtype, device=settings.device)

@@ -1,0 +1,206 @@
+"""One rank's share of a model from a directory: which dtype, which layers, on what operations, and the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from services.worker.models.checkpoint import (
+    TensorSource,
+    checkpoint_files,
+    open_checkpoint,
+    takes_images,
+)
+from services.worker.models.config import Dtype, ModelConfig, ModelError
+from services.worker.models.data_parallel.group_decoder import GroupDecoder
+from services.worker.models.decoder import Decoder, LayerwiseDecoder
+from services.worker.models.dummy_weights import DummyTensors
+from services.worker.models.expert_parallel.engine_experts import engine_bytes, place_experts
+from services.worker.models.expert_parallel.placement import ExpertPlacement
+from services.worker.models.fallback.library_loader import load_library_model
+from services.worker.models.hf_config import has_head, is_native, read_model_config
+from services.worker.models.latent.attention import check_latent
+from services.worker.models.loaded_model import (
+    TORCH_DTYPES,
+    LoadedModel,
+    LoadSettings,
+    already_quantized,
+    check_weights_fit,
+    code_of,
+    create_ops,
+    digest_of,
+    dtype_of,
+    model_len,
+    pooling_of,
+    read_classifier_head,
+)
+from services.worker.models.loading import load_weights
+from services.worker.models.plugins.architectures import PluginModel, find_plugin_model
+from services.worker.models.plugins.interface import DecoderParts
+from services.worker.models.pooling.classification import (
+    ClassifierHead,
+    read_token_head,
+)
+from services.worker.models.quantization.method import QuantizationMethod, read_method
+from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
+from services.worker.models.sharding import PipelineStage, shard_of, stage_of
+from services.worker.ops.quantized import Scheme
+from shared.messages.model_card import PoolingCard
+from shared.models.image_models import read_image_model
+from shared.telemetry.startup import STARTUP
+
+_QUANTIZED_BYTES: dict[Scheme, float] = {"int8": 1.0, "fp8": 1.0, "int4": 0.6, "w8a8_int8": 1.0}
+"""Of a weight, with the scales of groups."""
+
+
+def load_model(settings: LoadSettings) -> LoadedModel:
+    """Reads the configuration and loads this rank's share of the weights.
+
+    Raises ModelError where the model cannot be served or does not fit, OpsUnavailable for want of its operations."""
+    plugin = None if settings.impl == "transformers" else find_plugin_model(settings.folder)
+    ours = plugin is not None or is_native(settings.folder)
+    if settings.impl == "transformers" or (settings.impl == "auto" and not ours):
+        return load_library_model(settings)
+    config = read_model_config(settings.folder, quantized=True) if plugin is None else plugin.config
+    check_latent(config.latent, settings.cache, settings.attention)
+    method = _method_of(settings)
+    if plugin is not None:
+        _check_plugin(settings, plugin, method)
+    stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
+    dtype = dtype_of(settings.dtype, config)
+    length = model_len(config, settings.max_model_len)
+    generates = plugin is not None or has_head(settings.folder)
+    pooling = pooling_of(settings, config.hidden_size)
+    if pooling is None and not generates:
+        raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
+    stage_bytes = _weight_bytes(settings, config, stage, dtype, method)
+    ranks, free = settings.communicator.world_size, settings.platform.memory().free
+    check_weights_fit(engine_bytes(config, stage_bytes, (), settings.group), dtype, ranks, free)  # reads no file whole
+    digest = digest_of(settings, config)
+    experts = place_experts(settings.experts, config, digest, settings.communicator, settings.group)
+    check_weights_fit(engine_bytes(config, stage_bytes, experts, settings.group), dtype, ranks, free)
+    decoder, classifier = _decoder(
+        settings, config, stage, TORCH_DTYPES[dtype], length, pooling, method, plugin, experts
+    )
+    return LoadedModel(
+        settings=settings,
+        config=config,
+        dtype=dtype,
+        max_model_len=length,
+        stage=stage,
+        digest=digest,
+        decoder=decoder,
+        pooling=pooling,
+        classifier=classifier,
+        generates=generates,
+        images=plugin is None and takes_images(settings.folder, settings.load_format, settings.platform),
+    )
+
+
+def _decoder(
+    settings: LoadSettings,
+    config: ModelConfig,
+    stage: PipelineStage,
+    dtype: torch.dtype,
+    max_model_len: int,
+    pooling: PoolingCard | None,
+    method: QuantizationMethod | None,
+    plugin: PluginModel | None,
+    experts: tuple[ExpertPlacement, ...],
+) -> tuple[Decoder, ClassifierHead | None]:
+    """With the classification head on the last stage of a classifier."""
+    communicator = settings.communicator
+    expert_rank = None if settings.group is None else settings.group.place.in_group
+    share = shard_of(config, communicator.rank, communicator.world_size, experts, expert_rank)
+    with STARTUP.stage("kernels"):
+        ops = create_ops(settings, dtype)
+    with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype, method, plugin) as tensors:
+        weights = load_weights(
+            *(tensors, config, share, ops, settings.device, max_model_len, stage),
+            quantization=code_of(settings),
+            counts_picks=settings.experts.counts and share.rank == 0,
+        )
+        head = _head_of(settings, tensors, config, pooling) if stage.is_last else None
+    if plugin is not None:
+        return plugin.decoder(DecoderParts(config, weights, share, ops, communicator, settings.pipeline)), head
+    if settings.group is not None:
+        return GroupDecoder(config, weights, share, ops, communicator, settings.group), head
+    if settings.on_layer is not None:
+        layerwise = LayerwiseDecoder(config, weights, share, ops, communicator, settings.pipeline, settings.on_layer)
+        return layerwise, head
+    return Decoder(config, weights, share, ops, communicator, settings.pipeline), head
+
+
+def _head_of(
+    settings: LoadSettings, tensors: TensorSource, config: ModelConfig, pooling: PoolingCard | None
+) -> ClassifierHead | None:
+    if settings.classifier_from_token:
+        return read_token_head(tensors, config, settings.folder, settings.classifier_from_token)
+    return read_classifier_head(settings, tensors, pooling, config.hidden_size)
+
+
+@contextmanager
+def _tensors(
+    settings: LoadSettings,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    method: QuantizationMethod | None,
+    plugin: PluginModel | None,
+) -> Iterator[TensorSource]:
+    """The checkpoint's tensors, or dummy weights."""
+    if settings.load_format == "dummy":
+        yield DummyTensors(dtype, settings.device, norm_offset=config.norm_offset)
+        return
+    with open_checkpoint(
+        settings.folder,
+        dtype,
+        device=settings.device,
+        base="model.",
+        language_model=read_image_model(settings.folder) is not None,
+    ) as checkpoint:
+        if plugin is not None:
+            yield plugin.tensors(checkpoint)
+        else:
+            yield checkpoint if method is None else QuantizedCheckpoint(checkpoint, method, dtype)
+
+
+def _check_plugin(settings: LoadSettings, plugin: PluginModel, method: QuantizationMethod | None) -> None:
+    """Raises ModelError for what models of packages are not served with."""
+    if settings.on_layer is not None:
+        raise ModelError(f"a layer-wise KV connector is not told of the layers of a model of {plugin.where}")
+    if method is not None:
+        raise ModelError(f"quantization_config: a model of {plugin.where} is read from weights that are not quantised")
+    asked = (("classifier_from_token", settings.classifier_from_token), ("data_parallel_size", settings.group))
+    for name in (name for name, value in asked if value):
+        raise ModelError(f"{name}: not allowed for a model of {plugin.where}")
+
+
+def _method_of(settings: LoadSettings) -> QuantizationMethod | None:
+    """How the checkpoint is quantised; None where it is not. Raises ModelError for what cannot be read."""
+    method = None if settings.load_format == "dummy" else read_method(settings.folder)
+    if method is not None and settings.quantization != "auto":
+        raise already_quantized(settings, method.name)
+    return method
+
+
+def _weight_bytes(
+    settings: LoadSettings,
+    config: ModelConfig,
+    stage: PipelineStage,
+    dtype: Dtype,
+    method: QuantizationMethod | None,
+) -> int:
+    """Bytes of the weights of all ranks of a stage together."""
+    quantization = settings.quantization
+    if method is not None:
+        stored = sum(path.stat().st_size for path in checkpoint_files(settings.folder))
+        return stored * stage.num_layers // config.num_layers
+    table, item = config.vocab_size * config.hidden_size, TORCH_DTYPES[dtype].itemsize
+    own_head = stage.is_last and not (config.tied_embeddings and stage.is_first)
+    layers = config.layers[stage.first_layer : stage.end_layer]
+    parameters = config.layer_parameters(layers)
+    if quantization == "auto":
+        return (parameters + table * (stage.is_first + own_head)) * item
+    return int(parameters * _QUANTIZED_BYTES[quantization]) + table * (stage.is_first * item + stage.is_last)

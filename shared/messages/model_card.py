@@ -1,0 +1,88 @@
+"""What an engine publishes about the model that it serves, and about what requests may ask of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.blocks import DEFAULT_BLOCK_SIZE
+from shared.ids import LoraId, ModelName
+from shared.messages.generation import PoolingType
+
+LogitActivation = Literal["sigmoid", "softmax", "none"]
+"""What makes probabilities of a classifier's logits, or leaves them as they are."""
+
+
+class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
+    """How an engine makes vectors of prompts: embeddings, or logits of a classifier's labels."""
+
+    pooling: PoolingType
+    normalize: bool
+    """Whether vectors are normalized where a request does not say."""
+    size: int
+    """Elements of a whole vector."""
+    matryoshka: tuple[int, ...] = ()
+    """Numbers of elements that a request may ask for; empty: any up to `size`."""
+    labels: tuple[str, ...] = ()
+    """Names of a classifier's labels, for each of which a vector has a logit; empty: vectors are embeddings."""
+    activation: LogitActivation = "none"
+    """What a classifier's logits go through where a request does not say."""
+    whole: bool = False
+    """Whether each prompt is computed in one step, as encoders do; see `PoolingOptions.whole`."""
+
+
+class LoraCard(Struct, frozen=True, array_like=True, kw_only=True):
+    """A LoRA adapter that an engine serves beside its model."""
+
+    name: ModelName
+    """What clients call it, in place of the model's name."""
+    id: LoraId
+    rank: int
+
+
+class LoraRefusal(Struct, frozen=True, array_like=True):
+    """Why an adapter of the registry's file is not served."""
+
+    name: ModelName
+    path: str
+    reason: str
+    missing: bool = False
+    """Whether there is no adapter at this path."""
+
+
+class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
+    """What an engine publishes about the model that it serves."""
+
+    name: ModelName
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    created: int
+    """When the worker loaded the model, in Unix seconds."""
+    block_size: int = DEFAULT_BLOCK_SIZE
+    """Tokens of a block of its KV cache."""
+    pooling: PoolingCard | None = None
+    """None: it makes no vectors of prompts."""
+    generates: bool = True
+    """Whether it generates text; not where its checkpoint has no language model head."""
+    loras: tuple[LoraCard, ...] = ()
+    """The adapters that it may be computed with."""
+
+    def lora(self, name: ModelName) -> LoraCard | None:
+        """The adapter that clients call `name`; None where there is none."""
+        return next((each for each in self.loras if each.name == name), None)
+
+    extra_args: tuple[str, ...] = ()
+    """What requests may have in `vllm_xargs`: the arguments of the engine's logits processors."""
+    prompt_embeds: int | None = None
+    """Elements of each row of a prompt that is given as embeddings; None: it takes none."""
+    aliases: tuple[ModelName, ...] = ()
+    """Further names by which clients may call it."""
+    images: int | None = None
+    """Elements of each row that an encoder makes of an image; None: prompts may have none."""
+
+    def takes_rows(self, size: int) -> bool:
+        """Whether rows of `size` elements may stand in place of tokens' embeddings: a client's own, or an encoder's."""
+        return size in (self.prompt_embeds, self.images)
