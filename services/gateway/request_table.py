@@ -115,9 +115,14 @@ class RequestTable:
         self._responses: set[GenerationResponse] = set()
         self._arriving = 0
         """Requests whose bodies are being read."""
+        OPEN.labels("queued").set_function(self._queued)
+        OPEN.labels("running").set_function(lambda: len(self) - self._queued())
 
     def __len__(self) -> int:
         return len(self._supervisor)
+
+    def _queued(self) -> int:
+        return sum(request.state != "placed" for request in self._supervisor.requests())
 
     @property
     def idle(self) -> bool:
@@ -392,9 +397,6 @@ class RequestTable:
         for response in self._responses:
             if not response.ended.done():
                 response.writer.tick(now)
-        queued = sum(request.state != "placed" for request in self._supervisor.requests())
-        OPEN.labels("queued").set(queued)
-        OPEN.labels("running").set(len(self._supervisor) - queued)
 
     def stop(self) -> None:
         """Fails every open response, as the gateway is stopping; resumable ones break off and go on elsewhere."""

@@ -16,7 +16,7 @@ from shared.telemetry.tracing import OpenSpan, Tracing
 RECORDERS: tuple[Service, ...] = ("gateway", "tokenizer", "coordinator", "scheduler", "detokenizer")
 """Those that do something for single requests, and remember it."""
 ANSWER_TIMEOUT = 1.0
-"""Seconds; a process that does not answer has nothing to show."""
+"""Seconds that each process may take."""
 MAX_ASKED = 512
 """Processes that are asked for one request."""
 
@@ -39,6 +39,8 @@ class RequestTrace(NamedTuple):
     trace_id: str
     hops: tuple[Hop, ...]
     """In the order in which they began; a gateway's, which is the whole request, first."""
+    unanswered: tuple[InstanceId, ...] = ()
+    """Processes that did not answer in time: what they have done is missing, and may be had when asked again."""
 
 
 def spans_found(tracing: Tracing, name: str, open_spans: Callable[[str], Sequence[OpenSpan]]) -> SpansFound:
@@ -63,27 +65,31 @@ def spans_found(tracing: Tracing, name: str, open_spans: Callable[[str], Sequenc
 async def request_trace(
     bus: Bus, name: str, gateways: Iterable[InstanceId], others: Iterable[InstanceId]
 ) -> RequestTrace | None:
-    """Asks the gateways which trace this is, then everybody what they have done for it. Returns None where nobody knows
-    of it: it was never there, or is forgotten, or its gateway is gone."""
+    """Asks the gateways which trace this is, then everybody what they have done for it. Returns None where nobody who
+    answers knows of it: it was never there, or is forgotten, or its gateway is gone."""
     known = await _ask_all(bus, name, gateways)
-    trace_id = next((found.trace_id for found in known.values() if found.trace_id is not None), None)
+    trace_id = next((found.trace_id for found in known.values() if found and found.trace_id is not None), None)
     if trace_id is None:
         return None
-    answers = known | await _ask_all(bus, trace_id, others)
+    asked = known | await _ask_all(bus, trace_id, others)
+    answers = {instance: found for instance, found in asked.items() if found is not None}
     hops = {  # actors of one process all say what that remembers
         (span.name, span.begun, span.ended): Hop(span.name, instance, span.begun, span.ended, span.attributes)
         for instance, found in reversed(answers.items())
         if found.trace_id == trace_id
         for span in found.spans
     }
-    whole = {instance for instance, found in known.items() if found.trace_id == trace_id}
-    return RequestTrace(trace_id, tuple(sorted(hops.values(), key=lambda hop: (hop.instance not in whole, hop.begun))))
+    whole = {instance for instance in known if instance in answers and answers[instance].trace_id == trace_id}
+    return RequestTrace(
+        trace_id,
+        tuple(sorted(hops.values(), key=lambda hop: (hop.instance not in whole, hop.begun))),
+        tuple(instance for instance in asked if instance not in answers),
+    )
 
 
-async def _ask_all(bus: Bus, name: str, instances: Iterable[InstanceId]) -> dict[InstanceId, SpansFound]:
+async def _ask_all(bus: Bus, name: str, instances: Iterable[InstanceId]) -> dict[InstanceId, SpansFound | None]:
     asked = sorted(set(instances))[:MAX_ASKED]
-    answers = await asyncio.gather(*(_ask(bus, name, instance) for instance in asked))
-    return {instance: found for instance, found in zip(asked, answers, strict=True) if found is not None}
+    return dict(zip(asked, await asyncio.gather(*(_ask(bus, name, instance) for instance in asked)), strict=True))
 
 
 async def _ask(bus: Bus, name: str, instance: InstanceId) -> SpansFound | None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import queue
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -78,6 +83,35 @@ def test_axe_finds_nothing_that_keeps_people_out(browser: Any, stack: RunningSta
 def ask(stack: RunningStack, **fields: Any) -> Any:
     body = {"model": stack.model, "prompt": "a", "ignore_eos": True, **fields}
     return httpx2.post(f"{stack.url}/v1/completions", json=body, timeout=120).json()
+
+
+class LongRequest:
+    """Owns a stream of tokens that a thread reads to its end. Rows of a page are by its id: those of other tests stay
+    there for up to a second after their end."""
+
+    def __init__(self, stack: RunningStack, n: int) -> None:
+        """Returns once its first token has come. `n`: texts of 1900 tokens each."""
+        self._body = {"model": stack.model, "prompt": "a", "ignore_eos": True, "max_tokens": 1900, "n": n}
+        self._url = f"{stack.url}/v1/completions"
+        self._ids: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._finishes: set[str | None] = set()
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+        self.id = self._ids.get(timeout=PATIENCE / 1000)
+
+    def _read(self) -> None:
+        with httpx2.stream("POST", self._url, json={**self._body, "stream": True}, timeout=120) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line.removeprefix("data: "))
+                    self._ids.put(chunk["id"])
+                    self._finishes |= {choice["finish_reason"] for choice in chunk["choices"]}
+
+    def finishes(self) -> set[str | None]:
+        """Why its texts ended; waits for that."""
+        self._reading.join(PATIENCE / 1000)
+        assert not self._reading.is_alive()
+        return self._finishes - {None}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -161,21 +195,21 @@ def test_a_process_is_killed_by_its_supervisor_and_comes_back(page: Any, stack: 
 
 
 def test_a_request_is_cancelled(page: Any, stack: RunningStack) -> None:
-    answers: list[Any] = []
-    asking = threading.Thread(target=lambda: answers.append(ask(stack, max_tokens=1900)))
     view(page, "act")
-    asking.start()
-    page.get_by_role("button", name="Cancel cmpl-").first.click()
-    page.get_by_text("is cancelled").wait_for()
-    asking.join()
-    assert answers[0]["choices"][0]["finish_reason"] == "abort"
+    cancel(page, LongRequest(stack, n=32))
+
+
+def cancel(page: Any, request: LongRequest) -> None:
+    page.get_by_role("button", name=f"Cancel {request.id}").click()
+    page.get_by_text(f"{request.id} is cancelled").wait_for()
+    assert "abort" in request.finishes()
 
 
 def test_an_engine_is_looked_into_while_it_computes(page: Any, stack: RunningStack) -> None:
-    asking = threading.Thread(target=ask, args=(stack,), kwargs={"max_tokens": 1900, "n": 16})
-    asking.start()
+    request = LongRequest(stack, n=64)
     view(page, "requests")
-    engines = page.locator("section", has_text="Open requests").locator("td", has_text="engine-").first.inner_text()
+    row = page.locator("section", has_text="Open requests").locator("tr", has=page.locator(f'[title="{request.id}"]'))
+    engines = row.locator("td", has_text="engine-").inner_text()
     engine = engines.split(", ")[0]  # of those that have some of its texts
     view(page, "engines")
     page.get_by_role("radio", name=engine, exact=True).check()
@@ -185,9 +219,7 @@ def test_an_engine_is_looked_into_while_it_computes(page: Any, stack: RunningSta
     assert told.startswith("KV memory as a map of blocks: ")
     page.wait_for_function(f"({COLOURS_OF_THE_MAP})().length >= 2")  # free blocks, and some that hold something
     view(page, "act")
-    page.get_by_role("button", name="Cancel cmpl-").first.click()
-    page.get_by_text("is cancelled").wait_for()
-    asking.join()
+    cancel(page, request)
 
 
 COLOURS_OF_THE_MAP = """() => { const canvas = document.querySelector("[data-inside] canvas");
@@ -208,22 +240,34 @@ def test_the_prefix_tree_says_who_holds_what_prompts_share(page: Any, stack: Run
 
 def test_a_request_is_followed_on_its_way_while_it_is_open_and_afterwards(page: Any, stack: RunningStack) -> None:
     view(page, "requests")
-    asking = threading.Thread(target=ask, args=(stack,), kwargs={"max_tokens": 1900})
-    asking.start()
-    page.locator("section", has_text="Open requests").get_by_role("button", name="Follow cmpl-").first.click()
+    request = LongRequest(stack, n=1)
+    httpx2.post(f"{stack.url}/pause?mode=keep", timeout=60).raise_for_status()  # however fast engines are
+    page.locator("section", has_text="Open requests").get_by_role("button", name=f"Follow {request.id}").click()
     hops = page.locator("[data-followed] [data-hop]")
     page.wait_for_selector('[data-hop="decode"] .hop.open')
-    asking.join()
+    httpx2.post(f"{stack.url}/resume", timeout=60).raise_for_status()
+    assert request.finishes() == {"length"}
     page.wait_for_selector('[data-hop="decode"] .hop:not(.open)')
     names = {row.get_attribute("data-hop") for row in hops.all()}
     assert names == {"POST /v1/completions", "tokenize", "route", "queue", "prefill", "decode", "detokenize"}
     page.get_by_text("outcome finished").wait_for()
-    followed = page.locator("[data-followed]").get_attribute("data-followed")
     page.get_by_role("button", name="Close").click()
-    page.get_by_label("Id of a response").fill(followed)
-    page.get_by_role("button", name="Follow", exact=True).click()
-    page.wait_for_selector('[data-hop="prefill"]')
+    page.get_by_label("Id of a response").fill(request.id)
+    with paused(stack.pid("detokenizer-1")):
+        page.get_by_role("button", name="Follow", exact=True).click()
+        page.get_by_text("detokenizer-1 did not answer: what they did is missing.").wait_for()
+        page.wait_for_selector('[data-hop="prefill"]')
+    page.wait_for_selector('[data-hop="detokenize"]')  # it is asked again
     page.get_by_role("button", name="Close").click()
+
+
+@contextlib.contextmanager
+def paused(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_two_settings_answer_a_chat_token_by_token(page: Any, stack: RunningStack) -> None:

@@ -38,7 +38,8 @@ def trace(
             "(--trace-history says how much is remembered)"
         )
     if as_json:
-        print(json.dumps({"trace": found.trace_id, "hops": [hop._asdict() for hop in found.hops]}))
+        hops = [hop._asdict() for hop in found.hops]
+        print(json.dumps({"trace": found.trace_id, "hops": hops, "unanswered": found.unanswered}))
         return
     _print(found, time.time())
 
@@ -70,6 +71,8 @@ def _print(found: RequestTrace, now: float) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     console.print(f"trace {found.trace_id}  {'open' if is_open(found.hops) else 'ended'}", highlight=False)
     console.print(table)
+    if found.unanswered:
+        console.print(f"did not answer: {', '.join(found.unanswered)}; ask again for what they did", highlight=False)
 
 
 def is_open(hops: tuple[Hop, ...]) -> bool:

@@ -1,34 +1,39 @@
 // One request's way through the services: a row for each hop, with when it began and how long it took.
 
-import { html } from "./preact.js";
+import { html, useRef } from "./preact.js";
 import { milliseconds } from "./format.js";
 import { Empty } from "./parts.js";
 import { usePolled } from "./polling.js";
 
 const AGAIN_MS = 1000;
+/** How often processes that did not answer are asked again once nothing is under way. */
+const MAX_AGAIN = 5;
 /** What each hop does, for people. */
 const HOPS = {
   tokenize: "the prompt becomes tokens", route: "an engine is chosen, or waited for", queue: "it waits in the engine", prefill: "the prompt is computed",
   hand_over: "its blocks go to another engine", kv_load: "its blocks are loaded", decode: "tokens are generated", detokenize: "tokens become text",
 };
 
-/** Asks for the request's hops, again each second while something is under way. */
+/** Asks for the request's hops, again each second while something is under way, or not known as somebody did not answer. */
 export function Waterfall({ id, headers }) {
-  const [found, trouble] = usePolled(`console/requests/${encodeURIComponent(id)}`, headers, AGAIN_MS, isOpen);
+  const [found, trouble] = usePolled(`console/requests/${encodeURIComponent(id)}`, headers, AGAIN_MS, useGoesOn());
   if (trouble) return html`<p class="trouble" role="status">${trouble}</p>`;
   if (!found) return html`<${Empty}>Asking the services …</${Empty}>`;
-  return html`<${Hops} trace=${found.answer.trace} hops=${found.answer.hops} now=${found.at} />`;
+  return html`<${Hops} ...${found.answer} now=${found.at} />`;
 }
 
-function isOpen(trace) {
-  return trace?.hops.some((hop) => hop.ended === null);
+/** Whether to ask once more after an answer. */
+function useGoesOn() {
+  const left = useRef(MAX_AGAIN);
+  return (found) => found && (found.hops.some((hop) => hop.ended === null) || (found.unanswered.length > 0 && left.current-- > 0));
 }
 
-function Hops({ trace, hops, now }) {
+function Hops({ trace, hops, unanswered, now }) {
   const began = Math.min(...hops.map((hop) => hop.begun));
   const whole = Math.max(1e-6, Math.max(...hops.map((hop) => hop.ended ?? now)) - began);
   const open = hops.some((hop) => hop.ended === null);
   return html`<p class="facts faint"><span>${open ? "under way" : "ended"}</span><span>trace <code>${trace}</code></span></p>
+    ${unanswered.length > 0 && html`<p class="trouble" role="status">${unanswered.join(", ")} did not answer: what they did is missing.</p>`}
     <div class="scroll" tabindex="0" role="region" aria-label="Hops of the request"><table class="hops">
       <thead><tr><th scope="col">Hop</th><th scope="col">Instance</th><th scope="col" class="right">After</th><th scope="col" class="right">Time</th><th scope="col"><span class="hidden">Where in the whole</span></th><th scope="col">More</th></tr></thead>
       <tbody>${hops.map((hop, index) => {

@@ -106,10 +106,11 @@ class Console:
             call.connection.on_lost = None
 
     async def request(self, call: Call) -> None:
-        """`/console/requests/ID`: what each service has done for a request, and is doing, as far as it is remembered.
-        Raises RequestError 404."""
+        """`/console/requests/ID`: what each service has done for a request, and is doing, as far as it is remembered,
+        and who did not answer. Raises RequestError 404."""
         name = call.scope["path_params"]["request"]
         trace = await self._feed.request(name)
         if trace is None:
             raise RequestError(404, f"no process remembers a request {abbreviated(name)} (--trace-history)")
-        await call.respond_json({"trace": trace.trace_id, "hops": [hop._asdict() for hop in trace.hops]})
+        hops = [hop._asdict() for hop in trace.hops]
+        await call.respond_json({"trace": trace.trace_id, "hops": hops, "unanswered": trace.unanswered})

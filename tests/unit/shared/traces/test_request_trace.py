@@ -44,10 +44,12 @@ async def test_hops_of_all_processes_come_in_their_order(memory_bus: MemoryBus) 
         ("prefill", ENGINE, 5.0),
         ("decode", ENGINE, None),
     ]
+    assert found.unanswered == (silent,)
     request.end(failed=False, attributes={RESPONSE: "cmpl-1"})
     ended = await request_trace(memory_bus, request.trace_id, [OTHER, GATEWAY], [])
     assert ended is not None
     assert [hop.ended is None for hop in ended.hops] == [False]
+    assert ended.unanswered == ()
 
 
 async def test_nobody_knows_of_what_never_was(memory_bus: MemoryBus) -> None:
