@@ -95,6 +95,7 @@ class AttentionShape:
             *(self.dim, rows, _bytes(self.kind), _bytes(self.cache or self.kind)),
             windowed=self.window is not None,
             generation=generation_of(target // 10),
+            alibi="slopes" in self.of_heads,
         )
         hopper = target == 90
         return Launch(

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from services.worker.ops.triton.low_rank import (
     COLUMNS,
-    DEPTH,
     SPLIT_INPUTS,
     STEP_RANKS,
     TILE_ROWS,
     expand_kernel,
+    program_depth,
     program_ranks,
     shrink_kernel,
 )
@@ -28,13 +28,13 @@ def products() -> Iterator[Launch]:
 
 
 def _launches(kind: str, max_rank: int, *, rare: bool) -> Iterator[Launch]:
-    ranks = program_ranks(max_rank)
+    ranks, depth = program_ranks(max_rank), program_depth(2 if kind == "bf16" else 4)
     parts = {"PARTS": 3, "MAX_RANK": max_rank, "ROWS": TILE_ROWS}
     yield Launch(
         f"shrink_kernel {kind} ranks up to {max_rank}",
         shrink_kernel,
         _ordered(shrink_kernel, {"x": f"*{kind}", "a": f"*{kind}", "lows": "*fp32"} | _ROWS),
-        parts | {"INPUTS": _INPUTS, "SPLIT": SPLIT_INPUTS, "RANKS": ranks, "DEPTH": DEPTH},
+        parts | {"INPUTS": _INPUTS, "SPLIT": SPLIT_INPUTS, "RANKS": ranks, "DEPTH": depth},
         must=frozenset({"cp.async16", "mma"}),
         loads_ahead=True,
         rare=rare,

@@ -32,8 +32,6 @@ COLUMNS = 64
 """Outputs of a program of the second kernel."""
 STEP_RANKS = 16
 """Ranks that it multiplies at a time."""
-DEPTH = 128
-"""Inputs that the first kernel multiplies at a time."""
 SPLIT_INPUTS = 1024
 """Inputs that a program of it sums."""
 MAX_PARTS = 3
@@ -43,6 +41,11 @@ MAX_PARTS = 3
 def program_ranks(max_rank: int) -> int:
     """Ranks that a program of the first kernel sums; one beyond its adapter's rank ends at once."""
     return min(64, max(STEP_RANKS, 1 << (max_rank - 1).bit_length()))
+
+
+def program_depth(itemsize: int) -> int:
+    """Inputs that the first kernel multiplies at a time: 256 bytes of a row, as more of float32 spill registers."""
+    return 256 // itemsize
 
 
 class RowTiling:
@@ -111,7 +114,7 @@ class GatheredLowRank(StackedLowRank):
             SPLIT=SPLIT_INPUTS,
             ROWS=TILE_ROWS,
             RANKS=ranks,
-            DEPTH=DEPTH,
+            DEPTH=program_depth(self.a.element_size()),
             num_warps=4,
             num_stages=3,
         )

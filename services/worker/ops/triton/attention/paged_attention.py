@@ -72,7 +72,7 @@ def paged_attention(
             scale=scale,
             window=window,
             softcap=softcap,
-            splits=_prefill_splits(q, k_cache, meta, window),
+            splits=_prefill_splits(q, k_cache, meta, window, alibi_slopes is not None),
             first_row=meta.num_decodes,
             out=out,
             k_scale=k_scale,
@@ -92,12 +92,12 @@ def _decode_splits(q: Tensor, k_cache: Tensor, meta: BatchMeta, window: int | No
     return decode_splits(meta.num_decodes, heads, kv_heads, tokens, tile, sm_count(q.device))
 
 
-def _prefill_splits(q: Tensor, k_cache: Tensor, meta: BatchMeta, window: int | None) -> int:
+def _prefill_splits(q: Tensor, k_cache: Tensor, meta: BatchMeta, window: int | None, alibi: bool) -> int:
     _, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     sizes = q.element_size(), k_cache.element_size()
     most = meta.max_query * (heads // kv_heads)
-    tile = prefill_tile(dim, most, *sizes, window is not None, generation(q.device))
+    tile = prefill_tile(dim, most, *sizes, window is not None, generation(q.device), alibi=alibi)
     return _splits_of(meta.prefills, heads, kv_heads, tile, window, sm_count(q.device))
 
 

@@ -250,7 +250,8 @@ def prefill_attention(
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
     tile = prefill_tile(
-        dim, group * max_query, q.element_size(), k_cache.element_size(), window is not None, generation(q.device)
+        *(dim, group * max_query, q.element_size(), k_cache.element_size(), window is not None, generation(q.device)),
+        alibi=alibi_slopes is not None,
     )
     pack = min(group, tile.rows)
     out = q.new_empty(rows, heads * dim) if out is None else out

@@ -120,12 +120,22 @@ def _fullness(programs: int, sms: int) -> float:
 
 
 @cache
-def prefill_tile(head_dim: int, rows: int, itemsize: int, cache_itemsize: int, windowed: bool, generation: int) -> Tile:
+def prefill_tile(
+    head_dim: int,
+    rows: int,
+    itemsize: int,
+    cache_itemsize: int,
+    windowed: bool,
+    generation: int,
+    *,
+    alibi: bool = False,
+) -> Tile:
     """Of prefill attention, where sequences have up to `rows` (tokens × heads of a group) of them.
 
     Rows of 128 on two warp groups read keys and values half as often as rows of 64, and chunks of fewer rows than that
     fill tiles of 64. Float32 takes three products for each, and so many registers that its tiles are small. A window
-    adds a loop with masks and registers with it.
+    adds a loop with masks and registers with it, and `alibi` a distance for each pair: before Hopper half the keys at a
+    time leave room for those.
 
     With five stages, tables are read two tiles ahead of keys and values, and those two ahead of their products; with
     three, one: an SM that holds a single program then waits for each tile, as it is asked for when the one before is
@@ -142,6 +152,8 @@ def prefill_tile(head_dim: int, rows: int, itemsize: int, cache_itemsize: int, w
         return Tile(64, 8192 // width, warps, stages) if hopper else Tile(64, max(32, 4096 // width), warps, 3)
     if width > 128:
         return Tile(128 if deep else 64, 32, num_warps=8, num_stages=stages)
+    if width == 128 and not hopper and alibi:
+        return Tile(128, 32, num_warps=8, num_stages=stages)
     whole = width == 128 and hopper and not windowed
     return Tile(128, 128 if whole else 64, num_warps=8, num_stages=stages)
 

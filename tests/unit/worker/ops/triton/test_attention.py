@@ -118,7 +118,7 @@ def test_a_row_of_no_context_is_padding_and_gives_zeros(splits: int, window: int
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short sequences have many, with and without masks, and packed heads leave rows over."""
-    monkeypatch.setattr(prefill_module, "prefill_tile", lambda *_: Tile(16, 16, num_warps=4, num_stages=3))
+    monkeypatch.setattr(prefill_module, "prefill_tile", lambda *_, **__: Tile(16, 16, num_warps=4, num_stages=3))
 
 
 @pytest.mark.usefixtures("small_tiles")
