@@ -15,7 +15,8 @@ from torch import Tensor
 
 from services.worker.models.config import ModelConfig
 from services.worker.models.weights import DecoderWeights, DenseMlp, KvCaches, LayerWeights
-from services.worker.ops.interface import BatchMeta, LowRankProducts, Ops, PackedLinear
+from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
+from services.worker.ops.low_rank import LowRankProducts
 from services.worker.ops.native import library
 from services.worker.ops.native.kernels import ACTIVATIONS, PackedMatrix, address_of, batch_of, zeroed
 from services.worker.ops.native.native_low_rank import NativeLowRank

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.ops.interface import AdapterRows, LowRankPart, LowRankShape
+from services.worker.ops.low_rank import AdapterRows, LowRankPart, LowRankShape
 
 
 class _Columns(NamedTuple):
@@ -18,7 +18,7 @@ class _Columns(NamedTuple):
 
 
 class StackedLowRank:
-    """See :class:`services.worker.ops.interface.LowRankProducts`. Memory for every slot is taken at once; on a CPU the
+    """See :class:`services.worker.ops.low_rank.LowRankProducts`. Memory for every slot is taken at once; on a CPU the
     system gives it as it is first written to, and an adapter of a low rank writes to the start of its slot only."""
 
     def __init__(self, shape: LowRankShape, device: torch.device, dtype: torch.dtype) -> None:

@@ -23,14 +23,13 @@ from services.worker.ops.interface import (
     BatchMeta,
     DraftAttempt,
     LatentCache,
-    LowRankProducts,
-    LowRankShape,
     PackedExperts,
     PackedHeads,
     PackedLinear,
     Picks,
     Routing,
 )
+from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.quantized import (
     QuantizedStack,
     QuantizedWeight,

@@ -20,14 +20,13 @@ from services.worker.ops.interface import (
     BatchMeta,
     DraftAttempt,
     LatentCache,
-    LowRankProducts,
-    LowRankShape,
     OpsUnavailable,
     PackedExperts,
     PackedLinear,
     Picks,
     Routing,
 )
+from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, WeightStack
 from services.worker.ops.torch_latent import LatentAttentionStep
 from services.worker.ops.torch_ops import QuantizedLinear, TorchLatents, TorchOps

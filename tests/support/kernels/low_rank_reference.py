@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.ops.interface import AdapterRows, AdapterSpan, LowRankPart, LowRankProducts, LowRankShape
+from services.worker.ops.low_rank import AdapterRows, AdapterSpan, LowRankPart, LowRankProducts, LowRankShape
 
 Ranks = Sequence[tuple[int, ...]]
 """Of each slot's parts; 0: it has none."""

@@ -22,7 +22,8 @@ from triton.runtime.jit import JITFunction
 from services.worker.batch.rows import RowRuns, rows_of
 from services.worker.batch.staging import packed
 from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
-from services.worker.ops.interface import AdapterRows, AdapterSpan, BatchMeta, LowRankPart, LowRankShape, Routing
+from services.worker.ops.interface import BatchMeta, Routing
+from services.worker.ops.low_rank import AdapterRows, AdapterSpan, LowRankPart, LowRankShape
 from services.worker.ops.quantized import quantize
 from services.worker.ops.triton.attention.paged_attention import paged_attention
 from services.worker.ops.triton.low_rank import GatheredLowRank, RowTiling

@@ -17,7 +17,7 @@ from services.worker.measure.roofline.kernel_traffic import (
 )
 from services.worker.measure.roofline.measured_rank import fill_with_noise
 from services.worker.measure.roofline.wire import KernelWork
-from services.worker.ops.interface import DraftAttempt as DraftsTried
+from services.worker.ops.interface import DraftAttempt
 from services.worker.sampling.masks import apply_mask, mask_words
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def verification(context: KernelContext) -> Cases:
         ids = torch.zeros(rows, dtype=torch.int32, device=context.device)
         ids[1:] = drawn[:-1]
         first = torch.arange(0, rows, _DRAFTS + 1, dtype=torch.int32, device=context.device)
-        tried = DraftsTried(drawn, ids, None, first, torch.full_like(first, _DRAFTS), _DRAFTS)
+        tried = DraftAttempt(drawn, ids, None, first, torch.full_like(first, _DRAFTS), _DRAFTS)
         name, work = f"{sequences} × {_DRAFTS} drafts", KernelWork(verification_bytes(rows, sequences), 0.0)
         yield KernelCase(name, work, [partial(verify, tried)], [partial(context.torch_ops.verify, tried)])
 

@@ -18,7 +18,8 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.hf_layers.latent import LatentConfig
 from services.worker.models.lora.adapted_modules import KEYS_AND_VALUES
 from services.worker.models.lora.adapter_files import LoraAdapter, LoraPair
-from services.worker.ops.interface import AdapterRows, Ops, PackedHeads, PackedLinear
+from services.worker.ops.interface import Ops, PackedHeads, PackedLinear
+from services.worker.ops.low_rank import AdapterRows
 
 
 class _KeyProduct(NamedTuple):

@@ -13,7 +13,8 @@ from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
 from services.worker.models.lora.adapted_modules import Rows, modules_of_layer
 from services.worker.models.lora.adapter_files import HEAD, LoraAdapter, LoraPair
-from services.worker.ops.interface import LowRankPart, LowRankProducts, LowRankShape, PackedLinear
+from services.worker.ops.interface import PackedLinear
+from services.worker.ops.low_rank import LowRankPart, LowRankProducts, LowRankShape
 
 
 class Projection(NamedTuple):

@@ -18,7 +18,8 @@ from services.worker.models.lora.adapted_ops import AdaptedOps, EmbeddingProduct
 from services.worker.models.lora.adapter_files import LoraAdapter, read_adapter
 from services.worker.models.native_decoder import NativeAdapters
 from services.worker.models.weights import KvCaches, NamedModules, NamedProduct
-from services.worker.ops.interface import BatchMeta, LowRankShape, Ops
+from services.worker.ops.interface import BatchMeta, Ops
+from services.worker.ops.low_rank import LowRankShape
 from shared.ids import ModelName
 
 

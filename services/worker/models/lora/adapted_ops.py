@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from services.worker.models.lora.adapted_latents import AdaptedLatentOps, LatentProducts
-from services.worker.ops.interface import AdapterRows, LowRankProducts, Ops, PackedLinear
+from services.worker.ops.interface import Ops, PackedLinear
+from services.worker.ops.low_rank import AdapterRows, LowRankProducts
 
 
 class EmbeddingProduct(NamedTuple):

@@ -19,7 +19,8 @@ from services.worker.models.lora.adapted_models import AdaptedDecoder, AdaptedLi
 from services.worker.models.lora.adapted_ops import LoraBatch
 from services.worker.models.lora.adapter_files import CONFIG, LoraAdapter
 from services.worker.models.weights import KvCaches
-from services.worker.ops.interface import AdapterRows, AdapterSpan, BatchMeta
+from services.worker.ops.interface import BatchMeta
+from services.worker.ops.low_rank import AdapterRows, AdapterSpan
 from services.worker.ops.transfer import to_device
 from shared.ids import LoraId, ModelName
 from shared.messages.model_card import LoraCard

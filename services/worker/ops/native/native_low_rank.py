@@ -1,4 +1,4 @@
-"""Low-rank products of adapters by the C++ library; see :class:`services.worker.ops.interface.LowRankProducts`."""
+"""Low-rank products of adapters by the C++ library; see :class:`services.worker.ops.low_rank.LowRankProducts`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops.interface import AdapterRows, LowRankPart, LowRankShape
+from services.worker.ops.low_rank import AdapterRows, LowRankPart, LowRankShape
 from services.worker.ops.native import library
 
 if TYPE_CHECKING:

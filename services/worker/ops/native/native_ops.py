@@ -24,13 +24,13 @@ from services.worker.ops.interface import (
     Activation,
     BatchMeta,
     DraftAttempt,
-    LowRankShape,
     OpsUnavailable,
     PackedExperts,
     PackedLinear,
     Picks,
     Routing,
 )
+from services.worker.ops.low_rank import LowRankShape
 from services.worker.ops.native import library
 from services.worker.ops.native.build import Level, best_level
 from services.worker.ops.native.kernels import (

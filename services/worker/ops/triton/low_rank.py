@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.interface import AdapterRows, AdapterSpan, LowRankPart, LowRankShape
+from services.worker.ops.low_rank import AdapterRows, AdapterSpan, LowRankPart, LowRankShape
 from services.worker.ops.torch_low_rank import StackedLowRank
 from services.worker.ops.transfer import to_device
 from services.worker.ops.triton.moe.grouped_products import part as part_of
@@ -67,7 +67,7 @@ class RowTiling:
 
 
 class GatheredLowRank(StackedLowRank):
-    """See :class:`services.worker.ops.interface.LowRankProducts`."""
+    """See :class:`services.worker.ops.low_rank.LowRankProducts`."""
 
     def __init__(self, shape: LowRankShape, device: torch.device, dtype: torch.dtype, tiling: RowTiling) -> None:
         super().__init__(shape, device, dtype)

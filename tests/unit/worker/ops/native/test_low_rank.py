@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.ops.interface import LowRankProducts, LowRankShape
+from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.native.build import Level, runnable_levels
 from services.worker.ops.torch_ops import TorchOps
 from tests.support.kernels.low_rank_reference import Ranks, adapters, expected, fill, rows_of

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from services.worker.ops.interface import LowRankShape
+from services.worker.ops.low_rank import LowRankShape
 from services.worker.ops.triton.low_rank import SPLIT_INPUTS, TILE_ROWS
 from services.worker.ops.triton_ops import TritonOps
 from tests.support.kernels.kernel_device import DEVICE
