@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shared.telemetry.logs import MAX_TRACED_REQUESTS, JsonLines, record_trace
+from shared.telemetry.logs import MAX_TRACED_REQUESTS, JsonLines, LineHandler, LineRecord, record_trace
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CONTEXT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -30,14 +30,13 @@ class Lines:
 @pytest.fixture
 def lines() -> Iterator[Lines]:
     stream, log = io.StringIO(), logging.getLogger("lines of a test")
-    handler = logging.StreamHandler(stream)
+    handler = LineHandler(stream)
     handler.setFormatter(JsonLines("gateway", "gateway-1"))
     log.addHandler(handler)
     log.setLevel("INFO")
     log.propagate = False
-    # Packages that another test has imported may have put a factory of their own in its place, which adds fields.
     factory = logging.getLogRecordFactory()
-    logging.setLogRecordFactory(logging.LogRecord)
+    logging.setLogRecordFactory(LineRecord)
     yield Lines(log, stream)
     logging.setLogRecordFactory(factory)
     log.removeHandler(handler)
@@ -73,3 +72,15 @@ def test_traces_of_the_newest_requests_are_known(lines: Lines) -> None:
         record_trace(f"r-{number}", CONTEXT)
     lines.log.info("late", extra={"request": "oldest"})
     assert "trace" not in lines.last()
+
+
+def test_a_line_holds_what_any_record_may_say(lines: Lines) -> None:
+    lines.log.warning("%(free)d of %(all)d blocks", {"free": 3, "all": 8})
+    assert (lines.last()["level"], lines.last()["event"]) == ("warning", "3 of 8 blocks")
+    try:
+        raise ValueError("no such block")
+    except ValueError:
+        lines.log.exception("failed %s", "twice")
+    line = lines.last()
+    assert line["event"] == "failed twice"
+    assert line["error"].endswith("ValueError: no such block")
