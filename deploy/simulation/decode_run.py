@@ -8,14 +8,11 @@ answer already: who waits, what is copied, whom the tokens are sent to. So the c
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.sequence import Sequence
 from shared.ids import RequestId
-from shared.messages.lifecycle import LATENCY_BOUNDS
 from shared.messages.scheduler import StepFinished
 from shared.messages.worker import StepPlan
 
@@ -73,25 +70,22 @@ class DecodeRun:
         state, learnt = self._state, []
         state.measure(result, now)
         by_id, memory, counters = state.queues.by_id, state.memory, self._counters
-        seconds, bucket, of = 0.0, 0, -1.0
+        same, since = 0, now  # so many in a row have the token before this one from the same moment
         for sampled in result.sampled:
             sequence = by_id.get(sampled.sequence)
             if sequence is None:  # it has ended meanwhile
                 continue
             tokens = sequence.tokens
             tokens.learn(sampled.tokens[0])
-            waited = now - sequence.last_token_at
-            if waited != of:  # most have their last token from the same step
-                bucket, of = bisect_left(LATENCY_BOUNDS, waited), waited
-            seconds += waited
-            counters.later_counts[bucket] += 1
+            if sequence.last_token_at != since:
+                counters.record_later_tokens(same, now - since)
+                same, since = 0, sequence.last_token_at
+            same += 1
             sequence.last_token_at = now
             learnt.append(sequence.generation.request)
             if len(tokens.hashes) > sequence.blocks.indexed:
                 memory.index_full_blocks(sequence)
-        counters.output_tokens += len(learnt)
-        counters.later_tokens += len(learnt)
-        counters.later_token_seconds += seconds
+        counters.record_later_tokens(same, now - since)
         return learnt
 
     def plan(self, now: float) -> tuple[list[StepPlan], float | None]:

@@ -288,18 +288,21 @@ class SchedulerActor(Actor):
 
     async def _decide(self, event: Event) -> None:
         """Passes the event to the core, sends its outputs in the order of decisions, and sets a timer for its next
-        plan."""
+        plan. A plan leaves before all that nobody waits for."""
         started = time.perf_counter()
         outputs = self._handle_event(event, self.bus.liveness_now())
+        decided = time.perf_counter() - started
+        if isinstance(event, GenerateRequest):
+            self._request_log.arrived(event, self.core.requests)
+        if self.core.isolated != self.isolated:
+            await self.isolate(self.core.isolated)
+        self._outbox += outputs
+        await self._send_outbox()
         if isinstance(event, StepFinished):
             self._check_due = True
             metrics.STEPS.inc()
-            metrics.DECISION.observe(time.perf_counter() - started)
-        elif isinstance(event, GenerateRequest):
-            self._request_log.arrived(event, self.core.requests)
+            metrics.DECISION.observe(decided)
         self._kv.update(self.core)
-        if self.core.isolated != self.isolated:
-            await self.isolate(self.core.isolated)
         if (health := self.core.health.suspicion.report) != self._health:
             await self._publish_health(health)
         if self._pulls is not None:
@@ -309,7 +312,9 @@ class SchedulerActor(Actor):
             self._alarm_at = due
             delay = max(ALARM_RESOLUTION, due - self.bus.liveness_now())
             asyncio.get_running_loop().call_later(delay, self._alarm.set)
-        self._outbox += outputs
+
+    async def _send_outbox(self) -> None:
+        """Sends what was decided, in that order; nothing where another task does so already."""
         if self._sending:  # inbox and alarm are two tasks, and a detokenizer counts our messages
             return
         self._sending = True

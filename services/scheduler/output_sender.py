@@ -55,11 +55,11 @@ class OutputSender:
         """Sends one output. Raises EngineWedged where that is to end the process."""
         match output:
             case SendPlan(plan):
-                self._log.planned(plan)
                 if plan.connector is not None and self._connector is not None:
                     plan = await self._connector.complete(plan)
                 # It has left when the tokens behind it are encoded: a device may wait for it.
                 await self._bus.publish(topics.engine_steps(self._engine), plan, confirm=True)
+                self._log.planned(plan)
             case SendTokens(detokenizer, batch):
                 self._log.sent(batch)
                 await self._bus.publish(topics.detokenizer_tokens(detokenizer), batch, confirm=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -67,23 +68,29 @@ def make_meter(config: WorkerConfig, backend: Backend) -> FlopsMeter | None:
     return FlopsMeter(shape, config.world_size, peak_flops(backend.device_name, backend.card.dtype))
 
 
-def main() -> None:
-    """Serves until it is told to end, or to sleep: then the process goes on as one that does. Exits with CANNOT_SERVE
-    where the model cannot be served with these settings."""
-    config = load_or_exit("worker", WorkerConfig)
+def run_rank(config: WorkerConfig, serve: Callable[[RankSleep], None], *program: str) -> None:
+    """Serves until the process is told to end, or its rank to sleep: then it goes on as one whose rank does. `program`:
+    its module and, where several services share it, the one that the rank's flags follow. Exits with CANNOT_SERVE where
+    the model cannot be served with these settings, with HUNG where a step never ended."""
     processors = allowed_cpus()
     sleep = RankSleep(_LEVELS[config.asleep], partial(discard_pages, Path(config.model).expanduser()))
     try:
-        run_service(config, lambda bus: build(config, bus, sleep), "worker")
+        serve(sleep)
     except* BackendError as errors:
-        log.error("cannot serve", extra={"model": config.model, "reason": str(errors.exceptions[0])})
+        log.error("cannot serve", extra={"model": config.model, "reason": str(innermost(errors))})
         raise SystemExit(CANNOT_SERVE) from None
     except* StepHung as errors:
         log.critical("step hung", extra={"reason": str(innermost(errors))})
         logging.shutdown()
         os._exit(HUNG)  # an orderly exit would wait for the thread that hangs
     if sleep.next_level is not None:
-        execute_asleep(sleep.next_level, processors)
+        execute_asleep(sleep.next_level, processors, *program)
+
+
+def main() -> None:
+    """See `run_rank`."""
+    config = load_or_exit("worker", WorkerConfig)
+    run_rank(config, lambda sleep: run_service(config, lambda bus: build(config, bus, sleep), "worker"))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ class ClusterView:
         self._ready: Counter[ServiceKind] = Counter()
         """How many instances of each kind are ready, kept up to date: each of many engines says every second how it is,
         and to look at all of them then would cost their square."""
+        self._lacking: dict[ModelName | None, list[Service]] = {}
+        """What `_missing` has found since `_ready` changed last: every request asks."""
         self._served_until: dict[ServiceKind, float] = {}
         """Until when each was known to be ready: until its next heartbeat was due, or until it said otherwise."""
 
@@ -137,6 +139,7 @@ class ClusterView:
     def _count_ready(self, life: Lifecycle | None, change: int) -> None:
         if life is not None and life.phase == "ready":
             kind = _kind(life)
+            self._lacking.clear()
             self._ready[kind] += change
             if not self._ready[kind]:
                 del self._ready[kind]
@@ -147,7 +150,8 @@ class ClusterView:
         if model is None and self._cards:
             absences = [self.absence(name, now) for name in self._cards]
             return None if None in absences else absences[0]
-        missing = self._missing(model)
+        if not (missing := self._missing(model)):
+            return None
         since = min((self._was_served_until(service, model) for service in missing), default=math.inf)
         if now - since <= self._wait_s:
             return None
@@ -159,11 +163,11 @@ class ClusterView:
 
     def _missing(self, model: ModelName | None) -> list[Service]:
         """The services of which no instance is ready that works for `model`, or (None) for any."""
-        return [
-            service
-            for service in REQUIRED_SERVICES
-            if not any(_works_for(kind, service, model) for kind, number in self._ready.items() if number)
-        ]
+        if (missing := self._lacking.get(model)) is None:
+            ready = [kind for kind, number in self._ready.items() if number]
+            found = (each for each in REQUIRED_SERVICES if not any(_works_for(kind, each, model) for kind in ready))
+            missing = self._lacking[model] = list(found)
+        return missing
 
     def _was_served_until(self, service: Service, model: ModelName | None) -> float:
         times = (at for kind, at in self._served_until.items() if _works_for(kind, service, model))

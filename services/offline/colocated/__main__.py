@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +25,10 @@ from services.detokenizer.__main__ import load as load_vocabulary
 from services.detokenizer.config import DetokenizerConfig
 from services.scheduler.__main__ import build as build_scheduler
 from services.scheduler.config import SchedulerConfig
-from services.worker.__main__ import CANNOT_SERVE, HUNG
+from services.worker.__main__ import CANNOT_SERVE, run_rank
 from services.worker.__main__ import build as build_worker
-from services.worker.backend import BackendError
 from services.worker.config import WorkerConfig
-from services.worker.rank_sleep import RankSleep, discard_pages, execute_asleep
-from services.worker.watchdog import StepHung
+from services.worker.rank_sleep import RankSleep
 from shared import topics
 from shared.actor import Actor, ActorRuntime, NameTaken, keep_from_collecting, run_loop
 from shared.actor.runtime import NAME_TAKEN_STATUS, end_as_orphan, set_up_process
@@ -41,8 +38,6 @@ from shared.bus.nats_bus import NatsBus, connect
 from shared.config import ConfigError, load_config, process_environment
 from shared.error_groups import innermost
 from shared.ids import DetokenizerId, EngineId
-from shared.machine.numa import allowed_cpus
-from shared.messages.worker import SleepLevel
 from shared.models.model_files import ModelNotFound, resolve_model
 from shared.models.tokenizer_files import TokenizerUnusable
 from shared.telemetry.metrics import metrics_server
@@ -56,7 +51,6 @@ SERVICES = ("scheduler", "worker", "coordinator", "detokenizer")
 """What runs in one process. Neither what clients are connected to, which outlives an engine, nor what reads what they
 send: tokenizers and compilers of grammars."""
 _STOP_ORDER = (("coordinator", "scheduler"), ("detokenizer",), ("worker",))
-_LEVELS: tuple[SleepLevel | None, ...] = (None, 1, 2)
 
 
 class ColocatedConfigs(NamedTuple):
@@ -151,7 +145,7 @@ async def _serve(configs: ColocatedConfigs, sleep: RankSleep) -> None:
     except BusError as error:
         log.error("cannot connect to the bus", extra={"error": str(error)})
         raise SystemExit(1) from None
-    with metrics_server(first.metrics_host, first.metrics_port) as port, _cannot_serve(configs):
+    with metrics_server(first.metrics_host, first.metrics_port) as port:
         built = await _build(configs, buses, sleep)
         runtimes = {
             service: ActorRuntime(
@@ -183,19 +177,19 @@ async def _serve(configs: ColocatedConfigs, sleep: RankSleep) -> None:
             await asyncio.to_thread(TRACING.shut_down)
 
 
-@contextlib.contextmanager
-def _cannot_serve(configs: ColocatedConfigs) -> Iterator[None]:
+def _run(configs: ColocatedConfigs, sleep: RankSleep) -> None:
     """What starting again would not help ends the process as it ends each service's own."""
+    set_up_process(configs.scheduler, "scheduler")
     try:
-        yield
-    except (ModelNotFound, TokenizerUnusable) as error:
-        print(f"detokenizer: {error}", file=sys.stderr)
+        run_loop(_serve(configs, sleep))
+    except* (ModelNotFound, TokenizerUnusable) as errors:
+        print(f"detokenizer: {innermost(errors)}", file=sys.stderr)
         raise SystemExit(CANNOT_SERVE) from None
-    except ConnectorRefused as error:
-        log.error("cannot serve", extra={"reason": str(error)})
-        raise SystemExit(CANNOT_SERVE) from None
-    except BackendError as error:
-        log.error("cannot serve", extra={"model": configs.worker.model, "reason": str(error)})
+    except* NameTaken as errors:
+        log.error("name taken", extra={"error": str(innermost(errors))})
+        raise SystemExit(NAME_TAKEN_STATUS) from None
+    except* ConnectorRefused as errors:
+        log.error("cannot serve", extra={"reason": str(innermost(errors))})
         raise SystemExit(CANNOT_SERVE) from None
 
 
@@ -207,27 +201,7 @@ def main() -> None:
     except ConfigError as error:
         print(f"colocated: {error}", file=sys.stderr)
         raise SystemExit(CANNOT_SERVE) from None
-    processors = allowed_cpus()
-    worker = configs.worker
-    sleep = RankSleep(_LEVELS[worker.asleep], partial(discard_pages, Path(worker.model).expanduser()))
-    set_up_process(configs.scheduler, "scheduler")
-    try:
-        run_loop(_serve(configs, sleep))
-    except* NameTaken as errors:
-        log.error("name taken", extra={"error": str(innermost(errors))})
-        raise SystemExit(NAME_TAKEN_STATUS) from None
-    except* BackendError as errors:
-        log.error("cannot serve", extra={"model": worker.model, "reason": str(innermost(errors))})
-        raise SystemExit(CANNOT_SERVE) from None
-    except* ConnectorRefused as errors:
-        log.error("cannot serve", extra={"reason": str(innermost(errors))})
-        raise SystemExit(CANNOT_SERVE) from None
-    except* StepHung as errors:
-        log.critical("step hung", extra={"reason": str(innermost(errors))})
-        logging.shutdown()
-        os._exit(HUNG)  # an orderly exit would wait for the thread that hangs
-    if sleep.next_level is not None:
-        execute_asleep(sleep.next_level, processors, "services.offline.colocated", after="worker")
+    run_rank(configs.worker, partial(_run, configs), "services.offline.colocated", "worker")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from shared.ids import Incarnation
@@ -80,6 +81,20 @@ class EngineCounters:
     first_counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS) + 1))
     """See `LatencySums.first_counts`."""
     later_counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS) + 1))
+
+    def record_first_token(self, waited: float) -> None:
+        """A request has its first token here, so many seconds after it came."""
+        self.output_tokens += 1
+        self.first_tokens += 1
+        self.first_token_seconds += waited
+        self.first_counts[bisect_left(LATENCY_BOUNDS, waited)] += 1
+
+    def record_later_tokens(self, tokens: int, waited: float) -> None:
+        """Requests have so many tokens more, each so many seconds after the one before it."""
+        self.output_tokens += tokens
+        self.later_tokens += tokens
+        self.later_token_seconds += tokens * waited
+        self.later_counts[bisect_left(LATENCY_BOUNDS, waited)] += tokens
 
 
 @dataclass(frozen=True, slots=True)

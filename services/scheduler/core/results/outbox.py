@@ -233,16 +233,12 @@ def token_entry(
 ) -> NewTokens:
     """What the detokenizer is sent of `tokens`, which `sequence` has learnt already; `finish`: it ends with them."""
     generation, state = sequence.generation, sequence.tokens
+    position = len(state.known) - state.prompt_length - len(tokens)
+    if finish is None and logprobs is None:  # nearly always
+        return NewTokens(generation.request, generation.attempt, position, tokens)
     asked_to_stop = finish == "stop" and tokens[-1] in generation.stopping.stop_token_ids
-    return NewTokens(
-        generation.request,
-        generation.attempt,
-        len(state.known) - state.prompt_length - len(tokens),
-        tokens,
-        finish,
-        tokens[-1] if asked_to_stop else None,
-        logprobs,
-    )
+    stop_token = tokens[-1] if asked_to_stop else None
+    return NewTokens(generation.request, generation.attempt, position, tokens, finish, stop_token, logprobs)
 
 
 def _parts(opened: list[OpenStream]) -> list[tuple[OpenStream, ...]]:

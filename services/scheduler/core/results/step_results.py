@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from itertools import zip_longest
 
 from services.scheduler.core.counters import EngineCounters
@@ -14,7 +13,6 @@ from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.results.outbox import EngineOutbox, token_entry
 from services.scheduler.core.results.requests import EngineRequests
 from services.scheduler.core.transfer.prompt_keeper import PromptKeeper
-from shared.messages.lifecycle import LATENCY_BOUNDS
 from shared.messages.scheduler import SampledTokens, StepFinished
 
 
@@ -93,27 +91,26 @@ class StepResults:
     def _learn(self, result: StepFinished, now: float, *, several: bool) -> None:
         """Adds each sequence's tokens to it and to the stream; what came behind the last one is dropped. `several`: a
         sequence may have more than one."""
-        by_id, streams, output_tokens = self._queues.by_id, self._outbox.streams, 0
-        first_tokens, first_seconds, later_seconds = 0, 0.0, 0.0
+        by_id, streams, counters = self._queues.by_id, self._outbox.streams, self._counters
         detokenizer, entries, counted = None, [], True
-        counters, bucket, of = self._counters, 0, -1.0
+        same, since = 0, now  # so many in a row have the token before this one from the same moment
         for sampled in result.sampled:
             sequence = by_id.get(sampled.sequence)
             if sequence is None:
                 continue
-            if sequence.pooled:
+            if sequence.generation.pooling is not None:
                 streams.pending[sequence.detokenizer].entries.append(token_entry(sequence, (), "length"))
                 self._requests.end(sequence, tell_detokenizer=False)
                 continue
-            tokens, logprobs = sampled.tokens, sampled.logprobs
+            state, tokens, logprobs = sequence.tokens, sampled.tokens, sampled.logprobs
             if len(tokens) == 1:
-                finish = sequence.tokens.learn(tokens[0])
+                finish = state.learn(tokens[0])
             elif not several:
                 raise WrongYield(f"step {result.step}: {len(tokens)} tokens of {sampled.sequence}, not 1")
             else:
                 finish = None
                 for kept, token in enumerate(tokens, 1):
-                    finish = sequence.tokens.learn(token)
+                    finish = state.learn(token)
                     if finish is not None:
                         tokens, logprobs = tokens[:kept], logprobs and logprobs[:kept]
                         break
@@ -121,32 +118,25 @@ class StepResults:
                 detokenizer = sequence.detokenizer
                 entries = streams.pending[detokenizer].entries
                 counted = detokenizer != CANARY_DETOKENIZER
+            entry = token_entry(sequence, tokens, finish, logprobs)
+            entries.append(entry)
             if counted:
-                output_tokens += len(tokens)
-                waited = now - sequence.last_token_at
-                if waited != of:  # most sequences of a step have their last token from the same one
-                    bucket, of = bisect_left(LATENCY_BOUNDS, waited), waited
-                if sequence.tokens.produced == len(tokens):
-                    first_tokens += 1
-                    first_seconds += waited
-                    counters.first_counts[bucket] += 1
+                if not entry.position:
+                    counters.record_first_token(now - sequence.last_token_at)
+                elif sequence.last_token_at == since:
+                    same += 1
                 else:
-                    later_seconds += waited
-                    counters.later_counts[bucket] += 1
+                    counters.record_later_tokens(same, now - since)
+                    same, since = 1, sequence.last_token_at
                 if len(tokens) > 1:  # those behind it came with it
-                    counters.later_counts[0] += len(tokens) - 1
+                    counters.record_later_tokens(len(tokens) - 1, 0.0)
                 sequence.last_token_at = now
-            entries.append(token_entry(sequence, tokens, finish, logprobs))
-            if len(sequence.tokens.hashes) > sequence.blocks.indexed:
+            if len(state.hashes) > sequence.blocks.indexed:
                 self._memory.index_full_blocks(sequence)
             if finish is not None:
                 if sequence.generation.keep:
                     self._keeper.start(sequence)
                 self._requests.end(sequence, tell_detokenizer=False)
-            elif sequence.phase == "returning" and not sequence.tokens.in_flight:  # all its tokens are known now
+            elif sequence.phase == "returning" and not state.in_flight:  # all its tokens are known now
                 self._queues.requeue(sequence)
-        counters.output_tokens += output_tokens
-        counters.first_tokens += first_tokens
-        counters.first_token_seconds += first_seconds
-        counters.later_tokens += output_tokens - first_tokens
-        counters.later_token_seconds += later_seconds
+        counters.record_later_tokens(same, now - since)
