@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from services.bench.client.api import first_model
@@ -46,6 +46,8 @@ REQUEST_TIMEOUT = 60.0
 UNLOADED_CONCURRENCY = 4
 PRIORITY = -15
 """Of this process, where it may choose: a message's time is noted when it runs, and it hardly does anything else."""
+REAL_TIME_ACTORS = ("scheduler", "worker", "nats-server")
+REAL_TIME_PRIORITY = 5
 PATH_ACTORS = ("gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "nats-server")
 """In the order in which a request comes to them."""
 
@@ -77,6 +79,11 @@ def hops_options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--seconds", type=positive, default=5.0, help="of each measurement; default: %(default)s")
     made.add_argument("--requests", type=natural, default=400, help="of one token, with no streams open")
     made.add_argument("--output-len", type=natural, default=1024, help="tokens of a stream at most")
+    made.add_argument(
+        "--real-time",
+        action="store_true",
+        help="give scheduler, rank and bus processors before all others: what is left is what plans and results cost",
+    )
     output_group(made)
     return parse(made, argv)
 
@@ -248,9 +255,30 @@ async def _measurement(options: argparse.Namespace) -> AsyncIterator[HopMeasurem
                 os.nice(PRIORITY)
             recording = BusRecording()
             await recording.listen(bus)
-            yield HopMeasurement(recording, client, options, options.model or await first_model(client), pids)
+            with _processors_first(pids) if options.real_time else contextlib.nullcontext():
+                yield HopMeasurement(recording, client, options, options.model or await first_model(client), pids)
         finally:
             client.close()
+
+
+@contextlib.contextmanager
+def _processors_first(pids: dict[str, int]) -> Iterator[None]:
+    """Gives processors to what plans and results pass through, and to this process, which notes when they do, before
+    all others. Raises BenchError where that is not allowed."""
+    first = [pids[name] for name, reading in used(pids).items() if reading.actor in REAL_TIME_ACTORS]
+    threads = [int(thread) for pid in (*first, os.getpid()) for thread in os.listdir(f"/proc/{pid}/task")]
+    before = {thread: (os.sched_getscheduler(thread), os.sched_getparam(thread)) for thread in threads}
+    try:
+        for thread in threads:
+            policy = os.SCHED_RR | os.SCHED_RESET_ON_FORK  # what opens the streams is a process of ours
+            os.sched_setscheduler(thread, policy, os.sched_param(REAL_TIME_PRIORITY))
+        yield
+    except PermissionError as error:
+        raise BenchError(f"--real-time: the system does not allow it to this user ({error.strerror})") from None
+    finally:
+        for thread, (former, parameters) in before.items():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.sched_setscheduler(thread, former, parameters)
 
 
 def _by_actor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ REQUEST_HOPS = 6
 def test_every_hop_of_a_token_and_of_a_request_is_measured(tmp_path: Path) -> None:
     with running_stack(tmp_path, device="sim", more=("--sim-step-ms=20",), kvstore="0") as stack:
         flags = ("--streams", "4", "--seconds", "2", "--requests", "8", "--output-len", "1500", "--json")
-        done = stack.baton("bench", "hops", *flags)
+        real_time = ("--real-time",) if os.geteuid() == 0 else ()  # others are not allowed to
+        done = stack.baton("bench", "hops", *flags, *real_time)
         assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert len(result["request"]) == REQUEST_HOPS
