@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _ROUNDS = 10
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
+_WEYL = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
+"""[rounds, 2, 1] what is added to the key's words in each round."""
 
 Words = NDArray[np.uint64]
 """32-bit words, each in the low half of a uint64, so that products are exact."""
@@ -24,14 +25,14 @@ Words = NDArray[np.uint64]
 
 def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, Words, Words, Words]:
     """Four random words for each counter under its key."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for round_number in range(_ROUNDS):
-        if round_number:
-            k0, k1 = (k0 + np.uint64(_WEYL[0])) & _LOW, (k1 + np.uint64(_WEYL[1])) & _LOW
-        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (second >> _SHIFT) ^ c1 ^ k0, second & _LOW, (first >> _SHIFT) ^ c3 ^ k1, first & _LOW
-    return c0, c1, c2, c3
+    even, odd = np.stack((counter[0], counter[2])), np.stack((counter[1], counter[3]))
+    # Both halves of a round, and the keys of all, at once: for a step's rows each call of NumPy's costs the same.
+    for round_keys in (np.stack(key) + _WEYL) & _LOW:
+        products = even * _MULTIPLIERS
+        crossed = products[::-1]
+        even = (crossed >> _SHIFT) ^ odd ^ round_keys
+        odd = crossed & _LOW
+    return even[0], odd[0], even[1], odd[1]
 
 
 def race_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.int64]:
