@@ -52,6 +52,9 @@ GrammarKey = NewType("GrammarKey", bytes)
 LoraId = NewType("LoraId", Annotated[bytes, Meta(min_length=16, max_length=16)])
 """A LoRA adapter by its contents: a digest of all that it computes, so that equal ones share cached blocks."""
 
+RowsName = NewType("RowsName", Annotated[bytes, Meta(min_length=16, max_length=16)])
+"""Rows of an image by their contents: a digest of their bytes, dtype and size."""
+
 Incarnation = NewType("Incarnation", Count)
 """Differs between two starts of the same instance; also the epoch of whatever that process numbers."""
 

@@ -48,6 +48,8 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.tokenize,           ("gateway",),                                     ("tokenizer",)),
     TopicRights(topics.tokenizer_requests, ("gateway",),                                     ("tokenizer",)),
     TopicRights(topics.image_requests,     ("gateway",),                                     ("encoder",)),
+    TopicRights(topics.rows_leases,        ("gateway",),                                     ("encoder",)),
+    TopicRights(topics.kept_rows,          ("scheduler", "worker", "gateway"),               ("encoder", "scheduler")),
     TopicRights(topics.route,              ("tokenizer", "coordinator"),                     ("coordinator",)),
     TopicRights(topics.withdrawals,        ("gateway",),                                     ("coordinator",)),
     TopicRights(topics.placements,         ("coordinator",),                                 ("coordinator",)),

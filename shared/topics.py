@@ -65,6 +65,17 @@ def image_requests(model: ModelName) -> Topic[encoder.EncodeImage]:
     return Topic(f"encoder.{subject_token(model)}.ask", encoder.EncodeImage, queue="encoders")
 
 
+def rows_leases(model: ModelName) -> Topic[encoder.RenewRows]:
+    """gateway → every encoder of that model: which rows open requests need."""
+    return Topic(f"encoder.{subject_token(model)}.leases", encoder.RenewRows)
+
+
+def kept_rows(owner: InstanceId) -> Topic[encoder.ReadRows]:
+    """scheduler, gateway → the encoder that keeps rows; rank → its scheduler: a piece of them, answered by a
+    `RowsPiece`."""
+    return Topic(f"rows.{owner}", encoder.ReadRows)
+
+
 @_cached
 def route() -> Topic[coordinator.Route]:
     """tokenizer → one coordinator: token ids, block hashes, parameters."""

@@ -249,6 +249,7 @@ class CommandExecutor:
             port=gateway_port,
             rendezvous=self.rendezvous.get(process.group) if process.group else None,
             arenas=self._store.arenas,
+            rows=self._store.rows,
             redis_url=self._store.redis_url,
             federation_url=self._federation.url,
             device=device,

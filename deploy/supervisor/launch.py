@@ -45,6 +45,8 @@ class LaunchContext(NamedTuple):
     """The name of its engine's own KV store; None: that of this host's."""
     transfer: TransferSite | None = None
     """Where that store sends blocks from; None: as the stack's hosts do."""
+    rows: Path | None = None
+    """The folder of this host's folders of images' rows; None in a stack that takes none, and on another machine."""
 
 
 class CommandLineOf(Protocol):
@@ -129,14 +131,17 @@ def _own(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[st
                 **_database(spec),
                 **_federation(spec),
             }
-        case "tokenizer" | "encoder" | "detokenizer":
+        case "tokenizer" | "detokenizer":
             return model
+        case "encoder":
+            return {**model, **_rows(where)}
         case "scheduler":
             return {
                 "world_size": str(_ranks(spec, process)),
                 **({"standby": "true"} if where.standby else {}),
                 **_role(process.pool),
                 **_node(spec, where),
+                **_rows(where),
             }
         case "worker":
             return {**model, **_rank(spec, process, where), **_numa(spec, process), **_arenas(where, "kvstore_dir")}
@@ -231,6 +236,10 @@ def _transfer(spec: StackSpec, where: LaunchContext) -> dict[str, str]:
     own = {"transfer_tls_cert": tls.certificate, "transfer_tls_key": tls.key, "transfer_tls_ca": tls.authority}
     files = {key: path for key, path in own.items() if path is not None}
     return {"transfer_port": "0", "transfer_host": spec.cluster.address, **files}
+
+
+def _rows(where: LaunchContext) -> dict[str, str]:
+    return {"rows_dir": str(where.rows)} if where.rows else {}
 
 
 def _arenas(where: LaunchContext, key: str) -> dict[str, str]:

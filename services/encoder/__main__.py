@@ -9,6 +9,7 @@ import torch
 
 from services.encoder.actor import EncoderActor
 from services.encoder.config import EncoderConfig
+from services.encoder.rows_keeper import RowsKeeper
 from services.encoder.tower import ImageTower, TowerUnusable
 from shared.actor import run_service
 from shared.bus import Bus
@@ -18,12 +19,13 @@ from shared.models.model_files import ModelNotFound, resolve_model
 
 def build(config: EncoderConfig, folder: Path, bus: Bus) -> EncoderActor:
     """The encoder that `config` describes for the model in `folder`, on `bus`."""
+    instance = config.instance_id()
     return EncoderActor(
         bus,
-        config.instance_id(),
+        instance,
         config.model_name(),
         lambda: ImageTower(folder, config.dtype, config.max_pixels),
-        config.image_cache,
+        RowsKeeper(instance, config.rows_dir, config.rows_memory, config.image_cache),
         config.decode_s,
     )
 

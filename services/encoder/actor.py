@@ -10,14 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from services.encoder import metrics
-from services.encoder.core.row_cache import ImageHash, RowCache, image_hash
+from services.encoder.core.row_table import ImageHash, image_hash
 from services.encoder.image_decoder import ImageDecoder, ImageRefused
+from services.encoder.rows_keeper import RowsKeeper, RowsUnkept
 from services.encoder.tower import ImageTower, TowerUnusable
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus
 from shared.ids import InstanceId, ModelName
-from shared.messages.encoder import EncodeImage, EncoderReply, EncoderReport, ImageRefusal, ImageRows
+from shared.messages.encoder import (
+    EncodeImage,
+    EncoderReply,
+    EncoderReport,
+    ImageRefusal,
+    ImageRows,
+    ReadRows,
+    RenewRows,
+    RowsPiece,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +36,7 @@ MAX_PENDING = 64
 
 
 class EncoderActor(Actor):
-    """Owns the cache of rows, and what is being encoded: an image that is asked for twice is encoded once."""
+    """Owns the rows of images, and what is being encoded: an image that is asked for twice is encoded once."""
 
     service = "encoder"
     tick_every = 1.0
@@ -37,13 +47,13 @@ class EncoderActor(Actor):
         instance: InstanceId,
         model: ModelName,
         load: Callable[[], ImageTower],
-        cache_bytes: int,
+        rows: RowsKeeper,
         decode_s: float,
     ) -> None:
         """`load`: makes the tower, on a thread. `decode_s`: seconds that decoding an image may take."""
         super().__init__(bus, instance)
         self._model, self._load = model, load
-        self._cache = RowCache(cache_bytes)
+        self._rows = rows
         self._decoder = ImageDecoder(decode_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         self._tower: ImageTower | None = None
@@ -52,8 +62,12 @@ class EncoderActor(Actor):
         self._failure: BaseException | None = None
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
-        """Images to be answered with their rows."""
-        return [TopicSubscription(topics.image_requests(self._model), intake=True, request=True)]
+        """Images to be answered with where their rows are; who needs rows, and who reads them by the bus."""
+        return [
+            TopicSubscription(topics.image_requests(self._model), intake=True, request=True),
+            TopicSubscription(topics.rows_leases(self._model)),
+            TopicSubscription(topics.kept_rows(self.instance), request=True),
+        ]
 
     async def set_up(self) -> None:
         """Loads the tower. Raises TowerUnusable."""
@@ -63,13 +77,20 @@ class EncoderActor(Actor):
         """Raises what encoding an image raised that is a bug."""
         if self._failure is not None:
             raise self._failure
-        if not isinstance(message, Tick):
-            raise TypeError(f"an encoder takes no {type(message).__name__}")
+        match message:
+            case Tick():
+                self._rows.tick()
+            case RenewRows(names):
+                self._rows.renew(names)
+            case _:
+                raise TypeError(f"an encoder takes no {type(message).__name__}")
 
-    async def respond(self, request: EncodeImage) -> EncoderReply | asyncio.Future[EncoderReply]:
-        """The rows of an image, or a future of them."""
+    async def respond(self, request: EncodeImage | ReadRows) -> EncoderReply | RowsPiece | asyncio.Future[EncoderReply]:
+        """Where the rows of an image are, or a future of that; a piece of rows."""
+        if isinstance(request, ReadRows):
+            return self._rows.piece(request)
         image = image_hash(request.image, request.salt)
-        if (rows := self._cache.find(image)) is not None:
+        if (rows := self._rows.find(image)) is not None:
             self._count_hit()
             return ImageRows(rows)
         if (task := self._pending.get(image)) is not None:
@@ -88,14 +109,14 @@ class EncoderActor(Actor):
         try:
             pixels = await self._decoder.decode(file)
             rows = await asyncio.get_running_loop().run_in_executor(self._thread, self._tower.encode, pixels)
-        except (ImageRefused, TowerUnusable) as error:
+            kept = await self._rows.keep(image, rows)
+        except (ImageRefused, TowerUnusable, RowsUnkept) as error:
             metrics.IMAGES.labels("refused").inc()
             log.info("refused", extra={"image": image.hex(), "why": str(error)})
-            return ImageRefusal(str(error))
-        self._cache.keep(image, rows)
+            later = isinstance(error, RowsUnkept) and error.ever
+            return ImageRefusal(str(error), "overloaded" if later else "invalid_request")
         self._encoded += 1
         metrics.IMAGES.labels("encoded").inc()
-        metrics.CACHE_BYTES.set(self._cache.bytes_used)
         metrics.SECONDS.observe(time.monotonic() - began)
         log.info(
             "encoded",
@@ -107,7 +128,7 @@ class EncoderActor(Actor):
                 "ms": round((time.monotonic() - began) * 1e3, 1),
             },
         )
-        return ImageRows(rows)
+        return ImageRows(kept)
 
     def _count_hit(self) -> None:
         self._hits += 1
@@ -135,4 +156,5 @@ class EncoderActor(Actor):
     async def tear_down(self) -> None:
         """Ends the decoding process; the thread ends with what it computes."""
         await self._decoder.close()
+        self._rows.close()
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -23,12 +24,26 @@ class EncoderConfig(ModelServiceConfig, frozen=True, kw_only=True):
     image_cache: Annotated[
         ByteSize, Meta(description="Bytes of images' rows that are kept for further requests; 0: none.")
     ] = 256 * 2**20
+    rows_memory: Annotated[
+        ByteSize,
+        Meta(
+            description="Bytes of shared memory that rows may take, those that open requests need and those that are "
+            "kept; images wait a minute for room, then 503."
+        ),
+    ] = 2**30
+    rows_dir: Annotated[
+        Path | None,
+        Meta(
+            description="Folder in shared memory where the host's encoders and engines have rows, the same for all of "
+            "them; none: rows go to engines by the bus."
+        ),
+    ] = None
     max_pixels: Annotated[
         int | None,
         Meta(
             ge=1,
             description="Pixels of an image beyond which it is scaled down, for models that take images as large as "
-            "they are (Qwen2-VL); default: the model's own bound, but no more than have 6 MiB of rows.",
+            "they are (Qwen2-VL); default: the model's own bound, but no more than have 128 MiB of rows.",
         ),
     ] = None
     decode_s: Annotated[

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from services.encoder.image_process import DecodedImage
-from shared.messages.generation import EMBEDDING_BYTES, MAX_PROMPT_EMBEDS_BYTES, EmbeddingDtype, ImageGrid, PromptEmbeds
+from shared.messages.generation import EMBEDDING_BYTES, MAX_MEDIA_BYTES, EmbeddingDtype, ImageGrid, PromptEmbeds
 from shared.models.image_models import read_image_model
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
@@ -55,7 +55,7 @@ class ImageTower:
         levels = getattr(config.vision_config, "deepstack_visual_indexes", ())
         self.size: int = config.text_config.hidden_size * (1 + len(levels))
         """Elements of a row; of models that take some of them behind their first layers, those of all of these."""
-        self._max_rows = MAX_PROMPT_EMBEDS_BYTES // (self.size * EMBEDDING_BYTES[self.dtype])
+        self._max_rows = MAX_MEDIA_BYTES // (self.size * EMBEDDING_BYTES[self.dtype])
         self._merged: int = getattr(self._processor, "merge_size", 1)
         """Patches that a row is made of, on each side; of models whose images have one size 1."""
         if self._merged > 1:
@@ -118,7 +118,7 @@ class ImageTower:
         tokens = len(self._rows(np.zeros((64, 64, 3), np.uint8))[0])
         if tokens > self._max_rows:
             size = tokens * self.size * EMBEDDING_BYTES[self.dtype]
-            most = f"{MAX_PROMPT_EMBEDS_BYTES} are allowed in a prompt"
+            most = f"{MAX_MEDIA_BYTES} are allowed in a prompt"
             raise TowerUnusable(f"an image has {tokens} rows in {self.dtype}, {size} bytes; {most}")
 
 

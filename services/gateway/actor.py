@@ -72,6 +72,7 @@ from shared.messages.gateway import (
     RequestQueued,
     RequestRejected,
     RequestsAborted,
+    RowsMissing,
     StreamsGrown,
     TakeStream,
     UsageReport,
@@ -276,6 +277,7 @@ class Gateway(Actor):
                 tasks.create_task(self.keys.watch())
                 tasks.create_task(self._limiter.run())
             tasks.create_task(self.console.run())
+            tasks.create_task(self.requests.images.open_rows.run())
             await self.requests.prober.run()
 
     async def _listen(self) -> None:
@@ -297,6 +299,8 @@ class Gateway(Actor):
                     await self.streams.replicate()
             case PromptKept():
                 self.requests.record_kept(message)
+            case RowsMissing(request):
+                self.requests.images.open_rows.record_lost(request)
             case KeepStream() | StreamsGrown() | ForgetStream():
                 await self.streams.handle(message)
             case UsageReport():

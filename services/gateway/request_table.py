@@ -394,6 +394,7 @@ class RequestTable:
             if (absence := self._absence(card.name)) is not None:
                 await self._perform(self._supervisor.refuse_unserved(card.name, absence, alive_now))
         await self._perform(self._supervisor.tick(alive_now))
+        await self.images.open_rows.renew(each.tokenize for each in self._supervisor.requests())
         for response in self._responses:
             if not response.ended.done():
                 response.writer.tick(now)
@@ -438,9 +439,10 @@ class RequestTable:
                     if (route := self._routes.pop(effect.request, None)) is not None:
                         route[0].reject(effect)
                 case DispatchAttempt(tokenize, cluster) if cluster is not None and link is not None:
-                    await link.forward(cluster, tokenize)
-                case DispatchAttempt():
-                    await self._dispatch(effect.tokenize)
+                    await self._forward(link, cluster, tokenize)
+                case DispatchAttempt(tokenize):
+                    if not self.images.open_rows.remake(tokenize, self._dispatch):
+                        await self._dispatch(tokenize)
                 case CancelAttempt() if link is not None and (relay := relay_of(effect.engine)) is not None:
                     await link.cancel(*relay, effect.cancel)
                 case CancelAttempt():
@@ -458,6 +460,13 @@ class RequestTable:
                     assert_never(effect)
         if link is not None:
             await link.flush_output()
+
+    async def _forward(self, link: ClusterLink, cluster: ClusterName, tokenize: Tokenize) -> None:
+        whole = await self.images.open_rows.with_rows(tokenize)
+        if whole is None:
+            await self.record_unforwarded(tokenize)
+        else:
+            await link.forward(cluster, whole)
 
     async def _dispatch(self, tokenize: Tokenize) -> None:
         try:

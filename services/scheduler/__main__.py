@@ -7,6 +7,7 @@ import logging
 from kvstore.connectors.installed import ConnectorRefused
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.media_intake import RowsMemory
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
@@ -31,6 +32,7 @@ def build(config: SchedulerConfig, bus: Bus) -> SchedulerActor:
         journal=config.journal_settings(),
         standby=config.standby,
         pulls=config.prefill_queue,
+        rows=RowsMemory(config.rows_dir, config.rows_memory),
     )
 
 

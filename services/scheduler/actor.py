@@ -33,6 +33,7 @@ from services.scheduler.core.transfer.prefill_pulls import PrefillPulls
 from services.scheduler.engine_sleep import EngineSleep
 from services.scheduler.journal import DecisionJournal, EngineStart, JournalSettings
 from services.scheduler.kv_publisher import EngineKvPublisher
+from services.scheduler.media_intake import MediaIntake, RowsMemory
 from services.scheduler.output_sender import OutputSender
 from services.scheduler.request_log import RequestLog
 from services.scheduler.store_requests import StoreRequests
@@ -43,6 +44,7 @@ from shared.bus import Bus, Undelivered
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, InstanceId, NodeId, new_incarnation
 from shared.messages.coordinator import PullPrefills
 from shared.messages.detokenizer import TokenBatch
+from shared.messages.encoder import ReadRows, RowsPiece
 from shared.messages.kv_events import KvDumpRequest, PrefixCacheReset, ResetPrefixCache
 from shared.messages.kvstore import LeaseOwner
 from shared.messages.lifecycle import (
@@ -57,9 +59,11 @@ from shared.messages.lifecycle import (
 )
 from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import (
+    Cancel,
     GenerateRequest,
     PauseGeneration,
     Probe,
+    ProbeReply,
     ReadPauseState,
     ReadPicture,
     ReadSleepState,
@@ -117,6 +121,7 @@ class SchedulerActor(Actor):
         journal: JournalSettings | None = None,
         standby: bool = False,
         pulls: bool = False,
+        rows: RowsMemory | None = None,
     ) -> None:
         super().__init__(bus, instance)
         self.standby = standby
@@ -128,6 +133,7 @@ class SchedulerActor(Actor):
         self._journal = None if journal is None else DecisionJournal(journal, start, self.core)
         self._handle_event = self.core.handle if self._journal is None else self._journal.handle
         self._store = StoreRequests(bus, node, self._decide) if node is not None else None
+        self._media = MediaIntake(bus, self.engine_id, rows or RowsMemory(), self._take_request)
         self._connector = connector and ConnectorHost(connector.connector, limits.store_deadline, self._decide)
         self._request_log = RequestLog(self.engine_id)
         self._sender = OutputSender(
@@ -167,6 +173,7 @@ class SchedulerActor(Actor):
             TopicSubscription(topics.engine_control(self.engine_id)),
             TopicSubscription(topics.engine_probes(self.engine_id), request=True),
             TopicSubscription(topics.kv_dump_requests(self.instance)),
+            TopicSubscription(topics.kept_rows(self.instance), request=True),
             TopicSubscription(topics.rank_lifecycles(self.engine_id)),
             *(TopicSubscription(topics.lifecycles(service)) for service in self._watched_services()),
         ]
@@ -190,14 +197,22 @@ class SchedulerActor(Actor):
                 await self._record_undelivered(message)
             case KvDumpRequest():
                 self._kv.request_dump(message)
-            case GenerateRequest() if message.generation.suspect_until is not None:
-                await self.isolate(message.generation.request)  # for as long as it is read
+            case GenerateRequest():
+                if (held := self._media.take(message)) is not None:
+                    await self._take_request(held)
+            case Cancel():
+                self._media.cancel(message.request)
                 await self._decide(message)
             case StepFinished():
                 await self._decide(message)
                 await self._report_room()
             case _:
                 await self._decide(message)
+
+    async def _take_request(self, generate: GenerateRequest) -> None:
+        if generate.generation.suspect_until is not None:
+            await self.isolate(generate.generation.request)  # for as long as it is read
+        await self._decide(generate)
 
     async def _report_room(self) -> None:
         """Reports at once that the last waiting request has begun: of API keys coordinators send no more than a few
@@ -209,10 +224,14 @@ class SchedulerActor(Actor):
             self._had_waiting, self._room_reported_at = False, now
             await self.publish_lifecycle()
 
-    async def respond(self, request: SchedulerQuestion) -> SchedulerAnswer:
+    async def respond(self, request: SchedulerQuestion | ReadRows) -> SchedulerAnswer | RowsPiece:
         """The state of an attempt, as the engine knows it; how many blocks it has forgotten; whether it rests or
         sleeps; what it holds."""
         match request:
+            case ReadRows():
+                return self._media.piece(request)
+            case Probe() if request.request in self._media:
+                return ProbeReply("waiting", 0)
             case Probe():
                 return self.core.probe(request.request, request.attempt)
             case ResetPrefixCache():
@@ -257,6 +276,7 @@ class SchedulerActor(Actor):
     async def tear_down(self) -> None:
         """Fails what is left, so that it is tried again elsewhere."""
         await self._decide(WorkersLost("the engine was stopped"))
+        self._media.close()
         if self._connector is not None:
             await self._connector.close()
         if self._journal is not None:
@@ -264,7 +284,7 @@ class SchedulerActor(Actor):
 
     def is_idle(self) -> bool:
         """Whether no request is in hand, and no block is on its way to the store."""
-        return self.core.idle
+        return self.core.idle and not self._media
 
     def target_phase(self) -> Phase:
         """Ready while there are workers, once they have said what later canaries are compared with."""
@@ -345,6 +365,7 @@ class SchedulerActor(Actor):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._kv.run())
             tasks.create_task(self._plan_when_due())
+            tasks.create_task(self._media.run())
             if self._store is not None:
                 tasks.create_task(self._store.run())
             if self._connector is not None:
@@ -478,6 +499,7 @@ class SchedulerActor(Actor):
         for gone in self._others.expire(alive_now):
             await self._record_gone(gone)
         await self._decide(TimePassed())
+        self._media.release_ended(self.core.requests)
         metrics.show(self.core.snapshot(), self._totals)
         if self.is_idle() and self._check_due and alive_now - self._checked_at > CHECK_INTERVAL:
             self._checked_at, self._check_due = alive_now, False

@@ -121,6 +121,21 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         ),
     ] = 0.5
 
+    rows_memory: Annotated[
+        ByteSize,
+        Meta(
+            description="Bytes of images' rows that requests of the engine may have; others wait for room, for two "
+            "minutes. Those of encoders of this host are in the encoders' memory."
+        ),
+    ] = 2**30
+    rows_dir: Annotated[
+        Path | None,
+        Meta(
+            description="Folder in shared memory where the host's encoders and engines have images' rows, the same for "
+            "all of them; none: rows come by the bus."
+        ),
+    ] = None
+
     kv_connector: ConnectorName = None
     kv_connector_extra_config: ConnectorExtraConfig = "{}"
     kv_role: ConnectorRole = "kv_both"

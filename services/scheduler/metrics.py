@@ -78,6 +78,8 @@ GRAMMAR_SECONDS = Counter(
 )
 COMPILING = Gauge("baton_scheduler_compiling_requests", "Requests that wait for their grammar.")
 TRANSFERS = Gauge("baton_scheduler_kv_transfers", "Transfers in flight between the ranks and the node's KV store.")
+ROWS_BYTES = Gauge("baton_scheduler_rows_bytes", "Bytes of images' rows that are held for the engine's requests.")
+ROWS_FETCHED = Counter("baton_scheduler_rows_fetched_bytes_total", "Bytes of images' rows that came by the bus.")
 CANARIES = Counter("baton_scheduler_canaries_total", "Canaries, by outcome: right, or with a fault.", ["outcome"])
 CANARY_SECONDS = Counter("baton_scheduler_canary_seconds_total", "Seconds from canaries' first steps to their ends.")
 UNDEFINED = Counter("baton_scheduler_undefined_total", "Sequences that failed because the model computed NaN.")

@@ -61,6 +61,8 @@ RUNS_IN_EMBEDS, TRACE_BEHIND_GENERATION, TRACE_BEHIND_OPEN_STREAM = 3, 25, 15
 """Where embeddings say of which tokens they are, and messages have the context of their trace, since version 8."""
 GRIDS_IN_EMBEDS, KEEP_IN_GENERATION = 4, 26
 """Where embeddings say how tokens lie in images, and requests that their prompts are kept, since version 9."""
+MEDIA_IN_EMBEDS = 6
+"""Where embeddings say where rows are kept, since version 10."""
 GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_PLACED_FIELDS = 6
@@ -93,7 +95,20 @@ class JournalNames:
         return name, content
 
 
-class PlainPositions(JournalNames):
+class RowsInMessages(JournalNames):
+    """Version 9: all rows of a prompt were in its messages."""
+
+    def output(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """Plans and hand-overs without their newest field; other outputs as they are."""
+        if name not in ("SendPlan", "SendHandOver"):
+            return name, content
+        output = _decode(content)
+        for each in _embeds(output):
+            del each[MEDIA_IN_EMBEDS:]
+        return name, _encode(output)
+
+
+class PlainPositions(RowsInMessages):
     """Version 8: positions of tokens had one axis, and no prompt was kept."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
@@ -316,5 +331,7 @@ def names_of(version: int) -> JournalNames:
             return WholePrompts()
         case 8:
             return PlainPositions()
+        case 9:
+            return RowsInMessages()
         case _:
             return JournalNames()

@@ -21,6 +21,7 @@ from services.worker.kv.connector_thread import ConnectorThread, ConnectorUnusab
 from services.worker.kv.copy_thread import CopyThread, TransferLedger
 from services.worker.lora_watcher import LoraWatcher
 from services.worker.rank_identity import RankIdentity
+from services.worker.rank_rows import RankRows, names_rows
 from services.worker.rank_sleep import RankSleep
 from services.worker.watchdog import CHECK_EVERY, StepWatchdog
 from shared import topics
@@ -63,6 +64,7 @@ class WorkerActor(Actor):
         self._identity = identity
         self._publishes = identity.publishes
         self._results = topics.engine_results(identity.engine)
+        self._rows = RankRows(bus, identity.engine)
         self._copies = CopyThread(identity.kvstore_dir)
         self._plans = PlanQueue(skip_void=identity.world_size == 1)
         self._connector = connector
@@ -136,6 +138,8 @@ class WorkerActor(Actor):
         """Has a plan computed after those before it. One that came twice is dropped; for a missing one the scheduler is
         sent `StepMissed`, and sends it again. If it begins a new epoch instead, a rank of several raises
         RankOutOfStep."""
+        if names_rows(message):
+            message = await self._rows.found(message)
         arrival = self._plans.submit(message)
         match arrival:
             case "first" | "next":

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from shared.ids import ModelName
+from shared.ids import Count, ModelName, RowsName
 from shared.messages.gateway import ErrorKind
 from shared.messages.generation import PromptEmbeds
 
@@ -24,7 +24,8 @@ class EncodeImage(Struct, frozen=True, array_like=True, tag=True):
 
 
 class ImageRows(Struct, frozen=True, array_like=True, tag=True):
-    """Reply to `EncodeImage`: a row for each token that the image takes in a prompt."""
+    """Reply to `EncodeImage`: a row for each token that the image takes in a prompt. The encoder keeps them, for
+    ROWS_LEASE seconds at least."""
 
     rows: PromptEmbeds
 
@@ -37,6 +38,31 @@ class ImageRefusal(Struct, frozen=True, array_like=True, tag=True):
 
 
 EncoderReply = ImageRows | ImageRefusal
+
+ROWS_LEASE = 150.0
+"""Seconds that rows are kept once they were asked for, or somebody said that they are needed: as long as the images of
+a request may take, and some more."""
+
+
+class RenewRows(Struct, frozen=True, array_like=True, tag=True):
+    """Open requests need these rows: they are kept for a further ROWS_LEASE."""
+
+    names: tuple[RowsName, ...]
+
+
+class ReadRows(Struct, frozen=True, array_like=True, tag=True):
+    """Requests a piece of rows, from a byte on. Answered by `RowsPiece`. For who shares no memory with their owner."""
+
+    name: RowsName
+    start: Count
+
+
+class RowsPiece(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `ReadRows`: bytes from there on, as many as one message takes; none where there are none (any more)."""
+
+    piece: bytes
+    released: bool = False
+    """A scheduler's: no request of the engine needs them."""
 
 
 class EncoderReport(Struct, frozen=True, array_like=True, kw_only=True):

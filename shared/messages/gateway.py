@@ -42,6 +42,13 @@ class RequestPlaced(Struct, frozen=True, array_like=True, tag=True):
     one with `handed_by` counts as 1 at least."""
 
 
+class RowsMissing(Struct, frozen=True, array_like=True, tag=True):
+    """scheduler → gateway: rows of an image of this request are nowhere any more. `RequestFailed` follows, and the next
+    attempt needs them made again."""
+
+    request: RequestId
+
+
 class PromptKept(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """scheduler → gateway: what became of the prompt of a request with `Generation.keep`. It comes at about the time of
     the request's end, before or behind it."""
@@ -405,4 +412,4 @@ RequestMessage = Deltas | RequestPlaced | RequestQueued | RequestRejected | Requ
 """Of other services, about a request; `PromptKept` decides nothing about it."""
 StreamMessage = KeepStream | StreamsGrown | ForgetStream
 """Of other gateways, about their resumable streams."""
-GatewayMessage = RequestMessage | StreamMessage | PromptKept
+GatewayMessage = RequestMessage | StreamMessage | PromptKept | RowsMissing

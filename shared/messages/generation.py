@@ -9,7 +9,20 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from shared.ids import Attempt, Count, EngineId, GatewayId, GrammarKey, LoraId, ModelName, NodeId, RequestId, TokenId
+from shared.ids import (
+    Attempt,
+    Count,
+    EngineId,
+    GatewayId,
+    GrammarKey,
+    InstanceId,
+    LoraId,
+    ModelName,
+    NodeId,
+    RequestId,
+    RowsName,
+    TokenId,
+)
 from shared.messages.dialects import Thinking
 
 MAX_FLOAT = sys.float_info.max
@@ -112,6 +125,8 @@ EMBEDDING_BYTES: dict[EmbeddingDtype, int] = {"float32": 4, "float16": 2, "bfloa
 """Of one element."""
 MAX_PROMPT_EMBEDS_BYTES = 6 * 2**20
 """Of one prompt's embeddings. They travel with the request and its plan, which have to fit the bus beside all else."""
+MAX_MEDIA_BYTES = 128 * 2**20
+"""Of the rows of one prompt's images, which lie in shared memory: 4,096 rows of Qwen3-VL 8B."""
 
 
 POSITION_AXES = 3
@@ -119,6 +134,18 @@ POSITION_AXES = 3
 GridSide = Annotated[int, Meta(ge=1, le=2**20)]
 ImageGrid = tuple[GridSide, GridSide, GridSide]
 """Frames, rows and columns of the tokens that stand for an image, the columns of a row behind each other."""
+
+
+class MediaRows(Struct, frozen=True, array_like=True):
+    """Rows that an encoder keeps beside the bus, see `shared/media`."""
+
+    name: RowsName
+    """Names them by their contents, so that the same rows are the same prefix wherever they were made."""
+    count: Annotated[int, Meta(ge=1, le=2**20)]
+    owner: InstanceId
+    """The encoder that keeps them, as long as somebody says that they are needed."""
+    path: str = ""
+    """The file in which the engine's scheduler holds them for its ranks; empty before it has the request."""
 
 
 class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
@@ -137,6 +164,8 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
     mutual: tuple[bool, ...] = ()
     """Of each run, whether its tokens see each other, those behind them too (Gemma 3's images): a step that computes
     some computes all that are left. None at all: no run is like that."""
+    media: tuple[MediaRows | None, ...] = ()
+    """Of each run, where its rows are kept; None: they are the next ones in `rows`. None at all: all are there."""
 
     @property
     def row_bytes(self) -> int:
@@ -146,7 +175,12 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
     @property
     def count(self) -> int:
         """How many tokens have rows; of rows that are not whole the last one does not count."""
-        return len(self.rows) // self.row_bytes
+        return len(self.rows) // self.row_bytes + sum(each.count for each in self.media if each is not None)
+
+    @property
+    def kept(self) -> list[MediaRows]:
+        """The rows that are kept elsewhere, in the order of their runs."""
+        return [each for each in self.media if each is not None]
 
     def of_tokens(self, first: int, end: int) -> bytes:
         """See :class:`shared.blocks.InPlaceOfTokens`."""
@@ -155,32 +189,36 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
             return self.dtype.encode() + rows if rows else b""
         parts, row = [], 0
         grids, mutual = self.grids or (None,) * len(self.runs), self.mutual or (False,) * len(self.runs)
-        for (start, count), grid, whole in zip(self.runs, grids, mutual, strict=True):
+        media = self.media or (None,) * len(self.runs)
+        for (start, count), grid, whole, kept in zip(self.runs, grids, mutual, media, strict=True):
             low, high = max(first, start), min(end, start + count)
             if low < high:
                 place = (low - first).to_bytes(2, "little") + (high - first).to_bytes(2, "little")
                 place += b"".join(side.to_bytes(4, "little") for side in grid or ())  # equal rows may lie otherwise
+                if kept is not None:  # its name stands for all of it
+                    parts.append(b"%brows:%b%d" % (place, kept.name, low - start))
+                    continue
                 at = row + low - start
                 if whole and low == start:  # its first tokens have seen all of it
                     parts.append(self.rows[row * self.row_bytes : (row + count) * self.row_bytes])
                 parts += [place, self.rows[at * self.row_bytes : (at + high - low) * self.row_bytes]]
-            row += count
+            row += count if kept is None else 0
         return self.dtype.encode() + b"".join(parts) if parts else b""
 
     def fits(self, prompt_length: int) -> bool:
         """Whether each row has its token of a prompt of this length: all of them, or runs that follow each other; and
         what is said of runs is said of each, and grids are as large."""
-        if any(each and len(each) != len(self.runs) for each in (self.grids, self.mutual)):
+        if any(each and len(each) != len(self.runs) for each in (self.grids, self.mutual, self.media)):
             return False
         if any(grid and prod(grid) != count for grid, (_, count) in zip(self.grids, self.runs, strict=False)):
             return False
         if not self.runs:
             return len(self.rows) == prompt_length * self.row_bytes
         end = rows = 0
-        for start, count in self.runs:
-            if count < 1 or start < end:
+        for (start, count), kept in zip(self.runs, self.media or (None,) * len(self.runs), strict=True):
+            if count < 1 or start < end or (kept is not None and kept.count != count):
                 return False
-            end, rows = start + count, rows + count
+            end, rows = start + count, rows + (count if kept is None else 0)
         return end <= prompt_length and len(self.rows) == rows * self.row_bytes
 
 

@@ -11,6 +11,7 @@ from shared.messages.gateway import ErrorKind
 from shared.messages.generation import (
     Grammar,
     KeptPrompt,
+    MediaRows,
     PoolingOptions,
     PromptEmbeds,
     SamplingOptions,
@@ -76,6 +77,18 @@ class EmbedsPrompt(Struct, frozen=True, array_like=True, tag="embeds"):
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt | PairPrompt | EmbedsPrompt
+
+
+def kept_rows(prompt: Prompt) -> list[MediaRows]:
+    """The rows of a prompt that encoders keep."""
+    embeds = prompt.embeds if isinstance(prompt, ChatPrompt) else ()
+    return [kept for each in embeds for kept in each.kept]
+
+
+def rows_bytes(prompt: Prompt) -> int:
+    """All bytes of rows of a chat, those of its client's own too."""
+    embeds = prompt.embeds if isinstance(prompt, ChatPrompt) else ()
+    return sum(each.count * each.row_bytes for each in embeds)
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

@@ -29,6 +29,7 @@ from shared.ids import (
     ModelName,
     NodeId,
     RequestId,
+    RowsName,
     SequenceId,
 )
 from shared.messages import (
@@ -517,6 +518,19 @@ MESSAGES: list[Any] = [
     encoder.ImageRows(
         generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<" * 2, runs=((0, 2),), mutual=(True,))
     ),
+    encoder.ImageRows(
+        generation.PromptEmbeds(
+            dtype="float16",
+            size=1,
+            rows=b"\0<",
+            runs=((0, 1), (1, 3)),
+            media=(None, generation.MediaRows(RowsName(HASH), 3, InstanceId("encoder-1"), "/dev/shm/r")),
+        )
+    ),
+    encoder.RenewRows((RowsName(HASH),)),
+    encoder.ReadRows(RowsName(HASH), 7),
+    encoder.RowsPiece(b"rows"),
+    gateway.RowsMissing(R),
 ]
 
 

@@ -81,15 +81,18 @@ class RedisServer:
             raise RedisServerUnavailable(str(error)) from None
 
 
-# What a KV store needs: a directory in shared memory, and the redis-server where the stack has one.
+# What a KV store needs: a directory in shared memory, and the redis-server where the stack has one. Rows of images lie
+# there as well.
 
 
 class StoreAccess:
-    """Owns both, in a stack that has a store; nothing in another."""
+    """Owns both, in a stack that has a store; in one that takes images the directory; nothing in another."""
 
     def __init__(self, spec: StackSpec) -> None:
         self._spec = spec
         self.arenas: Path | None = None
+        self.rows: Path | None = None
+        """The folder of the host's folders of images' rows; None where no model takes images."""
         self.redis: RedisServer | None = None
 
     @property
@@ -109,8 +112,11 @@ class StoreAccess:
         """Makes the directory and starts the redis-server, or goes on with those of `former`. Raises OSError,
         RedisServerUnavailable."""
         counts = self._spec.counts
-        if counts.kvstore:
-            self.arenas = arena_directory(self._spec.run_dir, keep=former is not None)
+        images = any(each.encoder for each in (counts, *self._spec.model_counts))
+        if counts.kvstore or images:
+            directory = arena_directory(self._spec.run_dir, keep=former is not None)
+            self.arenas = directory if counts.kvstore else None
+            self.rows = directory / "rows" if images else None
         else:
             remove_leftovers(self._spec.run_dir)
         if not (counts.kvstore or counts.engine_stores):

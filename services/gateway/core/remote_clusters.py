@@ -14,7 +14,16 @@ from typing import NamedTuple
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ClusterName, EngineId, GatewayId, Incarnation, LoraId, ModelName, relay_id, relay_of
 from shared.messages.federation import ClusterStatus, ModelRoom
-from shared.messages.tokenizer import ChatPrompt, EmbedsPrompt, PairPrompt, TextPrompt, Tokenize, TokenPrompt
+from shared.messages.generation import MAX_PROMPT_EMBEDS_BYTES
+from shared.messages.tokenizer import (
+    ChatPrompt,
+    EmbedsPrompt,
+    PairPrompt,
+    TextPrompt,
+    Tokenize,
+    TokenPrompt,
+    rows_bytes,
+)
 from shared.protocol import MIN_PROTOCOL, PROTOCOL, SpokenProtocols, incompatibility
 
 STATUS_SECONDS = 1.0
@@ -208,10 +217,12 @@ class RemoteClusters:
 
     def destination(self, tokenize: Tokenize, avoid: Sequence[EngineId]) -> ClusterName | None:
         """The cluster that a request goes to; None: it is served here. The nearest that has room: this one, then the
-        others. Where none has, it waits here, or where engines are."""
+        others. Where none has, it waits here, or where engines are. Images with more rows than a message has stay."""
         own = self._rooms.get(tokenize.model)
         if own is not None and not self.drained and own.free > 0:
             self._rooms[tokenize.model] = own._replace(free=own.free - 1)
+            return None
+        if rows_bytes(tokenize.prompt) > MAX_PROMPT_EMBEDS_BYTES:
             return None
         found = self._choose(tokenize, avoid, with_room=True)
         if found is None and (own is None or self.drained):

@@ -9,11 +9,12 @@ from msgspec.structs import replace
 from services.gateway.api.errors import STATUS, RequestError, invalid
 from services.gateway.api.generation import GenerationRequest, ImageSource
 from services.gateway.images.image_fetcher import ImageFetcher
+from services.gateway.images.open_rows import OpenRows
 from shared import topics
 from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout
+from shared.ids import ModelName
 from shared.messages.encoder import EncodeImage, EncoderReply, ImageRefusal
-from shared.messages.generation import MAX_PROMPT_EMBEDS_BYTES, PromptEmbeds
-from shared.messages.model_card import ModelCard
+from shared.messages.generation import MAX_MEDIA_BYTES, PromptEmbeds
 from shared.messages.tokenizer import ChatPrompt
 
 ENCODE_TIMEOUT = 120.0
@@ -27,10 +28,12 @@ MAX_AT_ONCE = 4
 
 
 class ImageRowsClient:
-    """Fills in the rows of images, before a request is dispatched. From then on they travel with it."""
+    """Fills in where the rows of images are, before a request is dispatched."""
 
     def __init__(self, bus: Bus, fetcher: ImageFetcher) -> None:
         self._bus, self._fetcher = bus, fetcher
+        self.open_rows = OpenRows(bus, self.encoded)
+        """Of requests that were filled, what they still need."""
 
     async def filled(self, generation: GenerationRequest) -> GenerationRequest:
         """The request with rows in place of its images. Raises RequestError: 400 for an image that is none or cannot be
@@ -56,12 +59,16 @@ class ImageRowsClient:
         try:
             async with slots:
                 file = image.data if image.url is None else await self._fetcher.fetch(image.url, image.field)
-                return await self._rows(image.field, EncodeImage(file, generation.cache_salt), generation.model)
+                question, model = EncodeImage(file, generation.cache_salt), generation.model.name
+                rows = await self.encoded(image.field, question, model)
+                self.open_rows.add(rows, question, model)
+                return rows
         except RequestError as error:
             return error
 
-    async def _rows(self, field: str, question: EncodeImage, model: ModelCard) -> PromptEmbeds:
-        topic, loop = topics.image_requests(model.name), asyncio.get_running_loop()
+    async def encoded(self, field: str, question: EncodeImage, model: ModelName) -> PromptEmbeds:
+        """What stands for the rows of an image, which are kept from now on. Raises RequestError, see `filled`."""
+        topic, loop = topics.image_requests(model), asyncio.get_running_loop()
         last, end = "", loop.time() + ENCODE_TIMEOUT
         while (left := end - loop.time()) > 0:
             try:
@@ -89,7 +96,8 @@ def _with_rows(prompt: ChatPrompt, images: tuple[ImageSource, ...], found: list[
         raise invalid(field, f"images have rows of {found[0].dtype}; parts of type prompt_embeds with others are not")
     if len({each.size for each in embeds}) > 1:
         raise invalid(field, f"images of this model have rows of {found[0].size}; parts of type prompt_embeds do not")
-    if (total := sum(len(each.rows) for each in embeds)) > MAX_PROMPT_EMBEDS_BYTES:
-        most = f"{MAX_PROMPT_EMBEDS_BYTES} are; this image alone has {len(found[-1].rows)}"
-        raise invalid(field, f"{total} bytes of rows are not allowed in one chat; {most}")
+    total = sum(each.count * each.row_bytes for each in found)
+    if total > MAX_MEDIA_BYTES:
+        most = f"{MAX_MEDIA_BYTES} are; this image alone has {found[-1].count * found[-1].row_bytes}"
+        raise invalid(field, f"{total} bytes of images' rows are not allowed in one chat; {most}")
     return replace(prompt, embeds=tuple(embeds))

@@ -26,7 +26,15 @@ from shared.messages.dialects import (
     Thinking,
 )
 from shared.messages.gateway import RequestRejected
-from shared.messages.generation import Generation, Grammar, ImageGrid, PromptEmbeds, SamplingOptions, StopConditions
+from shared.messages.generation import (
+    Generation,
+    Grammar,
+    ImageGrid,
+    MediaRows,
+    PromptEmbeds,
+    SamplingOptions,
+    StopConditions,
+)
 from shared.messages.tokenizer import (
     ChatPrompt,
     Decode,
@@ -268,6 +276,7 @@ class PromptEncoder:
         runs: list[tuple[int, int]] = []
         grids: list[ImageGrid | None] = []
         mutual: list[bool] = []
+        media: list[MediaRows | None] = []
         shown = iter(order)
         for token in found:
             if token is None:
@@ -275,11 +284,16 @@ class PromptEncoder:
                 runs.append((len(ids), part.count))
                 grids += part.grids or (None,)
                 mutual += part.mutual or (False,)
+                media += part.media or (None,)
                 ids += [0] * part.count
             else:
                 ids.append(token)
         rows = b"".join(parts[number].rows for number in order)
-        said = {"grids": tuple(grids) if any(grids) else (), "mutual": tuple(mutual) if any(mutual) else ()}
+        said = {
+            "grids": tuple(grids) if any(grids) else (),
+            "mutual": tuple(mutual) if any(mutual) else (),
+            "media": tuple(media) if any(media) else (),
+        }
         return ids, replace(parts[0], rows=rows, runs=tuple(runs), **said)
 
     def _framed(self, text: str) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from mmap import mmap
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from services.worker.batch.batch import BrokenPlan
+from services.worker.batch.mapped_rows import MappedRows
 from services.worker.batch.rows import Int32s, RowRuns, Rows
 from services.worker.ops.interface import InputRows
-from shared.messages.generation import EmbeddingDtype, PromptEmbeds
+from shared.messages.generation import EmbeddingDtype, MediaRows, PromptEmbeds
 
 _DTYPES: dict[EmbeddingDtype, torch.dtype] = {
     "float32": torch.float32,
@@ -20,21 +23,47 @@ _DTYPES: dict[EmbeddingDtype, torch.dtype] = {
 
 
 class EmbeddedPrompt:
-    """The rows of one prompt [rows, hidden], in the client's dtype, and the tokens that have them, ascending [rows]."""
+    """The rows of one prompt, as parts [rows, hidden] in the client's dtype, and the tokens that have them, ascending
+    [rows]. Rows that an encoder keeps are not copied: they stay mapped as long as this does."""
 
     def __init__(self, embeds: PromptEmbeds) -> None:
-        self.rows = torch.frombuffer(bytearray(embeds.rows), dtype=_DTYPES[embeds.dtype]).view(-1, embeds.size)
-        runs = embeds.runs or ((0, len(self.rows)),)
+        """Raises BrokenPlan where rows that the plan names were not looked for."""
+        own = _tensor(bytearray(embeds.rows), embeds) if embeds.rows else None
+        runs = embeds.runs or ((0, embeds.count),)
+        self._parts: list[Tensor] = []
+        at = 0
+        for (_, count), kept in zip(runs, embeds.media or (None,) * len(runs), strict=True):
+            if kept is not None:
+                self._parts.append(_mapped(kept, embeds))
+            elif own is not None:
+                self._parts.append(own[at : at + count])
+                at += count
+        self._starts = np.cumsum([0, *(len(part) for part in self._parts)])
+        """[parts + 1] the first row of each, and how many there are."""
         self.mutual = [
             (first, first + n) for (first, n), mutual in zip(embeds.runs, embeds.mutual, strict=False) if mutual
         ]
         """(first, end) of runs whose tokens see each other."""
         self.tokens: Int32s = np.concatenate([np.arange(first, first + n, dtype=np.int32) for first, n in runs])
 
-    def between(self, first: int, end: int) -> tuple[Int32s, Tensor]:
-        """The tokens from `first` up to `end` that have rows, and these."""
-        low, high = np.searchsorted(self.tokens, (first, end))
-        return self.tokens[low:high], self.rows[low:high]
+    def between(self, first: int, end: int) -> tuple[Int32s, list[Tensor]]:
+        """The tokens from `first` up to `end` that have rows, and these, in parts."""
+        low, high = (int(each) for each in np.searchsorted(self.tokens, (first, end)))
+        found = [
+            part[max(0, low - start) : max(0, high - start)]
+            for part, start in zip(self._parts, self._starts.tolist(), strict=False)
+        ]
+        return self.tokens[low:high], [part for part in found if len(part)]
+
+
+def _tensor(rows: bytearray | mmap, embeds: PromptEmbeds) -> Tensor:
+    return torch.frombuffer(rows, dtype=_DTYPES[embeds.dtype]).view(-1, embeds.size)
+
+
+def _mapped(kept: MediaRows, embeds: PromptEmbeds) -> Tensor:
+    if not isinstance(kept, MappedRows):
+        raise BrokenPlan(f"rows {kept.name.hex()} are not here")
+    return _tensor(kept.rows, embeds)
 
 
 def last_seen(prompts: dict[int, EmbeddedPrompt], rows: Rows) -> Int32s | None:
@@ -74,7 +103,7 @@ def input_rows(prompts: dict[int, EmbeddedPrompt], units: RowRuns, last_rows: In
         tokens, own = prompt.between(start, start + count)
         if len(tokens):
             rows.append(tokens + np.int32(int(last_rows[place]) - count + 1 - start))
-            values.append(own)
+            values += own
     if not rows:
         return None
     if len({each.dtype for each in values}) > 1:

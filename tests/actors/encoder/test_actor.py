@@ -19,18 +19,29 @@ from services.encoder import image_process
 from services.encoder.actor import EncoderActor
 from services.encoder.image_decoder import ImageDecoder, ImageRefused
 from services.encoder.image_process import DecodedImage
+from services.encoder.rows_keeper import RowsKeeper
 from services.encoder.tower import ImageTower, TowerUnusable
 from shared import topics
 from shared.actor import ActorRuntime
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import InstanceId, ModelName
+from shared.media.rows_reader import read_rows
 from shared.messages.encoder import EncodeImage, EncoderReply, ImageRefusal, ImageRows
+from shared.messages.generation import PromptEmbeds
 from tests.support.models.tiny_gemma import TOKENS, make_gemma_model
 from tests.support.models.tiny_images import IMAGE_TOKENS, ImageModel, make_image_model, picture, png_of_size
 from tests.support.models.tiny_models import make_model
 from tests.support.models.tiny_qwen_vl import SIDE, make_qwen_model
 
-MODEL = ModelName("tiny")
+MODEL, INSTANCE = ModelName("tiny"), InstanceId("encoder-1")
+
+
+async def read(bus: MemoryBus, rows: PromptEmbeds) -> torch.Tensor:
+    """As who shares no memory with the encoder reads them."""
+    (kept,) = rows.kept
+    assert kept.owner == INSTANCE
+    found = await read_rows(bus, topics.kept_rows(kept.owner), kept.name, kept.count * rows.row_bytes)
+    return torch.frombuffer(found, dtype=torch.float32).view(-1, rows.size)
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +52,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ImageModel:
 class Encoder:
     """An encoder that runs, and who asks it."""
 
-    def __init__(self, bus: MemoryBus, model: ImageModel, cache: int = 2**20, decode_s: float = 30.0) -> None:
+    def __init__(self, bus: MemoryBus, model: ImageModel, decode_s: float = 30.0) -> None:
         self.bus = bus
-        self.actor = EncoderActor(bus, InstanceId("encoder-1"), MODEL, lambda: ImageTower(model.path), cache, decode_s)
+        rows = RowsKeeper(INSTANCE, None, 2**30, 2**20)
+        self.actor = EncoderActor(bus, INSTANCE, MODEL, lambda: ImageTower(model.path), rows, decode_s)
         self.runtime = ActorRuntime(self.actor, drain_timeout=10)
 
     async def ask(self, image: bytes, salt: str | None = None) -> EncoderReply:
@@ -55,7 +67,7 @@ class Encoder:
     async def rows(self, image: bytes) -> torch.Tensor:
         reply = await self.ask(image)
         assert isinstance(reply, ImageRows)
-        return torch.frombuffer(bytearray(reply.rows.rows), dtype=torch.float32).view(-1, reply.rows.size)
+        return await read(self.bus, reply.rows)
 
     async def why(self, image: bytes) -> str:
         reply = await self.ask(image)
@@ -64,8 +76,8 @@ class Encoder:
 
 
 @asynccontextmanager
-async def running(bus: MemoryBus, model: ImageModel, cache: int = 2**20) -> AsyncIterator[Encoder]:
-    encoder = Encoder(bus, model, cache)
+async def running(bus: MemoryBus, model: ImageModel) -> AsyncIterator[Encoder]:
+    encoder = Encoder(bus, model)
     task = asyncio.create_task(encoder.runtime.run())
     while encoder.runtime.phase != "ready":
         assert not task.done(), task
@@ -109,7 +121,7 @@ async def test_images_are_as_large_as_their_rows_say(memory_bus: MemoryBus, tmp_
         for image in (small, flat, large):
             reply = await encoder.ask(image)
             assert isinstance(reply, ImageRows)
-            assert reply.rows.rows == model.rows(image).numpy().tobytes()
+            assert torch.equal(await read(memory_bus, reply.rows), model.rows(image))
             assert reply.rows.grids == (model.grid(image),)
             assert reply.rows.fits(reply.rows.count)
     pixels = np.random.default_rng(0).integers(0, 256, (700, 900, 3), dtype=np.uint8)
@@ -123,19 +135,17 @@ async def test_rows_say_which_tokens_see_each_other(memory_bus: MemoryBus, tmp_p
     model = make_gemma_model(tmp_path)
     async with running(memory_bus, model) as encoder:
         reply = await encoder.ask(picture(0))
-    assert isinstance(reply, ImageRows)
-    assert reply.rows.rows == model.rows(picture(0)).numpy().tobytes()
+        assert isinstance(reply, ImageRows)
+        assert torch.equal(await read(memory_bus, reply.rows), model.rows(picture(0)))
     assert (reply.rows.runs, reply.rows.mutual) == (((0, TOKENS),), (True,))
 
 
 async def test_an_image_that_many_ask_for_at_once_is_encoded_once(memory_bus: MemoryBus, model: ImageModel) -> None:
-    async with running(memory_bus, model, cache=0) as encoder:
+    async with running(memory_bus, model) as encoder:
         first, *others = await asyncio.gather(*(encoder.rows(picture(8)) for _ in range(5)))
         assert all(torch.equal(first, each) for each in others)
         report = encoder.actor.encoder_report()
         assert (report.encoded, report.hits) == (1, 4)
-        await encoder.rows(picture(8))
-        assert encoder.actor.encoder_report().encoded == 2, "nothing is kept"
 
 
 async def test_rows_are_shared_within_a_salt_only(memory_bus: MemoryBus, model: ImageModel) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,8 +17,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from deploy.supervisor.state_file import directory_of
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.gateway.fake_services import eventually
 from tests.support.models.tiny_images import (
     IMAGE_TOKENS,
     ImageModel,
@@ -71,8 +74,10 @@ async def ask(client: AsyncOpenAI, *messages: dict[str, Any], **more: Any) -> An
 A, B, C = picture(0), picture(1, (90, 20)), picture(2, (33, 77))
 
 
-def wanted(model: ImageModel, *messages: dict[str, Any], count: int = LENGTH) -> str:
-    return model.text(shown(list(messages)), images_of(list(messages), (A, B, C)), count)
+def wanted(
+    model: ImageModel, *messages: dict[str, Any], count: int = LENGTH, images: tuple[bytes, ...] = (A, B, C)
+) -> str:
+    return model.text(shown(list(messages)), images_of(list(messages), images), count)
 
 
 def cached(answer: Any) -> int:
@@ -166,6 +171,38 @@ async def test_a_stream_outlives_its_engine_and_its_encoder(
     assert text == model.text(shown([message]), [image], count)
     await asyncio.to_thread(stack.replaced, "encoder-1", encoder)
     await asyncio.to_thread(stack.replaced, engine, pid)
+    await eventually(lambda: not rows_in(stack, "engine-1") and not rows_in(stack, "engine-2"))
+
+
+def rows_in(stack: RunningStack, owner: str) -> list[str]:
+    """Files of rows in shared memory."""
+    folder = directory_of(stack.run_dir) / "rows" / owner
+    return [each.name for each in folder.iterdir() if each.name != "lock"] if folder.is_dir() else []
+
+
+@pytest.mark.faults
+async def test_rows_outlive_their_encoder_and_are_made_again_where_they_are_lost(
+    client: AsyncOpenAI, stack: RunningStack, model: ImageModel
+) -> None:
+    """Killed when it has answered, and the engine before it has read; then all rows are removed as well."""
+    image = picture(78)
+    message = user(image, "What is to be seen?")
+    for lost in (False, True):
+        engines = {name: stack.kill(name, signal.SIGSTOP) for name in ("engine-1", "engine-2")}
+        before = set(rows_in(stack, "encoder-1"))
+        asking = asyncio.create_task(ask(client, message))
+        if not lost:
+            await eventually(lambda before=before: set(rows_in(stack, "encoder-1")) != before)  # type: ignore[misc]
+        await asyncio.sleep(0.5)
+        encoder = stack.kill("encoder-1")
+        if lost:
+            for name in rows_in(stack, "encoder-1"):
+                os.unlink(directory_of(stack.run_dir) / "rows" / "encoder-1" / name)
+        for name in engines:
+            stack.kill(name, signal.SIGCONT)
+        answer = await asking
+        assert answer.choices[0].message.content == wanted(model, message, images=(image,))
+        await asyncio.to_thread(stack.replaced, "encoder-1", encoder)
 
 
 async def test_lines_of_a_batch_may_have_images(stack: RunningStack, model: ImageModel, tmp_path: Path) -> None:

@@ -58,6 +58,15 @@ def test_version_7_says_not_of_which_tokens_embeddings_are() -> None:
     assert names_of(7).output("SendToGateway", b"\x90") == ("SendToGateway", b"\x90")
 
 
+def test_version_9_says_not_where_rows_are_kept() -> None:
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    today, then = ["float32", 8, b"", [], [], [], []], ["float32", 8, b"", [], [], []]
+    _, plan = names_of(9).output("SendPlan", encode({"plan": [1, 0, [], [[*range(11), today]]]}))
+    assert decode(plan) == {"plan": [1, 0, [], [[*range(11), then]]]}
+    _, passed = names_of(9).output("SendHandOver", encode({"generate": ["GenerateRequest", [*range(24), today, 25]]}))
+    assert decode(passed) == {"generate": ["GenerateRequest", [*range(24), then, 25]]}
+
+
 def test_version_8_says_not_how_images_lie() -> None:
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
     today, then = ["float32", 8, b"", [[3, 4]], [[1, 2, 2]]], ["float32", 8, b"", [[3, 4]]]

@@ -7,7 +7,8 @@ import pytest
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import ImageSource
 from services.gateway.images.image_rows import _with_rows
-from shared.messages.generation import MAX_PROMPT_EMBEDS_BYTES, EmbeddingDtype, PromptEmbeds
+from shared.ids import InstanceId, RowsName
+from shared.messages.generation import MAX_MEDIA_BYTES, EmbeddingDtype, MediaRows, PromptEmbeds
 from shared.messages.tokenizer import ChatPrompt
 
 FIELD = "messages[0].content[0].image_url.url"
@@ -22,7 +23,6 @@ def rows(dtype: EmbeddingDtype, size: int, count: int = 1) -> PromptEmbeds:
     [
         (rows("float16", 8), "images have rows of float32; parts of type prompt_embeds with others are not"),
         (rows("float32", 4), "images of this model have rows of 8; parts of type prompt_embeds do not"),
-        (rows("float32", 8, MAX_PROMPT_EMBEDS_BYTES // 32), "bytes of rows are not allowed in one chat"),
     ],
 )
 def test_rows_that_do_not_go_with_an_images_are_refused(clients: PromptEmbeds, why: str) -> None:
@@ -30,6 +30,15 @@ def test_rows_that_do_not_go_with_an_images_are_refused(clients: PromptEmbeds, w
     with pytest.raises(RequestError, match=why) as error:
         _with_rows(prompt, (ImageSource(field=FIELD, number=0, data=b""),), [rows("float32", 8)])
     assert (error.value.status, error.value.param) == (400, FIELD)
+
+
+def test_more_rows_than_a_chat_may_have_are_refused() -> None:
+    kept = MediaRows(RowsName(bytes(16)), MAX_MEDIA_BYTES // 64 + 1, InstanceId("encoder-1"))
+    image = PromptEmbeds(dtype="float32", size=8, rows=b"", runs=((0, kept.count),), media=(kept,))
+    prompt = ChatPrompt(messages=b"[]", embeds=(rows("float32", 8),) * 2, images=(0, 1))
+    sources = tuple(ImageSource(field=FIELD, number=number, data=b"") for number in (0, 1))
+    with pytest.raises(RequestError, match=f"134217792 bytes of images' rows are not allowed in one chat; {2**27} are"):
+        _with_rows(prompt, sources, [image, image])
 
 
 def test_an_images_rows_stand_in_its_place() -> None:
