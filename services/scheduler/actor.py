@@ -225,8 +225,7 @@ class SchedulerActor(Actor):
             await self.publish_lifecycle()
 
     async def respond(self, request: SchedulerQuestion | ReadRows) -> SchedulerAnswer | RowsPiece:
-        """The state of an attempt, as the engine knows it; how many blocks it has forgotten; whether it rests or
-        sleeps; what it holds."""
+        """An attempt's state; how many blocks were forgotten; whether the engine rests or sleeps; what it holds."""
         match request:
             case ReadRows():
                 return self._media.piece(request)
