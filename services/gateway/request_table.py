@@ -462,8 +462,7 @@ class RequestTable:
             await link.flush_output()
 
     async def _forward(self, link: ClusterLink, cluster: ClusterName, tokenize: Tokenize) -> None:
-        whole = await self.images.open_rows.with_rows(tokenize)
-        if whole is None:
+        if (whole := await self.images.open_rows.with_rows(tokenize)) is None:
             await self.record_unforwarded(tokenize)
         else:
             await link.forward(cluster, whole)

@@ -35,7 +35,7 @@ from services.scheduler.journal import DecisionJournal, EngineStart, JournalSett
 from services.scheduler.kv_publisher import EngineKvPublisher
 from services.scheduler.media_intake import MediaIntake, RowsMemory
 from services.scheduler.output_sender import OutputSender
-from services.scheduler.request_log import RequestLog
+from services.scheduler.request_log import RequestLog, log_health
 from services.scheduler.store_requests import StoreRequests
 from services.scheduler.worker_ranks import UnequalRanks, UnusableRanks, WorkerRanks
 from shared import topics
@@ -126,8 +126,7 @@ class SchedulerActor(Actor):
         super().__init__(bus, instance)
         self.standby = standby
         self.engine_id = EngineId(instance)
-        use = None if connector is None else connector.use
-        engine_role = EngineRole(role, node, LeaseOwner(instance, self.incarnation), use)
+        engine_role = EngineRole(role, node, LeaseOwner(instance, self.incarnation), connector and connector.use)
         start = EngineStart(self.engine_id, new_incarnation(), limits, engine_role)
         self.core = start.core()
         self._journal = None if journal is None else DecisionJournal(journal, start, self.core)
@@ -352,11 +351,7 @@ class SchedulerActor(Actor):
     async def _publish_health(self, health: EngineHealth) -> None:
         """At once, so that no request comes meanwhile that had better gone elsewhere."""
         before, self._health = self._health, health
-        if health.suspect is not None and before.suspect is None:
-            metrics.EJECTIONS.inc()
-            log.error("engine suspect", extra={"reason": health.suspect, "ejections": health.ejections})
-        elif health.suspect is None and before.suspect is not None:
-            log.info("engine no longer suspect", extra={"reason": before.suspect, "ejections": health.ejections})
+        log_health(before, health)
         await self.publish_lifecycle()
 
     async def background(self) -> None:

@@ -12,6 +12,7 @@ from services.scheduler.core.sequence import Sequence
 from shared.ids import RequestId, SequenceId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import PromptKept, RequestFailed, RequestPlaced, RequestRejected
+from shared.messages.lifecycle import EngineHealth
 from shared.messages.scheduler import GenerateRequest
 from shared.messages.worker import StepPlan
 from shared.telemetry.logs import record_trace
@@ -151,3 +152,12 @@ class RequestLog:
         if self._waiting.get(stage.sequence) is stage:
             del self._waiting[stage.sequence]
         stage.enter("ended", self._engine, **attributes)
+
+
+def log_health(before: EngineHealth, now: EngineHealth) -> None:
+    """Says, and counts, that the engine is taken to fail, or is so no longer."""
+    if now.suspect is not None and before.suspect is None:
+        metrics.EJECTIONS.inc()
+        log.error("engine suspect", extra={"reason": now.suspect, "ejections": now.ejections})
+    elif now.suspect is None and before.suspect is not None:
+        log.info("engine no longer suspect", extra={"reason": before.suspect, "ejections": now.ejections})
