@@ -15,15 +15,14 @@ from services.worker.guided.limits import GrammarBackendName, GrammarLimits
 from services.worker.kv.layer_groups import HybridKvCache
 from services.worker.models.expert_parallel.settings import ExpertSettings
 from services.worker.rank_identity import RankIdentity
-from services.worker.sim.accelerator import PROFILES, Accelerator, ProfileName
+from services.worker.sim.settings import SimulatedDeviceConfig
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
-from shared.config import ModelServiceConfig
 from shared.ids import EngineId, Incarnation, ModelName
 from shared.machine.numa import NumaMode
 from shared.settings import ByteSize, ContainerVariable, UpOption
 
 
-class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
+class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
     """Every setting of a worker rank, with its unit and bounds."""
 
     engine: Annotated[str, Meta(min_length=1, description="Id of the engine: its scheduler's instance name.")]
@@ -152,7 +151,7 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         Literal["auto", "safetensors", "dummy"],
         Meta(
             description="Source of the weights; dummy: random weights, for a folder without weights or a shape: "
-            "llama-3.1-8b, qwen3-0.6b, qwen3-30b-a3b."
+            "deepseek-v3, llama-3.1-8b, qwen3-0.6b, qwen3-30b-a3b."
         ),
         UpOption("Model"),
     ] = "auto"
@@ -306,33 +305,6 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             extra={"unit": "bytes"},
         ),
     ] = 256 * 2**20
-    sim_profile: Annotated[ProfileName, Meta(description="Accelerator that --device sim models.")] = "h200"
-    sim_step_ms: Annotated[
-        float | None, Meta(ge=0, description="Fixed duration of every simulated step; 0 is allowed."), UpOption("Model")
-    ] = None
-    sim_time_scale: Annotated[float, Meta(ge=0, description="Factor on the duration of every simulated step.")] = 1.0
-    sim_fixed_ms: Annotated[float | None, Meta(ge=0, description="Duration of an empty simulated step.")] = None
-    sim_bandwidth: Annotated[
-        ByteSize | None, Meta(description="Simulated memory bandwidth per second, e.g. 4800GB.")
-    ] = None
-    sim_speculate: Annotated[
-        int, Meta(ge=0, le=64, description="Maximum draft tokens per sequence and step of the simulated device.")
-    ] = 0
-    sim_acceptance: Annotated[
-        float,
-        Meta(ge=0, le=1, description="Probability that a simulated draft is accepted, given that all before it were."),
-    ] = 0.7
-    sim_tflops: Annotated[float | None, Meta(gt=0, description="Simulated compute rate.")] = None
-    sim_link: Annotated[
-        ByteSize | None, Meta(description="Simulated bandwidth per second between the ranks of an engine, e.g. 450GB.")
-    ] = None
-    sim_host_link: Annotated[
-        ByteSize | None,
-        Meta(description="Simulated bandwidth per second between a rank and its node's KV store, e.g. 50GB."),
-    ] = None
-    sim_link_us: Annotated[
-        float | None, Meta(ge=0, description="Microseconds that one small sum of all simulated ranks takes.")
-    ] = None
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
@@ -361,9 +333,7 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             raise ValueError(f"logits_processors = {names}: the simulated device has no logits")
         if self.speculative is not None:
             check_supported(read_speculation(self.speculative), device=self.device, stages=self.pp)
-        for name in ("sim_bandwidth", "sim_link", "sim_host_link"):
-            if getattr(self, name) == 0:
-                raise ValueError(f"{name}: must be above 0")
+        self.check_simulated(self.world_size)
         if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
             raise ValueError("rendezvous: must be set where there are several ranks")
 
@@ -485,14 +455,3 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     def grammar_limits(self) -> GrammarLimits:
         """What a client's grammar may cost."""
         return GrammarLimits(self.grammar_compile_s, self.grammar_memory, self.grammar_step_ms / 1000)
-
-    def accelerator(self) -> Accelerator:
-        """The simulated one: a named profile, with whatever was set by itself."""
-        return PROFILES[self.sim_profile].changed(
-            fixed_seconds=None if self.sim_fixed_ms is None else self.sim_fixed_ms / 1000,
-            bandwidth=self.sim_bandwidth,
-            flops=None if self.sim_tflops is None else self.sim_tflops * 1e12,
-            link=self.sim_link,
-            host_link=self.sim_host_link,
-            link_seconds=None if self.sim_link_us is None else self.sim_link_us / 1e6,
-        )

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from services.bench.options import checked, output_group, output_options, parse
 from services.bench.report import OutputOptions, check_plot
-from services.worker.measure.roofline.wire import KernelsRequest, StepsRequest, shape_names
+from services.worker.measure.roofline.wire import KernelsRequest, StepsRequest, measured_shape_names
 from shared.blocks import DEFAULT_BLOCK_SIZE, BlockSize
 from shared.config import process_environment
 
@@ -105,7 +105,7 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", metavar="DIR", help="Model folder; dummy weights if it has none.")
     parser.add_argument("--model-name", help=argparse.SUPPRESS)
-    which.add_argument("--shape", choices=[DEMO, *shape_names()], help="A shape, with dummy weights.")
+    which.add_argument("--shape", choices=[DEMO, *measured_shape_names()], help="A shape, with dummy weights.")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")

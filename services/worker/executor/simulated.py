@@ -25,4 +25,7 @@ def simulated_device(config: WorkerConfig, folder: Path) -> SimBackend:
         time_scale=config.sim_time_scale,
         block_size=config.block_size,
         speculation=SimSpeculation(config.sim_speculate, config.sim_acceptance),
+        spread=config.expert_spread(),
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
     )

@@ -18,6 +18,8 @@ ProfileName = Literal["h200", "h100", "a100", "l40s", "l4"]
 BANDWIDTH_SHARE = 0.8
 FLOPS_SHARE = 0.5
 LINK_SHARE = 0.7
+NETWORK_SHARE = 0.8
+"""What DeepEP's low-latency kernels reach of a card's 400 Gbit/s among 64 to 256 ranks (its docs/legacy.md)."""
 MEMORY_SHARE = 0.9
 """Share of the memory for weights and KV together; the rest is for activations."""
 
@@ -31,14 +33,20 @@ class StepCost(Struct, frozen=True):
     """Bytes that all ranks sum up with each other; nothing where there is one rank."""
     reductions: int = 0
     """Into how many sums they are divided, one after the other."""
+    networked: float = 0.0
+    """Bytes that each rank sends to other nodes."""
+    linked: float = 0.0
+    """Bytes that each rank sends to others of its node, beside those of sums."""
+    messages: int = 0
+    """In how many exchanges of all ranks, one after the other."""
 
     def shared_by(self, ranks: int) -> StepCost:
         """One rank's part. It sends the bytes of each sum twice, but for its own share (ring all-reduce: Patarasuk,
         Yuan, JPDC 2009)."""
         if ranks == 1:
-            return StepCost(self.bytes, self.flops)
+            return replace(self, reduced=0.0, reductions=0)
         sent = self.reduced * 2 * (ranks - 1) / ranks
-        return StepCost(self.bytes / ranks, self.flops / ranks, sent, self.reductions)
+        return replace(self, bytes=self.bytes / ranks, flops=self.flops / ranks, reduced=sent)
 
 
 class Accelerator(Struct, frozen=True, kw_only=True):
@@ -53,15 +61,28 @@ class Accelerator(Struct, frozen=True, kw_only=True):
     """Launches, sampling, copies: what an empty step takes."""
     link: float = math.inf
     """Bytes per second that are reached from one rank to the next."""
+    network: float = math.inf
+    """Bytes per second that are reached from a rank to other nodes."""
     host_link: float = math.inf
     """Bytes per second that are reached from a device to main memory, and back: on their way are KV blocks."""
     link_seconds: float = 0.0
     """What one sum of all ranks takes however small it is."""
 
     def seconds(self, load: StepCost) -> float:
-        """Fixed time, whichever of moving and computing binds, and the sums of all ranks, which nothing overlaps."""
+        """Fixed time, whichever of moving and computing binds, and what ranks send each other: nothing overlaps."""
+        return self.fixed_seconds + self._computing(load) + self._sending(load)
+
+    def overlapped(self, half: StepCost) -> float:
+        """The same for a step of two halves, of which one's rows are on their way while the other is computed."""
+        return self.fixed_seconds + 2 * max(self._computing(half), self._sending(half))
+
+    def _computing(self, load: StepCost) -> float:
         computing = max(load.bytes / self.bandwidth, load.flops / self.flops)
-        return self.fixed_seconds + computing + load.reduced / self.link + load.reductions * self.link_seconds
+        return computing + load.reduced / self.link + load.reductions * self.link_seconds
+
+    def _sending(self, load: StepCost) -> float:
+        """To experts and back: what takes the network goes on in its node meanwhile."""
+        return max(load.networked / self.network, load.linked / self.link) + load.messages * self.link_seconds
 
     def changed(
         self,
@@ -72,6 +93,7 @@ class Accelerator(Struct, frozen=True, kw_only=True):
         link: float | None = None,
         link_seconds: float | None = None,
         host_link: float | None = None,
+        network: float | None = None,
     ) -> Accelerator:
         """This one, with what is not None set."""
         return replace(
@@ -82,6 +104,7 @@ class Accelerator(Struct, frozen=True, kw_only=True):
             link=link or self.link,
             link_seconds=self.link_seconds if link_seconds is None else link_seconds,
             host_link=host_link or self.host_link,
+            network=network or self.network,
         )
 
 
@@ -96,9 +119,10 @@ def _of_data_sheet(
     memory: float,
     link: float,
     host_link: float,
+    network: float,
     link_seconds: float = NVLINK_SECONDS,
 ) -> Accelerator:
-    """`link`, `host_link`: of one direction."""
+    """`link`, `host_link`, `network`: of one direction."""
     return Accelerator(
         bandwidth=bandwidth * BANDWIDTH_SHARE,
         flops=flops * FLOPS_SHARE,
@@ -106,20 +130,42 @@ def _of_data_sheet(
         link=link * LINK_SHARE,
         link_seconds=link_seconds,
         host_link=host_link * LINK_SHARE,
+        network=network * NETWORK_SHARE,
     )
 
 
 PCIE_5, PCIE_4 = 64e9, 32e9
 """Bytes per second of 16 lanes, one direction."""
 
+GBIT_400, GBIT_200, GBIT_100 = 50e9, 25e9, 12.5e9
+"""Bytes per second of the network card of each device, as hosts of that kind are commonly built."""
+
 PROFILES: dict[ProfileName, Accelerator] = {
-    "h200": _of_data_sheet(bandwidth=4.8e12, flops=989e12, memory=141e9, link=450e9, host_link=PCIE_5),
-    "h100": _of_data_sheet(bandwidth=3.35e12, flops=989e12, memory=80e9, link=450e9, host_link=PCIE_5),
-    "a100": _of_data_sheet(bandwidth=2.04e12, flops=312e12, memory=80e9, link=300e9, host_link=PCIE_4),
+    "h200": _of_data_sheet(
+        bandwidth=4.8e12, flops=989e12, memory=141e9, link=450e9, network=GBIT_400, host_link=PCIE_5
+    ),
+    "h100": _of_data_sheet(
+        bandwidth=3.35e12, flops=989e12, memory=80e9, link=450e9, network=GBIT_400, host_link=PCIE_5
+    ),
+    "a100": _of_data_sheet(
+        bandwidth=2.04e12, flops=312e12, memory=80e9, link=300e9, network=GBIT_200, host_link=PCIE_4
+    ),
     "l40s": _of_data_sheet(
-        bandwidth=864e9, flops=362e12, memory=48e9, link=PCIE_4, host_link=PCIE_4, link_seconds=PCIE_SECONDS
+        bandwidth=864e9,
+        flops=362e12,
+        memory=48e9,
+        link=PCIE_4,
+        network=GBIT_100,
+        host_link=PCIE_4,
+        link_seconds=PCIE_SECONDS,
     ),
     "l4": _of_data_sheet(
-        bandwidth=300e9, flops=121e12, memory=24e9, link=PCIE_4, host_link=PCIE_4, link_seconds=PCIE_SECONDS
+        bandwidth=300e9,
+        flops=121e12,
+        memory=24e9,
+        link=PCIE_4,
+        network=GBIT_100,
+        host_link=PCIE_4,
+        link_seconds=PCIE_SECONDS,
     ),
 }

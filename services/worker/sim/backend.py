@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from services.worker.backend import BackendError, ExecutionMode, StepOutput
 from services.worker.kv.copier import RankKvCache
 from services.worker.sim.accelerator import MEMORY_SHARE, Accelerator
+from services.worker.sim.expert_spread import ExpertSpread
 from services.worker.sim.kv_copier import simulated_kv
 from services.worker.sim.shape import ModelShape, read_shape
 from services.worker.sim.tokens import SimSpeculation, drawn, printable_tokens
@@ -216,12 +217,15 @@ def create_sim_backend(
     time_scale: float,
     block_size: int,
     speculation: SimSpeculation | None = None,
+    spread: ExpertSpread | None = None,
+    quantization: str = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> SimBackend:
     """A simulated rank of the model in `model_dir`, of which the config and the tokenizer are read.
 
     `step_seconds`: what every step takes, instead of what the accelerator would. Raises BackendError.
     """
-    shape = read_shape(model_dir, dtype)
+    shape = read_shape(model_dir, dtype, quantization, kv_cache_dtype)
     length = max_model_len or shape.max_positions
     if length > shape.max_positions:
         raise BackendError(f"max_model_len {length}: the model has {shape.max_positions} positions")
@@ -234,8 +238,10 @@ def create_sim_backend(
         created=int(time.time()),
         block_size=block_size,
     )
-    blocks = _num_blocks(shape, kv_memory_bytes, world_size, accelerator, card)
-    seconds = _step_seconds(shape, world_size, accelerator, step_seconds, time_scale)
+    if spread is not None and shape.experts is None:
+        raise BackendError(f"sim_expert_ranks: {model_dir} is no mixture of experts")
+    blocks = _num_blocks(shape, kv_memory_bytes, world_size, accelerator, card, spread)
+    seconds = _step_seconds(shape, world_size, accelerator, step_seconds, time_scale, spread)
     vocabulary = printable_tokens(model_dir, shape.vocab_size)
     kv = simulated_kv(
         shape,
@@ -256,14 +262,20 @@ def _accepted(sampled: tuple[SampledTokens, ...]) -> tuple[int, ...]:
 
 
 def _num_blocks(
-    shape: ModelShape, given: int | None, world_size: int, accelerator: Accelerator, card: ModelCard
+    shape: ModelShape,
+    given: int | None,
+    world_size: int,
+    accelerator: Accelerator,
+    card: ModelCard,
+    spread: ExpertSpread | None,
 ) -> int:
     """Each rank holds its share of the weights and of each block."""
-    room = given if given is not None else accelerator.memory * MEMORY_SHARE - shape.weight_bytes / world_size
+    weights = shape.resident_bytes(world_size, spread)
+    room = given if given is not None else accelerator.memory * MEMORY_SHARE - weights
     most = MAX_SEQUENCES * blocks_for(card.max_model_len, card.block_size)
     blocks = min(most, int(room * world_size / (shape.kv_bytes_per_token * card.block_size)))
     if blocks < 1:
-        raise BackendError(f"the weights take {shape.weight_bytes} bytes; nothing is left for keys and values")
+        raise BackendError(f"the weights take {weights:.0f} bytes of a rank; nothing is left for keys and values")
     return blocks
 
 
@@ -273,7 +285,12 @@ of blocks, and the scheduler's tables are real."""
 
 
 def _step_seconds(
-    shape: ModelShape, world_size: int, accelerator: Accelerator, constant: float | None, scale: float
+    shape: ModelShape,
+    world_size: int,
+    accelerator: Accelerator,
+    constant: float | None,
+    scale: float,
+    spread: ExpertSpread | None,
 ) -> StepSeconds | None:
     if constant is not None:
         fixed = constant * scale
@@ -283,4 +300,18 @@ def _step_seconds(
         load = shape.load(tokens=tokens, pairs=pairs, read=read, samples=samples)
         return scale * accelerator.seconds(load.shared_by(world_size))
 
-    return modelled
+    return modelled if spread is None else _spread_seconds(shape, world_size, accelerator, scale, spread)
+
+
+def _spread_seconds(
+    shape: ModelShape, world_size: int, accelerator: Accelerator, scale: float, spread: ExpertSpread
+) -> StepSeconds:
+    def modelled(tokens: int, pairs: int, read: int, samples: int) -> float:
+        load = shape.spread_load(spread, world_size, tokens=tokens, pairs=pairs, read=read, samples=samples)
+        return scale * accelerator.seconds(load)
+
+    def halved(tokens: int, pairs: int, read: int, samples: int) -> float:
+        half = {"tokens": tokens / 2, "pairs": pairs / 2, "read": read / 2, "samples": samples / 2}
+        return scale * accelerator.overlapped(shape.spread_load(spread, world_size, **half))
+
+    return halved if spread.overlap else modelled

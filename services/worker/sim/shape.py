@@ -16,8 +16,11 @@ from services.worker.models.hf_layers.latent import RawLatent, read_latent
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import read_mixture
 from services.worker.sim.accelerator import StepCost
+from services.worker.sim.expert_spread import ExpertSpread, exchange
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZED_BYTES = {"int8": 1.0, "fp8": 1.0, "w8a8_int8": 1.0, "int4": 0.5}
+"""Of a weight that is rounded as it is loaded, without its scales; embeddings stay as they are."""
 
 
 class _Raw(RawLatent, kw_only=True):
@@ -34,6 +37,7 @@ class _Raw(RawLatent, kw_only=True):
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
+    quantization_config: dict[str, Any] | None = None
 
 
 class _RawGeneration(Struct):
@@ -47,10 +51,22 @@ class Experts(Struct, frozen=True):
     chosen: int
     bytes_each: int
     """Bytes of one expert over all layers."""
+    layers: int = 0
+    """Those that have experts."""
+    hidden: int = 0
+    """Elements of a row that goes to an expert."""
+    chosen_groups: int = 0
+    """Groups that the experts of a token are of; where routing knows none, as many as are chosen."""
+    flops_each: int = 0
+    """Operations of one expert for a token, over all layers."""
 
     def idle_bytes(self, tokens: int) -> int:
         """Weights of experts that none of `tokens` tokens goes through, if all are chosen equally often."""
         return round(self.count * self.bytes_each * (1 - self.chosen / self.count) ** tokens)
+
+    def each_rank(self, spread: ExpertSpread) -> int:
+        """Bytes of the experts of a rank, over all layers."""
+        return -(-self.count // spread.ranks) * self.bytes_each
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
@@ -82,9 +98,41 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         flops = self.flops_per_token * tokens + self.flops_per_pair * pairs + self.flops_per_sample * samples
         return StepCost(moved, flops, self.reduced_per_token * tokens, self.reductions)
 
+    def spread_load(
+        self, spread: ExpertSpread, ranks: int, *, tokens: float, pairs: float, read: float, samples: float
+    ) -> StepCost:
+        """See `load`: of one of an engine's `ranks`, where experts are spread over those of many engines, all as busy.
+        Every expert then gets rows of all engines, and what they give needs no sum."""
+        experts = self.experts
+        assert experts is not None
+        touched = 1 - (1 - experts.chosen / experts.count) ** (tokens * spread.ranks / ranks)
+        dense = self.weight_bytes - experts.count * experts.bytes_each
+        moved = (dense + self.kv_bytes_per_token * (read + tokens)) / ranks + experts.each_rank(spread) * touched
+        flops = self.flops_per_token * tokens + self.flops_per_pair * pairs + self.flops_per_sample * samples
+        flops += experts.chosen * experts.flops_each * tokens * (1 / spread.balance - 1)
+        sent = exchange(
+            spread,
+            rows=tokens / ranks,
+            hidden=experts.hidden,
+            chosen=experts.chosen,
+            chosen_groups=experts.chosen_groups,
+            layers=experts.layers,
+        )
+        left = 1 - experts.layers / self.reductions if ranks > 1 else 0.0
+        reduced = self.reduced_per_token * tokens * left * 2 * (ranks - 1) / ranks
+        return StepCost(moved, flops / ranks, reduced, round(self.reductions * left), *sent)
 
-def read_shape(folder: Path, dtype: str) -> ModelShape:
-    """The shape of the model in `folder`; dtype `auto` is the model's own. Raises BackendError."""
+    def resident_bytes(self, ranks: int, spread: ExpertSpread | None) -> float:
+        """Bytes of the weights of one of an engine's `ranks`."""
+        if spread is None or self.experts is None:
+            return self.weight_bytes / ranks
+        experts = self.experts
+        return (self.weight_bytes - experts.count * experts.bytes_each) / ranks + experts.each_rank(spread)
+
+
+def read_shape(folder: Path, dtype: str, quantization: str = "auto", kv_cache_dtype: str = "auto") -> ModelShape:
+    """The shape of the model in `folder`; dtype `auto` is the model's own, `quantization` and `kv_cache_dtype` are the
+    worker's settings. Raises BackendError."""
     _refuse_states(folder / "config.json")
     raw = _read(folder / "config.json", _Raw)
     generation = folder / "generation_config.json"
@@ -93,7 +141,11 @@ def read_shape(folder: Path, dtype: str) -> ModelShape:
     if chosen not in _BYTES:
         raise BackendError(f"{folder / 'config.json'}: dtype {chosen!r} is none of {', '.join(_BYTES)}")
     try:
-        return _shape(raw, chosen, _ids(raw.eos_token_id if eos is None else eos))
+        weight = _BYTES[chosen] if quantization == "auto" else QUANTIZED_BYTES[quantization]
+        if raw.quantization_config is not None:
+            weight = _stored_bits(raw.quantization_config) / 8
+        cached = 1 if kv_cache_dtype == "fp8" else _BYTES[chosen]
+        return _shape(raw, chosen, _ids(raw.eos_token_id if eos is None else eos), weight, cached)
     except ValueError as error:
         raise BackendError(f"{folder / 'config.json'}: {error}") from None
 
@@ -111,7 +163,23 @@ def _refuse_states(path: Path) -> None:
             raise BackendError(f"{path}: the simulation knows no models with {kind} ({of_kind[0]})")
 
 
-def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...]) -> ModelShape:
+def _stored_bits(config: Mapping[str, Any]) -> float:
+    """Of a weight in a quantised checkpoint, without its scales. Raises ValueError."""
+    method = config.get("quant_method")
+    if method == "compressed-tensors":
+        groups = config.get("config_groups") or {}
+        return float(max((group["weights"]["num_bits"] for group in groups.values()), default=16))
+    known = {"fp8": 8, "mxfp4": 4, "awq": config.get("bits", 4), "gptq": config.get("bits", 4)}
+    known["bitsandbytes"] = 4 if config.get("load_in_4bit") else 8
+    if method not in known:
+        raise ValueError(
+            f"quantization_config: quant_method {method!r} is none of compressed-tensors, {', '.join(known)}"
+        )
+    return float(known[method])
+
+
+def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...], weight: float, cached: int) -> ModelShape:
+    """`weight`, `cached`: bytes of an element of a linear layer, and of keys and values."""
     attention = _attention(raw)
     layers = _layers(raw)
     everywhere = raw.num_hidden_layers * attention.parameters + 3 * raw.hidden_size * layers.dense_columns
@@ -123,16 +191,28 @@ def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...]) -> ModelShape:
         max_positions=raw.max_position_embeddings,
         eos_token_ids=eos,
         dtype=dtype,
-        weight_bytes=size
-        * (everywhere + layers.experts * one_expert + embedding * (1 if raw.tie_word_embeddings else 2)),
+        weight_bytes=round(weight * (everywhere + layers.experts * one_expert))
+        + size * embedding * (1 if raw.tie_word_embeddings else 2),
         kv_heads=attention.kv_heads,
-        kv_bytes_per_token=raw.num_hidden_layers * attention.cached * size,
+        kv_bytes_per_token=raw.num_hidden_layers * attention.cached * cached,
         flops_per_token=2 * (everywhere + layers.chosen * one_expert),
         flops_per_pair=2 * raw.num_hidden_layers * attention.multiplied,
         flops_per_sample=2 * embedding,
         reduced_per_token=2 * raw.num_hidden_layers * raw.hidden_size * size,
         reductions=2 * raw.num_hidden_layers,
-        experts=Experts(layers.experts, layers.chosen, size * one_expert) if layers.experts else None,
+        experts=_experts(raw, layers, round(weight * one_expert)) if layers.experts else None,
+    )
+
+
+def _experts(raw: _Raw, layers: _Layers, bytes_each: int) -> Experts:
+    return Experts(
+        layers.experts,
+        layers.chosen,
+        bytes_each,
+        layers=layers.mixing,
+        hidden=raw.hidden_size,
+        chosen_groups=layers.chosen_groups or layers.chosen,
+        flops_each=2 * 3 * raw.hidden_size * layers.expert_columns,
     )
 
 
@@ -167,6 +247,10 @@ class _Layers(NamedTuple):
     chosen: int
     expert_columns: int
     """Columns of one expert."""
+    mixing: int = 0
+    """Layers that have experts."""
+    chosen_groups: int = 0
+    """Groups that a token's experts are of; 0: there are no groups."""
 
 
 def _layers(raw: _Raw) -> _Layers:
@@ -176,7 +260,10 @@ def _layers(raw: _Raw) -> _Layers:
     if read.mixture is None:
         return _Layers(dense, 0, 0, 0)
     shared = mixing * (read.mixture.shared_size or 0)
-    return _Layers(dense + shared, read.mixture.experts, read.mixture.chosen, mixing * read.mixture.intermediate_size)
+    mixture = read.mixture
+    groups = mixture.chosen_groups if mixture.groups > 1 else 0
+    columns = mixing * mixture.intermediate_size
+    return _Layers(dense + shared, mixture.experts, mixture.chosen, columns, mixing, groups)
 
 
 def _read(path: Path, type_: type[Any]) -> Any:

@@ -25,8 +25,8 @@ from services.worker.measure.roofline.wire import (
     MeasureStarted,
     ModelReady,
     StepsRequest,
+    measured_shape_names,
     shape_file,
-    shape_names,
 )
 from services.worker.models.checkpoint import checkpoint_files
 from services.worker.models.config import ModelConfig, ModelError
@@ -248,7 +248,7 @@ def _folder(shape: str | None, model: str | None) -> Iterator[Path]:
         return
     path = shape_file(shape)
     if path is None:
-        raise CannotMeasure(f"--shape {shape}: none of {', '.join(shape_names())}")
+        raise CannotMeasure(f"--shape {shape}: none of {', '.join(measured_shape_names())}")
     with tempfile.TemporaryDirectory(prefix="baton-shape-") as folder:
         (Path(folder) / "config.json").write_bytes(path.read_bytes())
         yield Path(folder)

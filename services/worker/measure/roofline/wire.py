@@ -242,11 +242,18 @@ Finding = (
 
 
 SHAPES_FOLDER = Path(__file__).with_name("configs")
+_SIMULATED = frozenset({"deepseek-v3"})
+"""Shapes for the simulated device only: what is measured here knows no latent attention."""
 
 
 def shape_names() -> list[str]:
     """Names of the shapes that are shipped, sorted."""
     return sorted(path.stem for path in SHAPES_FOLDER.glob("*.json"))
+
+
+def measured_shape_names() -> list[str]:
+    """Those that can be measured, sorted."""
+    return [name for name in shape_names() if name not in _SIMULATED]
 
 
 def shape_file(name: str) -> Path | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.measure.roofline.traffic import ModelTraffic, experts_met
-from services.worker.measure.roofline.wire import StepCase, shape_file, shape_names
+from services.worker.measure.roofline.wire import StepCase, measured_shape_names, shape_file, shape_names
 from services.worker.models.config import Mixture, ModelConfig
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.sharding import shard_of
@@ -116,5 +116,6 @@ def test_the_shapes_are_those_of_their_names(tmp_path: Path, name: str, billions
 
 
 def test_every_shape_is_known_by_name() -> None:
-    assert shape_names() == ["llama-3.1-8b", "qwen3-0.6b", "qwen3-30b-a3b"]
+    assert shape_names() == ["deepseek-v3", "llama-3.1-8b", "qwen3-0.6b", "qwen3-30b-a3b"]
+    assert measured_shape_names() == shape_names()[1:], "no latent attention"
     assert shape_file("gpt-5") is None
