@@ -16,12 +16,13 @@ from services.gateway.api.generation import (
     CommonFields,
     GenerationKind,
     GenerationRequest,
+    ImageSource,
     RequestLimits,
     check_common_fields,
     check_generates,
     choose_model,
 )
-from services.gateway.api.prompts import chat_prompt
+from services.gateway.api.prompts import chat_prompt, token_prompt
 from services.gateway.api.sampling import beam_search_params, chat_logprobs_request, generation_request
 from services.gateway.api.structured_outputs import read_output_grammar
 from services.gateway.api.tool_grammars import combined_grammar, parser_options
@@ -40,12 +41,14 @@ from services.gateway.parsing.output_parser import OutputParser, ParserOptions
 from shared.ids import ModelName
 from shared.messages.generation import FinishReason
 from shared.messages.model_card import ModelCard
+from shared.messages.tokenizer import Prompt
 
 
 class ChatFields(CommonFields, kw_only=True):
     """The JSON fields of a chat."""
 
     messages: list[dict[str, Any]]
+    prompt_token_ids: list[int] | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -67,6 +70,10 @@ class ChatFields(CommonFields, kw_only=True):
     web_search_options: Any = None
 
 
+_OF_TEMPLATES = (
+    *("messages", "continue_final_message", "chat_template", "chat_template_kwargs", "documents"),
+    *("reasoning_effort", "add_special_tokens", "echo"),
+)
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `reasoning_effort`."""
 _decoder = msgspec.json.Decoder(ChatFields)
@@ -106,6 +113,8 @@ def chat_request(
         raise not_allowed("reasoning_effort", fields.reasoning_effort, f"{', '.join(map(repr, REASONING_EFFORTS))} are")
     if fields.modalities is not None and fields.modalities != ["text"]:
         raise unsupported("modalities", f"anything but ['text'], such as {abbreviated(fields.modalities)},")
+    if fields.prompt_token_ids is not None:
+        _check_needs_no_template(fields)
     # As in vLLM these are variables of the chat template; those that `chat_template_kwargs` gives take precedence.
     effort = fields.reasoning_effort
     thinking = None if effort is None else effort != "none"
@@ -128,6 +137,37 @@ def chat_request(
             parser = parser_options(dialect, tools, include_reasoning=fields.include_reasoning is not False)
             if parser is not None and parser.dialect.sees_special_tokens:
                 fields.skip_special_tokens = False
+    asked = _asked(fields, card, limits, kind)
+    generation = generation_request(
+        fields,
+        card,
+        limits,
+        kind=kind,
+        prompts=(asked.prompt,),
+        role=asked.role,
+        echoed_message=asked.echoed,
+        max_tokens=fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens,
+        logprobs=chat_logprobs_request(fields, fields.logprobs, fields.top_logprobs, card, limits),
+        beam_search=beam_search,
+        output_grammar=output,
+        parser_options=parser,
+    )
+    return msgspec.structs.replace(generation, images=asked.images) if asked.images else generation
+
+
+class _Asked(NamedTuple):
+    """What a chat asks, and who answers."""
+
+    prompt: Prompt
+    role: str = "assistant"
+    echoed: str = ""
+    """The message that the answer goes on from, where it is to be shown."""
+    images: tuple[ImageSource, ...] = ()
+
+
+def _asked(fields: ChatFields, card: ModelCard, limits: RequestLimits, kind: GenerationKind) -> _Asked:
+    if fields.prompt_token_ids is not None:
+        return _Asked(token_prompt("prompt_token_ids", fields.prompt_token_ids, card))
     parts = EmbeddedParts(card, limits)
     prompt = chat_prompt(fields.messages, fields, limits, parts.read if kind == "chat" else parts.read_foreign)
     if parts.found:
@@ -135,21 +175,17 @@ def chat_request(
         images = tuple(image.number for image in parts.images)
         prompt = msgspec.structs.replace(prompt, embeds=tuple(parts.found), images=images)
     role = "assistant" if prompt.add_generation_prompt else fields.messages[-1]["role"]
-    generation = generation_request(
-        fields,
-        card,
-        limits,
-        kind=kind,
-        prompts=(prompt,),
-        role=role,
-        echoed_message=_text_of(fields.messages[-1], role) if fields.echo else "",
-        max_tokens=fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens,
-        logprobs=chat_logprobs_request(fields, fields.logprobs, fields.top_logprobs, card, limits),
-        beam_search=beam_search,
-        output_grammar=output,
-        parser_options=parser,
-    )
-    return msgspec.structs.replace(generation, images=tuple(parts.images)) if parts.images else generation
+    echoed = _text_of(fields.messages[-1], role) if fields.echo else ""
+    return _Asked(prompt, role, echoed, tuple(parts.images))
+
+
+def _check_needs_no_template(fields: ChatFields) -> None:
+    """A prompt of token ids is taken as it is: nothing that a template would have made of it. Raises RequestError."""
+    given = [name for name in _OF_TEMPLATES if getattr(fields, name)]
+    if fields.add_generation_prompt is not None:
+        given.append("add_generation_prompt")
+    if given:
+        raise invalid("prompt_token_ids", f"not allowed together with {given[0]}")
 
 
 def _text_of(message: dict[str, Any], role: str) -> str:

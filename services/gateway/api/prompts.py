@@ -146,13 +146,14 @@ def completion_prompts(
     if all(isinstance(item, str) for item in given):
         return tuple(TextPrompt(text, add_special_tokens) for text in given)
     if all(type(item) is int for item in given):
-        return (_token_prompt(field, given, card),)
+        return (token_prompt(field, given, card),)
     if all(isinstance(item, list) and all(type(token) is int for token in item) for item in given):
-        return tuple(_token_prompt(f"{field}[{i}]", ids, card) for i, ids in enumerate(given))
+        return tuple(token_prompt(f"{field}[{i}]", ids, card) for i, ids in enumerate(given))
     raise not_allowed(field, given, "a string, token ids, or a list of either")
 
 
-def _token_prompt(name: str, ids: list[int], card: ModelCard) -> TokenPrompt:
+def token_prompt(name: str, ids: list[int], card: ModelCard) -> TokenPrompt:
+    """Returns a prompt of token ids. `name`: the client's of them. Raises RequestError."""
     if not ids:
         raise invalid(name, "[] is not allowed; at least one token is needed")
     check_token_ids(name, ids, card)

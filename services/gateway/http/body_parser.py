@@ -33,7 +33,7 @@ from services.gateway.api.pooling.classification import read_classification
 from services.gateway.api.pooling.embeddings import read_embedding, read_pooling_request
 from services.gateway.api.pooling.scores import read_rerank, read_score
 from services.gateway.api.prompts import read_detokenize, read_invocation, read_tokenize
-from services.gateway.api.responses.request import read_responses
+from services.gateway.api.responses.request import read_input_tokens, read_responses
 from services.gateway.api.sglang.request import read_sglang
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
@@ -59,6 +59,7 @@ BodyKind = Literal[
     GenerationKind,
     "cohere_rerank",
     "count_tokens",
+    "input_tokens",
     "ollama_chat",
     "ollama_generate",
     "tokenize",
@@ -104,6 +105,8 @@ def read_body(body: bytes, context: BodyContext) -> Any:
             return read_messages(body, context.cards, context.limits, context.dialect_of)
         case "responses":
             return read_responses(body, context.cards, context.limits, context.dialect_of, context.history)
+        case "input_tokens":
+            return read_input_tokens(body, context.cards, context.limits, context.dialect_of, context.history)
         case "count_tokens":
             return read_count_tokens(body, context.cards, context.limits)
         case "completion":

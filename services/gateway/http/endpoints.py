@@ -25,6 +25,8 @@ from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from services.gateway.tokenizer_client import Reply
+from shared.ids import GatewayId
+from shared.messages.gateway import GatewayOverview, ReadOverview
 from shared.messages.model_card import LoraCard, ModelCard
 from shared.messages.tokenizer import DecodeReply, EncodeReply
 from shared.packing import unpack
@@ -148,6 +150,12 @@ class InfoEndpoints:
         page = MergedPages(await self._peers.metrics_pages(openmetrics))
         await call.respond(page.text(openmetrics), content_type=(OPENMETRICS if openmetrics else TEXT).encode())
 
+    async def load(self, call: Call) -> None:
+        """vLLM's `/load`: the responses that are open at all gateways that share the port."""
+        others: dict[GatewayId, GatewayOverview] = await self._peers.ask_all(ReadOverview(0), GatewayOverview)
+        here = sum(1 for _ in self._table.open_responses())
+        await call.respond_json({"server_load": here + sum(each.open_responses for each in others.values())})
+
     async def version(self, call: Call) -> None:
         """`/version`: of the installed package."""
         await call.respond_json({"version": VERSION})
@@ -209,9 +217,14 @@ async def ask_tokenizer(
     card: ModelCard
     with table.arriving():
         card, question = await parser.read(kind, await call.body())
+    check_asked(call, card)
+    return card, await table.tokenizer.ask(card, question, reply_type)
+
+
+def check_asked(call: Call, card: ModelCard) -> None:
+    """Notes which model a question is about. Raises RequestError where the client's key does not allow it."""
     call.record.model = card.name
     check_model((card.name, *card.aliases), call.key)
-    return card, await table.tokenizer.ask(card, question, reply_type)
 
 
 def _model_body(card: ModelCard) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class PromptEncoder:
                 raise PromptRefused("prompt", "prompt: at least one token is needed")
             if message.resume:
                 self._vocabulary.unpacked(message.resume, "resume")
-            thinking = self._thinking(message.prompt, ids)
+            thinking = self._thinking(message, ids)
             sampling, shown = message.sampling, [] if isinstance(prompt, EmbedsPrompt) else ids
             if message.bad_words or sampling.thinking_budget is not None:
                 sampling = translate_sampling(message, self._vocabulary, self._templates.dialect, thinking, shown)
@@ -167,7 +167,8 @@ class PromptEncoder:
     def _stopping(self, message: Tokenize) -> StopConditions:
         """When the output ends. A chat's stop tokens are the model's own where it writes messages in channels."""
         stopping = message.stopping
-        if self.dialect.tools != CHANNELS_OF_CALLS or not isinstance(message.prompt, ChatPrompt) or stopping.ignore_eos:
+        chat = isinstance(message.prompt, ChatPrompt) or message.keep_markup
+        if self.dialect.tools != CHANNELS_OF_CALLS or not chat or stopping.ignore_eos:
             return stopping
         own = self._vocabulary.named(set(CHANNEL_STOPS) - {self.special_tokens.get("eos_token")})
         return replace(stopping, stop_token_ids=tuple(dict.fromkeys((*stopping.stop_token_ids, *own))))
@@ -303,11 +304,15 @@ class PromptEncoder:
         image, end = self.special_tokens[IMAGE_TOKEN], self.special_tokens.get(IMAGE_END, "")
         return text.replace(mark, f"\n\n{mark}{image}{end}\n\n")
 
-    def _thinking(self, prompt: Prompt, ids: list[int]) -> Thinking | None:
-        """Whether a chat's prompt ends within thoughts or behind them; None where it does not show."""
-        if not isinstance(prompt, ChatPrompt):
+    def _thinking(self, message: Tokenize, ids: list[int]) -> Thinking | None:
+        """Whether a chat's prompt ends within thoughts or behind them; None where it does not show. Of prompts of token
+        ids those are chats whose output is parsed."""
+        prompt = message.prompt
+        if not isinstance(prompt, ChatPrompt) and not message.keep_markup:
             return None
-        if prompt.continue_final_message or prompt.template_kwargs.get("continue_final_message"):
+        if isinstance(prompt, ChatPrompt) and (
+            prompt.continue_final_message or prompt.template_kwargs.get("continue_final_message")
+        ):
             return thinking_of_continued(prompt)
         return thinking_state(self._vocabulary.decode(ids[-MARK_WINDOW:], skip_special_tokens=False))
 

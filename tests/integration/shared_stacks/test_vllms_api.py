@@ -3,6 +3,7 @@ token ids, stopping, tokenising. Texts and numbers are those of the demo model."
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -339,6 +340,18 @@ async def test_token_ids_are_those_of_the_text(client: AsyncOpenAI, tokenizer: A
     assert (without.token_ids, without.prompt_token_ids) == (None, None)
 
 
+async def test_a_chat_of_token_ids_is_the_chat_that_they_came_from(
+    client: AsyncOpenAI, http: httpx2.AsyncClient
+) -> None:
+    ids = (await http.post("/tokenize", json={"messages": HELLO})).json()["tokens"]
+    body = {"prompt_token_ids": ids, "return_token_ids": True}
+    answer = await chat(client, [], body)
+    assert answer.prompt_token_ids == ids
+    assert answer.choices[0].message.content == (await chat(client)).choices[0].message.content
+    with pytest.raises(BadRequestError, match="not allowed together with add_generation_prompt"):
+        await chat(client, [], {**body, "add_generation_prompt": True})
+
+
 async def test_token_ids_of_a_chat_with_tools(client: AsyncOpenAI, tokenizer: Any) -> None:
     answer = await chat(client, body={"return_token_ids": True}, tools=TOOLS, tool_choice="auto", logprobs=True)
     assert "what is 1+1?" in tokenizer.decode(answer.prompt_token_ids)
@@ -405,6 +418,79 @@ async def test_special_tokens_and_words_of_outputs(client: AsyncOpenAI, tokenize
     assert f" {word} " not in other.message.content
     allowed = {"allowed_token_ids": [20, 21], **ids}
     assert set((await complete(client, body=allowed)).choices[0].token_ids) <= {20, 21}
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    *(("chat/completions", body, "body: expected `object`") for body in ("text", ["a"], 42)),
+    ("chat/completions", {"messages": HELLO, "cache_salt": ""}, "cache_salt"),
+    *(
+        ("chat/completions", {"messages": HELLO, "thinking_token_budget": n}, "thinking_token_budget")
+        for n in (-2, 0.6)
+    ),
+    ("chat/completions", {"messages": HELLO, "tools": TOOLS, "tool_choice": "bogus"}, "tool_choice"),
+    ("chat/completions", {"messages": HELLO, "response_format": {"type": "json_schema"}}, "json_schema"),
+    ("chat/completions", {"messages": HELLO, "stop_token_ids": [-1]}, "stop_token_ids"),
+    *(("completions", {"prompt": prompt}, "prompt") for prompt in ([], [-1], [[-1]], [999999], None, "")),
+    ("completions", {"prompt": PROMPT, "logprobs": 1, "logprob_token_ids": 123}, "logprob_token_ids"),
+    ("responses", {"input": PROMPT, "background": True, "store": False}, "background"),
+    ("responses", {"input": PROMPT, "seed": 2**63}, "seed"),
+]
+"""By the path behind /v1/."""
+
+
+async def test_bodies_that_vllm_refuses_are_refused_by_name(http: httpx2.AsyncClient) -> None:
+    for path, body, words in REFUSED:
+        answer = await http.post(f"/v1/{path}", json=body)
+        assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), (
+            path,
+            body,
+            answer.text,
+        )
+
+
+async def test_a_choice_of_tools_that_is_null_is_none(client: AsyncOpenAI) -> None:
+    grammar = {"structured_outputs": {"choice": ["Rome"]}, "tool_choice": None}
+    assert (await chat(client, body=grammar)).choices[0].message.content == "Rome"
+    given, null = [await chat(client, body=extra, tools=TOOLS) for extra in ({}, {"tool_choice": None})]
+    assert given.choices[0].message == null.choices[0].message
+
+
+async def test_places_of_tokens_are_the_same_in_a_stream_that_holds_text_back(client: AsyncOpenAI) -> None:
+    asked: Any = {"logprobs": 0, "stop": ["\n\n", "never said"], "max_tokens": 12}
+    whole = (await complete(client, **asked)).choices[0].logprobs.text_offset
+    chunks = await chunks_of(await complete(client, **asked, stream=True))
+    assert [place for chunk in chunks for place in chunk.choices[0].logprobs.text_offset] == whole
+
+
+# The server.
+
+
+async def test_the_load_is_the_number_of_open_answers(client: AsyncOpenAI, http: httpx2.AsyncClient) -> None:
+    async def load() -> int:
+        return int((await http.get("/load")).json()["server_load"])
+
+    async def loaded(count: int) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while await load() != count:
+                await asyncio.sleep(0.05)
+
+    await loaded(0)
+    stream = await complete(client, max_tokens=1900, body={"ignore_eos": True}, stream=True)
+    await anext(stream)
+    assert await load() == 1
+    await stream.close()
+    await loaded(0)
+
+
+async def test_tokens_of_a_response_are_counted_beforehand(client: AsyncOpenAI) -> None:
+    first = await client.responses.create(model=MODEL, input="Hello.", temperature=0, max_output_tokens=5)
+    asked: Any = {"input": "And?", "instructions": "Be kind.", "previous_response_id": first.id}
+    counted = await client.responses.input_tokens.count(model=MODEL, **asked)
+    answer = await client.responses.create(model=MODEL, **asked, max_output_tokens=5)
+    assert answer.usage is not None
+    assert counted.input_tokens == answer.usage.input_tokens > first.usage.input_tokens  # type: ignore[union-attr]
+    with pytest.raises(BadRequestError, match="temperature: this field is not known"):
+        await client.responses.input_tokens.count(model=MODEL, input="Hello.", extra_body={"temperature": 0})
 
 
 # Tokenising.

@@ -5,19 +5,16 @@ Unknown fields are refused by name, as an answer without their effect would not 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from services.gateway.api.anthropic.conversation import MessageFields, chat_messages
 from services.gateway.api.chat import ChatFields, chat_request
-from services.gateway.api.embeds.images import MEDIA_TYPES, foreign_image
-from services.gateway.api.embeds.images import PART as IMAGE
 from services.gateway.api.errors import (
     RequestError,
-    abbreviated,
     decode_body,
     hosted_tool,
     invalid,
@@ -34,13 +31,6 @@ from shared.messages.tokenizer import Encode
 
 MIN_THINKING = 1
 """Tokens: Anthropic's own models take 1,024 or more."""
-
-
-class MessageFields(Struct, kw_only=True):
-    """One turn of the conversation."""
-
-    role: str
-    content: str | list[dict[str, Any]]
 
 
 class ThinkingFields(Struct, kw_only=True):
@@ -89,6 +79,8 @@ class MessagesFields(MessagesTokensFields, kw_only=True, forbid_unknown_fields=T
     top_k: int | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+    # vLLM's.
+    vllm_xargs: dict[str, Any] | None = None
 
 
 _decoder = msgspec.json.Decoder(MessagesFields)
@@ -107,6 +99,7 @@ def read_messages(
     chat.max_tokens = fields.max_tokens
     chat.stop, chat.stream = fields.stop_sequences, fields.stream
     chat.temperature, chat.top_p, chat.top_k = fields.temperature, fields.top_p, fields.top_k
+    chat.vllm_xargs = fields.vllm_xargs
     dialect = OutputDialect() if dialect_of is None else dialect_of(card.name)
     thinking = fields.thinking
     if thinking is not None and thinking.type == "enabled":
@@ -136,10 +129,7 @@ def _chat_fields(fields: MessagesTokensFields) -> ChatFields:
     """The fields of a chat with the same prompt."""
     if not fields.messages:
         raise invalid("messages", "[] is not allowed; at least one message is needed")
-    messages = [] if fields.system is None else [{"role": "system", "content": _system(fields.system)}]
-    for i, message in enumerate(fields.messages):
-        messages += _messages(message, f"messages[{i}]")
-    chat = ChatFields(model=fields.model, messages=messages)
+    chat = ChatFields(model=fields.model, messages=chat_messages(fields.system, fields.messages))
     if fields.tools is not None:
         chat.tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools)]
     if fields.tool_choice is not None:
@@ -170,107 +160,6 @@ def _check_thinking(thinking: ThinkingFields | None) -> None:
         raise invalid("thinking.budget_tokens", "this field is required where thinking.type is 'enabled'")
     elif thinking.budget_tokens < MIN_THINKING:
         raise not_allowed("thinking.budget_tokens", thinking.budget_tokens, f"at least {MIN_THINKING}")
-
-
-def _system(given: str | list[dict[str, Any]]) -> str:
-    if isinstance(given, str):
-        return given
-    return "\n".join(_text(block, f"system[{i}]") for i, block in enumerate(given))
-
-
-def _messages(message: MessageFields, path: str) -> Iterator[dict[str, Any]]:
-    """A turn as messages of a chat: results of tools are messages of their own there, before what the user says."""
-    if message.role not in ("user", "assistant"):
-        raise not_allowed(f"{path}.role", message.role, "'user' or 'assistant'; a system prompt goes into system")
-    if isinstance(message.content, str):
-        yield {"role": message.role, "content": message.content}
-        return
-    if not message.content:
-        raise invalid(f"{path}.content", "[] is not allowed; a text or at least one block is needed")
-    blocks = [(block, f"{path}.content[{i}]") for i, block in enumerate(message.content)]
-    if message.role == "assistant":
-        yield _assistant(blocks)
-        return
-    parts = list[dict[str, Any]]()
-    for block, where in blocks:
-        match block.get("type"):
-            case "tool_result":
-                yield _tool_result(block, where)
-            case "image":
-                parts.append(_image(block, where))
-            case _:
-                parts.append({"type": "text", "text": _text(block, where)})
-    if any(part["type"] == IMAGE for part in parts):
-        yield {"role": "user", "content": parts}
-    elif parts:
-        yield {"role": "user", "content": "\n".join(part["text"] for part in parts)}
-
-
-def _assistant(blocks: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
-    texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
-    for block, where in blocks:
-        match block:
-            case {"type": "thinking", "thinking": str(text)}:
-                thoughts.append(text)
-            case {"type": "redacted_thinking"}:
-                raise unsupported(f"{where}.type", "reasoning that is not in the clear")
-            case {"type": "tool_use", "id": str(name_of_call), "name": str(name), "input": dict(arguments)}:
-                function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-                calls.append({"id": name_of_call, "type": "function", "function": function})
-            case {"type": "tool_use"}:
-                raise not_allowed(where, block, '{"type": "tool_use", "id": "…", "name": "…", "input": {…}} is')
-            case _:
-                texts.append(_text(block, where))
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
-    match block:
-        case {"tool_use_id": str(call), "content": str(content)}:
-            pass
-        case {"tool_use_id": str(call), "content": [*parts]}:
-            content = "\n".join(_text(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
-        case {"tool_use_id": str(call), "content": None}:
-            content = ""
-        case {"tool_use_id": str(call)} if "content" not in block:
-            content = ""
-        case _:
-            raise not_allowed(where, block, '{"type": "tool_result", "tool_use_id": "…", "content": "…"} is')
-    if block.get("is_error"):
-        content = f"Error: {content}"
-    return {"role": "tool", "tool_call_id": call, "content": content}
-
-
-def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
-    match block.get("source"):
-        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
-            if kind not in MEDIA_TYPES:
-                raise not_allowed(f"{where}.source.media_type", kind, f"{', '.join(MEDIA_TYPES)} are")
-            return foreign_image(f"{where}.source.data", encoded=data)
-        case {"type": "url", "url": str(url)}:
-            return foreign_image(f"{where}.source.url", url=url)
-        case {"type": "file"}:
-            raise unsupported(f"{where}.source.type", "an image that is a file of the server's")
-        case source:
-            forms = '{"type": "base64", "media_type": "image/png", "data": "…"} or {"type": "url", "url": "…"} is'
-            raise not_allowed(f"{where}.source", source, forms)
-
-
-def _text(block: Any, where: str) -> str:
-    match block:
-        case {"type": "text", "text": str(text)}:
-            return text
-        case {"type": "text"}:
-            raise not_allowed(where, block, '{"type": "text", "text": "…"} is')
-        case {"type": str(kind)}:
-            raise unsupported(f"{where}.type", f"a block of type {abbreviated(kind)} here")
-        case _:
-            raise not_allowed(where, block, "a block with a type is")
 
 
 def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from msgspec import Struct
 from services.gateway.api.chat import REASONING_EFFORTS, ChatFields, chat_request
 from services.gateway.api.errors import (
     RequestError,
+    abbreviated,
     check_depth,
     decode_body,
     hosted_tool,
@@ -27,6 +28,7 @@ from services.gateway.api.structured_outputs import ResponseFormat, StructuredOu
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
 from shared.messages.model_card import ModelCard
+from shared.messages.tokenizer import Encode
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16
@@ -137,6 +139,11 @@ _ECHOED = (
     *("prompt_cache_retention", "previous_response_id"),
 )
 """Fields that a response repeats as they are."""
+_COUNTED = (
+    *("model", "input", "instructions", "previous_response_id", "conversation", "tools", "tool_choice"),
+    *("parallel_tool_calls", "reasoning", "text", "truncation", "chat_template_kwargs"),
+)
+"""Fields that make the prompt, or belong to those that do."""
 _TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
 
 
@@ -159,6 +166,7 @@ class _PreviousFields(Struct):
 
 
 _decoder = msgspec.json.Decoder(ResponsesFields)
+_object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _previous_decoder = msgspec.json.Decoder(_PreviousFields)
 
 
@@ -209,6 +217,27 @@ def read_responses(
         raise _in_their_words(error) from None
     items = b"" if fields.store is False else msgspec.json.encode([*earlier, *numbered(fields.input)])
     return ResponseRequest(generation, _echoed(fields), fields.store, items, bool(fields.background))
+
+
+def read_input_tokens(
+    body: bytes,
+    cards: list[ModelCard],
+    limits: RequestLimits,
+    dialect_of: Callable[[ModelName], OutputDialect] | None,
+    history: bytes | None = None,
+) -> tuple[ModelCard, Encode]:
+    """Reads a body of `/v1/responses/input_tokens`: of the fields of `/v1/responses` those that make the prompt. Raises
+    RequestError."""
+    given = decode_body(body, _object_decoder)
+    for name in given:
+        if name not in _COUNTED:
+            raise invalid(abbreviated(name)[1:-1], f"this field is not known; {', '.join(_COUNTED)} are")
+    generation = read_responses(body, cards, limits, dialect_of, history).generation
+    if generation.images:
+        raise unsupported("input", "counting the tokens of an image, which only an encoder knows,")
+    keep = generation.truncate_prompt_tokens
+    question = Encode(generation.prompts[0], truncate_prompt_tokens=keep, truncation_side=generation.truncation_side)
+    return generation.model, question
 
 
 def _check(fields: ResponsesFields) -> None:

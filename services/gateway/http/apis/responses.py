@@ -17,12 +17,15 @@ from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.stored_responses import follow_events
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import Call, ClientConnection
+from services.gateway.http.endpoints import check_asked
 from services.gateway.http.generation import GeneratingEndpoint, StreamSettings
 from services.gateway.http.streaming import EventWriter, event_frame
 from services.gateway.request_table import RequestTable
 from services.gateway.response_store import StoredResponse
 from services.gateway.resumable_streams import ResumableStreams
 from shared.messages.gateway import Delta
+from shared.messages.tokenizer import EncodeReply
+from shared.packing import unpack
 
 
 class ItemCollector(ResponseWriter):
@@ -126,16 +129,28 @@ class ResponsesEndpoint(GeneratingEndpoint):
         """What the body asks for, and the body. Raises RequestError."""
         with self._table.arriving():
             body = await call.body()
-            history = None
-            if self._store is not None and (previous := previous_response(body)) is not None:
-                history = await self._store.history(previous, call.key.name)
-            asked: ResponseRequest = await self._parser.read("responses", body, history)
+            asked: ResponseRequest = await self._parser.read("responses", body, await self._history(call, body))
         if asked.store and self._store is None:
             raise unsupported("store", "true where nothing is stored")
         stored = self._store is not None and asked.store is not False
         if asked.background and not stored:
             raise invalid("background", "background can only be used when `store` is true, and there is a database")
         return replace(asked, store=stored, echoed=asked.echoed | {"store": stored}), body
+
+    async def _history(self, call: Call, body: bytes) -> bytes | None:
+        """What a body goes on from, where it is stored. Raises RequestError."""
+        if self._store is None or (previous := previous_response(body)) is None:
+            return None
+        return await self._store.history(previous, call.key.name)
+
+    async def input_tokens(self, call: Call) -> None:
+        """`/v1/responses/input_tokens`: how many tokens the prompt has. Raises RequestError."""
+        with self._table.arriving():
+            body = await call.body()
+            card, question = await self._parser.read("input_tokens", body, await self._history(call, body))
+        check_asked(call, card)
+        encoded = await self._table.tokenizer.ask(card, question, EncodeReply)
+        await call.respond_json({"object": "response.input_tokens", "input_tokens": len(unpack(encoded.tokens))})
 
     async def _kept(self, call: Call, asked: ResponseRequest, response: dict[str, Any]) -> dict[str, Any]:
         """The response, stored where it is to be. One that the database does not take says that it is not stored."""

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from services.gateway.api.anthropic.blocks import MessageBlocks
+from services.gateway.api.anthropic.conversation import MessageFields, chat_messages
 from services.gateway.api.anthropic.request import read_count_tokens, read_messages
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
@@ -81,13 +82,64 @@ def test_fields_have_the_effect_that_they_have_in_a_chat() -> None:
     assert prompt.template_kwargs == {"enable_thinking": True}
 
 
+def test_what_clients_send_beyond_anthropics_own_api_is_taken_as_vllm_takes_it() -> None:
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=00000;"}
+    conversation = [
+        {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": [{"type": "redacted_thinking", "data": "xyz"}, {"type": "text", "text": "Ho"}],
+        },
+        {"role": "system", "content": "Now in French."},
+        {"role": "user", "content": "And?"},
+    ]
+    generation = read(messages=conversation, system=[{"type": "text", "text": "Be short."}, billing])
+    assert messages(generation) == [
+        {"role": "system", "content": "Be short.\nBe kind.\nNow in French."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho"},
+        {"role": "user", "content": "And?"},
+    ]
+    with pytest.raises(RequestError, match="vllm_xargs: 'begin' is not allowed; no logits processor"):
+        read(vllm_xargs={"begin": 1})
+
+
+def test_images_that_a_tool_brings_are_shown_behind_its_text() -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "https://example.org/cat.png"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "A screen"}, image]}
+    found = chat_messages(None, [MessageFields(role="user", content=[result, {"type": "text", "text": "Where?"}])])
+    shown = {"type": "image_url", "field": "messages[0].content[0].content[1].source.url", "encoded": None}
+    assert found == [
+        {"role": "tool", "tool_call_id": "t", "content": "A screen"},
+        {
+            "role": "user",
+            "content": [shown | {"url": "https://example.org/cat.png"}, {"type": "text", "text": "Where?"}],
+        },
+    ]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
         ({"max_tokens": ...}, "max_tokens", "required"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"messages": []}, "messages", "at least one"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role", "goes into system"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages", "no system prompt"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "goes into system"),
+        *(
+            ({"messages": [{"role": role, "content": [block]}]}, "messages[0].content[0]", block["type"])
+            for role, block in (
+                ("assistant", {"type": "tool_use", "id": "", "name": "weather", "input": {}}),
+                ("assistant", {"type": "tool_use", "id": "a", "name": "", "input": {}}),
+                ("assistant", {"type": "tool_use", "id": "a", "name": "weather"}),
+                ("assistant", {"type": "thinking", "signature": "s"}),
+                ("assistant", {"type": "redacted_thinking", "data": ""}),
+                ("user", {"type": "tool_result", "tool_use_id": ""}),
+                ("user", {"type": "tool_result", "tool_use_id": "a", "content": 3}),
+                ("user", {"type": "text"}),
+            )
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "messages[0].content[0].source",

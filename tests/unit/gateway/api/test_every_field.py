@@ -139,6 +139,7 @@ SAMPLED: dict[str, Case] = {
 }
 CHAT = SAMPLED | {
     "messages": Case([{"role": "user", "content": "other"}]),
+    "prompt_token_ids": Case([5]),
     "tools": Case([TOOL]),
     "tool_choice": Case("required", {"tools": [TOOL]}),
     "parallel_tool_calls": Case(False, {"tools": [TOOL, OTHER_TOOL], "tool_choice": "required"}),
@@ -229,7 +230,7 @@ CASES: dict[type[msgspec.Struct], dict[str, Case]] = {
         "output_config": Case({"effort": "low"}),
         "stop_sequences": Case(["x"]),
         "service_tier": Case("priority"),
-        **{name: SAMPLED[name] for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")},
+        **{name: SAMPLED[name] for name in ("max_tokens", "stream", "temperature", "top_p", "top_k", "vllm_xargs")},
     },
     OllamaChatFields: OLLAMA | {"messages": CHAT["messages"], "tools": CHAT["tools"]},
     OllamaGenerateFields: OLLAMA

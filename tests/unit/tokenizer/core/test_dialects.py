@@ -19,7 +19,7 @@ from shared.ids import Attempt, GatewayId, ModelName, RequestId
 from shared.messages.coordinator import Route
 from shared.messages.dialects import Dialect, Thinking
 from shared.messages.generation import Generation, Grammar, SamplingOptions, StopConditions
-from shared.messages.tokenizer import ChatPrompt, Encode, EncodeReply, TextPrompt, Tokenize
+from shared.messages.tokenizer import ChatPrompt, Encode, EncodeReply, TextPrompt, Tokenize, TokenPrompt
 from shared.models.tokenizer_files import load_tokenizer, special_ids
 from shared.packing import unpack
 from tests.support.models import tiny_tokenizers
@@ -97,21 +97,35 @@ def generation(
     **chat: Any,
 ) -> Generation:
     prompt = ChatPrompt(messages=json.dumps(messages).encode(), **chat)
+    return routed(encoding, prompt, grammar=grammar, sampling=sampling, stopping=stopping)
+
+
+def routed(encoding: PromptEncoder, prompt: ChatPrompt | TokenPrompt, **options: Any) -> Generation:
+    """What becomes of a chat whose output is parsed."""
     message = Tokenize(
         request=RequestId("r"),
         attempt=Attempt(1),
         gateway=GatewayId("gateway-1"),
         model=ModelName("m"),
         prompt=prompt,
-        sampling=sampling,
-        stopping=stopping,
-        grammar=grammar,
         keep_markup=True,
+        **{"sampling": SEEDED, "stopping": NO_STOPS, **options},
     )
-    routed = encoding.route(message, prompt)
-    assert isinstance(routed, Route), routed
-    assert routed.generation.keep_markup
-    return routed.generation
+    outcome = encoding.route(message, prompt)
+    assert isinstance(outcome, Route), outcome
+    assert outcome.generation.keep_markup
+    return outcome.generation
+
+
+def test_a_chat_of_token_ids_is_read_as_the_chat_that_they_came_from(
+    encoding: PromptEncoder, harmony: PromptEncoder
+) -> None:
+    for each, chat in (
+        (encoding, generation(encoding, ASKED, template_kwargs={"enable_thinking": False})),
+        (harmony, generation(harmony, ASKED)),
+    ):
+        same = routed(each, TokenPrompt(chat.tokens))
+        assert (same.thinking, same.stopping) == (chat.thinking, chat.stopping)
 
 
 HARMONY = (

@@ -1,0 +1,155 @@
+"""Anthropic's turns of a conversation as the messages of a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from services.gateway.api.embeds.images import MEDIA_TYPES, foreign_image
+from services.gateway.api.embeds.images import PART as IMAGE
+from services.gateway.api.errors import abbreviated, invalid, not_allowed, unsupported
+
+BILLING = "x-anthropic-billing-header"
+"""How a block of Claude Code's system prompt begins that is for Anthropic's servers only. It differs from request to
+request, so that no prefix behind it would be found in the cache."""
+
+
+class MessageFields(Struct, kw_only=True):
+    """One turn of the conversation."""
+
+    role: str
+    content: str | list[dict[str, Any]]
+
+
+Blocks = list[tuple[dict[str, Any], str]]
+"""Each with its path in the body."""
+
+
+def chat_messages(system: str | list[dict[str, Any]] | None, turns: Sequence[MessageFields]) -> list[dict[str, Any]]:
+    """Returns the messages of a chat: the system prompt, then the turns. Turns of the role `system`, which some clients
+    send though Anthropic's API has none, belong to the system prompt, as in vLLM. Raises RequestError."""
+    given = [] if system is None else [_system(system, "system")]
+    messages: list[dict[str, Any]] = []
+    for i, turn in enumerate(turns):
+        if turn.role == "system":
+            given.append(_system(turn.content, f"messages[{i}].content"))
+        else:
+            messages += _messages(turn, f"messages[{i}]")
+    if not messages:
+        raise invalid("messages", "at least one that is no system prompt is needed")
+    return [{"role": "system", "content": "\n".join(given)}, *messages] if given else messages
+
+
+def _system(given: str | list[dict[str, Any]], path: str) -> str:
+    if isinstance(given, str):
+        return given
+    texts = (_text(block, f"{path}[{i}]") for i, block in enumerate(given))
+    return "\n".join(text for text in texts if not text.startswith(BILLING))
+
+
+def _messages(message: MessageFields, path: str) -> list[dict[str, Any]]:
+    """A turn as messages of a chat: results of tools are messages of their own there, before what the user says; their
+    images, which a tool cannot show there, are the user's."""
+    if message.role not in ("user", "assistant"):
+        raise not_allowed(f"{path}.role", message.role, "'user' or 'assistant'; a system prompt goes into system")
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    if not message.content:
+        raise invalid(f"{path}.content", "[] is not allowed; a text or at least one block is needed")
+    blocks = [(block, f"{path}.content[{i}]") for i, block in enumerate(message.content)]
+    if message.role == "assistant":
+        return [_assistant(blocks)]
+    results: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    for block, where in blocks:
+        if block.get("type") == "tool_result":
+            result, images = _tool_result(block, where)
+            results.append(result)
+            parts += images
+        else:
+            parts.append(_part(block, where))
+    if any(part["type"] == IMAGE for part in parts):
+        return [*results, {"role": "user", "content": parts}]
+    said = [{"role": "user", "content": "\n".join(part["text"] for part in parts)}] if parts else []
+    return [*results, *said]
+
+
+def _part(block: Any, where: str) -> dict[str, Any]:
+    """A text or an image."""
+    if isinstance(block, dict) and block.get("type") == "image":
+        return _image(block, where)
+    return {"type": "text", "text": _text(block, where)}
+
+
+def _assistant(blocks: Blocks) -> dict[str, Any]:
+    texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
+    for block, where in blocks:
+        match block:
+            case {"type": "thinking", "thinking": str(text)}:
+                thoughts.append(text)
+            case {"type": "thinking"}:
+                raise not_allowed(where, block, '{"type": "thinking", "thinking": "…"} is')
+            case {"type": "redacted_thinking", "data": str(data)} if data:
+                pass  # another server's, which alone can read it
+            case {"type": "redacted_thinking"}:
+                raise not_allowed(where, block, '{"type": "redacted_thinking", "data": "…"} is')
+            case {"type": "tool_use", "id": str(call), "name": str(name), "input": dict(arguments)} if call and name:
+                function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+                calls.append({"id": call, "type": "function", "function": function})
+            case {"type": "tool_use"}:
+                raise not_allowed(where, block, '{"type": "tool_use", "id": "…", "name": "…", "input": {…}} is')
+            case _:
+                texts.append(_text(block, where))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _tool_result(block: dict[str, Any], where: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The tool's message, and the images that it brought."""
+    call, content = block.get("tool_use_id"), block.get("content")
+    if not isinstance(call, str) or not call or not isinstance(content, str | list | None):
+        raise not_allowed(where, block, '{"type": "tool_result", "tool_use_id": "…", "content": "…"} is')
+    parts: list[dict[str, Any]] = []
+    if isinstance(content, list):
+        parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+    elif content is not None:
+        parts = [{"type": "text", "text": content}]
+    text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+    if block.get("is_error"):
+        text = f"Error: {text}"
+    images = [part for part in parts if part["type"] == IMAGE]
+    return {"role": "tool", "tool_call_id": call, "content": text}, images
+
+
+def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
+    match block.get("source"):
+        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+            if kind not in MEDIA_TYPES:
+                raise not_allowed(f"{where}.source.media_type", kind, f"{', '.join(MEDIA_TYPES)} are")
+            return foreign_image(f"{where}.source.data", encoded=data)
+        case {"type": "url", "url": str(url)}:
+            return foreign_image(f"{where}.source.url", url=url)
+        case {"type": "file"}:
+            raise unsupported(f"{where}.source.type", "an image that is a file of the server's")
+        case source:
+            forms = '{"type": "base64", "media_type": "image/png", "data": "…"} or {"type": "url", "url": "…"} is'
+            raise not_allowed(f"{where}.source", source, forms)
+
+
+def _text(block: Any, where: str) -> str:
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": "text"}:
+            raise not_allowed(where, block, '{"type": "text", "text": "…"} is')
+        case {"type": str(kind)}:
+            raise unsupported(f"{where}.type", f"a block of type {abbreviated(kind)} here")
+        case _:
+            raise not_allowed(where, block, "a block with a type is")
