@@ -137,7 +137,7 @@ def chat_request(
             parser = parser_options(dialect, tools, include_reasoning=fields.include_reasoning is not False)
             if parser is not None and parser.dialect.sees_special_tokens:
                 fields.skip_special_tokens = False
-    asked = _asked(fields, card, limits, kind)
+    asked = _question(fields, card, limits, kind)
     generation = generation_request(
         fields,
         card,
@@ -155,7 +155,7 @@ def chat_request(
     return msgspec.structs.replace(generation, images=asked.images) if asked.images else generation
 
 
-class _Asked(NamedTuple):
+class _ChatQuestion(NamedTuple):
     """What a chat asks, and who answers."""
 
     prompt: Prompt
@@ -165,9 +165,9 @@ class _Asked(NamedTuple):
     images: tuple[ImageSource, ...] = ()
 
 
-def _asked(fields: ChatFields, card: ModelCard, limits: RequestLimits, kind: GenerationKind) -> _Asked:
+def _question(fields: ChatFields, card: ModelCard, limits: RequestLimits, kind: GenerationKind) -> _ChatQuestion:
     if fields.prompt_token_ids is not None:
-        return _Asked(token_prompt("prompt_token_ids", fields.prompt_token_ids, card))
+        return _ChatQuestion(token_prompt("prompt_token_ids", fields.prompt_token_ids, card))
     parts = EmbeddedParts(card, limits)
     prompt = chat_prompt(fields.messages, fields, limits, parts.read if kind == "chat" else parts.read_foreign)
     if parts.found:
@@ -176,7 +176,7 @@ def _asked(fields: ChatFields, card: ModelCard, limits: RequestLimits, kind: Gen
         prompt = msgspec.structs.replace(prompt, embeds=tuple(parts.found), images=images)
     role = "assistant" if prompt.add_generation_prompt else fields.messages[-1]["role"]
     echoed = _text_of(fields.messages[-1], role) if fields.echo else ""
-    return _Asked(prompt, role, echoed, tuple(parts.images))
+    return _ChatQuestion(prompt, role, echoed, tuple(parts.images))
 
 
 def _check_needs_no_template(fields: ChatFields) -> None:
