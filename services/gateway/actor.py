@@ -40,7 +40,7 @@ from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
 from services.gateway.http.endpoints import VERSION
 from services.gateway.http.local_call import local_call
 from services.gateway.http.pages.console import Console
-from services.gateway.http.server import HttpServer
+from services.gateway.http.server import HttpServer, RootPath
 from services.gateway.images.image_fetcher import ImageFetcher
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
@@ -145,7 +145,11 @@ class Gateway(Actor):
             self.batch_runner = self._make_batch_runner(self.database, self.files)
         self.app = self.make_app(config.parsers())
         self.server = HttpServer(
-            self.app, config.host, config.port, reuse_port=config.reuse_port, max_connections=config.max_connections
+            RootPath(self.app, config.root_path),
+            config.host,
+            config.port,
+            reuse_port=config.reuse_port,
+            max_connections=config.max_connections,
         )
         self._ticks = 0
 

@@ -77,6 +77,15 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     cors_origins: Annotated[
         tuple[str, ...], Meta(description="Web origins that browsers may call from; * for all.")
     ] = ()
+    root_path: Annotated[
+        str,
+        Meta(
+            pattern=r"^(/[A-Za-z0-9._~-]+)*\Z",
+            description="Path below which a proxy passes requests on, e.g. /llm; the API answers there, too.",
+        ),
+        UpOption(),
+        ContainerVariable(),
+    ] = ""
     console: Annotated[
         bool,
         Meta(description="Serve the console, a page that shows the stack and operates it, at /console."),

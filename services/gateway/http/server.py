@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.http.connection import Connection, UnflushedConnections
 
@@ -29,6 +29,22 @@ RETRY_SECONDS = 1.0
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 log = logging.getLogger(__name__)
+
+
+class RootPath:
+    """The application below a path as well as at the root, as proxies pass on either. What it sees has no such path in
+    it: routes and what access depends on are the same."""
+
+    def __init__(self, app: ASGIApp, path: str) -> None:
+        """`path`: without a slash at its end; empty: there is none."""
+        self._app, self._path = app, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request, as ASGI defines it."""
+        if self._path and scope["type"] == "http" and scope["path"].startswith(f"{self._path}/"):
+            raw = scope["raw_path"].removeprefix(self._path.encode())
+            scope = {**scope, "path": scope["path"].removeprefix(self._path), "raw_path": raw}
+        await self._app(scope, receive, send)
 
 
 class HttpServer:

@@ -84,6 +84,21 @@ async def test_each_scope_allows_its_endpoints_only(stack: GatewayStack, keys: K
         await chat(stack.openai.with_options(api_key="wrong"))
 
 
+async def test_below_a_root_path_all_is_as_at_the_root(memory_bus: MemoryBus, keys: Keys) -> None:
+    async with gateway_stack(memory_bus, keys_file=keys.path, root_path="/llm") as stack:
+        below = keys.client(stack, "alice").with_options(base_url=f"{stack.url}/llm/v1")
+        assert (await chat(below)).choices[0].message == (await chat(keys.client(stack, "alice"))).choices[0].message
+        with pytest.raises(openai.AuthenticationError):
+            await chat(below.with_options(api_key="wrong"))
+        for path in ("/admin/keys", "/console/events"):  # what only operators may ask, and no page of another's
+            answers = [await stack.http.get(each + path, headers=keys.headers("alice")) for each in ("", "/llm")]
+            assert [answer.status_code for answer in answers] == [403, 403]
+        page = await stack.http.get("/llm/console")
+        assert "/llm" not in page.text
+        assert page.content == (await stack.http.get("/console")).content
+        assert (await stack.http.get("/llm")).status_code == (await stack.http.get("/llmv1/models")).status_code == 404
+
+
 async def test_a_model_that_a_key_may_not_use_is_refused_and_not_listed(stack: GatewayStack, keys: Keys) -> None:
     stranger = keys.client(stack, "stranger")
     with pytest.raises(openai.PermissionDeniedError) as refused:

@@ -28,3 +28,18 @@ def test_listing_the_commands_loads_none_of_them() -> None:
 def test_a_name_that_is_none_is_met_with_what_it_may_have_meant() -> None:
     with pytest.raises(Exception, match=r"No such command 'pss'.*'ps'"):
         command_line().main(["pss"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [("baton sca", "scale"), ("baton lora lo", "load"), ("baton up --kvstore-mem", "--kvstore-memory")],
+)
+def test_a_shell_completes_commands_and_their_options(
+    typed: str, found: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the function asks that `baton --install-completion` gives to bash."""
+    for name, value in (("_BATON_COMPLETE", "complete_bash"), ("COMP_WORDS", typed), ("COMP_CWORD", typed.count(" "))):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit):
+        command_line().main([], prog_name="baton")
+    assert capsys.readouterr().out.split() == [found]
