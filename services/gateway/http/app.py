@@ -146,7 +146,7 @@ def build_app(
             route("POST", "/v1/responses/{id}/cancel", stored.cancel, "inference"),
             route("GET", "/v1/responses/{id}/input_items", stored.input_items, "read-only"),
             anthropic("/v1/messages", MessagesEndpoint(table, parser, access, streams, settings)),
-            anthropic("/v1/messages/count_tokens", CountTokensEndpoint(table, parser)),
+            anthropic("/v1/messages/count_tokens", CountTokensEndpoint(table, parser, access)),
             ollama("POST", "/api/chat", ollama_generation("chat"), "inference"),
             ollama("POST", "/api/generate", ollama_generation("generate"), "inference"),
             ollama("GET", "/api/tags", models.tags),

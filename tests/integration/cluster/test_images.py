@@ -235,6 +235,21 @@ async def test_every_api_says_the_same_of_an_image(stack: RunningStack, client: 
         model=NAME, max_tokens=LENGTH, messages=[{"role": "user", "content": block}], extra_body={"temperature": 0}
     )
     assert told.content[0].text == said  # type: ignore[union-attr]
+    asked_again: Any = [{"role": "user", "content": block}]
+    counted = await claude.messages.count_tokens(model=NAME, messages=asked_again)
+    assert counted.input_tokens == told.usage.input_tokens > IMAGE_TOKENS
+    call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [block[0]]}
+    tools: Any = [{"name": "look", "input_schema": {"type": "object", "properties": {}}}]
+    turns: Any = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, block[1]]},
+    ]
+    seen = await claude.messages.count_tokens(model=NAME, messages=turns, tools=tools)
+    turns[2]["content"] = [{**result, "content": []}, block[1]]
+    unseen = await claude.messages.count_tokens(model=NAME, messages=turns, tools=tools)
+    assert seen.input_tokens - unseen.input_tokens >= IMAGE_TOKENS
     llama = ollama.AsyncClient(host=stack.url, timeout=150)
     shown_to = [{"role": "user", "content": question, "images": [encoded]}]
     heard = await llama.chat(model=NAME, messages=shown_to, options={"temperature": 0, "num_predict": LENGTH})

@@ -19,15 +19,12 @@ from services.gateway.api.errors import (
     hosted_tool,
     invalid,
     not_allowed,
-    unsupported,
 )
 from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
-from services.gateway.api.prompts import chat_prompt
 from services.gateway.api.structured_outputs import ResponseFormat
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
 from shared.messages.model_card import ModelCard
-from shared.messages.tokenizer import Encode
 
 MIN_THINKING = 1
 """Tokens: Anthropic's own models take 1,024 or more."""
@@ -113,16 +110,15 @@ def read_messages(
         raise _in_their_words(error) from None
 
 
-def read_count_tokens(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> tuple[ModelCard, Encode]:
-    """Reads a body of `/v1/messages/count_tokens`. Raises RequestError."""
+def read_count_tokens(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> GenerationRequest:
+    """Reads a body of `/v1/messages/count_tokens`: a request with the prompt to be counted, which is not generated.
+    Raises RequestError."""
     fields = decode_body(body, _tokens_decoder)
-    card = check_generates(choose_model(fields.model, cards))
-    chat = _chat_fields(fields)
-    return card, Encode(chat_prompt(chat.messages, chat, limits, _uncounted), False)
-
-
-def _uncounted(part: dict[str, Any], path: str) -> dict[str, str]:
-    raise unsupported(part["field"], "counting the tokens of an image, which only an encoder knows,")
+    check_generates(choose_model(fields.model, cards))
+    try:
+        return chat_request(_chat_fields(fields), cards, limits, None, kind="messages")
+    except RequestError as error:
+        raise _in_their_words(error) from None
 
 
 def _chat_fields(fields: MessagesTokensFields) -> ChatFields:

@@ -8,16 +8,15 @@ import time
 from services.gateway.api.anthropic.answer import ending, error_body, message, message_body, usage
 from services.gateway.api.anthropic.blocks import MessageBlocks
 from services.gateway.api.errors import RequestError
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
+from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import Call, ClientConnection
-from services.gateway.http.endpoints import ask_tokenizer
 from services.gateway.http.generation import GeneratingEndpoint
 from services.gateway.http.streaming import EventWriter, event_frame
 from services.gateway.request_table import RequestTable
 from shared.messages.gateway import Delta
-from shared.messages.tokenizer import EncodeReply
-from shared.packing import unpack
 
 
 class MessagesWriter(EventWriter):
@@ -87,10 +86,15 @@ class MessagesEndpoint(GeneratingEndpoint):
 class CountTokensEndpoint:
     """Answers `/v1/messages/count_tokens`."""
 
-    def __init__(self, table: RequestTable, parser: BodyParser) -> None:
-        self._table, self._parser = table, parser
+    def __init__(self, table: RequestTable, parser: BodyParser, access: AccessControl) -> None:
+        self._table, self._parser, self._access = table, parser, access
 
     async def __call__(self, call: Call) -> None:
-        """Answers how many tokens the prompt has. Raises RequestError."""
-        _, encoded = await ask_tokenizer(call, self._table, self._parser, "count_tokens", EncodeReply)
-        await call.respond_json({"input_tokens": len(unpack(encoded.tokens))})
+        """Answers how many tokens the prompt has, of which only an encoder knows an image's. Raises RequestError."""
+        table = self._table
+        with table.arriving():
+            generation: GenerationRequest = await self._parser.read("count_tokens", await call.body())
+        call.record.model = generation.served_name
+        generation = await table.images.filled(self._access.bound(generation, call.key))
+        ids = await table.tokenizer.prompt_ids(generation, generation.prompts[0])
+        await call.respond_json({"input_tokens": len(ids)})

@@ -63,10 +63,10 @@ def test_a_conversation_with_tools_becomes_the_messages_of_a_chat() -> None:
     ]
     assert generation.parser_options is not None
     assert set(generation.parser_options.schemas) == {"weather"}
-    _, question = read_count_tokens(
+    counted = read_count_tokens(
         body(messages=conversation, system="Be short.", tools=[WEATHER], max_tokens=...), [CARD], RequestLimits()
     )
-    assert question.prompt == generation.prompts[0], "both count the same prompt"
+    assert counted.prompts == generation.prompts, "both count the same prompt"
 
 
 def test_fields_have_the_effect_that_they_have_in_a_chat() -> None:

@@ -114,8 +114,21 @@ def test_what_is_wrong_is_named_as_the_client_knows_it(
     assert why in refused.value.message
 
 
-def test_tokens_of_images_are_not_counted() -> None:
+def test_images_in_results_of_tools_stand_before_what_the_user_says() -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "seen"}, based()]}
+    generation = messages(result, {"type": "text", "text": "?"}, addressed())
+    (prompt,) = generation.prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert msgspec.json.decode(prompt.messages) == [
+        {"role": "tool", "tool_call_id": "t", "content": "seen"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}, {"type": "image"}]},
+    ]
+    assert [each.field for each in generation.images] == [
+        "messages[0].content[0].content[1].source.data",
+        "messages[0].content[2].source.url",
+    ]
+
+
+def test_the_prompt_that_is_counted_has_its_images() -> None:
     body = {"model": CARD.name, "messages": [{"role": "user", "content": [based()]}]}
-    with pytest.raises(RequestError) as refused:
-        read_count_tokens(msgspec.json.encode(body), [CARD], LIMITS)
-    assert "counting the tokens of an image" in refused.value.message
+    assert read_count_tokens(msgspec.json.encode(body), [CARD], LIMITS).images == messages(based()).images
