@@ -60,6 +60,7 @@ _FAMILIES = {
     "MixtralForCausalLM": _Family(qkv_bias=False, output_bias=False, theta=1_000_000.0, eps=1e-5),
     "Qwen2MoeForCausalLM": _Family(qkv_bias_key="qkv_bias", output_bias=False),
     "Qwen3MoeForCausalLM": _Family(qk_norm=True),
+    "Qwen3VLMoeForCausalLM": _Family(qk_norm=True),
     "Gemma2ForCausalLM": _Family(gemma=True, head_dim_default=256, window_default=4096, window_period=2),
     "Gemma3ForCausalLM": _Family(
         gemma=True,
@@ -393,7 +394,7 @@ def _layers(raw: _RawConfig, family: _Family, mixing: MixtureLayers, ropes: Rope
 def _window(raw: _RawConfig, family: _Family) -> int | None:
     if raw.architectures[0].startswith("Qwen") and not raw.use_sliding_window:
         return None
-    if raw.architectures[0] in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+    if raw.architectures[0] in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForCausalLM"):
         # Versions of transformers differ in which of their layers slide.
         raise ModelError(f"use_sliding_window true is not supported for {raw.architectures[0]}")
     window = family.window_default if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window

@@ -63,7 +63,8 @@ def test_images_come_to_what_the_library_makes_of_them(tmp_path: Path, text: str
 
 @pytest.mark.features("prompt embeds", "chunked prefill", "preemption", "prefix cache", "speculative")
 @pytest.mark.parametrize(
-    ("kind", "ops"), [("qwen2", "torch"), ("qwen2.5", "native"), ("qwen3", "torch"), ("qwen3", "native")]
+    ("kind", "ops"),
+    [("qwen2", "torch"), ("qwen2.5", "native"), ("qwen3", "torch"), ("qwen3", "native"), ("qwen3-moe", "native")],
 )
 def test_images_of_any_size_turn_what_follows_them_as_in_the_library(tmp_path: Path, kind: str, ops: OpsName) -> None:
     """Positions of three axes: flat and tall images, alone and several, cut within an image, beside texts, preempted

@@ -1,4 +1,4 @@
-"""Tiny random Qwen2-VL, Qwen2.5-VL and Qwen3-VL models, with the library's own of the same weights."""
+"""Tiny random Qwen2-VL, Qwen2.5-VL and Qwen3-VL models, one with experts, with the library's own of their weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
     Qwen2_5_VLConfig,
@@ -15,6 +16,8 @@ from transformers import (
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from tests.support.models.tiny_images import ImageModel
@@ -73,7 +76,10 @@ _MODELS: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
     "qwen2.5": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    "qwen3-moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
 }
+_TOWERS["qwen3-moe"] = _TOWERS["qwen3"]
+_MIXTURE: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2}
 
 
 class QwenProcessor:
@@ -105,8 +111,10 @@ def make_qwen_model(folder: Path, kind: str = "qwen2.5", seed: int = 0, **differ
     tokenizer.chat_template = TEMPLATE
     pad, start, end, video = tokenizer.convert_tokens_to_ids(list(SPECIAL))
     config_of, model_of = _MODELS[kind]
-    if kind == "qwen3":
+    if kind.startswith("qwen3"):
         different = {"num_hidden_layers": 3, "head_dim": 16} | different
+    if kind == "qwen3-moe":
+        different = {**_MIXTURE, "mlp_only_layers": [1]} | different
     config = config_of(
         text_config={**_TEXT, "vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": None} | different,
         vision_config=_TOWERS[kind],
@@ -118,9 +126,20 @@ def make_qwen_model(folder: Path, kind: str = "qwen2.5", seed: int = 0, **differ
     torch.manual_seed(seed)
     reference = model_of(config).eval()
     reference.save_pretrained(folder)
+    if kind == "qwen3-moe":
+        _publish_experts(folder / "model.safetensors", layer=0)
     tokenizer.save_pretrained(folder)
     images = Qwen2VLImageProcessorPil(
         patch_size=PATCH, merge_size=MERGED, size={"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
     )
     images.save_pretrained(folder)
     return ImageModel(folder, reference, QwenProcessor(images, tokenizer))
+
+
+def _publish_experts(file: Path, layer: int) -> None:
+    """Writes one layer's experts as published files have them, inputs before outputs; the others stay as the library
+    writes them."""
+    tensors = load_file(file)
+    for name in (f"model.language_model.layers.{layer}.mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")):
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, file, {"format": "pt"})

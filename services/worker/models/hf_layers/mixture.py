@@ -33,6 +33,8 @@ class Mixture(Struct, frozen=True, kw_only=True, omit_defaults=True):
     good as its best two experts then, else as its best one."""
     scale: float = 1.0
     """What the chances of the chosen ones are multiplied by."""
+    transposed: bool = False
+    """Checkpoints may have inputs before outputs in tensors of all experts (Qwen3-VL)."""
 
 
 class RawMixture(Struct, kw_only=True):
@@ -90,6 +92,7 @@ class _Defaults(Struct, frozen=True, kw_only=True):
     """None: `norm_topk_prob` says so."""
     routing: _Routing | None = None
     """What DeepSeek's routers do."""
+    transposed: bool = False
 
 
 _LIMITED = "group_limited_greedy"
@@ -98,6 +101,7 @@ _FAMILIES = {
     "MixtralForCausalLM": _Defaults(experts=8, chosen=2, size=None, renormalised=True),
     "Qwen2MoeForCausalLM": _Defaults(experts=60, chosen=4, size=1408, shared_size=5632),
     "Qwen3MoeForCausalLM": _Defaults(experts=128, chosen=8, size=768),
+    "Qwen3VLMoeForCausalLM": _Defaults(experts=60, chosen=4, size=1408, renormalised=True, transposed=True),
     "Qwen3NextForCausalLM": _Defaults(experts=512, chosen=10, size=512, shared_size=512),
     "Qwen3_5MoeForCausalLM": _Defaults(experts=256, chosen=8, size=512, shared_size=512, renormalised=True),
     "DeepseekV2ForCausalLM": _Defaults(
@@ -144,6 +148,7 @@ def read_mixture(raw: RawMixture) -> MixtureLayers:
         intermediate_size=_given(raw.moe_intermediate_size, family.size) if family.size else raw.intermediate_size,
         renormalised=bool(raw.norm_topk_prob) if family.renormalised is None else family.renormalised,
         shared_size=family.shared_size and _given(raw.shared_expert_intermediate_size, family.shared_size),
+        transposed=family.transposed,
     )
     _check(raw, mixture)
     return MixtureLayers(

@@ -15,11 +15,13 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM", _QWEN2, _SECTIONS),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", _QWEN2, _SECTIONS),
     "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", _QWEN3, _INTERLEAVED),
+    "Qwen3VLMoeForConditionalGeneration": ("Qwen3VLMoeForCausalLM", _QWEN3, _INTERLEAVED),
 }
 """The language model's architecture, what `transformers` takes where nothing is said, and its rotation, by the
 architecture of the whole."""
 
-_OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
+_TIED = "tie_word_embeddings"
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", _TIED)
 
 
 def qwen_language_model(text: bytes, architecture: str) -> bytes:
@@ -33,6 +35,8 @@ def qwen_language_model(text: bytes, architecture: str) -> bytes:
     alone, defaults, sections = LANGUAGE_MODELS[architecture]
     given = {key: whole[key] for key in _OF_THE_WHOLE if whole.get(key) is not None}
     read = {**defaults, **given, **{key: value for key, value in own.items() if value is not None}}
+    if _TIED in given:  # the head is the whole's; Qwen3-VL's mixtures say otherwise of their language model
+        read[_TIED] = given[_TIED]
     key = next((each for each in ("rope_scaling", "rope_parameters") if read.get(each)), "rope_parameters")
     read[key] = _rope({**sections, **(read.get(key) or {})}, interleaved=sections["mrope_interleaved"])
     levels = len((whole.get("vision_config") or {}).get("deepstack_visual_indexes") or ())

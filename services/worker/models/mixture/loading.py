@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from services.worker.models.checkpoint import BatchedTensorSource, TensorPart
+from services.worker.models.config import ModelError
 from services.worker.models.hf_layers.mixture import Mixture
 from services.worker.models.quantization.matrices import Matrix, MatrixLoader
 from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, Scheme, WeightStack, quantize, stack_outputs
@@ -126,6 +127,9 @@ class _Reading(NamedTuple):
     def _gates_and_ups_together(self) -> Tensor:
         count, size, (first, end) = self.mixture.experts, self.mixture.intermediate_size, self.columns
         name = f"{self.block}.{self.names.all_gates_and_ups}"
+        if self.mixture.transposed:
+            whole = self._read_either_way(name, 2 * size, self.hidden)
+            return torch.cat((whole[:, first:end], whole[:, size + first : size + end]), dim=1)
         parts = [
             self._read_numbers(name, (count, 2 * size, self.hidden), part)
             for part in ((first, end), (size + first, size + end))
@@ -136,6 +140,14 @@ class _Reading(NamedTuple):
         """Of these experts, from a tensor of all; `columns`: a range of its second dimension."""
         runs = [self.matrices.checkpoint.read(name, shape, rows=run, columns=columns) for run in _runs_of(self.experts)]
         return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+    def _read_either_way(self, name: str, outputs: int, inputs: int) -> Tensor:
+        """[E, outputs, inputs] of these experts, from a tensor that has them so, as transformers 5 writes it, or inputs
+        first, as published files do."""
+        try:
+            return self._read_numbers(name, (self.mixture.experts, outputs, inputs))
+        except ModelError:
+            return self._read_numbers(name, (self.mixture.experts, inputs, outputs)).transpose(1, 2)
 
     def _gates_and_ups_of_each(self) -> Tensor:
         size, own = self.mixture.intermediate_size, self.columns[1] - self.columns[0]
@@ -148,6 +160,9 @@ class _Reading(NamedTuple):
 
     def _down_numbers(self, columns: tuple[int, int]) -> Tensor:
         count, size, own = self.mixture.experts, self.mixture.intermediate_size, columns[1] - columns[0]
+        if self._together and self.mixture.transposed:
+            name = f"{self.block}.{self.names.all_downs}"
+            return self._read_either_way(name, self.hidden, size)[:, :, slice(*columns)].contiguous()
         if self._together:
             down = self._read_numbers(f"{self.block}.{self.names.all_downs}", (count, self.hidden, size))
             return down[:, :, slice(*columns)].contiguous()
