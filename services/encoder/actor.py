@@ -7,9 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.encoder import metrics
+from services.encoder.core.image_queue import ImageQueue
 from services.encoder.core.row_table import ImageHash, image_hash
 from services.encoder.image_decoder import ImageDecoder, ImageRefused
 from services.encoder.rows_keeper import RowsKeeper, RowsUnkept
@@ -33,6 +34,16 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 64
 """Images that are being encoded or wait for it; further ones are refused."""
+MAX_OF_A_CLIENT = 32
+"""Of them, those that wait of one client."""
+PATIENCE = 15.0
+"""Seconds after which an image is left out that no gateway has asked for again, as they do every 5 s."""
+AT_ONCE = 2
+
+
+class _PendingImage(NamedTuple):
+    file: bytes
+    reply: asyncio.Future[EncoderReply]
 
 
 class EncoderActor(Actor):
@@ -57,9 +68,11 @@ class EncoderActor(Actor):
         self._decoder = ImageDecoder(decode_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         self._tower: ImageTower | None = None
-        self._pending: dict[ImageHash, asyncio.Task[EncoderReply]] = {}
+        self._pending: dict[ImageHash, _PendingImage] = {}
+        """Those that wait, and those that are being encoded."""
+        self._queue = ImageQueue(PATIENCE)
+        self._arrived = asyncio.Event()
         self._hits = self._encoded = 0
-        self._failure: BaseException | None = None
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """Images to be answered with where their rows are; who needs rows, and who reads them by the bus."""
@@ -74,12 +87,12 @@ class EncoderActor(Actor):
         self._tower = await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
 
     async def handle(self, message: Any) -> None:
-        """Raises what encoding an image raised that is a bug."""
-        if self._failure is not None:
-            raise self._failure
+        """Takes the time, and what open requests need."""
         match message:
             case Tick():
                 self._rows.tick()
+                for image in self._queue.expire(time.monotonic()):
+                    self._answer(image, ImageRefusal("nobody asked for the image any more", "overloaded"))
             case RenewRows(names):
                 self._rows.renew(names)
             case _:
@@ -89,19 +102,41 @@ class EncoderActor(Actor):
         """Where the rows of an image are, or a future of that; a piece of rows."""
         if isinstance(request, ReadRows):
             return self._rows.piece(request)
-        image = image_hash(request.image, request.salt)
+        image, now = image_hash(request.image, request.salt), time.monotonic()
         if (rows := self._rows.find(image)) is not None:
             self._count_hit()
             return ImageRows(rows)
-        if (task := self._pending.get(image)) is not None:
+        if (pending := self._pending.get(image)) is not None:
             self._count_hit()
-            return asyncio.shield(task)
-        if len(self._pending) >= MAX_PENDING:
-            return ImageRefusal(f"{MAX_PENDING} images wait to be encoded, which is the limit", "overloaded")
-        task = self._pending[image] = asyncio.create_task(self._encode(image, request.image))
+            self._queue.renew(image, now)
+            return asyncio.shield(pending.reply)
+        if len(self._pending) >= MAX_PENDING or self._queue.count(request.turn) >= MAX_OF_A_CLIENT:
+            limit = f"{MAX_PENDING} images wait to be encoded, or {MAX_OF_A_CLIENT} of this client, which is the limit"
+            return ImageRefusal(limit, "overloaded")
+        pending = self._pending[image] = _PendingImage(request.image, asyncio.get_running_loop().create_future())
+        self._queue.add(image, request.turn, now)
+        self._arrived.set()
         metrics.PENDING.set(len(self._pending))
-        task.add_done_callback(lambda done: self._finished(image, done))
-        return asyncio.shield(task)
+        return asyncio.shield(pending.reply)
+
+    async def background(self) -> None:
+        """Encodes what waits, until it is cancelled: a file is decoded while the tower computes another. Raises what
+        encoding raises that is a bug."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(AT_ONCE):
+                tasks.create_task(self._encode_in_turn())
+
+    async def _encode_in_turn(self) -> None:
+        while True:
+            if (image := self._queue.take()) is None:
+                self._arrived.clear()
+                await self._arrived.wait()
+            else:
+                self._answer(image, await self._encode(image, self._pending[image].file))
+
+    def _answer(self, image: ImageHash, reply: EncoderReply) -> None:
+        self._pending.pop(image).reply.set_result(reply)
+        metrics.PENDING.set(len(self._pending))
 
     async def _encode(self, image: ImageHash, file: bytes) -> EncoderReply:
         began = time.monotonic()
@@ -133,13 +168,6 @@ class EncoderActor(Actor):
     def _count_hit(self) -> None:
         self._hits += 1
         metrics.IMAGES.labels("cached").inc()
-
-    def _finished(self, image: ImageHash, task: asyncio.Task[EncoderReply]) -> None:
-        """A bug is raised at the next tick, where it ends the process as any other."""
-        del self._pending[image]
-        metrics.PENDING.set(len(self._pending))
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
 
     def is_idle(self) -> bool:
         """Whether no image is being encoded."""

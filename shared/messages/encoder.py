@@ -21,6 +21,8 @@ class EncodeImage(Struct, frozen=True, array_like=True, tag=True):
     """The file, as the client gave it: nothing of it has been looked at."""
     salt: str | None = None
     """Rows are shared from a cache with requests of the same salt only: see `Generation.cache_salt`."""
+    turn: str = ""
+    """Whose it is: an API key, or a request where there are none. One image of each is encoded in turn."""
 
 
 class ImageRows(Struct, frozen=True, array_like=True, tag=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 
 from msgspec.structs import replace
 
@@ -40,9 +41,9 @@ class ImageRowsClient:
         fetched, 413 for one too large for the bus, 503 where no encoder answers."""
         if not generation.images:
             return generation
-        slots = asyncio.Semaphore(MAX_AT_ONCE)
+        slots, turn = asyncio.Semaphore(MAX_AT_ONCE), generation.key or secrets.token_hex(8)
         async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(self._outcome(each, generation, slots)) for each in generation.images]
+            started = [tasks.create_task(self._outcome(each, generation, slots, turn)) for each in generation.images]
         found: list[PromptEmbeds] = []
         for task in started:
             if isinstance(outcome := task.result(), RequestError):
@@ -53,13 +54,13 @@ class ImageRowsClient:
         return replace(generation, prompts=(_with_rows(prompt, generation.images, found),), images=())
 
     async def _outcome(
-        self, image: ImageSource, generation: GenerationRequest, slots: asyncio.Semaphore
+        self, image: ImageSource, generation: GenerationRequest, slots: asyncio.Semaphore, turn: str
     ) -> PromptEmbeds | RequestError:
         """An error is returned, so that which of several is raised depends on no clock."""
         try:
             async with slots:
                 file = image.data if image.url is None else await self._fetcher.fetch(image.url, image.field)
-                question, model = EncodeImage(file, generation.cache_salt), generation.model.name
+                question, model = EncodeImage(file, generation.cache_salt, turn), generation.model.name
                 rows = await self.encoded(image.field, question, model)
                 self.open_rows.add(rows, question, model)
                 return rows

@@ -278,16 +278,20 @@ def test_rows_of_clients_are_what_the_first_stage_begins_with(
 
 @pytest.mark.features(
     "prompt embeds",
+    "images",
     "tensor parallel",
     "pipeline parallel",
     "preemption",
     "prefix cache",
     "chunked prefill",
 )
+@pytest.mark.features("images", "expert parallel")
+@pytest.mark.features("images", "speculative")
+@pytest.mark.features("images", "hybrid KV cache")
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ("qwen3", {"tp": 2, "stages": 2, "layers": (1, 2)}),
+        ("qwen3-moe", {"tp": 2, "stages": 2, "layers": (1, 2), "experts": ExpertSettings(parallel=True)}),
         ("qwen2.5", {"launched": True, "drafts": 2}),
         ("gemma3", {"hybrid": "on", "ops": "native"}),
     ],

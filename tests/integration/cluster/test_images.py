@@ -99,7 +99,7 @@ async def test_chats_with_images_beside_texts_say_what_the_library_says(client: 
     assert [each.usage.prompt_tokens for each in answers] == tokens
 
 
-@pytest.mark.features("prompt embeds", "prefix cache", "n > 1", "logprobs")
+@pytest.mark.features("prompt embeds", "images", "prefix cache", "n > 1", "logprobs")
 async def test_a_prefix_is_shared_with_the_same_image_and_with_no_other(
     client: AsyncOpenAI, stack: RunningStack, model: ImageModel
 ) -> None:
@@ -148,7 +148,7 @@ async def test_what_is_no_image_is_a_400_and_nobody_dies(client: AsyncOpenAI, st
     assert pids == {name: stack.pid(name) for name in pids}
 
 
-@pytest.mark.features("prompt embeds", "re-dispatch")
+@pytest.mark.features("prompt embeds", "images", "re-dispatch")
 async def test_a_stream_outlives_its_engine_and_its_encoder(
     client: AsyncOpenAI, stack: RunningStack, model: ImageModel
 ) -> None:
@@ -203,6 +203,22 @@ async def test_rows_outlive_their_encoder_and_are_made_again_where_they_are_lost
         answer = await asking
         assert answer.choices[0].message.content == wanted(model, message, images=(image,))
         await asyncio.to_thread(stack.replaced, "encoder-1", encoder)
+
+
+@pytest.mark.features("images", "guided")
+@pytest.mark.features("images", "tool calls")
+async def test_what_is_said_of_an_image_follows_a_schema(client: AsyncOpenAI) -> None:
+    """As an answer, and as the arguments of a call."""
+    shape = {"type": "object", "properties": {"animal": {"enum": ["fox", "owl"]}}, "required": ["animal"]}
+    shape["additionalProperties"] = False
+    schema = {"type": "json_schema", "json_schema": {"name": "seen", "schema": shape}}
+    answer = await ask(client, user(A, "What is it?"), response_format=schema, extra_body={})
+    assert json.loads(answer.choices[0].message.content)["animal"] in ("fox", "owl")
+    tool = {"type": "function", "function": {"name": "report", "parameters": shape}}
+    choice = {"type": "function", "function": {"name": "report"}}
+    called = await ask(client, user(A, "What is it?"), tools=[tool], tool_choice=choice, extra_body={})
+    (call,) = called.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["animal"] in ("fox", "owl")
 
 
 async def test_lines_of_a_batch_may_have_images(stack: RunningStack, model: ImageModel, tmp_path: Path) -> None:
@@ -266,7 +282,7 @@ async def test_every_api_says_the_same_of_an_image(stack: RunningStack, client: 
     assert again.output_text == wanted(model, *talk)
 
 
-@pytest.mark.features("prompt embeds", "prefill/decode", "tensor parallel")
+@pytest.mark.features("prompt embeds", "images", "prefill/decode", "tensor parallel")
 async def test_images_are_handed_over(model: ImageModel, tmp_path: Path) -> None:
     settings = ["coordinator.disaggregate_tokens=16"]
     more = (f"--served-model-name={NAME}",)

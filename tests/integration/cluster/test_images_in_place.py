@@ -66,7 +66,7 @@ async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path
             assert text == said[0]
 
 
-@pytest.mark.features("prompt embeds", "chunked prefill", "prefix cache", "logprobs")
+@pytest.mark.features("prompt embeds", "images", "chunked prefill", "prefix cache", "logprobs")
 async def test_images_that_are_never_cut_are_computed_in_small_steps(tmp_path: Path) -> None:
     model = make_gemma_model(tmp_path / "model")
     chats = [

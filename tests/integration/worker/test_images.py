@@ -29,7 +29,7 @@ OUTPUT = 6
 NGRAM = SpeculationSettings(method="ngram", prompt_lookup_min=1)
 
 
-@pytest.mark.features("prompt embeds", "chunked prefill", "preemption")
+@pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption")
 @pytest.mark.parametrize(
     ("text", "tower", "ops"),
     [
@@ -61,7 +61,7 @@ def test_images_come_to_what_the_library_makes_of_them(tmp_path: Path, text: str
     assert [each.output for each in sequences] == [chat.expected(model, OUTPUT) for chat in chats]
 
 
-@pytest.mark.features("prompt embeds", "chunked prefill", "preemption", "prefix cache", "speculative")
+@pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "speculative")
 @pytest.mark.parametrize(
     ("kind", "ops"),
     [("qwen2", "torch"), ("qwen2.5", "native"), ("qwen3", "torch"), ("qwen3", "native"), ("qwen3-moe", "native")],
@@ -97,7 +97,7 @@ def test_images_of_any_size_turn_what_follows_them_as_in_the_library(tmp_path: P
     assert driver.drafted > 0
 
 
-@pytest.mark.features("prompt embeds", "chunked prefill", "preemption", "prefix cache")
+@pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache")
 @pytest.mark.parametrize("ops", ["torch", "native"])
 def test_images_whose_tokens_see_each_other_are_never_cut(tmp_path: Path, ops: OpsName) -> None:
     """Gemma 3: in layers that see everything and those with a window shorter than an image; beside texts, preempted,

@@ -129,9 +129,13 @@ def test_other_media_and_models_without_images_are_refused() -> None:
         assert "is not supported" in refusal({"type": kind}).message
 
 
+@pytest.mark.features("images", "prompt logprobs", refused=True)
+@pytest.mark.features("images", "beam search", refused=True)
+@pytest.mark.features("images", "logits processors", refused=True)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("vllm_xargs", {"begin_with": [1]}),
         *(("echo", True), ("use_beam_search", True), ("prompt_logprobs", 1), ("truncate_prompt_tokens", 5)),
         ("repetition_penalty", 1.1),
     ],
