@@ -119,7 +119,7 @@ def test_images_in_results_of_tools_stand_before_what_the_user_says() -> None:
     generation = messages(result, {"type": "text", "text": "?"}, addressed())
     (prompt,) = generation.prompts
     assert isinstance(prompt, ChatPrompt)
-    assert msgspec.json.decode(prompt.messages) == [
+    assert msgspec.json.decode(prompt.messages)[1:] == [
         {"role": "tool", "tool_call_id": "t", "content": "seen"},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}, {"type": "image"}]},
     ]
