@@ -4,19 +4,16 @@ A drafter must foresee the model, mistakes included: it learns from the model's 
 """
 
 from collections.abc import Iterator
-from itertools import islice
+from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel
-
+from services.offline import LLM, SamplingParams
 from tests.demo_training.mixture import training_examples
 from tests.demo_training.packing import Document, Encoder
 
-BATCH = 64
 LONGEST_OUTPUT = 200
 LONGEST_PROMPT = 600
 TEMPERATURE = 0.7
-"""Of every second batch; the others are greedy."""
+"""Of every second one; the others are greedy."""
 
 
 def prompts(encoder: Encoder, seed: int, count: int) -> list[list[int]]:
@@ -41,29 +38,15 @@ def prompt_of(document: Document) -> list[int]:
     return ids[:last]
 
 
-@torch.inference_mode()
-def own_outputs(model: PreTrainedModel, encoder: Encoder, seed: int, count: int) -> Iterator[Document]:
-    """Documents of prompt and output; only the output counts. The same for the same seed."""
-    torch.manual_seed(seed)
-    ordered = iter(sorted(prompts(encoder, seed, count), key=len))
-    greedy = True
-    while batch := list(islice(ordered, BATCH)):
-        yield from _continued(model, batch, greedy)
-        greedy = not greedy
-
-
-def _continued(model: PreTrainedModel, batch: list[list[int]], greedy: bool) -> Iterator[Document]:
-    width = max(map(len, batch))
-    ids = torch.zeros(len(batch), width, dtype=torch.long)
-    mask = torch.zeros(len(batch), width, dtype=torch.long)
-    for row, prompt in enumerate(batch):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    drawing = {"do_sample": False} if greedy else {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0}
-    output: torch.Tensor = model.generate(  # type: ignore[operator]
-        input_ids=ids, attention_mask=mask, max_new_tokens=LONGEST_OUTPUT, max_length=None, **drawing
-    )
-    ends = set(model.generation_config.eos_token_id)
-    for prompt, row in zip(batch, output[:, width:].tolist(), strict=True):
-        end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-        yield [*prompt, *row[:end]], [False] * len(prompt) + [True] * end
+def own_outputs(folder: Path, encoder: Encoder, seed: int, count: int) -> Iterator[Document]:
+    """Documents of prompt and output of the model in `folder`; only the output counts. The same for the same seed."""
+    asked = prompts(encoder, seed, count)
+    params = [
+        SamplingParams(temperature=0.0 if number % 2 else TEMPERATURE, seed=number, max_tokens=LONGEST_OUTPUT)
+        for number in range(len(asked))
+    ]
+    with LLM(str(folder), progress=False) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked], params)
+    for prompt, output in zip(asked, outputs, strict=True):
+        said = list(output.outputs[0].token_ids)
+        yield [*prompt, *said], [False] * len(prompt) + [True] * len(said)

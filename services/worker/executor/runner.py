@@ -28,8 +28,8 @@ from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.data_parallel.group_decoder import GroupDecoder
-from services.worker.models.decoder import CausalLm
 from services.worker.models.expert_parallel.expert_load import ExpertLoad
+from services.worker.models.loaded_model import CausalLm
 from services.worker.models.lora.slots import LoraSlots
 from services.worker.models.states.sequence_states import SequenceStates
 from services.worker.models.weights import ForwardPass, KvCaches

@@ -14,8 +14,8 @@ from services.worker.executor.runner import RankState
 from services.worker.executor.token_table import table_bytes
 from services.worker.graphs.replayed_decodes import Replaying
 from services.worker.guided.library import GrammarLibrary
-from services.worker.models.decoder import CausalLm
 from services.worker.models.expert_parallel.expert_load import ExpertLoad
+from services.worker.models.loaded_model import CausalLm
 from services.worker.models.lora.slots import LoraSlots
 from services.worker.platforms.interface import Platform
 from services.worker.sampling.plugins.request_processors import RequestProcessors

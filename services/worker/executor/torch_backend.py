@@ -48,7 +48,7 @@ from services.worker.sampling.plugins.request_processors import (
     RequestProcessors,
     argument_names,
 )
-from services.worker.speculation.choice import draft_settings, open_drafter
+from services.worker.speculation.choice import draft_settings, keep_hidden_states, open_drafter
 from services.worker.speculation.drafter import TargetModel
 from services.worker.speculation.proposer import NO_DRAFTS
 from services.worker.speculation.settings import SpeculationSettings
@@ -161,6 +161,8 @@ def create_backend(
             connector=connected,
             grouped=hybrid_kv_cache == "on",
         )
+        if speculation is not None and pipeline.stages == 1:
+            keep_hidden_states(speculation, loaded.decoder, loaded.config, pools=loaded.pooling is not None)
         groups = _layer_groups(loaded, hybrid_kv_cache, speculation, connector=kv_connector)
         if prompt_embeds and not loaded.generates:
             raise ModelError("enable_prompt_embeds: the model has no language model head and generates no text")

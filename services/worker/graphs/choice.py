@@ -13,7 +13,7 @@ from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.graphs.capture import Capture, CudaCapture
 from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
 from services.worker.graphs.replayed_decodes import ReplayedDecodes, Replaying
-from services.worker.models.decoder import CausalLm
+from services.worker.models.loaded_model import CausalLm
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.platforms.interface import Platform
 from services.worker.platforms.main_memory import gib

@@ -116,7 +116,7 @@ def _members(part: list[int | None], kinds: Sequence[int | None], numbers: list[
     return members
 
 
-_DRAFTS_WITH_CACHES = ("draft", "eagle")
+_DRAFTS_WITH_CACHES = ("draft", "eagle", "eagle3", "mtp")
 """Methods that keep keys and values of all tokens in blocks of the first group."""
 
 

@@ -107,6 +107,13 @@ class Checkpoint:
         """Bytes of tensors that were read so far."""
         return self._files.bytes_read
 
+    def renamed(self, prefix: str, to: str) -> Checkpoint:
+        """The same with `prefix` replaced by `to` in the names that begin with it; what had such a name is hidden."""
+        moved = {
+            to + name.removeprefix(prefix): each for name, each in self._tensors.items() if name.startswith(prefix)
+        }
+        return Checkpoint(self._model_dir, self._files, self._tensors | moved, self._dtype)
+
     def read_stored(self, name: str) -> Tensor:
         """The whole tensor `name` in the type that it is stored in. Raises ModelError where it is missing or broken."""
         found = self._tensors.get(name)

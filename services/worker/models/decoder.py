@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,73 +22,6 @@ from services.worker.models.states.checkpoint_pages import CheckpointPages, chec
 from services.worker.models.weights import DecoderWeights, ForwardPass, KvCaches, LayerWeights, Mlp, apply_mlp
 from services.worker.ops.interface import BatchMeta, Ops, StateCache, StateMixer
 from shared.messages.kvstore import KvLayout
-
-
-class CausalLm(Protocol):
-    """What a rank computes by: a `Decoder`, or a model of the `transformers` library."""
-
-    @property
-    def ops_name(self) -> str:
-        """The name of its operations, for logs and reports."""
-
-    @property
-    def ops(self) -> Ops:
-        """The operations that it computes by."""
-
-    @property
-    def fastest_pass(self) -> ForwardPass:
-        """`forward` without a detour."""
-
-    @property
-    def capturable(self) -> bool:
-        """Whether a pass only launches what its operations do, and so can be captured where they can be."""
-
-    @property
-    def wire(self) -> str:
-        """How rows pass between ranks; all ranks must say the same."""
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Positions that each layer of the model sees, those of other stages included; None: all."""
-
-    def use_groups(self, groups: LayerGroups) -> None:
-        """From here on groups of layers have block tables of their own (`BatchMeta.others`), and layers at the same
-        place in their groups one cache. Called before caches are allocated for good."""
-
-    def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
-        """Caches of `num_blocks` blocks for every layer of this rank; for those with states a `StateCache` each, of as
-        many `sequences`."""
-
-    def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache | None:
-        """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights.
-        `checkpoints`: where there are states. None where these are not copied."""
-
-    @property
-    def kv_block_bytes(self) -> int:
-        """Bytes of one block over all layers of this rank."""
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a sequence's states over all layers of this rank, however long it is; 0: no layer has any. If some
-        has, every step has `BatchMeta.states`."""
-
-    @property
-    def checkpoint_pages(self) -> CheckpointPages | None:
-        """How a checkpoint of these lies in a KV store; None where no layer has any."""
-
-    def empty_features(self, rows: int) -> Tensor:
-        """[rows, hidden] of memory that `forward` fills with features."""
-
-    def check_inputs(self) -> None:
-        """Raises ModelError where rows that a client gives cannot take the place of the embedding's
-        (`BatchMeta.inputs`). Every rank of a stage must come here."""
-
-    @property
-    def rotations(self) -> Callable[[Tensor], Tensor] | None:
-        """Makes `BatchMeta.rotations` of rows' positions [3, n]; None where these have one axis."""
-
-    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
-        """See `Decoder.forward`."""
 
 
 class Decoder:
@@ -111,6 +43,7 @@ class Decoder:
         self._pipeline = pipeline or SingleStage()
         self._embedding_scale = _round_scale(config.embedding_scale, weights.embedding)
         self._groups: LayerGroups | None = None
+        self._taps: tuple[int, ...] = ()
         self._compute_by(ops)
 
     def _compute_by(self, ops: Ops) -> None:
@@ -124,6 +57,8 @@ class Decoder:
         self._native = native_decoder(config, self._weights, ops) if alone and type(self) is Decoder else None
         if self._native is not None and self._groups is not None:
             self._native.use_groups(self._groups.group_of)
+        if self._native is not None and self._taps:
+            self._native.use_taps(self._taps)
 
     @property
     def ops_name(self) -> str:
@@ -189,6 +124,16 @@ class Decoder:
         self._groups = groups
         if self._native is not None:
             self._native.use_groups(groups.group_of)
+
+    def use_taps(self, layers: tuple[int, ...]) -> None:
+        """From here on features are what goes into the layers of these numbers, side by side in their order; the number
+        of layers stands for what comes out of the last one. Whole models only. Raises ModelError for a package's model
+        that has a pass of its own."""
+        if type(self).forward is not Decoder.forward and self._config.plugin is not None:
+            raise ModelError(f"the package of this model, {self._config.plugin}, computes its hidden states by itself")
+        self._taps = layers
+        if self._native is not None:
+            self._native.use_taps(layers)
 
     def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
         """See `CausalLm.allocate_kv`."""
@@ -268,8 +213,8 @@ class Decoder:
         return mixers * shard.own(states).state_elements * torch.float32.itemsize
 
     def empty_features(self, rows: int) -> Tensor:
-        """[rows, hidden] of memory that `forward` fills with features."""
-        return self._ops.empty_rows(rows, self._config.hidden_size)
+        """[rows, hidden] of memory that `forward` fills with features; [rows, taps * hidden] where there are taps."""
+        return self._ops.empty_rows(rows, self._config.hidden_size * max(1, len(self._taps)))
 
     def check_inputs(self) -> None:
         """See `CausalLm.check_inputs`."""
@@ -287,7 +232,7 @@ class Decoder:
 
         None on all other ranks; stages before the last one pass their rows on to the stage behind. Where `features`
         [n, hidden] is given, on all ranks of a stage or on none, it holds the last hidden state of every row then,
-        normed."""
+        normed; or [n, taps * hidden] what `use_taps` asks for."""
         if self._native is not None:
             return self._native.forward(ids, meta, caches, features)
         layers, step = self._weights.layers, meta
@@ -295,6 +240,7 @@ class Decoder:
         if meta.inputs is not None and self._weights.embedding is not None:
             residual = meta.inputs.put_into(residual, self._embedding_scale if self._config.scales_inputs else None)
         x = self._ops.rms_norm(residual, layers[0].input_norm, self._config.norm_eps)
+        self._tap(features, 0, residual)
         for number, (layer, following, cache) in enumerate(zip(layers[:-1], layers[1:], caches[:-1], strict=True)):
             meta = step if self._groups is None else step.of_group(self._groups.group_of[number])
             x = self.attend(layer, self.queries(layer, x, meta, cache), meta, cache)
@@ -302,6 +248,7 @@ class Decoder:
             if step.inputs is not None:
                 residual = step.inputs.add_level(residual, self._weights.first_layer + number)
             x, residual = self._ops.add_rms_norm(x, residual, following.input_norm, self._config.norm_eps)
+            self._tap(features, number + 1, residual)
         last, cache = layers[-1], caches[-1]
         meta = step if self._groups is None else step.of_group(self._groups.group_of[-1])
         queries = self.queries(last, x, meta, cache)
@@ -311,9 +258,12 @@ class Decoder:
                 residual = step.inputs.add_level(residual, self._weights.first_layer + len(layers) - 1)
             self._pipeline.send(residual.add_(x))
             return None
-        if features is not None:
-            x, _ = self._mlp(last, self.attend(last, queries, meta, cache), residual, self._weights.final_norm)
-            features.copy_(x)
+        if features is not None and self.ends_every_row:
+            x, residual = self._mlp(last, self.attend(last, queries, meta, cache), residual, self._weights.final_norm)
+            if self._taps:
+                self._tap(features, len(layers), residual)
+            else:
+                features.copy_(x)
             return self.logits(x.index_select(0, meta.logits_rows)) if len(meta.logits_rows) else None
         if not len(meta.logits_rows):
             return None
@@ -322,6 +272,19 @@ class Decoder:
             residual = residual.index_select(0, meta.logits_rows)
         x, _ = self._mlp(last, x, residual, self._weights.final_norm)
         return self.logits(x)
+
+    @property
+    def ends_every_row(self) -> bool:
+        """Whether the last layer computes all rows where there are features."""
+        return not self._taps or len(self._weights.layers) in self._taps
+
+    def _tap(self, features: Tensor | None, layer: int, residual: Tensor) -> None:
+        """Keeps what goes into a layer where it is asked for."""
+        if features is None or layer not in self._taps:
+            return
+        columns = features.view(len(residual), len(self._taps), -1)
+        for number in (number for number, tapped in enumerate(self._taps) if tapped == layer):
+            columns[:, number].copy_(residual)
 
     def input_rows(self, ids: Tensor) -> Tensor:
         """[n, hidden] that this stage's layers begin with."""

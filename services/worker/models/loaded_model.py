@@ -1,4 +1,5 @@
-"""What a model is loaded with, one rank's share of it once it is, and what both ways of loading settle alike."""
+"""What a model is loaded with, one rank's share of it once it is (whoever computes it), and what both ways of loading
+settle alike."""
 
 from __future__ import annotations
 
@@ -7,13 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from msgspec import Struct
+from torch import Tensor
 
 from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.distributed.torch_ranks import RankGroup
+from services.worker.kv.copier import RankKvCache
+from services.worker.kv.layer_groups import LayerGroups
+from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.checkpoint import (
     TensorSource,
     dummy_digest,
@@ -21,7 +26,6 @@ from services.worker.models.checkpoint import (
     quantized_digest,
 )
 from services.worker.models.config import Dtype, ModelConfig, ModelDescription, ModelError
-from services.worker.models.decoder import CausalLm
 from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
 from services.worker.models.hf_config import has_head
 from services.worker.models.pooling.classification import (
@@ -33,7 +37,9 @@ from services.worker.models.pooling.classification import (
 from services.worker.models.pooling.sentence_transformers import PoolingChoice, read_pooling, read_projections
 from services.worker.models.quantization.method import rounding_ops
 from services.worker.models.sharding import PipelineStage
-from services.worker.ops.interface import AttentionName, CacheDtype, Ops, OpsName
+from services.worker.models.states.checkpoint_pages import CheckpointPages
+from services.worker.models.weights import ForwardPass, KvCaches
+from services.worker.ops.interface import AttentionName, BatchMeta, CacheDtype, Ops, OpsName
 from services.worker.ops.quantized import Scheme
 from services.worker.ops.selector import OpsChoice
 from services.worker.platforms.interface import Platform
@@ -98,6 +104,73 @@ class LoadSettings:
     def device(self) -> torch.device:
         """What PyTorch calls the rank's device."""
         return self.platform.device
+
+
+class CausalLm(Protocol):
+    """What a rank computes by: a `Decoder`, or a model of the `transformers` library."""
+
+    @property
+    def ops_name(self) -> str:
+        """The name of its operations, for logs and reports."""
+
+    @property
+    def ops(self) -> Ops:
+        """The operations that it computes by."""
+
+    @property
+    def fastest_pass(self) -> ForwardPass:
+        """`forward` without a detour."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a pass only launches what its operations do, and so can be captured where they can be."""
+
+    @property
+    def wire(self) -> str:
+        """How rows pass between ranks; all ranks must say the same."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Positions that each layer of the model sees, those of other stages included; None: all."""
+
+    def use_groups(self, groups: LayerGroups) -> None:
+        """From here on groups of layers have block tables of their own (`BatchMeta.others`), and layers at the same
+        place in their groups one cache. Called before caches are allocated for good."""
+
+    def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
+        """Caches of `num_blocks` blocks for every layer of this rank; for those with states a `StateCache` each, of as
+        many `sequences`."""
+
+    def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache | None:
+        """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights.
+        `checkpoints`: where there are states. None where these are not copied."""
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block over all layers of this rank."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's states over all layers of this rank, however long it is; 0: no layer has any. If some
+        has, every step has `BatchMeta.states`."""
+
+    @property
+    def checkpoint_pages(self) -> CheckpointPages | None:
+        """How a checkpoint of these lies in a KV store; None where no layer has any."""
+
+    def empty_features(self, rows: int) -> Tensor:
+        """[rows, hidden] of memory that `forward` fills with features."""
+
+    def check_inputs(self) -> None:
+        """Raises ModelError where rows that a client gives cannot take the place of the embedding's
+        (`BatchMeta.inputs`). Every rank of a stage must come here."""
+
+    @property
+    def rotations(self) -> Callable[[Tensor], Tensor] | None:
+        """Makes `BatchMeta.rotations` of rows' positions [3, n]; None where these have one axis."""
+
+    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
+        """See `Decoder.forward`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

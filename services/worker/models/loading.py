@@ -54,10 +54,18 @@ def load_weights(
 
 
 def load_layer(
-    checkpoint: TensorSource, config: ModelConfig, ops: Ops, device: torch.device, max_model_len: int
+    checkpoint: TensorSource,
+    config: ModelConfig,
+    ops: Ops,
+    device: torch.device,
+    max_model_len: int,
+    attention_inputs: int | None = None,
 ) -> LayerWeights:
-    """The whole first layer of a checkpoint. Raises ModelError where a tensor is missing or misshapen."""
+    """The whole first layer of a checkpoint. Raises ModelError where a tensor is missing or misshapen.
+
+    `attention_inputs`: elements of the rows that queries, keys and values are made of; None: as many as of others."""
     loader = _Loader(checkpoint, config, shard_of(config, 0, 1), ops, device, max_model_len)
+    loader.attention_inputs = attention_inputs or config.hidden_size
     return loader.layer(0, config.layers[0])
 
 
@@ -137,6 +145,7 @@ class _Loader:
         self._matrices = MatrixLoader(checkpoint, ops, device, quantization)
         self._tables: dict[Rope, Tensor] = {}
         self._names = _LAYOUTS.get(config.architecture, _LayoutNames())
+        self.attention_inputs = config.hidden_size
 
     def weights(self, stage: PipelineStage) -> DecoderWeights:
         embedding = self._words(self._names.embedding) if stage.is_first else None
@@ -252,7 +261,7 @@ class _Loader:
         parts = [(f"{name}.{part}_proj", sizes[part], heads if part == "q" else kv) for part in sizes]
         if config.rotary_dim not in (None, 0, dim):
             return self._partly_rotated(parts)
-        return self._column_parallel(parts, config.qkv_bias)
+        return self._column_parallel(parts, config.qkv_bias, self.attention_inputs)
 
     def _partly_rotated(self, parts: list[tuple[str, int, tuple[int, int]]]) -> PackedLinear:
         """Queries and keys have their elements in the order in which whole heads are rotated: what is rotated is the
@@ -338,11 +347,13 @@ class _Loader:
         gate = self._checkpoint.read(f"{block}_gate.weight", (1, self._config.hidden_size))
         return SharedExpert(mlp, self._matrices.pack(gate, None))
 
-    def _column_parallel(self, parts: list[tuple[str, int, tuple[int, int]]], bias: bool) -> PackedLinear:
+    def _column_parallel(
+        self, parts: list[tuple[str, int, tuple[int, int]]], bias: bool, inputs: int | None = None
+    ) -> PackedLinear:
         """One matrix of this rank's rows of several (name, output size, rows): one product instead of many."""
-        read, hidden = self._checkpoint.read, self._config.hidden_size
+        read, inputs = self._checkpoint.read, inputs or self._config.hidden_size
         weight = self._matrices.join(
-            [self._matrices.read(name, (size, hidden), rows=rows) for name, size, rows in parts]
+            [self._matrices.read(name, (size, inputs), rows=rows) for name, size, rows in parts]
         )
         biases = [read(f"{name}.bias", (size,), rows=rows) for name, size, rows in parts] if bias else []
         return self._matrices.pack_linear(weight, torch.cat(biases) if bias else None)

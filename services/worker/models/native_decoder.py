@@ -31,6 +31,17 @@ class EagleProjection(NamedTuple):
     has_input_norm: bool
 
 
+class Eagle3Inputs(NamedTuple):
+    """What an EAGLE-3 layer has beside a decoder's weights."""
+
+    embedding_norm: Tensor
+    given_norm: Tensor
+    norms_residual: bool
+    """Whether its residual is the normed row that is given, or that row itself."""
+    tokens: Tensor | None
+    """int32 [words]: the token that each word of its head is; None: they are the same."""
+
+
 class NativeAdapters:
     """What adapters add to the products of a whole pass."""
 
@@ -61,10 +72,10 @@ class NativeDecoder:
         config: ModelConfig,
         weights: DecoderWeights,
         ops: NativeOps,
-        eagle: EagleProjection | None = None,
+        eagle: EagleProjection | Eagle3Inputs | None = None,
     ) -> None:
-        """`weights` must be whole, and packed by `ops`, which also made the caches. `eagle`: the layer is EAGLE's, and
-        runs by `predict_features`."""
+        """`weights` must be whole, and packed by `ops`, which also made the caches. `eagle`: the layer is EAGLE's or
+        EAGLE-3's, and runs by `predict_features`."""
         self._ops = ops
         self._kernels = kernels = ops.kernels
         self._weights = weights
@@ -77,15 +88,25 @@ class NativeDecoder:
         described = self._config_struct(config, weights.embedding)
         described.final_norm = address_of(weights.final_norm)
         described.head = _linear(weights.head)
-        if eagle is not None:
+        described.words = self._words = config.vocab_size
+        if isinstance(eagle, EagleProjection):
             described.joined = _linear(eagle.joined)
-            if not eagle.has_input_norm:
-                layers[0].input_norm = None
+        elif eagle is not None:
+            described.embedding_norm, described.given_norm = map(address_of, eagle[:2])
+            described.norms_residual, described.tokens = eagle.norms_residual, address_of(eagle.tokens)
+            described.words = self._words = config.vocab_size if eagle.tokens is None else len(eagle.tokens)
+        if eagle is not None and not (isinstance(eagle, EagleProjection) and eagle.has_input_norm):
+            layers[0].input_norm = None
         self._eagle = eagle
         self._decoder: int = kernels.library.baton_decoder(kernels.pool, ctypes.byref(described), layers)
         self._caches: tuple[KvCaches, object, object] | None = None
         self._logits = torch.empty(0)
         self._group_of: ctypes.Array[ctypes.c_int] | None = None
+        self._taps: ctypes.Array[ctypes.c_int] | None = None
+
+    def use_taps(self, layers: tuple[int, ...]) -> None:
+        """See `Decoder.use_taps`."""
+        self._taps = (ctypes.c_int * len(layers))(*layers)
 
     def use_groups(self, group_of: tuple[int, ...]) -> None:
         """See `CausalLm.use_groups`; `group_of`: each layer's group."""
@@ -125,7 +146,7 @@ class NativeDecoder:
     def predict_features(
         self, ids: Tensor, given: Tensor, meta: BatchMeta, caches: KvCaches, *, wants_logits: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See :class:`services.worker.speculation.eagle.EaglePass`."""
+        """See `DraftHead.predict` of `services.worker.speculation.hidden_state_proposer`."""
         features, given = torch.empty(given.shape), given.float().contiguous()
         return features, self.forward(ids, meta, caches, features, given=given, wants_logits=wants_logits)
 
@@ -152,7 +173,7 @@ class NativeDecoder:
     ) -> library.Forward:
         """What the library is asked to compute, with logits of so many rows."""
         if len(self._logits) < rows:  # kept, for fresh memory costs a page fault for each 4 kB
-            self._logits = zeroed(rows * self._vocab_size * 4).view(torch.float32).view(rows, self._vocab_size)
+            self._logits = zeroed(rows * self._words * 4).view(torch.float32).view(rows, self._words)
         if self._caches is None or self._caches[0] is not caches:
             array = ctypes.c_void_p * len(caches)
             keys, values = (array(*(cache[half].data_ptr() for cache in caches)) for half in range(2))
@@ -161,6 +182,7 @@ class NativeDecoder:
             *(ids.data_ptr(), batch_of(meta), meta.logits_rows.data_ptr(), rows, *self._caches[1:]),
             self._logits.data_ptr(),
             None if features is None else features.data_ptr(),
+            *((None, 0) if self._taps is None or features is None else (self._taps, len(self._taps))),
             None if given is None else given.data_ptr(),
         )
         if self._group_of is not None:
@@ -193,7 +215,7 @@ class NativeDecoder:
 
 
 def native_decoder(
-    config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | None = None
+    config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | Eagle3Inputs | None = None
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for mixtures of experts,
     latent attention and layers with states.

@@ -7,14 +7,23 @@ from typing import assert_never
 import torch
 
 from services.worker.distributed.communicator import Pipeline
-from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.config import ModelConfig, ModelDescription, ModelError
+from services.worker.models.decoder import Decoder
+from services.worker.models.loaded_model import CausalLm
 from services.worker.speculation.draft_model import open_draft_model
 from services.worker.speculation.drafter import Drafter, TargetModel
 from services.worker.speculation.eagle import open_eagle
+from services.worker.speculation.eagle3 import open_eagle3, read_taps
 from services.worker.speculation.medusa import open_medusa
+from services.worker.speculation.mtp import open_mtp
 from services.worker.speculation.ngram import NgramDrafter
 from services.worker.speculation.proposer import DraftSettings
-from services.worker.speculation.settings import SpeculationError, SpeculationSettings, check_supported
+from services.worker.speculation.settings import (
+    READ_HIDDEN_STATES,
+    SpeculationError,
+    SpeculationSettings,
+    check_supported,
+)
 
 DEFAULT_DRAFT_TOKENS = 3
 
@@ -25,19 +34,35 @@ def draft_settings(settings: SpeculationSettings, pipeline: Pipeline) -> DraftSe
         check_supported(settings, device="", stages=pipeline.stages)
     except SpeculationError as error:
         raise ModelError(str(error)) from None
-    return DraftSettings(
-        settings.num_speculative_tokens or DEFAULT_DRAFT_TOKENS, settings.method in ("medusa", "eagle")
-    )
+    return DraftSettings(settings.num_speculative_tokens or DEFAULT_DRAFT_TOKENS, settings.method in READ_HIDDEN_STATES)
+
+
+def keep_hidden_states(
+    settings: SpeculationSettings, decoder: CausalLm, config: ModelDescription, *, pools: bool
+) -> None:
+    """Has the model keep what the method reads of its layers; on every rank, before anything else is made of the
+    `decoder`. `pools`: it also makes vectors of prompts. Raises ModelError where that cannot be."""
+    _check_hidden_states(settings, config)
+    if settings.method != "eagle3":
+        return
+    if pools:
+        raise ModelError("speculative method eagle3: is not supported with pooling_type, which reads other rows")
+    assert isinstance(decoder, Decoder), "it is ours"
+    decoder.use_taps(read_taps(settings.folder(), config.num_layers))
+
+
+def _check_hidden_states(settings: SpeculationSettings, config: ModelDescription) -> None:
+    if settings.method in READ_HIDDEN_STATES and not isinstance(config, ModelConfig):
+        raise ModelError(
+            f"speculative method {settings.method}: reads hidden states, which transformers keeps: use ngram or draft"
+        )
 
 
 @torch.inference_mode()
 def open_drafter(settings: SpeculationSettings, target: TargetModel) -> Drafter:
     """Reads the method's weights. Raises ModelError."""
     most = settings.num_speculative_tokens or DEFAULT_DRAFT_TOKENS
-    if settings.method in ("medusa", "eagle") and not isinstance(target.config, ModelConfig):
-        raise ModelError(
-            f"speculative method {settings.method}: reads hidden states, which transformers keeps: use ngram or draft"
-        )
+    _check_hidden_states(settings, target.config)
     target = target.for_drafts()
     match settings.method:
         case "ngram":
@@ -48,5 +73,9 @@ def open_drafter(settings: SpeculationSettings, target: TargetModel) -> Drafter:
             return open_medusa(settings, target, most)
         case "eagle":
             return open_eagle(settings, target, most)
+        case "eagle3":
+            return open_eagle3(settings, target, most)
+        case "mtp":
+            return open_mtp(target, most)
         case _:
             assert_never(settings.method)

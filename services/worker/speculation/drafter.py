@@ -17,7 +17,8 @@ from torch import Tensor
 
 from services.worker.models.checkpoint import check_found, open_checkpoint
 from services.worker.models.config import ModelConfig, ModelDescription, ModelError
-from services.worker.models.decoder import CausalLm, Decoder
+from services.worker.models.decoder import Decoder
+from services.worker.models.loaded_model import CausalLm
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import Ops, PackedLinear
 from services.worker.ops.native.native_ops import NativeOps
@@ -87,6 +88,15 @@ class TargetModel:
         if not isinstance(self.ops, NativeOps) or (faster := self.ops.for_drafts()) is self.ops:
             return self
         return replace(self, ops=faster, dtype=torch.bfloat16)
+
+    def embedding(self) -> Tensor:
+        """The whole embedding; ranks of several hold shares, so it is read anew."""
+        assert isinstance(self.decoder, Decoder), "see native_config"
+        if self.ranks == 1 and (own := self.decoder.weights.embedding) is not None:
+            return own if self.ops is self.decoder.ops else own.to(self.dtype)
+        with open_checkpoint(self.folder, self.dtype) as checkpoint:
+            shape = (self.config.vocab_size, self.config.hidden_size)
+            return checkpoint.read("model.embed_tokens.weight", shape).to(self.device)
 
     def embedding_and_head(self) -> tuple[Tensor, PackedLinear]:
         """The whole embedding, and the whole head; ranks of several hold shares, so they are read anew."""
@@ -186,7 +196,7 @@ def read_settings(folder: Path, kind: type[_T]) -> _T:
 
 def _safetensors(folder: Path, name: str | None, dtype: torch.dtype) -> dict[str, Tensor]:
     with open_checkpoint(folder, dtype, single=name) as checkpoint:
-        return {key: checkpoint.read_whole(key) for key in checkpoint.names}
+        return {key: _as(checkpoint.read_stored(key), dtype) for key in checkpoint.names}
 
 
 def _pickled(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -194,4 +204,9 @@ def _pickled(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a broken file makes the unpickler raise
         raise ModelError(f"{path} cannot be read: {error}") from None
-    return {name: tensor.to(dtype) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    return {name: _as(tensor, dtype) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights in the dtype of the run; numbers of tokens stay what they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

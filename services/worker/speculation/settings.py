@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 from msgspec import Struct
 
-Method = Literal["ngram", "draft", "medusa", "eagle"]
+Method = Literal["ngram", "draft", "medusa", "eagle", "eagle3", "mtp"]
+
+READ_HIDDEN_STATES: tuple[Method, ...] = ("medusa", "eagle", "eagle3", "mtp")
+"""Methods that go on from hidden states of the model."""
+
+_WITHOUT_MODEL: tuple[Method, ...] = ("ngram", "mtp")
 
 MAX_DRAFT_TOKENS = 16
 """Drafts of one step at the most: blocks are reserved for all of them."""
@@ -25,7 +30,8 @@ class SpeculationSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_speculative_tokens: int | None = None
     """Drafts of one step at the most; by default 3."""
     model: str | None = None
-    """The directory of the draft model, the Medusa heads or the EAGLE layer; n-grams need none."""
+    """The directory of the draft model, the Medusa heads, EAGLE's layer or EAGLE-3's head. N-grams need none, and MTP
+    reads the model's own."""
     prompt_lookup_max: int = 5
     """Tokens of the longest match looked for."""
     prompt_lookup_min: int = 2
@@ -62,19 +68,19 @@ def _complaint(settings: SpeculationSettings) -> str | None:
     most = settings.num_speculative_tokens
     if most is not None and not 1 <= most <= MAX_DRAFT_TOKENS:
         return f"num_speculative_tokens is {most}, must be from 1 to {MAX_DRAFT_TOKENS}"
+    if settings.method in _WITHOUT_MODEL and settings.model is not None:
+        return f"model is {settings.model!r}, but method {settings.method} has none"
     if settings.method == "ngram":
-        if settings.model is not None:
-            return f"model is {settings.model!r}, but method ngram has none"
         if not 1 <= settings.prompt_lookup_min <= settings.prompt_lookup_max <= 64:
             return (
                 f"prompt_lookup_min is {settings.prompt_lookup_min}, prompt_lookup_max {settings.prompt_lookup_max}: "
                 "must be from 1 to 64, and the first not above the other"
             )
-    elif not settings.model:
+    elif not settings.model and settings.method not in _WITHOUT_MODEL:
         return f"method {settings.method} needs model, the directory of its weights"
     return None
 
 
 def _allowed() -> str:
     keys = ", ".join(field.name for field in msgspec.structs.fields(SpeculationSettings))
-    return f"a JSON object is wanted, with keys of {keys}, and method one of ngram, draft, medusa, eagle"
+    return f"a JSON object is wanted, with keys of {keys}, and method one of {', '.join(get_args(Method))}"

@@ -23,7 +23,7 @@ from shared.packing import pack
 from tests.support.models.embedded_prompts import greedy_of_rows, prompt_embeds, random_rows
 from tests.support.models.library_models import library_model
 from tests.support.models.rounded_models import SIZES, assert_same_steps, rounded
-from tests.support.models.tiny_drafters import make_eagle, make_medusa
+from tests.support.models.tiny_drafters import make_eagle, make_eagle3, make_medusa
 from tests.support.models.tiny_gemma import make_gemma_model
 from tests.support.models.tiny_images import picture
 from tests.support.models.tiny_models import FAMILIES, STATE_FAMILIES, TinyModel, make_model
@@ -363,7 +363,8 @@ def test_drafters_of_two_ranks_are_those_of_one(
     prompts = [prompt(5, 1), prompt(17, 2), prompt(30, 3)]
     expected = [model.greedy(tokens, OUTPUT_OF_DRAFTS) for tokens in prompts]
     medusa, eagle = make_medusa(model, tmp_path / "medusa"), make_eagle(model, tmp_path / "eagle")
-    folders: dict[Method, Path] = {"draft": model.path, "medusa": medusa, "eagle": eagle}
+    eagle3 = make_eagle3(model, tmp_path / "eagle3")
+    folders: dict[Method, Path] = {"draft": model.path, "medusa": medusa, "eagle": eagle, "eagle3": eagle3}
     for method, folder in folders.items():
         speculation = SpeculationSettings(method=method, model=str(folder))
         accepted = []

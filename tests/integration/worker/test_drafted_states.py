@@ -13,7 +13,8 @@ from services.scheduler.core.limits import EngineLimits
 from services.worker.executor.host_runner import HostRunner
 from services.worker.models.config import ModelError
 from services.worker.ops.interface import OpsName, StateCache
-from services.worker.speculation.settings import SpeculationSettings
+from services.worker.speculation.settings import Method, SpeculationSettings
+from tests.support.models.tiny_drafters import make_eagle3
 from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, make_model
 from tests.support.worker.oracle import Oracle
 from tests.support.worker.plan_driver import Driver
@@ -72,14 +73,15 @@ def states_of(backend: HostRunner) -> list[Tensor]:
 
 
 @pytest.mark.features("states", "speculative", "prefix cache")
-@pytest.mark.parametrize("method", ["ngram", "draft"])
-def test_methods_draft_for_models_with_states(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("method", ["ngram", "draft", "eagle3"])
+def test_methods_draft_for_models_with_states(tmp_path: Path, method: Method) -> None:
     """As a scheduler's core plans, twice: then the prompts go on behind checkpoints."""
     model = make_model("granite-hybrid", tmp_path / "model")
-    draft = SpeculationSettings(
-        method="draft", num_speculative_tokens=3, model=str(make_model("llama", tmp_path / "draft").path)
-    )
-    speculation = NGRAM if method == "ngram" else draft
+    speculation = NGRAM
+    if method != "ngram":
+        like = make_model("llama", tmp_path / "llama")
+        folder = like.path if method == "draft" else make_eagle3(like, tmp_path / "head")
+        speculation = SpeculationSettings(method=method, num_speculative_tokens=3, model=str(folder))
     backend = tiny_backend(model.path, dtype="float32", ops="native", speculation=speculation, max_model_len=256)
     engine = PlannedEngine(backend, EngineLimits(max_batch_tokens=77, max_running=8, run_ahead=0, speculation="fixed"))
     for computed in (0, 32):

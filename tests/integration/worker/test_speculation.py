@@ -15,7 +15,7 @@ from services.worker.executor.drafting import FORGETS_AFTER
 from services.worker.executor.host_runner import HostRunner
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.draft_model import DraftModelProposer
-from services.worker.speculation.eagle import EaglePass, EagleProposer
+from services.worker.speculation.hidden_state_proposer import HiddenStateProposer
 from services.worker.speculation.ngram import NgramProposer
 from services.worker.speculation.proposer import DraftRequest, Proposer
 from services.worker.speculation.settings import SpeculationSettings
@@ -24,7 +24,7 @@ from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
-from tests.support.models.tiny_drafters import make_draft, make_eagle, make_medusa
+from tests.support.models.tiny_drafters import make_draft, make_eagle, make_eagle3, make_medusa
 from tests.support.models.tiny_models import POSITIONS, VOCABULARY, TinyModel, make_model
 from tests.support.worker.launched_rank import Runner, launching
 from tests.support.worker.oracle import Oracle
@@ -200,7 +200,7 @@ def test_what_was_drafted_and_accepted_is_counted(plain: Runner) -> None:
     assert [(s.tokens, s.drafted) for s in output.sampled] == [(tuple(known.output[1:3]), 3)]
 
 
-METHODS = ["ngram", "draft", "medusa", "eagle"]
+METHODS = ["ngram", "draft", "medusa", "eagle", "eagle3"]
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +215,9 @@ def drafters(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict
         "medusa": SpeculationSettings(method="medusa", model=str(make_medusa(model, folder / "medusa"))),
         "eagle": SpeculationSettings(
             method="eagle", num_speculative_tokens=4, model=str(make_eagle(model, folder / "eagle"))
+        ),
+        "eagle3": SpeculationSettings(
+            method="eagle3", num_speculative_tokens=4, model=str(make_eagle3(model, folder / "eagle3"))
         ),
     }
 
@@ -293,16 +296,9 @@ def test_eagle_and_medusa_foresee_something(model: TinyModel, drafters: dict[str
         assert driver.accepted > 0, method
 
 
-class StepByStep:
-    """An EAGLE layer that makes no chain by itself."""
-
-    def __init__(self, layer: EaglePass) -> None:
-        self.predict_features = layer.predict_features
-
-
-@pytest.mark.parametrize("method", ["draft", "eagle"])
+@pytest.mark.parametrize("method", ["draft", "eagle", "eagle3"])
 def test_a_chain_made_in_one_call_has_the_drafts_of_one_made_step_by_step(
-    model: TinyModel, drafters: dict[str, SpeculationSettings], method: str
+    model: TinyModel, drafters: dict[str, SpeculationSettings], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = backend_of(model.path, ops="native", speculation=drafters[method])
     proposer = runner.rank.drafting.proposer
@@ -314,8 +310,8 @@ def test_a_chain_made_in_one_call_has_the_drafts_of_one_made_step_by_step(
             driver.add(tokens, OUTPUT)
         driver.run()
         tried.append((driver.drafted, driver.accepted))
-        if isinstance(proposer, EagleProposer):
-            proposer._run = StepByStep(proposer._run)
+        if isinstance(proposer, HiddenStateProposer):
+            monkeypatch.setattr(proposer._head, "draft_chain", lambda *_: None)
         elif isinstance(proposer, DraftModelProposer):
             proposer._native = None
     assert tried[0] == tried[1]

@@ -69,6 +69,59 @@ def make_eagle(model: TinyModel, folder: Path) -> Path:
     return folder
 
 
+WORDS = 61
+"""Of an EAGLE-3 head: a part of the model's vocabulary."""
+
+
+def eagle3_tensors(model: TinyModel, words: int = WORDS) -> dict[str, Tensor]:
+    """By SafeAILab's names, random; of every other token, and those behind them."""
+    torch.manual_seed(7)
+    config = model.reference.config
+    hidden, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
+    heads, inner, vocabulary = config.num_attention_heads * config.head_dim, config.intermediate_size, config.vocab_size
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape) / shape[-1] ** 0.5
+
+    drafted = torch.tensor(sorted(range(1, vocabulary, 2)) + list(range(0, vocabulary, 2)))[:words].sort().values
+    return {
+        "d2t": drafted - torch.arange(words),
+        "t2d": torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, drafted, True),
+        "fc.weight": random(hidden, 3 * hidden),
+        "midlayer.input_layernorm.weight": 1 + 0.1 * torch.randn(hidden),
+        "midlayer.hidden_norm.weight": 1 + 0.1 * torch.randn(hidden),
+        "midlayer.self_attn.q_proj.weight": random(heads, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": random(kv, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": random(kv, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": random(hidden, heads),
+        "midlayer.post_attention_layernorm.weight": 1 + 0.1 * torch.randn(hidden),
+        "midlayer.mlp.gate_proj.weight": random(inner, hidden),
+        "midlayer.mlp.up_proj.weight": random(inner, hidden),
+        "midlayer.mlp.down_proj.weight": random(hidden, inner),
+        "norm.weight": 1 + 0.1 * torch.randn(hidden),
+        "lm_head.weight": 2 * torch.randn(words, hidden),
+    }
+
+
+def eagle3_config(model: TinyModel, words: int = WORDS) -> dict[str, object]:
+    """Of a head that reads what goes into the second layer and comes out of it and of the last."""
+    own = json.loads((model.path / "config.json").read_text())
+    layers = int(own["num_hidden_layers"])
+    return own | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": words,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, layers - 1], "use_aux_hidden_state": True},
+    }
+
+
+def make_eagle3(model: TinyModel, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(eagle3_tensors(model), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(eagle3_config(model)))
+    return folder
+
+
 def make_draft(model: TinyModel, folder: Path) -> Path:
     """A smaller model of the same family and vocabulary."""
     words = model.reference.config.vocab_size

@@ -52,7 +52,7 @@ class GroupDecoder(Decoder):
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """See `Decoder.forward`; it is a step of the whole group. Raises RankGone, StepsApart."""
-        last = len(ids) if features is not None else len(meta.logits_rows)
+        last = len(ids) if features is not None and self.ends_every_row else len(meta.logits_rows)
         self._step = self.group.lockstep.begin(len(ids), last)
         logits = super().forward(ids, meta, caches, features)
         if not last:  # which has ended before the last layer's MLP

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.worker.models.config import ModelError
-from services.worker.models.decoder import CausalLm
+from services.worker.models.loaded_model import CausalLm
 from services.worker.models.weights import KvCaches
 from services.worker.ops.interface import BatchMeta
 

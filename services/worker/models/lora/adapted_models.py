@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from services.worker.models.config import ModelConfig, ModelError
-from services.worker.models.decoder import CausalLm, Decoder
+from services.worker.models.decoder import Decoder
+from services.worker.models.loaded_model import CausalLm
 from services.worker.models.lora.adapted_latents import latent_products
 from services.worker.models.lora.adapted_matrices import AdaptedMatrix, Projection, adapted_matrices, rank_rows
 from services.worker.models.lora.adapted_modules import KEYS_AND_VALUES

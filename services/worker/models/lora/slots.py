@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.models.config import ModelConfig, ModelError
-from services.worker.models.decoder import CausalLm, Decoder
+from services.worker.models.decoder import Decoder
+from services.worker.models.loaded_model import CausalLm
 from services.worker.models.lora.adapted_models import AdaptedDecoder, AdaptedLibraryModel, AdaptedModel, NamedProducts
 from services.worker.models.lora.adapted_ops import LoraBatch
 from services.worker.models.lora.adapter_files import CONFIG, LoraAdapter

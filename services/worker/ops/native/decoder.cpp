@@ -42,14 +42,18 @@ bool Decoder::run(const Forward& forward) {
     for (int i = 0; i < config_.layers; ++i) {
         const auto& layer = layers_[i];
         bool last = i + 1 == config_.layers;
+        if (forward.taps) tap(forward, i);
         attention(layer, forward, i);
-        bool every = !last || forward.features;
+        bool every = !last || forward.ends_every_row(config_.layers);
         if (!every && forward.logits == 0) return true;
         if (!every && forward.logits < rows) pick(forward), rows = forward.logits;
         add_output(rows_of(mixed_, rows), layer.output, layer.attention_post_norm, 4 * i + 1);
         mlp(layer, i, rows, last ? config_.final_norm : layers_[i + 1].input_norm, forward.inputs);
     }
-    if (forward.features) give_features(forward);
+    if (forward.ends_every_row(config_.layers)) {
+        forward.taps ? tap(forward, config_.layers) : give_features(forward);
+        pick_last(forward);
+    }
     if (forward.logits) logits(forward);
     return true;
 }
@@ -60,8 +64,9 @@ bool Decoder::draft_on(Forward forward, int steps, int64_t stride, int* ids) {
         forward.ids = ids + int64_t(step) * rows;
         if (!run(forward)) return false;
         for (int row = 0; row < rows; ++row) {
-            const float* logits = forward.to + int64_t(row) * config_.vocab;
-            ids[int64_t(step + 1) * rows + row] = int(std::max_element(logits, logits + config_.vocab) - logits);
+            const float* logits = forward.to + int64_t(row) * config_.words;
+            int word = int(std::max_element(logits, logits + config_.words) - logits);
+            ids[int64_t(step + 1) * rows + row] = config_.tokens ? config_.tokens[word] : word;
         }
         forward.batch.slots += stride;
         forward.batch.positions += stride;
@@ -82,6 +87,7 @@ bool Decoder::begin(const Forward& forward) {
     if (const Inputs* inputs = forward.inputs)
         for (int i = 0; i < inputs->count; ++i)
             memcpy((float*)to.data() + inputs->rows[i] * to.stride, inputs->level(i, 0, config_.hidden), size_t(config_.hidden) * 4);
+    if (config_.given_norm) return join(forward), true;
     if (!config_.joined.groups) return true;
     for (int i = 0; i < rows; ++i)
         memcpy((float*)pairs_.data() + i * pairs_.stride + config_.hidden, forward.given + int64_t(i) * config_.hidden,
@@ -89,6 +95,29 @@ bool Decoder::begin(const Forward& forward) {
     Rows pairs{pairs_.data(), Number::kSingle, pairs_.stride, rows};
     multiply(pool_, pairs, config_.joined, {Out::kFloat, config_.activation, residual_.data(), residual_.stride});
     return true;
+}
+
+// Embeddings, which lie where the residual will, and the rows given: normed side by side, and the residual behind them.
+void Decoder::join(const Forward& forward) {
+    int rows = forward.batch.rows, hidden = config_.hidden;
+    pairs_.fit(rows, 2 * hidden, size_);
+    norm(pool_, residual(rows), nullptr, 0, {config_.embedding_norm, config_.eps, hidden}, config_.number, pairs_.data(), pairs_.stride);
+    for (int i = 0; i < rows; ++i)
+        memcpy((float*)residual_.data() + i * residual_.stride, forward.given + int64_t(i) * hidden, size_t(hidden) * 4);
+    Norm what{config_.given_norm, config_.eps, hidden};
+    norm(pool_, residual(rows), nullptr, 0, what, config_.number, (char*)pairs_.data() + int64_t(hidden) * size_, pairs_.stride);
+    if (config_.norms_residual)
+        norm(pool_, residual(rows), nullptr, 0, what, Number::kSingle, residual_.data(), residual_.stride);
+}
+
+// Keeps the residual in front of a layer where it is asked for; behind the last one for their number.
+void Decoder::tap(const Forward& forward, int layer) {
+    for (int tap = 0; tap < forward.tap_count; ++tap) {
+        if (forward.taps[tap] != layer) continue;
+        for (int i = 0; i < forward.batch.rows; ++i)
+            memcpy(forward.features + (int64_t(i) * forward.tap_count + tap) * config_.hidden,
+                   (float*)residual_.data() + i * residual_.stride, size_t(config_.hidden) * 4);
+    }
 }
 
 // What joins the residual behind a layer, whose MLP has normed its input already. Not behind the last one, whose rows may
@@ -110,7 +139,7 @@ void Decoder::norm_residual(const float* weight, int rows) {
 // From the normed rows to the mixed values; keys and values are in the cache then.
 void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int index) {
     int rows = forward.batch.rows;
-    Rows x = layer.input_norm ? rows_of(normed_, rows) : residual(rows);
+    Rows x = config_.given_norm ? rows_of(pairs_, rows) : layer.input_norm ? rows_of(normed_, rows) : residual(rows);
     multiply(pool_, x, layer.qkv, {Out::kFloat, config_.activation, qkv_.data(), qkv_.stride});
     adapt(4 * index, x, (float*)qkv_.data(), qkv_.stride);
     Cache cache{config_.number, forward.keys[index], forward.values[index], config_.kv_heads, config_.head_dim, config_.page_bits, config_.cache_code};
@@ -118,7 +147,7 @@ void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int i
                    {(const float*)qkv_.data(), qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
                     queries_.data(), queries_.stride},
                    forward.of_layer(index), cache);
-    if (index + 1 == config_.layers && forward.logits == 0 && !forward.features) return;
+    if (index + 1 == config_.layers && forward.logits == 0 && !forward.ends_every_row(config_.layers)) return;
     attend(pool_,
            {queries_.data(), queries_.stride, config_.heads, config_.attention_scale, layer.window, config_.attention_softcap,
             mixed_.data(), mixed_.stride},
@@ -138,30 +167,30 @@ void Decoder::pick(const Forward& forward) {
     if (adapted_) slots_ = forward.adapters->logits_slots;
 }
 
-// What every row ends with; the head reads on only where logits are wanted.
+// What every row ends with: its residual where nothing is normed, or where it is what the next row begins with.
 void Decoder::give_features(const Forward& forward) {
-    if (!config_.final_norm) {
-        for (int i = 0; i < forward.batch.rows; ++i)
-            memcpy(forward.features + int64_t(i) * config_.hidden, (float*)residual_.data() + i * residual_.stride,
-                   size_t(config_.hidden) * 4);
-        size_t bytes = size_t(residual_.stride) * 4;
-        output_.fit(forward.logits, config_.hidden, 4);
-        for (int i = 0; i < forward.logits; ++i)
-            memcpy((char*)output_.data() + i * bytes, (const char*)residual_.data() + forward.logits_rows[i] * bytes, bytes);
-        std::swap(residual_, output_);
-        return;
-    }
+    bool plain = !config_.final_norm || config_.given_norm;
     pool_.run(forward.batch.rows, [&](int row, int) {
         float* to = forward.features + int64_t(row) * config_.hidden;
+        if (plain) {
+            memcpy(to, (float*)residual_.data() + row * residual_.stride, size_t(config_.hidden) * 4);
+            return;
+        }
         const char* from = (const char*)normed_.data() + row * normed_.stride * size_;
         for (int i = 0; i < config_.hidden; ++i)
             to[i] = size_ == 2 ? float_of(((const Bf16*)from)[i]) : ((const float*)from)[i];
     });
-    output_.fit(forward.logits, config_.hidden, size_);
-    size_t bytes = size_t(normed_.stride) * size_;
+}
+
+// The head reads on only where logits are wanted.
+void Decoder::pick_last(const Forward& forward) {
+    Buffer& from = config_.final_norm ? normed_ : residual_;
+    int size = config_.final_norm ? size_ : 4;
+    output_.fit(forward.logits, config_.hidden, size);
+    size_t bytes = size_t(from.stride) * size;
     for (int i = 0; i < forward.logits; ++i)
-        memcpy((char*)output_.data() + i * bytes, (const char*)normed_.data() + forward.logits_rows[i] * bytes, bytes);
-    std::swap(normed_, output_);
+        memcpy((char*)output_.data() + i * bytes, (const char*)from.data() + forward.logits_rows[i] * bytes, bytes);
+    std::swap(from, output_);
 }
 
 // Adds what the rows' adapters make of x. `adapted`: which of their tables.
@@ -206,16 +235,16 @@ void Decoder::mlp(const DecoderLayer& layer, int index, int rows, const float* f
 
 void Decoder::logits(const Forward& forward) {
     Rows x = config_.final_norm ? rows_of(normed_, forward.logits) : residual(forward.logits);
-    multiply(pool_, x, config_.head, {Out::kFloat, config_.activation, forward.to, config_.vocab});
+    multiply(pool_, x, config_.head, {Out::kFloat, config_.activation, forward.to, config_.words});
     if (adapted_) slots_ = forward.adapters->logits_slots;
-    adapt(4 * config_.layers, x, forward.to, config_.vocab);
+    adapt(4 * config_.layers, x, forward.to, config_.words);
     float cap = config_.logits_softcap;
     if (cap == 0) return;
     pool_.run(forward.logits, [&](int row, int) {
-        float* to = forward.to + int64_t(row) * config_.vocab;
+        float* to = forward.to + int64_t(row) * config_.words;
         int i = 0;
-        for (; i + kLanes <= config_.vocab; i += kLanes) store(to + i, all(cap) * tanh(load(to + i) / all(cap)));
-        for (; i < config_.vocab; ++i) to[i] = cap * std::tanh(to[i] / cap);
+        for (; i + kLanes <= config_.words; i += kLanes) store(to + i, all(cap) * tanh(load(to + i) / all(cap)));
+        for (; i < config_.words; ++i) to[i] = cap * std::tanh(to[i] / cap);
     });
 }
 

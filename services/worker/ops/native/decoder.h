@@ -1,5 +1,6 @@
 // A whole forward pass, as services.worker.models.decoder has it, without leaving C++.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "attention.h"
@@ -46,6 +47,13 @@ struct DecoderConfig {
     // [hidden, 2 * hidden]: a row begins as this of its embedding and of the feature given with it. A decoder that foresees
     // the features of another (EAGLE) has one; `groups` is null in others.
     Linear joined;
+    // A decoder that goes on from rows that it is given (EAGLE-3) has these two, and no `joined`: its layer reads
+    // [2 * hidden], the normed embedding and the normed row, and the row is its residual. What it gives on is not normed.
+    const float* embedding_norm;
+    const float* given_norm;
+    int norms_residual;  // 1: the residual is the normed row
+    int words;           // of the head; `vocab` are the embedding's
+    const int* tokens;   // [words]: the token that each word is; null: they are the same
 };
 
 // Whose adapters a pass's rows have, and what these add: to each layer's qkv, output, gates and ups, and down, and to the
@@ -73,8 +81,10 @@ struct Forward {
     int logits;
     void* const* keys;  // of each layer
     void* const* values;
-    float* to;  // [logits, vocab]
+    float* to;  // [logits, words]
     float* features;  // [rows, hidden]: the last hidden state of every row, normed; null where nobody wants them
+    const int* taps;  // null; or in place of that [rows, tap_count * hidden]: what goes into the layers of these numbers, and
+    int tap_count;    // comes out of the last one where that is the number of layers
     const float* given;  // [rows, hidden]: what `joined` joins; may be `features`
     const int* group_of;  // of each layer the group that it is in; null: there is one group
     const Batch* batches;  // of each group: block tables and slots differ, nothing else does
@@ -82,6 +92,9 @@ struct Forward {
     const Inputs* inputs;  // null: every row begins as its token's embedding
 
     const Batch& of_layer(int index) const { return group_of ? batches[group_of[index]] : batch; }
+    bool taps_at(int layer) const { return std::find(taps, taps + tap_count, layer) != taps + tap_count; }
+    // Whether the last layer computes every row, and not just those whose logits are wanted.
+    bool ends_every_row(int layers) const { return features && (!taps || taps_at(layers)); }
 };
 
 // Used from one thread. Keeps its workspace, which grows to the largest batch seen.
@@ -110,7 +123,10 @@ class Decoder {
     bool begin(const Forward& forward);
     void attention(const DecoderLayer& layer, const Forward& forward, int index);
     void pick(const Forward& forward);
+    void join(const Forward& forward);
+    void tap(const Forward& forward, int layer);
     void give_features(const Forward& forward);
+    void pick_last(const Forward& forward);
     void mlp(const DecoderLayer& layer, int index, int rows, const float* following_norm, const Inputs* inputs);
     void add_level(const Inputs& inputs, int layer);
     void add_output(const Rows& x, const Linear& linear, const float* post_norm, int adapted);

@@ -227,6 +227,11 @@ class DecoderConfig(Structure):
         ("final_norm", c_void_p),
         ("head", Linear),
         ("joined", Linear),
+        ("embedding_norm", c_void_p),
+        ("given_norm", c_void_p),
+        ("norms_residual", c_int),
+        ("words", c_int),
+        ("tokens", c_void_p),
     )
 
 
@@ -254,6 +259,8 @@ class Forward(Structure):
         ("values", POINTER(c_void_p)),
         ("to", c_void_p),
         ("features", c_void_p),
+        ("taps", POINTER(c_int)),
+        ("tap_count", c_int),
         ("given", c_void_p),
         ("group_of", POINTER(c_int)),
         ("batches", POINTER(NativeBatch)),

@@ -66,10 +66,16 @@ def drafted(target: TargetModel, method: Method, folder: Path) -> list[int]:
         table.add(new)
         table.scheduled((SequenceWork(SequenceId(0), len(PROMPT) - 1, b"", False),))
         proposer = drafter.proposer(4, 1)
-        proposer.observe(seen(table, target.config.hidden_size))
+        taps = 3 if method == "eagle3" else 1
+        proposer.observe(seen(table, taps * target.config.hidden_size))
         drafts = proposer.propose(DraftRequest(np.array([0]), np.array([3], dtype=np.int32), table))
     assert drafts.counts.tolist() == [3]
     return drafts.tokens[0].tolist()
+
+
+def made_up_features(hidden: int) -> Tensor:
+    """Of all tokens of PROMPT but the last one."""
+    return torch.randn(len(PROMPT) - 1, hidden, generator=torch.Generator().manual_seed(3))
 
 
 def seen(table: SequenceTable, hidden: int) -> ComputedStep:
@@ -79,13 +85,12 @@ def seen(table: SequenceTable, hidden: int) -> ComputedStep:
     units = RowRuns(zeros, zeros, np.zeros(1, dtype=np.int32), np.array([count], dtype=np.int32))
     rows = rows_of(units, table.block_tables, table.tokens, BLOCK_SIZE)
     meta: BatchMeta = rows_on_device(rows, rows.last_rows, torch.device("cpu"))[1]
-    features = torch.randn(count, hidden, generator=torch.Generator().manual_seed(3))
     return ComputedStep(
         seq_indices=rows.seq_indices,
         positions=rows.positions,
         kv_slots=rows.kv_slots,
         meta=meta,
-        features=features,
+        features=made_up_features(hidden),
         sampled_indices=zeros,
         last_rows=rows.last_rows,
         following=lambda: torch.tensor(PROMPT[1:], dtype=torch.int32),
@@ -155,7 +160,7 @@ def test_medusa_heads_mean_the_same_in_every_layout(
 def by_the_paper(tensors: Tensors, layers: int) -> list[int]:
     """Each head's favourite behind the last of the made-up features."""
     hidden = tensors["0.0.weight" if not layers else "0.0.linear.weight"].shape[1]
-    feature = torch.randn(len(PROMPT) - 1, hidden, generator=torch.Generator().manual_seed(3))[-1]
+    feature = made_up_features(hidden)[-1]
     tokens = []
     for head in range(3):
         x = feature

@@ -94,6 +94,7 @@ def test_rows_fall_to_their_sequences() -> None:
         ('{"method": "ngram", "prompt_lookup_min": 6}', "prompt_lookup_min is 6, prompt_lookup_max 5:"),
         ('{"method": "eagle"}', "eagle needs model"),
         ('{"method": "ngram", "model": "x"}', "ngram has none"),
+        ('{"method": "mtp", "model": "x"}', "mtp has none"),
     ],
 )
 def test_what_cannot_be_speculated_is_refused_by_name(text: str, complaint: str) -> None:

@@ -15,7 +15,7 @@ from services.worker.models.config import ModelError
 from services.worker.speculation.choice import draft_settings
 from services.worker.speculation.settings import Method, read_speculation
 
-NEED_A_MODEL: list[Method] = ["draft", "medusa", "eagle"]
+NEED_A_MODEL: list[Method] = ["draft", "medusa", "eagle", "eagle3"]
 
 
 def settings(method: Method, folder: Path) -> str:
