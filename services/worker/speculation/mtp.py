@@ -96,7 +96,7 @@ class MtpHead:
 _LAYER = "model.layers.0"
 
 
-class _Names(NamedTuple):
+class _ModuleNames(NamedTuple):
     """What a family calls its tensors; the layer's are below `layer`."""
 
     layer: str
@@ -106,13 +106,13 @@ class _Names(NamedTuple):
     last_norm: str
 
 
-_QWEN = _Names("mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+_QWEN = _ModuleNames("mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 
 
-def _deepseek(layer: int) -> _Names:
+def _deepseek(layer: int) -> _ModuleNames:
     """The module lies behind the model's layers, and is numbered as they are."""
     name = f"model.layers.{layer}"
-    return _Names(name, f"{name}.enorm", f"{name}.hnorm", f"{name}.eh_proj", f"{name}.shared_head.norm")
+    return _ModuleNames(name, f"{name}.enorm", f"{name}.hnorm", f"{name}.eh_proj", f"{name}.shared_head.norm")
 
 
 def open_mtp(target: TargetModel, most: int) -> HiddenStateDrafter:
@@ -141,7 +141,7 @@ def open_mtp(target: TargetModel, most: int) -> HiddenStateDrafter:
     return HiddenStateDrafter(MtpHead(config, weights, target.ops), target, most)
 
 
-def _names(target: TargetModel, checkpoint: Checkpoint) -> _Names:
+def _names(target: TargetModel, checkpoint: Checkpoint) -> _ModuleNames:
     beside, behind = _QWEN, _deepseek(target.config.num_layers)
     for names in (beside, behind):
         if f"{names.joined}.weight" in checkpoint:
