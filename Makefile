@@ -34,11 +34,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(RUNTIME): pyproject.toml | $(BIN)/python
-	@$(INSTALL) --extras worker,encoder,kvstore,cli
+	@$(INSTALL) --extras worker,encoder,audio,kvstore,cli
 	@touch $@
 
 $(DEV): pyproject.toml | $(BIN)/python
-	@$(INSTALL) --extras worker,encoder,kvstore,cli,dev
+	@$(INSTALL) --extras worker,encoder,audio,kvstore,cli,dev
 	@touch $@ $(RUNTIME)
 
 # Built here, the first start need not; without a compiler the worker uses torch's own operators.

@@ -25,6 +25,10 @@ class KvCacheGroup(Struct, frozen=True, array_like=True, kw_only=True):
     layers: Annotated[int, Meta(ge=1)]
     window: Annotated[int, Meta(ge=1)] | None = None
     """Positions that a token sees, itself included: blocks behind are given back. None: all, and none are."""
+    encoded: Annotated[int, Meta(ge=1)] | None = None
+    """Rows of an encoder's that every token attends to, at most (cross-attention): keys and values of these, and of no
+    token, are in its blocks, as many from a sequence's first step to its last. They are no part of the interleaved
+    tables: see `NewSequence.encoded_blocks`. None: the group is of the sequence's own tokens."""
 
     def first_needed(self, position: int, block_size: int) -> int:
         """The first block of a sequence that is read where tokens from `position` on are computed."""
@@ -32,10 +36,17 @@ class KvCacheGroup(Struct, frozen=True, array_like=True, kw_only=True):
 
     def most_blocks(self, tokens: int, block_size: int, step_tokens: int) -> int:
         """Most blocks that a sequence of `tokens` has at a time, if a step computes up to `step_tokens` of them."""
+        if self.encoded is not None:
+            return blocks_for(self.encoded, block_size)
         blocks = blocks_for(tokens, block_size)
         if self.window is None:
             return blocks
         return min(blocks, blocks_for(self.window - 1 + max(step_tokens, block_size), block_size) + 1)
+
+
+def token_tables(groups: Sequence[KvCacheGroup]) -> int:
+    """Block tables of a sequence's tokens: of each group that is of these, or of all layers where there are none."""
+    return max(1, sum(group.encoded is None for group in groups))
 
 
 class StateRecords(Struct, frozen=True, array_like=True, kw_only=True):

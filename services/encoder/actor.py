@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from services.encoder import metrics
+from services.encoder.audio_tower import AudioTower, SampleReader
 from services.encoder.core.image_queue import ImageQueue
 from services.encoder.core.row_table import ImageHash, image_hash
 from services.encoder.image_decoder import ImageDecoder, ImageRefused
@@ -57,17 +58,17 @@ class EncoderActor(Actor):
         bus: Bus,
         instance: InstanceId,
         model: ModelName,
-        load: Callable[[], ImageTower],
+        load: Callable[[], ImageTower] | Callable[[], AudioTower],
         rows: RowsKeeper,
-        decode_s: float,
+        decoder: ImageDecoder | SampleReader,
     ) -> None:
-        """`load`: makes the tower, on a thread. `decode_s`: seconds that decoding an image may take."""
+        """`load`: makes the tower, on a thread. `decoder`: makes what the tower takes of what is sent."""
         super().__init__(bus, instance)
         self._model, self._load = model, load
         self._rows = rows
-        self._decoder = ImageDecoder(decode_s)
+        self._decoder = decoder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
-        self._tower: ImageTower | None = None
+        self._tower: Any = None
         self._pending: dict[ImageHash, _PendingImage] = {}
         """Those that wait, and those that are being encoded."""
         self._queue = ImageQueue(PATIENCE)
@@ -157,8 +158,7 @@ class EncoderActor(Actor):
             "encoded",
             extra={
                 "image": image.hex(),
-                "width": pixels.width,
-                "height": pixels.height,
+                **pixels.measures,
                 "tokens": rows.count,
                 "ms": round((time.monotonic() - began) * 1e3, 1),
             },

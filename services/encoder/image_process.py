@@ -36,6 +36,11 @@ class DecodedImage(Struct, frozen=True, array_like=True, tag=True):
     height: int
     pixels: bytes
 
+    @property
+    def measures(self) -> dict[str, int]:
+        """For logs."""
+        return {"width": self.width, "height": self.height}
+
 
 class DecodingRefusal(Struct, frozen=True, array_like=True, tag=True):
     """Why there are none."""

@@ -17,7 +17,7 @@ from shared.models.image_models import read_image_model
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
-_DTYPES: dict[EmbeddingDtype, torch.dtype] = {
+DTYPES: dict[EmbeddingDtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -51,7 +51,7 @@ class ImageTower:
             self._processor = processors.from_pretrained(folder, backend="pil")
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise TowerUnusable(f"{folder}: {error}") from None
-        self.dtype: EmbeddingDtype = _own_dtype(config) if dtype == "auto" else dtype
+        self.dtype: EmbeddingDtype = own_dtype(config) if dtype == "auto" else dtype
         levels = getattr(config.vision_config, "deepstack_visual_indexes", ())
         self.size: int = config.text_config.hidden_size * (1 + len(levels))
         """Elements of a row; of models that take some of them behind their first layers, those of all of these."""
@@ -62,7 +62,7 @@ class ImageTower:
             self._processor.size = self._bounded_size(max_pixels)
         elif max_pixels is not None:
             raise TowerUnusable(f"{folder}: max_pixels is not allowed, as all images have one size")
-        self._model: Any = _load(folder, config, _DTYPES[self.dtype])
+        self._model: Any = _load(folder, config, DTYPES[self.dtype])
         self._check_an_image()
 
     @torch.inference_mode()
@@ -89,7 +89,7 @@ class ImageTower:
 
         prepared = dict(self._processor(Image.fromarray(pixels), return_tensors="pt"))
         prepared.pop("num_crops", None)  # of pan and scan, which is off
-        prepared["pixel_values"] = prepared["pixel_values"].to(_DTYPES[self.dtype])
+        prepared["pixel_values"] = prepared["pixel_values"].to(DTYPES[self.dtype])
         features = self._model.get_image_features(**prepared)
         rows: Tensor
         (rows,) = features.pooler_output
@@ -122,10 +122,11 @@ class ImageTower:
             raise TowerUnusable(f"an image has {tokens} rows in {self.dtype}, {size} bytes; {most}")
 
 
-def _own_dtype(config: Any) -> EmbeddingDtype:
+def own_dtype(config: Any) -> EmbeddingDtype:
     """The checkpoint's; float32 where it does not say."""
-    name = str(config.dtype or config.text_config.dtype or "float32").removeprefix("torch.")
-    return next((each for each in _DTYPES if each == name), "float32")
+    text = getattr(config, "text_config", None)
+    name = str(config.dtype or getattr(text, "dtype", None) or "float32").removeprefix("torch.")
+    return next((each for each in DTYPES if each == name), "float32")
 
 
 def _load(folder: Path, config: Any, dtype: torch.dtype) -> Any:

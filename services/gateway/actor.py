@@ -12,6 +12,7 @@ from typing import Any, assert_never
 from starlette.applications import Starlette
 
 from services.gateway.api.batches.lines import BatchAnswer, BatchRequest
+from services.gateway.audio.audio_decoder import AudioDecoder
 from services.gateway.batches.batch_run import BatchRun
 from services.gateway.batches.batch_store import BatchObject, BatchStore
 from services.gateway.batches.file_store import FileStore
@@ -187,6 +188,7 @@ class Gateway(Actor):
             file_store=self.files,
             batches=self._batch_endpoints(),
             console=Console(self.console) if config.console else None,
+            sounds=AudioDecoder(config.max_audio_s, config.audio_decode_s),
         )
 
     def _background_responses(self, parser: BodyParser, access: AccessControl) -> BackgroundResponses | None:

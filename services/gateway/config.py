@@ -116,6 +116,12 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         Meta(description="Hosts (HOST or HOST:PORT) that images may be fetched from; none: only data URIs are taken."),
         UpOption("Model", name="image_host"),
     ] = ()
+    max_audio_s: Annotated[
+        Seconds, Meta(description="Seconds of a sound that is to be written down, in a file of 25 MiB at most.")
+    ] = 7200.0
+    audio_decode_s: Annotated[
+        Seconds, Meta(description="Seconds that decoding a window of a sound may take, half a minute of it; then 400.")
+    ] = 10.0
     image_fetch_s: Annotated[Seconds, Meta(description="Seconds that fetching an image may take; then 400.")] = 10.0
     allow_request_template: Annotated[
         bool, Meta(description="Accept chat templates from clients (`chat_template`).")

@@ -47,6 +47,10 @@ RESUMED = Counter(
 )
 IMAGE_FETCHES = Counter("baton_gateway_image_fetches_total", "Images fetched by HTTP, by what came of it.", ["outcome"])
 """fetched, refused, failed, too slow."""
+AUDIO_FILES = Counter(
+    "baton_gateway_audio_files_total", "Sounds that were given to a decoder, by what came of it.", ["outcome"]
+)
+"""decoded; refused: not to its end; left: its request ended before."""
 OVERFLOW_REQUESTS = Counter(
     "baton_gateway_overflow_requests_total",
     "Requests that could not be served here in time, by why, and by what came of asking the overflow provider.",

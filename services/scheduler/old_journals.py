@@ -61,8 +61,8 @@ RUNS_IN_EMBEDS, TRACE_BEHIND_GENERATION, TRACE_BEHIND_OPEN_STREAM = 3, 25, 15
 """Where embeddings say of which tokens they are, and messages have the context of their trace, since version 8."""
 GRIDS_IN_EMBEDS, KEEP_IN_GENERATION = 4, 26
 """Where embeddings say how tokens lie in images, and requests that their prompts are kept, since version 9."""
-MEDIA_IN_EMBEDS = 6
-"""Where embeddings say where rows are kept, since version 10."""
+MEDIA_IN_EMBEDS, ENCODED_IN_NEW = 6, 12
+"""Where embeddings say where rows are kept, and new sequences of rows beside their prompts, since version 10."""
 GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_PLACED_FIELDS = 6
@@ -96,15 +96,18 @@ class JournalNames:
 
 
 class RowsInMessages(JournalNames):
-    """Version 9: all rows of a prompt were in its messages."""
+    """Version 9: all rows of a prompt were in its messages, in place of its tokens."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
-        """Plans and hand-overs without their newest field; other outputs as they are."""
+        """Plans and hand-overs without their newest fields; other outputs as they are."""
         if name not in ("SendPlan", "SendHandOver"):
             return name, content
         output = _decode(content)
         for each in _embeds(output):
             del each[MEDIA_IN_EMBEDS:]
+        if name == "SendPlan":
+            for new in output["plan"][NEW_IN_PLAN]:
+                del new[ENCODED_IN_NEW:]
         return name, _encode(output)
 
 
@@ -115,7 +118,7 @@ class PlainPositions(RowsInMessages):
         """Plans and hand-overs without their newest fields; other outputs as they are."""
         if name not in ("SendPlan", "SendHandOver"):
             return name, content
-        output = _decode(content)
+        output = _decode(super().output(name, content)[1])
         if name == "SendHandOver":
             del output["generate"][1][KEEP_IN_GENERATION:]
         for each in _embeds(output):
@@ -139,7 +142,7 @@ class WholePrompts(PlainPositions):
         """Plans, tokens and hand-overs without their newest fields; other outputs as they are."""
         if name not in ("SendPlan", "SendTokens", "SendHandOver"):
             return name, content
-        output = _decode(content)
+        output = _decode(super().output(name, content)[1])
         if name == "SendTokens":
             for opened in output["batch"][OPENED_IN_BATCH]:
                 del opened[TRACE_BEHIND_OPEN_STREAM:]

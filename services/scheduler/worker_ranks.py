@@ -92,6 +92,11 @@ class WorkerRanks:
                 "CPUs alone, by ranks of one stage with KV heads of their own; start its engines without --prefill and "
                 "--decode"
             )
+        if self._role != "mixed" and reports[0].model.audio is not None:
+            return UnusableRanks(
+                f"no {self._role} engine: requests of {reports[0].model.name} bring rows of an encoder's, whose keys "
+                "and values are not handed over; start its engines without --prefill and --decode"
+            )
         self._members = {life.instance: life.incarnation for life in by_rank.values()}
         return WorkersReady(
             card=msgspec.structs.replace(reports[0].model, loras=_common_loras(reports)),

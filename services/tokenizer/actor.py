@@ -269,7 +269,7 @@ def _size(prompt: Prompt) -> int:
         case TextPrompt():
             return len(prompt.text)
         case TokenPrompt():
-            return len(prompt.tokens) // 16
+            return len(prompt.tokens) // 16 + (0 if prompt.encoded is None else len(prompt.encoded.rows) // 256)
         case EmbedsPrompt():  # of which nothing but digests is made
             return len(prompt.embeds.rows) // 256
         case PairPrompt():

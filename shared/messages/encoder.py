@@ -18,7 +18,8 @@ class EncodeImage(Struct, frozen=True, array_like=True, tag=True):
     """Requests the rows of an image. Answered by `ImageRows` or `ImageRefusal`; the same image is answered the same."""
 
     image: Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES)]
-    """The file, as the client gave it: nothing of it has been looked at."""
+    """The file, as the client gave it: nothing of it has been looked at. Of a model that hears, a window of a sound in
+    its place: samples in float32, little-endian, of one channel and the model's rate."""
     salt: str | None = None
     """Rows are shared from a cache with requests of the same salt only: see `Generation.cache_salt`."""
     turn: str = ""

@@ -166,6 +166,9 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
     some computes all that are left. None at all: no run is like that."""
     media: tuple[MediaRows | None, ...] = ()
     """Of each run, where its rows are kept; None: they are the next ones in `rows`. None at all: all are there."""
+    encoded: bool = False
+    """Whether the rows stand beside the prompt instead of in it: what an encoder made of a sound (Whisper), to which
+    every token attends in layers of its own (cross-attention). The prompt's tokens are its own then."""
 
     @property
     def row_bytes(self) -> int:
@@ -183,7 +186,11 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
         return [each for each in self.media if each is not None]
 
     def of_tokens(self, first: int, end: int) -> bytes:
-        """See :class:`shared.blocks.InPlaceOfTokens`."""
+        """See :class:`shared.blocks.InPlaceOfTokens`. Rows beside the prompt are of its first block, behind which all
+        others go on."""
+        if self.encoded:
+            named = b"".join(b"rows:%b" % each.name for each in self.kept)
+            return b"encoded" + self.dtype.encode() + named + self.rows if first == 0 else b""
         if not self.runs:
             rows = self.rows[first * self.row_bytes : end * self.row_bytes]
             return self.dtype.encode() + rows if rows else b""
@@ -207,7 +214,11 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
 
     def fits(self, prompt_length: int) -> bool:
         """Whether each row has its token of a prompt of this length: all of them, or runs that follow each other; and
-        what is said of runs is said of each, and grids are as large."""
+        what is said of runs is said of each, and grids are as large. Rows beside the prompt are one run."""
+        if self.encoded:
+            one_run = self.runs in ((), ((0, self.count),)) and not self.grids and not self.mutual
+            own = self.count - sum(each.count for each in self.kept)
+            return one_run and self.count > 0 and len(self.rows) == own * self.row_bytes
         if any(each and len(each) != len(self.runs) for each in (self.grids, self.mutual, self.media)):
             return False
         if any(grid and prod(grid) != count for grid, (_, count) in zip(self.grids, self.runs, strict=False)):

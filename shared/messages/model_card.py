@@ -51,6 +51,47 @@ class LoraRefusal(Struct, frozen=True, array_like=True):
     """Whether there is no adapter at this path."""
 
 
+class AudioModel(Struct, frozen=True, array_like=True, kw_only=True):
+    """What a model's files say of the sounds that it hears, a window of them at a time, and of its special tokens."""
+
+    row_size: int
+    """Elements of each row that its encoder makes."""
+    rows: int
+    """Those of a window, however much of it is silence."""
+    sample_rate: int
+    """Samples of a second."""
+    window_s: int
+    """Seconds."""
+    begin: int
+    """The token that every answer begins behind."""
+    end: int
+    """The token that ends an answer; those before it are text."""
+    no_timestamps: int
+    """The token behind which an answer has no times; those behind it are the times, from 0 on."""
+    languages: tuple[tuple[str, int], ...]
+    """Each language's code (`de`) and token; none where the model knows English alone."""
+    tasks: tuple[tuple[str, int], ...]
+    """Those of "transcribe" and "translate"; none where it does not translate."""
+    previous: int | None = None
+    """The token behind which stands what was said before; None: the model reads none of that."""
+    suppressed: tuple[int, ...] = ()
+    """Tokens that are never drawn."""
+    suppressed_first: tuple[int, ...] = ()
+    """Those that are not drawn at first."""
+    max_first_timestamp: int | None = None
+    """The latest time at which an answer may begin, as a number of the model's steps; None: any."""
+
+    @property
+    def timestamp_s(self) -> float:
+        """Seconds between two times that it knows."""
+        return self.window_s / self.rows
+
+    @property
+    def no_speech(self) -> int:
+        """The token that says that nobody speaks."""
+        return self.no_timestamps - 1
+
+
 class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """What an engine publishes about the model that it serves."""
 
@@ -82,7 +123,9 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """Further names by which clients may call it."""
     images: int | None = None
     """Elements of each row that an encoder makes of an image; None: prompts may have none."""
+    audio: AudioModel | None = None
+    """What it writes down is said in a sound, of which each request has rows beside its prompt; None: it hears none."""
 
     def takes_rows(self, size: int) -> bool:
-        """Whether rows of `size` elements may stand in place of tokens' embeddings: a client's own, or an encoder's."""
-        return size in (self.prompt_embeds, self.images)
+        """Whether rows of `size` elements may stand in place of tokens, or beside them: a client's or an encoder's."""
+        return size in (self.prompt_embeds, self.images, None if self.audio is None else self.audio.row_size)

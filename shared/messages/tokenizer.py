@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shared.ids import Attempt, Count, EngineId, GatewayId, LoraId, ModelName, RequestId
 from shared.messages.gateway import ErrorKind
@@ -60,6 +61,8 @@ class TokenPrompt(Struct, frozen=True, array_like=True, tag="tokens"):
     """Token ids that the client chose itself, packed as uint32; checked against the vocabulary."""
 
     tokens: bytes
+    encoded: PromptEmbeds | None = None
+    """Rows that stand beside it (`PromptEmbeds.encoded`): what an encoder made of a sound."""
 
 
 class PairPrompt(Struct, frozen=True, array_like=True, tag="pair"):
@@ -79,16 +82,36 @@ class EmbedsPrompt(Struct, frozen=True, array_like=True, tag="embeds"):
 Prompt = ChatPrompt | TextPrompt | TokenPrompt | PairPrompt | EmbedsPrompt
 
 
+def embeds_of(prompt: Prompt) -> tuple[PromptEmbeds, ...]:
+    """The rows in a chat or beside tokens, of which encoders may keep some."""
+    match prompt:
+        case ChatPrompt():
+            return prompt.embeds
+        case TokenPrompt(encoded=PromptEmbeds() as encoded):
+            return (encoded,)
+        case _:
+            return ()
+
+
+def with_embeds(prompt: Prompt, embeds: tuple[PromptEmbeds, ...]) -> Prompt:
+    """The prompt with others in place of its `embeds_of`, as many."""
+    match prompt:
+        case ChatPrompt():
+            return replace(prompt, embeds=embeds)
+        case TokenPrompt() if embeds:
+            return replace(prompt, encoded=embeds[0])
+        case _:
+            return prompt
+
+
 def kept_rows(prompt: Prompt) -> list[MediaRows]:
     """The rows of a prompt that encoders keep."""
-    embeds = prompt.embeds if isinstance(prompt, ChatPrompt) else ()
-    return [kept for each in embeds for kept in each.kept]
+    return [kept for each in embeds_of(prompt) for kept in each.kept]
 
 
 def rows_bytes(prompt: Prompt) -> int:
-    """All bytes of rows of a chat, those of its client's own too."""
-    embeds = prompt.embeds if isinstance(prompt, ChatPrompt) else ()
-    return sum(each.count * each.row_bytes for each in embeds)
+    """All bytes of rows of a prompt, those of its client's own too."""
+    return sum(each.count * each.row_bytes for each in embeds_of(prompt))
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

@@ -55,7 +55,13 @@ class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
     """Its adapter; None: the base model alone. All steps together, workers hold sequences of no more different ones at
     a time than `WorkerReport.max_loras`."""
     prompt_embeds: PromptEmbeds | None = None
-    """What its prompt has in place of the embeddings of its tokens; None: nothing."""
+    """What its prompt has in place of the embeddings of its tokens, or beside them; None: nothing."""
+    encoded_blocks: bytes = b""
+    """Packed uint32 ids of all blocks for keys and values of the rows that stand beside its prompt
+    (`PromptEmbeds.encoded`); empty where it has none."""
+    encoded_computed: bool = False
+    """Whether keys and values of those rows lie in them already; else the first step that computes some of its tokens
+    writes them."""
 
 
 class SequenceWork(Struct, frozen=True, array_like=True, gc=False):

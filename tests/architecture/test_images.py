@@ -34,7 +34,7 @@ IN_ALL = ("otel",)
 EXTRAS = {
     "worker": ("worker",),
     "kvstore": ("kvstore",),
-    "gateway": ("overflow", "images", "database"),
+    "gateway": ("overflow", "images", "audio", "database"),
     "encoder": ("encoder",),
 }
 """Those that the image of a service has beside these."""

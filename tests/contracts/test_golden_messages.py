@@ -531,6 +531,22 @@ MESSAGES: list[Any] = [
     encoder.ReadRows(RowsName(HASH), 7),
     encoder.RowsPiece(b"rows"),
     gateway.RowsMissing(R),
+    encoder.ImageRows(generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<" * 2, runs=((0, 2),), encoded=True)),
+    model_card.AudioModel(
+        row_size=4,
+        rows=100,
+        sample_rate=16_000,
+        window_s=2,
+        begin=8,
+        end=7,
+        no_timestamps=12,
+        languages=(("en", 9),),
+        tasks=(("transcribe", 10),),
+        previous=11,
+        suppressed=(1,),
+        suppressed_first=(2,),
+        max_first_timestamp=50,
+    ),
 ]
 
 

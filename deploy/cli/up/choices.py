@@ -41,6 +41,7 @@ from services.worker.speculation.settings import SpeculationError, check_support
 from shared.config import ConfigError, ServiceConfig, load_config, process_environment
 from shared.ids import ModelName, NodeId, checked_instance
 from shared.messages.lifecycle import Service
+from shared.models.audio_models import read_audio_model
 from shared.models.image_models import read_image_model
 from shared.plugins.entry_points import PluginError
 from shared.settings import parse_bytes, settings_of
@@ -254,7 +255,7 @@ def check_colocation(stack: StackSettings, ranks: tuple[int, int, int]) -> None:
 
 def encoders(stack: StackSettings, model: Path, *, has_weights: bool) -> int:
     """How many processes encode images: none for a model that takes none, or of which nobody reads weights."""
-    return stack.encoders if has_weights and read_image_model(model) is not None else 0
+    return stack.encoders if has_weights and (read_image_model(model) or read_audio_model(model)) is not None else 0
 
 
 def parsed_settings(assignments: Sequence[str]) -> dict[str, dict[str, str]]:

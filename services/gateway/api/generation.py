@@ -34,6 +34,7 @@ GenerationKind = Literal[
     "ollama",
     "responses",
     "sglang",
+    "transcription",
     "embedding",
     "pooling",
     "classification",

@@ -20,6 +20,7 @@ from services.gateway.api.admin.operations import (
     UndrainFields,
 )
 from services.gateway.api.anthropic.request import MessagesFields, MessagesTokensFields
+from services.gateway.api.audio.request import TranscriptionFields, TranslationFields
 from services.gateway.api.batches.batch import BatchFields
 from services.gateway.api.batches.files import UploadFields
 from services.gateway.api.chat import ChatFields
@@ -73,12 +74,22 @@ class Operation(NamedTuple):
 
 
 GENERATED = ("application/json", "text/event-stream")
+HEARD = ("application/json", "text/plain", "text/vtt", "text/event-stream")
 LINES = ("application/x-ndjson", "application/json")
 OPERATIONS = (
     Operation(
         "POST", "/v1/chat/completions", "Generate the next message of a chat.", ChatFields, GENERATED, resumable=True
     ),
     Operation("POST", "/v1/completions", "Continue texts or token ids.", CompletionFields, GENERATED, resumable=True),
+    Operation(
+        "POST",
+        "/v1/audio/transcriptions",
+        "What is said in a file.",
+        TranscriptionFields,
+        HEARD,
+        form=True,
+    ),
+    Operation("POST", "/v1/audio/translations", "The same in English.", TranslationFields, HEARD, form=True),
     Operation("POST", "/v1/responses", "The same as OpenAI's Responses API has it.", ResponsesFields, GENERATED),
     Operation("POST", "/v1/responses/input_tokens", "How many tokens such a prompt has.", ResponsesFields),
     Operation("GET", "/v1/responses/{id}", "A response that was stored.", None, GENERATED),

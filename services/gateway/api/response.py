@@ -56,6 +56,7 @@ PROMPT_FIELDS = {
     "sglang": "text",
     "responses": "input",
     "completion": "prompt",
+    "transcription": "prompt",
 }
 """The client's names of what is tokenized."""
 

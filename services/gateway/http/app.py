@@ -15,9 +15,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.api.anthropic.answer import error_body as anthropic_error
+from services.gateway.api.audio.request import Task
 from services.gateway.api.errors import RequestError
 from services.gateway.api.ollama.answer import AnswerShape
 from services.gateway.api.ollama.answer import error_body as ollama_error
+from services.gateway.audio.audio_decoder import AudioDecoder
 from services.gateway.batches.file_store import FileStore
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.http.access import AccessControl
@@ -26,6 +28,7 @@ from services.gateway.http.admin.loras import LoraEndpoints
 from services.gateway.http.admin.pauses import PauseEndpoints
 from services.gateway.http.admin.sleeps import SleepEndpoints
 from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEndpoint
+from services.gateway.http.apis.audio import AudioEndpoint
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.batches import BatchEndpoints
 from services.gateway.http.apis.files import FileEndpoints
@@ -84,11 +87,12 @@ def build_app(
     background: BackgroundResponses | None = None,
     file_store: FileStore | None = None,
     batches: BatchEndpoints,
+    sounds: AudioDecoder,
     console: Console | None = None,
 ) -> Starlette:
     """Returns the ASGI application. `provider`: gets what cannot be served here in time. `lora_registry`: None: no
-    adapter can be loaded at run time. `background`, `file_store`: None: there is no database. `console`: None: it is
-    switched off."""
+    adapter can be loaded at run time. `background`, `file_store`: None: there is no database. `sounds`: decodes them.
+    `console`: None: it is switched off."""
     files = FileEndpoints(file_store, settings.read_timeout)
     loras = LoraEndpoints(table.cluster, lora_registry)
     documentation = Documentation()
@@ -119,6 +123,9 @@ def build_app(
     def ollama_generation(shape: AnswerShape) -> Handler:
         return OllamaEndpoint(shape, table, parser, access, streams, settings)
 
+    def audio(task: Task) -> Handler:
+        return AudioEndpoint(task, table, access, settings, sounds)
+
     def pooled(kind: PooledKind) -> Handler:
         return PooledEndpoint(kind, table, parser, access, settings.read_timeout)
 
@@ -139,6 +146,8 @@ def build_app(
         routes=[
             route("POST", "/v1/chat/completions", generation("chat"), "inference"),
             route("POST", "/v1/completions", generation("completion"), "inference"),
+            route("POST", "/v1/audio/transcriptions", audio("transcribe"), "inference"),
+            route("POST", "/v1/audio/translations", audio("translate"), "inference"),
             route("POST", "/v1/responses", responses, "inference"),
             route("POST", "/v1/responses/input_tokens", responses.input_tokens, "inference"),
             route("GET", "/v1/responses/{id}", stored.get, "read-only"),

@@ -278,9 +278,10 @@ class Call:
         self._body = b"".join(parts)
         return self._body
 
-    async def pieces(self, max_bytes: int) -> AsyncIterator[bytes]:
-        """Yields the body as it arrives, for bodies that are never held as a whole. Raises RequestError as `body` does;
-        the time that the client has grows with what it has sent."""
+    async def pieces(self, max_bytes: int, *, held: bool = False) -> AsyncIterator[bytes]:
+        """Yields the body as it arrives, for bodies that are never held as a whole; or that the caller holds, which
+        counts as `body`'s do. Raises RequestError as `body` does; the time that the client has grows with what it has
+        sent."""
         limits, loop = self._limits, asyncio.get_running_loop()
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared[:20]) > max_bytes:
@@ -298,6 +299,8 @@ class Call:
                 raise _too_large(max_bytes)
             if loop.time() > deadline + size / MIN_RATE:
                 raise RequestError(408, f"the body came slower than {MIN_RATE} bytes per second")
+            if held:
+                await limits.budget.take(self._lease, size + 2 * READ_BYTES)
             yield part
 
     def close(self) -> None:

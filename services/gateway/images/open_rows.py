@@ -18,7 +18,7 @@ from shared.ids import ModelName, RequestId, RowsName
 from shared.media.rows_reader import RowsLost, RowsReleased, read_rows
 from shared.messages.encoder import ROWS_LEASE, EncodeImage, RenewRows
 from shared.messages.generation import MAX_PROMPT_EMBEDS_BYTES, PromptEmbeds
-from shared.messages.tokenizer import ChatPrompt, Tokenize, kept_rows, rows_bytes
+from shared.messages.tokenizer import Tokenize, embeds_of, kept_rows, rows_bytes, with_embeds
 
 log = logging.getLogger(__name__)
 
@@ -93,13 +93,11 @@ class OpenRows:
 
     async def _remake(self, tokenize: Tokenize, dispatch: Callable[[Tokenize], Awaitable[None]]) -> None:
         """Dispatches it as it was where that cannot be: it fails again, and its attempts are counted."""
-        prompt = tokenize.prompt
-        if isinstance(prompt, ChatPrompt):
-            try:
-                embeds = [await self._again(each) for each in prompt.embeds]
-                tokenize = replace(tokenize, prompt=replace(prompt, embeds=tuple(embeds)))
-            except RequestError as error:
-                log.warning("rows not made again", extra={"request": tokenize.request, "reason": error.message})
+        try:
+            embeds = [await self._again(each) for each in embeds_of(tokenize.prompt)]
+            tokenize = replace(tokenize, prompt=with_embeds(tokenize.prompt, tuple(embeds)))
+        except RequestError as error:
+            log.warning("rows not made again", extra={"request": tokenize.request, "reason": error.message})
         await dispatch(tokenize)
 
     async def _again(self, embeds: PromptEmbeds) -> PromptEmbeds:
@@ -113,17 +111,16 @@ class OpenRows:
 
     async def with_rows(self, tokenize: Tokenize) -> Tokenize | None:
         """The request as another cluster can take it, with its rows; None where that is too much, or they are lost."""
-        prompt = tokenize.prompt
-        if not isinstance(prompt, ChatPrompt) or not kept_rows(tokenize.prompt):
+        if not kept_rows(tokenize.prompt):
             return tokenize
         if rows_bytes(tokenize.prompt) > MAX_PROMPT_EMBEDS_BYTES:
             return None
         try:
-            embeds = [await self._read(each) for each in prompt.embeds]
+            embeds = [await self._read(each) for each in embeds_of(tokenize.prompt)]
         except (RowsLost, RowsReleased, BusError) as error:
             log.warning("rows not read", extra={"request": tokenize.request, "reason": str(error)})
             return None
-        return replace(tokenize, prompt=replace(prompt, embeds=tuple(embeds)))
+        return replace(tokenize, prompt=with_embeds(tokenize.prompt, tuple(embeds)))
 
     async def _read(self, embeds: PromptEmbeds) -> PromptEmbeds:
         if not embeds.kept:

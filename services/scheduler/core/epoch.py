@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from services.scheduler.core.encoded_memory import EncodedBlockAllocator
 from services.scheduler.core.events import (
     ConnectorMatched,
     ForwardControl,
@@ -219,7 +220,13 @@ class EpochState:
         return plan
 
     def _new(self, step: StepBuilder) -> tuple[NewSequence, ...]:
-        return tuple([new_sequence(*start, self.memory.tables) for start in (*step.started, *step.loading)])
+        memory = self.memory
+        return tuple(
+            [
+                new_sequence(*start, memory.tables, memory.take_encoded(start.sequence))
+                for start in (*step.started, *step.loading)
+            ]
+        )
 
     def record_loras(self, changed: LorasChanged) -> None:
         """Takes which adapters there are from now on. Sequences of one that is gone go on; no more are accepted."""
@@ -388,7 +395,9 @@ def _records(workers: WorkersReady) -> int:
 
 
 def _allocator(workers: WorkersReady, limits: EngineLimits, *, for_store: bool, for_connector: bool) -> BlockAllocator:
-    """For as many groups of layers as the workers have, or for their states."""
+    """For as many groups of layers as the workers have, for rows of an encoder's, or for their states."""
+    if any(group.encoded is not None for group in workers.kv_groups):
+        return EncodedBlockAllocator(workers.num_blocks, workers.card.block_size, workers.kv_groups)
     if workers.kv_groups:
         return HybridBlockAllocator(
             workers.num_blocks,

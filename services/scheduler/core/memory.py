@@ -231,6 +231,11 @@ class BlockAllocator:
         """Where a step of its prompt ends that could compute up to its first `tokens`."""
         return tokens
 
+    def take_encoded(self, sequence: Sequence) -> tuple[list[int], bool]:
+        """The blocks of rows beside the prompt of a sequence that a plan makes known to the workers, and whether keys
+        and values lie in them already."""
+        return [], False
+
     def take_restored(self, sequences: Iterable[Sequence]) -> tuple[StateCopy, ...]:
         """See `StepPlan.restored`; `sequences`: those that the plan makes known to the workers."""
         return ()

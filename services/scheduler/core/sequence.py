@@ -194,6 +194,10 @@ class BlockTable:
     given_back: list[int] = field(default_factory=list)
     """For each table of its own the number of leading blocks that lie behind the window; empty where there is one
     table for all layers."""
+    encoded: list[int] = field(default_factory=list)
+    """Those of rows beside its prompt (`EncodedBlockAllocator`)."""
+    encoded_name: bytes | None = None
+    """What these rows are, once that was looked at."""
 
 
 class TransferState:

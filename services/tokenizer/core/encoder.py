@@ -116,6 +116,8 @@ class PromptEncoder:
             if truncation is not None and (chat is not None or isinstance(prompt, EmbedsPrompt)):
                 raise PromptRefused("truncate_prompt_tokens", "truncate_prompt_tokens: not of prompt_embeds or images")
             embeds = prompt.embeds if isinstance(prompt, EmbedsPrompt) else None
+            if isinstance(prompt, TokenPrompt):
+                embeds = prompt.encoded
             if chat is not None:
                 ids, embeds = self._with_parts(prompt, chat, longest)
             else:

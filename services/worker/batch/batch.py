@@ -91,6 +91,23 @@ class StateCopies(NamedTuple):
 NO_COPIES = StateCopies()
 
 
+class EncodedRows(NamedTuple):
+    """Of a step, on the host."""
+
+    tables: Int32s
+    """[n, width] the blocks of the rows that each row of the step attends to."""
+    lengths: Int32s
+    """[n] how many rows these are; 0: none, as of requests that brought none."""
+    values: Tensor | None
+    """[k, hidden] rows whose keys and values this step writes; None: those of all its sequences lie there."""
+    slots: Int32s
+    """[k] where each goes."""
+
+    def written(self) -> EncodedRows:
+        """The same for a step behind the one that writes."""
+        return self if self.values is None else self._replace(values=None, slots=self.slots[:0])
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A step's rows, whose logits are wanted, and who draws."""
@@ -122,6 +139,8 @@ class Batch:
     """[n] the last place that each row sees, on the host; None: its own."""
     inputs: InputRows | None = None
     """Rows that begin as the client gave them, on the host; None: there are none."""
+    encoded: EncodedRows | None = None
+    """What its rows attend to beside their sequences, on the host; None: the model has no such layers."""
 
     @property
     def first_drawn(self) -> Int32s:

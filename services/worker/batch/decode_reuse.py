@@ -110,6 +110,7 @@ class DecodeReuse:
             drawn_rows=batch.drawn_rows,
             prompts=batch.prompts,
             shifts=self._sequences.shifts.of(seq_indices, positions),
+            encoded=None if batch.encoded is None else batch.encoded.written(),
         )
         self._sequences.count_computed(seq_indices)
         self._before = _Before(work, moved, choices, room, whole)

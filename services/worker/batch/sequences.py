@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.batch.batch import NO_COPIES, Batch, BrokenPlan, DraftTokens, ScheduledWork, StateCopies
+from services.worker.batch.encoded_rows import EncodedTables
 from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledHead, PromptPool, pooled_rows
 from services.worker.batch.prompt_inputs import EmbeddedPrompt, input_rows, last_seen
 from services.worker.batch.prompt_rows import PromptRows, ScoredPrompt, merge_logits_rows, prompt_rows
@@ -58,7 +59,11 @@ class SequenceTable:
         """[sequences] a number that changes when a sequence leaves, so that what is drawn for one that has left is not
         taken for the next one's."""
         width = blocks_for(max_model_len + 1, block_size)
-        self.blocks = BlockTables(max_sequences, width, num_blocks, block_size, groups)
+        of_tokens = tuple(group for group in groups if group.encoded is None)
+        self.blocks = BlockTables(max_sequences, width, num_blocks, block_size, of_tokens)
+        encoded = next((group.encoded for group in groups if group.encoded is not None), None)
+        self.encoded = None if encoded is None else EncodedTables(max_sequences, encoded, num_blocks, block_size)
+        """None where no layer attends to rows beside prompts."""
         self.block_size = block_size
         """Tokens of a block."""
         self.block_tables = self.blocks.ids
@@ -88,6 +93,8 @@ class SequenceTable:
         self._pooled.clear()
         self._embedded.clear()
         self.shifts.clear()
+        if self.encoded is not None:
+            self.encoded.clear()
 
     def release(self, sequence: SequenceId) -> int:
         """Forgets `sequence`: the sequence index that it had. Raises BrokenPlan where it is unknown."""
@@ -98,6 +105,8 @@ class SequenceTable:
         self._pooled.pop(seq_index, None)
         self._embedded.pop(seq_index, None)
         self.shifts.release(seq_index)
+        if self.encoded is not None:
+            self.encoded.release(seq_index)
         del self._indices[sequence]
         return seq_index
 
@@ -125,7 +134,9 @@ class SequenceTable:
             self._scored[seq_index] = ScoredPrompt(new.sequence, new.prompt_length, new.sampling.prompt_logprobs)
         if new.pooling is not None:
             self._pooled[seq_index] = PromptPool(new.sequence, new.prompt_length, new.pooling, self._classifier)
-        if new.prompt_embeds is not None:
+        if self.encoded is not None:
+            self.encoded.add(seq_index, new)
+        if new.prompt_embeds is not None and not new.prompt_embeds.encoded:
             self._embedded[seq_index] = EmbeddedPrompt(new.prompt_embeds)
             self.shifts.add(seq_index, new.prompt_embeds, new.computed)
         return seq_index
@@ -145,6 +156,10 @@ class SequenceTable:
             raise BrokenPlan(f"sequence {new.sequence}: {length} tokens do not fit the context")
         if new.prompt_embeds is not None and not new.prompt_embeds.fits(new.prompt_length):
             raise BrokenPlan(f"sequence {new.sequence}: its embeddings are not one for each token of its prompt")
+        if self.encoded is not None:
+            self.encoded.check(new)
+        elif new.encoded_blocks or (new.prompt_embeds is not None and new.prompt_embeds.encoded):
+            raise BrokenPlan(f"sequence {new.sequence}: no layer attends to rows beside its prompt")
         if not 0 <= new.computed < length or not 0 <= new.prompt_length <= length:
             raise BrokenPlan(f"sequence {new.sequence}: computed or prompt_length is out of range")
 
@@ -228,6 +243,7 @@ class SequenceTable:
             lasts=lasts,
             shifts=self.shifts.of(rows.seq_indices, rows.positions),
             inputs=inputs,
+            encoded=None if self.encoded is None else self.encoded.of(rows.seq_indices),
         )
 
     def _put_drafts(self, seq_indices: Indices, tokens: Int32s, counts: Int32s) -> None:

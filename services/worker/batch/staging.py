@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.worker.batch.batch import EncodedRows
 from services.worker.batch.rows import Int32s, Rows
-from services.worker.ops.interface import BatchMeta, StateRows
+from services.worker.ops.interface import BatchMeta, EncodedInputs, StateRows
 from services.worker.ops.transfer import to_device
 
 STAGING_BUFFERS = 2
@@ -223,3 +224,41 @@ def state_rows(rows: Rows, device: torch.device) -> StateRows:
     slots = rows.seq_indices[rows.query_starts[:-1]]
     begins = rows.positions[: rows.num_decodes] == 0
     return StateRows(to_device(slots, device), to_device(begins, device) if begins.any() else None)
+
+
+def encoded_inputs(rows: EncodedRows, device: torch.device, dtype: torch.dtype, block_size: int) -> EncodedInputs:
+    """What a step's rows attend to beside their sequences, for a model on `device` whose rows are of `dtype`."""
+    tables, lengths, slots = (to_device(each, device) for each in (rows.tables, rows.lengths, rows.slots))
+    values = None if rows.values is None else rows.values.to(device, dtype)
+    count = len(lengths)
+    heard = lengths > 0
+    lengths = lengths.clamp(min=1)
+    nothing = torch.zeros(0, dtype=torch.int32, device=device)
+    reads = BatchMeta(
+        query_starts=torch.arange(count + 1, dtype=torch.int32, device=device),
+        context_lens=lengths,
+        block_tables=tables,
+        slots=torch.zeros_like(lengths),
+        positions=lengths - 1,
+        logits_rows=nothing,
+        num_decodes=count,
+        prefills=(),
+        max_query=1,
+        max_context=int(lengths.max()),
+        block_size=block_size,
+    )
+    zeros = torch.zeros_like(slots)
+    writes = BatchMeta(
+        query_starts=torch.tensor([0, len(slots)], dtype=torch.int32, device=device),
+        context_lens=torch.full((1,), len(slots), dtype=torch.int32, device=device),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        slots=slots,
+        positions=zeros,
+        logits_rows=nothing,
+        num_decodes=0,
+        prefills=((len(slots), len(slots)),),
+        max_query=len(slots),
+        max_context=len(slots),
+        block_size=block_size,
+    )
+    return EncodedInputs(reads, None if bool(heard.all()) else heard, writes, values)

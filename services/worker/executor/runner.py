@@ -20,7 +20,7 @@ from services.worker.batch.pooled_rows import NO_VECTORS, PooledHead, PooledVect
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.rows import Int32s
 from services.worker.batch.sequences import SequenceTable
-from services.worker.batch.staging import staging_for, state_rows
+from services.worker.batch.staging import encoded_inputs, staging_for, state_rows
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
 from services.worker.executor.drafting import FORGETS_AFTER, RankDrafting
 from services.worker.guided.guided_sequences import GuidedSequences
@@ -219,6 +219,9 @@ class RankState:
         features = self.decoder.empty_features(len(ids)) if drafts or (pools and self.draws) else None
         if batch is not None and batch.inputs is not None:
             meta = replace(meta, inputs=batch.inputs.on(self.device, self._dtype))
+        if batch is not None and batch.encoded is not None:
+            encoded = encoded_inputs(batch.encoded, self.device, self._dtype, self.card.block_size)
+            meta = replace(meta, encoded=encoded)
         if batch is not None and batch.shifts is not None:
             meta = self._rotated(meta, batch.shifts)
         if batch is not None and batch.lasts is not None:

@@ -20,11 +20,12 @@ from services.worker.graphs.choice import NO_GRAPHS, RankGraphs, why_eager
 from services.worker.guided.library import GrammarLibrary
 from services.worker.guided.limits import DEFAULT_LIMITS, GrammarBackendName, GrammarLimits
 from services.worker.guided.protocol import ServerSettings
-from services.worker.kv.layer_groups import HybridKvCache, group_layers, why_one_group
+from services.worker.kv.layer_groups import HybridKvCache, encoded_layers, group_layers, why_one_group
 from services.worker.models.config import ModelError
 from services.worker.models.decoder import Decoder
 from services.worker.models.expert_parallel.expert_load import ExpertLoad, load_path
 from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
+from services.worker.models.fallback.encoder_decoder_limits import check_encoder_decoder
 from services.worker.models.loaded_model import (
     DtypeChoice,
     LoadedModel,
@@ -55,7 +56,8 @@ from services.worker.speculation.settings import SpeculationSettings
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
 from shared.kv_groups import KvCacheGroup
-from shared.messages.model_card import ModelCard
+from shared.messages.model_card import AudioModel, ModelCard
+from shared.models.audio_models import TRANSCRIPTION_ARG, read_audio_model
 from shared.telemetry.startup import STARTUP
 
 _WARM_UP_ROWS = 8
@@ -149,6 +151,23 @@ def create_backend(
         experts=experts,
         group=group,
     )
+    audio = read_audio_model(model_dir)
+    if audio is not None:
+        asked = {
+            "device": not platform.in_main_memory,
+            "tp": world_size > 1,
+            "pp": pipeline.stages > 1,
+            "load_format dummy": load_format == "dummy",
+            "speculative": speculation is not None,
+            "kv_connector": kv_connector or on_layer is not None,
+            "hybrid_kv_cache on": hybrid_kv_cache == "on",
+            "enable_prompt_embeds": prompt_embeds,
+            "lora": bool(loras.folders or loras.at_run_time),
+            "pooling_type": pooling_type not in ("auto", "none"),
+            "classifier_from_token": classifier_from_token,
+        }
+        check_encoder_decoder(str(model_dir), asked)
+        processors = {**processors, **_transcription_rules()}
     with _enough_memory("weights were loaded: end what else is on the device, or use more ranks"):
         loaded = load_model(wanted)
         drafts = None if speculation is None else speculation.method
@@ -163,7 +182,10 @@ def create_backend(
         )
         if speculation is not None and pipeline.stages == 1:
             keep_hidden_states(speculation, loaded.decoder, loaded.config, pools=loaded.pooling is not None)
-        groups = _layer_groups(loaded, hybrid_kv_cache, speculation, connector=kv_connector)
+        if audio is None:
+            groups = _layer_groups(loaded, hybrid_kv_cache, speculation, connector=kv_connector)
+        else:
+            groups = _encoded_groups(loaded, audio)
         if prompt_embeds and not loaded.generates:
             raise ModelError("enable_prompt_embeds: the model has no language model head and generates no text")
         if prompt_embeds or loaded.images:
@@ -175,7 +197,8 @@ def create_backend(
     check_agreement(group or communicator, f"{loaded.fingerprint}, {limits}{adapters}, {', '.join(processors)}")
     with _enough_memory("what drafts was loaded: use more ranks"):
         grammars = _grammar_settings(loaded, grammar_limits, grammar_backend)
-        card = replace(loaded.card(model_name), prompt_embeds=loaded.config.hidden_size if prompt_embeds else None)
+        rows = loaded.config.hidden_size if prompt_embeds else None
+        card = replace(loaded.card(model_name), prompt_embeds=rows, audio=audio)
         parts = _parts(loaded, card, max_num_seqs, speculation, grammars, slots, groups, processors)
     graphs = RankGraphs.of(parts) if eager is None else NO_GRAPHS
     with STARTUP.stage("profile"):
@@ -297,6 +320,19 @@ def _layer_groups(
     loaded.decoder.use_groups(groups)
     _log.info("layers have block tables in %d groups: %s", len(groups.groups), groups.groups)
     return groups.groups
+
+
+def _encoded_groups(loaded: LoadedModel, audio: AudioModel) -> tuple[KvCacheGroup, ...]:
+    """That of a sequence's tokens, and that of the rows which they attend to beside these."""
+    groups = encoded_layers(loaded.config.num_layers, audio.rows)
+    loaded.decoder.use_groups(groups)
+    return groups.groups
+
+
+def _transcription_rules() -> ProcessorClasses:
+    from services.worker.sampling.transcription import TranscriptionRules
+
+    return {TRANSCRIPTION_ARG: TranscriptionRules}
 
 
 def _agreed(demand: KvDemand, size: KvSize, communicator: Communicator) -> KvSize:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from services.worker.backend import Backend, run_step
 from shared.blocks import blocks_for
 from shared.ids import Incarnation, SequenceId
+from shared.kv_groups import token_tables
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN, NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
@@ -34,7 +35,7 @@ _RANDOM = SamplingOptions(seed=0, top_p=0.9)
 def warm_up(backend: Backend, *, rows: int, sequences: int) -> None:
     """A prefill step of about `rows` rows over at most `sequences` sequences, then a decode step of each, with
     everything that can be asked of the sampler; then a row that asks for little. Leaves no sequence behind."""
-    tables = max(1, len(backend.kv_groups))
+    tables = token_tables(backend.kv_groups)
     lengths, size = _lengths(rows, sequences, _longest(backend)), backend.card.block_size
     run_step(backend, _prefills(lengths, size, tables=tables))
     run_step(backend, _decodes(len(lengths), backend.max_speculate))
@@ -55,7 +56,7 @@ def warm_up_shapes(backend: Backend, *, rows: int) -> None:
 
 def _longest(backend: Backend) -> int:
     """Tokens of a prompt, behind which another one can be drawn."""
-    tables = max(1, len(backend.kv_groups))
+    tables = token_tables(backend.kv_groups)
     return min(backend.card.max_model_len, backend.num_blocks // tables * backend.card.block_size) - 1
 
 

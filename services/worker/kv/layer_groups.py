@@ -86,6 +86,14 @@ def group_layers(
     return LayerGroups(tuple(groups), tuple(group_of), tuple(cache_of), tuple(sizes), stage)
 
 
+def encoded_layers(layers: int, rows: int) -> LayerGroups:
+    """Groups of layers that attend twice: to the sequence's own tokens, then to an encoder's `rows`. Both of a layer
+    share a cache."""
+    groups = KvCacheGroup(layers=layers), KvCacheGroup(layers=layers, encoded=rows)
+    cache_of = tuple(layer for layer in range(layers) for _ in groups)
+    return LayerGroups(groups, (0, 1) * layers, cache_of, (layers,), 0)
+
+
 def _parts(seen: list[int | None], stages: Sequence[int]) -> list[list[int | None]]:
     ends = list(accumulate(stages))
     return [seen[end - size : end] for size, end in zip(stages, ends, strict=True)]

@@ -134,10 +134,25 @@ class BatchMeta:
     """[n] the last position that each row sees, rising within a sequence; None: its own for all. On CPUs only."""
     inputs: InputRows | None = None
     """On every rank. None: every row begins as its token's embedding."""
+    encoded: EncodedInputs | None = None
+    """For layers that attend to rows beside prompts; None: there are none."""
 
     def of_group(self, group: int) -> BatchMeta:
         """The step for the layers of this group, counted from 0."""
         return self.others[group - 1] if group else self
+
+
+class EncodedInputs(NamedTuple):
+    """Rows of an encoder's that the rows of a step attend to (cross-attention), on the device."""
+
+    reads: BatchMeta
+    """The step for that attention: each of its rows is a decode of its own, behind all rows that it sees."""
+    heard: Tensor | None
+    """bool [n] which rows see any; None: all do."""
+    writes: BatchMeta
+    """Where keys and values of `values` go."""
+    values: Tensor | None
+    """[k, hidden] rows whose keys and values the step computes and stores before it reads; None: there are none."""
 
 
 class LatentCache(NamedTuple):

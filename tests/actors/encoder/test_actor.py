@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from services.encoder import actor as actor_module
 from services.encoder import image_process
 from services.encoder.actor import EncoderActor
+from services.encoder.audio_tower import AudioTower, SampleReader
 from services.encoder.image_decoder import ImageDecoder, ImageRefused
 from services.encoder.image_process import DecodedImage
 from services.encoder.rows_keeper import RowsKeeper
@@ -28,10 +30,14 @@ from shared.ids import InstanceId, ModelName
 from shared.media.rows_reader import read_rows
 from shared.messages.encoder import EncodeImage, EncoderReply, ImageRefusal, ImageRows
 from shared.messages.generation import PromptEmbeds
+from shared.models.audio_models import read_audio_model
+from tests.support.gateway.fake_services import eventually
+from tests.support.models.sounds import sweep
 from tests.support.models.tiny_gemma import TOKENS, make_gemma_model
 from tests.support.models.tiny_images import IMAGE_TOKENS, ImageModel, make_image_model, picture, png_of_size
 from tests.support.models.tiny_models import make_model
 from tests.support.models.tiny_qwen_vl import SIDE, make_qwen_model
+from tests.support.models.tiny_whisper import make_whisper
 
 MODEL, INSTANCE = ModelName("tiny"), InstanceId("encoder-1")
 
@@ -55,7 +61,7 @@ class Encoder:
     def __init__(self, bus: MemoryBus, model: ImageModel, decode_s: float = 30.0) -> None:
         self.bus = bus
         rows = RowsKeeper(INSTANCE, None, 2**30, 2**20)
-        self.actor = EncoderActor(bus, INSTANCE, MODEL, lambda: ImageTower(model.path), rows, decode_s)
+        self.actor = EncoderActor(bus, INSTANCE, MODEL, lambda: ImageTower(model.path), rows, ImageDecoder(decode_s))
         self.runtime = ActorRuntime(self.actor, drain_timeout=10)
 
     async def ask(self, image: bytes, salt: str | None = None) -> EncoderReply:
@@ -277,3 +283,39 @@ def test_a_model_without_images_or_with_a_torn_tower_is_refused(model: ImageMode
     save_file(tensors, torn / "model.safetensors", {"format": "pt"})
     with pytest.raises(TowerUnusable, match=r"the checkpoint has no multi_modal_projector.linear_2.weight"):
         ImageTower(torn)
+
+
+async def test_a_sounds_rows_are_the_librarys(memory_bus: MemoryBus, tmp_path: Path) -> None:
+    """Of samples that a gateway has decoded; what is no window of them is refused."""
+    whisper = make_whisper(tmp_path)
+    audio = read_audio_model(whisper.path)
+    assert audio is not None
+    rows = RowsKeeper(INSTANCE, None, 2**24, 2**24)
+    actor = EncoderActor(memory_bus, INSTANCE, MODEL, lambda: AudioTower(whisper.path), rows, SampleReader(audio))
+    runtime = ActorRuntime(actor, drain_timeout=10)
+    task = asyncio.create_task(runtime.run())
+    try:
+        await eventually(lambda: runtime.phase == "ready")
+
+        async def ask(samples: bytes) -> EncoderReply:
+            topic = topics.image_requests(MODEL)
+            reply: EncoderReply = await memory_bus.request(topic, EncodeImage(samples), EncoderReply, 60.0)
+            return reply
+
+        sound = sweep(0)
+        reply = await ask(sound.tobytes())
+        assert isinstance(reply, ImageRows)
+        assert reply.rows.encoded
+        expected = whisper.rows(sound)
+        wanted = torch.frombuffer(bytearray(expected.rows), dtype=torch.float32).view(-1, expected.size)
+        assert torch.equal(await read(memory_bus, reply.rows), wanted)
+        for samples in (b"", b"abc", bytes(4 * (2 * 16_000 + 1))):
+            refused = await ask(samples)
+            assert isinstance(refused, ImageRefusal)
+            assert "bytes of samples are not allowed; 32000 of 4 are" in refused.message
+        noise = await ask(struct.pack("<f", float("nan")) * 1600)
+        assert isinstance(noise, ImageRefusal)
+        assert "are none" in noise.message
+    finally:
+        runtime.stop()
+        await task

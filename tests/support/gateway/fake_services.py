@@ -32,7 +32,7 @@ from shared.messages.gateway import (
     StreamOpened,
 )
 from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Service, SleepReport, TokenizerReport
-from shared.messages.model_card import ModelCard
+from shared.messages.model_card import AudioModel, ModelCard
 from shared.messages.scheduler import (
     BlockMap,
     Cancel,
@@ -138,6 +138,7 @@ class FakeRing:
         """What the model says instead, a token each; it ends by itself then."""
         self.dialect = Dialect()
         self.aliases: tuple[ModelName, ...] = ()
+        self.audio: AudioModel | None = None
         self.thinking: Thinking | None = None
         """How every prompt ends."""
         self.hold = asyncio.Event()
@@ -175,7 +176,7 @@ class FakeRing:
 
     async def say(self, service: Service, instance: str, phase: Phase) -> None:
         report = EngineReport(
-            model=replace(CARD, aliases=self.aliases),
+            model=replace(CARD, aliases=self.aliases, audio=self.audio),
             waiting=0,
             running=self.busy,
             max_waiting=9,

@@ -43,6 +43,9 @@ class Sequence:
     """Whether it was sent to the backend."""
     blocks: list[int] = field(default_factory=list)
     own_blocks: list[int] = field(default_factory=list)
+    encoded: list[int] = field(default_factory=list)
+    """Blocks of the rows beside its prompt."""
+    encoded_computed: bool = False
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     grammar: Grammar | None = None
     pooling: PoolingOptions | None = None
@@ -125,6 +128,10 @@ class Driver:
         sequence.computed = blocks * self._block_size
         return sequence.computed
 
+    def share_encoded(self, sequence: Sequence, other: Sequence) -> None:
+        """Gives `sequence` the blocks of the same rows, which a step of `other` has written."""
+        sequence.encoded, sequence.encoded_computed = other.encoded, True
+
     def give_loaded(self, sequence: Sequence, count: int) -> list[int]:
         """Fresh blocks for the first `count` blocks of `sequence`; the caller fills them before the next step."""
         sequence.own_blocks = [self._free.pop() for _ in range(count)]
@@ -137,6 +144,9 @@ class Driver:
         if sequence.held:
             self._released.append(sequence.id)
         self._free = sequence.own_blocks + self._free
+        if not sequence.encoded_computed:
+            self._free = sequence.encoded + self._free
+            sequence.encoded = []
         sequence.own_blocks, sequence.blocks = [], []
         sequence.computed, sequence.held = 0, False
 
@@ -145,7 +155,7 @@ class Driver:
         del self.sequences[sequence.id]
         if sequence.held:
             self._released.append(sequence.id)
-        self._free += sequence.own_blocks
+        self._free += sequence.own_blocks + ([] if sequence.encoded_computed else sequence.encoded)
 
     def step(self) -> None:
         """One step of every sequence that is not done, as far as the budget goes."""
@@ -181,11 +191,14 @@ class Driver:
             del self.sequences[sequence.id]
             if sequence.held:
                 self._released.append(sequence.id)
-            self._free = sequence.own_blocks + self._free
+            self._free = sequence.own_blocks + ([] if sequence.encoded_computed else sequence.encoded) + self._free
         self.step()
 
     def _new(self, sequence: Sequence) -> NewSequence:
         sequence.held = True
+        embeds = sequence.prompt_embeds
+        if embeds is not None and embeds.encoded and not sequence.encoded:
+            sequence.encoded = [self._free.pop() for _ in range(-(-embeds.count // self._block_size))]
         return NewSequence(
             sequence=sequence.id,
             tokens=pack(sequence.tokens),
@@ -199,6 +212,8 @@ class Driver:
             pooling=sequence.pooling,
             lora=sequence.lora,
             prompt_embeds=sequence.prompt_embeds,
+            encoded_blocks=pack(sequence.encoded),
+            encoded_computed=sequence.encoded_computed,
         )
 
     def _work(self, sequence: Sequence, count: int) -> SequenceWork:

@@ -16,6 +16,7 @@ from shared.messages.lifecycle import Lifecycle, Phase, Role, WorkerReport
 from shared.messages.model_card import LoraCard, LoraRefusal
 from shared.protocol import PROTOCOL
 from tests.support.engines.checking_worker import card
+from tests.unit.gateway.api.test_audio import AUDIO
 
 ENGINE = EngineId("e")
 
@@ -87,6 +88,19 @@ def test_ranks_with_states_are_no_engine_that_hands_requests_over(role: Role) ->
         "one stage with KV heads of their own; start its engines without --prefill and --decode"
     )
     assert plain.assemble() == WorkersReady(CARD, 10, state_checkpoints=3)
+
+
+def test_a_model_that_hears_is_in_no_pool() -> None:
+    said = life(0, world_size=1)
+    assert said.worker is not None
+    hearing = replace(said.worker, model=replace(CARD, audio=AUDIO))
+    refused, plain = WorkerRanks(ENGINE, None, "prefill"), WorkerRanks(ENGINE, None)
+    for ranks in (refused, plain):
+        ranks.record_lifecycle(replace(said, worker=hearing), 0.0)
+    found = refused.assemble()
+    assert isinstance(found, UnusableRanks)
+    assert "start its engines without --prefill and --decode" in found.reason
+    assert isinstance(plain.assemble(), WorkersReady)
 
 
 def test_ranks_draft_as_much_as_the_one_that_drafts_least() -> None:

@@ -37,8 +37,9 @@ FormEvent = FormField | FileBegin | bytes
 class FormReader:
     """Owns the state of one form's parser."""
 
-    def __init__(self, content_type: bytes) -> None:
-        """`content_type`: the header. Raises RequestError where it is no form's."""
+    def __init__(self, content_type: bytes, max_field: int = MAX_FIELD_BYTES) -> None:
+        """`content_type`: the header. `max_field`: bytes of a field that is no file. Raises RequestError where it is no
+        form's."""
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary or len(boundary) > 200:
@@ -56,6 +57,7 @@ class FormReader:
                 "on_end": self._end,
             },
         )
+        self._max_field = max_field
         self._events: list[FormEvent] = []
         self._header, self._value = bytearray(), bytearray()
         self._disposition = b""
@@ -111,8 +113,8 @@ class FormReader:
             self._events.append(data[start:end])
             return
         self._field += data[start:end]
-        if len(self._field) > MAX_FIELD_BYTES:
-            raise invalid(self._name, f"longer than the {MAX_FIELD_BYTES} bytes that are allowed; no file without name")
+        if len(self._field) > self._max_field:
+            raise invalid(self._name, f"longer than the {self._max_field} bytes that are allowed; no file without name")
 
     def _end_part(self) -> None:
         if not self._is_file:

@@ -97,10 +97,12 @@ def _new_bytes(sequence: Sequence) -> int:
     return rows + len(tokens.known) * TOKEN_BYTES + 5 * ids + 15 * len(sampling.logit_bias) + words
 
 
-def new_sequence(sequence: Sequence, cached: int, tables: int = 1) -> NewSequence:
+def new_sequence(
+    sequence: Sequence, cached: int, tables: int = 1, encoded: tuple[list[int], bool] = ([], False)
+) -> NewSequence:
     """The message that makes a sequence known to the workers. Of its tokens, the first `cached` lie computed in
-    its first blocks, of which each has an id in so many `tables`. Log-probabilities of its prompt are left out where
-    the client has them already."""
+    its first blocks, of which each has an id in so many `tables`. `encoded`: see `BlockAllocator.take_encoded`.
+    Log-probabilities of its prompt are left out where the client has them already."""
     generation, tokens = sequence.generation, sequence.tokens
     sampling = generation.sampling
     if sampling.prompt_logprobs is not None and not sequence.scored:
@@ -118,4 +120,6 @@ def new_sequence(sequence: Sequence, cached: int, tables: int = 1) -> NewSequenc
         pooling=generation.pooling,
         lora=generation.lora,
         prompt_embeds=generation.prompt_embeds,
+        encoded_blocks=pack(encoded[0]),
+        encoded_computed=encoded[1],
     )

@@ -8,6 +8,7 @@ from typing import Literal, assert_never
 
 from msgspec.structs import replace
 
+from services.scheduler.core.health.canary import CANARY_GATEWAY
 from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.queue.grammars import GrammarOutcome, Grammars
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
@@ -20,7 +21,7 @@ from shared.blocks import HASH_BYTES
 from shared.ids import RequestId, SequenceId
 from shared.messages.gateway import Death, RequestFailed, RequestRejected
 from shared.messages.generation import Generation, PoolingOptions, PromptEmbeds
-from shared.messages.model_card import ModelCard
+from shared.messages.model_card import AudioModel, ModelCard
 from shared.messages.scheduler import Cancel, GenerateRequest, GrammarFault, SequenceFailed, StopMatched
 from shared.messages.worker import MAX_POOLED_BYTES_PER_PLAN
 from shared.packing import TOKEN_BYTES, unpack
@@ -90,7 +91,9 @@ class RequestValidator:
             raise _InvalidRequest("prompt", "block hashes do not match the prompt")
         if generation.lora is not None and all(each.id != generation.lora for each in self.card.loras):
             raise _InvalidRequest("model", f"model: the adapter {generation.lora.hex()} is not served by this engine")
-        if (embeds := generation.prompt_embeds) is not None:
+        if self.card.audio is not None and generation.gateway != CANARY_GATEWAY:
+            self._check_encoded(generation, self.card.audio)
+        elif (embeds := generation.prompt_embeds) is not None:
             self._check_embeds(generation, embeds)
         if not math.isfinite(generation.arrival):
             raise _InvalidRequest(None, "arrival must be a finite number")
@@ -104,8 +107,19 @@ class RequestValidator:
                 wrong = next(i for i in ids if not 0 <= i < vocabulary)
                 raise _InvalidRequest(field, f"{field}: token id {wrong} is not in the vocabulary of {vocabulary}")
 
+    @staticmethod
+    def _check_encoded(generation: Generation, audio: AudioModel) -> None:
+        embeds = generation.prompt_embeds
+        if embeds is None or not embeds.encoded:
+            raise _InvalidRequest("model", "model: it writes down what is said, by /v1/audio/transcriptions alone")
+        if embeds.size != audio.row_size or not embeds.fits(generation.prompt_length) or embeds.count > audio.rows:
+            allowed = f"{audio.rows} of {audio.row_size} elements at most are"
+            raise _InvalidRequest("file", f"file: {embeds.count} rows of {embeds.size} are not allowed; {allowed}")
+
     def _check_embeds(self, generation: Generation, embeds: PromptEmbeds) -> None:
         expected = self.card.prompt_embeds or self.card.images
+        if embeds.encoded:
+            raise _InvalidRequest("prompt_embeds", "prompt_embeds: the model attends to no rows of an encoder's")
         if expected is None:
             raise _InvalidRequest("prompt_embeds", "prompt_embeds: this engine takes no prompts as embeddings")
         if not self.card.takes_rows(embeds.size):

@@ -24,6 +24,9 @@ from services.worker.ops.interface import BatchMeta, Ops
 NAME = "baton"
 """Of the attention, to the library."""
 
+CROSS = "baton_cross"
+"""Set on modules whose keys and values are of rows beside the prompt (`PromptEmbeds.encoded`)."""
+
 ADAPTED_NAME = "baton-adapted"
 """The same, for models that do not ask for it by this name; see `adapters`."""
 
@@ -54,6 +57,8 @@ class AttentionCall(NamedTuple):
     chunk: int | None = None
     """A row sees its own chunk of so many positions; see `chunked_attention`."""
     temperature: AttentionTemperature | None = None
+    cross: bool = False
+    """Keys and values are of rows beside the prompt, and all of them are seen."""
 
 
 class HeadBiases(NamedTuple):
@@ -66,12 +71,18 @@ class HeadBiases(NamedTuple):
 class AttentionLayers(Protocol):
     """What answers the calls of one forward pass, in their order."""
 
+    @property
+    def encoded_rows(self) -> Tensor | None:
+        """[k, hidden] the rows beside prompts whose keys and values the pass computes; None: there are none."""
+
     def attend(self, call: AttentionCall, biases: HeadBiases, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [n, H, D], key [n, KV, D], value [n, KV, value_dim] → [n, H, value_dim]."""
 
 
 class RecordedLayers:
     """Notes what is asked, and answers with zeros: for finding out which layers a model has."""
+
+    encoded_rows: Tensor | None = None
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
@@ -84,6 +95,8 @@ class RecordedLayers:
 
 class MixingLayers:
     """Answers with something of all that attention is given: for finding out what a model's results depend on."""
+
+    encoded_rows: Tensor | None = None
 
     def attend(self, call: AttentionCall, biases: HeadBiases, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `AttentionLayers`."""
@@ -120,6 +133,8 @@ class PagedLayers:
         number, self._next = self._next, self._next + 1
         if number >= len(self._calls) or self._calls[number] != call:
             raise ModelError(f"attention {number} of the model differs from pass to pass: {call}")
+        if call.cross:
+            return self._attend_across(number, call, query, key, value)
         group = self._group_of[number] if self._group_of else 0
         meta = self._meta.of_group(group)
         rows, heads, dim = query.shape
@@ -140,6 +155,36 @@ class PagedLayers:
             alibi_slopes=biases.alibi_slopes,
         )
         return mixed.view(rows, heads, dim)[..., : call.value_dim].to(query.dtype)
+
+    @property
+    def encoded_rows(self) -> Tensor | None:
+        """See `AttentionLayers`."""
+        return None if self._meta.encoded is None else self._meta.encoded.values
+
+    def _attend_across(self, number: int, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [n, H, D], key and value [k, KV, D] of the rows that the step writes → [n, H, D]; zeros where a row's
+        sequence has none."""
+        encoded, cache = self._meta.encoded, self._caches[number]
+        if encoded is None:
+            return torch.zeros_like(query)
+        if len(key):
+            nothing = query.new_zeros(len(key), query.shape[1], query.shape[2])
+            joined = torch.cat((nothing, key, value), dim=1).reshape(len(key), -1)
+            self._ops.rope_and_store(
+                *(joined, encoded.writes, self._unrotated, *cache),
+                heads=query.shape[1],
+                q_norm=None,
+                k_norm=None,
+                eps=0.0,
+            )
+        mixed = self._ops.paged_attention(
+            *(query.contiguous(), *cache, encoded.reads),
+            scale=call.scale,
+            window=None,
+            softcap=call.softcap,
+        )
+        mixed = mixed.view(query.shape).to(query.dtype)
+        return mixed if encoded.heard is None else mixed.where(encoded.heard.view(-1, 1, 1), 0.0)
 
     def _seen(self, meta: BatchMeta, group: int, chunk: int | None) -> BatchMeta:
         """The step as a layer's attention sees it."""
@@ -184,7 +229,8 @@ def _attend(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """The library's signature: query [1, H, n, D], key and value [1, KV, n, …] → ([1, n, H, …], no weights)."""
-    if is_causal is False or getattr(module, "is_causal", True) is False:
+    cross = getattr(module, CROSS, False)
+    if not cross and (is_causal is False or getattr(module, "is_causal", True) is False):
         raise ModelError(f"{type(module).__name__} is not causal: only decoders can be served")
     _refuse(module, more)
     mixed = attended(*(module, query, key, value), scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
@@ -220,6 +266,7 @@ def attended(
         softcap=softcap,
         chunk=_chunk_of(module),
         temperature=getattr(module, "baton_temperature", None),
+        cross=getattr(module, CROSS, False),
     )
     if call.value_dim > dim:
         raise ModelError(f"{type(module).__name__}: values of {call.value_dim} are longer than keys of {dim}")

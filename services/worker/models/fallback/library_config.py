@@ -16,9 +16,10 @@ from services.worker.models.config import Dtype, ModelError
 from services.worker.models.fallback.adapters import implementation
 from services.worker.models.fallback.attention import NAME, register
 from services.worker.models.hf_config import stop_tokens
+from shared.models.audio_models import WHISPER
 
 NO_INTERFACE = "{} does not take its attention from transformers' attention interface"
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_LENGTHS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len", "seq_length")
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _BLOOM_POSITIONS = 2048
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "eos_token_id", "dtype", "torch_dtype")
@@ -71,7 +72,7 @@ def library_config(
             dtype=weights_dtype(config),
             vocab_size=text.vocab_size,
             hidden_size=text.hidden_size,
-            num_layers=text.num_hidden_layers,
+            num_layers=text.decoder_layers if hears(config) else text.num_hidden_layers,
             max_positions=_positions(text),
             eos_token_ids=stop_tokens(folder, text.eos_token_id),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -101,11 +102,18 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
             "CamemBERT and ModernBERT are, and decoders"
         )
     text = config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"model_type {config.model_type!r} is an encoder with a decoder: only decoders can be served")
+    if getattr(config, "is_encoder_decoder", False) and not hears(config):
+        raise ModelError(
+            f"model_type {config.model_type!r} is an encoder with a decoder: only decoders and Whisper can be served"
+        )
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in _LAYER_TYPES:
             raise ModelError(f"layer_types {kind!r} is not supported; supported: {', '.join(_LAYER_TYPES)}")
+
+
+def hears(config: PretrainedConfig) -> bool:
+    """Whether the model writes down what is said: its decoder attends to what an encoder made of a sound."""
+    return WHISPER in (config.architectures or ())
 
 
 def weights_dtype(config: PretrainedConfig) -> Dtype:

@@ -211,8 +211,8 @@ class LibraryDecoder:
         heads, dim = self._calls[0].kv_heads, self._calls[0].key_dim
         return allocate_caches(len(self._calls), self._groups, lambda: self._ops.allocate_kv(num_blocks, heads, dim))
 
-    def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache:
-        """See :meth:`services.worker.models.decoder.Decoder.share_kv`."""
+    def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache | None:
+        """See :meth:`services.worker.models.decoder.CausalLm.share_kv`."""
         heads, dim = self._calls[0].kv_heads, self._calls[0].key_dim
         keys, different = caches[0][0], caches
         layers, first_layer = len(self._attending.windows), self._attending.before

@@ -16,8 +16,9 @@ from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
-from services.worker.models.fallback.library_config import first_line, has_mxfp4, library_config
+from services.worker.models.fallback.library_config import first_line, has_mxfp4, hears, library_config
 from services.worker.models.fallback.library_decoder import HeadPlace, LibraryDecoder, StagePlace
+from services.worker.models.fallback.library_encoder_decoder import LibraryEncoderDecoder, mark_cross_attention
 from services.worker.models.fallback.packed_products import pack_products
 from services.worker.models.fallback.pipeline_stage import PassOfStage, class_of_stage, strip_to_stage
 from services.worker.models.fallback.tensor_parallel import shard_model
@@ -85,7 +86,10 @@ class LibraryModel:
         own: Any = model
         pack_products(model, ops, quantization, own.get_output_embeddings())
         place = HeadPlace(communicator.rank, communicator.world_size, split_heads)
-        made = LibraryDecoder(
+        kind_of_decoder = LibraryEncoderDecoder if hears(self._own) else LibraryDecoder
+        if kind_of_decoder is LibraryEncoderDecoder:
+            mark_cross_attention(model)
+        made = kind_of_decoder(
             *(model, ops, self.config.hidden_size, max_model_len, device, place),
             *(StagePlace(stage, pipeline, passing), communicator),
         )
@@ -126,7 +130,7 @@ def _read_model(kind: type[PreTrainedModel], folder: Path, config: PretrainedCon
         raise ModelError(f"{folder}: the checkpoint has no tensor {name}")
     for name, found, wanted in sorted(info["mismatched_keys"]):
         raise ModelError(f"{folder}: tensor {name} has shape {list(found)}, the config asks for {list(wanted)}")
-    others = _stage_of(model).dropped
+    others = (*_stage_of(model).dropped, *(("model.encoder.",) if hears(config) else ()))  # it is another service's
     if unused := sorted(key for key in info["unexpected_keys"] if not any(each in key for each in others)):
         _log.warning("%d tensors of the checkpoint are not used, such as %s", len(unused), unused[0])
     ready: nn.Module = model.eval().requires_grad_(False)

@@ -1,0 +1,90 @@
+"""The shapes in which what was said is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from services.gateway.api.audio.request import AudioRequest
+from services.gateway.api.audio.segments import SpokenSegment
+
+_PLAIN = b"text/plain; charset=utf-8"
+
+
+class Heard(NamedTuple):
+    """All that was said in a sound."""
+
+    seconds: float
+    """Of the sound."""
+    language: str
+    """The code of what is spoken."""
+    text: str
+    segments: Sequence[SpokenSegment] = ()
+    """Where times are asked for."""
+
+
+def answer_body(request: AudioRequest, heard: Heard) -> tuple[bytes, bytes]:
+    """The body and its content type."""
+    match request.format:
+        case "json":
+            return msgspec.json.encode({"text": heard.text, "usage": usage(heard.seconds)}), b"application/json"
+        case "verbose_json":
+            return msgspec.json.encode(_verbose(request, heard)), b"application/json"
+        case "text":
+            return f"{heard.text}\n".encode(), _PLAIN
+        case "srt":
+            return _srt(heard.segments).encode(), _PLAIN
+        case "vtt":
+            return _vtt(heard.segments).encode(), b"text/vtt; charset=utf-8"
+
+
+def delta_event(text: str) -> dict[str, Any]:
+    """New text of a stream."""
+    return {"type": "transcript.text.delta", "delta": text}
+
+
+def done_event(heard: Heard) -> dict[str, Any]:
+    """The last event of a stream."""
+    return {"type": "transcript.text.done", "text": heard.text, "usage": usage(heard.seconds)}
+
+
+def usage(seconds: float) -> dict[str, Any]:
+    """By the second, as OpenAI bills it."""
+    return {"type": "duration", "seconds": -int(-seconds // 1)}
+
+
+def _verbose(request: AudioRequest, heard: Heard) -> dict[str, Any]:
+    return {
+        "task": request.task,
+        "language": heard.language,
+        "duration": round(heard.seconds, 3),
+        "text": heard.text,
+        "segments": [each.body(number) for number, each in enumerate(heard.segments)],
+        "usage": usage(heard.seconds),
+    }
+
+
+def _srt(segments: Sequence[SpokenSegment]) -> str:
+    return "".join(
+        f"{number}\n{_clock(each.start, ',')} --> {_clock(each.end, ',')}\n{_line(each)}\n\n"
+        for number, each in enumerate(segments, 1)
+    )
+
+
+def _vtt(segments: Sequence[SpokenSegment]) -> str:
+    cues = (f"{_clock(each.start, '.')} --> {_clock(each.end, '.')}\n{_line(each)}\n\n" for each in segments)
+    return "WEBVTT\n\n" + "".join(cues)
+
+
+def _line(segment: SpokenSegment) -> str:
+    """Without what would end a cue, or look like one's times."""
+    return " ".join(segment.text.split()).replace("-->", "->")
+
+
+def _clock(seconds: float, point: str) -> str:
+    milliseconds = round(seconds * 1000)
+    minutes, rest = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{rest // 1000:02}{point}{rest % 1000:03}"
