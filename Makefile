@@ -79,7 +79,7 @@ test-slow: $(DEV) $(KERNELS) ## the tests that take minutes, and new examples fo
 	$(BIN)/python -m pytest -m slow --ignore=tests/fuzz $(ARGS)
 	$(BIN)/python -m pytest -m "not slow" --hypothesis-profile=search tests/properties
 
-fuzz: $(DEV) $(KERNELS) ## 20,000 hostile HTTP requests and a million spoilt bus messages: half an hour
+fuzz: $(DEV) $(KERNELS) ## 20,000 hostile HTTP requests and a million spoilt bus messages: a few minutes
 	nice -n 10 $(BIN)/python -m pytest -m slow -s tests/fuzz $(ARGS)
 
 # Most of their time is compiling kernels, on one core: several processes share it.
