@@ -31,7 +31,8 @@ def choice_state(
     """Returns the state of a choice to which nothing has been sent. `details`: see `RequestTable.open`. `resumable`:
     set where its tool calls are to have the same ids again."""
     prompt = choice.position // generation.n
-    state = ChoiceState(choice.position, prompt, echo=generation.echoed_message, only_echo=generation.only_echo)
+    echo = generation.echoed_messages[prompt] if generation.echoed_messages else ""
+    state = ChoiceState(choice.position, prompt, echo=echo, only_echo=generation.only_echo)
     if shape := _MESSAGES.get(generation.kind):
         state.message = shape(generation.parser_options)
     elif generation.parser_options is not None:

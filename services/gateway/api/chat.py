@@ -145,7 +145,7 @@ def chat_request(
         kind=kind,
         prompts=(asked.prompt,),
         role=asked.role,
-        echoed_message=asked.echoed,
+        echoed_messages=(asked.echoed,) if fields.echo else (),
         max_tokens=fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens,
         logprobs=chat_logprobs_request(fields, fields.logprobs, fields.top_logprobs, card, limits),
         beam_search=beam_search,

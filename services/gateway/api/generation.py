@@ -146,8 +146,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     stream: StreamOptions | None
     """None: one body at the end."""
     echo: bool = False
-    echoed_message: str = ""
-    """What a chat's answer begins with: its last message."""
+    echoed_messages: tuple[str, ...] = ()
+    """What a chat's answer begins with: the last message of each prompt. Empty: of none."""
     only_echo: bool = False
     """The client wants no output. One token is generated nevertheless, as an engine cannot do with less."""
     response_options: ResponseOptions = TEXT_ONLY

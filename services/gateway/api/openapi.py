@@ -24,6 +24,7 @@ from services.gateway.api.audio.request import TranscriptionFields, TranslationF
 from services.gateway.api.batches.batch import BatchFields
 from services.gateway.api.batches.files import UploadFields
 from services.gateway.api.chat import ChatFields
+from services.gateway.api.chat_batch import ChatBatchFields
 from services.gateway.api.completions import CompletionFields
 from services.gateway.api.generation import RANGES, AllowedRange, CommonFields
 from services.gateway.api.ollama.request import OllamaChatFields, OllamaGenerateFields, ShowFields
@@ -80,6 +81,7 @@ OPERATIONS = (
     Operation(
         "POST", "/v1/chat/completions", "Generate the next message of a chat.", ChatFields, GENERATED, resumable=True
     ),
+    Operation("POST", "/v1/chat/completions/batch", "Answer several chats with a choice each.", ChatBatchFields),
     Operation("POST", "/v1/completions", "Continue texts or token ids.", CompletionFields, GENERATED, resumable=True),
     Operation(
         "POST",

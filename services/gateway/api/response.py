@@ -417,7 +417,13 @@ def response_body(
     answer = {**header.fields(chunk=False), "choices": bodies, "usage": usage(choices), **UNUSED_OF_ANSWER}
     answer["kv_transfer_params"] = transfer
     if chat:
-        answer |= UNUSED_OF_CHAT | _prompt_fields(choices[0], options)
+        answer |= UNUSED_OF_CHAT
+        if choices[-1].prompt == 0:
+            answer |= _prompt_fields(choices[0], options)
+        else:  # of a batch of chats each choice has its own prompt
+            answer["choices"] = [
+                body | _prompt_fields(choice, options) for choice, body in zip(choices, bodies, strict=True)
+            ]
     if options.metrics:
         answer["metrics"] = timing_metrics(choices, started_at)
     return msgspec.json.encode(answer)

@@ -31,6 +31,7 @@ from services.gateway.http.apis.anthropic import CountTokensEndpoint, MessagesEn
 from services.gateway.http.apis.audio import AudioEndpoint
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.batches import BatchEndpoints
+from services.gateway.http.apis.chat_batch import ChatBatchEndpoint
 from services.gateway.http.apis.files import FileEndpoints
 from services.gateway.http.apis.invocations import InvocationsEndpoint
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
@@ -102,6 +103,7 @@ def build_app(
         None if provider is None else Overflow(provider, table.cluster, access, settings.read_timeout, table.clusters)
     )
 
+    chat_batch = ChatBatchEndpoint(table, parser, access, streams, settings)
     responses = ResponsesEndpoint(table, parser, access, streams, settings, background)
     stored = StoredResponseEndpoints(background, settings, table.timeout)
 
@@ -145,6 +147,7 @@ def build_app(
     return Starlette(
         routes=[
             route("POST", "/v1/chat/completions", generation("chat"), "inference"),
+            route("POST", "/v1/chat/completions/batch", chat_batch, "inference"),
             route("POST", "/v1/completions", generation("completion"), "inference"),
             route("POST", "/v1/audio/transcriptions", audio("transcribe"), "inference"),
             route("POST", "/v1/audio/translations", audio("translate"), "inference"),

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from services.gateway.api.anthropic.request import read_count_tokens, read_messages
 from services.gateway.api.chat import read_chat
+from services.gateway.api.chat_batch import read_chat_batch
 from services.gateway.api.completions import read_completion
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationKind, RequestLimits
@@ -58,6 +59,7 @@ LENGTH_BYTES = 8
 BodyKind = Literal[
     GenerationKind,
     "cohere_rerank",
+    "chat_batch",
     "count_tokens",
     "input_tokens",
     "ollama_chat",
@@ -101,6 +103,8 @@ def read_body(body: bytes, context: BodyContext) -> Any:
     match context.kind:
         case "chat":
             return read_chat(body, context.cards, context.limits, context.dialect_of)
+        case "chat_batch":
+            return read_chat_batch(body, context.cards, context.limits, context.dialect_of)
         case "messages":
             return read_messages(body, context.cards, context.limits, context.dialect_of)
         case "responses":

@@ -296,6 +296,27 @@ async def test_answers_have_vllms_fields_whatever_was_asked_for(client: AsyncOpe
         assert {"stop_reason": None, "token_ids": None, "routed_experts": None}.items() <= choice.model_dump().items()
 
 
+async def test_chats_of_a_batch_are_answered_as_each_alone(client: AsyncOpenAI, http: httpx2.AsyncClient) -> None:
+    saying = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": SAYING}]
+    conversations = [HELLO, [{"role": "user", "content": "Who are you?"}], saying]
+    asked = {"temperature": 0.0, "max_completion_tokens": 5, "logprobs": True, "return_token_ids": True}
+    body = {"model": MODEL, "messages": conversations, **asked}
+    answer = (await http.post("/v1/chat/completions/batch", json=body)).json()
+    alone = [await chat(client, each, {"return_token_ids": True}, logprobs=True) for each in conversations]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    for choice, one in zip(answer["choices"], alone, strict=True):
+        assert choice["message"]["content"] == one.choices[0].message.content
+        assert choice["token_ids"] == one.choices[0].token_ids
+        assert choice["prompt_token_ids"] == one.prompt_token_ids
+        named = [entry["token"] for entry in choice["logprobs"]["content"]]
+        assert named == [entry.token for entry in one.choices[0].logprobs.content]
+    assert answer["usage"]["total_tokens"] == sum(one.usage.total_tokens for one in alone)
+    go_on = {"echo": True, "continue_final_message": True, "structured_outputs": {"choice": [" on"]}}
+    messages = [[*saying[:1], {"role": "assistant", "content": text}] for text in ("Come", "Go")]
+    choices = (await http.post("/v1/chat/completions/batch", json={"messages": messages, **go_on})).json()["choices"]
+    assert [choice["message"]["content"] for choice in choices] == ["Come on", "Go on"]
+
+
 # Biases, and log-probabilities of chosen tokens.
 
 
@@ -432,6 +453,18 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("chat/completions", {"messages": HELLO, "stop_token_ids": [-1]}, "stop_token_ids"),
     *(("completions", {"prompt": prompt}, "prompt") for prompt in ([], [-1], [[-1]], [999999], None, "")),
     ("completions", {"prompt": PROMPT, "logprobs": 1, "logprob_token_ids": 123}, "logprob_token_ids"),
+    *(
+        ("chat/completions/batch", {"messages": messages, **more}, words)
+        for messages, more, words in (
+            ([], {}, "messages: 0 conversations are not allowed"),
+            (HELLO, {}, "messages[0]: "),
+            ([HELLO, []], {}, "messages[1]: [] is not allowed"),
+            ([HELLO, [{"role": "user"}]], {}, "messages[1][0].content: None is not allowed"),
+            ([HELLO], {"n": 2}, "n: 2 is not allowed"),
+            ([HELLO], {"stream": True}, "stream: "),
+            ([HELLO], {"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params: "),
+        )
+    ),
     ("responses", {"input": PROMPT, "background": True, "store": False}, "background"),
     ("responses", {"input": PROMPT, "seed": 2**63}, "seed"),
 ]

@@ -380,12 +380,12 @@ def test_a_continued_message_is_echoed_if_its_role_speaks(content: Any) -> None:
     [prompt] = job.prompts
     assert isinstance(prompt, ChatPrompt)
     assert (prompt.continue_final_message, prompt.add_generation_prompt) == (True, False)
-    assert job.echoed_message in ("Once upon", "Once\nupon")
+    assert job.echoed_messages in (("Once upon",), ("Once\nupon",))
     assert job.response_options.role == "assistant"
-    assert chat(messages=begun, continue_final_message=True).echoed_message == ""
-    assert chat(echo=True).echoed_message == "", "the assistant speaks, and the last message is the user's"
+    assert chat(messages=begun, continue_final_message=True).echoed_messages == ()
+    assert chat(echo=True).echoed_messages == ("",), "the assistant speaks, and the last message is the user's"
     own = chat(echo=True, continue_final_message=True)
-    assert (own.echoed_message, own.response_options.role) == ("hi", "user")
+    assert (own.echoed_messages, own.response_options.role) == (("hi",), "user")
 
 
 def test_prompts_are_shortened_on_the_side_that_the_client_says() -> None:
