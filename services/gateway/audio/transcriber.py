@@ -22,6 +22,7 @@ from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import ChoiceState, GenerationResponse, ResponseHeader, ResponseWriter
 from services.gateway.audio.audio_decoder import AudioDecoder
 from services.gateway.audio.audio_process import DecodedAll, DecodedWindow
+from services.gateway.images.image_rows import ENCODE_TIMEOUT
 from services.gateway.request_table import RequestTable
 from shared.messages.encoder import EncodeImage
 from shared.messages.gateway import Delta
@@ -32,6 +33,8 @@ from shared.packing import pack, unpack
 
 MAX_AT_ONCE = 4
 """Windows of one sound that are on their way at the same time."""
+CROWD_INTERVAL = 1.0
+"""Seconds until encoders that had no room are asked again."""
 
 _TIME = re.compile(r"<\|\d+\.\d\d\|>")
 """What models may write though they are not asked for it."""
@@ -137,10 +140,8 @@ class Transcriber:
             return error
 
     async def _hear(self, decoded: DecodedWindow, said: list[int], pieces: asyncio.Queue[str | None]) -> HeardWindow:
-        request, audio, model = self._request, self._request.audio, self._generation.model
-        question = EncodeImage(decoded.samples, self._generation.cache_salt, self._generation.key or self._header.id)
-        rows = await self._table.images.encoded("file", question, model.name)
-        self._table.images.open_rows.add(rows, question, model.name)
+        request, audio = self._request, self._request.audio
+        rows = await self._rows(decoded)
         no_speech = 0.0
         if self._language is None or request.format == "verbose_json":
             probe = await self._probe(rows)
@@ -162,6 +163,22 @@ class Transcriber:
         )
         text = "".join(each.text for each in segments) if request.timed else _TIME.sub("", "".join(choice.texts))
         return HeardWindow(text, segments, language, choice.prompt_tokens, choice.tokens)
+
+    async def _rows(self, decoded: DecodedWindow) -> PromptEmbeds:
+        """Raises RequestError. Behind the first window a crowd at the encoders is waited for."""
+        images, generation, loop = self._table.images, self._generation, asyncio.get_running_loop()
+        question = EncodeImage(decoded.samples, generation.cache_salt, generation.key or self._header.id)
+        end = loop.time() + ENCODE_TIMEOUT
+        while True:
+            try:
+                rows = await images.encoded("file", question, generation.model.name)
+            except RequestError as error:
+                if error.status != 429 or not decoded.start or loop.time() > end:
+                    raise
+                await asyncio.sleep(CROWD_INTERVAL)
+                continue
+            images.open_rows.add(rows, question, generation.model.name)
+            return rows
 
     async def _probe(self, rows: PromptEmbeds) -> _Probe:
         """As `transformers` and OpenAI find the language: the likeliest of their tokens behind the beginning."""

@@ -35,6 +35,8 @@ class HearingRing(FakeRing):
         self.audio = AUDIO
         self.windows: list[bytes] = []
         self.refusal = ""
+        self.crowds = 0
+        """How often its encoder has no room, behind the first window."""
 
     async def start(self) -> None:
         await self.bus.serve(topics.image_requests(MODEL), self._encode)
@@ -43,6 +45,9 @@ class HearingRing(FakeRing):
     async def _encode(self, question: EncodeImage) -> EncoderReply:
         if self.refusal:
             return ImageRefusal(self.refusal)
+        if self.windows and self.crowds:
+            self.crowds -= 1
+            return ImageRefusal("64 images wait", "overloaded")
         self.windows.append(question.image)
         rows = struct.pack("<8f", *([len(question.image) / 4] * 8))
         return ImageRows(PromptEmbeds(dtype="float32", size=8, rows=rows, runs=((0, 1),), encoded=True))
@@ -133,6 +138,13 @@ async def test_a_stream_is_openais(stack: GatewayStack) -> None:
     assert len(deltas) == 8
     assert events[-1]["type"] == "transcript.text.done"
     assert events[-1]["text"] == "".join(deltas)
+
+
+async def test_a_crowd_at_the_encoders_is_waited_for(stack: GatewayStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.audio.transcriber.CROWD_INTERVAL", 0.01)
+    ring_of(stack).crowds = 5
+    assert (await ask(stack, language="en")).json()["text"].count("heard") == 4
+    assert ring_of(stack).crowds == 0
 
 
 async def test_who_leaves_ends_what_was_asked_for_it(stack: GatewayStack) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,9 +164,9 @@ class WhisperModel(NamedTuple):
         return found
 
     def text(self, tokens: list[int]) -> str:
-        """Without special tokens."""
-        decoded: str = self.tokenizer.decode([each for each in tokens if each < self.id_of("<|endoftext|>")])
-        return decoded
+        """Without special tokens, and without times, which a random model draws unasked: cut out of the text, as the
+        library's tokenizer does."""
+        return re.sub(r"<\|\d+\.\d\d\|>", "", self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def make_whisper(folder: Path, seed: int = 0, *, dtype: torch.dtype = torch.float32) -> WhisperModel:
