@@ -234,7 +234,9 @@ class OpenRequest:
         """What should have come before the first output and did not; None if nothing is missing."""
         if not self.usage_sent:  # what `usage` reports
             return "the opening of the stream was lost"
-        scores = self.tokenize.sampling.prompt_logprobs is not None and not self.tokens
+        if self.tokens:
+            return None
+        scores = self.tokenize.sampling.prompt_logprobs is not None
         if scores and self.scored_tokens != self.prompt_tokens:
             return "log-probabilities of the prompt were lost"
         if self.tokenize.pooling is not None and not self.pooled:  # an engine of an older release makes none

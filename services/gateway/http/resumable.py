@@ -20,6 +20,8 @@ class ResumableWriter(StreamWriter):
     the start, so that tool calls and reasoning go on where they were.
     """
 
+    with_ids = True
+
     def __init__(self, *arguments: Any, last: EventId, **settings: Any) -> None:
         """`last`: the last event that the client has; one without any position for a new stream. For the rest see
         `StreamWriter`."""
