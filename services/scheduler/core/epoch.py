@@ -133,6 +133,8 @@ class EpochState:
         self.steps = StepsInFlight(epoch)
         self.step_times = StepRegressions()
         self._plans_ahead = self.limits.plans_ahead
+        self._computes_prompts = False
+        """Whether plans since the last offer to the store do."""
         self._sent: deque[StepPlan] = deque()
         """The plans in flight, oldest first."""
         self.recent_steps: deque[FinishedStep] = deque(maxlen=RECENT_STEPS)
@@ -201,6 +203,7 @@ class EpochState:
             self.hand_overs.start(sequence)
         tokens = self.limits.max_batch_tokens - step.budget - step.withheld
         prefills = len(step.work) > step.decodes
+        self._computes_prompts |= prefills
         number = self.steps.issue(ExpectedResult(step.samples, tokens, step.extras, prefills, step.decodes), now)
         plan = StepPlan(
             epoch=self.steps.epoch,
@@ -380,7 +383,8 @@ class EpochState:
     def offer_saves(self, now: float) -> list[SettledHandOver]:
         """Offers the store what the last plan computes. Returns the sequences that wait to be handed over and of which
         the store has all blocks, or cannot have them."""
-        self.saves.offer(self.memory.take_newly_named(), now)
+        prompts, self._computes_prompts = self._computes_prompts, False
+        self.saves.offer(self.memory.take_newly_named(), now, prompts=prompts)
         self.saves.reserve(now, idle=self.steps.in_flight == 0)
         for save in self.saves.take_outcomes():
             self.hand_overs.record_save(save)

@@ -32,8 +32,11 @@ MAX_RESERVATIONS = 8
 """Most requests for slots that await a reply."""
 MIN_BATCH = 64
 """Blocks that are worth a request of their own. Fewer wait for more, but only for a moment."""
-MAX_GATHER_SECONDS = 0.05
-"""Seconds for which blocks of decoding sequences are gathered into one request."""
+MAX_GATHER_SECONDS = 0.25
+"""Seconds for which blocks of decoding sequences are gathered into one request, which costs six messages: few streams
+fill few blocks. What is handed over, preempted or left by an idle engine waits for no others."""
+PROMPT_GATHER_SECONDS = 0.05
+"""The same, where blocks of prompts are among them: other requests may begin as these do."""
 MAX_BLOCKS_BESIDE_DECODES = 32
 """Most blocks that one plan saves while sequences decode, because copying takes memory bandwidth from them."""
 
@@ -110,7 +113,8 @@ class Saves:
         self._max_blocks = max(1, min(MAX_BLOCKS * self._records, memory.pool.total // 4))
         self._offered: dict[BlockHash, bytes] = {}
         """The hash of each offered block and its parent's hash."""
-        self._offered_since = 0.0
+        self._due = 0.0
+        """When they are reserved, however few there are."""
         self._saves: dict[LeaseId, _Save] = {}
         self._reserving = 0
         self._under_way: dict[BlockHash, LeaseId] = {}
@@ -139,12 +143,13 @@ class Saves:
 
     # ---- reserving
 
-    def offer(self, blocks: list[NamedBlock], now: float) -> None:
-        """Offers the blocks that the plan just made computes. Those beyond MAX_OFFERED are counted as unsaved."""
+    def offer(self, blocks: list[NamedBlock], now: float, *, prompts: bool) -> None:
+        """Offers the blocks that the plan just made computes; `prompts`: of prompts, too. Those beyond MAX_OFFERED are
+        counted as unsaved."""
         if not self._store.attached:
             return
-        if not self._offered:
-            self._offered_since = now
+        due = now + (PROMPT_GATHER_SECONDS if prompts else MAX_GATHER_SECONDS)
+        self._due = min(self._due, due) if self._offered else due
         room = max(0, MAX_OFFERED * self._records - len(self._offered))
         for block in blocks[:room]:
             if block.hash not in self._under_way:
@@ -156,11 +161,11 @@ class Saves:
         most = MIN_BATCH * self._tables
         while self._offered and self._reserving < MAX_RESERVATIONS:
             count = min(len(self._offered), most, self._max_blocks - self._blocks)
-            due = len(self._offered) >= most or idle or now - self._offered_since >= MAX_GATHER_SECONDS
+            due = len(self._offered) >= most or idle or now >= self._due
             if count <= 0 or not due:
                 return
             batch = {hash_: self._offered.pop(hash_) for hash_ in list(self._offered)[:count]}
-            self._offered_since = now
+            self._due = now + PROMPT_GATHER_SECONDS  # of the rest, where that was not all
             if self._store.attached:
                 self._reserve(batch)
 

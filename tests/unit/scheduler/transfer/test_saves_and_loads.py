@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from msgspec.structs import replace
 
@@ -18,7 +20,11 @@ from services.scheduler.core.events import (
     WorkersReady,
 )
 from services.scheduler.core.limits import EngineLimits, EngineRole
-from services.scheduler.core.transfer.saves import MAX_BLOCKS_BESIDE_DECODES
+from services.scheduler.core.transfer.saves import (
+    MAX_BLOCKS_BESIDE_DECODES,
+    MAX_GATHER_SECONDS,
+    PROMPT_GATHER_SECONDS,
+)
 from shared.blocks import hash_chain
 from shared.ids import Attempt, Incarnation, NodeId, RequestId
 from shared.messages.kvstore import Attach, Commit, Find, FindReply, KvStoreRefusal, Reserve
@@ -576,3 +582,19 @@ def test_what_is_not_saved_yet_is_saved_at_once_and_overwritten_last() -> None:
     assert isinstance(reserves[0], Reserve)
     assert split(reserves[0].hashes)[-1] == newest, "before it is gathered with others"
     expect_right(engines, "r", PROMPT[:20], max_tokens=100, ignore_eos=True)
+
+
+def test_blocks_of_answers_wait_longer_for_others_than_those_of_prompts() -> None:
+    engines = EnginesAndStore("a", blocks=64)
+    a, asked_at = engines["a"], list[float]()
+    begun = engines.now
+    a.send(generate("r", PROMPT[:20], max_tokens=230, ignore_eos=True))
+    while a.engine.requests:
+        before = len(a.outputs)
+        engines.now += 0.01
+        engines.turn()
+        asked_at += [engines.now] * len(asked(a.outputs[before:], Reserve))
+    assert PROMPT_GATHER_SECONDS <= asked_at[0] - begun < MAX_GATHER_SECONDS
+    waits = [after - before for before, after in pairwise(asked_at[:-1])]  # what is left at the end waits for nothing
+    assert len(waits) > 1
+    assert min(waits) >= MAX_GATHER_SECONDS
