@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from collections import deque
+from heapq import heapify, heappop, heappush
 from math import floor, inf
 from typing import Literal, NamedTuple
 
-from deploy.simulation.decode_run import DecodeRun
-from deploy.simulation.hops import HopDelays
+from deploy.simulation.kit import EngineKit, SimulationError
 from deploy.simulation.prompts import RequestRecord
+from deploy.simulation.steps.decode_leap import TIMER_SECONDS, ResultDue, StepTimeline
+from deploy.simulation.steps.decode_run import DecodeRun
+from deploy.simulation.steps.device import VirtualDevice
 from deploy.simulation.store import INCARNATION, NODE, VirtualCopies
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.events import (
@@ -27,92 +30,26 @@ from services.scheduler.core.events import (
     WorkersReady,
 )
 from services.scheduler.core.invariants import check
-from services.scheduler.core.limits import EngineLimits, EngineRole
+from services.scheduler.core.limits import EngineRole
 from services.scheduler.core.transfer.prefill_pulls import PrefillPulls
-from services.worker.sim.backend import SimBackend
-from services.worker.sim.kv_copier import SimKvCopier
 from shared.ids import EngineId, Incarnation, InstanceId, RequestId
 from shared.kv_events.stream import KvEventStream
 from shared.messages.coordinator import PullPrefills
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestPlaced, RequestRejected
-from shared.messages.kv_events import KV_EVENT_SECONDS, KvEvents, KvSource
+from shared.messages.kv_events import KvEvents, KvSource
 from shared.messages.kvstore import LeaseOwner
-from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, Phase, Role
-from shared.messages.scheduler import GenerateRequest, StepFinished, StepTiming, TransferProgress
+from shared.messages.lifecycle import Lifecycle, Phase, Role
+from shared.messages.scheduler import GenerateRequest, StepFinished, TransferProgress
 from shared.messages.worker import StepPlan
 
 ROOM_REPORT_SECONDS = 0.1
 """Between two reports that nothing waits any more, as in `services.scheduler.actor`."""
-TIMER_SECONDS = 0.001
-"""No timer is finer."""
 PHASE_STEP = 0.6180339887
 """Heartbeats of engines are spread over the half second by the golden ratio."""
 LAST_HEARTBEATS = 2
 """An engine to which nothing happens goes on reporting so often: the last report counts what the one before, sent right
 behind a placement, might not have counted."""
-
-
-class EnginePools(NamedTuple):
-    """How many engines of each role there are at first. Their numbers go in this order."""
-
-    mixed: int = 0
-    prefill: int = 0
-    decode: int = 0
-
-    def role_of(self, number: int) -> Role:
-        """Of the engine with that number, one of the first."""
-        first = self.mixed + self.prefill
-        return "prefill" if self.mixed <= number < first else "decode" if 0 <= number - first < self.decode else "mixed"
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return sum(self)
-
-
-class SlowEngines(NamedTuple):
-    """The first engines of a simulation, on slower devices than the others'."""
-
-    engines: int = 0
-    speed: float = 1.0
-    """What they compute in a second, as a share of what the others do."""
-
-    def speed_of(self, number: int) -> float:
-        """Of the engine with that number."""
-        return self.speed if number < self.engines else 1.0
-
-
-class EngineKit(NamedTuple):
-    """What every engine of a simulation is made from."""
-
-    limits: EngineLimits
-    device: SimBackend
-    """Each engine has another one of its kind."""
-    hops: HopDelays
-    checked: bool = False
-    """Check the core's invariants after every event: slow, for tests."""
-    pools: EnginePools = EnginePools()
-    slow: SlowEngines = SlowEngines()
-    pulls: bool = False
-    """Prefill engines pull prompts from the coordinator's queue."""
-    store_memory: int = 0
-    """Bytes of the KV store that all engines share, on one node; 0: there is none."""
-    report_seconds: float = HEARTBEAT_SECONDS
-    """Between two reports of an engine's load."""
-    kv_event_seconds: float = KV_EVENT_SECONDS
-    """For which engines and the store gather changes of their blocks."""
-
-    @property
-    def copier(self) -> SimKvCopier:
-        """What is known of copies between a device and the store. Raises SimulationError."""
-        if self.device.kv is None or not isinstance(self.device.kv.copier, SimKvCopier):
-            raise SimulationError("the device has no KV memory to copy")
-        return self.device.kv.copier
-
-
-class SimulationError(Exception):
-    """The cores did what no simulation without faults expects: a bug."""
 
 
 class EngineTotals(NamedTuple):
@@ -195,8 +132,7 @@ class VirtualEngine:
         self._hops = kit.hops
         self._checked = kit.checked
         self._run: DecodeRun | None = None
-        self._device = kit.device.another()
-        self._speed = kit.slow.speed_of(number)
+        self._device = VirtualDevice(kit.device.another(), kit.slow.speed_of(number), ready)
         self.calls: list[NodeCall] = []
         """To be taken by whoever simulates the node, if there is one."""
         owner = LeaseOwner(InstanceId(self.id), Incarnation(1))
@@ -213,9 +149,6 @@ class VirtualEngine:
         self._sent = 0
         self._phase: Phase = "ready"
         self._drained_at = inf
-        self._busy_until = ready
-        """When the device will have computed all that it was given."""
-        self._busy = 0.0
         self._plan_at: float | None = None
         self._report_seconds = kit.report_seconds
         self._kv_event_seconds = kit.kv_event_seconds
@@ -244,7 +177,7 @@ class VirtualEngine:
     def totals(self) -> EngineTotals:
         """So far."""
         epoch = self._core.snapshot().epoch
-        return EngineTotals(self.id, 0 if epoch is None else epoch.steps, self._busy)
+        return EngineTotals(self.id, 0 if epoch is None else epoch.steps, self._device.busy)
 
     def place(self, request: GenerateRequest, at: float) -> None:
         """A coordinator's request comes at that time, which must not have passed."""
@@ -258,7 +191,8 @@ class VirtualEngine:
         """Simulates it up to that time, exclusively. Raises SimulationError."""
         timeline = self._timeline
         while timeline and timeline[0][0] < until:
-            self.run_next()
+            if self._run is None or not self._leap(self._run, until):
+                self.run_next()
 
     def run_next(self) -> None:
         """Lets the next thing happen to it. Raises SimulationError."""
@@ -316,7 +250,7 @@ class VirtualEngine:
                 raise AssertionError(what)
 
     def _start(self, now: float) -> None:
-        device = self._device
+        device = self._device.backend
         layout = device.kv.layout if self._copies is not None and device.kv is not None else None
         ready = WorkersReady(device.card, device.num_blocks, layout=layout, max_speculate=device.max_speculate)
         self._handle(ready, now)
@@ -353,6 +287,41 @@ class VirtualEngine:
             record.token_times.append(heard)
             record.output_tokens += 1
         self._go_on(due, now)
+        return True
+
+    def _leap(self, run: DecodeRun, until: float) -> bool:
+        """Whether it only decodes until then, or until something else happens to it, so that more than one event was
+        taken in."""
+        room = None if self._had_waiting else run.room()
+        if room is None:
+            return False
+        results: list[ResultDue] = []
+        others, plan_number = [], 0
+        for event in sorted(self._timeline):
+            at, number, what = event
+            if isinstance(what, StepFinished):
+                results.append(ResultDue(at, number, what.timing.wait, what.timing.forward, what))
+            elif what == "plan" and at == self._plan_at and not plan_number:
+                plan_number = number
+            else:
+                others.append(event)
+        timeline = StepTimeline(deque(results), self._plan_at, plan_number, self._scheduled)
+        leap = run.leap(self._device, self._hops, timeline, min(until, others[0][0]) if others else until, room)
+        if not leap.times and not leap.planned:
+            return False
+        for request in run.requests:
+            record = self._held[request]
+            record.token_times.extend([at + self._hops.tokens for at in leap.times])
+            record.output_tokens += len(leap.times)
+        self._plan_at, self._scheduled = timeline.plan_at, timeline.events
+        planning = list(timeline.overtaken)
+        if timeline.plan_at is not None:
+            planning.append((timeline.plan_at, timeline.plan_number))
+        self._timeline[:] = others
+        self._timeline += [(at, number, "plan") for at, number in planning]
+        self._timeline += [(due.at, due.number, due.made) for due in timeline.results]
+        heapify(self._timeline)
+        self._heartbeats_left = LAST_HEARTBEATS
         return True
 
     def _handle(self, event: Event, now: float) -> None:
@@ -397,24 +366,11 @@ class VirtualEngine:
                 raise SimulationError(f"{self.id}: {output}")
 
     def _compute(self, plan: StepPlan, now: float) -> None:
-        """The device begins with it when it has come and all steps before are over."""
-        output = self._device.compute(plan)
-        begins = max(now + self._hops.plan, self._busy_until)
-        seconds, idle = output.timing.forward / self._speed, begins - self._busy_until
-        self._busy_until = ended = begins + seconds
-        self._busy += seconds
-        result = StepFinished(
-            epoch=plan.epoch,
-            step=plan.step,
-            sampled=output.sampled,
-            timing=StepTiming(wait=idle, prepare=0.0, forward=seconds, sample=0.0),
-            drafted=output.drafted,
-            accepted=output.accepted,
-        )
-        self._at(ended + self._hops.result, result)
+        begins, ends, result = self._device.compute(plan, now + self._hops.plan)
+        self._at(ends + self._hops.result, result)
         if plan.transfers and self._copies is not None:
-            for number, ends in self._copies.add(plan, begins, ended):
-                self._at(ends + self._hops.result, TransferProgress(rank=0, epoch=plan.epoch, done=number + 1))
+            for number, ended in self._copies.add(plan, begins, ends):
+                self._at(ended + self._hops.result, TransferProgress(rank=0, epoch=plan.epoch, done=number + 1))
 
     def _record_tokens(self, batch: TokenBatch, heard: float) -> None:
         held = self._held

@@ -10,9 +10,10 @@ from math import inf
 from typing import Protocol
 
 from deploy.simulation.cell import CellOrder, DeliverRequest
-from deploy.simulation.engine import AnswerComplete, EngineNews, EngineStopped, SimulationError, number_of
+from deploy.simulation.engine import AnswerComplete, EngineNews, EngineStopped, number_of
 from deploy.simulation.fleet import SimulatedFleet
 from deploy.simulation.hops import HopDelays
+from deploy.simulation.kit import SimulationError
 from deploy.simulation.prompts import SimRequest, generation_of
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Action, Moment, NotifyGateway, PlaceRequest

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from deploy.simulation.engine import EngineKit
 from deploy.simulation.fleet import FleetView, ScalingLimits
+from deploy.simulation.kit import EngineKit
 from services.planner.core.load_meter import FleetObservation
 from services.planner.core.planner import FleetPlanner, FleetProfiles
 from services.planner.core.predictors import PredictorName, make_predictor

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace as with_fields
 
-from deploy.simulation.engine import EngineKit, EnginePools, SlowEngines
 from deploy.simulation.hops import HopDelays
+from deploy.simulation.kit import EngineKit, EnginePools, SlowEngines
 from services.coordinator.config import CoordinatorConfig, Policy
 from services.coordinator.core.fleet_heartbeat import interval_for, kv_interval_for
 from services.scheduler.config import SchedulerConfig

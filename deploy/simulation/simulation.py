@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from deploy.simulation.cell import Cell, CellOrder, EngineCell, ProcessCell
-from deploy.simulation.engine import EngineKit, EngineTotals, number_of
+from deploy.simulation.cell import Cell, CellOrder, EngineCell, ProcessCell, rare_collections
+from deploy.simulation.engine import EngineTotals, number_of
 from deploy.simulation.fleet import EngineLife, ScalingPolicy, SimulatedFleet
 from deploy.simulation.front import RequestFront, SentRequest, Workload
 from deploy.simulation.hops import HopDelays
+from deploy.simulation.kit import EngineKit
 from deploy.simulation.prompts import RequestRecord
 from services.coordinator.config import CoordinatorConfig
 from shared.ids import EngineId, RequestId
@@ -106,4 +107,5 @@ def simulate(
     fleet = SimulatedFleet(policy, start_seconds)
     front = RequestFront(routing, workload, kit.device.card.name, kit.hops, fleet)
     front.orders += [fleet.start(0.0, -HEAD_START, kit.pools.role_of(number)) for number in range(engines)]
-    return Simulation(front, cells, kit.hops).run()
+    with rare_collections():
+        return Simulation(front, cells, kit.hops).run()

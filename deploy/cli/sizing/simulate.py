@@ -25,11 +25,11 @@ from deploy.cli.up.options import (
 )
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder
-from deploy.simulation.engine import EnginePools, SlowEngines
 from deploy.simulation.figures import comparison, figures, text
 from deploy.simulation.fleet import SCALING, QueueLengthScaling, ScalingLimits, ScalingPolicy
 from deploy.simulation.front import Workload
 from deploy.simulation.hops import parse_hops
+from deploy.simulation.kit import EnginePools, SlowEngines
 from deploy.simulation.planner_policy import PlannerScaling, planner_scaling
 from deploy.simulation.setup import SimulationSetup, simulation_setup
 from deploy.simulation.simulation import simulate as run

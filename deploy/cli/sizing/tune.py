@@ -32,8 +32,8 @@ from deploy.cli.up.choices import check_order, merged, parsed_settings
 from deploy.cli.up.options import STACK, given_apart, offers, service_settings, set_option, stack_settings, with_options
 from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
-from deploy.simulation.engine import EnginePools
 from deploy.simulation.figures import figures
+from deploy.simulation.kit import EnginePools
 from deploy.simulation.simulation import simulate
 from deploy.simulation.workloads import LOAD
 from deploy.supervisor.background import stack_for_the_run

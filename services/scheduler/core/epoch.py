@@ -258,6 +258,11 @@ class EpochState:
         self.requests.pass_on(sequence)
         self._outbox.pass_on(sequence, self._sender.pass_on(sequence))
 
+    @property
+    def plans_in_flight(self) -> tuple[StepPlan, ...]:
+        """Those that have no result yet, oldest first."""
+        return tuple(self._sent)
+
     def computing(self) -> set[SequenceId]:
         """The sequences that the steps in flight compute."""
         return {item.sequence for plan in self._sent for item in plan.work}
@@ -297,8 +302,7 @@ class EpochState:
         steps = self.steps
         expected = steps.finish(len(result.sampled), now)
         self._prefill_budget.record(expected.tokens, steps.last_seconds)
-        used = self.memory.blocks - self.memory.free_blocks
-        self.step_times.record(expected.tokens, used, steps.last_seconds, prefills=expected.prefills)
+        self.step_times.record(expected.tokens, self._used, steps.last_seconds, prefills=expected.prefills)
         if expected.prefills:
             self.costs.record_step(expected.tokens, steps.last_seconds)
         work = self._sent.popleft().work
@@ -309,6 +313,24 @@ class EpochState:
             )
         )
         return expected
+
+    @property
+    def _used(self) -> int:
+        return self.memory.blocks - self.memory.free_blocks
+
+    def record_run(self, finished: list[FinishedStep], plans: list[StepPlan]) -> None:
+        """Steps that decode a token of the same sequences each were numbered of which nobody made plans and results:
+        `finished` are over, those that were in flight before among them, and `plans` are in flight behind what is left
+        of those. Takes the first out of those in flight, and records how long they took."""
+        for _ in range(min(len(finished), len(self._sent))):
+            self._sent.popleft()
+        self.recent_steps += finished
+        self._sent += plans
+        if self.limits.itl_target is not None:
+            for step in finished:
+                self._prefill_budget.record(step.decodes, step.seconds)
+        if finished:
+            self.step_times.record_decodes(finished[0].decodes, self._used, [step.seconds for step in finished])
 
     def record_progress(self, report: RankProgress, now: float) -> str | None:
         """Takes in how far a rank is. Returns what it shows to be lost, if anything."""

@@ -24,7 +24,7 @@ MEMORY_SHARE = 0.9
 """Share of the memory for weights and KV together; the rest is for activations."""
 
 
-class StepCost(Struct, frozen=True):
+class StepCost(Struct, frozen=True, gc=False):
     """What a step has to move and to compute."""
 
     bytes: float

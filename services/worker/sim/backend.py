@@ -155,11 +155,35 @@ class SimBackend:
             if blocks:
                 held.blocks += count(blocks)
             if held.computed + work.speculate > held.blocks * block_size or held.computed > held.length:
-                raise ValueError(f"sequence {sequence}: {held.computed} of {held.length} in {held.blocks} blocks")
+                raise _no_room(sequence, held)
             if work.sample:
                 sampled.append(self._sample(sequence, held, work.speculate))
         seconds = self._seconds(tokens, pairs, read, len(sampled)) if self._seconds is not None and plan.work else 0.0
         return tuple(sampled), seconds
+
+    # ---- several steps at once, for whoever knows that they only decode
+
+    def computed(self, sequence: SequenceId) -> int:
+        """How many tokens of the sequence are computed."""
+        return self._held[sequence].computed
+
+    def decode_seconds(self, sequences: int, read: int) -> float:
+        """What a step takes that decodes a token of each of so many sequences, of which `read` tokens in all are
+        computed."""
+        return 0.0 if self._seconds is None else self._seconds(sequences, read + sequences, read, sequences)
+
+    def token(self, sequence: SequenceId, position: int) -> int:
+        """What the sequence draws at that output position."""
+        return self._token(self._held[sequence].new, position)
+
+    def decode(self, sequence: SequenceId, steps: int) -> None:
+        """Applies so many steps that decode a token of the sequence each, in the blocks that it has. Raises ValueError
+        where these are too few."""
+        held = self._held[sequence]
+        held.computed += steps
+        held.length += steps
+        if held.computed > held.blocks * self.card.block_size:
+            raise _no_room(sequence, held)
 
     def _scored(self, work: tuple[SequenceWork, ...]) -> Iterator[SequencePromptLogprobs]:
         for item in work:
@@ -200,6 +224,10 @@ class SimBackend:
         others = [t for t in self._vocabulary[: wanted + 1] if t != token]
         top = tuple((t, logprob) for t in [token, *others][:wanted])
         return TokenLogprobs(token, logprob, top)
+
+
+def _no_room(sequence: SequenceId, held: _SimSequence) -> ValueError:
+    return ValueError(f"sequence {sequence}: {held.computed} of {held.length} in {held.blocks} blocks")
 
 
 def create_sim_backend(

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from deploy.simulation.engine import EnginePools
 from deploy.simulation.hops import HopDelays
+from deploy.simulation.kit import EnginePools
 from deploy.simulation.prompts import PromptSegment, SimRequest, generation_of
 from deploy.simulation.store import VirtualCopies
 from kvstore.actor import KvStoreActor

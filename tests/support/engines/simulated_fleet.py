@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from deploy.simulation.engine import EngineKit, EnginePools, SlowEngines
 from deploy.simulation.front import Workload
 from deploy.simulation.hops import HopDelays
+from deploy.simulation.kit import EngineKit, EnginePools, SlowEngines
 from deploy.simulation.prompts import PromptSegment, SimRequest
 from deploy.simulation.simulation import SimulationResult, simulate
 from deploy.simulation.workloads import GeneratedLoad

@@ -7,6 +7,7 @@ negative slopes, as more work never takes less time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from shared.messages.lifecycle import StepTimeFit, StepTimesReport
@@ -57,7 +58,7 @@ class StepRegression:
         if tokens <= 0 or seconds <= 0.0:
             return
         if self._fit is not None:
-            self._accumulate(tokens, blocks, min(seconds, MAX_RATIO * self._fit.seconds_at(tokens, blocks)))
+            self._accumulate(tokens, blocks, (min(seconds, MAX_RATIO * self._fit.seconds_at(tokens, blocks)),))
             self._newer += 1
             if self._newer >= FIRST_STEPS:
                 self._solve()
@@ -66,9 +67,22 @@ class StepRegression:
         if len(self._first) == FIRST_STEPS:
             longest = MAX_RATIO * median(seconds for _, _, seconds in self._first)
             for step_tokens, step_blocks, step_seconds in self._first:
-                self._accumulate(step_tokens, step_blocks, min(step_seconds, longest))
+                self._accumulate(step_tokens, step_blocks, (min(step_seconds, longest),))
             self._first.clear()
             self._solve()
+
+    def record_alike(self, tokens: int, blocks: int, seconds: Sequence[float]) -> None:
+        """Steps of so many tokens have taken so long, one after the other: the same as `record` for each of them."""
+        left = [each for each in seconds if each > 0.0] if tokens > 0 else []
+        while left and self._fit is None:
+            self.record(tokens, blocks, left.pop(0))
+        while left and self._fit is not None:
+            most, count = MAX_RATIO * self._fit.seconds_at(tokens, blocks), FIRST_STEPS - self._newer
+            part, left = left[:count], left[count:]
+            self._accumulate(tokens, blocks, [min(each, most) for each in part])
+            self._newer += len(part)
+            if self._newer >= FIRST_STEPS:
+                self._solve()
 
     def report(self) -> StepTimeFit | None:
         """None before the first few steps."""
@@ -76,21 +90,26 @@ class StepRegression:
             self._solve()
         return self._fit
 
-    def _accumulate(self, tokens: float, blocks: float, seconds: float) -> None:
+    def _accumulate(self, tokens: float, blocks: float, seconds: Iterable[float]) -> None:
         """B. P. Welford, "Note on a method for calculating corrected sums of squares and products" (1962), with weights
         that fade."""
-        before = self._weight * FADE
-        self._weight = before + 1.0
-        of_tokens, of_blocks, of_seconds = tokens - self._tokens, blocks - self._blocks, seconds - self._seconds
-        share = before / self._weight
-        self._tt = self._tt * FADE + share * of_tokens * of_tokens
-        self._tb = self._tb * FADE + share * of_tokens * of_blocks
-        self._bb = self._bb * FADE + share * of_blocks * of_blocks
-        self._ts = self._ts * FADE + share * of_tokens * of_seconds
-        self._bs = self._bs * FADE + share * of_blocks * of_seconds
-        self._tokens += of_tokens / self._weight
-        self._blocks += of_blocks / self._weight
-        self._seconds += of_seconds / self._weight
+        weight, mean_tokens, mean_blocks, mean_seconds = self._weight, self._tokens, self._blocks, self._seconds
+        tt, tb, bb, ts, bs = self._tt, self._tb, self._bb, self._ts, self._bs
+        for each in seconds:
+            before = weight * FADE
+            weight = before + 1.0
+            of_tokens, of_blocks, of_seconds = tokens - mean_tokens, blocks - mean_blocks, each - mean_seconds
+            share = before / weight
+            tt = tt * FADE + share * of_tokens * of_tokens
+            tb = tb * FADE + share * of_tokens * of_blocks
+            bb = bb * FADE + share * of_blocks * of_blocks
+            ts = ts * FADE + share * of_tokens * of_seconds
+            bs = bs * FADE + share * of_blocks * of_seconds
+            mean_tokens += of_tokens / weight
+            mean_blocks += of_blocks / weight
+            mean_seconds += of_seconds / weight
+        self._weight, self._tokens, self._blocks, self._seconds = weight, mean_tokens, mean_blocks, mean_seconds
+        self._tt, self._tb, self._bb, self._ts, self._bs = tt, tb, bb, ts, bs
 
     def _solve(self) -> None:
         tokens, blocks, seconds = self._tokens, self._blocks, self._seconds
@@ -126,6 +145,10 @@ class StepRegressions:
         """A step of so many tokens has taken so long, while so many KV blocks were in use. `prefills`: some of the
         tokens were of prompts."""
         (self._prompts if prefills else self._decodes).record(tokens, blocks, seconds)
+
+    def record_decodes(self, tokens: int, blocks: int, seconds: Sequence[float]) -> None:
+        """Steps without prompt tokens, of so many tokens each, have taken so long, one after the other."""
+        self._decodes.record_alike(tokens, blocks, seconds)
 
     def report(self) -> StepTimesReport | None:
         """For coordinators; None before the first few steps."""

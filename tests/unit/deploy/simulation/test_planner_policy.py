@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
-from deploy.simulation.engine import EnginePools
 from deploy.simulation.figures import device_seconds, outcomes, slo_attainment
 from deploy.simulation.fleet import ScalingLimits
+from deploy.simulation.kit import EnginePools
 from deploy.simulation.planner_policy import PlannerScaling, planner_scaling, profile_simulated
 from deploy.simulation.simulation import SimulationResult, simulate
 from deploy.simulation.workloads import GeneratedLoad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.simulation.engine import EnginePools
+from deploy.simulation.kit import EnginePools
 from services.coordinator.config import CoordinatorConfig
 from tests.support.engines.simulated_fleet import FixedLoad, request, run
 

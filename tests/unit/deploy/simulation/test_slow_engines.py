@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import pairwise
 
-from deploy.simulation.engine import SlowEngines
+from deploy.simulation.kit import SlowEngines
 from deploy.simulation.simulation import SimulationResult
 from deploy.simulation.workloads import GeneratedLoad
 from services.bench.statistics import percentile

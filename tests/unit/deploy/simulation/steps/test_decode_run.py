@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.simulation.cell import CellOrder, CellState, DrainEngine, EngineCell
-from deploy.simulation.decode_run import DecodeRun
-from deploy.simulation.engine import EngineKit, EnginePools, SlowEngines
 from deploy.simulation.front import RequestFront
+from deploy.simulation.kit import EngineKit, EnginePools, SlowEngines
 from deploy.simulation.prompts import PromptSegment, SimRequest
 from deploy.simulation.simulation import HEAD_START, Simulation
+from deploy.simulation.steps.decode_leap import DecodeLeap
+from deploy.simulation.steps.decode_run import DecodeRun
 from services.coordinator.config import CoordinatorConfig
 from services.scheduler.core.limits import EngineLimits
 from services.worker.sim.backend import SimBackend
@@ -51,6 +52,7 @@ def core_pictures(cell: EngineCell) -> list[Any]:
         assert state is not None
         memory, steps = state.memory, state.steps
         pictures += [engine.core.snapshot(), engine.core.report(), list(state.recent_steps), engine.core.plan_due]
+        pictures += [state.plans_in_flight, engine.next_at, engine.totals]
         pictures += [memory.pool.references, memory.pool.blank, list(memory.pool.cached), memory.index.hash_of]
         pictures += [steps.issued, steps.last_seconds, steps.next_due(1), memory.index.changes.changed]
     return pictures
@@ -137,18 +139,27 @@ def test_memory_that_runs_out_is_taken_from_the_same_sequences_at_the_same_steps
     assert whole[-1][0].epoch.preemptions > 0
 
 
-def test_most_decodes_are_taken_in_by_the_shorter_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[StepFinished] = []
-    finish = DecodeRun.finish
+@pytest.mark.parametrize("late", [False, True])
+def test_most_decodes_are_taken_in_at_once(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    single: list[StepFinished] = []
+    leaps: list[DecodeLeap] = []
+    finish, leap = DecodeRun.finish, DecodeRun.leap
 
     def counted(run: DecodeRun, result: StepFinished, now: float) -> Any:
-        taken.append(result)
+        single.append(result)
         return finish(run, result, now)
 
+    def watched(run: DecodeRun, *given: Any) -> DecodeLeap:
+        leaps.append(leap(run, *given))
+        return leaps[-1]
+
     monkeypatch.setattr(DecodeRun, "finish", counted)
+    monkeypatch.setattr(DecodeRun, "leap", watched)
     load = FixedLoad(tuple(request(number, number / 4, output=300) for number in range(4)))
-    shorter, whole = both_ways(load, 2)
+    shorter, whole = both_ways(load, 2, limits=EngineLimits(plan_late=late))
     assert shorter == whole
     steps = sum(totals.steps for totals in whole[2])
-    assert len(taken) > 0.9 * steps > 500
-    assert {len(result.sampled) for result in taken} == {1, 2}
+    at_once = sum(len(each.times) for each in leaps)
+    assert at_once > 0.7 * steps > 500
+    assert len(single) + at_once > 0.9 * steps
+    assert {len(result.sampled) for result in single} == {1, 2}

@@ -8,6 +8,9 @@ answer already: who waits, what is copied, whom the tokens are sent to. So the c
 
 from __future__ import annotations
 
+from deploy.simulation.hops import HopDelays
+from deploy.simulation.steps.decode_leap import DecodeLeap, LeapRoom, StepTimeline
+from deploy.simulation.steps.device import VirtualDevice
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.planning.step_builder import StepBuilder
@@ -18,6 +21,8 @@ from shared.messages.worker import StepPlan
 
 MIN_STEPS = 4
 """A shorter run is not worth being looked for."""
+MIN_LEAP, MAX_LEAP = 2, 1024
+"""Steps that are taken in at once: fewer are not worth it, more come to no good at anybody."""
 
 
 class DecodeRun:
@@ -41,6 +46,8 @@ class DecodeRun:
         self._timeout = limits.step_timeout
         self._blocks = len(members) * (self._ahead + 1)
         """So many may be allocated at one event."""
+        self._begun = state.steps.issued
+        """The number of its first step."""
 
     @classmethod
     def begin(cls, core: EngineCore) -> DecodeRun | None:
@@ -64,6 +71,37 @@ class DecodeRun:
     def is_overdue(self, now: float) -> bool:
         """Whether the workers count as wedged."""
         return self._state.steps.overdue(now, self._timeout) is not None
+
+    def room(self) -> LeapRoom | None:
+        """How many results can be taken in, and steps planned, by which no sequence fills a block or needs one, or has
+        all its tokens. None where that is not worth while, or these are not all members' latest tokens, or not all that
+        is in flight."""
+        if self._state.steps.finished <= self._begun or not self.goes_on:
+            return None
+        results, plans = MAX_LEAP, self._steps - self._ahead - 1
+        for sequence in self._members:
+            tokens, blocks = sequence.tokens, sequence.blocks
+            size = tokens.block_size
+            results = min(results, size - 1 - len(tokens.known) % size)
+            plans = min(plans, blocks.capacity - tokens.planned)
+            if results < MIN_LEAP or plans < MIN_LEAP or len(tokens.hashes) > blocks.indexed:
+                return None
+        return LeapRoom(results, plans)
+
+    def leap(
+        self, device: VirtualDevice, hops: HopDelays, timeline: StepTimeline, until: float, room: LeapRoom
+    ) -> DecodeLeap:
+        """Takes in the results and plans of `timeline` before `until`, and those that follow from them. `room`: the
+        run's, at present."""
+        leap = DecodeLeap(self._state, self._counters, self._members, device, hops)
+        leap.take(timeline, until, room, late=self._late)
+        self._steps -= leap.planned
+        return leap
+
+    @property
+    def requests(self) -> list[RequestId]:
+        """The members'."""
+        return [member.generation.request for member in self._members]
 
     def finish(self, result: StepFinished, now: float) -> list[RequestId]:
         """Takes in the result of the oldest step in flight. Returns the requests that have a token by it, in order."""

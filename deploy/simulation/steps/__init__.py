@@ -1,0 +1,1 @@
+"""Steps of a simulated engine: its device, and decode steps that are taken in by a shorter way."""
