@@ -9,7 +9,7 @@ from shared.messages.scheduler import StepFinished, StepTiming
 from shared.messages.worker import StepPlan
 
 
-class DeviceStep(NamedTuple):
+class TimedStep(NamedTuple):
     """A step that the device has been given."""
 
     begins: float
@@ -29,7 +29,7 @@ class VirtualDevice:
         """Seconds in which it has computed, or will have."""
         self._speed = speed
 
-    def compute(self, plan: StepPlan, comes: float) -> DeviceStep:
+    def compute(self, plan: StepPlan, comes: float) -> TimedStep:
         """It begins with the plan when that has come and all steps before are over."""
         output = self.backend.compute(plan)
         begins = max(comes, self.busy_until)
@@ -42,7 +42,7 @@ class VirtualDevice:
             drafted=output.drafted,
             accepted=output.accepted,
         )
-        return DeviceStep(begins, self.busy_until, result)
+        return TimedStep(begins, self.busy_until, result)
 
     def occupy(self, forward: float, comes: float) -> tuple[float, float]:
         """It computes a step that has come at that time and takes the backend `forward` seconds. Returns for how long
