@@ -215,6 +215,8 @@ class Coordinator:
             self._outliers.exonerate(request)
             return []
         since = placed.at if placed is not None and placed.engine == engine else None
+        if since is not None:
+            self.fleet.doubt(engine, since, at)
         self._outliers.record_failure(engine, request, since, at.now)
         reason = self._outliers.evidence(engine, at.now)
         if reason is None or not self.fleet.accuse(engine, at):

@@ -20,12 +20,12 @@ from services.coordinator.core.engine_pool import (
     requests_of,
     share,
 )
-from services.coordinator.core.outliers import ACCUSED, RatedEngine, choose_ejected
+from services.coordinator.core.outliers import ACCUSED, UNHEARD, UNHEARD_SECONDS, RatedEngine, choose_ejected
 from services.coordinator.core.reservations import Reservations, ReservedWork
 from shared.ids import DetokenizerId, EngineId, InstanceId, LoraId, ModelName
 from shared.messages.coordinator import PlacementMade
 from shared.messages.generation import Generation, KeptPrompt
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import EngineHealth, Lifecycle
 from shared.messages.model_card import ModelCard
 from shared.registry import Registry
 
@@ -89,6 +89,10 @@ class EngineFleet:
         """Engines to which a request could not be delivered."""
         self._accused: dict[InstanceId, float] = {}
         """Engines that were just told that they fail, and until when their own word for it is awaited."""
+        self._heard: dict[InstanceId, float] = {}
+        """When each engine has reported last."""
+        self._unheard: set[InstanceId] = set()
+        """Engines that may hang: see `doubt`."""
         self._work_of = {"kv": blocks_of, "least-loaded": requests_of}.get(config.router_policy, nothing_of)
         self._paces = EnginePaces()
         self._compares = config.router_policy == "kv" and config.router_step_times
@@ -126,6 +130,10 @@ class EngineFleet:
         match life.service:
             case "scheduler":
                 self._end_accusation(life, at)
+                self._heard[life.instance] = at.now
+                if life.instance in self._unheard:
+                    self._unheard.discard(life.instance)
+                    self._clear_engine_caches()
                 self._reservations.reported(life.instance, at.now)
                 self._record_engine(life.instance, at.now)
             case "detokenizer":
@@ -142,6 +150,8 @@ class EngineFleet:
             self._reservations.forget(instance)
             self._unreachable.discard(instance)
             self._accused.pop(instance, None)
+            self._heard.pop(instance, None)
+            self._unheard.discard(instance)
             self._engines.pop(instance, None)
             self._paces.forget(instance)
         if silent:
@@ -165,6 +175,18 @@ class EngineFleet:
         if self._accused.get(load.instance, -math.inf) > at.now:
             return False
         self._accused[load.instance] = at.now + ACCUSED_SECONDS
+        self._clear_engine_caches()
+        return True
+
+    def doubt(self, engine: EngineId, placed: float, at: Moment) -> bool:
+        """A request comes again that was placed there at `placed`. Where nothing was heard of the engine since, and for
+        longer than whoever fails a request takes to say so, it gets no requests until its next report: in a large fleet
+        that is due only seconds later, and the end of its silence counts for more of them. Whether it is so."""
+        load, instance = self._engines.get(InstanceId(engine)), InstanceId(engine)
+        heard = self._heard.get(instance, math.inf)
+        if load is None or heard > placed or at.now - placed < UNHEARD_SECONDS or instance in self._unheard:
+            return False
+        self._unheard.add(instance)
         self._clear_engine_caches()
         return True
 
@@ -222,10 +244,7 @@ class EngineFleet:
         """The engines of `model` that are ready, and get no requests because they fail."""
         ejected = self._ejected.get(model)
         if ejected is None:
-            rated = [
-                RatedEngine(engine.instance, ACCUSED if engine.instance in self._accused else engine.report.health)
-                for engine in self._serving(model)
-            ]
+            rated = [RatedEngine(engine.instance, self._health_of(engine)) for engine in self._serving(model)]
             ejected = self._ejected[model] = choose_ejected(rated, self._config.max_ejected_share)
         return ejected
 
@@ -248,10 +267,15 @@ class EngineFleet:
 
     def suspicion_of(self, engine: InstanceId) -> str | None:
         """Why an engine is taken to fail, for people; None where it is not."""
-        if engine in self._accused:
-            return ACCUSED.suspect
         load = self._engines.get(engine)
-        return None if load is None else load.report.suspect
+        health = None if load is None else self._health_of(load)
+        return None if health is None else health.suspect
+
+    def _health_of(self, engine: EngineLoad) -> EngineHealth | None:
+        """As it says itself, unless this coordinator has seen worse since."""
+        if engine.instance in self._accused:
+            return ACCUSED
+        return UNHEARD if engine.instance in self._unheard else engine.report.health
 
     def _serving(self, model: ModelName) -> list[EngineLoad]:
         """The engines of `model` that are ready, and can be reached."""

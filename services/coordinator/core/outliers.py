@@ -90,6 +90,10 @@ class OutlierDetector:
 
 ACCUSED = EngineHealth(suspect="requests failed there, and it has not said yet that it knows")
 """The health of an engine that this coordinator has just told so: its own report follows in a moment."""
+UNHEARD = EngineHealth(suspect="a request came again from there, and nothing was heard of it since that was placed")
+"""The health of an engine that may hang: its next report says otherwise."""
+UNHEARD_SECONDS = 4.0
+"""A request that comes again sooner was failed by somebody, who lives; who waits in vain for an answer takes longer."""
 
 
 class RatedEngine(NamedTuple):

@@ -75,6 +75,45 @@ def test_an_engine_of_a_release_that_knows_of_no_health_is_told_nothing() -> Non
         assert [line[0] for line in summary(again)] == ["place"]
 
 
+def engines_of(core: Coordinator, first: int, now: float) -> set[str]:
+    """Where ten requests go."""
+    actions = [each for i in range(10) for each in core.route(route(f"n{first + i}"), at(now))]
+    return {action.engine for action in actions if isinstance(action, PlaceRequest)}
+
+
+def test_an_engine_that_says_nothing_while_a_request_waits_for_it_is_passed_by_until_it_does() -> None:
+    core = fleet_of("a", "b", "c")
+    placed = core.route(route("r"), at(1))
+    (silent,) = [action.engine for action in placed if isinstance(action, PlaceRequest)]
+    for name in {"a", "b", "c"} - {silent}:
+        core.lifecycle(watched(large(name)), at(5))
+    core.route(route("r", attempt=2, avoid=(silent,)), at(7.25))
+    assert engines_of(core, 0, 7.3) == {"a", "b", "c"} - {silent}
+    assert "nothing was heard of it" in (core.fleet.suspicion_of(InstanceId(silent)) or "")
+    core.lifecycle(watched(large(silent)), at(8))
+    assert silent in engines_of(core, 10, 8.1)
+    assert core.fleet.suspicion_of(InstanceId(silent)) is None
+
+
+@pytest.mark.parametrize(("reports_at", "again_at"), [(2.0, 7.25), (0.0, 3.0)], ids=["it reports", "failed at once"])
+def test_a_request_that_comes_again_from_an_engine_that_lives_is_no_silence(reports_at: float, again_at: float) -> None:
+    core = fleet_of("a", "b", "c")
+    placed = core.route(route("r"), at(1))
+    (tried,) = [action.engine for action in placed if isinstance(action, PlaceRequest)]
+    core.lifecycle(watched(large(tried)), at(reports_at))
+    core.route(route("r", attempt=2, avoid=(tried,)), at(again_at))
+    assert tried in engines_of(core, 0, again_at + 0.05)
+
+
+def test_the_last_engines_are_used_however_silent_they_are() -> None:
+    core = fleet_of("a", "b")
+    for number in range(6):
+        actions = core.route(route(f"r{number}"), at(1))
+        (tried,) = [action.engine for action in actions if isinstance(action, PlaceRequest)]
+        core.route(route(f"r{number}", attempt=2, avoid=(tried,)), at(7.25))
+    assert len(engines_of(core, 0, 7.3)) == 1
+
+
 def fleet_of(*names: str) -> Coordinator:
     core = Coordinator(InstanceId("coordinator-1"), CoordinatorConfig())
     for each in (*(watched(large(name)) for name in names), detokenizer()):
