@@ -23,7 +23,7 @@ from tests.integration.worker.test_launched_generation import answers
 from tests.integration.worker.test_launched_schedules import CASES, LONGEST, Schedule
 from tests.integration.worker.test_launching_runner import prompt, told
 from tests.integration.worker.test_speculation import PROMPTS, SAMPLINGS
-from tests.support.models.tiny_drafters import make_draft, make_eagle, make_medusa
+from tests.support.models.tiny_drafters import make_draft, make_eagle, make_eagle3, make_medusa
 from tests.support.models.tiny_models import POSITIONS, TinyModel, make_model
 from tests.support.paths import DEMO
 from tests.support.worker.delayed_device import LateClock, WithoutWaiting
@@ -32,8 +32,8 @@ from tests.support.worker.plan_driver import GREEDY, Driver, Sequence
 from tests.support.worker.tiny_backend import tiny_backend
 
 OUTPUT = 24
-MAKERS = {"draft": make_draft, "medusa": make_medusa, "eagle": make_eagle}
-AHEAD: list[Method] = ["medusa", "eagle"]
+MAKERS = {"draft": make_draft, "medusa": make_medusa, "eagle": make_eagle, "eagle3": make_eagle3}
+AHEAD: list[Method] = ["medusa", "eagle", "eagle3"]
 """Those that are asked before it is known what stands."""
 METHODS: list[Method] = ["ngram", "draft", *AHEAD]
 LASTING = [sampling for sampling in SAMPLINGS if sampling.repetition_penalty == 1.0 and not sampling.presence_penalty]
