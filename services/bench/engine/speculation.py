@@ -32,7 +32,9 @@ def speculation_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the flags; a bad one is explained, and ends the process with status 2."""
     parser = argparse.ArgumentParser("baton bench speculation", description=__doc__)
     model_arguments(parser, "Model directory; by default the demo model.")
-    parser.add_argument("--drafters", type=Path, help="Folder of medusa, eagle, eagle3 and draft; by default the demo model's.")
+    parser.add_argument(
+        "--drafters", type=Path, help="Folder of medusa, eagle, eagle3 and draft; by default the demo's."
+    )
     parser.add_argument("--methods", default="ngram,draft,medusa,eagle,eagle3", help="Those to compare with none.")
     parser.add_argument("--tokens", type=int, default=3, help="Drafts of a step at the most.")
     parser.add_argument("--policy", choices=["dynamic", "fixed"], default="dynamic", help="The scheduler's.")
