@@ -6,7 +6,6 @@ import io
 import wave
 from typing import Any
 
-import av
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,6 +39,8 @@ def in_sixteen_bits(sound: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def encoded(sound: NDArray[np.float32], form: str, codec: str, rate: int) -> bytes:
     """The file of a sound in another format, as FFmpeg calls it."""
+    import av  # other sounds need no library
+
     file = io.BytesIO()
     with av.open(file, "w", format=form) as to:
         stream: Any = to.add_stream(codec, rate=rate)
