@@ -217,14 +217,9 @@ async def ask_tokenizer(
     card: ModelCard
     with table.arriving():
         card, question = await parser.read(kind, await call.body())
-    check_asked(call, card)
-    return card, await table.tokenizer.ask(card, question, reply_type)
-
-
-def check_asked(call: Call, card: ModelCard) -> None:
-    """Notes which model a question is about. Raises RequestError where the client's key does not allow it."""
     call.record.model = card.name
     check_model((card.name, *card.aliases), call.key)
+    return card, await table.tokenizer.ask(card, question, reply_type)
 
 
 def _model_body(card: ModelCard) -> dict[str, Any]:

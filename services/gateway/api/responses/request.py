@@ -28,7 +28,6 @@ from services.gateway.api.structured_outputs import ResponseFormat, StructuredOu
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
 from shared.messages.model_card import ModelCard
-from shared.messages.tokenizer import Encode
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16
@@ -225,19 +224,14 @@ def read_input_tokens(
     limits: RequestLimits,
     dialect_of: Callable[[ModelName], OutputDialect] | None,
     history: bytes | None = None,
-) -> tuple[ModelCard, Encode]:
-    """Reads a body of `/v1/responses/input_tokens`: of the fields of `/v1/responses` those that make the prompt. Raises
-    RequestError."""
+) -> GenerationRequest:
+    """Reads a body of `/v1/responses/input_tokens`, which has of the fields of `/v1/responses` those that make the
+    prompt: a request with the prompt to be counted, which is not generated. Raises RequestError."""
     given = decode_body(body, _object_decoder)
     for name in given:
         if name not in _COUNTED:
             raise invalid(abbreviated(name)[1:-1], f"this field is not known; {', '.join(_COUNTED)} are")
-    generation = read_responses(body, cards, limits, dialect_of, history).generation
-    if generation.images:
-        raise unsupported("input", "counting the tokens of an image, which only an encoder knows,")
-    keep = generation.truncate_prompt_tokens
-    question = Encode(generation.prompts[0], truncate_prompt_tokens=keep, truncation_side=generation.truncation_side)
-    return generation.model, question
+    return read_responses(body, cards, limits, dialect_of, history).generation
 
 
 def _check(fields: ResponsesFields) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from services.gateway.api.errors import RequestError, invalid, unsupported
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
 from services.gateway.api.responses.events import ResponseEvents
 from services.gateway.api.responses.request import ResponseRequest, previous_response
@@ -17,15 +18,12 @@ from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.stored_responses import follow_events
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import Call, ClientConnection
-from services.gateway.http.endpoints import check_asked
 from services.gateway.http.generation import GeneratingEndpoint, StreamSettings
 from services.gateway.http.streaming import EventWriter, event_frame
 from services.gateway.request_table import RequestTable
 from services.gateway.response_store import StoredResponse
 from services.gateway.resumable_streams import ResumableStreams
 from shared.messages.gateway import Delta
-from shared.messages.tokenizer import EncodeReply
-from shared.packing import unpack
 
 
 class ItemCollector(ResponseWriter):
@@ -144,13 +142,16 @@ class ResponsesEndpoint(GeneratingEndpoint):
         return await self._store.history(previous, call.key.name)
 
     async def input_tokens(self, call: Call) -> None:
-        """`/v1/responses/input_tokens`: how many tokens the prompt has. Raises RequestError."""
+        """`/v1/responses/input_tokens`: how many tokens the prompt has; of an image an encoder says it. Raises
+        RequestError."""
         with self._table.arriving():
             body = await call.body()
-            card, question = await self._parser.read("input_tokens", body, await self._history(call, body))
-        check_asked(call, card)
-        encoded = await self._table.tokenizer.ask(card, question, EncodeReply)
-        await call.respond_json({"object": "response.input_tokens", "input_tokens": len(unpack(encoded.tokens))})
+            history = await self._history(call, body)
+            generation: GenerationRequest = await self._parser.read("input_tokens", body, history)
+        call.record.model = generation.served_name
+        generation = await self._table.images.filled(self._access.bound(generation, call.key))
+        ids = await self._table.tokenizer.prompt_ids(generation, generation.prompts[0])
+        await call.respond_json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def _kept(self, call: Call, asked: ResponseRequest, response: dict[str, Any]) -> dict[str, Any]:
         """The response, stored where it is to be. One that the database does not take says that it is not stored."""
