@@ -63,9 +63,9 @@ class AudioDecoder:
                     reply = await self._next(process)
                     if isinstance(reply, AudioRefusal):
                         raise invalid("file", reply.message)
+                    outcome = "decoded" if isinstance(reply, DecodedAll) else "left"
                     yield reply
                     if isinstance(reply, DecodedAll):
-                        outcome = "decoded"
                         return
             except RequestError as error:
                 outcome = "refused"

@@ -73,7 +73,8 @@ def decode_audio(file: bytes, rate: int, window_s: int, max_s: float) -> Iterato
     except _FileRefused as refused:
         yield AudioRefusal(str(refused))
     except Exception as error:  # whatever a decoder raises over what strangers made
-        text = str(error).removeprefix("[Errno ").partition("] ")[2] or str(error) or type(error).__name__
+        said = str(error).partition(": '<none>'")[0]  # no file's name
+        text = said.partition("] ")[2] or said or type(error).__name__
         yield AudioRefusal(f"the file is no sound, or broken ({text[:120]}); {SHOWN_FORMATS} are allowed")
 
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from services.gateway.metrics import AUDIO_FILES
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.encoder import EncodeImage, EncoderReply, ImageRefusal, ImageRows
@@ -113,6 +114,9 @@ async def test_windows_are_asked_for_and_joined_in_their_order(stack: GatewaySta
     assert asked(stack) == 4 * [([*said, 101, 102, 104, 110], {"transcription": "text"})]
     assert (await ask(stack, "translations", response_format="text")).text.startswith("heard ")
     assert asked(stack)[-1] == ([101, 103, 105, 110], {"transcription": "text"}), "in the language that was found"
+    decoded = AUDIO_FILES.labels("decoded")._value.get()
+    await ask(stack, language="en")
+    assert AUDIO_FILES.labels("decoded")._value.get() == decoded + 1
 
 
 async def test_segments_have_their_windows_times(stack: GatewayStack) -> None:
