@@ -267,11 +267,13 @@ async def test_every_api_says_the_same_of_an_image(stack: RunningStack, client: 
     turns[2]["content"] = [{**result, "content": []}, block[1]]
     unseen = await claude.messages.count_tokens(model=NAME, messages=turns, tools=tools)
     assert seen.input_tokens - unseen.input_tokens >= IMAGE_TOKENS
+    await claude.close()
     llama = ollama.AsyncClient(host=stack.url, timeout=150)
     shown_to = [{"role": "user", "content": question, "images": [encoded]}]
     heard = await llama.chat(model=NAME, messages=shown_to, options={"temperature": 0, "num_predict": LENGTH})
     assert heard.message.content == said
     assert "vision" in ((await llama.show(NAME)).capabilities or [])
+    await llama._client.aclose()
     parts: Any = [{"type": "input_image", "image_url": data_uri(A), "detail": "auto"}]
     asked: Any = [{"role": "user", "content": [*parts, {"type": "input_text", "text": question}]}]
     first = await client.responses.create(model=NAME, input=asked, temperature=0, max_output_tokens=LENGTH)
