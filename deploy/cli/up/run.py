@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.stack import Stack, StartFailed
 from deploy.supervisor.state_file import StackRunning
 from shared.bus import BusError
+from shared.models.audio_models import read_audio_model
 
 QUESTION = "What is the capital of France?"
 FIRST_ANSWER_DEADLINE = 30.0
@@ -170,9 +172,11 @@ def pages_line(stack: Stack) -> str:
 
 
 def curl_line(stack: Stack) -> str:
-    """A question to copy into a shell."""
-    body = {"model": stack.spec.served_model_name, "messages": [{"role": "user", "content": QUESTION}]}
+    """A question to copy into a shell, or how to have a recording written down by a model that only does that."""
+    name = stack.spec.served_model_name
     needed = stack.spec.api_keys or "keys_file" in stack.spec.settings.get("gateway", {})
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if needed else ""
-    quoted = json.dumps(body).replace("'", "'\\''")
-    return f"curl {stack.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d '{quoted}'"
+    if read_audio_model(stack.spec.model) is not None:
+        return f"curl {stack.url}/v1/audio/transcriptions{key} -F file=@speech.mp3 -F model={shlex.quote(name)}"
+    quoted = shlex.quote(json.dumps({"model": name, "messages": [{"role": "user", "content": QUESTION}]}))
+    return f"curl {stack.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d {quoted}"
