@@ -68,7 +68,7 @@ class ImageDecoder:
             self._process = None
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+            await process.communicate()  # `wait` waits for pipes, too, which nobody reads any more
 
     async def _start(self) -> Process:
         self._process = await asyncio.create_subprocess_exec(

@@ -61,7 +61,7 @@ async def open_streams(url: str, model: str, key: str | None, streams: int, toke
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        await process.communicate()  # `wait` waits for pipes, too, which nobody reads any more
 
 
 class _OpenStreams:

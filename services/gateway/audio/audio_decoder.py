@@ -76,7 +76,7 @@ class AudioDecoder:
                 feeding.cancel()
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-                await process.wait()
+                await process.communicate()  # `wait` waits for pipes, too, which nobody reads any more
 
     async def _next(self, process: Process) -> AudioReply:
         """Raises RequestError where none comes."""

@@ -333,8 +333,9 @@ async def test_a_template_of_the_clients_own_is_rendered(ring: Ring) -> None:
         ("{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
          "chat_template"),
         ("x" * (MAX_TEMPLATE_CHARS + 1), "chat_template"),
+        ("{% for i in range(50000) %}" + "x" * 1000 + "{% endfor %}", "chat_template"),
     ],
-    ids=["broken", "refusing", "endless", "doubling", "huge"],
+    ids=["broken", "refusing", "endless", "doubling", "huge", "endless-output"],
 )  # fmt: skip
 async def test_a_template_of_the_clients_own_that_does_harm_is_refused(ring: Ring, template: str, field: str) -> None:
     await ring.tokenize(ChatPrompt(messages=MESSAGES, template=template))
