@@ -11,6 +11,7 @@ import pytest
 
 from services.gateway.api.anthropic.request import MessagesTokensFields, read_messages
 from services.gateway.api.chat import read_chat
+from services.gateway.api.chat_batch import ChatBatchFields, read_chat_batch
 from services.gateway.api.errors import RequestError
 from services.gateway.api.openapi import OPERATIONS, openapi_page
 from services.gateway.api.prompts import InvocationFields
@@ -122,6 +123,15 @@ SGLANG_SAMPLING: dict[str, Case] = {
     "stop_regex": Case("a"),
     "custom_params": Case({"a": 1}),
 }
+CHATS = [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]]
+CHAT_BATCH: dict[str, Case] = {
+    "messages": Case(CHATS[::-1]),
+    "n": Case(2),
+    "stream": Case(True),
+    "use_beam_search": Case(True),
+    "prompt_token_ids": Case([1, 2]),
+    "kv_transfer_params": Case({"do_remote_decode": True}),
+}
 OF_OPERATORS = frozenset(
     (
         *("AbortFields", "ContinueFields", "DrainFields", "MemoryFields", "PauseFields", "ScaleFields"),
@@ -151,12 +161,17 @@ def sglang_sampling(body: bytes) -> Any:
     return sglang(msgspec.json.encode({"text": "hi", "sampling_params": msgspec.json.decode(body)}))
 
 
+def chat_batch(body: bytes) -> Any:
+    return read_chat_batch(body, [CARD], LIMITS, dialect_of)
+
+
 @pytest.mark.parametrize(
     ("struct", "cases", "read", "plain"),
     [
         (ResponsesFields, RESPONSES, responses, PLAIN_RESPONSE),
         (SglangFields, SGLANG, sglang, {"text": "hi"}),
         (SglangSamplingParams, SGLANG_SAMPLING, sglang_sampling, {}),
+        (ChatBatchFields, CHAT_BATCH, chat_batch, {"messages": CHATS}),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
@@ -177,7 +192,7 @@ def test_each_field_changes_the_request_or_is_refused_by_name(
 
 def test_every_body_on_the_page_is_looked_at() -> None:
     page = msgspec.json.decode(openapi_page("1"))
-    structs: list[type[msgspec.Struct]] = [*ENDPOINTS, ResponsesFields, SglangFields]
+    structs: list[type[msgspec.Struct]] = [*ENDPOINTS, ResponsesFields, SglangFields, ChatBatchFields]
     looked_at = {struct.__name__ for struct in structs}
     bodies = {operation.body.__name__ for operation in OPERATIONS if operation.body is not None}
     assert bodies - looked_at == OF_OPERATORS | OF_FILES | ELSEWHERE
