@@ -124,7 +124,8 @@ def stack_for_the_run(argv: list[str], keep_logs: Path | None = None) -> Iterato
         run_dir = Path(folder)
         try:
             try:
-                start_in_background(run_dir, ["up", "--port=0", *argv, "--run-dir", folder])
+                with contextlib.redirect_stdout(sys.stderr):  # what is measured alone goes to stdout, for scripts
+                    start_in_background(run_dir, ["up", "--port=0", *argv, "--run-dir", folder])
                 state = read_state(run_dir)
                 if state is None:
                     raise CommandError("the stack ended as soon as it was ready")

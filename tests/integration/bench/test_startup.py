@@ -71,18 +71,26 @@ def test_workers_are_forked_again_when_they_die_and_started_where_nothing_forks_
     stack.wait_until_it_serves()
 
 
+def test_what_the_stack_of_a_bench_says_is_not_in_its_json() -> None:
+    up = "--device sim --kvstore-memory 0 --gateways 1"
+    command = [sys.executable, "-m", "deploy.cli", "bench", "serve", "--up", up, "--num-prompts", "2", "--json"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=START_DEADLINE, check=True)
+    assert json.loads(done.stdout)["completed"] == 2
+    assert "Ready after" in done.stderr
+
+
 def test_a_bench_that_is_told_to_end_ends_the_stack_that_it_started(tmp_path: Path) -> None:
     up = "--device sim --kvstore-memory 0 --gateways 1 --set worker.sim_step_ms=5"
     command = [sys.executable, "-m", "deploy.cli", "bench", "serve", "--up", up, "--num-prompts", "1000000"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as bench:
-        assert bench.stdout is not None
+        assert bench.stderr is not None
         late = threading.Timer(START_DEADLINE, bench.kill)
         late.start()
         try:
-            assert any(line.startswith("Ready after") for line in bench.stdout)
+            assert any(line.startswith("Ready after") for line in bench.stderr)
             (run_dir,) = tmp_path.iterdir()
             assert list(marked_processes(run_dir))
             bench.terminate()
