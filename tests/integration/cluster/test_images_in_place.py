@@ -54,15 +54,13 @@ async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path
             again = await create(messages=[chats[0][1]], n=2, **how)
             assert [each.message.content for each in again.choices] == [said[0], said[0]]
             assert again.usage.prompt_tokens_details.cached_tokens >= 32
-            text, pid, decode = "", None, "engine-2-rank0"
+            text, pid = "", None
             async for chunk in await create(messages=[chats[0][1]], stream=True, **how):
                 text += chunk.choices[0].delta.content or ""
                 if text and pid is None:
-                    busy = [
-                        name for name, life in (await pools.ps()).items() if life.service == "scheduler" and life.load
-                    ]
-                    decode = f"{(busy or ['engine-2'])[0]}-rank0"
-                    pid = pools.kill(decode)
+                    engines = {name: life for name, life in (await pools.ps()).items() if life.service == "scheduler"}
+                    busy = [name for name, life in engines.items() if life.load]
+                    pid = pools.kill(f"{(busy or sorted(engines))[0]}-rank0")
             assert text == said[0]
 
 
