@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 
 import msgspec
 
 from services.encoder import metrics
 from services.encoder.image_process import LENGTH_BYTES, DecodedImage, DecodingRefusal, DecodingReply
+from shared.machine.helper_process import end_helper, start_helper
 
 log = logging.getLogger(__name__)
 
@@ -66,17 +64,10 @@ class ImageDecoder:
         """Ends the process."""
         if (process := self._process) is not None:
             self._process = None
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.communicate()  # `wait` waits for pipes, too, which nobody reads any more
+            await end_helper(process)
 
     async def _start(self) -> Process:
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", MODULE),
-            stdin=PIPE,
-            stdout=PIPE,
-            env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # this environment may hold credentials
-        )
+        self._process = await start_helper("-m", MODULE)
         return self._process
 
     async def _end(self, why: str) -> None:

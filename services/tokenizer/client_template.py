@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 
 import msgspec
 
 from services.tokenizer.core.chat_template import ChatTemplate
 from services.tokenizer.core.refusal import PromptRefused
+from shared.machine.helper_process import end_helper, start_helper
 from shared.messages.tokenizer import ChatPrompt
 
 MAX_TEMPLATE_CHARS = 65_536
@@ -73,15 +73,7 @@ class ClientTemplates:
 
 async def _run(request: bytes) -> bytes:
     """What the process wrote; cut or empty where it was killed."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "services.tokenizer.client_template",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # this environment may hold credentials
-    )
+    process = await start_helper("-m", "services.tokenizer.client_template", stderr=asyncio.subprocess.DEVNULL)
     assert process.stdin is not None
     assert process.stdout is not None
     output = b""
@@ -96,9 +88,7 @@ async def _run(request: bytes) -> bytes:
     except TimeoutError:
         output = b""
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()  # `wait` waits for pipes, too, which nobody reads any more
+        await end_helper(process)
     return output if len(output) <= MAX_OUTPUT else b""
 
 

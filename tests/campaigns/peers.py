@@ -7,7 +7,6 @@ of some prompts are compared, too.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -72,7 +71,7 @@ def run_peers(argv: Sequence[str], up: str | None) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="baton-peers-") as folder:
             model = model_folder(options.model, options.load_format, Path(folder))
-            with contextlib.redirect_stdout(sys.stderr), stack_for_the_run(_up(options), options.logs) as state:
+            with stack_for_the_run(_up(options), options.logs) as state:
                 asked, ours = asyncio.run(_ours(options, state))
             report.keep(described(options, ours, None))  # so that it is not lost where transformers fails
             theirs = asyncio.run(_theirs(report, options, model, asked, ours)) if options.with_peer else None

@@ -20,6 +20,7 @@ from services.bench.client.http_client import HttpClient, HttpClientError
 from services.bench.client.load import SPARE_FILES, allow_open_files
 from services.bench.errors import BenchError, exit_code
 from shared.config import process_environment
+from shared.machine.helper_process import end_helper
 
 KEY_VARIABLE = "BATON_BENCH_API_KEY"
 PATH = "/v1/completions"
@@ -59,9 +60,7 @@ async def open_streams(url: str, model: str, key: str | None, streams: int, toke
             raise BenchError(f"the streams: {said or 'their process has ended'}")
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()  # `wait` waits for pipes, too, which nobody reads any more
+        await end_helper(process)
 
 
 class _OpenStreams:

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import os
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator
 
 import msgspec
@@ -22,6 +20,7 @@ from services.gateway.audio.audio_process import (
     DecodedWindow,
 )
 from services.gateway.metrics import AUDIO_FILES
+from shared.machine.helper_process import end_helper, start_helper
 from shared.messages.model_card import AudioModel
 
 log = logging.getLogger(__name__)
@@ -50,11 +49,8 @@ class AudioDecoder:
         """The windows of a file, as far as they are asked for, and its end. Raises RequestError 400 for the field
         `file`."""
         async with self._slots:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", MODULE, str(audio.sample_rate), str(audio.window_s), str(self._max_seconds)),
-                stdin=PIPE,
-                stdout=PIPE,
-                env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # this environment may hold credentials
+            process = await start_helper(
+                *("-m", MODULE, str(audio.sample_rate), str(audio.window_s), str(self._max_seconds))
             )
             outcome = "left"
             try:
@@ -74,9 +70,7 @@ class AudioDecoder:
             finally:
                 AUDIO_FILES.labels(outcome).inc()
                 feeding.cancel()
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.communicate()  # `wait` waits for pipes, too, which nobody reads any more
+                await end_helper(process)
 
     async def _next(self, process: Process) -> AudioReply:
         """Raises RequestError where none comes."""

@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copyreg
-import os
 import pickle
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal
@@ -38,6 +37,7 @@ from services.gateway.api.responses.request import read_input_tokens, read_respo
 from services.gateway.api.sglang.request import read_sglang
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
+from shared.machine.helper_process import end_helper, start_helper
 from shared.messages.model_card import ModelCard
 
 ALWAYS_INLINE_BYTES = 8 * 2**10
@@ -176,10 +176,10 @@ class BodyParser:
     async def close(self) -> None:
         """Ends the processes."""
         while self._idle:
-            await _end(self._idle.pop())
+            await end_helper(self._idle.pop())
 
     async def _read_beside(self, body: bytes, context: BodyContext) -> Any:
-        process = self._idle.pop() if self._idle else await _start()
+        process = self._idle.pop() if self._idle else await start_helper("-c", f"from {__name__} import main; main()")
         try:
             async with asyncio.timeout(PARSE_TIMEOUT):
                 answer = await _ask(process, pickle.dumps(context), body)
@@ -193,7 +193,7 @@ class BodyParser:
             raise
         finally:
             if process not in self._idle:
-                await _end(process)
+                await end_helper(process)
         if isinstance(answer, Refused):
             raise RequestError(
                 answer.status,
@@ -204,23 +204,6 @@ class BodyParser:
                 elsewhere=answer.elsewhere,
             )
         return answer
-
-
-async def _start() -> Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        f"from {__name__} import main; main()",
-        stdin=PIPE,
-        stdout=PIPE,
-        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # this environment may hold credentials
-    )
-
-
-async def _end(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    await process.communicate()  # waits, and closes the pipes
 
 
 async def _ask(process: Process, *parts: bytes) -> Any:

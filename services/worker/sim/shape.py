@@ -60,9 +60,18 @@ class Experts(Struct, frozen=True):
     flops_each: int = 0
     """Operations of one expert for a token, over all layers."""
 
+    @property
+    def bytes(self) -> int:
+        """Of all of them."""
+        return self.count * self.bytes_each
+
+    def idle_share(self, tokens: float) -> float:
+        """How many of them none of `tokens` tokens goes through, if all are chosen equally often."""
+        return float((1 - self.chosen / self.count) ** tokens)
+
     def idle_bytes(self, tokens: int) -> int:
-        """Weights of experts that none of `tokens` tokens goes through, if all are chosen equally often."""
-        return round(self.count * self.bytes_each * (1 - self.chosen / self.count) ** tokens)
+        """Weights of those that none of `tokens` tokens goes through."""
+        return round(self.bytes * self.idle_share(tokens))
 
     def each_rank(self, spread: ExpertSpread) -> int:
         """Bytes of the experts of a rank, over all layers."""
@@ -105,8 +114,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         Every expert then gets rows of all engines, and what they give needs no sum."""
         experts = self.experts
         assert experts is not None
-        touched = 1 - (1 - experts.chosen / experts.count) ** (tokens * spread.ranks / ranks)
-        dense = self.weight_bytes - experts.count * experts.bytes_each
+        touched = 1 - experts.idle_share(tokens * spread.ranks / ranks)
+        dense = self.weight_bytes - experts.bytes
         moved = (dense + self.kv_bytes_per_token * (read + tokens)) / ranks + experts.each_rank(spread) * touched
         flops = self.flops_per_token * tokens + self.flops_per_pair * pairs + self.flops_per_sample * samples
         flops += experts.chosen * experts.flops_each * tokens * (1 / spread.balance - 1)
@@ -126,8 +135,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         """Bytes of the weights of one of an engine's `ranks`."""
         if spread is None or self.experts is None:
             return self.weight_bytes / ranks
-        experts = self.experts
-        return (self.weight_bytes - experts.count * experts.bytes_each) / ranks + experts.each_rank(spread)
+        return (self.weight_bytes - self.experts.bytes) / ranks + self.experts.each_rank(spread)
 
 
 def read_shape(folder: Path, dtype: str, quantization: str = "auto", kv_cache_dtype: str = "auto") -> ModelShape:
