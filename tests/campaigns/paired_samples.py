@@ -2,14 +2,15 @@
 
 Samples that follow each other have met the same machine, so they are compared in pairs, by the logarithm of their
 ratio. Where nothing differs, each pair's ratio is as likely as its inverse: an exact test of all their signs says how
-often chance alone gives a mean at least as bad. Several figures are judged together by Holm's method.
+often chance alone gives a mean at least as bad. Several figures are judged together by Holm's method. A change that
+does not matter is allowed for first: the test is then whether it is worse by more than that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from math import ceil, exp, log, log2
+from math import ceil, exp, log, log1p, log2
 from random import Random
 from statistics import fmean
 from typing import Literal, NamedTuple
@@ -38,17 +39,21 @@ class Comparison(NamedTuple):
     high: float
     """Between which 95% of the means lie that resampled pairs have."""
     worse_by_chance: float
-    """How often chance alone gives a change for the worse that is at least as great."""
+    """How often chance alone gives a change for the worse that is at least as great, beside what is allowed."""
 
 
-def compare(figure: Figure, pairs: Sequence[tuple[float, float]], seed: int = 0) -> Comparison:
-    """`pairs`: (old, new), each positive. Raises ValueError for fewer than two."""
+def compare(figure: Figure, pairs: Sequence[tuple[float, float]], seed: int = 0, allowed: float = 0.0) -> Comparison:
+    """`pairs`: (old, new), each positive. `allowed`: 0.15 tests for what takes more than 1.15 times as long.
+
+    Raises ValueError for fewer than two pairs.
+    """
     if len(pairs) < 2:
         raise ValueError(f"{figure.name}: {len(pairs)} pairs are too few; two at least")
     changes = [log(new / old) for old, new in pairs]
     signed = [-change for change in changes] if figure.better == "higher" else changes
     low, high = _interval(changes, Random(seed))
-    return Comparison(figure.name, exp(fmean(changes)), exp(low), exp(high), _chance(signed, Random(seed)))
+    beyond = [change - log1p(allowed) for change in signed]
+    return Comparison(figure.name, exp(fmean(changes)), exp(low), exp(high), _chance(beyond, Random(seed)))
 
 
 def regressions(comparisons: Sequence[Comparison], error: float) -> list[Comparison]:

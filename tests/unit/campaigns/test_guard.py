@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable, Iterator
 from math import comb
+from pathlib import Path
 from random import Random
 
 import pytest
 
 from deploy.errors import CommandError
-from tests.campaigns.guard import FIGURES, LastVersion, figures_of, last_version, options_of
+from tests.campaigns import guard
+from tests.campaigns.guard import FIGURES, LastVersion, NotComparedError, figures_of, last_version, options_of
 from tests.campaigns.paired_samples import MAX_EXACT, Comparison, Figure, compare, fewest_pairs, regressions, table
 from tests.support.paths import REPOSITORY
 
@@ -103,3 +107,83 @@ def test_what_is_typed_and_what_is_shown() -> None:
         "| a | 1.100 | 1.050 to 1.150 | 0.0002 | **worse** |",
         "| b | 1.000 | 0.980 to 1.020 | 0.5000 |  |",
     ]
+
+
+def test_what_is_allowed_is_no_regression_and_what_is_far_beyond_it_is() -> None:
+    """By the settings of CI: as noisy as two loaded cores are, 1.15 times as slow is let pass, 1.6 times is not."""
+    short = options_of(["--short"])
+    assert (short.allowed, short.error, short.rounds) == (0.15, 0.001, 14)
+    found = {
+        change: sum(
+            bool(regressions([compare(TIME, noisy(14, change, 0.1, seed), allowed=0.15)], 0.001 / 4))
+            for seed in range(8)
+        )
+        for change in (1.0, 1.15, 1.6)
+    }
+    assert found == {1.0: 0, 1.15: 0, 1.6: 8}
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, runs: list[dict[str, float]]) -> tuple[int, int]:
+    """The status, and how often was measured, where all pairs of a run have these ratios; 1 where none is given."""
+    waiting: Iterator[dict[str, float]] = iter(runs)
+    taken = []
+
+    def measured(version: LastVersion, fewest: int, options: guard.GuardOptions) -> guard.Pairs:
+        taken.append(ratios := next(waiting))
+        return {f"{f.name}, 8 at a time": [(1.0, ratios.get(f.name, 1.0))] * options.rounds for f in FIGURES}
+
+    monkeypatch.setattr(guard, "_measured", measured)
+    return guard.run_guard(["--short"]), len(taken)
+
+
+def test_only_what_two_pairs_of_stacks_show_is_a_regression(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow, slow_start = {"TPOT p50 ms": 1.5}, {"TTFT p50 ms": 1.5}
+    assert run_with(monkeypatch, [{}]) == (0, 1)
+    assert run_with(monkeypatch, [slow, {}]) == (0, 2)
+    assert run_with(monkeypatch, [slow, slow_start]) == (0, 2)
+    assert "**worse**" in capsys.readouterr().out
+    assert run_with(monkeypatch, [slow | slow_start, slow]) == (1, 2)
+    assert run_with(monkeypatch, [{"output tokens/s": 0.6}] * 2) == (1, 2)
+
+
+def test_where_the_last_version_is_not_to_be_had_ci_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a shallow clone: the changelog names a commit that is not there."""
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True, timeout=60)
+    (tmp_path / "CHANGELOG.md").write_text("## 0.2.0 (2026-11-22, commit 63a82c1)\n", encoding="utf-8")
+    monkeypatch.setattr(guard, "REPOSITORY", tmp_path)
+    assert guard.run_guard(["--short"]) == 0
+    assert "not compared" in (said := capsys.readouterr().out)
+    assert "a shallow clone lacks old versions" in said
+    with pytest.raises(NotComparedError, match="63a82c1"):
+        guard.run_guard([])
+
+
+@pytest.mark.parametrize(
+    ("broken", "not_compared"), [("run-old", True), ("run-new", False)], ids=["the last version", "this checkout"]
+)
+def test_a_stack_that_does_not_start_is_a_failure_of_this_checkout_only(
+    monkeypatch: pytest.MonkeyPatch, broken: str, not_compared: bool
+) -> None:
+    def command(said: list[str] | tuple[str, ...], *_: object) -> None:
+        if "up" in said and any(part.endswith(broken) for part in said):
+            raise CommandError("exit status 1")
+
+    refuse: Callable[..., None] = command
+    monkeypatch.setattr(guard, "_python", refuse)
+    monkeypatch.setattr(guard, "_git", lambda *_: None)
+    if not_compared:
+        assert guard.run_guard(["--short"]) == 0
+    else:
+        with pytest.raises(CommandError, match="exit status 1"):
+            guard.run_guard(["--short"])
+
+
+def test_too_few_rounds_within_the_time_are_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_python", lambda *_: None)
+    monkeypatch.setattr(guard, "_git", lambda *_: None)
+    with pytest.raises(NotComparedError, match=r"0 rounds in 0 s, 9 at least are needed: --seconds"):
+        guard.run_guard(["--seconds", "0"])
