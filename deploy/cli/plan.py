@@ -36,7 +36,7 @@ from shared.bus.nats_bus import NatsOptions
 from shared.messages.supervisor import PlannerDecision
 from shared.models.profile_file import ProfileError, ProfileFile, read_profile
 from shared.settings import settings_of
-from shared.telemetry.metrics import metrics_server
+from shared.telemetry.metrics import ProcessMetrics, metrics_server
 
 PLANNER = "planner"
 PLAN_OFFERS = offers_of((PLANNER, setting) for setting in settings_of(PlannerSettings).values())
@@ -158,7 +158,7 @@ async def _run(
     def note(text: str) -> None:
         print(f"baton plan: {text}", file=sys.stderr, flush=True)
 
-    with metrics_server(METRICS_HOST, settings.metrics_port) as port:
+    with metrics_server(METRICS_HOST, settings.metrics_port, ProcessMetrics("planner")) as port:
         if port is not None:
             note(f"metrics at http://{METRICS_HOST}:{port}/metrics")
         async with access as fleet:

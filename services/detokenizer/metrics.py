@@ -5,19 +5,23 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.detokenizer.core.actions import DetokenizerCounters
-from shared.telemetry.metrics import PublishedTotals
+from shared.telemetry.metrics import PublishedTotals, service_registry
 
-STREAMS = Gauge("baton_detokenizer_streams", "Open streams.")
-TOKENS = Counter("baton_detokenizer_tokens_total", "Tokens turned into text.")
-STOPPED = Counter("baton_detokenizer_stopped_total", "Requests ended by a stop string.")
-UNKNOWN = Counter("baton_detokenizer_unknown_total", "Messages about attempts without an open stream.")
-STALE = Counter("baton_detokenizer_stale_batches_total", "Batches of an engine's former epoch.")
-GAPS = Counter("baton_detokenizer_gaps_total", "Gaps in the numbered batches of engines.")
-FAILED = Counter("baton_detokenizer_failed_total", "Requests that failed here.")
+METRICS = service_registry("detokenizer")
+STREAMS = Gauge("baton_detokenizer_streams", "Open streams.", registry=METRICS)
+TOKENS = Counter("baton_detokenizer_tokens_total", "Tokens turned into text.", registry=METRICS)
+STOPPED = Counter("baton_detokenizer_stopped_total", "Requests ended by a stop string.", registry=METRICS)
+UNKNOWN = Counter(
+    "baton_detokenizer_unknown_total", "Messages about attempts without an open stream.", registry=METRICS
+)
+STALE = Counter("baton_detokenizer_stale_batches_total", "Batches of an engine's former epoch.", registry=METRICS)
+GAPS = Counter("baton_detokenizer_gaps_total", "Gaps in the numbered batches of engines.", registry=METRICS)
+FAILED = Counter("baton_detokenizer_failed_total", "Requests that failed here.", registry=METRICS)
 SECONDS = Histogram(
     "baton_detokenizer_batch_seconds",
     "Seconds for one batch of tokens, from its arrival to the last message sent.",
     buckets=(5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1),
+    registry=METRICS,
 )
 
 

@@ -45,7 +45,7 @@ from services.gateway.http.server import HttpServer, RootPath
 from services.gateway.images.image_fetcher import ImageFetcher
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
-from services.gateway.metrics import metrics_of_process
+from services.gateway.metrics import gateway_collectors
 from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.parsing.parser_choice import ParserChoice
 from services.gateway.peers import GatewayPeers
@@ -80,6 +80,7 @@ from shared.messages.gateway import (
 )
 from shared.messages.lifecycle import Lifecycle, Phase
 from shared.models.lora_registry import LoraRegistry
+from shared.telemetry.metrics import ProcessMetrics
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,8 @@ class Gateway(Actor):
             self.federation = Federation(
                 clusters, self.requests, lambda: connect(options), bus.liveness_now, drain_file=drain_file
             )
-        self.peers = GatewayPeers(bus, self._gateway)
+        self.metrics = gateway_collectors(self.requests.meters)
+        self.peers = GatewayPeers(bus, self._gateway, ProcessMetrics(self.service, added=self.metrics))
         self.console = ConsoleFeed(bus, self.requests, self.peers)
         own = GatewayLife(self._gateway, self.incarnation)
         self.streams = ResumableStreams(bus, own, self.peers, self.requests)
@@ -334,7 +336,7 @@ class Gateway(Actor):
         """Answers another gateway."""
         match request:
             case ReadMetrics():
-                return MetricsPage(metrics_of_process(request.openmetrics))
+                return MetricsPage(self.peers.own_metrics_page(request.openmetrics))
             case TakeStream():
                 return await self.streams.answer(request)
             case AbortRequests():

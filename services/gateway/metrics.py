@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from msgspec.structs import replace
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client import Histogram as PlainHistogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
@@ -23,52 +23,87 @@ from prometheus_client.samples import Exemplar
 from shared.ids import GatewayId
 from shared.messages.gateway import LatencyCounts, LatencyName
 from shared.messages.generation import FinishReason
-from shared.telemetry.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, ForeignName, ForeignNames, metrics_page
+from shared.telemetry.metrics import (
+    LATENCY_BUCKETS,
+    TOKEN_BUCKETS,
+    ForeignName,
+    ForeignNames,
+    metrics_page,
+    service_registry,
+)
 
+METRICS = service_registry("gateway")
 REQUESTS = Counter(
     "baton_gateway_requests_total",
     "Generation requests that ended, by outcome; refused: for a mistake or a limit of the client's, unlike failed.",
     ["model", "endpoint", "outcome"],
+    registry=METRICS,
 )
-ERRORS = Counter("baton_gateway_errors_total", "Error responses, by HTTP status.", ["status"])
-RETRIES = Counter("baton_gateway_retries_total", "Attempts after the first one of a request.")
+ERRORS = Counter("baton_gateway_errors_total", "Error responses, by HTTP status.", ["status"], registry=METRICS)
+RETRIES = Counter("baton_gateway_retries_total", "Attempts after the first one of a request.", registry=METRICS)
 DISCONNECTS = Counter(
-    "baton_gateway_disconnects_total", "Requests whose client disconnected or did not read its response.", ["why"]
+    "baton_gateway_disconnects_total",
+    "Requests whose client disconnected or did not read its response.",
+    ["why"],
+    registry=METRICS,
 )
-FORWARDED = Counter("baton_gateway_forwarded_total", "Attempts sent to another cluster.", ["cluster"])
-RELAYED = Gauge("baton_gateway_relayed_requests", "Open requests of other clusters' gateways.")
-OPEN = Gauge("baton_gateway_open_requests", "Open requests, by whether an engine has them.", ["state"])
-BODY_BYTES = Gauge("baton_gateway_body_bytes", "Bytes that the bodies of open requests hold.")
-KEYS = Gauge("baton_gateway_api_keys", "API keys that clients may send.")
-KEYS_FILE_VALID = Gauge("baton_gateway_keys_file_valid", "1; 0 while the file of keys cannot be used as it is.")
-RECORD_BYTES = Gauge("baton_gateway_resumable_bytes", "Memory of resumable streams and of copies, roughly.")
+FORWARDED = Counter("baton_gateway_forwarded_total", "Attempts sent to another cluster.", ["cluster"], registry=METRICS)
+RELAYED = Gauge("baton_gateway_relayed_requests", "Open requests of other clusters' gateways.", registry=METRICS)
+OPEN = Gauge(
+    "baton_gateway_open_requests", "Open requests, by whether an engine has them.", ["state"], registry=METRICS
+)
+BODY_BYTES = Gauge("baton_gateway_body_bytes", "Bytes that the bodies of open requests hold.", registry=METRICS)
+KEYS = Gauge("baton_gateway_api_keys", "API keys that clients may send.", registry=METRICS)
+KEYS_FILE_VALID = Gauge(
+    "baton_gateway_keys_file_valid", "1; 0 while the file of keys cannot be used as it is.", registry=METRICS
+)
+RECORD_BYTES = Gauge(
+    "baton_gateway_resumable_bytes", "Memory of resumable streams and of copies, roughly.", registry=METRICS
+)
 RESUMED = Counter(
-    "baton_gateway_resumed_total", "Streams that clients resumed, by where the gateway had them from.", ["source"]
+    "baton_gateway_resumed_total",
+    "Streams that clients resumed, by where the gateway had them from.",
+    ["source"],
+    registry=METRICS,
 )
-IMAGE_FETCHES = Counter("baton_gateway_image_fetches_total", "Images fetched by HTTP, by what came of it.", ["outcome"])
+IMAGE_FETCHES = Counter(
+    "baton_gateway_image_fetches_total", "Images fetched by HTTP, by what came of it.", ["outcome"], registry=METRICS
+)
 """fetched, refused, failed, too slow."""
 AUDIO_FILES = Counter(
-    "baton_gateway_audio_files_total", "Sounds that were given to a decoder, by what came of it.", ["outcome"]
+    "baton_gateway_audio_files_total",
+    "Sounds that were given to a decoder, by what came of it.",
+    ["outcome"],
+    registry=METRICS,
 )
 """decoded; refused: not to its end; left: its request ended before."""
 OVERFLOW_REQUESTS = Counter(
     "baton_gateway_overflow_requests_total",
     "Requests that could not be served here in time, by why, and by what came of asking the overflow provider.",
     ["cause", "outcome"],
+    registry=METRICS,
 )
 OVERFLOW_TOKENS = Counter(
-    "baton_gateway_overflow_tokens_total", "Tokens that the overflow provider counted, by kind.", ["kind"]
+    "baton_gateway_overflow_tokens_total",
+    "Tokens that the overflow provider counted, by kind.",
+    ["kind"],
+    registry=METRICS,
 )
-OVERFLOW_OPEN = Gauge("baton_gateway_overflow_open_requests", "Requests that are open at the overflow provider.")
+OVERFLOW_OPEN = Gauge(
+    "baton_gateway_overflow_open_requests", "Requests that are open at the overflow provider.", registry=METRICS
+)
 OVERFLOW_BREAKER_OPEN = Gauge(
-    "baton_gateway_overflow_breaker_open", "1 while the overflow provider is left alone, as it kept failing; else 0."
+    "baton_gateway_overflow_breaker_open",
+    "1 while the overflow provider is left alone, as it kept failing; else 0.",
+    registry=METRICS,
 )
 OVERFLOW_FIRST_BYTE = PlainHistogram(
     "baton_gateway_overflow_time_to_first_byte_seconds",
     "From asking the overflow provider to the beginning of its answer.",
     buckets=LATENCY_BUCKETS,
+    registry=METRICS,
 )
-STREAMS = Gauge("baton_gateway_open_exchanges", "Open HTTP requests.")
+STREAMS = Gauge("baton_gateway_open_exchanges", "Open HTTP requests.", registry=METRICS)
 
 
 END_OF_OPENMETRICS = b"# EOF\n"
@@ -207,33 +242,26 @@ _COUNTERS = (
     ("generation_tokens", "Tokens generated."),
 )
 
-METERS = Meters()
-REGISTRY.register(METERS)
-
-VLLM_NAMES = ForeignNames(
-    [METERS],
-    (
-        ForeignName("baton_gateway_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
-        ForeignName("baton_gateway_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
-        ForeignName("baton_gateway_inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
-        ForeignName("baton_gateway_time_per_output_token_seconds", "vllm:request_time_per_output_token_seconds"),
-        ForeignName("baton_gateway_e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
-        ForeignName("baton_gateway_request_prompt_tokens", "vllm:request_prompt_tokens"),
-        ForeignName("baton_gateway_request_generation_tokens", "vllm:request_generation_tokens"),
-        ForeignName("baton_gateway_prompt_tokens", "vllm:prompt_tokens"),
-        ForeignName("baton_gateway_cached_tokens", "vllm:prompt_tokens_cached"),
-        ForeignName("baton_gateway_generation_tokens", "vllm:generation_tokens"),
-        ForeignName("baton_gateway_choices_finished", "vllm:request_success"),
-    ),
-    {"model": "model_name", "reason": "finished_reason"},
+_VLLM_NAMES = (
+    ForeignName("baton_gateway_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+    ForeignName("baton_gateway_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
+    ForeignName("baton_gateway_inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+    ForeignName("baton_gateway_time_per_output_token_seconds", "vllm:request_time_per_output_token_seconds"),
+    ForeignName("baton_gateway_e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
+    ForeignName("baton_gateway_request_prompt_tokens", "vllm:request_prompt_tokens"),
+    ForeignName("baton_gateway_request_generation_tokens", "vllm:request_generation_tokens"),
+    ForeignName("baton_gateway_prompt_tokens", "vllm:prompt_tokens"),
+    ForeignName("baton_gateway_cached_tokens", "vllm:prompt_tokens_cached"),
+    ForeignName("baton_gateway_generation_tokens", "vllm:generation_tokens"),
+    ForeignName("baton_gateway_choices_finished", "vllm:request_success"),
 )
 """As vLLM calls what it measures of requests. Its `time_per_output_token_seconds` was the time between two tokens."""
-REGISTRY.register(VLLM_NAMES)
+_VLLM_LABELS = {"model": "model_name", "reason": "finished_reason"}
 
 
-def metrics_of_process(openmetrics: bool = False) -> bytes:
-    """Returns what this process measures, in Prometheus' text format, or in OpenMetrics'."""
-    return metrics_page(REGISTRY, openmetrics=openmetrics)
+def gateway_collectors(meters: Meters) -> tuple[Collector, ...]:
+    """Returns what one gateway measures of its requests: under our names, and under vLLM's."""
+    return meters, ForeignNames([meters], _VLLM_NAMES, _VLLM_LABELS)
 
 
 class MergedPages(Collector):

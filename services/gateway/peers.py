@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Collection
 from typing import Any
 
+from prometheus_client.registry import Collector
+
 from services.gateway.core.stream_records import GatewayLife
-from services.gateway.metrics import metrics_of_process
 from shared import topics
 from shared.bus import Bus, BusError
 from shared.ids import GatewayId, InstanceId
 from shared.messages.gateway import AbortRequests, GatewayRequest, MetricsPage, ReadMetrics, RequestsAborted
 from shared.messages.lifecycle import Lifecycle
 from shared.registry import Registry
+from shared.telemetry.metrics import metrics_page
 
 ANSWER_TIMEOUT = 1.0
 """Seconds that another gateway may take to answer. Its own answers wait for nobody."""
@@ -22,8 +24,9 @@ ANSWER_TIMEOUT = 1.0
 class GatewayPeers:
     """Owns the registry of gateways; this one's own lifecycle messages are left out."""
 
-    def __init__(self, bus: Bus, own: GatewayId) -> None:
-        self.own = own
+    def __init__(self, bus: Bus, own: GatewayId, metrics: Collector) -> None:
+        """`metrics`: this gateway's."""
+        self.own, self._metrics = own, metrics
         self._bus = bus
         self._registry = Registry()
 
@@ -68,10 +71,14 @@ class GatewayPeers:
         answers: dict[GatewayId, RequestsAborted] = await self.ask_all(question, RequestsAborted)
         return [response for answer in answers.values() for response in answer.responses]
 
+    def own_metrics_page(self, openmetrics: bool) -> bytes:
+        """Returns what this gateway measures, in Prometheus' text format or in OpenMetrics'."""
+        return metrics_page(self._metrics, openmetrics=openmetrics)
+
     async def metrics_pages(self, openmetrics: bool = False) -> dict[GatewayId, bytes]:
         """Returns the metrics of every gateway, this one included, in Prometheus' text format or in OpenMetrics'."""
         others = await self.ask_all(ReadMetrics(openmetrics), MetricsPage)
-        return {self.own: metrics_of_process(openmetrics), **{peer: page.text for peer, page in others.items()}}
+        return {self.own: self.own_metrics_page(openmetrics), **{peer: page.text for peer, page in others.items()}}
 
 
 def _life(message: Lifecycle) -> GatewayLife:

@@ -31,7 +31,7 @@ from services.gateway.dispatches import choice_state, first_dispatch
 from services.gateway.engine_prober import PROBE_TIMEOUT, EngineProber
 from services.gateway.images.image_fetcher import ImageFetcher
 from services.gateway.images.image_rows import ImageRowsClient
-from services.gateway.metrics import DISCONNECTS, METERS, OPEN, REQUESTS, RETRIES, STREAMS, ModelMeters
+from services.gateway.metrics import DISCONNECTS, OPEN, REQUESTS, RETRIES, STREAMS, Meters, ModelMeters
 from services.gateway.tokenizer_client import PromptDetails, TokenizerClient
 from shared import topics
 from shared.bus import Bus, BusError, PayloadTooLarge
@@ -102,6 +102,7 @@ class RequestTable:
         self.timeout = policy.request_s
         """Seconds that an answer may take in all."""
         self.cluster = ClusterView(policy.wait_for_engines_s)
+        self.meters = Meters()
         self._policy = policy
         self.accepting = True
         self._bus, self._gateway, self._max_open = bus, gateway, max_open
@@ -202,7 +203,7 @@ class RequestTable:
             header,
             choices,
             writer,
-            METERS.of(self.cluster.counted_as(header.model)) if meters is None else meters,
+            self.meters.of(self.cluster.counted_as(header.model)) if meters is None else meters,
             time.monotonic(),
             grammar_field=grammar.field if grammar is not None else None,
             trace=exported_trace(generation.trace),
@@ -249,9 +250,8 @@ class RequestTable:
         """Opens a response that dispatches nothing: its choices are filled in by other requests."""
         states = [ChoiceState(position, position // generation.n) for position in range(generation.sequences)]
         choices = {RequestId(f"{header.id}-{state.index}"): state for state in states}
-        response = GenerationResponse(
-            header, choices, writer, METERS.of(self.cluster.counted_as(header.model)), time.monotonic()
-        )
+        meters = self.meters.of(self.cluster.counted_as(header.model))
+        response = GenerationResponse(header, choices, writer, meters, time.monotonic())
         self._add(response)
         return response
 
@@ -269,7 +269,7 @@ class RequestTable:
         REQUESTS.labels(model, header.kind, "refused" if refused else outcome).inc()
         if outcome in ("client left", "client too slow"):
             DISCONNECTS.labels(outcome).inc()
-        meters = METERS.of(model)
+        meters = self.meters.of(model)
         meters.prompt_tokens += prompt_tokens(choices)
         meters.cached_tokens += sum(cached_prompt_tokens(choices))
         first = response.first_token_at

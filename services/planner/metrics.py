@@ -7,13 +7,21 @@ from typing import get_args
 from prometheus_client import Counter, Gauge
 
 from shared.messages.supervisor import PlannerDecision, ProfileSource
+from shared.telemetry.metrics import service_registry
 
-DECISIONS = Counter("baton_planner_decisions_total", "Decisions, by what became of them.", ["outcome"])
-ENGINES = Gauge("baton_planner_engines", "Engines by role: present, wanted, target.", ["role", "of"])
-RATE = Gauge("baton_planner_requests_per_second", "Requests per second: observed and predicted.", ["of"])
-CORRECTION = Gauge("baton_planner_correction", "Observed latency divided by the profile's.", ["of"])
-SUFFICES = Gauge("baton_planner_suffices", "1 while the wanted fleet meets the targets.")
-PROFILE = Gauge("baton_planner_profile", "1: the latest decision was computed with this profile.", ["source"])
+METRICS = service_registry("planner")
+DECISIONS = Counter(
+    "baton_planner_decisions_total", "Decisions, by what became of them.", ["outcome"], registry=METRICS
+)
+ENGINES = Gauge("baton_planner_engines", "Engines by role: present, wanted, target.", ["role", "of"], registry=METRICS)
+RATE = Gauge(
+    "baton_planner_requests_per_second", "Requests per second: observed and predicted.", ["of"], registry=METRICS
+)
+CORRECTION = Gauge("baton_planner_correction", "Observed latency divided by the profile's.", ["of"], registry=METRICS)
+SUFFICES = Gauge("baton_planner_suffices", "1 while the wanted fleet meets the targets.", registry=METRICS)
+PROFILE = Gauge(
+    "baton_planner_profile", "1: the latest decision was computed with this profile.", ["source"], registry=METRICS
+)
 
 
 def show(decision: PlannerDecision) -> None:

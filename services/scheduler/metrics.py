@@ -2,111 +2,173 @@
 
 from __future__ import annotations
 
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from services.scheduler.core.counters import EngineCounters, EngineSnapshot
-from shared.telemetry.metrics import LATENCY_BUCKETS, ForeignName, ForeignNames, PublishedTotals
+from shared.telemetry.metrics import LATENCY_BUCKETS, ForeignName, ForeignNames, PublishedTotals, service_registry
 
-WAITING = Gauge("baton_scheduler_waiting_requests", "Waiting requests, including preempted ones.")
-RUNNING = Gauge("baton_scheduler_running_requests", "Running requests.")
-BLOCKS = Gauge("baton_scheduler_kv_blocks", "Blocks of KV memory by state.", ["state"])
-STEPS = Counter("baton_scheduler_steps_total", "Steps finished.")
+METRICS = service_registry("scheduler")
+WAITING = Gauge("baton_scheduler_waiting_requests", "Waiting requests, including preempted ones.", registry=METRICS)
+RUNNING = Gauge("baton_scheduler_running_requests", "Running requests.", registry=METRICS)
+BLOCKS = Gauge("baton_scheduler_kv_blocks", "Blocks of KV memory by state.", ["state"], registry=METRICS)
+STEPS = Counter("baton_scheduler_steps_total", "Steps finished.", registry=METRICS)
 BATCH_TOKENS = Histogram(
     "baton_scheduler_step_tokens",
     "Tokens computed by a step.",
     buckets=(1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+    registry=METRICS,
 )
-OUTPUT_TOKENS = Counter("baton_scheduler_output_tokens_total", "Tokens sent to detokenizers.")
+OUTPUT_TOKENS = Counter("baton_scheduler_output_tokens_total", "Tokens sent to detokenizers.", registry=METRICS)
 PROMPT_TOKENS = Counter(
-    "baton_scheduler_prompt_tokens_total", "Prompt tokens by source: computed, or a cache.", ["source"]
+    "baton_scheduler_prompt_tokens_total",
+    "Prompt tokens by source: computed, or a cache.",
+    ["source"],
+    registry=METRICS,
 )
 PREDICTED_CACHED = Counter(
     "baton_scheduler_predicted_cached_tokens_total",
     "Prompt tokens predicted to be cached; baton_scheduler_prompt_tokens_total counts those that were.",
+    registry=METRICS,
 )
-KV_EVENTS = Counter("baton_scheduler_kv_events_total", "Messages to coordinators about blocks stored and removed.")
-PREEMPTIONS = Counter("baton_scheduler_preemptions_total", "Preemptions of running sequences.")
-SAVED = Counter("baton_scheduler_kv_blocks_saved_total", "Blocks saved to the node's KV store.")
+KV_EVENTS = Counter(
+    "baton_scheduler_kv_events_total", "Messages to coordinators about blocks stored and removed.", registry=METRICS
+)
+PREEMPTIONS = Counter("baton_scheduler_preemptions_total", "Preemptions of running sequences.", registry=METRICS)
+SAVED = Counter("baton_scheduler_kv_blocks_saved_total", "Blocks saved to the node's KV store.", registry=METRICS)
 UNSAVED = Counter(
-    "baton_scheduler_kv_blocks_unsaved_total", "Computed blocks that were not saved because too many were waiting."
+    "baton_scheduler_kv_blocks_unsaved_total",
+    "Computed blocks that were not saved because too many were waiting.",
+    registry=METRICS,
 )
-LOADED = Counter("baton_scheduler_kv_blocks_loaded_total", "Blocks loaded from the node's KV store.")
+LOADED = Counter("baton_scheduler_kv_blocks_loaded_total", "Blocks loaded from the node's KV store.", registry=METRICS)
 LOOKUPS = Counter(
-    "baton_scheduler_kv_lookups_total", "Requests looked up in the node's KV store, by outcome.", ["found"]
+    "baton_scheduler_kv_lookups_total",
+    "Requests looked up in the node's KV store, by outcome.",
+    ["found"],
+    registry=METRICS,
 )
 RESUMED = Counter(
     "baton_scheduler_resumed_total",
     "Preempted requests that went on beside a KV store, by how they got their blocks.",
     ["how"],
+    registry=METRICS,
 )
 LOADS_DECLINED = Counter(
-    "baton_scheduler_kv_loads_declined_total", "Requests computed although the store had blocks: that was sooner."
+    "baton_scheduler_kv_loads_declined_total",
+    "Requests computed although the store had blocks: that was sooner.",
+    registry=METRICS,
 )
 CONNECTOR_FAILURES = Counter(
     "baton_scheduler_kv_connector_failures_total",
     "Calls of the KV connector that raised, were answered wrongly or not in time, by method.",
     ["call"],
+    registry=METRICS,
 )
 LOADS_OVERLAPPED = Counter(
-    "baton_scheduler_kv_loads_overlapped_total", "Loads by the KV connector that steps waited for layer by layer."
+    "baton_scheduler_kv_loads_overlapped_total",
+    "Loads by the KV connector that steps waited for layer by layer.",
+    registry=METRICS,
 )
-LOADS_FAILED = Counter("baton_scheduler_kv_loads_failed_total", "Loads that failed, so that the prompt was computed.")
+LOADS_FAILED = Counter(
+    "baton_scheduler_kv_loads_failed_total", "Loads that failed, so that the prompt was computed.", registry=METRICS
+)
 HAND_OVERS = Counter(
     "baton_scheduler_hand_overs_total",
     "Requests handed over to a decode engine, kept because their blocks could not be saved, or passed on for prefill.",
     ["outcome"],
+    registry=METRICS,
 )
 SHARED = Counter(
-    "baton_scheduler_prompts_shared_total", "Requests that waited for another request's prefill of the same prompt."
+    "baton_scheduler_prompts_shared_total",
+    "Requests that waited for another request's prefill of the same prompt.",
+    registry=METRICS,
 )
-DRAFTED = Counter("baton_scheduler_draft_tokens_total", "Draft tokens that were verified.")
+DRAFTED = Counter("baton_scheduler_draft_tokens_total", "Draft tokens that were verified.", registry=METRICS)
 ACCEPTED = Counter(
     "baton_scheduler_accepted_draft_tokens_total",
     "Draft tokens that were accepted, by their position in the draft.",
     ["position"],
+    registry=METRICS,
 )
-SPECULATED = Counter("baton_scheduler_speculated_draws_total", "Steps of single sequences that verified drafts.")
+SPECULATED = Counter(
+    "baton_scheduler_speculated_draws_total", "Steps of single sequences that verified drafts.", registry=METRICS
+)
 SPECULATED_TOKENS = Counter(
     "baton_scheduler_speculated_tokens_total",
     "Tokens of those steps; divided by speculated_draws: the mean accepted length.",
+    registry=METRICS,
 )
 GRAMMAR_WAITS = Counter(
-    "baton_scheduler_grammar_waits_total", "Requests that waited for their grammar to be compiled.", ["outcome"]
+    "baton_scheduler_grammar_waits_total",
+    "Requests that waited for their grammar to be compiled.",
+    ["outcome"],
+    registry=METRICS,
 )
 GRAMMAR_SECONDS = Counter(
-    "baton_scheduler_grammar_wait_seconds_total", "Seconds that requests waited for their grammars."
+    "baton_scheduler_grammar_wait_seconds_total", "Seconds that requests waited for their grammars.", registry=METRICS
 )
-COMPILING = Gauge("baton_scheduler_compiling_requests", "Requests that wait for their grammar.")
-TRANSFERS = Gauge("baton_scheduler_kv_transfers", "Transfers in flight between the ranks and the node's KV store.")
-ROWS_BYTES = Gauge("baton_scheduler_rows_bytes", "Bytes of images' rows that are held for the engine's requests.")
-ROWS_FETCHED = Counter("baton_scheduler_rows_fetched_bytes_total", "Bytes of images' rows that came by the bus.")
-CANARIES = Counter("baton_scheduler_canaries_total", "Canaries, by outcome: right, or with a fault.", ["outcome"])
-CANARY_SECONDS = Counter("baton_scheduler_canary_seconds_total", "Seconds from canaries' first steps to their ends.")
-UNDEFINED = Counter("baton_scheduler_undefined_total", "Sequences that failed because the model computed NaN.")
-SUSPECT = Gauge("baton_scheduler_suspect", "1 while the engine is taken to fail, and is to get no requests.")
-EJECTIONS = Counter("baton_scheduler_ejections_total", "How often the engine became a suspect.")
-REFUSED = Counter("baton_scheduler_refused_requests_total", "Requests that were rejected or failed, by kind.", ["kind"])
+COMPILING = Gauge("baton_scheduler_compiling_requests", "Requests that wait for their grammar.", registry=METRICS)
+TRANSFERS = Gauge(
+    "baton_scheduler_kv_transfers", "Transfers in flight between the ranks and the node's KV store.", registry=METRICS
+)
+ROWS_BYTES = Gauge(
+    "baton_scheduler_rows_bytes", "Bytes of images' rows that are held for the engine's requests.", registry=METRICS
+)
+ROWS_FETCHED = Counter(
+    "baton_scheduler_rows_fetched_bytes_total", "Bytes of images' rows that came by the bus.", registry=METRICS
+)
+CANARIES = Counter(
+    "baton_scheduler_canaries_total", "Canaries, by outcome: right, or with a fault.", ["outcome"], registry=METRICS
+)
+CANARY_SECONDS = Counter(
+    "baton_scheduler_canary_seconds_total", "Seconds from canaries' first steps to their ends.", registry=METRICS
+)
+UNDEFINED = Counter(
+    "baton_scheduler_undefined_total", "Sequences that failed because the model computed NaN.", registry=METRICS
+)
+SUSPECT = Gauge(
+    "baton_scheduler_suspect", "1 while the engine is taken to fail, and is to get no requests.", registry=METRICS
+)
+EJECTIONS = Counter("baton_scheduler_ejections_total", "How often the engine became a suspect.", registry=METRICS)
+REFUSED = Counter(
+    "baton_scheduler_refused_requests_total",
+    "Requests that were rejected or failed, by kind.",
+    ["kind"],
+    registry=METRICS,
+)
 EPOCHS = Counter(
-    "baton_scheduler_workers_lost_total", "Losses of the workers, after which all requests fail and a new epoch begins."
+    "baton_scheduler_workers_lost_total",
+    "Losses of the workers, after which all requests fail and a new epoch begins.",
+    registry=METRICS,
 )
 DECISION = Histogram(
     "baton_scheduler_decision_seconds",
     "Seconds to process one step's results and plan the next.",
     buckets=(1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2),
+    registry=METRICS,
 )
 
 
-KV_USAGE = Gauge("baton_scheduler_kv_usage_ratio", "Share of the KV memory's blocks that running requests hold.")
+KV_USAGE = Gauge(
+    "baton_scheduler_kv_usage_ratio", "Share of the KV memory's blocks that running requests hold.", registry=METRICS
+)
 QUEUE_SECONDS = Histogram(
     "baton_scheduler_queue_seconds",
     "From a request's arrival at the engine to the first step that computes something of it.",
     buckets=LATENCY_BUCKETS,
+    registry=METRICS,
 )
 PREFILL_SECONDS = Histogram(
-    "baton_scheduler_prefill_seconds", "From that step to the request's first token.", buckets=LATENCY_BUCKETS
+    "baton_scheduler_prefill_seconds",
+    "From that step to the request's first token.",
+    buckets=LATENCY_BUCKETS,
+    registry=METRICS,
 )
 DECODE_SECONDS = Histogram(
-    "baton_scheduler_decode_seconds", "From the first token, or from its load, to the last.", buckets=LATENCY_BUCKETS
+    "baton_scheduler_decode_seconds",
+    "From the first token, or from its load, to the last.",
+    buckets=LATENCY_BUCKETS,
+    registry=METRICS,
 )
 
 VLLM_NAMES = ForeignNames(
@@ -134,7 +196,7 @@ VLLM_NAMES = ForeignNames(
 )
 """As vLLM calls what it measures of an engine; with `model_name` and `engine`, once there is one."""
 VLLM_NAMES.added = None
-REGISTRY.register(VLLM_NAMES)
+METRICS.register(VLLM_NAMES)
 
 
 def show(snapshot: EngineSnapshot, totals: PublishedTotals) -> None:

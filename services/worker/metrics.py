@@ -9,56 +9,70 @@ from services.worker.backend import StepOutput
 from shared.messages.lifecycle import StepSums
 from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
+from shared.telemetry.metrics import service_registry
 
 PAUSE = 0.25
 """Seconds: a longer wait is a pause of traffic and no part of the idle share between steps."""
 
 _BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
-STEPS = Counter("baton_worker_steps_total", "Steps computed.")
-TOKENS = Counter("baton_worker_tokens_total", "Tokens computed, and tokens sampled.", ["kind"])
+METRICS = service_registry("worker")
+STEPS = Counter("baton_worker_steps_total", "Steps computed.", registry=METRICS)
+TOKENS = Counter("baton_worker_tokens_total", "Tokens computed, and tokens sampled.", ["kind"], registry=METRICS)
 PART_SECONDS = Histogram(
     "baton_worker_step_seconds",
     "Seconds of each phase of steps; wait is idle time while there is traffic; answer overlaps the next step.",
     ["part"],
     buckets=_BUCKETS,
+    registry=METRICS,
 )
 STEP_DEADLINE = Gauge(
     "baton_worker_step_deadline_seconds",
     "Seconds that the step in hand may take before the rank ends as hung; 0: none.",
+    registry=METRICS,
 )
 FLOPS = Counter(
     "baton_worker_estimated_flops_total",
     "Floating-point operations that the model needed for what this rank computed, estimated from its shape.",
+    registry=METRICS,
 )
 PEAK_FLOPS = Gauge(
     "baton_worker_peak_flops",
     "Operations per second of the device's data sheet, with numbers of 16 bits; 0: not known.",
+    registry=METRICS,
 )
 MFU = Histogram(
     "baton_worker_step_mfu",
     "Model FLOPs utilization of steps: what a step needed, by its seconds and the device's peak; where that is known.",
     buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8),
+    registry=METRICS,
 )
-PAUSES = Counter("baton_worker_pause_seconds_total", "Seconds of pauses: more than 0.25 s without a plan.")
+PAUSES = Counter(
+    "baton_worker_pause_seconds_total", "Seconds of pauses: more than 0.25 s without a plan.", registry=METRICS
+)
 STEPS_OF_OTHERS = Gauge(
     "baton_worker_steps_of_others",
     "Steps of other engines of its data-parallel group that this rank computed its experts for, since it started.",
+    registry=METRICS,
 )
-MISSED = Counter("baton_worker_missed_steps_total", "Gaps found in the numbering of plans.")
+MISSED = Counter("baton_worker_missed_steps_total", "Gaps found in the numbering of plans.", registry=METRICS)
 
-DRAFTED = Counter("baton_worker_drafted_tokens_total", "Draft tokens that were verified.")
+DRAFTED = Counter("baton_worker_drafted_tokens_total", "Draft tokens that were verified.", registry=METRICS)
 ACCEPTED = Counter(
     "baton_worker_accepted_tokens_total",
     "Draft tokens that were accepted, by their position in the draft.",
     ["position"],
+    registry=METRICS,
 )
-DRAFTS = Counter("baton_worker_drafts_total", "Steps of single sequences with at least one draft token.")
+DRAFTS = Counter(
+    "baton_worker_drafts_total", "Steps of single sequences with at least one draft token.", registry=METRICS
+)
 
 EXPERT_PICKS = Counter(
     "baton_worker_expert_picks_total",
     "Picks (of an expert by a token) that each rank of the stage computed, by layer; of expert parallelism.",
     ["layer", "rank"],
+    registry=METRICS,
 )
 
 _WAIT, _PREPARE, _FORWARD, _SAMPLE, _ANSWER = (

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from prometheus_client.registry import Collector
+
 from shared.bus import Bus, BusError, Undelivered
 from shared.ids import InstanceId, RequestId, new_incarnation
 from shared.messages.encoder import EncoderReport
@@ -66,6 +68,8 @@ class Actor:
     abandons_set_up: bool = False
     """Whether a process that is told to stop leaves `set_up` where it is, and `tear_down` out, instead of waiting for
     its end: for what may wait for others for minutes, and has nothing that its process would not take along."""
+    metrics: Sequence[Collector] = ()
+    """What it measures itself, beside the service's counters of the process."""
     inbox_limit: int = 65_536
     """Most messages that wait in the inbox; above it the bus's own bounded queue fills."""
 

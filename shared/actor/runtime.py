@@ -40,7 +40,7 @@ from shared.protocol import MIN_PROTOCOL, PROTOCOL, incompatibility, other_block
 from shared.reliability.recent import RecentEntries
 from shared.supervision import orphaned
 from shared.telemetry.logs import set_up_logs
-from shared.telemetry.metrics import HANDLED, HEARTBEAT_AGE, INBOX, PHASE, UNDELIVERED, metrics_server
+from shared.telemetry.metrics import HANDLED, HEARTBEAT_AGE, INBOX, PHASE, UNDELIVERED, ProcessMetrics, metrics_server
 from shared.telemetry.startup import STARTUP, process_age
 from shared.telemetry.tracing import TRACING, TracingUnavailable
 from shared.topics import heartbeat_interval, instance_control, lifecycle_requests, name_claims, span_requests
@@ -401,7 +401,7 @@ def run_service(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[
     connected bus. Exits with status 1 when no bus answers.
     """
     set_up_process(config, service)
-    run_loop(_serve(config, build))
+    run_loop(_serve(config, build, service))
 
 
 def set_up_process(config: ServiceConfig, service: str) -> None:
@@ -428,16 +428,18 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
         uvloop.run(work)
 
 
-async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[Actor]]) -> None:
+async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[Actor]], service: str) -> None:
     try:
         with STARTUP.stage("bus"):
             bus = await connect(config.nats_options())
     except BusError as error:
         log.error("cannot connect to the bus", extra={"error": str(error)})
         raise SystemExit(1) from None
-    with metrics_server(config.metrics_host, config.metrics_port) as metrics_port:
+    metrics = ProcessMetrics(service)
+    with metrics_server(config.metrics_host, config.metrics_port, metrics) as metrics_port:
         built = build(bus)
         actor = built if isinstance(built, Actor) else await built
+        metrics.added = actor.metrics
         runtime = ActorRuntime(
             actor,
             drain_timeout=config.drain_timeout,

@@ -10,6 +10,7 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from services.gateway.metrics import Meters, gateway_collectors
 from shared.telemetry.metrics import ForeignNames
 from tests.support.paths import REPOSITORY
 
@@ -47,7 +48,8 @@ def page() -> str:
     """The page's text."""
     parts, shown = [_HEADING], set[int]()
     for title, folder in PACKAGES.items():
-        collectors = [each for each in collectors_in(folder) if id(each) not in shown]
+        found = [*collectors_in(folder), *(gateway_collectors(Meters()) if title == "Gateway" else ())]
+        collectors = [each for each in found if id(each) not in shown]
         shown.update(map(id, collectors))
         own = [each for collector in collectors if not isinstance(collector, ForeignNames) for each in read(collector)]
         parts += [f"## {title}\n", _table(own)]

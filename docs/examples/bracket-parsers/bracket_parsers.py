@@ -4,11 +4,23 @@ baton up --tool-call-parser brackets --reasoning-parser asides"""
 import re
 
 try:
-    from baton.services.gateway.parsing.interface import CallOpenings, ReasoningParser, ThinkingMarks, ToolParser
-    from baton.services.gateway.parsing.interface import NotAToolCall, read_value
+    from baton.services.gateway.parsing.interface import (
+        CallOpenings,
+        NotAToolCall,
+        ReasoningParser,
+        ThinkingMarks,
+        ToolParser,
+        read_value,
+    )
 except ImportError:  # in a checkout of Baton
-    from services.gateway.parsing.interface import CallOpenings, ReasoningParser, ThinkingMarks, ToolParser
-    from services.gateway.parsing.interface import NotAToolCall, read_value
+    from services.gateway.parsing.interface import (
+        CallOpenings,
+        NotAToolCall,
+        ReasoningParser,
+        ThinkingMarks,
+        ToolParser,
+        read_value,
+    )
 
 NAME = re.compile(r"[\w.:/-]*")
 

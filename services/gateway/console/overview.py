@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 
 from services.gateway.api.response import GenerationResponse, prompt_tokens
 from services.gateway.core.open_request import OpenRequest
-from services.gateway.metrics import METERS
 from services.gateway.request_table import RequestTable
 from shared.ids import RequestId
 from shared.messages.gateway import EndedResponse, GatewayOverview, ResponseOverview
@@ -22,7 +21,7 @@ def overview_of(table: RequestTable, max_responses: int) -> GatewayOverview:
     """Returns what is open in this process, and its latencies."""
     responses = list(table.open_responses())
     oldest = oldest_responses(responses, table.open_requests(), max_responses)
-    return GatewayOverview(tuple(oldest), len(responses), tuple(METERS.latencies()), tuple(_ended()))
+    return GatewayOverview(tuple(oldest), len(responses), tuple(table.meters.latencies()), tuple(_ended()))
 
 
 def _ended() -> Iterator[EndedResponse]:

@@ -32,7 +32,6 @@ from services.gateway.http.call import Call
 from services.gateway.http.overflow import Overflow
 from services.gateway.http.resumable import ResumableWriter
 from services.gateway.http.streaming import EventWriter, SseFrames, StreamWriter
-from services.gateway.metrics import METERS
 from services.gateway.request_table import RequestTable
 from services.gateway.resumable_streams import ResumableStreams
 from services.gateway.tokenizer_client import PromptDetails
@@ -125,7 +124,7 @@ class GeneratingEndpoint:
                 await self._streams.leave(record, response, outcome, known_to_client=known)
             tokens = sum(choice.tokens for choice in response.choices)
             if outcome == "finished" and call.key is not ANONYMOUS and not resumed:
-                response.observe_for(METERS.of_key(call.key.name), time.monotonic())
+                response.observe_for(self._table.meters.of_key(call.key.name), time.monotonic())
             call.record.outcome = outcome
             call.record.prompt_tokens = 0 if resumed else prompt_tokens(response.choices)
             call.record.output_tokens = max(0, tokens - billed)

@@ -40,7 +40,7 @@ from shared.error_groups import innermost
 from shared.ids import DetokenizerId, EngineId
 from shared.models.model_files import ModelNotFound, resolve_model
 from shared.models.tokenizer_files import TokenizerUnusable
-from shared.telemetry.metrics import metrics_server
+from shared.telemetry.metrics import ProcessMetrics, metrics_server
 from shared.telemetry.startup import STARTUP
 from shared.telemetry.tracing import TRACING
 from shared.topics import Topic
@@ -145,7 +145,7 @@ async def _serve(configs: ColocatedConfigs, sleep: RankSleep) -> None:
     except BusError as error:
         log.error("cannot connect to the bus", extra={"error": str(error)})
         raise SystemExit(1) from None
-    with metrics_server(first.metrics_host, first.metrics_port) as port:
+    with metrics_server(first.metrics_host, first.metrics_port, ProcessMetrics(*SERVICES)) as port:
         built = await _build(configs, buses, sleep)
         runtimes = {
             service: ActorRuntime(

@@ -27,6 +27,7 @@ from services.worker.kv.copy_thread import REST_TIMEOUT, CopyingStuck, TransferE
 from shared.ids import Incarnation
 from shared.messages.worker import ConnectorPlan, StepPlan
 from shared.packing import unpack
+from shared.telemetry.metrics import service_registry
 
 if TYPE_CHECKING:
     from services.worker.kv.copier import RankKvCache
@@ -43,8 +44,12 @@ LAYERS_TIMEOUT = 1.0
 
 log = logging.getLogger(__name__)
 
+METRICS = service_registry("worker")
 FAILURES = Counter(
-    "baton_worker_kv_connector_failures_total", "Calls of the KV connector that raised, by method.", ["call"]
+    "baton_worker_kv_connector_failures_total",
+    "Calls of the KV connector that raised, by method.",
+    ["call"],
+    registry=METRICS,
 )
 
 

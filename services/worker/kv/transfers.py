@@ -19,6 +19,7 @@ from services.worker.kv.pages import PagesAhead
 from services.worker.kv.rank_heads import RankHeads
 from shared.ids import ArenaId
 from shared.messages.worker import Transfer
+from shared.telemetry.metrics import service_registry
 
 PIECE_BYTES = 4 << 20
 """Copied between two looks at whether to go on: a millisecond's work or less."""
@@ -35,13 +36,28 @@ _log = logging.getLogger(__name__)
 
 _BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
-TRANSFERS = Counter("baton_worker_transfers_total", "Finished transfers to and from the KV store.", ["kind", "outcome"])
-TRANSFERRED = Counter("baton_worker_transferred_bytes_total", "Bytes of KV blocks that this rank has copied.", ["kind"])
+METRICS = service_registry("worker")
+TRANSFERS = Counter(
+    "baton_worker_transfers_total",
+    "Finished transfers to and from the KV store.",
+    ["kind", "outcome"],
+    registry=METRICS,
+)
+TRANSFERRED = Counter(
+    "baton_worker_transferred_bytes_total", "Bytes of KV blocks that this rank has copied.", ["kind"], registry=METRICS
+)
 COPY_WAITS = Counter(
-    "baton_worker_transfer_wait_seconds_total", "Seconds that copies waited for their share of kv-bandwidth.", ["kind"]
+    "baton_worker_transfer_wait_seconds_total",
+    "Seconds that copies waited for their share of kv-bandwidth.",
+    ["kind"],
+    registry=METRICS,
 )
 TRANSFER_SECONDS = Histogram(
-    "baton_worker_transfer_seconds", "Seconds of one transfer, without waiting.", ["kind"], buckets=_BUCKETS
+    "baton_worker_transfer_seconds",
+    "Seconds of one transfer, without waiting.",
+    ["kind"],
+    buckets=_BUCKETS,
+    registry=METRICS,
 )
 
 

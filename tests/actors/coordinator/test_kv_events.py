@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from prometheus_client import REGISTRY
 
 from services.coordinator.actor import CoordinatorActor
 from services.coordinator.config import CoordinatorConfig
@@ -24,6 +23,7 @@ from shared.messages.gateway import RequestPlaced
 from shared.messages.kv_events import KvDump, KvDumpRequest, KvEvents
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import GenerateRequest
+from shared.telemetry.metrics import service_registry
 from tests.support.engines.checking_worker import DETOKENIZER, generate
 from tests.support.engines.coordinator_events import detokenizer, engine
 from tests.support.engines.engine_on_a_bus import ENGINE, EngineOnABus, engine_on_a_bus, make_model, sim_backend
@@ -204,7 +204,7 @@ async def test_a_request_is_sent_where_its_blocks_are_and_finds_what_was_predict
 
 def _counted(where: str) -> float:
     labels = {"policy": "kv", "where": where}
-    return REGISTRY.get_sample_value("baton_router_prompt_blocks_total", labels) or 0.0
+    return service_registry("coordinator").get_sample_value("baton_router_prompt_blocks_total", labels) or 0.0
 
 
 def _other_engine() -> Lifecycle:

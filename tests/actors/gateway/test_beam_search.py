@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
 
 from services.gateway.core.beam_search import BeamSearch
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.tokenizer import Tokenize, TokenPrompt
 from shared.packing import unpack
+from shared.telemetry.metrics import service_registry
 from tests.support.gateway.fake_services import CARD, MODEL, eventually, word
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
 
@@ -109,10 +109,10 @@ async def test_a_client_that_leaves_ends_the_search(stack: GatewayStack) -> None
 async def test_a_search_is_one_request_to_whoever_counts(stack: GatewayStack) -> None:
     def counted(outcome: str) -> float:
         labels = {"model": MODEL, "endpoint": "completion", "outcome": outcome}
-        return REGISTRY.get_sample_value("baton_gateway_requests_total", labels) or 0.0
+        return service_registry("gateway").get_sample_value("baton_gateway_requests_total", labels) or 0.0
 
-    def generated() -> float:
-        return REGISTRY.get_sample_value("baton_gateway_generation_tokens_total", {"model": MODEL}) or 0.0
+    def generated() -> int:
+        return stack.gateway.requests.meters.of(MODEL).generation_tokens
 
     before, tokens = counted("finished"), generated()
     answer = await ask(stack)

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 from msgspec.structs import replace
-from prometheus_client import REGISTRY
 
 from deploy.configuration import CONFIGS
 from deploy.container_secrets import make
@@ -24,6 +23,7 @@ from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.config import ModelServiceConfig, ServiceConfig, load_config
 from shared.settings import parse_bytes
+from shared.telemetry.metrics import service_registry
 from tests.support.kubernetes.manifests import (
     FOLDER,
     KUBERNETES,
@@ -374,7 +374,7 @@ def test_what_is_scaled_exists_and_has_no_number_of_its_own() -> None:
 
 def test_engines_are_scaled_by_metrics_that_schedulers_have() -> None:
     importlib.import_module("services.scheduler.metrics")
-    known = {sample.name for family in REGISTRY.collect() for sample in family.samples}
+    known = {sample.name for family in service_registry("scheduler").collect() for sample in family.samples}
     (trigger,) = named(rendered("gpu"), "ScaledObject", "engine")["spec"]["triggers"]
     named_there = set(re.findall(r"baton_\w+", trigger["metadata"]["query"]))
     assert len(named_there) == 2

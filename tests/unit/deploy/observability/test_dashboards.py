@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client import REGISTRY
 
 from deploy.observability.dashboards import DASHBOARDS, FOLDER
 from deploy.observability.grafana_json import COLUMNS, Dashboard, as_json, text
+from services.gateway.metrics import Meters, gateway_collectors
+from shared.telemetry.metrics import ProcessMetrics
 from tests.support.paths import REPOSITORY
 from tests.support.promql import family, panel_queries, rules, series_named
 
@@ -29,9 +30,8 @@ def measured() -> set[str]:
     """The names of all that services measure."""
     for module in MODULES:
         importlib.import_module(module)
-    return {each for names in REGISTRY._collector_to_names.values() for each in names} | {
-        metric.name for metric in REGISTRY.collect()
-    }
+    every = ProcessMetrics("kvstore", *SERVICES, added=gateway_collectors(Meters()))
+    return {metric.name for metric in every.collect()}
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda each: each.uid)

@@ -54,7 +54,7 @@ class Page:
 async def feed(memory_bus: MemoryBus) -> AsyncIterator[ConsoleFeed]:
     own = GatewayId("g")
     table = RequestTable(memory_bus, own, RetryPolicy(), RequestLimits(), 9, StreamRecords(2**20, 1.0))
-    feed = ConsoleFeed(memory_bus, table, GatewayPeers(memory_bus, own), interval=0.02)
+    feed = ConsoleFeed(memory_bus, table, GatewayPeers(memory_bus, own, table.meters), interval=0.02)
     running = asyncio.create_task(feed.run())
     yield feed
     running.cancel()

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from prometheus_client import REGISTRY
 
 from kvstore.arena.directory import DirectoryTaken, DirectoryUnusable, StoreDirectory
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, is_sound
@@ -30,6 +29,7 @@ from shared.messages.kvstore import (
     Release,
     Reserve,
 )
+from shared.telemetry.metrics import service_registry
 from tests.support.kv.arenas import (
     LARGE,
     MODEL,
@@ -681,4 +681,4 @@ COUNTED = {
 
 
 def _count(name: str, labels: dict[str, str]) -> float:
-    return REGISTRY.get_sample_value(name, labels) or 0.0
+    return service_registry("kvstore").get_sample_value(name, labels) or 0.0

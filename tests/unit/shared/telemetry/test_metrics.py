@@ -7,7 +7,14 @@ import urllib.request
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shared.telemetry.metrics import ForeignName, ForeignNames, PublishedTotals, metrics_page, metrics_server
+from shared.telemetry.metrics import (
+    ForeignName,
+    ForeignNames,
+    ProcessMetrics,
+    PublishedTotals,
+    metrics_page,
+    metrics_server,
+)
 
 
 def test_totals_become_counters() -> None:
@@ -79,10 +86,22 @@ def test_names_keep_their_colons_in_every_format(openmetrics: bool) -> None:
     ],
 )
 def test_a_process_serves_the_format_that_is_asked_for(accept: str, kind: str) -> None:
-    with metrics_server("127.0.0.1", 0) as port:
+    with metrics_server("127.0.0.1", 0, ProcessMetrics()) as port:
         asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
         with urllib.request.urlopen(asked, timeout=10) as answer:
             page = answer.read()
             assert answer.headers["content-type"].startswith(kind)
     assert b"baton_messages_handled" in page
     assert page.endswith(b"# EOF\n") == (kind == "application/openmetrics-text")
+
+
+def test_a_process_shows_its_own_services_metrics_and_those_of_no_other_whose_code_it_has() -> None:
+    """Every service is forked from a process that has imported them all."""
+    import services.scheduler.metrics
+    import services.tokenizer.metrics  # noqa: F401
+
+    own = Gauge("own", "Its own.", registry=None)
+    page = metrics_page(ProcessMetrics("tokenizer", added=[own]), openmetrics=False)
+    for name in (b"baton_tokenizer_", b"baton_messages_handled", b"process_cpu_seconds", b"own 0.0"):
+        assert name in page
+    assert b"baton_scheduler_" not in page
