@@ -75,6 +75,11 @@ class Registry:
         entry = self._entries.get((service, instance))
         return entry[0] if entry else None
 
+    def heard_at(self, service: Service, instance: InstanceId) -> float | None:
+        """When the last lifecycle message of a live instance came; None for one that is not known or gone."""
+        entry = self._entries.get((service, instance))
+        return entry[1] if entry else None
+
     def all(self, service: Service | None = None, phase: Phase | None = None) -> Iterator[Lifecycle]:
         """Every live instance, optionally of one service or phase only."""
         for message, _ in self._entries.values():

@@ -41,7 +41,7 @@ from services.scheduler.worker_ranks import UnequalRanks, UnusableRanks, WorkerR
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, Undelivered
-from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, InstanceId, NodeId, new_incarnation
+from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, NodeId, new_incarnation
 from shared.messages.coordinator import PullPrefills
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.encoder import ReadRows, RowsPiece
@@ -75,7 +75,7 @@ from shared.messages.scheduler import (
     StepFinished,
     WakeEngine,
 )
-from shared.messages.worker import SleepLevel, StepPlan
+from shared.messages.worker import PingRank, SleepLevel, StepPlan
 from shared.registry import InstanceGone, Registry
 from shared.telemetry.metrics import PublishedTotals
 from shared.telemetry.tracing import OpenSpan
@@ -88,9 +88,6 @@ CHECK_INTERVAL = 30.0
 PEER_TIMEOUT = 10.0
 """Seconds. That a detokenizer is gone shows at once, by messages that come back; for a gateway that is gone we only
 compute in vain. So neither need be declared dead early for being slow."""
-
-ANNOUNCEMENT_GRACE = 0.1
-"""Seconds in which a death is announced, before a plan that found no worker counts as lost for another reason."""
 
 ROOM_REPORT_SECONDS = 0.1
 """Between two reports that nothing waits any more."""
@@ -149,8 +146,6 @@ class SchedulerActor(Actor):
         self._sending = False
         self._alarm = asyncio.Event()
         self._alarm_at: float | None = None
-        self._plan_lost: tuple[Incarnation, float] | None = None
-        """The epoch of a plan that found no worker, and when."""
         self._loras = LorasChanged(())
         """As the core knows them."""
         self._sleep = EngineSleep()
@@ -464,8 +459,8 @@ class SchedulerActor(Actor):
     async def _record_undelivered(self, undelivered: Undelivered) -> None:
         match undelivered.message:
             case StepPlan(epoch=epoch):
-                if self.core.epoch == epoch and self._plan_lost is None:
-                    self._plan_lost = epoch, self.bus.liveness_now()
+                if self.core.epoch == epoch:
+                    self._ranks.record_undelivered_plan(epoch, self.bus.liveness_now())
             case TokenBatch():
                 detokenizer = undelivered.topic.subject.split(".")[1]
                 await self._decide(DetokenizerGone(DetokenizerId(detokenizer)))
@@ -475,21 +470,13 @@ class SchedulerActor(Actor):
             case _:
                 log.info("message not delivered", extra={"subject": undelivered.topic.subject})
 
-    async def _act_on_lost_plan(self, alive_now: float) -> None:
-        """No worker takes plans. Most often one has just died, which its supervisor announces within moments: that
-        counts first, because it says what became of the requests."""
-        if self._plan_lost is None or alive_now - self._plan_lost[1] < ANNOUNCEMENT_GRACE:
-            return
-        (epoch, _), self._plan_lost = self._plan_lost, None
-        if self.core.epoch == epoch:
-            self._ranks.forget()
-            await self._lose_workers(WorkersLost("no worker takes plans"))
-
     # ---- time
 
     async def _tick(self, alive_now: float) -> None:
-        await self._lose_workers(self._ranks.expire(alive_now))
-        await self._act_on_lost_plan(alive_now)
+        lost = self._ranks.expire(alive_now, self.core.epoch)
+        await self._lose_workers(lost)
+        if lost is not None or self._ranks.ping_is_due(alive_now, self.core.step_awaited_since):
+            await self.bus.publish(topics.rank_orders(self.engine_id), PingRank())
         for gone in self._others.expire(alive_now):
             await self._record_gone(gone)
         await self._decide(TimePassed())

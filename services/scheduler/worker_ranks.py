@@ -17,6 +17,13 @@ from shared.registry import InstanceGone, Registry
 
 _T = TypeVar("_T")
 
+PING_AFTER = 1.0
+"""Seconds that a step takes, and that a rank has said nothing, before it is asked whether it lives."""
+PING_TIMEOUT = 2.0
+"""Seconds in which it has to answer, as its event loop can while a step is computed."""
+ANNOUNCEMENT_GRACE = 0.1
+"""Seconds in which a death is announced, before a plan that found no worker counts as lost for another reason."""
+
 
 class UnequalRanks(NamedTuple):
     """The ranks are all there, but were started with different settings or releases; they will not work together."""
@@ -41,6 +48,10 @@ class WorkerRanks:
         self._reported_size = self.data_parallel_size = 1
         self._registry = Registry()
         self._members: dict[InstanceId, Incarnation] = {}
+        self._pinged_at: float | None = None
+        """When ranks were asked that have not answered yet, all of them; None: none was."""
+        self._plan_lost: tuple[Incarnation, float] | None = None
+        """The epoch of a plan that found no worker, and when."""
 
     def record_lifecycle(self, message: Lifecycle, now: float) -> WorkersLost | None:
         """Takes a worker's lifecycle in. Returns why the engine lost its workers, None where it did not."""
@@ -52,9 +63,24 @@ class WorkerRanks:
         gone = self._registry.record_lifecycle(message, now)
         return self._lost([gone] if gone else [])
 
-    def expire(self, now: float) -> WorkersLost | None:
-        """Returns, as `record_lifecycle` does, whether a member has been silent for too long."""
-        return self._lost(self._registry.expire(now))
+    def expire(self, now: float, epoch: Incarnation | None) -> WorkersLost | None:
+        """Returns, as `record_lifecycle` does, whether a member has been silent for too long, did not answer, or a plan
+        of this epoch found no worker."""
+        return self._lost(self._registry.expire(now)) or self._unanswered(now) or self._undelivered(now, epoch)
+
+    def ping_is_due(self, now: float, step_since: float | None) -> bool:
+        """Whether the ranks are to be asked if they live, as the result of a step is awaited since `step_since` and one
+        of them is silent: in a large fleet they promise to speak every few seconds only. Asked at each tick until they
+        have answered, as one message may be lost."""
+        if self._pinged_at is None and step_since is not None and now - step_since > PING_AFTER:
+            self._pinged_at = now if any(now - at > PING_AFTER for at in self._heard()) else None
+        return self._pinged_at is not None
+
+    def record_undelivered_plan(self, epoch: Incarnation, now: float) -> None:
+        """A plan found no worker. Most often one has just died, which its supervisor announces within moments: that
+        counts first, because it says what became of the requests."""
+        if self._plan_lost is None:
+            self._plan_lost = epoch, now
 
     @property
     def world_size(self) -> int:
@@ -62,9 +88,10 @@ class WorkerRanks:
         return self._world_size or self._reported_size
 
     def forget(self) -> None:
-        """Forgets every rank, because none took our plan. Those that live report again within half a second."""
+        """Forgets every rank. Those that live report again when they are asked, or as often as they promised."""
         self._registry = Registry()
         self._members = {}
+        self._pinged_at = None
 
     def is_member(self, message: Lifecycle) -> bool:
         """Whether the engine works with this process, in this life of it."""
@@ -130,6 +157,34 @@ class WorkerRanks:
         ready.sort(key=lambda life: life.started)
         by_rank = {life.worker.rank: life for life in ready if life.worker is not None}
         return dict(sorted(by_rank.items()))
+
+    def _heard(self) -> list[float]:
+        """When each member was heard last."""
+        heard = (self._registry.heard_at("worker", instance) for instance in self._members)
+        return [at for at in heard if at is not None]
+
+    def _unanswered(self, now: float) -> WorkersLost | None:
+        """Whether a rank hangs, though its silence alone would not show that yet. All are forgotten then: it shall not
+        count as ready before it speaks again."""
+        asked = self._pinged_at
+        if asked is None:
+            return None
+        silent = [name for name in self._members if (self._registry.heard_at("worker", name) or 0.0) <= asked]
+        if not silent:
+            self._pinged_at = None
+        elif now - asked > PING_TIMEOUT:
+            self.forget()
+            return WorkersLost(f"worker {silent[0]}: a step is late, and it did not answer in {PING_TIMEOUT:g} s")
+        return None
+
+    def _undelivered(self, now: float, epoch: Incarnation | None) -> WorkersLost | None:
+        if self._plan_lost is None or now - self._plan_lost[1] < ANNOUNCEMENT_GRACE:
+            return None
+        (lost, _), self._plan_lost = self._plan_lost, None
+        if lost != epoch:
+            return None
+        self.forget()
+        return WorkersLost("no worker takes plans")
 
     def _lost(self, gone: list[InstanceGone]) -> WorkersLost | None:
         for each in gone:

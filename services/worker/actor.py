@@ -26,11 +26,11 @@ from services.worker.rank_sleep import RankSleep
 from services.worker.watchdog import CHECK_EVERY, StepWatchdog
 from shared import topics
 from shared.actor import Actor, TopicSubscription
-from shared.bus import Bus
+from shared.bus import Bus, Subscription
 from shared.ids import InstanceId
 from shared.messages.lifecycle import Lifecycle, SleepReport, StepSums, WorkerReport
 from shared.messages.scheduler import StepFinished, StepMissed
-from shared.messages.worker import RankOrder, SleepRank, StepPlan, WakeRank
+from shared.messages.worker import PingRank, RankOrder, SleepRank, StepPlan, WakeRank
 from shared.topics import Topic
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class WorkerActor(Actor):
         """The plan that is missing and was reported."""
         self._published = 0
         self._sums = StepSums()
+        self._pings: Subscription | None = None
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """The plans of this rank's engine, and when it is to sleep."""
@@ -117,8 +118,14 @@ class WorkerActor(Actor):
             metrics.STEPS_OF_OTHERS.set_function(lambda: group.steps_of_others)
         self._meter = self._make_meter(self._backend)
         metrics.PEAK_FLOPS.set((self._meter and self._meter.peak) or 0.0)
+        self._pings = await self.bus.subscribe(topics.rank_orders(self._identity.engine), self._answer_ping)
         extra = {"device": self._backend.device, "blocks": self._backend.num_blocks}
         log.info("backend ready", extra=extra)
+
+    async def _answer_ping(self, order: RankOrder) -> None:
+        """Beside the inbox, in which a plan may wait for the rows that it names."""
+        if isinstance(order, PingRank):
+            await self.publish_lifecycle()
 
     async def handle(self, message: StepPlan | RankOrder) -> None:
         """Has a plan computed, or the process ended that is to sleep: one that sleeps takes its place."""
@@ -129,7 +136,7 @@ class WorkerActor(Actor):
                 log.info("falling asleep", extra={"level": level})
                 self._sleep.next_level = level
                 self.stop()
-            case WakeRank():  # it is awake
+            case WakeRank() | PingRank():  # it is awake; pings are answered beside the inbox
                 pass
             case _:
                 assert_never(message)
@@ -225,6 +232,8 @@ class WorkerActor(Actor):
 
     async def tear_down(self) -> None:
         """Ends both threads, or leaves one behind that does not end within its STOP_TIMEOUT."""
+        if self._pings is not None:
+            await self._pings.stop()
         await self._thread.stop()
         await self._copies.stop()
         if self._connector is not None:

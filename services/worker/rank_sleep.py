@@ -61,6 +61,8 @@ class RankSleep:
                 self._fall(level)
             case WakeRank(number) if not self._woken.done():
                 self._woken.set_result(number)
+            case _:  # woken already, or a ping to those that compute
+                pass
 
     def _fall(self, level: SleepLevel | None) -> None:
         if level == 2:

@@ -182,7 +182,11 @@ class WakeRank(Struct, frozen=True, array_like=True, tag=True):
     """Unlike any before: ranks that wake up by it meet under it."""
 
 
-RankOrder = SleepRank | WakeRank
+class PingRank(Struct, frozen=True, array_like=True, tag=True):
+    """scheduler → every rank: a step is late; publish your lifecycle at once, if you live."""
+
+
+RankOrder = SleepRank | WakeRank | PingRank
 
 
 class StepPlan(Struct, frozen=True, array_like=True, kw_only=True):

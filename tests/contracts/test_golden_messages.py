@@ -547,6 +547,7 @@ MESSAGES: list[Any] = [
         suppressed_first=(2,),
         max_first_timestamp=50,
     ),
+    worker.PingRank(),
 ]
 
 

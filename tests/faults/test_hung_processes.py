@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 
@@ -49,3 +50,34 @@ async def test_what_stands_still_is_replaced_and_streams_go_on(stack: RunningSta
     for victim, pid in stopped.items():
         await asyncio.to_thread(stack.replaced, victim, pid)
     assert await blocks_in_use(stack) == 0
+
+
+@pytest.fixture(scope="module")
+def large_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    """Its processes promise to speak twice a minute, as those of a very large fleet do: silence alone shows nothing for
+    a minute, neither to schedulers nor to the supervisor."""
+    settings = ["worker.threads=1", "worker.heartbeat_interval_s=30"]
+    folder, more = tmp_path_factory.mktemp("large"), ["--router-policy=round-robin"]
+    with running_stack(folder, engines=2, kvstore="0", settings=settings, more=more) as stack:
+        yield stack
+
+
+@pytest.mark.features("re-dispatch")
+async def test_a_rank_that_stands_still_under_a_living_scheduler_is_asked_and_given_up(
+    large_fleet: RunningStack,
+) -> None:
+    undisturbed = await streams(large_fleet)
+    started = asyncio.Event()
+    disturbed = asyncio.create_task(streams(large_fleet, started))
+    async with asyncio.timeout(DEADLINE):
+        await started.wait()
+    pid = large_fleet.kill("engine-1-rank0", signal.SIGSTOP)
+    try:
+        later = await streams(large_fleet)
+        assert [s.text for s in await disturbed] == [s.text for s in later] == [s.text for s in undisturbed]
+        assert "worker engine-1-rank0: a step is late, and it did not answer in 2 s" in large_fleet.log("engine-1")
+        assert large_fleet.pid("engine-1-rank0") == pid, "it was not replaced, so its engine was given up"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await large_fleet.until_heard(lambda said: said["engine-1"].phase == "ready")
+    assert await blocks_in_use(large_fleet) == 0

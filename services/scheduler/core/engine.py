@@ -190,6 +190,11 @@ class EngineCore:
         return None if self.epoch_state is None else self.epoch_state.steps.epoch
 
     @property
+    def step_awaited_since(self) -> float | None:
+        """Since when the workers owe the result of a step; None where they owe none."""
+        return None if self.epoch_state is None else self.epoch_state.steps.awaited_since
+
+    @property
     def serves(self) -> bool:
         """Whether requests may come: there are workers, and what they are to say to a canary is known."""
         return self.epoch_state is not None and self.health.knows_answer

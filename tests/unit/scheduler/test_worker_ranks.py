@@ -151,8 +151,59 @@ def test_a_member_that_falls_silent_is_lost_once() -> None:
     ranks.record_lifecycle(life(1), 0.0)
     ranks.assemble()
     ranks.record_lifecycle(life(0), 2.5)
-    assert ranks.expire(2.6) == WorkersLost("worker e-rank1: silent for 2 s")
-    assert ranks.expire(9.0) is None
+    assert ranks.expire(2.6, None) == WorkersLost("worker e-rank1: silent for 2 s")
+    assert ranks.expire(9.0, None) is None
+
+
+@pytest.fixture
+def quiet_ranks() -> WorkerRanks:
+    """Two that the engine works with, heard at 0.0, which promised to speak every 8 s, as in a large fleet."""
+    ranks = WorkerRanks(ENGINE, None)
+    for rank in range(2):
+        ranks.record_lifecycle(replace(life(rank), keep_alive=8.0), 0.0)
+    assert isinstance(ranks.assemble(), WorkersReady)
+    return ranks
+
+
+def test_ranks_are_asked_when_a_step_is_late_and_they_are_silent(quiet_ranks: WorkerRanks) -> None:
+    assert not quiet_ranks.ping_is_due(7.0, None), "nothing is awaited"
+    assert not quiet_ranks.ping_is_due(7.0, 6.5), "the step is not late"
+    for rank in range(2):
+        quiet_ranks.record_lifecycle(replace(life(rank), keep_alive=8.0), 7.0)
+    assert not quiet_ranks.ping_is_due(7.9, 6.5), "they have just spoken"
+    assert quiet_ranks.ping_is_due(8.1, 6.5)
+    assert quiet_ranks.ping_is_due(8.6, 6.5), "the first may have been lost"
+
+
+def test_a_rank_that_does_not_answer_is_lost_long_before_its_promise_is_broken(quiet_ranks: WorkerRanks) -> None:
+    assert quiet_ranks.ping_is_due(2.0, 0.5)
+    quiet_ranks.record_lifecycle(replace(life(0), keep_alive=8.0), 2.1)
+    assert quiet_ranks.expire(3.9, None) is None
+    lost = quiet_ranks.expire(4.1, None)
+    assert lost == WorkersLost("worker e-rank1: a step is late, and it did not answer in 2 s")
+    quiet_ranks.record_lifecycle(replace(life(0), keep_alive=8.0), 4.2)
+    assert quiet_ranks.assemble() is None, "it counts as ready before it has spoken"
+    quiet_ranks.record_lifecycle(replace(life(1), keep_alive=8.0), 5.0)
+    assert isinstance(quiet_ranks.assemble(), WorkersReady)
+    assert quiet_ranks.expire(20.0, None) is None
+
+
+def test_ranks_that_answer_may_take_their_time_for_a_step(quiet_ranks: WorkerRanks) -> None:
+    now = 0.0
+    while now < 60.0:
+        if quiet_ranks.ping_is_due(now, 0.0):
+            for rank in range(2):
+                quiet_ranks.record_lifecycle(replace(life(rank), keep_alive=8.0), now + 0.1)
+        now += 0.5
+        assert quiet_ranks.expire(now, None) is None
+
+
+def test_a_plan_that_no_worker_takes_counts_once_a_death_would_have_been_announced(quiet_ranks: WorkerRanks) -> None:
+    quiet_ranks.record_undelivered_plan(Incarnation(5), 1.0)
+    assert quiet_ranks.expire(1.05, Incarnation(5)) is None
+    assert quiet_ranks.expire(1.2, Incarnation(5)) == WorkersLost("no worker takes plans")
+    quiet_ranks.record_undelivered_plan(Incarnation(5), 2.0)
+    assert quiet_ranks.expire(3.0, Incarnation(6)) is None, "another epoch has begun"
 
 
 def test_the_engine_serves_the_adapters_that_all_its_ranks_have() -> None:

@@ -93,6 +93,11 @@ class StepsInFlight:
         """Plans that were issued and have no result yet."""
         return self.issued - self.finished
 
+    @property
+    def awaited_since(self) -> float | None:
+        """Since when the result of the oldest step in flight is awaited; None with none in flight."""
+        return None if self.issued == self.finished else self._awaited_since
+
     def issue(self, expected: ExpectedResult, now: float) -> int:
         """Records that a plan is sent; returns its number."""
         self._expected.append(expected)
