@@ -47,7 +47,7 @@ def copied_again_and_again(transfers: Transfers, blocks: list[int]) -> Iterator[
 
 def test_steps_and_copies_leave_each_other_alone(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path)
-    runner = create_backend(tmp_path, **tiny_settings(device="cuda:0", dtype="float32", ops="auto"))
+    runner = create_backend(tiny_settings(tmp_path, device="cuda:0", dtype="float32", ops="auto"))
     assert isinstance(runner, DeviceRunner)
     driver = DriverAhead(runner, budget=60)
     mine = [driver._free.pop() for _ in range(COPIED)]

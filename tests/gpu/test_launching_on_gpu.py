@@ -38,8 +38,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module", params=["graphs", "eager"])
 def backend(request: pytest.FixtureRequest, tiny: TinyModel) -> DeviceRunner:
-    settings = tiny_settings(device="cuda:0", dtype="float32", ops="auto", enforce_eager=request.param == "eager")
-    made = create_backend(Path(tiny.path), **settings)
+    eager = request.param == "eager"
+    settings = tiny_settings(Path(tiny.path), device="cuda:0", dtype="float32", ops="auto", enforce_eager=eager)
+    made = create_backend(settings)
     assert isinstance(made, DeviceRunner)
     return made
 
@@ -105,7 +106,7 @@ def drafting(request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: 
     make = {"medusa": make_medusa, "eagle": make_eagle}[request.param]
     drafter = SpeculationSettings(method=request.param, model=str(make(tiny, tmp_path_factory.mktemp("drafter"))))
     made = create_backend(
-        Path(tiny.path), **tiny_settings(device="cuda:0", dtype="float32", ops="auto", speculation=drafter)
+        tiny_settings(Path(tiny.path), device="cuda:0", dtype="float32", ops="auto", speculation=drafter)
     )
     assert isinstance(made, DeviceRunner)
     return made

@@ -44,7 +44,7 @@ def prompts() -> list[list[int]]:
 
 def demo(device: str, dtype: str, **different: Any) -> Any:
     settings: dict[str, Any] = {"kv_memory_bytes": 256 << 20, "max_batch_tokens": 512, "ops": "auto"}
-    return create_backend(DEMO_MODEL, **tiny_settings(device=device, dtype=dtype, **(settings | different)))
+    return create_backend(tiny_settings(DEMO_MODEL, device=device, dtype=dtype, **(settings | different)))
 
 
 def generated(backend: Any, count: int = OUTPUT) -> list[list[int]]:
@@ -143,7 +143,7 @@ def test_drafts_change_nothing_with_graphs_or_without() -> None:
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_family_generates_what_the_reference_does(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path)
-    backend = create_backend(tmp_path, **tiny_settings(device="cuda:0", dtype="float32", ops="triton"))
+    backend = create_backend(tiny_settings(tmp_path, device="cuda:0", dtype="float32", ops="triton"))
     driver = Driver(backend, budget=23)
     asked = [[7, 3, 99, 12, 150, 31, 8], [44, 5], [(11 * place) % 150 + 3 for place in range(70)]]
     sequences = [driver.add(tokens, 8) for tokens in asked]

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from services.worker.distributed.communicator import Communicator, Pipeline
     from services.worker.distributed.lockstep import GroupTopology
     from services.worker.distributed.torch_ranks import RankGroup
+    from services.worker.executor.torch_backend import BackendSettings
+    from services.worker.models.loaded_model import LoadSettings
     from services.worker.platforms.interface import Platform
 
 _log = logging.getLogger(__name__)
@@ -59,9 +61,7 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
             raise BackendError("PyTorch is not installed; install the extra `worker`, or use --device sim") from None
         from services.worker.executor.torch_backend import create_backend
         from services.worker.models.config import ModelError
-        from services.worker.models.lora.slots import LoraSettings
         from services.worker.ops.interface import OpsUnavailable
-        from services.worker.sampling.plugins.request_processors import load_processors
 
     with STARTUP.stage("device"):
         platform = platform_of(config)
@@ -69,53 +69,74 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
         own = _bound(config, platform)
         _open(platform)
     with STARTUP.stage("ranks"):
-        communicator, pipeline, group = _others(config, platform)
+        ranks = _others(config, platform)
     try:
-        return create_backend(
-            folder,
-            model_name=config.model_name(),
-            platform=platform,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            kv_memory_bytes=config.kv_memory,
-            max_num_seqs=config.max_num_seqs,
-            max_batch_tokens=config.max_batch_tokens,
-            rank=communicator.rank,
-            world_size=communicator.world_size,
-            communicator=communicator,
-            ops=config.ops,
-            load_format=config.load_format,
-            model_impl=config.model_impl,
-            pooling_type=config.pooling_type,
-            classifier_from_token=config.classifier_from_token,
-            trust_remote_code=config.trust_remote_code,
-            quantization=config.quantization,
-            threads=config.threads or own,
-            speculation=config.speculation(),
-            pipeline=pipeline,
-            layers=config.pp_layers or None,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            enforce_eager=config.enforce_eager,
-            kv_cache_dtype=config.kv_cache_dtype,
-            block_size=config.block_size,
-            attention=config.attention,
-            grammar_limits=config.grammar_limits(),
-            grammar_backend=config.grammar_backend,
-            on_layer=on_layer,
-            loras=LoraSettings(
-                config.lora_folders(), config.max_loras, config.max_lora_rank, config.lora_registry is not None
-            ),
-            hybrid_kv_cache=config.hybrid_kv_cache,
-            kv_connector=config.kv_connector is not None,
-            processors=load_processors(config.logits_processors),
-            prompt_embeds=config.enable_prompt_embeds,
-            experts=config.expert_settings(),
-            group=group,
-        )
+        return create_backend(_settings(config, _load_settings(config, folder, platform, ranks, on_layer), own))
     except PluginError as error:
         raise BackendError(f"logits_processors = {','.join(config.logits_processors)}: {error}") from None
     except (ModelError, OpsUnavailable) as error:
         raise BackendError(str(error)) from None
+
+
+def _load_settings(
+    config: WorkerConfig,
+    folder: Path,
+    platform: Platform,
+    ranks: tuple[Communicator, Pipeline, RankGroup | None],
+    on_layer: Callable[[int], None] | None,
+) -> LoadSettings:
+    from services.worker.models.loaded_model import LoadSettings
+
+    communicator, pipeline, group = ranks
+    return LoadSettings(
+        folder=folder,
+        platform=platform,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        load_format=config.load_format,
+        ops=config.ops,
+        kv_cache_dtype=config.kv_cache_dtype,
+        block_size=config.block_size,
+        attention=config.attention,
+        communicator=communicator,
+        pipeline=pipeline,
+        layers=config.pp_layers or None,
+        on_layer=on_layer,
+        model_impl=config.model_impl,
+        pooling_type=config.pooling_type,
+        classifier_from_token=config.classifier_from_token,
+        quantization=config.quantization,
+        max_batch_tokens=config.max_batch_tokens,
+        trust_remote_code=config.trust_remote_code,
+        experts=config.expert_settings(),
+        group=group,
+    )
+
+
+def _settings(config: WorkerConfig, model: LoadSettings, own_cores: int | None) -> BackendSettings:
+    """`own_cores`: those that the process is bound to. Raises PluginError."""
+    from services.worker.executor.torch_backend import BackendSettings
+    from services.worker.models.lora.slots import LoraSettings
+    from services.worker.sampling.plugins.request_processors import load_processors
+
+    at_run_time = config.lora_registry is not None
+    return BackendSettings(
+        model=model,
+        model_name=config.model_name(),
+        max_num_seqs=config.max_num_seqs,
+        kv_memory_bytes=config.kv_memory,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        threads=config.threads or own_cores,
+        enforce_eager=config.enforce_eager,
+        hybrid_kv_cache=config.hybrid_kv_cache,
+        kv_connector=config.kv_connector is not None,
+        speculation=config.speculation(),
+        loras=LoraSettings(config.lora_folders(), config.max_loras, config.max_lora_rank, at_run_time),
+        grammar_limits=config.grammar_limits(),
+        grammar_backend=config.grammar_backend,
+        processors=load_processors(config.logits_processors),
+        prompt_embeds=config.enable_prompt_embeds,
+    )
 
 
 def platform_of(config: WorkerConfig) -> Platform:

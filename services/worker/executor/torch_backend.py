@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
 
 from services.worker.distributed.binding import available_cores
-from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
+from services.worker.distributed.communicator import Communicator
 from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.executor.kv_sizing import DeviceMemory, KvDemand, KvSize, profile, size_kv
 from services.worker.executor.runner_parts import Runner, RunnerParts
@@ -24,24 +24,16 @@ from services.worker.kv.layer_groups import HybridKvCache, encoded_layers, group
 from services.worker.models.config import ModelError
 from services.worker.models.decoder import Decoder
 from services.worker.models.expert_parallel.expert_load import ExpertLoad, load_path
-from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
 from services.worker.models.fallback.encoder_decoder_limits import check_encoder_decoder
 from services.worker.models.loaded_model import (
-    DtypeChoice,
     LoadedModel,
-    LoadFormat,
     LoadSettings,
-    ModelImpl,
-    QuantizationChoice,
 )
 from services.worker.models.lora.slots import NO_LORAS, LoraSettings, LoraSlots, open_loras
 from services.worker.models.model_loader import load_model
-from services.worker.models.pooling.sentence_transformers import PoolingChoice
 from services.worker.models.sharding import stage_of
 from services.worker.models.states.limits import check_states
 from services.worker.models.weights import MixtureMlp
-from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
-from services.worker.platforms.interface import Platform
 from services.worker.sampling.plugins.interface import ProcessorConfig
 from services.worker.sampling.plugins.request_processors import (
     NO_PROCESSORS,
@@ -53,7 +45,6 @@ from services.worker.speculation.choice import draft_settings, keep_hidden_state
 from services.worker.speculation.drafter import TargetModel
 from services.worker.speculation.proposer import NO_DRAFTS
 from services.worker.speculation.settings import SpeculationSettings
-from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
 from shared.kv_groups import KvCacheGroup
 from shared.messages.model_card import AudioModel, ModelCard
@@ -67,212 +58,212 @@ _WARM_UP_ROWS_WHERE_COMPILED = 64
 _log = logging.getLogger(__name__)
 
 
-def create_backend(
-    model_dir: Path,
-    *,
-    model_name: ModelName,
-    platform: Platform,
-    dtype: DtypeChoice,
-    max_model_len: int | None,
-    kv_memory_bytes: int | None,
-    max_num_seqs: int,
-    max_batch_tokens: int,
-    rank: int,
-    world_size: int,
-    communicator: Communicator,
-    ops: OpsName,
-    load_format: LoadFormat = "auto",
-    model_impl: ModelImpl = "auto",
-    pooling_type: PoolingChoice = "auto",
-    classifier_from_token: tuple[str, ...] = (),
-    trust_remote_code: bool = False,
-    quantization: QuantizationChoice = "auto",
-    threads: int | None = None,
-    pipeline: Pipeline | None = None,
-    layers: Sequence[int] | None = None,
-    speculation: SpeculationSettings | None = None,
-    gpu_memory_utilization: float = 0.9,
-    enforce_eager: bool = False,
-    kv_cache_dtype: CacheDtype = "auto",
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    attention: AttentionName = "auto",
-    grammar_limits: GrammarLimits = DEFAULT_LIMITS,
-    grammar_backend: GrammarBackendName = "auto",
-    on_layer: Callable[[int], None] | None = None,
-    loras: LoraSettings = NO_LORAS,
-    hybrid_kv_cache: HybridKvCache = "off",
-    kv_connector: bool = False,
-    processors: ProcessorClasses = NO_PROCESSORS,
-    prompt_embeds: bool = False,
-    experts: ExpertSettings = NO_EXPERT_PARALLEL,
-    group: RankGroup | None = None,
-) -> Runner:
-    """One rank of the model in `model_dir`, ready to step, on the device of `platform`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSettings:
+    """The model that a rank serves, and what it is served with."""
 
-    `rank` and `world_size` count the ranks of its stage. `threads`: for computing on a CPU; None: this rank's share of
-    the machine's cores. `layers`: of each stage of `pipeline`; None: as even as can be. `gpu_memory_utilization`: the
-    share of all of a GPU's memory that may be taken. `enforce_eager`: no graphs of decodes. `block_size`: tokens of a
-    KV block. `loras`: adapters that are served beside the model. `on_layer`: see `LayerwiseDecoder`; only for CPUs.
-    `hybrid_kv_cache`: see `_layer_groups`. `kv_connector`: there is one. `processors`: logits processors of plug-ins.
-    `prompt_embeds`: prompts may be embeddings. `experts`: how a mixture's are spread over ranks. `group`: the
-    data-parallel group whose ranks they are.
+    model: LoadSettings
+    model_name: ModelName
+    max_num_seqs: int
+    kv_memory_bytes: int | None
+    """Of the KV cache; None: what is free."""
+    gpu_memory_utilization: float = 0.9
+    """The share of all of a GPU's memory that may be taken."""
+    threads: int | None = None
+    """For computing on a CPU; None: this rank's share of the machine's cores."""
+    enforce_eager: bool = False
+    """No graphs of decodes."""
+    hybrid_kv_cache: HybridKvCache = "off"
+    kv_connector: bool = False
+    """Whether there is one."""
+    speculation: SpeculationSettings | None = None
+    loras: LoraSettings = NO_LORAS
+    """Adapters that are served beside the model."""
+    grammar_limits: GrammarLimits = DEFAULT_LIMITS
+    grammar_backend: GrammarBackendName = "auto"
+    processors: ProcessorClasses = field(default_factory=lambda: NO_PROCESSORS)
+    """Logits processors of plug-ins."""
+    prompt_embeds: bool = False
+    """Whether prompts may be embeddings."""
 
-    Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
+    @property
+    def connected(self) -> bool:
+        """Whether a KV connector is told of blocks or of layers."""
+        return self.kv_connector or self.model.on_layer is not None
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share this host's cores: those of the engine, or of its data-parallel group."""
+        wanted = self.model
+        if wanted.group is not None:
+            return wanted.group.place.group_size
+        return wanted.communicator.world_size * wanted.pipeline.stages
+
+
+@dataclass(frozen=True, slots=True)
+class _RankModel:
+    """A rank's share of the model, with what is decided once it is loaded."""
+
+    loaded: LoadedModel
+    audio: AudioModel | None
+    groups: tuple[KvCacheGroup, ...]
+    loras: LoraSlots | None
+    processors: ProcessorClasses
+
+
+def create_backend(settings: BackendSettings) -> Runner:
+    """One rank of a model, ready to step.
+
+    Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where its operations cannot be
+    had.
     """
-    if (rank, world_size) != (communicator.rank, communicator.world_size):
-        raise ValueError(f"rank {rank} of {world_size} is not the communicator's")
-    platform.activate()
-    platform.empty_cache()  # what an engine that was in this process before has left in PyTorch's hands
-    if on_layer is not None and not platform.in_main_memory:
+    wanted = settings.model
+    wanted.platform.activate()
+    wanted.platform.empty_cache()  # what an engine that was in this process before has left in PyTorch's hands
+    if wanted.on_layer is not None and not wanted.platform.in_main_memory:
         raise ModelError("kv_connector: layer by layer needs a CPU; a GPU is given steps ahead, decodes as graphs")
-    pipeline = pipeline or SingleStage()
-    ranks = world_size * pipeline.stages if group is None else group.place.group_size
-    torch.set_num_threads(threads or max(1, available_cores() // ranks))
-    wanted = LoadSettings(
-        folder=model_dir,
-        platform=platform,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        load_format=load_format,
-        ops=ops,
-        cache=kv_cache_dtype,
-        block_size=block_size,
-        attention=attention,
-        communicator=communicator,
-        pipeline=pipeline,
-        layers=layers,
-        on_layer=on_layer,
-        impl=model_impl,
-        pooling=pooling_type,
-        classifier_from_token=classifier_from_token,
-        max_batch_tokens=max_batch_tokens,
-        trust_remote_code=trust_remote_code,
-        quantization=quantization,
-        experts=experts,
-        group=group,
+    torch.set_num_threads(settings.threads or max(1, available_cores() // settings.ranks))
+    model = _load(settings)
+    eager = why_eager(
+        model.loaded.decoder, wanted.platform, wanted.communicator, wanted.pipeline, enforced=settings.enforce_eager
     )
-    audio = read_audio_model(model_dir)
-    if audio is not None:
-        asked = {
-            "device": not platform.in_main_memory,
-            "tp": world_size > 1,
-            "pp": pipeline.stages > 1,
-            "load_format dummy": load_format == "dummy",
-            "speculative": speculation is not None,
-            "kv_connector": kv_connector or on_layer is not None,
-            "hybrid_kv_cache on": hybrid_kv_cache == "on",
-            "enable_prompt_embeds": prompt_embeds,
-            "lora": bool(loras.folders or loras.at_run_time),
-            "pooling_type": pooling_type not in ("auto", "none"),
-            "classifier_from_token": classifier_from_token,
-        }
-        check_encoder_decoder(str(model_dir), asked)
-        processors = {**processors, **_transcription_rules()}
-    with _enough_memory("weights were loaded: end what else is on the device, or use more ranks"):
-        loaded = load_model(wanted)
-        drafts = None if speculation is None else speculation.method
-        connected = kv_connector or on_layer is not None
-        check_states(
-            loaded.config,
-            device=platform.device.type,
-            stages=pipeline.stages,
-            drafts=drafts,
-            connector=connected,
-            grouped=hybrid_kv_cache == "on",
-        )
-        if speculation is not None and pipeline.stages == 1:
-            keep_hidden_states(speculation, loaded.decoder, loaded.config, pools=loaded.pooling is not None)
-        if audio is None:
-            groups = _layer_groups(loaded, hybrid_kv_cache, speculation, connector=kv_connector)
-        else:
-            groups = _encoded_groups(loaded, audio)
-        if prompt_embeds and not loaded.generates:
-            raise ModelError("enable_prompt_embeds: the model has no language model head and generates no text")
-        if prompt_embeds or loaded.images:
-            loaded.decoder.check_inputs()
-        slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, loras, model_name)
-    eager = why_eager(loaded.decoder, platform, communicator, pipeline, enforced=enforce_eager)
-    limits = f"steps of {max_num_seqs} and {max_batch_tokens}, decodes {'captured' if eager is None else 'run eagerly'}"
-    adapters = "" if slots is None else f", {slots.max_loras} of {[card.id.hex() for card in slots.cards]}"
-    check_agreement(group or communicator, f"{loaded.fingerprint}, {limits}{adapters}, {', '.join(processors)}")
+    check_agreement(wanted.group or wanted.communicator, _summary(model, settings, eager))
     with _enough_memory("what drafts was loaded: use more ranks"):
-        grammars = _grammar_settings(loaded, grammar_limits, grammar_backend)
-        rows = loaded.config.hidden_size if prompt_embeds else None
-        card = replace(loaded.card(model_name), prompt_embeds=rows, audio=audio)
-        parts = _parts(loaded, card, max_num_seqs, speculation, grammars, slots, groups, processors)
+        parts = _parts(model, settings)
     graphs = RankGraphs.of(parts) if eager is None else NO_GRAPHS
     with STARTUP.stage("profile"):
-        named = f"{loaded.fingerprint}, drafts {speculation}" + (f", {groups}" if groups else "")
-        memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs, model=named)
-    demand = KvDemand(
-        block_bytes=parts.kv_block_bytes,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_model_len=loaded.max_model_len,
-        explicit_model_len=max_model_len is not None,
-        given=kv_memory_bytes,
-        gpu_share=gpu_memory_utilization,
-        groups=groups,
-        step_tokens=max_batch_tokens,
-        state_bytes=loaded.decoder.state_bytes,
-        checkpoint_bytes=0 if (pages := loaded.decoder.checkpoint_pages) is None else pages.checkpoint_bytes,
-    )
-    size = _agreed(demand, size_kv(demand, memory), communicator)
+        groups = f", {model.groups}" if model.groups else ""
+        named = f"{model.loaded.fingerprint}, drafts {settings.speculation}{groups}"
+        memory = profile(parts, max_batch_tokens=wanted.max_batch_tokens, graphs=graphs, model=named)
+    demand = _demand(model, settings, parts.kv_block_bytes)
+    size = _agreed(demand, size_kv(demand, memory), wanted.communicator)
     with STARTUP.stage("warm_up"):
-        ready = _ready(parts, size, graphs, max_batch_tokens)
-    _tell(loaded, parts, size, memory, eager)
+        ready = _ready(parts, size, graphs, wanted.max_batch_tokens)
+    _tell(model.loaded, parts, size, memory, eager)
     return ready
 
 
-def _grammar_settings(loaded: LoadedModel, limits: GrammarLimits, backend: GrammarBackendName) -> ServerSettings:
-    config = loaded.config
-    return ServerSettings(str(loaded.settings.folder), config.vocab_size, tuple(config.eos_token_ids), limits, backend)
+def _load(settings: BackendSettings) -> _RankModel:
+    """Raises ModelError, OpsUnavailable."""
+    wanted, speculation = settings.model, settings.speculation
+    audio, processors = read_audio_model(wanted.folder), settings.processors
+    if audio is not None:
+        _check_audio(settings)
+        processors = {**processors, **_transcription_rules()}
+    with _enough_memory("weights were loaded: end what else is on the device, or use more ranks"):
+        loaded = load_model(wanted)
+        check_states(
+            loaded.config,
+            device=wanted.device.type,
+            stages=wanted.pipeline.stages,
+            drafts=None if speculation is None else speculation.method,
+            connector=settings.connected,
+            grouped=settings.hybrid_kv_cache == "on",
+        )
+        if speculation is not None and wanted.pipeline.stages == 1:
+            keep_hidden_states(speculation, loaded.decoder, loaded.config, pools=loaded.pooling is not None)
+        groups = _layer_groups(loaded, settings) if audio is None else _encoded_groups(loaded, audio)
+        if settings.prompt_embeds and not loaded.generates:
+            raise ModelError("enable_prompt_embeds: the model has no language model head and generates no text")
+        if settings.prompt_embeds or loaded.images:
+            loaded.decoder.check_inputs()
+        slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, settings.loras, settings.model_name)
+    return _RankModel(loaded, audio, groups, slots, processors)
 
 
-def _parts(
-    loaded: LoadedModel,
-    card: ModelCard,
-    max_num_seqs: int,
-    speculation: SpeculationSettings | None,
-    grammars: ServerSettings,
-    loras: LoraSlots | None,
-    groups: tuple[KvCacheGroup, ...],
-    processors: ProcessorClasses,
-) -> RunnerParts:
+def _check_audio(settings: BackendSettings) -> None:
+    """What a model that reads sounds does not go with yet. Raises ModelError."""
+    wanted, loras = settings.model, settings.loras
+    asked: dict[str, object] = {
+        "device": not wanted.platform.in_main_memory,
+        "tp": wanted.communicator.world_size > 1,
+        "pp": wanted.pipeline.stages > 1,
+        "load_format dummy": wanted.load_format == "dummy",
+        "speculative": settings.speculation is not None,
+        "kv_connector": settings.connected,
+        "hybrid_kv_cache on": settings.hybrid_kv_cache == "on",
+        "enable_prompt_embeds": settings.prompt_embeds,
+        "lora": loras.folders or loras.at_run_time,
+        "pooling_type": wanted.pooling_type not in ("auto", "none"),
+        "classifier_from_token": wanted.classifier_from_token,
+    }
+    check_encoder_decoder(str(wanted.folder), asked)
+
+
+def _summary(model: _RankModel, settings: BackendSettings, eager: str | None) -> str:
+    """What all ranks must have alike."""
+    decodes = "captured" if eager is None else "run eagerly"
+    limits = f"steps of {settings.max_num_seqs} and {settings.model.max_batch_tokens}, decodes {decodes}"
+    slots = model.loras
+    adapters = "" if slots is None else f", {slots.max_loras} of {[card.id.hex() for card in slots.cards]}"
+    return f"{model.loaded.fingerprint}, {limits}{adapters}, {', '.join(model.processors)}"
+
+
+def _demand(model: _RankModel, settings: BackendSettings, block_bytes: int) -> KvDemand:
+    loaded, wanted = model.loaded, settings.model
+    pages = loaded.decoder.checkpoint_pages
+    return KvDemand(
+        block_bytes=block_bytes,
+        block_size=wanted.block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=loaded.max_model_len,
+        explicit_model_len=wanted.max_model_len is not None,
+        given=settings.kv_memory_bytes,
+        gpu_share=settings.gpu_memory_utilization,
+        groups=model.groups,
+        step_tokens=wanted.max_batch_tokens,
+        state_bytes=loaded.decoder.state_bytes,
+        checkpoint_bytes=0 if pages is None else pages.checkpoint_bytes,
+    )
+
+
+def _grammar_settings(loaded: LoadedModel, settings: BackendSettings) -> ServerSettings:
+    config, folder = loaded.config, str(settings.model.folder)
+    limits, backend = settings.grammar_limits, settings.grammar_backend
+    return ServerSettings(folder, config.vocab_size, tuple(config.eos_token_ids), limits, backend)
+
+
+def _parts(model: _RankModel, settings: BackendSettings) -> RunnerParts:
     """With grammars, processors and a drafter on the ranks that need them. Raises ModelError, PluginError."""
-    folder, config, wanted = loaded.settings.folder, loaded.config, loaded.settings
-    communicator, pipeline = wanted.communicator, wanted.pipeline
+    loaded, wanted, speculation = model.loaded, settings.model, settings.speculation
+    config, communicator = loaded.config, wanted.communicator
     samples = loaded.stage.is_last and communicator.rank == 0
     drafting, drafter = NO_DRAFTS, None
     if speculation is not None:
-        drafting = draft_settings(speculation, pipeline)
+        drafting = draft_settings(speculation, wanted.pipeline)
         target = TargetModel(
-            *(folder, config, loaded.decoder, loaded.decoder.ops, wanted.device),
+            *(wanted.folder, config, loaded.decoder, loaded.decoder.ops, wanted.device),
             *(loaded.torch_dtype, loaded.max_model_len, communicator.world_size),
         )
         drafter = open_drafter(speculation, target) if communicator.rank == 0 else None
-    made_for = ProcessorConfig(config.vocab_size, max_num_seqs, wanted.device, folder)
+    made_for = ProcessorConfig(config.vocab_size, settings.max_num_seqs, wanted.device, wanted.folder)
     return RunnerParts(
-        card=replace(
-            card,
-            loras=() if loras is None else loras.cards,
-            extra_args=argument_names(processors),
-        ),
+        card=_card(model, settings),
         platform=wanted.platform,
         decoder=loaded.decoder,
         digest=loaded.digest,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=settings.max_num_seqs,
         communicator=communicator,
-        pipeline=pipeline,
-        grammars=GrammarLibrary(grammars) if samples else None,
+        pipeline=wanted.pipeline,
+        grammars=GrammarLibrary(_grammar_settings(loaded, settings)) if samples else None,
         drafter=drafter,
         drafting=drafting,
         classifier=loaded.classifier,
-        loras=loras,
-        groups=groups,
-        processors=RequestProcessors(processors, made_for) if samples else None,
-        processed=bool(processors),
+        loras=model.loras,
+        groups=model.groups,
+        processors=RequestProcessors(model.processors, made_for) if samples else None,
+        processed=bool(model.processors),
         expert_load=_expert_load(loaded),
+    )
+
+
+def _card(model: _RankModel, settings: BackendSettings) -> ModelCard:
+    return replace(
+        model.loaded.card(settings.model_name),
+        prompt_embeds=model.loaded.config.hidden_size if settings.prompt_embeds else None,
+        audio=model.audio,
+        loras=() if model.loras is None else model.loras.cards,
+        extra_args=argument_names(model.processors),
     )
 
 
@@ -290,29 +281,23 @@ def _expert_load(loaded: LoadedModel) -> ExpertLoad | None:
     return ExpertLoad(counted, decoder.share.placements, path, model=loaded.digest, engine=wanted.engine)
 
 
-def _layer_groups(
-    loaded: LoadedModel,
-    wanted: HybridKvCache,
-    speculation: SpeculationSettings | None,
-    *,
-    connector: bool,
-) -> tuple[KvCacheGroup, ...]:
+def _layer_groups(loaded: LoadedModel, settings: BackendSettings) -> tuple[KvCacheGroup, ...]:
     """The groups that the decoder uses from here on; empty where all layers have one block table. Raises ModelError
     where groups are insisted on and cannot be."""
-    if wanted == "off":
+    if settings.hybrid_kv_cache == "off":
         return ()
-    settings, stage = loaded.settings, loaded.stage
-    stages = [stage_of(loaded.config, each, stage.count, settings.layers).num_layers for each in range(stage.count)]
+    stage, layers = loaded.stage, settings.model.layers
+    stages = [stage_of(loaded.config, each, stage.count, layers).num_layers for each in range(stage.count)]
     groups = group_layers(loaded.decoder.windows, loaded.max_model_len, stages if stage.count > 1 else (), stage.index)
     if groups is None:
         return ()
     reason = why_one_group(
         groups,
-        device=settings.device.type,
-        drafts=None if speculation is None else speculation.method,
-        connector=connector or settings.on_layer is not None,
+        device=settings.model.device.type,
+        drafts=None if settings.speculation is None else settings.speculation.method,
+        connector=settings.connected,
     )
-    if reason is not None and wanted == "on":
+    if reason is not None and settings.hybrid_kv_cache == "on":
         raise ModelError(f"hybrid_kv_cache = on: {reason}")
     if reason is not None:
         _log.info("layers share one block table, and windows free no blocks: %s", reason)

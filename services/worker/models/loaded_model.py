@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -14,7 +14,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from services.worker.distributed.communicator import Communicator, Pipeline
+from services.worker.distributed.communicator import Communicator, Pipeline, SingleRank, SingleStage
 from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import LayerGroups
@@ -72,22 +72,22 @@ class LoadSettings:
 
     folder: Path
     platform: Platform
-    dtype: DtypeChoice
-    max_model_len: int | None
-    load_format: LoadFormat
-    ops: OpsName
-    cache: CacheDtype
+    dtype: DtypeChoice = "auto"
+    max_model_len: int | None = None
+    load_format: LoadFormat = "auto"
+    ops: OpsName = "auto"
+    kv_cache_dtype: CacheDtype = "auto"
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens of a block of keys and values."""
     attention: AttentionName = "auto"
-    communicator: Communicator
-    pipeline: Pipeline
-    layers: Sequence[int] | None
+    communicator: Communicator = field(default_factory=SingleRank)
+    pipeline: Pipeline = field(default_factory=SingleStage)
+    layers: Sequence[int] | None = None
     """Number of layers of each stage; None: spread evenly."""
     on_layer: Callable[[int], None] | None = None
     """See `LayerwiseDecoder`; None: nobody is told of layers."""
-    impl: ModelImpl = "auto"
-    pooling: PoolingChoice = "auto"
+    model_impl: ModelImpl = "auto"
+    pooling_type: PoolingChoice = "auto"
     """How prompts become vectors."""
     classifier_from_token: tuple[str, ...] = ()
     """The one or two tokens whose logits judge a prompt; none: the model judges by a head of its own, or not at all."""
@@ -206,7 +206,7 @@ class LoadedModel:
         return (
             f"model {self.digest} in {self.dtype}, quantization {settings.quantization}, on {settings.platform.name}, "
             f"layers {settings.layers or 'even'}, {self.decoder.wire}, "
-            f"keys and values {settings.cache} in blocks of {settings.block_size}, {self.max_model_len} tokens"
+            f"keys and values {settings.kv_cache_dtype} in blocks of {settings.block_size}, {self.max_model_len} tokens"
         )
 
     def card(self, name: ModelName) -> ModelCard:
@@ -273,7 +273,9 @@ def digest_of(settings: LoadSettings, config: Struct) -> str:
 
 def create_ops(settings: LoadSettings, dtype: torch.dtype) -> Ops:
     """Raises ModelError for what these operations do not round, and OpsUnavailable."""
-    choice = OpsChoice(settings.ops, settings.device, dtype, settings.cache, settings.attention, settings.block_size)
+    choice = OpsChoice(
+        settings.ops, settings.device, dtype, settings.kv_cache_dtype, settings.attention, settings.block_size
+    )
     return rounding_ops(settings.platform.create_ops(choice), settings.quantization)
 
 
@@ -282,12 +284,12 @@ def pooling_of(settings: LoadSettings, hidden_size: int, head_reads: PoolingType
     labels = read_classifier(settings.folder, head_reads)
     if settings.classifier_from_token:
         return _token_labels(settings, labels)
-    if labels is None or settings.pooling == "none":
-        return read_pooling(settings.folder, settings.pooling, hidden_size)
-    if settings.pooling not in ("auto", labels.pooling):
+    if labels is None or settings.pooling_type == "none":
+        return read_pooling(settings.folder, settings.pooling_type, hidden_size)
+    if settings.pooling_type not in ("auto", labels.pooling):
         raise ModelError(
-            f"{settings.folder}: pooling_type {settings.pooling} is not allowed for a classifier; its head reads the "
-            f"hidden state that {labels.pooling} gives"
+            f"{settings.folder}: pooling_type {settings.pooling_type} is not allowed for a classifier; its head reads "
+            f"the hidden state that {labels.pooling} gives"
         )
     return labels
 
@@ -296,8 +298,8 @@ def _token_labels(settings: LoadSettings, own: PoolingCard | None) -> PoolingCar
     if own is not None or not has_head(settings.folder):
         why = "has a classification head" if own is not None else "has no language model head"
         raise ModelError(f"{settings.folder}: classifier_from_token is not allowed, as the model {why}")
-    if settings.pooling not in ("auto", "last"):
-        raise ModelError(f"pooling_type {settings.pooling} is not allowed beside classifier_from_token; auto is")
+    if settings.pooling_type not in ("auto", "last"):
+        raise ModelError(f"pooling_type {settings.pooling_type} is not allowed beside classifier_from_token; auto is")
     return token_card()
 
 

@@ -59,12 +59,12 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     """Reads the configuration and loads this rank's share of the weights.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable for want of its operations."""
-    plugin = None if settings.impl == "transformers" else find_plugin_model(settings.folder)
+    plugin = None if settings.model_impl == "transformers" else find_plugin_model(settings.folder)
     ours = plugin is not None or is_native(settings.folder)
-    if settings.impl == "transformers" or (settings.impl == "auto" and not ours):
+    if settings.model_impl == "transformers" or (settings.model_impl == "auto" and not ours):
         return load_library_model(settings)
     config = read_model_config(settings.folder, quantized=True) if plugin is None else plugin.config
-    check_latent(config.latent, settings.cache, settings.attention)
+    check_latent(config.latent, settings.kv_cache_dtype, settings.attention)
     method = _method_of(settings)
     if plugin is not None:
         _check_plugin(settings, plugin, method)

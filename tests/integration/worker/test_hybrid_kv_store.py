@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.distributed.communicator import SingleRank, SingleStage
+from services.worker.distributed.communicator import SingleStage
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import group_layers
 from services.worker.kv.transfers import Transfers
@@ -130,11 +130,7 @@ def shared_by(model: TinyModel, stage: int, seed: int) -> RankKvCache:
         folder=model.path,
         platform=built_in_platform("cpu"),
         dtype="float32",
-        max_model_len=None,
-        load_format="auto",
         ops="torch",
-        cache="auto",
-        communicator=SingleRank(),
         pipeline=_Stage(stage),
         layers=(4, 2),
     )

@@ -80,7 +80,7 @@ class SecondOfThree:
 def test_what_cannot_be_split_says_why(architecture: str, complaint: str, tmp_path: Path) -> None:
     library_model(architecture, tmp_path)
     with pytest.raises(ModelError, match=complaint):
-        tiny_backend(tmp_path, rank=1, world_size=3, communicator=SecondOfThree())
+        tiny_backend(tmp_path, communicator=SecondOfThree())
 
 
 MIXTURES = (
@@ -130,4 +130,4 @@ def test_a_rank_keeps_its_share_of_experts(tmp_path: Path) -> None:
 def test_experts_that_do_not_divide_say_so(tmp_path: Path) -> None:
     library_model("Olmoe", tmp_path, num_attention_heads=6, num_key_value_heads=3, intermediate_size=32)
     with pytest.raises(ModelError, match=r"experts\.gate_up_proj has 32 columns, which do not divide over 3"):
-        tiny_backend(tmp_path, rank=1, world_size=3, communicator=SecondOfThree())
+        tiny_backend(tmp_path, communicator=SecondOfThree())

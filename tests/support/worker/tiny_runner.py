@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from services.worker.distributed.communicator import SingleRank, SingleStage
+from services.worker.distributed.communicator import SingleRank
 from services.worker.executor.device_runner import DeviceRunner
 from services.worker.executor.host_runner import HostRunner
 from services.worker.executor.runner import RankState
@@ -44,13 +44,8 @@ def tiny_runner(
             folder=path,
             platform=built_in_platform(device),
             dtype=dtype,
-            max_model_len=None,
-            load_format="auto",
             ops=ops,
-            cache=cache,
-            communicator=SingleRank(),
-            pipeline=SingleStage(),
-            layers=None,
+            kv_cache_dtype=cache,
             quantization=quantization,
         )
     )

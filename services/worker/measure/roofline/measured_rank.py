@@ -130,15 +130,12 @@ def load(request: StepsRequest, measured: MeasuredModel, communicator: Communica
                 folder=measured.folder,
                 platform=measured.platform,
                 dtype=request.dtype,
-                max_model_len=None,
                 load_format="auto" if _has_weights(measured) else "dummy",
                 ops=request.ops,
-                cache=request.kv_cache_dtype,
+                kv_cache_dtype=request.kv_cache_dtype,
                 attention=request.attention,
                 block_size=request.block_size,
                 communicator=communicator,
-                pipeline=SingleStage(),
-                layers=None,
             )
         )
         if measured.config.latent is not None:

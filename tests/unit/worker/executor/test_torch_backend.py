@@ -23,16 +23,13 @@ def test_weights_that_do_not_fit_after_all_are_refused_with_what_to_do(
 
     monkeypatch.setattr(torch_backend, "load_model", full)
     with pytest.raises(ModelError, match=r"memory ran out while weights were loaded: .* use more ranks"):
-        torch_backend.create_backend(tmp_path, **tiny_settings())
+        torch_backend.create_backend(tiny_settings(tmp_path))
 
 
 def test_groups_of_layers_that_are_insisted_on_are_had_or_refused(tmp_path: Path) -> None:
     make_model("gemma3", tmp_path)
-    settings = tiny_settings()
     with pytest.raises(ModelError, match="hybrid_kv_cache = on: a KV connector knows one block for all layers"):
-        torch_backend.create_backend(tmp_path, **settings, hybrid_kv_cache="on", kv_connector=True)
-    tables = [
-        len(torch_backend.create_backend(tmp_path, **settings, hybrid_kv_cache="auto", kv_connector=given).kv_groups)
-        for given in (True, False)
-    ]
+        torch_backend.create_backend(tiny_settings(tmp_path, hybrid_kv_cache="on", kv_connector=True))
+    settings = [tiny_settings(tmp_path, hybrid_kv_cache="auto", kv_connector=given) for given in (True, False)]
+    tables = [len(torch_backend.create_backend(each).kv_groups) for each in settings]
     assert tables == [0, 3]
