@@ -41,6 +41,7 @@ from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
 from services.gateway.http.endpoints import VERSION
 from services.gateway.http.local_call import local_call
 from services.gateway.http.pages.console import Console
+from services.gateway.http.routes import EndpointParts
 from services.gateway.http.server import HttpServer, RootPath
 from services.gateway.images.image_fetcher import ImageFetcher
 from services.gateway.key_file import KeyFileWatcher
@@ -172,26 +173,26 @@ class Gateway(Actor):
         )
         background = self._background_responses(body_parser, access)
         pauses = PauseEndpoints(self.bus, self.requests, self.peers)
-        return build_app(
-            self.requests,
-            self.peers,
-            self.streams,
-            config.stream_settings(),
+        parts = EndpointParts(
+            table=self.requests,
+            peers=self.peers,
+            streams=self.streams,
+            settings=config.stream_settings(),
             bodies=self._bodies,
             parser=body_parser,
             access=access,
             fleet=FleetEndpoints(self.bus, self.requests, self.peers, VERSION),
             pauses=pauses,
             sleeps=SleepEndpoints(self.bus, self.requests, pauses),
-            cors_origins=config.cors_origins,
+            batches=self._batch_endpoints(),
+            sounds=AudioDecoder(config.max_audio_s, config.audio_decode_s),
             provider=self.provider,
             lora_registry=None if config.lora_registry is None else LoraRegistry(config.lora_registry),
             background=background,
             file_store=self.files,
-            batches=self._batch_endpoints(),
             console=Console(self.console) if config.console else None,
-            sounds=AudioDecoder(config.max_audio_s, config.audio_decode_s),
         )
+        return build_app(parts, config.cors_origins)
 
     def _background_responses(self, parser: BodyParser, access: AccessControl) -> BackgroundResponses | None:
         limits = self._config.response_limits()

@@ -14,7 +14,6 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.api.errors import RequestError, abbreviated
-from services.gateway.api.openapi import openapi_page
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.database.records import DatabaseUnavailable
 from services.gateway.http.access import AccessControl, check_model
@@ -163,10 +162,6 @@ class InfoEndpoints:
     async def keys(self, call: Call) -> None:
         """`/admin/keys`: the keys by name, and what each may do."""
         await call.respond_json(self._access.keys())
-
-    async def openapi(self, call: Call) -> None:
-        """`/openapi.json`: the description of this API."""
-        await call.respond(openapi_page(VERSION))
 
     async def models(self, call: Call) -> None:
         """`/v1/models`: all models that are served and that the client may use."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from services.gateway.api.errors import RequestError, abbreviated
+from services.gateway.api.openapi import openapi_page
 from services.gateway.http.call import Call
+from services.gateway.http.endpoints import VERSION
 from services.gateway.http.pages.static_files import HTML, StaticFiles
 
 ASSETS = {
@@ -18,6 +20,10 @@ PAGE = StaticFiles("services.gateway.http.swagger_ui")
 
 class Documentation:
     """Serves the page and what it loads."""
+
+    async def openapi(self, call: Call) -> None:
+        """`/openapi.json`: the description of this API."""
+        await call.respond(openapi_page(VERSION))
 
     async def page(self, call: Call) -> None:
         """`/docs`."""
