@@ -126,7 +126,7 @@ def refusal(model: Path, experts: ExpertSettings, **different: object) -> str:
 
 def test_what_cannot_be_had_says_why(models: Callable[[str], TinyModel], tmp_path: Path) -> None:
     library_model("Olmoe", tmp_path / "library")
-    two = {"rank": 0, "world_size": 2, "communicator": FirstOfTwo()}
+    two = {"communicator": FirstOfTwo()}
     no_experts = "enable_expert_parallel: the model (LlamaForCausalLM) has no experts"
     assert refusal(models("llama").path, PARALLEL) == no_experts
     assert refusal(models("llama").path, ExpertSettings(load_dir=tmp_path)).startswith("expert_load_dir: the model")

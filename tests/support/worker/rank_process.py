@@ -140,8 +140,6 @@ def served(rank: int, asked: Serve) -> HostRunner:
         kv_memory_bytes=asked.kv_memory,
         max_num_seqs=8,
         max_batch_tokens=64,
-        rank=communicator.rank,
-        world_size=communicator.world_size,
         communicator=communicator,
         ops=asked.ops,
         pipeline=pipeline,
