@@ -52,7 +52,9 @@ BATON_INLINE void multiply_tile(const typename Kind::Item* const x[Rows], const 
 }
 
 // The same for rows `stride` items apart and columns that lie side by side in steps of kStep items. A function of its own
-// with few arguments: inlined among others, compilers run out of registers and keep weights on the stack.
+// with few arguments: inlined among others, compilers run out of registers and keep weights on the stack. Eight steps
+// unrolled have GCC read weights across steps, out of the order they lie in: memory's own prefetcher loses the thread, and
+// one row of int8 with two digits reads 22 GB/s instead of 28 (measured on Zen 4).
 template <class Kind, int Rows, int Columns, int kStep>
 __attribute__((noinline)) void multiply_panel(const typename Kind::Item* x, int64_t stride, const typename Kind::Item* w,
                                               int steps, Ahead ahead, F sums[Rows][Columns]) {
@@ -71,6 +73,7 @@ __attribute__((noinline)) void multiply_panel(const typename Kind::Item* x, int6
     };
     for (; steps >= kChunk; steps -= kChunk) {
         for (int i = 0; i < ahead.lines; ++i, ahead.from += 64) __builtin_prefetch(ahead.from, 0, 2);
+#pragma GCC unroll 4
         for (int i = 0; i < kChunk; ++i) step();
     }
     for (; steps > 0; --steps) step();
