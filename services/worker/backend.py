@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from msgspec import Struct
 
 from services.worker.distributed.lockstep import LatestStep
+from services.worker.models.expert_parallel.expert_moves import ExpertMoves
 from shared.ids import ModelName
 from shared.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.model_card import LoraCard, ModelCard
@@ -98,6 +99,14 @@ class ExpertPicks(Protocol):
     def by_rank(self) -> dict[int, list[float]]:
         """Picks that each rank of the stage has computed, by the layer's number; none where ranks have shares of all
         experts. Waits for the device."""
+
+    @property
+    def moves(self) -> ExpertMoves | None:
+        """How experts were moved while steps were computed; None where they are not."""
+
+    @property
+    def logs_balance(self) -> bool:
+        """Whether the log is to say how evenly picks fall on ranks."""
 
     def save(self) -> None:
         """Writes how often each expert was picked, if there is a file for it. Raises OSError."""

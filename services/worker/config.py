@@ -13,7 +13,7 @@ from kvstore.connectors.interface import KVConnectorBase
 from services.worker.distributed.lockstep import GroupTopology
 from services.worker.guided.limits import GrammarBackendName, GrammarLimits
 from services.worker.kv.layer_groups import HybridKvCache
-from services.worker.models.expert_parallel.settings import ExpertSettings
+from services.worker.models.expert_parallel.settings import ExpertSettings, read_eplb_config
 from services.worker.rank_identity import RankIdentity
 from services.worker.sim.settings import SimulatedDeviceConfig
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
@@ -63,14 +63,22 @@ class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
     enable_eplb: Annotated[
         bool,
         Meta(
-            description="Whether experts are placed on ranks by how often each was picked, as files in expert_load_dir "
-            "say at the start; without any, evenly. Needs enable_expert_parallel."
+            description="Whether experts are placed on ranks by how often each was picked: as files in expert_load_dir "
+            "say at the start, and by the last steps while the engine serves. Needs enable_expert_parallel."
         ),
         UpOption("How many"),
     ] = False
+    eplb_config: Annotated[
+        str | None,
+        Meta(
+            description='How enable_eplb goes about it, as vLLM has it, e.g. {"window_size": 1000, "step_interval": '
+            '3000, "num_redundant_experts": 8, "log_balancedness": true}; step_interval 0: at the start alone.'
+        ),
+        UpOption("How many"),
+    ] = None
     num_redundant_experts: Annotated[
         int,
-        Meta(ge=0, description="Replicas of much picked experts, over all ranks of a stage. Needs enable_eplb."),
+        Meta(ge=0, description="Replicas of much picked experts, over all ranks of a stage; as in eplb_config."),
         UpOption("How many"),
     ] = 0
     expert_load_dir: Annotated[
@@ -343,10 +351,12 @@ class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
             raise ValueError(f"{name}: the simulated device has no experts")
         if self.enable_eplb and not self.enable_expert_parallel:
             raise ValueError("enable_eplb: needs enable_expert_parallel, as else every rank has a share of all experts")
-        if self.enable_eplb and self.expert_load_dir is None:
-            raise ValueError("enable_eplb: needs expert_load_dir, which says how often experts are picked")
         if self.num_redundant_experts and not self.enable_eplb:
             raise ValueError(f"num_redundant_experts = {self.num_redundant_experts}: needs enable_eplb")
+        if self.eplb_config is not None and not self.enable_eplb:
+            raise ValueError(f"eplb_config = {self.eplb_config}: needs enable_eplb")
+        if read_eplb_config(self.eplb_config).num_redundant_experts and self.num_redundant_experts:
+            raise ValueError("num_redundant_experts: is in eplb_config, too; give one of them")
 
     def _check_group(self) -> None:
         """What the engines of a data-parallel group do not have yet."""
@@ -361,7 +371,6 @@ class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
         for name, refused in (
             (f"pp = {self.pp}", self.pp > 1),
             (f"device = {self.device}", self.device not in ("auto", "cpu")),
-            ("enable_eplb", self.enable_eplb),
             (f"kv_connector = {self.kv_connector}", self.kv_connector is not None),
             (f"speculative: method {drafts}", drafts not in (None, "ngram")),
         ):
@@ -378,12 +387,16 @@ class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
 
     def expert_settings(self) -> ExpertSettings:
         """How a mixture's experts are spread over ranks."""
+        eplb = read_eplb_config(self.eplb_config)
         return ExpertSettings(
             self.enable_expert_parallel,
             self.enable_eplb,
-            self.num_redundant_experts,
+            self.num_redundant_experts or eplb.num_redundant_experts,
             self.expert_load_dir,
             self.engine,
+            eplb.window_size,
+            eplb.step_interval,
+            eplb.log_balancedness,
         )
 
     def lora_folders(self) -> tuple[tuple[ModelName, Path], ...]:

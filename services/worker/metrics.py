@@ -75,6 +75,23 @@ EXPERT_PICKS = Counter(
     registry=METRICS,
 )
 
+EXPERT_BALANCE = Gauge(
+    "baton_worker_expert_balance",
+    "Mean over maximum of the ranks' picks in the last 10 s that had some, by layer; 1: all ranks computed as many.",
+    ["layer"],
+)
+EXPERT_REARRANGEMENTS = Gauge(
+    "baton_worker_expert_rearrangements",
+    "Rearrangements of experts beside steps since the rank started, by how they ended: completed or failed.",
+    ["outcome"],
+)
+EXPERTS_MOVED = Gauge(
+    "baton_worker_experts_moved", "Experts that ranks were given by rearrangements since the rank started."
+)
+EXPERT_REARRANGEMENT_SECONDS = Gauge(
+    "baton_worker_expert_rearrangement_seconds", "Seconds that the last rearrangement took beside steps."
+)
+
 _WAIT, _PREPARE, _FORWARD, _SAMPLE, _ANSWER = (
     PART_SECONDS.labels(part) for part in ("wait", "prepare", "forward", "sample", "answer")
 )

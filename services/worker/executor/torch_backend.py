@@ -278,7 +278,11 @@ def _expert_load(loaded: LoadedModel) -> ExpertLoad | None:
     mixing = {first + number: layer.mlp for number, layer in enumerate(decoder.weights.layers)}
     counts = {number: mlp.counts for number, mlp in mixing.items() if isinstance(mlp, MixtureMlp)}
     counted = {number: each for number, each in counts.items() if each is not None}
-    return ExpertLoad(counted, decoder.share.placements, path, model=loaded.digest, engine=wanted.engine)
+    named = {"model": loaded.digest, "engine": wanted.engine}
+    load = ExpertLoad(counted, decoder.share.placements, path, **named, logs_balance=wanted.logs_balance)
+    if decoder.rearranger is not None:
+        load.follow(decoder.rearranger)
+    return load
 
 
 def _layer_groups(loaded: LoadedModel, settings: BackendSettings) -> tuple[KvCacheGroup, ...]:
@@ -340,6 +344,8 @@ def _ready(parts: RunnerParts, size: KvSize, graphs: RankGraphs, rows: int) -> R
             warm_up_shapes(runner, rows=rows)
         if parts.expert_load is not None:
             parts.expert_load.restart()
+        if isinstance(parts.decoder, Decoder) and parts.decoder.rearranger is not None:
+            parts.decoder.rearranger.restart()
     return runner
 
 

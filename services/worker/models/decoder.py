@@ -14,6 +14,7 @@ from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import LayerGroups, allocate_caches, distinct
 from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.expert_parallel.rearrangement import ExpertRearranger
 from services.worker.models.latent.attention import LatentAttention
 from services.worker.models.native_decoder import NativeDecoder, native_decoder
 from services.worker.models.rope import rotations
@@ -44,6 +45,8 @@ class Decoder:
         self._embedding_scale = _round_scale(config.embedding_scale, weights.embedding)
         self._groups: LayerGroups | None = None
         self._taps: tuple[int, ...] = ()
+        self.rearranger: ExpertRearranger | None = None
+        """Where experts are moved while it computes."""
         self._compute_by(ops)
 
     def _compute_by(self, ops: Ops) -> None:
@@ -233,6 +236,8 @@ class Decoder:
         None on all other ranks; stages before the last one pass their rows on to the stage behind. Where `features`
         [n, hidden] is given, on all ranks of a stage or on none, it holds the last hidden state of every row then,
         normed; or [n, taps * hidden] what `use_taps` asks for."""
+        if self.rearranger is not None:
+            self.rearranger.begin_step()
         if self._native is not None:
             return self._native.forward(ids, meta, caches, features)
         layers, step = self._weights.layers, meta

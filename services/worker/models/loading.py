@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from services.worker.models.checkpoint import TensorSource, read_exactly
 from services.worker.models.config import DeltaConfig, LatentConfig, LayerConfig, Mixture, ModelConfig
 from services.worker.models.expert_parallel.expert_load import empty_counts
-from services.worker.models.expert_parallel.local_experts import LocalExperts
+from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, SEEING_ARCHITECTURES
 from services.worker.models.latent.loading import LatentLoader
 from services.worker.models.mixture.loading import read_experts
@@ -28,7 +29,7 @@ from services.worker.models.weights import (
     MixtureMlp,
     SharedExpert,
 )
-from services.worker.ops.interface import Ops, PackedLinear, Routing, StateMixer
+from services.worker.ops.interface import ExpertPacker, Ops, PackedExperts, PackedLinear, Routing, StateMixer
 from services.worker.ops.quantized import Scheme
 
 
@@ -43,13 +44,18 @@ def load_weights(
     quantization: Scheme | None = None,
     *,
     counts_picks: bool = False,
+    packer: ExpertPacker | None = None,
 ) -> DecoderWeights:
     """This rank's weights on `device`, packed by `ops`. Raises ModelError where a tensor is missing or misshapen.
 
     `stage`: None: all layers. `quantization`: what the matrices of attention, MLPs and experts are rounded to; the head
     is rounded to int8 then. Embeddings and routers are not. `counts_picks`: it is counted how often each expert is
-    picked."""
-    loader = _Loader(checkpoint, config, share, ops, device, max_model_len, quantization, counts_picks=counts_picks)
+    picked. `packer`: what packs experts; None: `ops`."""
+    loader = _Loader(
+        *(checkpoint, config, share, ops, device, max_model_len, quantization),
+        counts_picks=counts_picks,
+        packer=packer,
+    )
     return loader.weights(stage or stage_of(config, 0, 1))
 
 
@@ -67,6 +73,17 @@ def load_layer(
     loader = _Loader(checkpoint, config, shard_of(config, 0, 1), ops, device, max_model_len)
     loader.attention_inputs = attention_inputs or config.hidden_size
     return loader.layer(0, config.layers[0])
+
+
+def load_experts(
+    matrices: MatrixLoader, config: ModelConfig, packer: ExpertPacker, layer: int, experts: Sequence[int]
+) -> PackedExperts:
+    """Some whole experts of a layer of this number, in rising order. Raises ModelError."""
+    assert config.mixture is not None, "a layer mixes"
+    names = _LAYOUTS.get(config.architecture, _LayoutNames())
+    columns = (0, config.mixture.intermediate_size)
+    read = read_experts(matrices, f"{names.layers}.{layer}", config.mixture, config.hidden_size, columns, experts)
+    return packer.pack_experts(read.gate_up, read.down)
 
 
 class _LayoutNames(NamedTuple):
@@ -134,8 +151,10 @@ class _Loader:
         quantization: Scheme | None = None,
         *,
         counts_picks: bool = False,
+        packer: ExpertPacker | None = None,
     ) -> None:
         self._counts_picks = counts_picks
+        self._packer = packer
         self._checkpoint = checkpoint
         self._config = config
         self._share = share
@@ -312,12 +331,12 @@ class _Loader:
         placement = share.placements[index] if share.placements else None
         own = None if placement is None else placement.experts_of(share.rank)
         read = read_experts(self._matrices, name, mixture, hidden, share.experts, own)
+        local = None if placement is None else LocalExperts.of(placement, share.rank, self._device)
         return MixtureMlp(
             router=self._matrices.pack(read.router, None),
-            experts=self._ops.pack_experts(read.gate_up, read.down),
+            experts=RankExperts((self._packer or self._ops).pack_experts(read.gate_up, read.down), local),
             routing=self._routing(f"{name}.mlp", mixture),
             shared=None if mixture.shared_size is None else self._shared_expert(name, mixture, mixture.shared_size),
-            local=None if placement is None else LocalExperts.of(placement, share.rank, self._device),
             counts=empty_counts(mixture.experts, self._device) if self._counts_picks else None,
         )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +18,10 @@ from services.worker.models.config import Dtype, ModelConfig, ModelError
 from services.worker.models.data_parallel.group_decoder import GroupDecoder
 from services.worker.models.decoder import Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
-from services.worker.models.expert_parallel.engine_experts import engine_bytes, place_experts
+from services.worker.models.expert_parallel.engine_experts import engine_bytes, layer_placer, place_experts
+from services.worker.models.expert_parallel.load_window import LoadWindow
 from services.worker.models.expert_parallel.placement import ExpertPlacement
+from services.worker.models.expert_parallel.rearrangement import ExpertRearranger, GatherExperts, RearrangerParts
 from services.worker.models.fallback.library_loader import load_library_model
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.latent.attention import check_latent
@@ -36,16 +39,19 @@ from services.worker.models.loaded_model import (
     pooling_of,
     read_classifier_head,
 )
-from services.worker.models.loading import load_weights
+from services.worker.models.loading import load_experts, load_weights
 from services.worker.models.plugins.architectures import PluginModel, find_plugin_model
 from services.worker.models.plugins.interface import DecoderParts
 from services.worker.models.pooling.classification import (
     ClassifierHead,
     read_token_head,
 )
+from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.quantization.method import QuantizationMethod, read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
-from services.worker.models.sharding import PipelineStage, shard_of, stage_of
+from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
+from services.worker.models.weights import DecoderWeights, MixtureMlp
+from services.worker.ops.interface import ExpertPacker, MovesExperts, Ops, PackedExperts
 from services.worker.ops.quantized import Scheme
 from shared.messages.model_card import PoolingCard
 from shared.models.image_models import read_image_model
@@ -77,10 +83,15 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
     stage_bytes = _weight_bytes(settings, config, stage, dtype, method)
     ranks, free = settings.communicator.world_size, settings.platform.memory().free
-    check_weights_fit(engine_bytes(config, stage_bytes, (), settings.group), dtype, ranks, free)  # reads no file whole
+
+    def check_fits(placements: tuple[ExpertPlacement, ...]) -> None:
+        needed = engine_bytes(settings.experts, config, stage_bytes, placements, settings.group)
+        check_weights_fit(needed, dtype, ranks, free)
+
+    check_fits(())  # reads no file whole
     digest = digest_of(settings, config)
     experts = place_experts(settings.experts, config, digest, settings.communicator, settings.group)
-    check_weights_fit(engine_bytes(config, stage_bytes, experts, settings.group), dtype, ranks, free)
+    check_fits(experts)
     decoder, classifier = _decoder(
         settings, config, stage, TORCH_DTYPES[dtype], length, pooling, method, plugin, experts
     )
@@ -117,20 +128,96 @@ def _decoder(
     with STARTUP.stage("kernels"):
         ops = create_ops(settings, dtype)
     with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype, method, plugin) as tensors:
+        packer = _packer(settings, ops, plugin) if settings.experts.moves and len(experts[0].ranks) > 1 else None
         weights = load_weights(
             *(tensors, config, share, ops, settings.device, max_model_len, stage),
             quantization=code_of(settings),
             counts_picks=settings.experts.counts and share.rank == 0,
+            packer=packer,
         )
         head = _head_of(settings, tensors, config, pooling) if stage.is_last else None
+    decoder = _decoder_of(settings, config, weights, share, ops, plugin)
+    if packer is not None:
+        source = _Gathering(settings, config, dtype, method, ops, packer).open
+        decoder.rearranger = _rearranger(settings, config, weights, share, source)
+    return decoder, head
+
+
+def _decoder_of(
+    settings: LoadSettings,
+    config: ModelConfig,
+    weights: DecoderWeights,
+    share: LayerShard,
+    ops: Ops,
+    plugin: PluginModel | None,
+) -> Decoder:
+    parts = (config, weights, share, ops, settings.communicator)
     if plugin is not None:
-        return plugin.decoder(DecoderParts(config, weights, share, ops, communicator, settings.pipeline)), head
+        return plugin.decoder(DecoderParts(*parts, settings.pipeline))
     if settings.group is not None:
-        return GroupDecoder(config, weights, share, ops, communicator, settings.group), head
+        return GroupDecoder(*parts, settings.group)
     if settings.on_layer is not None:
-        layerwise = LayerwiseDecoder(config, weights, share, ops, communicator, settings.pipeline, settings.on_layer)
-        return layerwise, head
-    return Decoder(config, weights, share, ops, communicator, settings.pipeline), head
+        return LayerwiseDecoder(*parts, settings.pipeline, settings.on_layer)
+    return Decoder(*parts, settings.pipeline)
+
+
+def _packer(settings: LoadSettings, ops: Ops, plugin: PluginModel | None) -> ExpertPacker:
+    """Raises ModelError where experts cannot be moved while steps are computed."""
+    if plugin is None and settings.platform.in_main_memory and isinstance(ops, MovesExperts):
+        return ops.expert_packer()
+    where = f"on {settings.platform.name}" if plugin is None else f"of a model of {plugin.where}"
+    raise ModelError(
+        f"eplb_config: experts {where} are not moved while steps are computed; step_interval 0 places them at the start"
+    )
+
+
+def _rearranger(
+    settings: LoadSettings,
+    config: ModelConfig,
+    weights: DecoderWeights,
+    share: LayerShard,
+    source: Callable[[], AbstractContextManager[GatherExperts]],
+) -> ExpertRearranger:
+    numbered = enumerate(weights.layers, weights.first_layer)
+    mixing = {number: layer.mlp for number, layer in numbered if isinstance(layer.mlp, MixtureMlp)}
+    counts = [each.counts for each in mixing.values() if each.counts is not None]
+    experts = settings.experts
+    parts = RearrangerParts(
+        layers={number: mlp.experts for number, mlp in mixing.items()},
+        rank=share.rank,
+        interval=experts.interval,
+        place=layer_placer(experts, config, settings.communicator, settings.group),
+        source=source,
+        share=settings.communicator.sum if settings.group is None else settings.group.sum,
+        window=LoadWindow(counts, experts.window, experts.interval) if counts else None,
+        device=settings.device,
+    )
+    return ExpertRearranger(parts, share.placements)
+
+
+class _Gathering(NamedTuple):
+    """Where a rank has experts from that it does not have yet: the checkpoint, read as it was at the start."""
+
+    settings: LoadSettings
+    config: ModelConfig
+    dtype: torch.dtype
+    method: QuantizationMethod | None
+    ops: Ops
+    packer: ExpertPacker
+
+    @contextmanager
+    def open(self) -> Iterator[GatherExperts]:
+        """See `RearrangerParts.source`."""
+        with _tensors(self.settings, self.config, self.dtype, self.method, None) as tensors:
+            matrices = MatrixLoader(tensors, self.ops, self.settings.device, code_of(self.settings))
+
+            def gather(layer: int, wanted: Sequence[int], held: Sequence[int], packed: PackedExperts) -> PackedExperts:
+                new = [expert for expert in wanted if expert not in held]
+                read = load_experts(matrices, self.config, self.packer, layer, new) if new else packed
+                parts = [(packed, held.index(e)) if e in held else (read, new.index(e)) for e in wanted]
+                return self.packer.arrange_experts(parts)
+
+            yield gather
 
 
 def _head_of(

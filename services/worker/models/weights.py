@@ -8,12 +8,11 @@ from typing import NamedTuple, Protocol, assert_never
 
 from torch import Tensor
 
-from services.worker.models.expert_parallel.local_experts import LocalExperts, count_picks
+from services.worker.models.expert_parallel.local_experts import RankExperts, count_picks
 from services.worker.ops.interface import (
     Activation,
     BatchMeta,
     Ops,
-    PackedExperts,
     PackedHeads,
     PackedLinear,
     Routing,
@@ -44,11 +43,9 @@ class MixtureMlp:
     experts."""
 
     router: PackedLinear
-    experts: PackedExperts
+    experts: RankExperts
     routing: Routing
     shared: SharedExpert | None
-    local: LocalExperts | None = None
-    """Expert parallelism: which experts `experts` are; None: all."""
     counts: Tensor | None = None
     """int64 [E]: how often each was picked, added to in every step; None: it is not counted."""
 
@@ -169,9 +166,10 @@ def mixed_rows(ops: Ops, mixture: MixtureMlp, x: Tensor, activation: Activation)
     picks = ops.choose_experts(logits, mixture.routing)
     if mixture.counts is not None:
         count_picks(mixture.counts, picks)
-    if mixture.local is not None:
-        picks = mixture.local.own_picks(picks, logits)
-    return ops.mixture(x, picks, mixture.experts, kind=activation)
+    experts = mixture.experts
+    if experts.local is not None:
+        picks = experts.local.own_picks(picks, logits)
+    return ops.mixture(x, picks, experts.packed, kind=activation)
 
 
 def shared_expert_rows(ops: Ops, shared: SharedExpert, x: Tensor, activation: Activation) -> Tensor:

@@ -10,8 +10,9 @@ this rank's query and key/value heads, D the head dimension, I this rank's share
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, NewType, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, NewType, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -330,6 +331,24 @@ class StateOps(Protocol):
         square root of N, dt as above and b the sigmoid of its input: state ← exp(dt * decay) * state;
         state ← state + b * (v - state · k) ⊗ k; a head's output is state · q, RMS-normed, times SiLU(gate).
         """
+
+
+class ExpertPacker(Protocol):
+    """Packs experts that come and go while steps are computed."""
+
+    def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
+        """See `Ops.pack_experts`; on any one thread, beside steps. Their memory is taken for others once they go."""
+
+    def arrange_experts(self, parts: Sequence[tuple[PackedExperts, int]]) -> PackedExperts:
+        """Those of these numbers in what this packed, which is left as it is; nothing is copied."""
+
+
+@runtime_checkable
+class MovesExperts(Protocol):
+    """Operations whose experts may be replaced between two steps."""
+
+    def expert_packer(self) -> ExpertPacker:
+        """What packs them for `Ops.mixture`."""
 
 
 class Ops(Protocol):

@@ -6,6 +6,7 @@ On CPUs weights are packed for oneDNN, which multiplies 1 to 64 rows 1.2 to 3 ti
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -137,6 +138,10 @@ class TorchOps:
     def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
         """Each expert's matrices by `pack_linear` or `pack_quantized`."""
         return PackedExperts(ExpertLinears(self._pack_each(gate_up), self._pack_each(down)))
+
+    def expert_packer(self) -> TorchExpertPacker:
+        """See `MovesExperts`."""
+        return TorchExpertPacker(self)
 
     def _pack_each(self, stack: WeightStack) -> tuple[PackedLinear, ...]:
         if isinstance(stack, QuantizedStack):
@@ -332,6 +337,34 @@ class ExpertLinears(NamedTuple):
 
     gate_up: tuple[PackedLinear, ...]
     down: tuple[PackedLinear, ...]
+
+
+class TorchExpertPacker(NamedTuple):
+    """See :class:`services.worker.ops.interface.ExpertPacker`."""
+
+    ops: TorchOps
+
+    def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
+        """Each in memory of its own, which goes with it."""
+        each = [self.ops.pack_experts(_copied(gate_up, n), _copied(down, n)) for n in range(down.shape[0])]
+        return self.arrange_experts([(experts, 0) for experts in each])
+
+    def arrange_experts(self, parts: Sequence[tuple[PackedExperts, int]]) -> PackedExperts:
+        """See `ExpertPacker.arrange_experts`."""
+        gate_up: list[PackedLinear] = []
+        down: list[PackedLinear] = []
+        for experts, number in parts:
+            assert isinstance(experts, ExpertLinears)
+            gate_up.append(experts.gate_up[number])
+            down.append(experts.down[number])
+        return PackedExperts(ExpertLinears(tuple(gate_up), tuple(down)))
+
+
+def _copied(stack: WeightStack, number: int) -> WeightStack:
+    if isinstance(stack, Tensor):
+        return stack[number : number + 1].clone()
+    weight = stack.matrices[number]
+    return QuantizedStack(weight._replace(codes=weight.codes.clone(), scales=weight.scales.clone()), 1)
 
 
 # Which drafts are accepted, see `speculation.verification`.

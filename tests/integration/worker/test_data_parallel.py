@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from services.scheduler.core.limits import EngineLimits
+from services.worker.models.expert_parallel.settings import ExpertSettings
 from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.worker.library_situations import prompt
 from tests.support.worker.rank_processes import EngineOfRanks, RankProcesses, rank_processes
@@ -57,6 +58,25 @@ def test_engines_of_a_group_say_what_the_library_does(
     expected = [model.greedy(tokens, OUTPUT) for tokens in (*PROMPTS[::2], *PROMPTS[1::2], PROMPTS[-1], PROMPTS[-1])]
     assert [request.tokens for request in (*together, alone, late)] == expected
     assert (alone.cached, late.cached) == (0, 64)
+
+
+@pytest.mark.features("data parallel", "expert parallel", "prefix cache")
+def test_experts_move_in_a_group_while_one_of_its_engines_is_idle(
+    ranks: RankProcesses, models: Callable[[str], TinyModel]
+) -> None:
+    """Its ranks change over in steps that are others'; it says the same when it works again."""
+    model = models("deepseek-v3")
+    moving = ExpertSettings(parallel=True, balanced=True, redundant=4, window=3, interval=2)
+    first, second = ranks.serve_group(model.path, engines=2, tp=2, limits=LIMITS, experts=moving)
+    asked = [(tokens, engine.ask(tokens, OUTPUT)) for tokens in PROMPTS[2:] for engine in (first, second)]
+    run(first, second)
+    for seed in range(4):
+        asked += [(tokens, first.ask(tokens, OUTPUT)) for tokens in (prompt(30, 50 + seed), PROMPTS[-1])]
+        run(first, second)
+    asked += [(tokens, second.ask(tokens, OUTPUT)) for tokens in PROMPTS[:3]]
+    run(first, second)
+    assert [request.tokens for _, request in asked] == [model.greedy(tokens, OUTPUT) for tokens, _ in asked]
+    assert 0 < first.moves[1] <= second.moves[1], "the second has worked last"
 
 
 @pytest.mark.features("data parallel", "expert parallel", "states")

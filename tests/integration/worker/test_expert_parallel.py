@@ -16,6 +16,7 @@ from services.worker.models.config import ModelError
 from services.worker.models.expert_parallel.expert_load import ExpertLoadFile, load_path, read_loads
 from services.worker.models.expert_parallel.settings import ExpertSettings
 from services.worker.models.hf_config import read_model_config
+from services.worker.ops.interface import OpsName
 from tests.integration.worker.test_hybrid_kv_cache import LIMITS as HYBRID
 from tests.integration.worker.test_hybrid_kv_cache import agrees
 from tests.support.models.library_models import library_model
@@ -37,6 +38,12 @@ PROMPTS = [prompt(length, seed) for seed, length in enumerate((1, 15, 16, 17, 33
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
     with rank_processes(2, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with rank_processes(4, tmp_path_factory.mktemp("four")) as ranks:
         yield ranks
 
 
@@ -107,6 +114,26 @@ def test_experts_that_are_placed_by_their_load_say_the_same(
     load_path(tmp_path, digest, "other", 0).write_bytes(msgspec.json.encode(skewed))
     settings = ExpertSettings(parallel=True, balanced=True, redundant=redundant, load_dir=tmp_path, engine="own")
     say_the_same(ranks, model, tp=2, experts=settings)
+
+
+@pytest.mark.features("expert parallel", "tensor parallel", "chunked prefill", "prefix cache")
+@pytest.mark.parametrize(("family", "stages", "ops"), [("deepseek-v3", 1, "native"), ("qwen3-moe", 2, "torch")])
+def test_experts_that_move_while_an_engine_serves_say_the_same(
+    family: str, stages: int, ops: OpsName, four: RankProcesses, models: Callable[[str], TinyModel]
+) -> None:
+    """Before, while and after they move; every other step it is looked which are picked."""
+    model = models(family)
+    moving = ExpertSettings(parallel=True, balanced=True, redundant=2, window=3, interval=2)
+    engine = four.serve(model.path, tp=2, stages=stages, ops=ops, limits=LIMITS, experts=moving)
+    requests = [(tokens, engine.ask(tokens, OUTPUT)) for tokens in PROMPTS]
+    for seed in range(4):
+        engine.run()
+        requests += [(tokens, engine.ask(tokens, OUTPUT)) for tokens in (prompt(30, 50 + seed), PROMPTS[-1])]
+    engine.run()
+    assert [request.tokens for _, request in requests] == [model.greedy(tokens, OUTPUT) for tokens, _ in requests]
+    rearrangements, experts = engine.moves
+    assert rearrangements > 1
+    assert experts > 0
 
 
 class FirstOfTwo:

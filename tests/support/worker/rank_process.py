@@ -106,6 +106,8 @@ class Drew(Struct, frozen=True):
     accepted: tuple[int, ...]
     logits: list[list[float]]
     """Of each row that was drawn from."""
+    moves: tuple[int, int] = (0, 0)
+    """Rearrangements of experts that are over, and experts that were moved."""
 
 
 def write(stream: IO[bytes], message: Struct | None) -> None:
@@ -216,6 +218,12 @@ class Rank:
         else:
             self._tell(plan, run_step(self.backend, plan), self._rows())
 
+    def _moves(self) -> tuple[int, int]:
+        decoder = self.backend.rank.decoder if self.backend is not None else None
+        if not isinstance(decoder, Decoder) or decoder.rearranger is None:
+            return 0, 0
+        return decoder.rearranger.moves.rearrangements, decoder.rearranger.moves.experts
+
     def _rows(self) -> list[list[float]]:
         return [row for logits in self.logits for row in logits.tolist()]
 
@@ -232,7 +240,7 @@ class Rank:
     def _tell(self, plan: StepPlan, output: StepOutput, rows: list[list[float]]) -> None:
         assert self.asked is not None
         if self.rank % self.asked.world_size == self.asked.draws:
-            drew = Drew(plan.step, output.sampled, output.drafted, output.accepted, rows)
+            drew = Drew(plan.step, output.sampled, output.drafted, output.accepted, rows, self._moves())
             write(sys.stdout.buffer, drew)
 
 

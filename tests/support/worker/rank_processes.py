@@ -41,6 +41,7 @@ from tests.support.worker.plan_driver import GREEDY
 from tests.support.worker.rank_process import Drew, Serve, Serving, read, write
 
 _rendezvous = count()
+WHOLE_EXPERTS = ExpertSettings(parallel=True)
 
 
 @dataclass
@@ -114,6 +115,7 @@ class RankProcesses:
         limits: EngineLimits | None = None,
         hybrid: HybridKvCache = "off",
         drafts: int = 0,
+        experts: ExpertSettings = WHOLE_EXPERTS,
     ) -> list[EngineOfRanks]:
         """A data-parallel group of engines of `tp` ranks, which replaces the engines before."""
         asked = Serve(
@@ -121,7 +123,7 @@ class RankProcesses:
             engines=engines,
             hybrid=hybrid,
             drafts=drafts,
-            experts=ExpertSettings(parallel=True),
+            experts=experts,
         )
         return self._serve(asked, limits)
 
@@ -189,6 +191,8 @@ class EngineOfRanks:
         """Of every row drawn from, in order."""
         self.most_in_flight = 0
         self.steps = 0
+        self.moves = (0, 0)
+        """Rearrangements of experts that are over, and experts that were moved."""
         self.drafted = self.accepted = 0
         """Drafts that stood."""
         self._ranks = ranks
@@ -249,6 +253,7 @@ class EngineOfRanks:
         self._in_flight -= 1
         self.steps += 1
         self.logits += drew.logits
+        self.moves = drew.moves
         self.drafted += drew.drafted
         self.accepted += sum(drew.accepted)
         self._tell(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from services.worker.config import WorkerConfig
@@ -32,6 +34,7 @@ def test_what_is_not_allowed_is_refused_by_name(argv: str, said: str) -> None:
 
 
 PARALLEL, FILES = "--enable-expert-parallel", "--expert-load-dir=loads"
+EPLB = [PARALLEL, "--enable-eplb"]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +43,13 @@ PARALLEL, FILES = "--enable-expert-parallel", "--expert-load-dir=loads"
         ([PARALLEL, "--device=sim"], "enable_expert_parallel: the simulated device has no experts"),
         ([FILES, "--device=sim"], "expert_load_dir: the simulated device has no experts"),
         (["--enable-eplb", FILES], "enable_eplb: needs enable_expert_parallel"),
-        (["--enable-eplb", PARALLEL], "enable_eplb: needs expert_load_dir"),
+        ([PARALLEL, "--eplb-config={}"], "eplb_config = {}: needs enable_eplb"),
+        ([*EPLB, '--eplb-config={"window_size": 0}'], r"Expected `int` >= 1 - at `\$.window_size`"),
+        ([*EPLB, '--eplb-config={"use_async": true}'], "known are window_size, step_interval, num_redundant_experts"),
+        (
+            [*EPLB, "--num-redundant-experts=2", '--eplb-config={"num_redundant_experts": 2}'],
+            "num_redundant_experts: is in eplb_config, too",
+        ),
         ([PARALLEL, FILES, "--num-redundant-experts=2"], "num_redundant_experts = 2: needs enable_eplb"),
     ],
 )
@@ -59,7 +68,6 @@ GROUP = [PARALLEL, "--data-parallel-size=2", "--rendezvous=file:///r"]
         ([PARALLEL, "--data-parallel-size=2"], "rendezvous: must be set with data_parallel_size = 2"),
         ([*GROUP, "--data-parallel-rank=2"], "data_parallel_rank = 2: must be below data_parallel_size = 2"),
         ([*GROUP, "--device=cuda"], "device = cuda: not possible with"),
-        ([*GROUP, "--enable-eplb", FILES], "enable_eplb: not possible with"),
         (
             [*GROUP, '--speculative={"method":"draft","model":"d"}'],
             "speculative: method draft: not possible",
@@ -81,3 +89,12 @@ def test_engines_of_a_group_have_one_stage() -> None:
 def test_engines_of_a_group_have_no_connector() -> None:
     with pytest.raises(ConfigError, match="kv_connector = shared-memory: not possible with data_parallel_size = 2"):
         told(*GROUP, "--kv-connector=shared-memory")
+
+
+def test_experts_move_as_vllm_s_object_says() -> None:
+    wanted = {"window_size": 50, "step_interval": 200, "num_redundant_experts": 4, "log_balancedness": True}
+    found = told(*EPLB, f"--eplb-config={json.dumps(wanted)}").expert_settings()
+    assert (found.window, found.interval, found.redundant, found.logs_balance) == (50, 200, 4, True)
+    assert found.moves
+    assert not told(*EPLB, '--eplb-config={"step_interval": 0}').expert_settings().moves
+    assert not told(PARALLEL).expert_settings().moves

@@ -79,6 +79,8 @@ class GroupDecoder(Decoder):
 
     def _compute_step_of_others(self) -> None:
         self._step = self.group.lockstep.begin(0, 0)
+        if self.rearranger is not None:
+            self.rearranger.begin_step()
         for layer in self._weights.layers:
             self._compute_for_others(layer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -16,8 +17,10 @@ from services.worker.models.expert_parallel.placement import (
     ExpertPlacement,
     balance_experts,
     balance_of,
+    improve_placement,
     spread_evenly,
 )
+from services.worker.models.expert_parallel.rearrangement import PlaceLayer
 from services.worker.models.expert_parallel.settings import ExpertSettings
 
 _log = logging.getLogger(__name__)
@@ -40,13 +43,23 @@ def place_experts(
     even = spread_evenly(experts, ranks)
     if not settings.balanced:
         return (even,) * config.num_layers
-    loads, hosts = _agreed_loads(settings, model, experts, config.num_layers, communicator)
+    first = communicator.rank == 0 if group is None else group.place.in_group == 0
+    loads, hosts = _agreed_loads(settings, model, experts, config.num_layers, group or communicator, first=first)
     placements = tuple(
         balance_experts(load, ranks, redundant=settings.redundant, groups=config.mixture.groups, hosts=hosts)
         for load in loads
     )
     _tell(loads, even, placements)
     return placements
+
+
+def layer_placer(
+    settings: ExpertSettings, config: ModelConfig, communicator: Communicator, group: RankGroup | None
+) -> PlaceLayer:
+    """Where experts go while steps are computed. Every rank of the engine, or group, must come here."""
+    assert config.mixture is not None, "there are experts to place"
+    hosts = _hosts((group or communicator).all_gather(socket.gethostname()))
+    return partial(improve_placement, redundant=settings.redundant, groups=config.mixture.groups, hosts=hosts)
 
 
 def check_experts(settings: ExpertSettings, config: ModelDescription) -> None:
@@ -60,38 +73,47 @@ def check_experts(settings: ExpertSettings, config: ModelDescription) -> None:
 
 
 def engine_bytes(
-    config: ModelConfig, stage_bytes: int, placements: Sequence[ExpertPlacement], group: RankGroup | None
+    settings: ExpertSettings,
+    config: ModelConfig,
+    stage_bytes: int,
+    placements: Sequence[ExpertPlacement],
+    group: RankGroup | None,
 ) -> int:
     """What the ranks of a stage hold of its weights, if each has as many experts as the rank with most; none of
     `placements`: as many as the others."""
-    largest = _largest_share(config, placements)
+    largest = _largest_share(settings, config, placements)
     if group is None:
         return int(stage_bytes * largest)
     mixed = stage_bytes * config.expert_share
     return int(stage_bytes - mixed + mixed * largest / group.place.engines)
 
 
-def _largest_share(config: ModelConfig, placements: Sequence[ExpertPlacement]) -> float:
+def _largest_share(settings: ExpertSettings, config: ModelConfig, placements: Sequence[ExpertPlacement]) -> float:
     """How many of the model's experts the rank with most of them has, over an equal share: more than 1 where they do
     not divide over ranks, or some have several replicas."""
     if config.mixture is None or not placements:
         return 1.0
     ranks = len(placements[0].ranks)
+    if settings.moves:  # anywhere at last, and a layer's twice while it changes
+        most = (config.mixture.experts + settings.redundant) // ranks * (len(placements) + 1)
+        return most * ranks / (config.mixture.experts * len(placements))
     most = max(sum(len(each.experts_of(rank)) for each in placements) for rank in range(ranks))
     return most * ranks / (config.mixture.experts * len(placements))
 
 
 def _agreed_loads(
-    settings: ExpertSettings, model: str, experts: int, layers: int, communicator: Communicator
+    settings: ExpertSettings, model: str, experts: int, layers: int, others: Communicator | RankGroup, *, first: bool
 ) -> tuple[list[list[int]], int]:
     """What the first rank has read, as files change; and on how many hosts the ranks are, as many on each."""
-    assert settings.load_dir is not None, "settings are checked"
-    own = read_loads(settings.load_dir, model, experts, layers) if communicator.rank == 0 else []
-    said = communicator.all_gather(msgspec.json.encode((socket.gethostname(), own)).decode())
+    own = read_loads(settings.load_dir, model, experts, layers) if first else []
+    said = others.all_gather(msgspec.json.encode((socket.gethostname(), own)).decode())
     found = [msgspec.json.decode(each, type=tuple[str, list[list[int]]]) for each in said]
-    hosts = [host for host, _ in found]
-    sizes = {hosts.count(host) for host in hosts}
-    return found[0][1], len(set(hosts)) if len(sizes) == 1 else 1
+    return found[0][1], _hosts([host for host, _ in found])
+
+
+def _hosts(hosts: Sequence[str]) -> int:
+    """On how many hosts ranks are, given each one's; 1, too, where these have different numbers of them."""
+    return len(set(hosts)) if len({hosts.count(host) for host in hosts}) == 1 else 1
 
 
 def _tell(loads: list[list[int]], even: ExpertPlacement, placements: tuple[ExpertPlacement, ...]) -> None:

@@ -7,8 +7,10 @@ same rows and the same router. What an engine has counted in its lives before we
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -16,7 +18,9 @@ from msgspec import Struct
 from torch import Tensor
 
 from services.worker.models.config import ModelError
+from services.worker.models.expert_parallel.expert_moves import ExpertMoves
 from services.worker.models.expert_parallel.placement import ExpertPlacement
+from services.worker.models.expert_parallel.rearrangement import ExpertRearranger
 from shared.private_files import replace_private
 
 _SUFFIX = ".experts.json"
@@ -36,6 +40,13 @@ class ExpertLoadFile(Struct, frozen=True):
     """Picks of each expert, by the layer's number."""
 
 
+class _Settled(NamedTuple):
+    """What had been picked when a layer's experts were moved last."""
+
+    counts: list[int]
+    by_rank: list[float]
+
+
 class ExpertLoad:
     """Owns the counts of one rank's layers. Steps add to them on the thread that computes; whoever reads them meanwhile
     may see a part of a step."""
@@ -48,20 +59,26 @@ class ExpertLoad:
         *,
         model: str = "",
         engine: str = "",
+        logs_balance: bool = False,
     ) -> None:
         """`counts`: int64 [E] by the layer's number. `placements`: of all layers of the model; none: ranks have shares
         of all experts. `path`: the file that `save` writes; None: nothing is written. Raises ModelError where that is
         no such file."""
         self._counts = counts
-        self._placements = placements
+        self._placements = list(placements)
+        self._settled: dict[int, _Settled] = {}
+        self._lock = threading.Lock()
+        self._rearranger: ExpertRearranger | None = None
         self._path = path
         self.model, self._engine = model, engine
+        self.logs_balance = logs_balance
         self._before: Mapping[int, Sequence[int]] = {}
         if path is not None and path.exists():
             self._before = _read(path, model).layers
 
     def restart(self) -> None:
         """Forgets what was counted; what the file held stays. Called before the first step that counts."""
+        self._settled.clear()
         with torch.inference_mode():
             for counts in self._counts.values():
                 counts.zero_()
@@ -76,7 +93,32 @@ class ExpertLoad:
         shares of all experts. Of an expert with several replicas each counts as an equal part."""
         if not self._placements:
             return {}
-        return {layer: self._placements[layer].loads(counts) for layer, counts in self.layers.items()}
+        with self._lock:
+            return {layer: self._by_rank(layer, counts.tolist()) for layer, counts in self._counts.items()}
+
+    def follow(self, rearranger: ExpertRearranger) -> None:
+        """Experts are moved by it from now on."""
+        self._rearranger = rearranger
+        rearranger.on_change = self._change
+
+    @property
+    def moves(self) -> ExpertMoves | None:
+        """How experts were moved; None where they are not."""
+        return None if self._rearranger is None else self._rearranger.moves
+
+    def _change(self, layer: int, placement: ExpertPlacement) -> None:
+        """What was picked so far was computed where experts are until now."""
+        with self._lock:
+            counts = self._counts[layer].tolist()
+            self._settled[layer] = _Settled(counts, self._by_rank(layer, counts))
+            self._placements[layer] = placement
+
+    def _by_rank(self, layer: int, counts: list[int]) -> list[float]:
+        settled, placement = self._settled.get(layer), self._placements[layer]
+        if settled is None:
+            return placement.loads(counts)
+        since = placement.loads([now - then for now, then in zip(counts, settled.counts, strict=True)])
+        return [before + more for before, more in zip(settled.by_rank, since, strict=True)]
 
     def save(self) -> None:
         """Writes the file as a whole, if there is one and something was counted. Raises OSError."""
@@ -99,11 +141,11 @@ def load_path(folder: Path, model: str, engine: str, first_layer: int) -> Path:
     return folder / f"{model[:_DIGITS]}.{re.sub(r'[^A-Za-z0-9_-]', '_', engine)}.{first_layer}{_SUFFIX}"
 
 
-def read_loads(folder: Path, model: str, experts: int, layers: int) -> list[list[int]]:
+def read_loads(folder: Path | None, model: str, experts: int, layers: int) -> list[list[int]]:
     """Picks of each expert of each layer, the sum of all engines' files; zeros where nothing was counted. Raises
     ModelError for a file that cannot be read, or of other numbers of experts."""
     total = [[0] * experts for _ in range(layers)]
-    for path in sorted(folder.glob(f"{model[:_DIGITS]}.*{_SUFFIX}")):
+    for path in () if folder is None else sorted(folder.glob(f"{model[:_DIGITS]}.*{_SUFFIX}")):
         for layer, counts in _read(path, model, experts, layers).layers.items():
             total[layer] = [one + other for one, other in zip(total[layer], counts, strict=True)]
     return total

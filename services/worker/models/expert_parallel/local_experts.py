@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from services.worker.models.expert_parallel.placement import ExpertPlacement
-from services.worker.ops.interface import Picks
+from services.worker.ops.interface import PackedExperts, Picks
 
 
 class LocalExperts(NamedTuple):
@@ -46,6 +47,15 @@ class LocalExperts(NamedTuple):
         word = experts.sum(dim=1, keepdim=True) + logits.argmin(dim=1, keepdim=True)
         numbers = self.numbers[word % self.replicas[experts], experts]
         return Picks(picks.chances, numbers.to(picks.experts.dtype))
+
+
+@dataclass(slots=True)
+class RankExperts:
+    """A layer's experts that a rank has. `ExpertRearranger` replaces both between two steps."""
+
+    packed: PackedExperts
+    local: LocalExperts | None = None
+    """Expert parallelism: which experts they are; None: all."""
 
 
 def count_picks(counts: Tensor, picks: Picks) -> None:

@@ -15,6 +15,9 @@ from msgspec import Struct
 from services.worker.models.config import ModelError
 from services.worker.models.expert_parallel.eplb import rebalance_experts
 
+MIN_GAIN = 0.05
+"""Share of the busiest rank's load that has to go before experts are moved."""
+
 
 class ExpertPlacement(Struct, frozen=True):
     """The experts of a layer on the ranks of a stage."""
@@ -29,6 +32,10 @@ class ExpertPlacement(Struct, frozen=True):
     def holders(self, expert: int) -> tuple[int, ...]:
         """The ranks of its replicas."""
         return tuple(rank for rank, experts in enumerate(self.ranks) for each in experts if each == expert)
+
+    def coming_from(self, other: ExpertPlacement) -> int:
+        """How many experts ranks have here that they do not have there, over all ranks."""
+        return sum(len(set(new) - set(old)) for new, old in zip(self.ranks, other.ranks, strict=True))
 
     def loads(self, load: Sequence[float]) -> list[float]:
         """What each rank computes where experts are chosen so often, the replicas of each equally."""
@@ -65,6 +72,24 @@ def balance_experts(
     each = len(places) // ranks
     found = ExpertPlacement(tuple(tuple(sorted(places[at : at + each])) for at in range(0, len(places), each)))
     return found if max(found.loads(load)) < max(even.loads(load)) else even
+
+
+def improve_placement(
+    current: ExpertPlacement, load: Sequence[float], *, redundant: int = 0, groups: int = 1, hosts: int = 1
+) -> ExpertPlacement:
+    """Where experts are to go from where they are `current`ly, by `balance_experts`; `current` itself where that takes
+    less than MIN_GAIN from the busiest rank. Ranks of a host are alike, so each is given what it has most of."""
+    ranks = len(current.ranks)
+    found = balance_experts(load, ranks, redundant=redundant, groups=groups, hosts=hosts)
+    if max(found.loads(load)) > (1 - MIN_GAIN) * max(current.loads(load)):
+        return current
+    left, each = list(found.ranks), ranks // hosts if ranks % hosts == 0 else ranks
+    placed = []
+    for rank, held in enumerate(current.ranks):
+        here = left[: each - rank % each]
+        placed.append(max(here, key=lambda experts: len(set(experts) & set(held))))
+        left.remove(placed[-1])
+    return ExpertPlacement(tuple(placed))
 
 
 def balance_of(loads: Sequence[float]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,7 @@ class NativeKernels:
             raise OpsUnavailable(str(error)) from None
         self.pool: int = self.library.baton_pool(threads)
         self.threads = threads
+        self.level = level
 
     @property
     def instructions(self) -> str:
@@ -123,3 +125,19 @@ class WeightArena:
             self._left = zeroed(max(_CHUNK_BYTES, rounded))
         piece, self._left = self._left[:rounded], self._left[rounded:]
         return piece[:num_bytes]
+
+
+class RecyclingArena(WeightArena):
+    """A `WeightArena` that gives the memory of pieces that are gone to others of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, num_bytes: int) -> Tensor:
+        """See `WeightArena.take`. The memory is free again once the tensor itself is gone, whatever views of it say."""
+        free = self._free.setdefault(num_bytes, [])
+        memory = free.pop().zero_() if free else super().take(num_bytes)
+        piece = memory[:]
+        weakref.finalize(piece, free.append, memory).atexit = False
+        return piece

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,7 +36,12 @@ def pack_stack(ops: NativeOps, stack: WeightStack) -> MatrixStack:
         packed = tuple(ops.pack_codes(weight, None) for weight in stack.matrices)
     else:
         packed = tuple(ops.pack_matrix(weight, None) for weight in stack)
-    return MatrixStack((library.Linear * len(packed))(*(each.linear for each in packed)), packed)
+    return stack_of(packed)
+
+
+def stack_of(packed: Sequence[PackedMatrix]) -> MatrixStack:
+    """Matrices of one shape, where they are."""
+    return MatrixStack((library.Linear * len(packed))(*(each.linear for each in packed)), tuple(packed))
 
 
 def multiply_each(ops: NativeOps, x: Tensor, stack: MatrixStack, starts: Tensor, kind: Activation | None) -> Tensor:

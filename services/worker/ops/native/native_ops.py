@@ -13,7 +13,8 @@ would have. (It does depend on the machine's instructions: AVX512-BF16 rounds ot
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -37,12 +38,13 @@ from services.worker.ops.native.kernels import (
     ACTIVATIONS,
     NativeKernels,
     PackedMatrix,
+    RecyclingArena,
     WeightArena,
     address_of,
     batch_of,
     zeroed,
 )
-from services.worker.ops.native.matrix_stacks import MatrixStack, multiply_each, pack_stack
+from services.worker.ops.native.matrix_stacks import MatrixStack, multiply_each, pack_stack, stack_of
 from services.worker.ops.native.native_kv import NativeKvCopier
 from services.worker.ops.native.native_latents import MAX_HEAD_DIM, NativeLatents
 from services.worker.ops.native.native_low_rank import NativeLowRank
@@ -230,6 +232,23 @@ class NativeOps:
     def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
         """Each expert's matrices in the library's layout."""
         return PackedExperts(NativeExperts(pack_stack(self, gate_up), pack_stack(self, down)))
+
+    def expert_packer(self) -> NativeOps:
+        """On a thread of its own, as that of steps is used by one job at a time."""
+        packer = copy(self)
+        packer.kernels = NativeKernels(1, self.kernels.level)
+        packer._pool, packer._arena = packer.kernels.pool, RecyclingArena()
+        return packer
+
+    def arrange_experts(self, parts: Sequence[tuple[PackedExperts, int]]) -> PackedExperts:
+        """See `ExpertPacker.arrange_experts`."""
+        gate_up: list[PackedMatrix] = []
+        down: list[PackedMatrix] = []
+        for experts, number in parts:
+            assert isinstance(experts, NativeExperts)
+            gate_up.append(experts.gate_up.packed[number])
+            down.append(experts.down.packed[number])
+        return PackedExperts(NativeExperts(stack_of(gate_up), stack_of(down)))
 
     def choose_experts(self, logits: Tensor, routing: Routing) -> Picks:
         """By PyTorch's operations."""
