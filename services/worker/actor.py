@@ -287,6 +287,7 @@ class WorkerActor(Actor):
             state_records=self._backend.state_records,
             lora_refusals=() if self._loras is None else self._loras.refusals,
             data_parallel_size=self._identity.data_parallel_size,
+            experts=None if self._experts is None else self._experts.latest,
         )
 
     async def _report_missed(self, missed: StepMissed) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from msgspec import Struct
 
 from services.worker.distributed.lockstep import LatestStep
-from services.worker.models.expert_parallel.expert_moves import ExpertMoves
+from services.worker.models.expert_parallel.expert_balance import ExpertMoves
 from shared.ids import ModelName
 from shared.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.model_card import LoraCard, ModelCard

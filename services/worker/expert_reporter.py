@@ -7,7 +7,8 @@ import logging
 
 from services.worker import metrics
 from services.worker.backend import ExpertPicks
-from services.worker.models.expert_parallel.placement import balance_of
+from services.worker.models.expert_parallel.expert_balance import balance_of
+from shared.messages.lifecycle import ExpertReport, LayerExpertLoad
 
 REPORT_EVERY = 10.0
 """Seconds between two reports."""
@@ -49,6 +50,18 @@ class ExpertReporter:
             await asyncio.to_thread(self._load.save)
         except OSError as error:
             _log.warning("how often experts are picked could not be written: %s", error)
+
+    @property
+    def latest(self) -> ExpertReport | None:
+        """What lifecycle messages say of it; None before the first report with picks."""
+        if not self.recent:
+            return None
+        layers = tuple(
+            LayerExpertLoad(layer, tuple(round(100 * len(picks) * each / sum(picks)) for each in picks))
+            for layer, picks in sorted(self.recent.items())
+        )
+        moves = self._load.moves
+        return ExpertReport(layers) if moves is None else ExpertReport(layers, moves.rearrangements, moves.experts)
 
     def _tell(self, balances: dict[int, float]) -> None:
         moves = self._load.moves

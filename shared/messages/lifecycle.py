@@ -232,6 +232,24 @@ class StepSums(Struct, frozen=True, array_like=True, kw_only=True):
     """Output tokens that were drawn."""
 
 
+class LayerExpertLoad(Struct, frozen=True, array_like=True):
+    """How evenly picks of a layer's experts fell on the ranks that share these."""
+
+    layer: int
+    ranks: tuple[int, ...]
+    """What each rank computed of late, in percent of their mean."""
+
+
+class ExpertReport(Struct, frozen=True, array_like=True):
+    """How evenly the picks of a mixture's experts fall on ranks, and how experts were moved."""
+
+    layers: tuple[LayerExpertLoad, ...]
+    rearrangements: int | None = None
+    """Since the rank started; None: experts stay where they are."""
+    experts_moved: int = 0
+    """Experts that ranks were given by these."""
+
+
 class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     """The progress and the limits of one rank of an engine."""
 
@@ -284,6 +302,8 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     """How the KV store keeps such copies; None: it does not."""
     data_parallel_size: int = 1
     """Engines over whose ranks the model's experts are spread."""
+    experts: ExpertReport | None = None
+    """Of the first of the ranks that share experts; None of others, and before the first picks."""
 
 
 class SleepReport(Struct, frozen=True, array_like=True):

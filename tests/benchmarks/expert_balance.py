@@ -12,7 +12,8 @@ from __future__ import annotations
 from random import Random
 from typing import NamedTuple
 
-from services.worker.models.expert_parallel.placement import balance_experts, balance_of, spread_evenly
+from services.worker.models.expert_parallel.expert_balance import balance_of
+from services.worker.models.expert_parallel.placement import balance_experts, spread_evenly
 
 LAYERS, TOKENS = 20, 4096
 SKEWS = (0.2, 0.5, 1.0)

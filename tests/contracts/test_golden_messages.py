@@ -111,6 +111,7 @@ WORKER_REPORT = lifecycle.WorkerReport(
     device="cpu",
     kv_groups=KV_GROUPS,
     state_records=kv_groups.StateRecords(pages=7, alone=True),
+    experts=lifecycle.ExpertReport((lifecycle.LayerExpertLoad(3, (120, 80)),), 2, 9),
 )
 LOGPROB_TEXT = gateway.LogprobText("a", b"a", -0.5, 9)
 

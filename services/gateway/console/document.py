@@ -41,7 +41,7 @@ def stack_document(
         },
         "models": {card.name: _model(card) for card in models},
         "instances": _instances(view, figures),
-        "engines": {engine.instance: _engine(engine) for engine in figures.engines},
+        "engines": {engine.instance: _engine(engine, view) for engine in figures.engines},
         "stores": {store.instance: _named(store) for store in figures.stores},
         "open_responses": sum(each.open_responses for each in overviews.values()),
         "requests": _requests(overviews),
@@ -158,9 +158,26 @@ def _identity(life: Lifecycle) -> JsonObject:
     }
 
 
-def _engine(engine: EngineFigures) -> JsonObject:
+def _engine(engine: EngineFigures, view: StackView) -> JsonObject:
     ranks = {rank.instance: _named(rank) for rank in engine.ranks}
-    return {**_named(engine), "ranks": ranks}
+    return {**_named(engine), "ranks": ranks, "experts": experts_of(map(view.alive.get, ranks))}
+
+
+def experts_of(ranks: Iterable[Lifecycle | None]) -> JsonObject | None:
+    """How evenly picks of a mixture's experts fall on an engine's ranks, by layer: of all its stages, each of which
+    tells of its own. None: none has told yet, or there are no experts."""
+    workers = (life.worker for life in ranks if life is not None)
+    reports = [worker.experts for worker in workers if worker is not None and worker.experts is not None]
+    if not reports:
+        return None
+    rearranged = [each.rearrangements for each in reports if each.rearrangements is not None]
+    return {
+        "layers": {str(load.layer): load.ranks for report in reports for load in report.layers},
+        "rearrangements": max(
+            (each.rearrangements for each in reports if each.rearrangements is not None), default=None
+        ),
+        "moved": sum(each.experts_moved for each in reports),
+    }
 
 
 def _named(figures: Any) -> JsonObject:

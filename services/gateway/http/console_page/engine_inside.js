@@ -31,6 +31,7 @@ export function EngineInside({ state, headers }) {
     ${here?.blocks && html`<div class="inside" data-inside=${name}>
       <${Blocks} blocks=${here.blocks} size=${here.block_size} />
       <${Steps} steps=${here.steps} budget=${here.max_batch_tokens} />
+      <${Experts} load=${state.engines[name]?.experts} />
       <${Sequences} title="Waiting" all=${here.queued} sequences=${here.waiting} now=${state.time} />
       <${Sequences} title="Running" all=${here.computing} sequences=${here.running} now=${state.time} />
     </div>`}
@@ -141,6 +142,25 @@ function StackedBars({ title, unit, names, classes, rows, most }) {
     </svg>
     <figcaption>${names.map((name, part) => html`<span class="key"><i class=${classes[part]} aria-hidden="true"></i>${name} <b>${unit(sums[part])}</b></span>`)}</figcaption>
   </figure>`;
+}
+
+// ---- experts of a mixture
+
+/** A strip for each layer, with a cell for each rank that shares its experts: the more of the picks, the darker. */
+function Experts({ load }) {
+  if (!load) return null;
+  const layers = Object.entries(load.layers).sort(([one], [other]) => one - other);
+  const balance = (ranks) => 100 / Math.max(100, ...ranks);
+  const mean = layers.reduce((all, [, ranks]) => all + balance(ranks), 0) / layers.length;
+  const moved = load.rearrangements == null ? "experts stay where they are" : `${counted(load.rearrangements, "rearrangement")}, ${counted(load.moved, "expert")} moved`;
+  return html`<article class="panel wide" aria-label="Experts">
+    <div class="card-head"><h3>Experts</h3><small>balance ${mean.toFixed(2)}, ${moved}</small></div>
+    <div class="strips">${layers.map(([layer, ranks]) => html`<div key=${layer} class="strip" role="img"
+        aria-label="Layer ${layer}: balance ${balance(ranks).toFixed(2)}, ranks ${ranks.map((rank) => `${rank} %`).join(", ")} of their mean">
+      <span>${layer}</span>${ranks.map((rank, number) => html`<i title="rank ${number}: ${rank} % of the mean" style=${{ background: `color-mix(in srgb, var(--cell-2) ${Math.min(100, rank / 2)}%, var(--cell-0))` }}></i>`)}<b>${balance(ranks).toFixed(2)}</b>
+    </div>`)}</div>
+    <p class="note">By layer and rank, what its experts were picked in the last seconds. Balance: mean over maximum of the ranks.</p>
+  </article>`;
 }
 
 // ---- requests

@@ -12,11 +12,11 @@ import msgspec
 from services.worker.distributed.communicator import Communicator
 from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.models.config import ModelConfig, ModelDescription, ModelError
+from services.worker.models.expert_parallel.expert_balance import balance_of
 from services.worker.models.expert_parallel.expert_load import read_loads
 from services.worker.models.expert_parallel.placement import (
     ExpertPlacement,
     balance_experts,
-    balance_of,
     improve_placement,
     spread_evenly,
 )

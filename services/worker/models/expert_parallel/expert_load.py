@@ -18,7 +18,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from services.worker.models.config import ModelError
-from services.worker.models.expert_parallel.expert_moves import ExpertMoves
+from services.worker.models.expert_parallel.expert_balance import ExpertMoves
 from services.worker.models.expert_parallel.placement import ExpertPlacement
 from services.worker.models.expert_parallel.rearrangement import ExpertRearranger
 from shared.private_files import replace_private

@@ -90,9 +90,3 @@ def improve_placement(
         placed.append(max(here, key=lambda experts: len(set(experts) & set(held))))
         left.remove(placed[-1])
     return ExpertPlacement(tuple(placed))
-
-
-def balance_of(loads: Sequence[float]) -> float:
-    """Mean over maximum: 1 where all ranks have as much to do; 1, too, where none has anything."""
-    most = max(loads)
-    return sum(loads) / len(loads) / most if most else 1.0

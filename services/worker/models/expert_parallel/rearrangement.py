@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from services.worker.models.config import ModelError
-from services.worker.models.expert_parallel.expert_moves import ExpertMoves
+from services.worker.models.expert_parallel.expert_balance import ExpertMoves
 from services.worker.models.expert_parallel.load_window import LoadWindow
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
 from services.worker.models.expert_parallel.placement import ExpertPlacement

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from services.worker.models.config import ModelError
 from services.worker.models.expert_parallel.eplb import rebalance_experts
+from services.worker.models.expert_parallel.expert_balance import balance_of
 from services.worker.models.expert_parallel.expert_load import ExpertLoad, load_path, read_loads
 from services.worker.models.expert_parallel.local_experts import LocalExperts, count_picks
 from services.worker.models.expert_parallel.placement import (
     ExpertPlacement,
     balance_experts,
-    balance_of,
     spread_evenly,
 )
 from services.worker.ops.interface import Picks

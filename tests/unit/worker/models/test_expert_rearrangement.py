@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.worker.models.config import ModelError
+from services.worker.models.expert_parallel.expert_balance import balance_of
 from services.worker.models.expert_parallel.expert_load import ExpertLoad
 from services.worker.models.expert_parallel.load_window import LoadWindow
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
 from services.worker.models.expert_parallel.placement import (
     ExpertPlacement,
-    balance_of,
     improve_placement,
     spread_evenly,
 )

@@ -1,7 +1,8 @@
-"""How experts were moved between ranks. Imports no torch."""
+"""How evenly picks of experts fall on ranks, and how experts were moved between these. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -19,3 +20,9 @@ class ExpertMoves(NamedTuple):
     seconds: float = 0.0
     """Of the last one."""
     under_way: bool = False
+
+
+def balance_of(loads: Sequence[float]) -> float:
+    """Mean over maximum: 1 where all ranks have as much to do; 1, too, where none has anything."""
+    most = max(loads)
+    return sum(loads) / len(loads) / most if most else 1.0
