@@ -160,7 +160,7 @@ def _identity(life: Lifecycle) -> JsonObject:
 
 def _engine(engine: EngineFigures, view: StackView) -> JsonObject:
     ranks = {rank.instance: _named(rank) for rank in engine.ranks}
-    return {**_named(engine), "ranks": ranks, "experts": experts_of(map(view.alive.get, ranks))}
+    return {**_named(engine), "ranks": ranks, "experts": experts_of([view.alive.get(rank) for rank in ranks])}
 
 
 def experts_of(ranks: Iterable[Lifecycle | None]) -> JsonObject | None:
@@ -173,9 +173,7 @@ def experts_of(ranks: Iterable[Lifecycle | None]) -> JsonObject | None:
     rearranged = [each.rearrangements for each in reports if each.rearrangements is not None]
     return {
         "layers": {str(load.layer): load.ranks for report in reports for load in report.layers},
-        "rearrangements": max(
-            (each.rearrangements for each in reports if each.rearrangements is not None), default=None
-        ),
+        "rearrangements": max(rearranged, default=None),
         "moved": sum(each.experts_moved for each in reports),
     }
 
