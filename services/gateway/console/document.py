@@ -11,7 +11,7 @@ import msgspec
 from services.gateway.console.merge_patch import JsonObject, without_none
 from services.gateway.console.overview import MAX_ENDED_RESPONSES
 from services.gateway.console.stack_view import EndedInstance, HeardDecision, StackView
-from shared.ids import GatewayId
+from shared.ids import GatewayId, InstanceId
 from shared.messages.gateway import GatewayOverview
 from shared.messages.lifecycle import LATENCY_BOUNDS, LatencySums, Lifecycle
 from shared.messages.model_card import ModelCard
@@ -160,7 +160,8 @@ def _identity(life: Lifecycle) -> JsonObject:
 
 def _engine(engine: EngineFigures, view: StackView) -> JsonObject:
     ranks = {rank.instance: _named(rank) for rank in engine.ranks}
-    return {**_named(engine), "ranks": ranks, "experts": experts_of([view.alive.get(rank) for rank in ranks])}
+    experts = experts_of(view.alive.get(InstanceId(rank)) for rank in ranks)
+    return {**_named(engine), "ranks": ranks, "experts": experts}
 
 
 def experts_of(ranks: Iterable[Lifecycle | None]) -> JsonObject | None:
