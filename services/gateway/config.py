@@ -123,6 +123,11 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         Seconds, Meta(description="Seconds that decoding a window of a sound may take, half a minute of it; then 400.")
     ] = 10.0
     image_fetch_s: Annotated[Seconds, Meta(description="Seconds that fetching an image may take; then 400.")] = 10.0
+    enable_force_include_usage: Annotated[
+        bool,
+        Meta(description="Every chunk of every stream of OpenAI's chats and completions has the usage so far."),
+        UpOption("Model"),
+    ] = False
     allow_request_template: Annotated[
         bool, Meta(description="Accept chat templates from clients (`chat_template`).")
     ] = False
@@ -431,6 +436,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             max_logprobs=self.max_logprobs,
             allow_request_template=self.allow_request_template,
             allow_prefix_caching=self.enable_prefix_caching,
+            force_usage=self.enable_force_include_usage,
             max_images=self.max_images,
             image_hosts=self.image_hosts,
         )

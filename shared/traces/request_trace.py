@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from shared import topics
-from shared.bus import Bus, BusError
+from shared.bus import Bus, BusError, ReplyError, ReplyTimeout
 from shared.ids import InstanceId
 from shared.messages.gateway import MAX_SPANS_FOUND, ReadSpans, SpanFound, SpansFound
 from shared.messages.lifecycle import Service
@@ -19,6 +19,13 @@ ANSWER_TIMEOUT = 1.0
 """Seconds that each process may take."""
 MAX_ASKED = 512
 """Processes that are asked for one request."""
+
+
+class GatewaysSilent(Exception):
+    """No gateway that answers remembers a request, and some did not answer: it may be one of theirs."""
+
+    def __init__(self, gateways: Sequence[InstanceId]) -> None:
+        super().__init__(f"{', '.join(gateways)} did not answer, and may know of it; ask again")
 
 
 class Hop(NamedTuple):
@@ -65,14 +72,18 @@ def spans_found(tracing: Tracing, name: str, open_spans: Callable[[str], Sequenc
 async def request_trace(
     bus: Bus, name: str, gateways: Iterable[InstanceId], others: Iterable[InstanceId]
 ) -> RequestTrace | None:
-    """Asks the gateways which trace this is, then everybody what they have done for it. Returns None where nobody who
-    answers knows of it: it was never there, or is forgotten, or its gateway is gone."""
+    """Asks the gateways which trace this is, twice where one is silent and the others do not know, then everybody what
+    they have done for it. Returns None where nobody knows of it: it was never there, or is forgotten, or its gateway is
+    gone. Raises GatewaysSilent."""
     known = await _ask_all(bus, name, gateways)
-    trace_id = next((found.trace_id for found in known.values() if found and found.trace_id is not None), None)
+    if (trace_id := _trace_of(known)) is None and (silent := _silent(known)):
+        known |= await _ask_all(bus, name, silent)
+        if (trace_id := _trace_of(known)) is None and (silent := _silent(known)):
+            raise GatewaysSilent(silent)
     if trace_id is None:
         return None
     asked = known | await _ask_all(bus, trace_id, others)
-    answers = {instance: found for instance, found in asked.items() if found is not None}
+    answers = {instance: found for instance, found in asked.items() if isinstance(found, SpansFound)}
     hops = {  # actors of one process all say what that remembers
         (span.name, span.begun, span.ended): Hop(span.name, instance, span.begun, span.ended, span.attributes)
         for instance, found in reversed(answers.items())
@@ -87,16 +98,26 @@ async def request_trace(
     )
 
 
-async def _ask_all(bus: Bus, name: str, instances: Iterable[InstanceId]) -> dict[InstanceId, SpansFound | None]:
+def _trace_of(known: dict[InstanceId, SpansFound | BusError]) -> str | None:
+    found = (each.trace_id for each in known.values() if isinstance(each, SpansFound))
+    return next((trace_id for trace_id in found if trace_id is not None), None)
+
+
+def _silent(known: dict[InstanceId, SpansFound | BusError]) -> list[InstanceId]:
+    """Those that live, as far as is known."""
+    return [instance for instance, found in known.items() if isinstance(found, ReplyTimeout | ReplyError)]
+
+
+async def _ask_all(bus: Bus, name: str, instances: Iterable[InstanceId]) -> dict[InstanceId, SpansFound | BusError]:
     asked = sorted(set(instances))[:MAX_ASKED]
     return dict(zip(asked, await asyncio.gather(*(_ask(bus, name, instance) for instance in asked)), strict=True))
 
 
-async def _ask(bus: Bus, name: str, instance: InstanceId) -> SpansFound | None:
+async def _ask(bus: Bus, name: str, instance: InstanceId) -> SpansFound | BusError:
     try:
         found: SpansFound = await bus.request(
             topics.span_requests(instance), ReadSpans(name), SpansFound, ANSWER_TIMEOUT
         )
-    except BusError:
-        return None
+    except BusError as error:
+        return error
     return found

@@ -14,7 +14,7 @@ from deploy.supervisor.log_files import log_files
 from deploy.supervisor.operator_bus import operator_bus
 from deploy.supervisor.state_file import StackState
 from shared.ids import InstanceId
-from shared.traces.request_trace import RECORDERS, request_trace
+from shared.traces.request_trace import RECORDERS, GatewaysSilent, request_trace
 
 MAX_TRACES = 20
 """Each asks every process once."""
@@ -45,7 +45,11 @@ async def recent_traces(state: StackState, lives: LatestLifecycles, requests: It
     traces: list[dict[str, Any]] = []
     async with operator_bus(state) as bus:
         for request in requests:
-            if (found := await request_trace(bus, request, gateways, others)) is None:
+            try:
+                found = await request_trace(bus, request, gateways, others)
+            except GatewaysSilent:
+                continue
+            if found is None:
                 continue
             hops = [{**hop._asdict(), "attributes": redacted_attributes(hop.attributes)} for hop in found.hops]
             traces.append({"request": request, "trace": found.trace_id, "hops": hops})

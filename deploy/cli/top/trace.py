@@ -16,7 +16,7 @@ from deploy.errors import CommandError
 from deploy.supervisor.operator_bus import operator_bus
 from deploy.supervisor.state_file import StackState
 from shared.ids import InstanceId
-from shared.traces.request_trace import RECORDERS, Hop, RequestTrace, request_trace
+from shared.traces.request_trace import RECORDERS, GatewaysSilent, Hop, RequestTrace, request_trace
 
 BAR = 40
 """Characters of the whole request."""
@@ -31,7 +31,10 @@ def trace(
     run_dir: RunDir = None,
 ) -> None:
     """Follow one request through the services, hop by hop with times: an open one, or one that ended a while ago."""
-    found = asyncio.run(_find(running_stack(name, run_dir), request))
+    try:
+        found = asyncio.run(_find(running_stack(name, run_dir), request))
+    except GatewaysSilent as silent:
+        raise CommandError(f"request {request!r}: {silent}") from None
     if found is None:
         raise CommandError(
             f"no process remembers a request {request!r}: there was none, it is too long ago, or its gateway is gone "

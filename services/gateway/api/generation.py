@@ -67,6 +67,8 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
     max_images: int = 16
     image_hosts: tuple[str, ...] = ()
     """Hosts that images may be fetched from: `HOST` or `HOST:PORT`."""
+    force_usage: bool = False
+    """Whether every chunk of every stream has the usage, whatever it asks for."""
 
 
 class StreamOptions(NamedTuple):
@@ -404,17 +406,18 @@ def check_request_id(given: str | None) -> None:
         raise not_allowed("request_id", given, "1 to 128 printable ASCII characters without spaces are")
 
 
-def stream_options(fields: CommonFields) -> StreamOptions | None:
-    """Returns None where no stream is wanted. Raises RequestError 400 for options without a stream."""
+def stream_options(fields: CommonFields, *, force_usage: bool) -> StreamOptions | None:
+    """Returns None where no stream is wanted; `force_usage`: see RequestLimits. Raises RequestError 400 for options
+    without a stream."""
     options = fields.stream_options
     if not fields.stream:
         if options is not None:
             raise invalid("stream_options", "only allowed when stream is true")
         return None
-    usage = options is not None and bool(options.include_usage)
+    usage = force_usage or (options is not None and bool(options.include_usage))
     if fields.return_metrics and not usage:
         raise invalid("return_metrics", "in a stream only allowed where stream_options.include_usage is true")
-    continuous = usage and options is not None and bool(options.continuous_usage_stats)
+    continuous = force_usage or (usage and options is not None and bool(options.continuous_usage_stats))
     return StreamOptions(usage, continuous, options is not None and bool(options.resumable))
 
 

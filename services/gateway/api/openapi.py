@@ -82,7 +82,9 @@ OPERATIONS = (
         "POST", "/v1/chat/completions", "Generate the next message of a chat.", ChatFields, GENERATED, resumable=True
     ),
     Operation("POST", "/v1/chat/completions/batch", "Answer several chats with a choice each.", ChatBatchFields),
+    Operation("POST", "/v1/chat/completions/render", "A chat's prompt and sampling; nothing is generated.", ChatFields),
     Operation("POST", "/v1/completions", "Continue texts or token ids.", CompletionFields, GENERATED, resumable=True),
+    Operation("POST", "/v1/completions/render", "The same for texts and token ids.", CompletionFields),
     Operation(
         "POST",
         "/v1/audio/transcriptions",
@@ -99,6 +101,7 @@ OPERATIONS = (
     Operation("POST", "/v1/responses/{id}/cancel", "End a response that runs in the background."),
     Operation("GET", "/v1/responses/{id}/input_items", "All items that a response went on from."),
     Operation("POST", "/v1/messages", "The same as Anthropic's API has it.", MessagesFields, GENERATED),
+    Operation("POST", "/v1/messages/render", "Such a prompt and sampling; nothing is generated.", MessagesFields),
     Operation("POST", "/v1/messages/count_tokens", "How many tokens such a prompt has.", MessagesTokensFields),
     Operation("POST", "/api/chat", "The same as Ollama's API has it.", OllamaChatFields, LINES),
     Operation("POST", "/api/generate", "Go on from one prompt, as Ollama's API has it.", OllamaGenerateFields, LINES),

@@ -228,11 +228,13 @@ def _check_calls(calls: Any, path: str) -> None:
                 raise not_allowed(f"{path}[{i}].function", function, "name and arguments are")
 
 
-def _part(part: Any, path: str, embeds: PartReader | None) -> dict[str, str]:
+def _part(part: Any, path: str, embeds: PartReader | None) -> dict[str, Any]:
     match part:
         case {"type": "prompt_embeds" | "image_url"} if embeds is not None:
             return embeds(part, path)
-        case str(text) | {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+        case {"type": "text", "text": str()}:
+            return part  # further fields are the chat template's
+        case str(text) | {"type": "refusal", "refusal": str(text)}:
             return {"type": "text", "text": text}
         case {"type": str(kind)} if kind not in ("text", "refusal"):
             raise unsupported(f"{path}.type", f"a part of type {abbreviated(kind)}, which is not text,")

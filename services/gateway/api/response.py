@@ -181,12 +181,17 @@ def usage(choices: list[ChoiceState], completion_tokens: int | None = None) -> d
     the first one computed."""
     prompt = prompt_tokens(choices)
     completion = sum(choice.tokens for choice in choices) if completion_tokens is None else completion_tokens
-    return {
+    counts = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(cached_prompt_tokens(choices))},
     }
+    parsers = [choice.message.parser for choice in choices if choice.message is not None]
+    if any(parser.separates_reasoning for parser in parsers):
+        reasoning = sum(parser.reasoning_tokens for parser in parsers)
+        counts["completion_tokens_details"] = {"reasoning_tokens": min(reasoning, completion)}
+    return counts
 
 
 def timing_metrics(choices: Sequence[ChoiceState], started_at: float) -> dict[str, float | None] | None:
@@ -326,6 +331,8 @@ class GenerationResponse:
     def _deliver(self, choice: ChoiceState, delta: Delta, now: float) -> None:
         if delta.finish is not None:
             choice.finish, choice.stop_reason = delta.finish, delta.stop_reason
+        if choice.message is not None:
+            choice.message.parser.record_tokens(len(delta.tokens))
         try:
             written = self.writer.write(choice, delta, now)
         except ParserFailed as error:

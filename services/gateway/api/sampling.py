@@ -84,7 +84,9 @@ def generation_request(
         seed=fields.seed,
         sampling=sampling_params(fields, logprobs, card, limits),
         stopping=stop_params(fields, max_tokens, card, limits),
-        stream=stream_options(fields) if fields.stream or fields.stream_options else None,
+        stream=stream_options(fields, force_usage=limits.force_usage)
+        if fields.stream or fields.stream_options
+        else None,
         response_options=ResponseOptions(
             logprobs=logprobs.most_likely is not None,
             prompt_logprobs=None if fields.prompt_logprobs is None else logprobs.of_prompt,

@@ -73,7 +73,8 @@ class ConsoleFeed:
         return any(life.instance == engine for life in self._table.cluster.engines())
 
     async def request(self, name: str) -> RequestTrace | None:
-        """Returns the way of a request, open or ended a while ago; None where no process remembers it."""
+        """Returns the way of a request, open or ended a while ago; None where no process remembers it. Raises
+        GatewaysSilent."""
         gateways = [self._peers.own, *self._peers.alive()]
         return await request_trace(self._bus, name, map(InstanceId, gateways), self._table.cluster.instances())
 

@@ -27,6 +27,7 @@ from services.gateway.http.apis.chat_batch import ChatBatchEndpoint
 from services.gateway.http.apis.files import FileEndpoints
 from services.gateway.http.apis.invocations import InvocationsEndpoint
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
+from services.gateway.http.apis.render import RenderedKind, RenderEndpoint
 from services.gateway.http.apis.responses import ResponsesEndpoint
 from services.gateway.http.apis.sglang import SglangEndpoint
 from services.gateway.http.apis.stored_responses import StoredResponseEndpoints
@@ -115,7 +116,9 @@ class _Routes:
         return [
             route("POST", "/v1/chat/completions", self._generation("chat"), "inference"),
             route("POST", "/v1/chat/completions/batch", ChatBatchEndpoint(*self._generating), "inference"),
+            route("POST", "/v1/chat/completions/render", self._rendered("chat"), "inference"),
             route("POST", "/v1/completions", self._generation("completion"), "inference"),
+            route("POST", "/v1/completions/render", self._rendered("completion"), "inference"),
             route("POST", "/v1/audio/transcriptions", self._audio("transcribe"), "inference"),
             route("POST", "/v1/audio/translations", self._audio("translate"), "inference"),
             route("POST", "/generate", SglangEndpoint(*self._generating), "inference"),
@@ -146,6 +149,7 @@ class _Routes:
         count_tokens = CountTokensEndpoint(parts.table, parts.parser, parts.access)
         return [
             self._route("POST", "/v1/messages", MessagesEndpoint(*self._generating), "inference", anthropic_error),
+            self._route("POST", "/v1/messages/render", self._rendered("messages"), "inference", anthropic_error),
             self._route("POST", "/v1/messages/count_tokens", count_tokens, "inference", anthropic_error),
         ]
 
@@ -281,6 +285,9 @@ class _Routes:
         return Route(
             path, Endpoint(handler, path, scope, access, bodies, error_body, counted=counted), methods=[method]
         )
+
+    def _rendered(self, kind: RenderedKind) -> Handler:
+        return RenderEndpoint(self._parts.table, kind, self._parts.parser, self._parts.access)
 
     def _generation(self, kind: Literal["chat", "completion"]) -> Handler:
         parts = self._parts

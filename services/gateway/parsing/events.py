@@ -56,6 +56,15 @@ class ParseEvents:
         self._finished_calls = 0
         self.in_call = False
         """Whether a call has started and not ended."""
+        self._reasoning_read = self._others_read = 0
+        """Characters."""
+
+    def take_characters(self) -> tuple[int, int]:
+        """Returns how many characters of reasoning, and of the answer and calls, were read since the last call, what
+        the client does not get included."""
+        taken = self._reasoning_read, self._others_read
+        self._reasoning_read = self._others_read = 0
+        return taken
 
     def drain(self) -> list[ParseEvent]:
         """Returns all events since the last drain, and forgets them."""
@@ -66,6 +75,7 @@ class ParseEvents:
         """Adds text of the answer; an empty text adds nothing."""
         if not text:
             return
+        self._others_read += len(text)
         if self._events and isinstance(last := self._events[-1], ContentText):
             self._events[-1] = ContentText(last.text + text)
         else:
@@ -73,6 +83,7 @@ class ParseEvents:
 
     def reasoning(self, text: str) -> None:
         """Adds reasoning, unless the client wants it left out."""
+        self._reasoning_read += len(text)
         if not text or not self._include_reasoning:
             return
         if self._events and isinstance(last := self._events[-1], ReasoningText):
@@ -83,11 +94,13 @@ class ParseEvents:
     def start_call(self, name: str, identity: str | None = None) -> None:
         """Opens a call of the function `name`. `identity`: its id, where the model writes one."""
         self.in_call = True
+        self._others_read += len(name)
         self._dropping = self._finished_calls > 0 and not self._parallel_calls
         self._add(ToolCallStart(name, identity))
 
     def arguments(self, text: str) -> None:
         """Adds a piece of the open call's arguments, which is JSON."""
+        self._others_read += len(text)
         if text and self._events and isinstance(last := self._events[-1], ToolCallArguments) and not self._dropping:
             self._events[-1] = ToolCallArguments(last.text + text)
         elif text:

@@ -38,8 +38,21 @@ class OutputParser:
         self._events = ParseEvents(parallel_calls=options.parallel_calls, include_reasoning=options.include_reasoning)
         self._options = options
         self._reading: Reading[None] | None = None
+        self._tokens = 0
+        """Tokens of which it is not known yet what they are part of."""
+        self.reasoning_tokens = 0
+        """Tokens of the reasoning, left out or not; the mark that opens it counts, the one that closes it does not."""
         self.thinking: Thinking | None = None
         """Whether the prompt ends inside the reasoning; to be set before the first text."""
+
+    @property
+    def separates_reasoning(self) -> bool:
+        """Whether reasoning is told from the rest."""
+        return self._options.dialect.reasoning is not None
+
+    def record_tokens(self, count: int) -> None:
+        """Notes of how many tokens the next text is; to be called before it is fed."""
+        self._tokens += count
 
     def feed(self, text: str) -> list[ParseEvent]:
         """Returns what is decided now that this text has arrived."""
@@ -63,7 +76,15 @@ class OutputParser:
         if self._reading is None:
             self._reading = self._read()
         next(self._reading, None)
+        self._count_reasoning()
         return self._events.drain()
+
+    def _count_reasoning(self) -> None:
+        """A token is reasoning if its text is; where one step brought both, by the share of characters."""
+        reasoning, others = self._events.take_characters()
+        if reasoning or others:
+            self.reasoning_tokens += round(self._tokens * reasoning / (reasoning + others))
+            self._tokens = 0
 
     def _read(self) -> Reading[None]:
         cursor, events = self._cursor, self._events

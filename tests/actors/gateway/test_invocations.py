@@ -105,6 +105,16 @@ async def test_usage_counts_from_nothing_on(stack: GatewayStack) -> None:
     assert all(c["delta"]["content"] for chunk in chunks[1:] for c in chunk["choices"]), "no delta is empty"
 
 
+async def test_usage_may_be_in_every_chunk_unasked(memory_bus: MemoryBus) -> None:
+    """vLLM's --enable-force-include-usage."""
+    async with gateway_stack(memory_bus, enable_force_include_usage=True) as stack:
+        for more in ({}, {"stream_options": {"include_usage": False}}):
+            body = {"prompt": "a", "max_tokens": 3, "stream": True, **more}
+            response = await stack.http.post("/v1/completions", json=body)
+            chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+            assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+
+
 async def test_a_client_names_its_request_and_is_told_its_times(stack: GatewayStack) -> None:
     body = {"model": MODEL, "prompt": "a b", "max_tokens": 4, "request_id": "mine", "return_metrics": True}
     answer = (await stack.http.post("/v1/completions", json=body)).json()

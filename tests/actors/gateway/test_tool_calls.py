@@ -187,6 +187,12 @@ async def test_thoughts_come_before_the_answer_and_its_calls(memory_bus: MemoryB
         assert len(said["calls"]) == 1
         (said,) = await streamed(stack, tools=TOOLS, extra_body={"include_reasoning": False})
         assert (said["reasoning"], said["content"]) == ("", "I look.")
+        shown, hidden = [
+            (await ask(stack, tools=TOOLS, extra_body={"include_reasoning": include})).usage
+            for include in (True, False)
+        ]
+        assert 0 < hidden.completion_tokens_details.reasoning_tokens < hidden.completion_tokens
+        assert hidden.completion_tokens_details == shown.completion_tokens_details
 
 
 @pytest.mark.parametrize(

@@ -495,6 +495,33 @@ async def test_places_of_tokens_are_the_same_in_a_stream_that_holds_text_back(cl
     assert [place for chunk in chunks for place in chunk.choices[0].logprobs.text_offset] == whole
 
 
+# What a request comes to.
+
+
+async def test_a_request_is_rendered_as_it_would_be_generated(client: AsyncOpenAI, http: httpx2.AsyncClient) -> None:
+    sampling = {"temperature": 0.123, "top_p": 0.456, "frequency_penalty": 1.1, "max_tokens": 7}
+    stream = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    body = {"model": MODEL, "messages": HELLO, **sampling, **stream}
+    rendered = (await http.post("/v1/chat/completions/render", json=body)).json()
+    assert rendered["token_ids"] == (await chat(client, body={"return_token_ids": True})).prompt_token_ids
+    assert sampling.items() <= rendered["sampling_params"].items()
+    assert {"model": MODEL, **stream}.items() <= rendered.items()
+    system, *turns = HELLO
+    asked = {"model": MODEL, "max_tokens": 7, "system": system["content"], "messages": turns}
+    assert (await http.post("/v1/messages/render", json=asked)).json()["token_ids"] == rendered["token_ids"]
+    both = {"model": MODEL, "prompt": [PROMPT, "Goodbye world"]}
+    listed = (await http.post("/v1/completions/render", json=both)).json()
+    assert [each["token_ids"] for each in listed] == [
+        (await complete(client, prompt, {"return_token_ids": True})).choices[0].prompt_token_ids
+        for prompt in both["prompt"]
+    ]
+    assert all(each["request_id"].startswith("cmpl-") for each in listed)
+    for path in ("chat/completions", "completions", "messages"):
+        told: Any = {"prompt": "a"} if path == "completions" else {"messages": turns}
+        unknown = await http.post(f"/v1/{path}/render", json={"model": "none", "max_tokens": 7, **told})
+        assert (unknown.status_code, "error" in unknown.json()) == (404, True)
+
+
 # The server.
 
 

@@ -17,6 +17,10 @@ BILLING = "x-anthropic-billing-header"
 request, so that no prefix behind it would be found in the cache."""
 
 
+TOOL_REFERENCE = "Available: "
+"""What the model is told of a tool that a result refers to, before the tool's name."""
+
+
 class MessageFields(Struct, kw_only=True):
     """One turn of the conversation."""
 
@@ -84,6 +88,25 @@ def _part(block: Any, where: str) -> dict[str, Any]:
     return {"type": "text", "text": _text(block, where)}
 
 
+def _result_part(block: Any, where: str) -> dict[str, Any]:
+    """What a tool brings: a text, an image, or the name of a tool that may be called from now on."""
+    match block:
+        case {"type": "tool_reference", "tool_name": str(name)} if name:
+            return {"type": "text", "text": f"{TOOL_REFERENCE}{name}"}
+        case {"type": "tool_reference"}:
+            raise not_allowed(where, block, '{"type": "tool_reference", "tool_name": "…"} is')
+        case _:
+            return _part(block, where)
+
+
+def referenced_tools(turns: Sequence[MessageFields]) -> set[str]:
+    """Returns the names of the tools that results of checked turns refer to."""
+    blocks = [block for turn in turns if isinstance(turn.content, list) for block in turn.content]
+    results = [block.get("content") for block in blocks if block.get("type") == "tool_result"]
+    parts = [part for content in results if isinstance(content, list) for part in content]
+    return {part["tool_name"] for part in parts if part["type"] == "tool_reference"}
+
+
 def _assistant(blocks: Blocks) -> dict[str, Any]:
     texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     for block, where in blocks:
@@ -118,7 +141,7 @@ def _tool_result(block: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
         raise not_allowed(where, block, '{"type": "tool_result", "tool_use_id": "…", "content": "…"} is')
     parts: list[dict[str, Any]] = []
     if isinstance(content, list):
-        parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        parts = [_result_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
     elif content is not None:
         parts = [{"type": "text", "text": content}]
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from services.gateway.api.anthropic.conversation import MessageFields, chat_messages
+from services.gateway.api.anthropic.conversation import MessageFields, chat_messages, referenced_tools
 from services.gateway.api.chat import ChatFields, chat_request
 from services.gateway.api.errors import (
     RequestError,
@@ -127,7 +127,7 @@ def _chat_fields(fields: MessagesTokensFields) -> ChatFields:
         raise invalid("messages", "[] is not allowed; at least one message is needed")
     chat = ChatFields(model=fields.model, messages=chat_messages(fields.system, fields.messages))
     if fields.tools is not None:
-        chat.tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools)]
+        chat.tools = _tools(fields.tools, referenced_tools(fields.messages))
     if fields.tool_choice is not None:
         chat.tool_choice, chat.parallel_tool_calls = _tool_choice(fields.tool_choice)
     _check_thinking(fields.thinking)
@@ -156,6 +156,20 @@ def _check_thinking(thinking: ThinkingFields | None) -> None:
         raise invalid("thinking.budget_tokens", "this field is required where thinking.type is 'enabled'")
     elif thinking.budget_tokens < MIN_THINKING:
         raise not_allowed("thinking.budget_tokens", thinking.budget_tokens, f"at least {MIN_THINKING}")
+
+
+def _tools(tools: list[dict[str, Any]], referenced: set[str]) -> list[dict[str, Any]]:
+    """The tools that the model is shown: those with `defer_loading` from the turn on whose results refer to them."""
+    shown = []
+    for i, tool in enumerate(tools):
+        function, deferred = _tool(tool, f"tools[{i}]"), tool.get("defer_loading")
+        if not isinstance(deferred, bool | None):
+            raise not_allowed(f"tools[{i}].defer_loading", deferred, "true or false is")
+        if not deferred or tool.get("name") in referenced:
+            shown.append(function)
+    if unknown := sorted(referenced - {str(tool.get("name")) for tool in tools}):
+        raise not_allowed("messages", unknown[0], "tool_name of a tool_reference is the name of one of the tools")
+    return shown
 
 
 def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:

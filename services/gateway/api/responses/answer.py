@@ -61,6 +61,6 @@ def usage(choice: ChoiceState) -> dict[str, Any]:
         "input_tokens": choice.prompt_tokens,
         "input_tokens_details": {"cached_tokens": choice.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": choice.tokens,
-        "output_tokens_details": {"reasoning_tokens": output_of(choice).reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": output_of(choice).parser.reasoning_tokens},
         "total_tokens": choice.prompt_tokens + choice.tokens,
     }

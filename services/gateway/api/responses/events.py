@@ -9,6 +9,7 @@ from typing import Any
 from services.gateway.api.errors import RequestError
 from services.gateway.api.response import ChoiceState, ResponseHeader
 from services.gateway.api.responses.answer import finished, output_of, response_object
+from services.gateway.api.responses.tools import call_targets
 from shared.messages.gateway import Delta
 
 Event = dict[str, Any]
@@ -22,6 +23,7 @@ class ResponseEvents:
     def __init__(self, header: ResponseHeader, echoed: dict[str, Any], former: Iterable[Event] = ()) -> None:
         """`former`: those that a gateway before this one has made. What they have said is not said again."""
         self._header, self._echoed = header, echoed
+        self._targets = call_targets(echoed["tools"])
         self._number = 0
         self._texts: Counter[int] = Counter()
         """Characters that were sent of each item before."""
@@ -36,8 +38,8 @@ class ResponseEvents:
     def output(self, choice: ChoiceState, delta: Delta) -> list[Event]:
         """Returns the events of new output; none where nothing is decided yet."""
         items = output_of(choice)
-        items.name = self._header.id
-        items.record(len(delta.tokens), delta.logprobs)
+        items.name, items.targets = self._header.id, self._targets
+        items.record(delta.logprobs)
         events = [rest for event in items.feed(delta.text, delta.finish) if (rest := self._rest(event)) is not None]
         return [*self._begin(), *map(self._numbered, events)] if events else []
 

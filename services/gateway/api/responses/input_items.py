@@ -10,12 +10,20 @@ from typing import Any
 
 from services.gateway.api.embeds.images import check_detail, foreign_image
 from services.gateway.api.errors import abbreviated, invalid, not_allowed, unsupported
+from services.gateway.api.responses.tools import input_call
 
 Item = dict[str, Any]
 Message = dict[str, Any]
 
 MAX_ITEMS = 16_384
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 STATUSES = ("in_progress", "completed", "incomplete")
 
 
@@ -49,6 +57,11 @@ def _numbered(item: Item) -> Item:
 def is_unfinished(item: Item) -> bool:
     """Whether an item is a text of the model's that is to be continued."""
     return item.get("role") == "assistant" and item.get("status") in ("in_progress", "incomplete")
+
+
+def is_developers(message: Message) -> bool:
+    """Whether a message tells the model how to behave; one with images is as a user's."""
+    return message["role"] == "developer" and isinstance(message["content"], str)
 
 
 class Turns:
@@ -94,10 +107,10 @@ def _read(item: Item, where: str, turns: Turns) -> None:
     match item.get("type", "message"):
         case "message" | None:
             _read_message(item, where, turns)
-        case "function_call":
-            turns.call(_function_call(item, where))
-        case "function_call_output":
-            turns.add(_function_call_output(item, where))
+        case "function_call" | "custom_tool_call":
+            turns.call(input_call(item, where))
+        case "function_call_output" | "custom_tool_call_output":
+            turns.add(_call_output(item, where))
         case "reasoning":
             if text := _reasoning(item, where):
                 turns.reason(text)
@@ -142,17 +155,10 @@ def _image(part: dict[str, Any], where: str) -> dict[str, Any]:
     return foreign_image(f"{where}.image_url", url=url)
 
 
-def _function_call(item: Item, where: str) -> dict[str, Any]:
-    match item:
-        case {"call_id": str(call), "name": str(name), "arguments": str(arguments)}:
-            return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
-    raise not_allowed(where, item, '{"type": "function_call", "call_id": "…", "name": "…", "arguments": "…"} is')
-
-
-def _function_call_output(item: Item, where: str) -> Message:
+def _call_output(item: Item, where: str) -> Message:
     call = item.get("call_id")
     if not isinstance(call, str):
-        raise not_allowed(f"{where}.call_id", call, "the call_id of a function_call is")
+        raise not_allowed(f"{where}.call_id", call, "the call_id of a call is")
     return {"role": "tool", "tool_call_id": call, "content": _text(item.get("output"), f"{where}.output", "input_text")}
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any, Literal, assert_never
+from typing import Any, Literal, assert_never, get_args
 
 from services.gateway.api.chat import NewId, repeatable_ids
 from services.gateway.api.logprobs import chat_logprobs
+from services.gateway.api.responses.tools import CallKind, CallTarget, CustomInput
 from services.gateway.parsing.events import (
     ContentText,
     ParseEvent,
@@ -23,54 +25,69 @@ from shared.messages.gateway import PositionLogprobs
 from shared.messages.generation import FinishReason
 
 Event = dict[str, Any]
-ItemKind = Literal["message", "reasoning", "function_call"]
+ItemKind = Literal["message", "reasoning"] | CallKind
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
-_PREFIXES: dict[ItemKind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PREFIXES: dict[ItemKind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _DELTAS: dict[ItemKind, str] = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
 }
+_CALLS = get_args(CallKind)
 
 
 class OutputItem:
     """One item, as far as it has arrived."""
 
     def __init__(self, kind: ItemKind, index: int, response: str, named: dict[str, str]) -> None:
-        """`index`: its number in the output of `response`. `named`: the name and the id of a call."""
+        """`index`: its number in the output of `response`. `named`: the name, namespace and id of a call."""
         self.kind: ItemKind = kind
         self.id = f"{_PREFIXES[kind]}_{blake2b(f'{response}/{index}'.encode(), digest_size=16).hexdigest()}"
         self._index, self._named = index, named
         self._status: ItemStatus = "in_progress"
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
+        self._input = CustomInput() if kind == "custom_tool_call" else None
 
     def begin(self) -> list[Event]:
         """Returns the events with which it begins, before anything was added."""
         added = [self._event("response.output_item.added", item=self._fields([], ""))]
-        if self.kind == "function_call":
+        if self.kind in _CALLS:
             return added
         return [*added, self._content_event("response.content_part.added", part=self._part(""))]
 
-    def add(self, text: str, logprobs: list[PositionLogprobs]) -> Event:
+    def add(self, text: str, logprobs: list[PositionLogprobs]) -> list[Event]:
         """Appends what has arrived."""
+        if self._input is not None:
+            text = self._input.feed(text)
         self._pieces.append(text)
-        if self.kind == "function_call":
-            return self._event(f"{_DELTAS[self.kind]}.delta", item_id=self.id, delta=text)
+        if self.kind in _CALLS:
+            return [self._event(f"{_DELTAS[self.kind]}.delta", item_id=self.id, delta=text)] if text else []
         event = self._content_event(f"{_DELTAS[self.kind]}.delta", delta=text)
         if self.kind == "message":
             event["logprobs"] = chat_logprobs(logprobs)["content"]
             self._logprobs += event["logprobs"]
-        return event
+        return [event]
 
     def end(self, *, cut_off: bool) -> list[Event]:
         """Returns the events with which it ends. `cut_off`: before its time."""
         self._status = "incomplete" if cut_off else "completed"
+        if self._input is not None and (rest := self._input.rest()):
+            self._pieces.append(rest)
+            delta = self._event(f"{_DELTAS[self.kind]}.delta", item_id=self.id, delta=rest)
+            self._input = None
+            return [delta, *self.end(cut_off=cut_off)]
         text, done = "".join(self._pieces), f"{_DELTAS[self.kind]}.done"
         last = self._event("response.output_item.done", item=self.body())
-        if self.kind == "function_call":
-            return [self._event(done, item_id=self.id, name=self._named["name"], arguments=text), last]
+        match self.kind:
+            case "function_call":
+                return [self._event(done, item_id=self.id, name=self._named["name"], arguments=text), last]
+            case "custom_tool_call":
+                return [self._event(done, item_id=self.id, input=text), last]
+            case _:
+                pass
         ended = self._content_event(done, text=text)
         if self.kind == "message":
             ended["logprobs"] = self._logprobs
@@ -79,9 +96,9 @@ class OutputItem:
     def body(self) -> dict[str, Any]:
         """Returns it whole."""
         text = "".join(self._pieces)
-        return self._fields([] if self.kind == "function_call" else [self._part(text)], text)
+        return self._fields([] if self.kind in _CALLS else [self._part(text)], text)
 
-    def _fields(self, content: list[dict[str, Any]], arguments: str) -> dict[str, Any]:
+    def _fields(self, content: list[dict[str, Any]], text: str) -> dict[str, Any]:
         named = {"id": self.id, "type": self.kind, "status": self._status}
         match self.kind:
             case "message":
@@ -89,7 +106,9 @@ class OutputItem:
             case "reasoning":
                 return {**named, "summary": [], "content": content, "encrypted_content": None}
             case "function_call":
-                return {**named, **self._named, "arguments": arguments}
+                return {**named, **self._named, "arguments": text}
+            case "custom_tool_call":
+                return {**named, **self._named, "input": text}
 
     def _part(self, text: str) -> dict[str, Any]:
         if self.kind == "reasoning":
@@ -111,8 +130,8 @@ class OutputItems:
         self.parser = OutputParser(options or ParserOptions(OutputDialect()))
         self.name = secrets.token_hex(16)
         """The response's id, so that items have the same ids where another gateway makes them again."""
-        self.reasoning_tokens = 0
-        """Tokens of the reasoning; the mark that opens it counts, the one that closes it does not."""
+        self.targets: Mapping[str, CallTarget] = {}
+        """What the client calls functions, but for plain ones."""
         self._new_call: NewId | None = None
         self._mistral = options is not None and options.dialect.tools == "mistral"
         self._parsed = options is not None
@@ -122,14 +141,11 @@ class OutputItems:
         """White space that is part of a text only if more of it follows."""
         self._started = 0
         """Items that a stream has begun, retracted ones included."""
-        self._tokens = 0
-        """Tokens of which it is not known yet what they are part of."""
         self._logprobs: list[PositionLogprobs] = []
-        """Of such tokens."""
+        """Of tokens of which it is not known yet what they are part of."""
 
-    def record(self, tokens: int, logprobs: tuple[PositionLogprobs, ...] | None) -> None:
+    def record(self, logprobs: tuple[PositionLogprobs, ...] | None) -> None:
         """Notes what the next text is made of; to be called before each `feed`."""
-        self._tokens += tokens
         self._logprobs += logprobs or ()
 
     def feed(self, text: str, finish: FinishReason | None) -> list[Event]:
@@ -147,7 +163,7 @@ class OutputItems:
 
     def finish_reason(self, reason: FinishReason) -> str:
         """Returns whether the output stopped after a call of a tool, or the reason."""
-        called = any(item.kind == "function_call" for item in self._items)
+        called = any(item.kind in _CALLS for item in self._items)
         return "tool_calls" if called and reason == "stop" else reason
 
     def body(self) -> list[dict[str, Any]]:
@@ -155,21 +171,8 @@ class OutputItems:
         return [item.body() for item in self._items]
 
     def _add_all(self, parsed: list[ParseEvent], events: list[Event], *, cut_off: bool) -> None:
-        self._count_reasoning(parsed)
         for each in parsed:
             self._add(each, events, cut_off=cut_off)
-
-    def _count_reasoning(self, parsed: list[ParseEvent]) -> None:
-        """A token is reasoning if its text is; where one step brought both, by the share of characters."""
-        reasoning = sum(len(each.text) for each in parsed if isinstance(each, ReasoningText))
-        others = sum(
-            len(each.name if isinstance(each, ToolCallStart) else each.text)
-            for each in parsed
-            if isinstance(each, ContentText | ToolCallStart | ToolCallArguments)
-        )
-        if reasoning or others:
-            self.reasoning_tokens += round(self._tokens * reasoning / (reasoning + others))
-            self._tokens = 0
 
     def _add(self, event: ParseEvent, events: list[Event], *, cut_off: bool) -> None:
         match event:
@@ -179,7 +182,11 @@ class OutputItems:
                 self._extend("reasoning", text, events)
             case ToolCallStart(name, identity):
                 self._new_call = self._new_call or repeatable_ids(self.name, self._mistral)
-                self._begin("function_call", events, {"call_id": identity or self._new_call(), "name": name})
+                target = self.targets.get(name, CallTarget("function_call", name))
+                named = {"call_id": identity or self._new_call(), "name": target.name}
+                if target.namespace is not None:
+                    named["namespace"] = target.namespace
+                self._begin(target.kind, events, named)
             case ToolCallArguments(text):
                 self._append(text, events)
             case ToolCallRetraction():
@@ -212,7 +219,7 @@ class OutputItems:
 
     def _append(self, text: str, events: list[Event]) -> None:
         assert self._open is not None
-        events.append(self._open.add(text, self._logprobs))
+        events += self._open.add(text, self._logprobs)
         self._blank, self._logprobs = "", []
 
     def _close(self, events: list[Event], *, cut_off: bool = False) -> None:

@@ -15,21 +15,22 @@ from services.gateway.api.chat import REASONING_EFFORTS, ChatFields, chat_reques
 from services.gateway.api.errors import (
     RequestError,
     abbreviated,
-    check_depth,
     decode_body,
-    hosted_tool,
     invalid,
     not_allowed,
     unsupported,
 )
 from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
-from services.gateway.api.responses.input_items import Item, Turns, add_items, is_unfinished, numbered
+from services.gateway.api.responses.input_items import Item, Turns, add_items, is_developers, is_unfinished, numbered
+from services.gateway.api.responses.tools import chat_tool_choice, chat_tools
 from services.gateway.api.structured_outputs import ResponseFormat, StructuredOutputs
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
 from shared.messages.model_card import ModelCard
 
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+"""What clients that store nothing ask for, to send the reasoning back: it is in its items anyway, in the clear."""
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
@@ -143,7 +144,6 @@ _COUNTED = (
     *("parallel_tool_calls", "reasoning", "text", "truncation", "chat_template_kwargs"),
 )
 """Fields that make the prompt, or belong to those that do."""
-_TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
 
 
 class ResponseRequest(Struct, frozen=True):
@@ -250,9 +250,9 @@ def _check(fields: ResponsesFields) -> None:
         if fields.stream_options.include_obfuscation:
             raise unsupported("stream_options.include_obfuscation", "obfuscation")
     for i, name in enumerate(fields.include or []):
-        if name != LOGPROBS:
-            raise not_allowed(f"include[{i}]", name, f"'{LOGPROBS}' is")
-    if fields.top_logprobs and not fields.include:
+        if name not in (LOGPROBS, ENCRYPTED_REASONING):
+            raise not_allowed(f"include[{i}]", name, f"'{LOGPROBS}' or '{ENCRYPTED_REASONING}' is")
+    if fields.top_logprobs and LOGPROBS not in (fields.include or []):
         raise invalid("top_logprobs", f"only allowed where include has '{LOGPROBS}'")
     _check_metadata(fields.metadata or {})
 
@@ -271,53 +271,34 @@ def _chat_fields(fields: ResponsesFields, earlier: list[Item], dialect: OutputDi
     items: list[Item] = [{"role": "user", "content": fields.input}] if isinstance(fields.input, str) else fields.input
     if not items:
         raise invalid("input", "[] is not allowed; a text or at least one item is needed")
-    messages = [] if fields.instructions is None else [{"role": "system", "content": fields.instructions}]
-    chat = ChatFields(messages=[*messages, *_conversation(earlier, items)])
+    chat = ChatFields(messages=_conversation(fields.instructions, earlier, items))
     for name in _SHARED:
         setattr(chat, name, getattr(fields, name))
     if is_unfinished(items[-1]):
         chat.continue_final_message, chat.add_generation_prompt = True, False
     chat.max_tokens = fields.max_output_tokens
-    chat.logprobs, chat.top_logprobs = bool(fields.include), fields.top_logprobs
+    chat.logprobs, chat.top_logprobs = LOGPROBS in (fields.include or []), fields.top_logprobs
     chat.truncate_prompt_tokens = -1 if fields.truncation == "auto" else None
     if fields.tools is not None:
-        check_depth("tools", fields.tools)
-        chat.tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools)]
-    chat.tool_choice = _tool_choice(fields.tool_choice)
+        chat.tools = chat_tools(fields.tools)
+    chat.tool_choice = chat_tool_choice(fields.tool_choice, fields.tools or [])
     if fields.text is not None:
         chat.response_format = _response_format(fields.text)
     chat.chat_template_kwargs = {**_reasoning(fields.reasoning, dialect), **(fields.chat_template_kwargs or {})}
     return chat
 
 
-def _conversation(earlier: list[Item], items: list[Item]) -> list[dict[str, Any]]:
-    """The messages of the items that are stored and of those behind them, whose places are those in the request."""
+def _conversation(instructions: str | None, earlier: list[Item], items: list[Item]) -> list[dict[str, Any]]:
+    """The messages of the items that are stored and of those behind them, whose places are those in the request. What
+    developers say belongs to the instructions, as in vLLM: most chat templates take one system prompt, at the
+    beginning."""
     turns = Turns()
     add_items(earlier, "previous_response_id", turns)
     add_items(items, "input", turns)
-    return turns.messages
-
-
-def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    if (kind := tool.get("type")) != "function":
-        if isinstance(kind, str):
-            raise hosted_tool(f"{path}.type", kind)
-        raise not_allowed(f"{path}.type", kind, "'function' is")
-    for name, value in tool.items():
-        if name not in _TOOL_FIELDS and value is not None:
-            raise unsupported(f"{path}.{name[:80]}", "this field of a tool")
-    function = {key: tool[key] for key in _TOOL_FIELDS[1:] if tool.get(key) is not None}
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    match choice:
-        case {"type": "allowed_tools", "mode": mode, "tools": tools}:
-            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-        case None | str() | {"type": "function", "name": str()}:
-            return choice
-    forms = '{"type": "function", "name": …} or {"type": "allowed_tools", "mode": "auto" or "required", "tools": […]}'
-    raise not_allowed("tool_choice", choice, f"'none', 'auto', 'required', {forms} is")
+    told = [] if instructions is None else [instructions]
+    told += [message["content"] for message in turns.messages if is_developers(message)]
+    system = [{"role": "system", "content": "\n\n".join(told)}] if told else []
+    return system + [message for message in turns.messages if not is_developers(message)]
 
 
 def _response_format(text: TextFields) -> ResponseFormat | None:
@@ -356,9 +337,11 @@ def _reasoning(reasoning: ReasoningFields | None, dialect: OutputDialect) -> dic
         return {"enable_thinking": False}
     if "reasoning_effort" in dialect.controls:
         return {"reasoning_effort": effort}
+    if switchable:  # as in a chat: it reasons, as much as it will
+        return {"enable_thinking": True}
     if effort == "none" and dialect.reasoning is None:
         return {}
-    allowed = "'none' is" if switchable or dialect.reasoning is None else "leave it out"
+    allowed = "'none' is" if dialect.reasoning is None else "leave it out"
     raise not_allowed("reasoning.effort", effort, f"the model's chat template takes none; {allowed}")
 
 

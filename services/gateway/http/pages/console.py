@@ -10,6 +10,7 @@ from services.gateway.console.viewer import ConsoleViewer
 from services.gateway.http.call import Call
 from services.gateway.http.generation import EVENT_STREAM, STREAM_HEADERS
 from services.gateway.http.pages.static_files import HTML, StaticFiles
+from shared.traces.request_trace import GatewaysSilent
 
 SCRIPT, STYLE = b"text/javascript; charset=utf-8", b"text/css; charset=utf-8"
 ASSETS = {
@@ -107,9 +108,12 @@ class Console:
 
     async def request(self, call: Call) -> None:
         """`/console/requests/ID`: what each service has done for a request, and is doing, as far as it is remembered,
-        and who did not answer. Raises RequestError 404."""
+        and who did not answer. Raises RequestError 404, and 503 where that is not known, as a gateway is silent."""
         name = call.scope["path_params"]["request"]
-        trace = await self._feed.request(name)
+        try:
+            trace = await self._feed.request(name)
+        except GatewaysSilent as silent:
+            raise RequestError(503, f"request {abbreviated(name)}: {silent}", retry_after=1.0) from None
         if trace is None:
             raise RequestError(404, f"no process remembers a request {abbreviated(name)} (--trace-history)")
         hops = [hop._asdict() for hop in trace.hops]

@@ -119,6 +119,25 @@ def test_images_that_a_tool_brings_are_shown_behind_its_text() -> None:
     ]
 
 
+def test_deferred_tools_are_shown_once_a_result_refers_to_them() -> None:
+    tools = [WEATHER, WEATHER | {"name": "find", "defer_loading": True}]
+
+    def shown(*names: str) -> list[str]:
+        content = [{"type": "tool_reference", "tool_name": name} for name in names]
+        result = {"type": "tool_result", "tool_use_id": "t", "content": content}
+        generation = read(messages=[{"role": "user", "content": [result]}], tools=tools)
+        assert messages(generation)[0]["content"] == "\n".join(f"Available: {name}" for name in names)
+        [prompt] = generation.prompts
+        assert isinstance(prompt, ChatPrompt)
+        assert prompt.tools is not None
+        return [tool["function"]["name"] for tool in msgspec.json.decode(prompt.tools)]
+
+    assert shown() == ["weather"]
+    assert shown("find") == shown("weather", "find") == ["weather", "find"]
+    with pytest.raises(RequestError, match="messages: 'other' is not allowed; tool_name"):
+        shown("other")
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [

@@ -41,6 +41,14 @@ def refusal(read: Any, *arguments: Any, **fields: Any) -> RequestError:
     return error.value
 
 
+def test_parts_of_messages_keep_what_chat_templates_may_read() -> None:
+    part = {"type": "text", "text": "hi", "source_lang_code": "en", "target_lang_code": "es"}
+    body = msgspec.json.encode({"messages": [{"role": "user", "content": [part]}]})
+    [asked] = read_chat(body, [CARD], RequestLimits()).prompts
+    assert isinstance(asked, ChatPrompt)
+    assert msgspec.json.decode(asked.messages) == [{"role": "user", "content": [part]}]
+
+
 def test_defaults_are_openais() -> None:
     job = chat()
     assert (job.n, job.seed, job.stream, job.echo, job.skip_special_tokens) == (1, None, None, False, True)

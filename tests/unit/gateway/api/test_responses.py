@@ -13,6 +13,7 @@ from services.gateway.api.response import ChoiceState, ResponseHeader
 from services.gateway.api.responses.events import ResponseEvents
 from services.gateway.api.responses.output_items import OutputItems
 from services.gateway.api.responses.request import ResponseRequest, read_responses
+from services.gateway.api.responses.tools import call_targets
 from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import Attempt, ModelName, RequestId
@@ -25,6 +26,8 @@ from tests.support.gateway.tool_calls import Call, written
 CARD = ModelCard(name=ModelName("m"), created=17, max_model_len=64, vocab_size=100, eos_token_ids=(2,), dtype="float32")
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": SCHEMA, "strict": True}
+CRM = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [WEATHER | {"name": "find"}]}
+SHELL: dict[str, Any] = {"type": "custom", "name": "shell", "description": "Runs it."}
 THINKS = OutputDialect(tools="hermes", reasoning="qwen3", controls=("enable_thinking",))
 LOGPROBS = ["message.output_text.logprobs"]
 
@@ -130,6 +133,56 @@ def test_tools_are_chosen_among_the_allowed_ones() -> None:
     assert set(generation.parser_options.schemas) == {"weather"}
 
 
+def test_tools_of_namespaces_and_custom_ones_are_functions_of_the_chat() -> None:
+    """As vLLM and Codex join and fill them."""
+    digits = SHELL | {"name": "digits", "format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}}
+    tools = [WEATHER, CRM | {"tools": [*CRM["tools"], SHELL]}, SHELL, digits]
+    asked = read(tools=tools)
+    assert asked.echoed["tools"] == tools
+    shown = msgspec.json.decode(prompt(asked.generation).tools)
+    assert [each["function"]["name"] for each in shown] == ["weather", "crm__find", "crm__shell", "shell", "digits"]
+    text = {"type": "string"}
+    assert [each["function"]["parameters"]["properties"].get("input") for each in shown] == [
+        *(None, None, text, text),
+        text | {"pattern": "^(?:[0-9]+)$"},
+    ]
+    for chosen, named in (
+        ({"type": "function", "name": "find"}, "crm__find"),
+        ({"type": "function", "name": "crm__find"}, "crm__find"),
+        ({"type": "custom", "name": "shell", "namespace": "crm"}, "crm__shell"),
+        ({"type": "custom", "name": "shell"}, "shell"),
+    ):
+        for choice in (chosen, {"type": "allowed_tools", "mode": "auto", "tools": [chosen]}):
+            options = read(tools=tools, tool_choice=choice).generation.parser_options
+            assert options is not None
+            assert set(options.schemas) == {named}
+
+
+def test_calls_and_instructions_that_clients_send_back() -> None:
+    """As Codex does: calls of its tools, and what its developers say within the conversation."""
+    shell = {"type": "custom_tool_call", "call_id": "c2", "name": "shell", "input": 'echo "ä"\n'}
+    turns = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        call(1) | {"name": "find", "namespace": "crm"},
+        shell,
+        {"type": "function_call_output", "call_id": "c1", "output": "3"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "ä"},
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be kind."}]},
+    ]
+    system, _, called, *results = messages(instructions="Help.", input=turns)
+    assert system == {"role": "system", "content": "Help.\n\nBe brief.\n\nBe kind."}
+    functions = [each["function"] for each in called["tool_calls"]]
+    assert [each["name"] for each in functions] == ["crm__find", "shell"]
+    assert msgspec.json.decode(functions[1]["arguments"]) == {"input": 'echo "ä"\n'}
+    assert [(each["role"], each["tool_call_id"], each["content"]) for each in results] == [
+        ("tool", "c1", "3"),
+        ("tool", "c2", "ä"),
+    ]
+    numbered = msgspec.json.decode(read(input=[shell]).items)
+    assert numbered[0]["id"].startswith("ctc_")
+
+
 def test_formats_are_grammars() -> None:
     assert read(text={"format": {"type": "text"}}).generation.output_grammar is None
     schema = {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}
@@ -143,7 +196,10 @@ def test_effort_is_what_the_chat_template_takes() -> None:
     knows = OutputDialect(controls=("reasoning_effort",))
     assert prompt(read(knows, reasoning={"effort": "high"}).generation).template_kwargs == {"reasoning_effort": "high"}
     assert prompt(read(OutputDialect(), reasoning={"effort": "none"}).generation).template_kwargs == {}
-    for dialect, said in ((THINKS, "'none' is"), (OutputDialect(reasoning="qwen3"), "leave it out")):
+    for effort, thinks in (("none", False), ("low", True)):
+        asked = read(THINKS, reasoning={"effort": effort}).generation
+        assert prompt(asked).template_kwargs == {"enable_thinking": thinks}
+    for dialect, said in ((OutputDialect(), "'none' is"), (OutputDialect(reasoning="qwen3"), "leave it out")):
         with pytest.raises(RequestError, match=said) as caught:
             read(dialect, reasoning={"effort": "high"})
         assert caught.value.param == "reasoning.effort"
@@ -179,7 +235,13 @@ def test_effort_is_what_the_chat_template_takes() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"top_logprobs": 2}, "top_logprobs", "include"),
         ({"top_logprobs": 99, "include": LOGPROBS}, "top_logprobs", "20"),
-        ({"include": ["reasoning.encrypted_content"]}, "include[0]", "logprobs"),
+        ({"include": ["file_search_call.results"]}, "include[0]", "logprobs"),
+        ({"tools": [CRM | {"tools": []}]}, "tools[0].tools", "at least one"),
+        ({"tools": [CRM | {"tools": [{"type": "web_search"}]}]}, "tools[0].tools[0].type", "web_search"),
+        ({"tools": [SHELL | {"format": {"type": "grammar", "syntax": "lark"}}]}, "tools[0].format.syntax", "Lark"),
+        ({"tools": [SHELL | {"format": {"type": "grammar"}}]}, "tools[0].format", "regex"),
+        ({"tools": [SHELL], "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice", "'shell'"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "x"}]}, "input[0]", "input"),
         ({"metadata": {"a": "x" * 513}}, "metadata", "512"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "at most 16"),
         ({"truncation": "middle"}, "truncation", "disabled"),
@@ -201,12 +263,16 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: s
     assert caught.value.message.startswith(param.split(".")[0].split("[")[0])
 
 
+TOOLS, FIND = [WEATHER, SHELL, CRM], Call("crm__find", {"city": "a"})
+SAID = 'say "hi\\n" \U0001f600'
 ROME, OSLO = Call("weather", {"city": "Rome"}), Call("weather", {"city": "Oslo"})
 OUTPUTS = {
     "text": "  Hello, you.\n",
     "thoughts": "<think>Let me\nsee.</think>\n\nHello.",
     "calls": "<think>hm</think>\n\n" + written("hermes", [ROME, OSLO]),
     "text and calls": "Well.\n" + written("hermes", [ROME]) + "\nThat is it.",
+    "custom calls": written("hermes", [Call("shell", {"input": SAID}), Call("shell", {"input": ""}), FIND]),
+    "no input": written("hermes", [Call("shell", {"text": "ls"})]),
     "no call": "Look: <tool_call>\nnothing\n</tool_call> done",
     "nothing": "",
 }
@@ -237,6 +303,16 @@ def test_items_are_what_the_output_says() -> None:
     assert call["call_id"].startswith("call_")
     assert last["content"][0]["text"].strip() == "That is it."
     assert len({first["id"], call["id"], last["id"]}) == 3
+    custom = _items()
+    custom.feed(OUTPUTS["custom calls"], "stop")
+    said, silent, find = custom.body()
+    assert (said["type"], said["name"], said["input"]) == ("custom_tool_call", "shell", SAID)
+    assert said["id"].startswith("ctc_")
+    assert silent["input"] == ""
+    assert (find["type"], find["name"], find["namespace"]) == ("function_call", "find", "crm")
+    other = _items()
+    other.feed(OUTPUTS["no input"], "stop")
+    assert msgspec.json.decode(other.body()[0]["input"]) == {"text": "ls"}, "what the model wrote is not lost"
     thinking = _items()
     thinking.feed(OUTPUTS["thoughts"], "stop")
     assert [item["type"] for item in thinking.body()] == ["reasoning", "message"]
@@ -251,9 +327,9 @@ def test_another_gateway_goes_on_with_the_events_wherever_the_first_one_ended(na
     expected.name = "resp_1"
     expected.feed(text, "stop")
     for at in range(len(text) + 1):
-        first, choice = ResponseEvents(header, {}), ChoiceState(0, 0, message=_items())
+        first, choice = ResponseEvents(header, {"tools": TOOLS}), ChoiceState(0, 0, message=_items())
         sent = [event for character in text[:at] for event in first.output(choice, _delta(character))]
-        second, choice = ResponseEvents(header, {}, sent), ChoiceState(0, 0, message=_items())
+        second, choice = ResponseEvents(header, {"tools": TOOLS}, sent), ChoiceState(0, 0, message=_items())
         for i in range(0, len(text), 3):
             sent += second.output(choice, _delta(text[i : i + 3]))
         sent += second.output(choice, _delta("", "stop"))
@@ -308,10 +384,11 @@ def test_reasoning_tokens_and_logprobs_are_those_of_each_part(step: int) -> None
     items = _items()
     for i in range(0, len(tokens), step):
         part = tokens[i : i + step]
-        items.record(len(part), tuple(_position(each) for each in part))
+        items.parser.record_tokens(len(part))
+        items.record(tuple(_position(each) for each in part))
         items.feed("".join(part), None)
     items.feed("", "stop")
-    assert abs(items.reasoning_tokens - 5) <= 1 + step // 3
+    assert abs(items.parser.reasoning_tokens - 5) <= 1 + step // 3
     [logprobs] = [item["content"][0]["logprobs"] for item in items.body() if item["type"] == "message"]
     said = "".join(each["token"] for each in logprobs)
     assert said.endswith("lo, all of you in there.")
@@ -323,12 +400,13 @@ def test_plain_text_has_the_logprobs_of_all_tokens() -> None:
     items = OutputItems(None)
     events = []
     for piece in ("", " a", "b", ""):
-        items.record(1, (_position(piece),))
+        items.parser.record_tokens(1)
+        items.record((_position(piece),))
         events += items.feed(piece, None)
     events += items.feed("", "stop")
     [item] = _added_up(events)
     assert [each["token"] for each in item["content"][0]["logprobs"]] == ["", " a", "b"]
-    assert items.reasoning_tokens == 0
+    assert items.parser.reasoning_tokens == 0
 
 
 def _delta(text: str, finish: FinishReason | None = None) -> Delta:
@@ -340,7 +418,9 @@ def _position(token: str) -> PositionLogprobs:
 
 
 def _items() -> OutputItems:
-    return OutputItems(ParserOptions(THINKS, {"weather": SCHEMA}))
+    items = OutputItems(ParserOptions(THINKS, dict.fromkeys(("weather", "shell", "crm__find"), SCHEMA)))
+    items.targets = call_targets(TOOLS)
+    return items
 
 
 def _without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -367,13 +447,15 @@ def _added_up(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 text += delta
             case {"type": "response.function_call_arguments.done", "arguments": arguments}:
                 assert arguments == text
+            case {"type": "response.custom_tool_call_input.done", "input": given}:
+                assert given == text
             case {"type": kind, "text": whole} if kind.endswith("_text.done"):
                 assert whole == text
             case {"type": "response.content_part.done", "part": part}:
                 assert part["text"] == text
             case {"type": "response.output_item.done", "item": item}:
                 assert item["id"] == items[-1]["id"]
-                assert item.get("arguments", text) == text
+                assert item.get("arguments", item.get("input", text)) == text
                 items[-1] = item
                 is_open = False
             case _:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+
+import pytest
 
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import InstanceId
 from shared.messages.gateway import MAX_SPANS_FOUND, ReadSpans, SpansFound
 from shared.telemetry.tracing import RESPONSE, OpenSpan, Tracing
-from shared.traces.request_trace import request_trace, spans_found
+from shared.traces.request_trace import GatewaysSilent, request_trace, spans_found
 
 GATEWAY, OTHER, ENGINE = InstanceId("gateway-1"), InstanceId("gateway-2"), InstanceId("engine-1")
 
@@ -56,6 +59,33 @@ async def test_nobody_knows_of_what_never_was(memory_bus: MemoryBus) -> None:
     await serve(memory_bus, GATEWAY)
     for name in ("cmpl-9", "c" * 32, ""):
         assert await request_trace(memory_bus, name, [GATEWAY, OTHER], [ENGINE]) is None
+
+
+async def test_a_silent_gateway_is_asked_again_and_named_where_it_stays_silent(
+    memory_bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests are not said to have never been."""
+    monkeypatch.setattr("shared.traces.request_trace.ANSWER_TIMEOUT", 0.02)
+    await serve(memory_bus, OTHER)
+    tracing, asked = Tracing(), 0
+    tracing.remember(1000)
+    request = tracing.request("POST /v1/completions", None)
+    assert request is not None
+    request.response = "cmpl-1"
+
+    async def answer(question: ReadSpans) -> SpansFound:
+        nonlocal asked
+        asked += 1
+        if asked == 1 or question.name == "cmpl-2":
+            await asyncio.sleep(1)
+        return spans_found(tracing, question.name, lambda _: [])
+
+    await memory_bus.serve(topics.span_requests(GATEWAY), answer)
+    found = await request_trace(memory_bus, "cmpl-1", [OTHER, GATEWAY], [])
+    assert found is not None
+    assert (found.trace_id, found.unanswered) == (request.trace_id, ())
+    with pytest.raises(GatewaysSilent, match=r"^gateway-1 did not answer"):
+        await request_trace(memory_bus, "cmpl-2", [OTHER, GATEWAY], [])
 
 
 async def test_an_answer_is_bounded(memory_bus: MemoryBus) -> None:
