@@ -232,8 +232,9 @@ def _part(part: Any, path: str, embeds: PartReader | None) -> dict[str, Any]:
     match part:
         case {"type": "prompt_embeds" | "image_url"} if embeds is not None:
             return embeds(part, path)
-        case {"type": "text", "text": str(text), **others}:
-            return {"type": "text", "text": text, **others}  # the others are the chat template's
+        case {"type": "text", "text": str()}:
+            kept: dict[str, Any] = part  # its other fields are the chat template's
+            return kept
         case str(text) | {"type": "refusal", "refusal": str(text)}:
             return {"type": "text", "text": text}
         case {"type": str(kind)} if kind not in ("text", "refusal"):
