@@ -5,7 +5,6 @@ A lock goes with its process, however that ends, and needs neither the bus nor a
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import time
 from collections.abc import Iterator
@@ -41,5 +40,7 @@ def looks_until_orphaned(lock: Path, timeout: float) -> Iterator[float]:
 
 async def orphaned(lock: Path, timeout: float) -> None:
     """Returns once no supervisor has lived for `timeout` seconds."""
+    import asyncio  # half of what the keeper's process would hold, which waits otherwise
+
     for pause in looks_until_orphaned(lock, timeout):
         await asyncio.sleep(pause)

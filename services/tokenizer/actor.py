@@ -74,7 +74,7 @@ class TokenizerActor(Actor):
         self._model = model
         self._encoder = encoder
         self._client_templates = ClientTemplates()
-        self._lanes = EncodingLanes(threads)
+        self._lanes = EncodingLanes(threads, encoder.forget_words)
         self._long: set[asyncio.Task[Any]] = set()
         self._attempts: dict[RequestId, Attempt] = {}
         """The newest attempt of each request whose prompt is long and not yet tokenized."""

@@ -25,9 +25,11 @@ class EncodingLanes:
     Encoding releases the interpreter's lock, so the event loop goes on beside all of them.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, forget_words: Callable[[], None] = lambda: None) -> None:
+        """`forget_words`: drops what the vocabulary keeps of what it encoded."""
+        self._forget_words = forget_words
         self._long = ThreadPoolExecutor(threads, thread_name_prefix="encode")
-        self._large = ThreadPoolExecutor(1, thread_name_prefix="encode-large")
+        self._large = _large_lane()
         self._prompts = self._bytes = 0
         self._grown = False
         """Whether a large prompt has been encoded since memory was given back."""
@@ -60,9 +62,20 @@ class EncodingLanes:
         is on its way."""
         if self._grown and not self._prompts:
             self._grown = False
-            self._large.submit(give_back_freed_memory)
+            ended, self._large = self._large, _large_lane()
+            self._large.submit(self._give_back, ended)
+
+    def _give_back(self, ended: ThreadPoolExecutor) -> None:
+        """Words that are kept lie between what was freed, each on a page that stays; so does what a thread keeps."""
+        ended.shutdown()
+        self._forget_words()
+        give_back_freed_memory()
 
     def close(self) -> None:
         """Drops what no thread has begun."""
         for lane in (self._long, self._large):
             lane.shutdown(wait=False, cancel_futures=True)
+
+
+def _large_lane() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="encode-large")

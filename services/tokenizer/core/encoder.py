@@ -96,6 +96,10 @@ class PromptEncoder:
         """The markup of tool calls and thoughts that the model speaks."""
         return self._templates.dialect
 
+    def forget_words(self) -> None:
+        """Drops what was kept of prompts that were encoded, so that it is looked up anew; any thread may say so."""
+        self._vocabulary.forget_words()
+
     def brings_template(self, prompt: Prompt) -> bool:
         """Whether the prompt is a chat with a template of the client's own, to be rendered elsewhere first."""
         return (

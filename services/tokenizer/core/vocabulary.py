@@ -92,6 +92,12 @@ class Vocabulary:
         (encoding,) = self._tokenizer.encode_batch_fast([(pair.text, pair.second)], add_special_tokens=True)
         return self.checked(encoding.ids, "prompt")
 
+    def forget_words(self) -> None:
+        """Drops the cache of words that models of pairs and of unigrams have, some 10,000 of them."""
+        clear = getattr(self._tokenizer.model, "_clear_cache", None)  # tokenizers 0.21.1 has it; other models have none
+        if clear is not None:
+            clear()
+
     def checked(self, ids: list[int], field: str) -> list[int]:
         """`ids`. Raises PromptRefused where there are none, or one is not the model's."""
         if not ids:

@@ -44,8 +44,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 AHEAD_BYTES = 256 << 20
 """Most bytes of blocks that are provided beyond the last used one; the scheduler uses blocks in order."""
 FIRST_BYTES = 32 << 20
-"""Bytes that are provided before any is used: an engine that idles should not look as if it worked. From then on as
-many are provided as are in use, up to `AHEAD_BYTES`."""
+FIRST_TOKENS = 4096
+"""Before any is used, blocks of so many tokens are provided, a step or two's, and of no more than `FIRST_BYTES`: an
+engine that idles should not look as if it worked. From then on as many are provided as are in use, up to
+`AHEAD_BYTES`."""
 PIECE_BYTES = 2 << 20
 """Bytes that are provided at a time: less than a millisecond's work, so that nothing waits for it."""
 
@@ -59,7 +61,8 @@ class PagesAhead:
         self._runs = tuple(share.copier.runs)
         self._blocks = share.num_blocks - share.pages
         block_bytes = max(1, sum(run.block_bytes for run in self._runs))
-        self._first, self._most = (bytes_ // block_bytes for bytes_ in (FIRST_BYTES, AHEAD_BYTES))
+        self._first = min(FIRST_BYTES // block_bytes, FIRST_TOKENS // share.layout.block_size)
+        self._most = AHEAD_BYTES // block_bytes
         self._at_a_time = max(1, PIECE_BYTES // max((run.block_bytes for run in self._runs), default=1))
         self._provided = 0
         """Blocks before this one have their pages, and it and those behind it in the first `_run` runs."""

@@ -362,6 +362,7 @@ async def test_a_bug_on_a_thread_ends_the_process(ring: Ring, monkeypatch: pytes
 async def test_what_a_large_prompt_took_goes_back_to_the_system(ring: Ring) -> None:
     """Encoding takes a hundred times the text's size, which glibc would keep."""
     words = " ".join(f"{number * 2654435761 % 2**32:x}" for number in range(60_000))
+    first = await ring.ask(Encode(TextPrompt(words[:9000])))
     before = resident_bytes()
     answer = await ring.ask(Encode(TextPrompt(words)))
     assert isinstance(answer, EncodeReply)
@@ -371,3 +372,4 @@ async def test_what_a_large_prompt_took_goes_back_to_the_system(ring: Ring) -> N
     async with asyncio.timeout(60):
         while resident_bytes() - before > grown // 2:
             await asyncio.sleep(0.05)
+    assert await ring.ask(Encode(TextPrompt(words[:9000]))) == first, "words that were forgotten are found again"

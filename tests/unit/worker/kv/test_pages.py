@@ -88,6 +88,17 @@ def test_what_is_used_first_has_its_pages_before_anybody_comes() -> None:
 
 @linux_only
 @pytest.mark.usefixtures("small")
+def test_of_a_small_model_few_tokens_have_their_pages_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as many as fit into the bytes, which would be more memory than the model's own."""
+    monkeypatch.setattr(pages_ahead, "FIRST_TOKENS", 2 * LAYOUT.block_size)
+    device = Device(blocks=64, block_bytes=8 * KIB)
+    pages = PagesAhead(device.share)
+    steps(pages)
+    assert device.resident(0) == 16 * KIB, "two blocks, where four fit into 64 KiB"
+
+
+@linux_only
+@pytest.mark.usefixtures("small")
 def test_contents_stay_what_they_are() -> None:
     device = Device(blocks=16, block_bytes=8 * KIB)
     device.tensors[0][:] = 7
