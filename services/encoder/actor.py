@@ -43,7 +43,7 @@ AT_ONCE = 2
 
 
 class _PendingImage(NamedTuple):
-    file: bytes
+    question: EncodeImage
     reply: asyncio.Future[EncoderReply]
 
 
@@ -103,7 +103,7 @@ class EncoderActor(Actor):
         """Where the rows of an image are, or a future of that; a piece of rows."""
         if isinstance(request, ReadRows):
             return self._rows.piece(request)
-        image, now = image_hash(request.image, request.salt), time.monotonic()
+        image, now = image_hash(request.image, request.salt, request.frames), time.monotonic()
         if (rows := self._rows.find(image)) is not None:
             self._count_hit()
             return ImageRows(rows)
@@ -114,7 +114,7 @@ class EncoderActor(Actor):
         if len(self._pending) >= MAX_PENDING or self._queue.count(request.turn) >= MAX_OF_A_CLIENT:
             limit = f"{MAX_PENDING} images wait to be encoded, or {MAX_OF_A_CLIENT} of this client, which is the limit"
             return ImageRefusal(limit, "overloaded")
-        pending = self._pending[image] = _PendingImage(request.image, asyncio.get_running_loop().create_future())
+        pending = self._pending[image] = _PendingImage(request, asyncio.get_running_loop().create_future())
         self._queue.add(image, request.turn, now)
         self._arrived.set()
         metrics.PENDING.set(len(self._pending))
@@ -133,17 +133,17 @@ class EncoderActor(Actor):
                 self._arrived.clear()
                 await self._arrived.wait()
             else:
-                self._answer(image, await self._encode(image, self._pending[image].file))
+                self._answer(image, await self._encode(image, self._pending[image].question))
 
     def _answer(self, image: ImageHash, reply: EncoderReply) -> None:
         self._pending.pop(image).reply.set_result(reply)
         metrics.PENDING.set(len(self._pending))
 
-    async def _encode(self, image: ImageHash, file: bytes) -> EncoderReply:
+    async def _encode(self, image: ImageHash, question: EncodeImage) -> EncoderReply:
         began = time.monotonic()
         assert self._tower is not None, "set up"
         try:
-            pixels = await self._decoder.decode(file)
+            pixels = await self._decoder.decode(question)
             rows = await asyncio.get_running_loop().run_in_executor(self._thread, self._tower.encode, pixels)
             kept = await self._rows.keep(image, rows)
         except (ImageRefused, TowerUnusable, RowsUnkept) as error:

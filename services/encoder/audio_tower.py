@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from services.encoder.image_decoder import ImageRefused
 from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, own_dtype
+from shared.messages.encoder import EncodeImage
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
 from shared.messages.model_card import AudioModel
 from shared.models.audio_models import SAMPLE_BYTES, read_audio_model
@@ -37,8 +38,9 @@ class SampleReader:
     def __init__(self, audio: AudioModel) -> None:
         self._most = audio.window_s * audio.sample_rate
 
-    async def decode(self, file: bytes) -> Samples:
+    async def decode(self, question: EncodeImage) -> Samples:
         """The samples. Raises ImageRefused where these are none, or more than a window."""
+        file = question.image
         count, rest = divmod(len(file), SAMPLE_BYTES)
         if rest or not 0 < count <= self._most:
             raise ImageRefused(f"{len(file)} bytes of samples are not allowed; {self._most} of {SAMPLE_BYTES} are")

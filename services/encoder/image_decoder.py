@@ -7,10 +7,13 @@ import logging
 from asyncio.subprocess import Process
 
 import msgspec
+from msgspec import Struct
 
 from services.encoder import metrics
-from services.encoder.image_process import LENGTH_BYTES, DecodedImage, DecodingRefusal, DecodingReply
-from shared.machine.helper_process import end_helper, start_helper
+from services.encoder.image_process import DecodedImage, DecodingRefusal, DecodingReply
+from shared.machine.helper_pipes import LENGTH_BYTES
+from shared.machine.helper_process import end_helper, read_reply, start_helper
+from shared.messages.encoder import EncodeImage, FramePair
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +25,25 @@ _decoder: msgspec.msgpack.Decoder[DecodingReply] = msgspec.msgpack.Decoder(Decod
 
 class ImageRefused(Exception):
     """The image has no rows; the text is for the client."""
+
+
+class DecodedFrames(Struct, frozen=True):
+    """Pixels of two frames of a video."""
+
+    pair: FramePair
+    pixels: bytes
+
+    @staticmethod
+    def of(pair: FramePair, pixels: bytes) -> DecodedFrames:
+        """Raises ImageRefused where these are as many as they should be not."""
+        if len(pixels) != pair.pixel_bytes:
+            raise ImageRefused(f"{len(pixels)} bytes of pixels are not allowed; {pair.pixel_bytes} are")
+        return DecodedFrames(pair, pixels)
+
+    @property
+    def measures(self) -> dict[str, int]:
+        """For logs."""
+        return {"width": self.pair.width, "height": self.pair.height, "frames": self.pair.frames}
 
 
 class ImageDecoder:
@@ -38,8 +60,13 @@ class ImageDecoder:
         """Of the process; None where there is none just now."""
         return None if self._process is None else self._process.pid
 
-    async def decode(self, file: bytes) -> DecodedImage:
-        """The pixels of an image. Raises ImageRefused."""
+    async def decode(self, question: EncodeImage) -> DecodedImage | DecodedFrames:
+        """The pixels of an image, or of frames, which a gateway has decoded (ADR 118). Raises ImageRefused."""
+        if question.frames is not None:
+            return DecodedFrames.of(question.frames, question.image)
+        return await self._decoded(question.image)
+
+    async def _decoded(self, file: bytes) -> DecodedImage:
         async with self._busy:
             for _ in range(ATTEMPTS):
                 process = self._process or await self._start()
@@ -79,9 +106,7 @@ class ImageDecoder:
 async def _ask(process: Process, file: bytes) -> DecodingReply:
     """Raises OSError or IncompleteReadError where the process dies."""
     assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.write(len(file).to_bytes(LENGTH_BYTES, "little"))
     process.stdin.write(file)
     await process.stdin.drain()
-    length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
-    return _decoder.decode(await process.stdout.readexactly(length))
+    return _decoder.decode(await read_reply(process))

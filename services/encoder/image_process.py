@@ -7,14 +7,14 @@ standard input and writes pixels to standard output until its input ends, so it 
 from __future__ import annotations
 
 import io
-import resource
 import sys
 import warnings
-from typing import BinaryIO
 
 import msgspec
 from msgspec import Struct
 from PIL import Image, ImageOps, UnidentifiedImageError
+
+from shared.machine.helper_pipes import confine, read_message, write_message
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """What is decoded. Of an image that moves, the first frame."""
@@ -25,8 +25,6 @@ MAX_ASPECT = 64
 many times."""
 MAX_MEMORY = 2**30
 """Bytes of address space."""
-LENGTH_BYTES = 8
-"""Size of the number before each message on a pipe."""
 
 
 class DecodedImage(Struct, frozen=True, array_like=True, tag=True):
@@ -82,20 +80,11 @@ def _wrong_size(width: int, height: int) -> str | None:
 
 def main() -> None:
     """Answers each file with a `DecodingReply`."""
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    confine(MAX_MEMORY)
     Image.init()  # decoders are imported before anything is read
     given, taken = sys.stdin.buffer, sys.stdout.buffer
-    while (file := _message(given)) is not None:
-        reply = msgspec.msgpack.encode(decode_image(file))
-        taken.write(len(reply).to_bytes(LENGTH_BYTES, "little"))
-        taken.write(reply)
-        taken.flush()
-
-
-def _message(given: BinaryIO) -> bytes | None:
-    head = given.read(LENGTH_BYTES)
-    return given.read(int.from_bytes(head, "little")) if len(head) == LENGTH_BYTES else None
+    while (file := read_message(given)) is not None:
+        write_message(taken, msgspec.msgpack.encode(decode_image(file)))
 
 
 if __name__ == "__main__":

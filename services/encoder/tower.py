@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.encoder.frame_patches import FramePatches
+from services.encoder.image_decoder import DecodedFrames
 from services.encoder.image_process import DecodedImage
 from shared.messages.generation import EMBEDDING_BYTES, MAX_MEDIA_BYTES, EmbeddingDtype, ImageGrid, PromptEmbeds
 from shared.models.image_models import read_image_model
@@ -58,7 +60,9 @@ class ImageTower:
         self._max_rows = MAX_MEDIA_BYTES // (self.size * EMBEDDING_BYTES[self.dtype])
         self._merged: int = getattr(self._processor, "merge_size", 1)
         """Patches that a row is made of, on each side; of models whose images have one size 1."""
+        self._frames: FramePatches | None = None
         if self._merged > 1:
+            self._frames = FramePatches.of_model(folder, self._processor, self._max_rows, max_pixels)
             self._processor.size = self._bounded_size(max_pixels)
         elif max_pixels is not None:
             raise TowerUnusable(f"{folder}: max_pixels is not allowed, as all images have one size")
@@ -66,9 +70,13 @@ class ImageTower:
         self._check_an_image()
 
     @torch.inference_mode()
-    def encode(self, image: DecodedImage) -> PromptEmbeds:
-        """A row for each token of an image. Raises TowerUnusable where they are no numbers."""
-        rows, grid = self._rows(np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3))
+    def encode(self, image: DecodedImage | DecodedFrames) -> PromptEmbeds:
+        """A row for each token of an image, or of two frames of a video. Raises TowerUnusable where they are no
+        numbers."""
+        if isinstance(image, DecodedFrames):
+            rows, grid = self._rows_of(self._prepared_frames(image))
+        else:
+            rows, grid = self._rows(np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3))
         if len(rows) > self._max_rows:
             raise TowerUnusable(f"the image has {len(rows)} rows; {self._max_rows} are allowed")
         if not torch.isfinite(rows).all():
@@ -89,6 +97,19 @@ class ImageTower:
 
         prepared = dict(self._processor(Image.fromarray(pixels), return_tensors="pt"))
         prepared.pop("num_crops", None)  # of pan and scan, which is off
+        return self._rows_of(prepared)
+
+    def _prepared_frames(self, frames: DecodedFrames) -> dict[str, Tensor]:
+        if self._frames is None:
+            raise TowerUnusable("the model takes no videos")
+        try:
+            return self._frames.prepared(frames)
+        except ValueError as error:
+            raise TowerUnusable(f"the frames cannot be scaled: {error}") from None
+
+    def _rows_of(self, prepared: dict[str, Tensor]) -> tuple[Tensor, ImageGrid | None]:
+        """As `_rows`, of what the processor made. Frames of a video see nothing of each other in these towers but the
+        two that a patch has, so each two of them are as an image."""
         prepared["pixel_values"] = prepared["pixel_values"].to(DTYPES[self.dtype])
         features = self._model.get_image_features(**prepared)
         rows: Tensor

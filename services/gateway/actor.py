@@ -44,6 +44,7 @@ from services.gateway.http.pages.console import Console
 from services.gateway.http.routes import EndpointParts
 from services.gateway.http.server import HttpServer, RootPath
 from services.gateway.images.image_fetcher import ImageFetcher
+from services.gateway.images.image_rows import ImageRowsClient
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
 from services.gateway.metrics import gateway_collectors
@@ -53,6 +54,7 @@ from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from services.gateway.response_store import ResponseStore
 from services.gateway.resumable_streams import ResumableStreams
+from services.gateway.videos.video_decoder import VideoDecoder
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, Undelivered
@@ -119,7 +121,9 @@ class Gateway(Actor):
             config.max_open_requests,
             StreamRecords(config.resumable_memory, config.resume_s, config.request_s),
             clusters,
-            ImageFetcher(config.image_hosts, config.image_fetch_s),
+            ImageRowsClient(
+                bus, ImageFetcher(config.image_hosts, config.image_fetch_s), VideoDecoder(config.video_decode_s)
+            ),
         )
         self.federation: Federation | None = None
         if clusters is not None:

@@ -111,9 +111,13 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     max_stop: Annotated[Positive, Meta(description="Stop strings in one request.")] = 16
     max_logprobs: Annotated[int, Meta(ge=0, le=1000, description="Upper bound of `logprobs` and `top_logprobs`.")] = 20
     max_images: Annotated[Positive, Meta(description="Images in one chat.")] = 16
+    max_videos: Annotated[Positive, Meta(description="Videos in one chat.")] = 4
     image_hosts: Annotated[
         tuple[str, ...],
-        Meta(description="Hosts (HOST or HOST:PORT) that images may be fetched from; none: only data URIs are taken."),
+        Meta(
+            description="Hosts (HOST or HOST:PORT) that images and videos may be fetched from; none: only data URIs "
+            "are taken."
+        ),
         UpOption("Model", name="image_host"),
     ] = ()
     max_audio_s: Annotated[
@@ -122,7 +126,12 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     audio_decode_s: Annotated[
         Seconds, Meta(description="Seconds that decoding a window of a sound may take, half a minute of it; then 400.")
     ] = 10.0
-    image_fetch_s: Annotated[Seconds, Meta(description="Seconds that fetching an image may take; then 400.")] = 10.0
+    image_fetch_s: Annotated[
+        Seconds, Meta(description="Seconds that fetching an image or a video may take; then 400.")
+    ] = 10.0
+    video_decode_s: Annotated[
+        Seconds, Meta(description="Seconds that decoding two frames of a video may take; then 400.")
+    ] = 10.0
     enable_force_include_usage: Annotated[
         bool,
         Meta(description="Every chunk of every stream of OpenAI's chats and completions has the usage so far."),
@@ -438,6 +447,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             allow_prefix_caching=self.enable_prefix_caching,
             force_usage=self.enable_force_include_usage,
             max_images=self.max_images,
+            max_videos=self.max_videos,
             image_hosts=self.image_hosts,
         )
 

@@ -77,6 +77,13 @@ AUDIO_FILES = Counter(
     registry=METRICS,
 )
 """decoded; refused: not to its end; left: its request ended before."""
+VIDEO_FILES = Counter(
+    "baton_gateway_video_files_total",
+    "Videos that were given to a decoder, by what came of it.",
+    ["outcome"],
+    registry=METRICS,
+)
+"""As of sounds."""
 OVERFLOW_REQUESTS = Counter(
     "baton_gateway_overflow_requests_total",
     "Requests that could not be served here in time, by why, and by what came of asking the overflow provider.",

@@ -29,7 +29,6 @@ from services.gateway.core.stream_records import StreamRecord, StreamRecords, ne
 from services.gateway.core.supervisor import RequestSupervisor
 from services.gateway.dispatches import choice_state, first_dispatch
 from services.gateway.engine_prober import PROBE_TIMEOUT, EngineProber
-from services.gateway.images.image_fetcher import ImageFetcher
 from services.gateway.images.image_rows import ImageRowsClient
 from services.gateway.metrics import DISCONNECTS, OPEN, REQUESTS, RETRIES, STREAMS, Meters, ModelMeters
 from services.gateway.tokenizer_client import PromptDetails, TokenizerClient
@@ -90,10 +89,10 @@ class RequestTable:
         max_open: int,
         records: StreamRecords,
         clusters: RemoteClusters | None = None,
-        fetcher: ImageFetcher | None = None,
+        images: ImageRowsClient | None = None,
     ) -> None:
-        """`clusters`: others that requests may go to, over `link`; None: there are none. `fetcher`: of images; None:
-        they come in bodies only."""
+        """`clusters`: others that requests may go to, over `link`; None: there are none. `images`: None: they come in
+        bodies only."""
         self.clusters = clusters
         self.link: ClusterLink | None = None
         self.records = records
@@ -109,7 +108,7 @@ class RequestTable:
         self._supervisor = RequestSupervisor(policy, clusters)
         self.prober = EngineProber(self._ask_engine, self._record_probe_reply)
         self.tokenizer = TokenizerClient(bus)
-        self.images = ImageRowsClient(bus, fetcher or ImageFetcher((), 1.0))
+        self.images = images or ImageRowsClient(bus)
         self._routes: dict[RequestId, tuple[GenerationResponse, ChoiceState]] = {}
         self._keeping: dict[RequestId, GenerationResponse] = {}
         """The open responses that say what is kept of their prompts, which may be known after their end."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.tokenizer.actor import TokenizerActor
 from services.tokenizer.config import TokenizerConfig
-from services.tokenizer.core.chat_template import IMAGE_TOKENS, ChatTemplates, score_template
+from services.tokenizer.core.chat_template import IMAGE_TOKENS, VIDEO_TOKENS, ChatTemplates, score_template
 from services.tokenizer.core.encoder import PromptEncoder
 from services.tokenizer.core.template_files import read_template, read_templates
 from services.tokenizer.core.vocabulary import Vocabulary
@@ -17,6 +17,7 @@ from shared.config import load_or_exit
 from shared.models.image_models import read_image_model
 from shared.models.model_files import ModelNotFound, resolve_model
 from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
+from shared.models.video_models import read_video_model, read_video_tokens
 
 
 def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
@@ -25,11 +26,19 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
     templates = ChatTemplates(read_templates(files, config.template_file()), config.content_format())
     tokens, image = files.special_tokens, read_image_model(folder)
     if image is not None:
-        named = zip(IMAGE_TOKENS, (image.token_id, *(image.frame or ())), strict=False)
+        named = [*zip(IMAGE_TOKENS, (image.token_id, *(image.frame or ())), strict=False), *_of_videos(folder)]
         found = {key: files.tokenizer.id_to_token(token) for key, token in named}
         tokens |= {key: name for key, name in found.items() if name is not None}
     pairs = None if config.score_template is None else score_template(read_template(config.score_template))
     return PromptEncoder(Vocabulary(files), templates, tokens, config.block_size, pairs)
+
+
+def _of_videos(folder: Path) -> list[tuple[str, int]]:
+    """Names and ids of the tokens that stand for videos in the prompts of the model in `folder`."""
+    tokens, model = read_video_tokens(folder), read_video_model(folder)
+    if tokens is None or model is None:
+        return []
+    return list(zip(VIDEO_TOKENS, (tokens.video, *((tokens.start, tokens.end) if model.timed else ())), strict=False))
 
 
 def build(config: TokenizerConfig, encoding: PromptEncoder, bus: Bus) -> TokenizerActor:

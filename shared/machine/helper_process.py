@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import sys
 from asyncio import create_subprocess_exec
 from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator
+
+from shared.machine.helper_pipes import LENGTH_BYTES
+
+
+class HelperSlow(Exception):
+    """A reply takes too long."""
+
+
+class HelperDied(Exception):
+    """The process ended without the reply that was waited for."""
 
 
 async def start_helper(*arguments: str, stderr: int | None = None) -> Process:
@@ -24,3 +36,38 @@ async def end_helper(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.communicate()
+
+
+async def helper_replies(*arguments: str, given: bytes, timeout: float) -> AsyncGenerator[bytes]:
+    """What such a process says of `given`, message by message, as far as it is asked for; it ends with this. Raises
+    HelperSlow after `timeout` seconds of waiting for one, HelperDied where there are no further ones."""
+    process = await start_helper(*arguments)
+    feeding = asyncio.create_task(_feed(process, given))
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(timeout):
+                    reply = await read_reply(process)
+            except TimeoutError:
+                raise HelperSlow from None
+            except (OSError, asyncio.IncompleteReadError):
+                raise HelperDied from None
+            yield reply
+    finally:
+        feeding.cancel()
+        await end_helper(process)
+
+
+async def read_reply(process: Process) -> bytes:
+    """The next message that it writes. Raises OSError or IncompleteReadError where it dies."""
+    assert process.stdout is not None
+    length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
+    return await process.stdout.readexactly(length)
+
+
+async def _feed(process: Process, given: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # whoever reads says so
+        process.stdin.write(given)
+        await process.stdin.drain()
+        process.stdin.close()

@@ -14,6 +14,24 @@ MAX_IMAGE_BYTES = 6 * 2**20
 """Of one image's file, which has to fit the bus."""
 
 
+MAX_FRAMES = 64
+"""Of one video, that are looked at."""
+
+
+class FramePair(Struct, frozen=True, array_like=True):
+    """What two frames of a video are, whose pixels stand in place of a file."""
+
+    width: Annotated[int, Meta(ge=1, le=2**16)]
+    height: Annotated[int, Meta(ge=1, le=2**16)]
+    frames: Annotated[int, Meta(ge=1, le=MAX_FRAMES)]
+    """How many of the whole video are looked at, which decides what size they are given."""
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Of both: three bytes for each pixel, row by row, one frame behind the other."""
+        return 2 * 3 * self.width * self.height
+
+
 class EncodeImage(Struct, frozen=True, array_like=True, tag=True):
     """Requests the rows of an image. Answered by `ImageRows` or `ImageRefusal`; the same image is answered the same."""
 
@@ -24,6 +42,8 @@ class EncodeImage(Struct, frozen=True, array_like=True, tag=True):
     """Rows are shared from a cache with requests of the same salt only: see `Generation.cache_salt`."""
     turn: str = ""
     """Whose it is: an API key, or a request where there are none. One image of each is encoded in turn."""
+    frames: FramePair | None = None
+    """Of two frames of a video, whose pixels `image` is; None: it is a file."""
 
 
 class ImageRows(Struct, frozen=True, array_like=True, tag=True):

@@ -132,6 +132,9 @@ MAX_MEDIA_BYTES = 128 * 2**20
 POSITION_AXES = 3
 """Of m-RoPE (Qwen2-VL, arXiv:2409.12191): frames, rows and columns. A text's tokens have the same position on each."""
 GridSide = Annotated[int, Meta(ge=1, le=2**20)]
+PATCHED_FRAMES = 2
+"""Frames of a video that make one row of squares (`temporal_patch_size` of Qwen's models)."""
+FrameOffset = Annotated[int, Meta(ge=0, le=2**20)]
 ImageGrid = tuple[GridSide, GridSide, GridSide]
 """Frames, rows and columns of the tokens that stand for an image, the columns of a row behind each other."""
 
@@ -169,6 +172,9 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
     encoded: bool = False
     """Whether the rows stand beside the prompt instead of in it: what an encoder made of a sound (Whisper), to which
     every token attends in layers of its own (cross-attention). The prompt's tokens are its own then."""
+    offsets: tuple[FrameOffset | None, ...] = ()
+    """Of each run with a grid that goes on with the video of the run before it: how far its frame is behind the first
+    one, as a position on the axis of frames. None: it begins an image or a video. None at all: all runs do."""
 
     @property
     def row_bytes(self) -> int:
@@ -196,12 +202,13 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
             return self.dtype.encode() + rows if rows else b""
         parts, row = [], 0
         grids, mutual = self.grids or (None,) * len(self.runs), self.mutual or (False,) * len(self.runs)
-        media = self.media or (None,) * len(self.runs)
-        for (start, count), grid, whole, kept in zip(self.runs, grids, mutual, media, strict=True):
+        media, offsets = self.media or (None,) * len(self.runs), self.offsets or (None,) * len(self.runs)
+        for (start, count), grid, whole, kept, offset in zip(self.runs, grids, mutual, media, offsets, strict=True):
             low, high = max(first, start), min(end, start + count)
             if low < high:
                 place = (low - first).to_bytes(2, "little") + (high - first).to_bytes(2, "little")
                 place += b"".join(side.to_bytes(4, "little") for side in grid or ())  # equal rows may lie otherwise
+                place += b"" if offset is None else b"behind" + offset.to_bytes(4, "little")
                 if kept is not None:  # its name stands for all of it
                     parts.append(b"%brows:%b%d" % (place, kept.name, low - start))
                     continue
@@ -214,12 +221,14 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
 
     def fits(self, prompt_length: int) -> bool:
         """Whether each row has its token of a prompt of this length: all of them, or runs that follow each other; and
-        what is said of runs is said of each, and grids are as large. Rows beside the prompt are one run."""
+        what is said of runs is said of each, grids are as large, and those of a video follow each other. Rows beside
+        the prompt are one run."""
         if self.encoded:
-            one_run = self.runs in ((), ((0, self.count),)) and not self.grids and not self.mutual
+            one_run = self.runs in ((), ((0, self.count),)) and not (self.grids or self.mutual or self.offsets)
             own = self.count - sum(each.count for each in self.kept)
             return one_run and self.count > 0 and len(self.rows) == own * self.row_bytes
-        if any(each and len(each) != len(self.runs) for each in (self.grids, self.mutual, self.media)):
+        said = (self.grids, self.mutual, self.media, self.offsets)
+        if any(each and len(each) != len(self.runs) for each in said) or not self._videos_fit():
             return False
         if any(grid and prod(grid) != count for grid, (_, count) in zip(self.grids, self.runs, strict=False)):
             return False
@@ -231,6 +240,16 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
                 return False
             end, rows = start + count, rows + (count if kept is None else 0)
         return end <= prompt_length and len(self.rows) == rows * self.row_bytes
+
+    def _videos_fit(self) -> bool:
+        """Whether each run that goes on with a video is behind one of its kind, with nothing between."""
+        return all(
+            offset is None or (place > 0 and self.grids and self.grids[place] is not None and self._follows(place))
+            for place, offset in enumerate(self.offsets)
+        )
+
+    def _follows(self, place: int) -> bool:
+        return self.grids[place] == self.grids[place - 1] and sum(self.runs[place - 1]) == self.runs[place][0]
 
 
 def mutual_run(embeds: PromptEmbeds | None, token: int) -> tuple[int, int] | None:

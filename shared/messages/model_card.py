@@ -32,6 +32,11 @@ class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
     """Whether each prompt is computed in one step, as encoders do; see `PoolingOptions.whole`."""
 
 
+FrameSampling = Literal["steps", "ends"]
+"""Which frames of a video are looked at. steps: an even number of them, equally far from each other, from the first on.
+ends: those from the first to the last one."""
+
+
 class LoraCard(Struct, frozen=True, array_like=True, kw_only=True):
     """A LoRA adapter that an engine serves beside its model."""
 
@@ -92,6 +97,21 @@ class AudioModel(Struct, frozen=True, array_like=True, kw_only=True):
         return self.no_timestamps - 1
 
 
+class VideoModel(Struct, frozen=True, array_like=True, kw_only=True):
+    """What a model's files say of the videos that it is shown, two frames in a row of squares."""
+
+    fps: float = 2.0
+    """Frames that are looked at of a second."""
+    min_frames: int = 4
+    """Of a video, where it has so many."""
+    max_frames: int = 64
+    sampling: FrameSampling = "steps"
+    positions_per_second: float | None = None
+    """How far a second is on the axis of frames (m-RoPE); None: two frames are one position, however long they last."""
+    timed: bool = False
+    """Whether the time of two frames is written in front of them, as text; they are images of their own then."""
+
+
 class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """What an engine publishes about the model that it serves."""
 
@@ -125,6 +145,8 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """Elements of each row that an encoder makes of an image; None: prompts may have none."""
     audio: AudioModel | None = None
     """What it writes down is said in a sound, of which each request has rows beside its prompt; None: it hears none."""
+    videos: VideoModel | None = None
+    """How it is shown videos; None: it takes none."""
 
     def takes_rows(self, size: int) -> bool:
         """Whether rows of `size` elements may stand in place of tokens, or beside them: a client's or an encoder's."""

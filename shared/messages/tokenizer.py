@@ -23,6 +23,15 @@ TruncationSide = Literal["left", "right"]
 """Where a prompt that is too long loses its tokens."""
 
 
+class VideoParts(Struct, frozen=True, array_like=True):
+    """A video of a chat, as rows of its frames."""
+
+    parts: tuple[Count, ...]
+    """Which of `ChatPrompt.embeds` they are, in the order of time."""
+    times: tuple[float, ...]
+    """Seconds from its beginning to each of these."""
+
+
 class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat", kw_only=True):
     """Messages to be rendered by the model's chat template."""
 
@@ -43,6 +52,8 @@ class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat", kw_only=True)
     """
     images: tuple[int, ...] = ()
     """Which of `embeds` are images, in the order of the messages, which have parts of type image in their places."""
+    videos: tuple[VideoParts, ...] = ()
+    """The videos, in the order of the messages, which have parts of type video in their places."""
 
 
 def embeds_placeholder(number: int) -> str:

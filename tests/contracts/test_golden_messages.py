@@ -549,6 +549,15 @@ MESSAGES: list[Any] = [
         max_first_timestamp=50,
     ),
     worker.PingRank(),
+    encoder.EncodeImage(b"\0" * 6, frames=encoder.FramePair(1, 1, 4)),
+    tokenizer.Encode(
+        tokenizer.ChatPrompt(
+            messages=b"[]",
+            embeds=(generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<", grids=((1, 1, 1),), offsets=(3,)),),
+            videos=(tokenizer.VideoParts((0,), (0.5,)),),
+        )
+    ),
+    model_card.VideoModel(positions_per_second=2.0),
 ]
 
 

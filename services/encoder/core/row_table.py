@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import NewType
 
 from shared.ids import RowsName
+from shared.messages.encoder import FramePair
 from shared.messages.generation import PromptEmbeds
 
 ImageHash = NewType("ImageHash", bytes)
@@ -16,10 +17,14 @@ ImageHash = NewType("ImageHash", bytes)
 HASH_BYTES = 16
 
 
-def image_hash(file: bytes, salt: str | None = None) -> ImageHash:
-    """Names an image: BLAKE2b-128 of its file, keyed by the salt. Two files of the same picture are two images."""
+def image_hash(file: bytes, salt: str | None = None, frames: FramePair | None = None) -> ImageHash:
+    """Names an image: BLAKE2b-128 of its file, keyed by the salt. Two files of the same picture are two images. Of
+    frames, that of their pixels, their size and how many the video has."""
     key = b"" if salt is None else blake2b(salt.encode(), digest_size=HASH_BYTES).digest()
-    return ImageHash(blake2b(file, digest_size=HASH_BYTES, key=key).digest())
+    named = blake2b(file, digest_size=HASH_BYTES, key=key)
+    if frames is not None:
+        named.update(b"frames %d %d %d" % (frames.width, frames.height, frames.frames))
+    return ImageHash(named.digest())
 
 
 def rows_name(rows: PromptEmbeds) -> RowsName:

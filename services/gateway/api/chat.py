@@ -10,18 +10,18 @@ from typing import Any, NamedTuple, assert_never
 
 import msgspec
 
-from services.gateway.api.embeds.prompt_embeds import EmbeddedParts, check_needs_no_tokens
+from services.gateway.api.embeds.prompt_embeds import EmbeddedParts
 from services.gateway.api.errors import abbreviated, check_packable, decode_body, invalid, not_allowed, unsupported
 from services.gateway.api.generation import (
     CommonFields,
     GenerationKind,
     GenerationRequest,
-    ImageSource,
     RequestLimits,
     check_common_fields,
     check_generates,
     choose_model,
 )
+from services.gateway.api.media.source import IMAGE, MediaSource
 from services.gateway.api.prompts import chat_prompt, token_prompt
 from services.gateway.api.sampling import beam_search_params, chat_logprobs_request, generation_request
 from services.gateway.api.structured_outputs import read_output_grammar
@@ -152,7 +152,7 @@ def chat_request(
         output_grammar=output,
         parser_options=parser,
     )
-    return msgspec.structs.replace(generation, images=asked.images) if asked.images else generation
+    return msgspec.structs.replace(generation, media=asked.media) if asked.media else generation
 
 
 class _ChatQuestion(NamedTuple):
@@ -162,7 +162,7 @@ class _ChatQuestion(NamedTuple):
     role: str = "assistant"
     echoed: str = ""
     """The message that the answer goes on from, where it is to be shown."""
-    images: tuple[ImageSource, ...] = ()
+    media: tuple[MediaSource, ...] = ()
 
 
 def _question(fields: ChatFields, card: ModelCard, limits: RequestLimits, kind: GenerationKind) -> _ChatQuestion:
@@ -171,12 +171,11 @@ def _question(fields: ChatFields, card: ModelCard, limits: RequestLimits, kind: 
     parts = EmbeddedParts(card, limits)
     prompt = chat_prompt(fields.messages, fields, limits, parts.read if kind == "chat" else parts.read_foreign)
     if parts.found:
-        check_needs_no_tokens(fields, only_images=len(parts.images) == len(parts.found))
-        images = tuple(image.number for image in parts.images)
-        prompt = msgspec.structs.replace(prompt, embeds=tuple(parts.found), images=images)
+        parts.check_fields(fields)
+        prompt = msgspec.structs.replace(prompt, embeds=tuple(parts.found), images=parts.numbers(IMAGE))
     role = "assistant" if prompt.add_generation_prompt else fields.messages[-1]["role"]
     echoed = _text_of(fields.messages[-1], role) if fields.echo else ""
-    return _ChatQuestion(prompt, role, echoed, tuple(parts.images))
+    return _ChatQuestion(prompt, role, echoed, tuple(parts.media))
 
 
 def _check_needs_no_template(fields: ChatFields) -> None:

@@ -56,8 +56,8 @@ def read_chat_batch(
             chats.append(read_chat(msgspec.json.encode({**shared, "messages": messages}), cards, limits, dialect_of))
         except RequestError as error:
             raise _of_conversation(error, i) from None
-        if chats[i].images:
-            raise unsupported(f"messages[{i}]", "an image in a batch of chats")
+        if chats[i].media:
+            raise unsupported(f"messages[{i}]", f"{chats[i].media[0].kind.a_noun} in a batch of chats")
         if chats[i].response_options.role != chats[0].response_options.role:
             raise invalid(f"messages[{i}]", "its last message has another role than that of messages[0]")
     return msgspec.structs.replace(

@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.gateway.api.errors import RequestError, abbreviated, invalid, not_allowed, unsupported
+from services.gateway.api.media.source import MediaSource
 from services.gateway.api.structured_outputs import OutputGrammar, ResponseFormat, StructuredOutputs
 from services.gateway.api.vllm.kv_transfer import NO_TRANSFER, KvTransfer
 from services.gateway.parsing.output_parser import ParserOptions
@@ -65,8 +66,9 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
     allow_request_template: bool = False
     allow_prefix_caching: bool = True
     max_images: int = 16
+    max_videos: int = 4
     image_hosts: tuple[str, ...] = ()
-    """Hosts that images may be fetched from: `HOST` or `HOST:PORT`."""
+    """Hosts that images and videos may be fetched from: `HOST` or `HOST:PORT`."""
     force_usage: bool = False
     """Whether every chunk of every stream has the usage, whatever it asks for."""
 
@@ -120,19 +122,6 @@ class ChoiceRequest(NamedTuple):
     sampling: SamplingOptions
 
 
-class ImageSource(NamedTuple):
-    """An image of a chat whose rows are still to be had."""
-
-    number: int
-    """Which of `ChatPrompt.embeds` its rows become."""
-    field: str
-    """The client's field that gave it."""
-    url: str | None = None
-    """Where it is; None: it is `data`."""
-    data: bytes = b""
-    """Its file."""
-
-
 class GenerationRequest(Struct, frozen=True, kw_only=True):
     """A checked request for a chat, a completion, or vectors of prompts."""
 
@@ -179,8 +168,9 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """By which of its further names the client called the model; None: by none."""
     request_id: str | None = None
     """What the client calls the request; it is part of the answer's `id`."""
-    images: tuple[ImageSource, ...] = ()
-    """Of its one prompt, a chat, which has parts without rows in their places; empty once these are filled in."""
+    media: tuple[MediaSource, ...] = ()
+    """Images and videos of its one prompt, a chat, which has parts without rows in their places; empty once these are
+    filled in."""
     trace: str | None = None
     """See `Generation.trace`."""
     kv_transfer: KvTransfer = NO_TRANSFER

@@ -167,8 +167,8 @@ PartReader = Callable[[dict[str, Any], str], dict[str, str]]
 def chat_prompt(
     given: list[dict[str, Any]], fields: ChatTemplateFields, limits: RequestLimits, embeds: PartReader | None = None
 ) -> ChatPrompt:
-    """Returns the messages as the tokenizer's chat template takes them. `embeds`: reads images and parts of type
-    prompt_embeds, None: they are refused. Raises RequestError."""
+    """Returns the messages as the tokenizer's chat template takes them. `embeds`: reads images, videos and parts of
+    type prompt_embeds, None: they are refused. Raises RequestError."""
     if not given:
         raise invalid("messages", "[] is not allowed; at least one message is needed")
     go_on = bool(fields.continue_final_message)
@@ -230,7 +230,7 @@ def _check_calls(calls: Any, path: str) -> None:
 
 def _part(part: Any, path: str, embeds: PartReader | None) -> dict[str, Any]:
     match part:
-        case {"type": "prompt_embeds" | "image_url"} if embeds is not None:
+        case {"type": "prompt_embeds" | "image_url" | "video_url"} if embeds is not None:
             return embeds(part, path)
         case {"type": "text", "text": str()}:
             kept: dict[str, Any] = part  # its other fields are the chat template's

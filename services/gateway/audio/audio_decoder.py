@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import logging
-from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator
 
 import msgspec
 
 from services.gateway.api.errors import RequestError, invalid
 from services.gateway.audio.audio_process import (
-    LENGTH_BYTES,
     AudioRefusal,
     AudioReply,
     DecodedAll,
     DecodedWindow,
 )
 from services.gateway.metrics import AUDIO_FILES
-from shared.machine.helper_process import end_helper, start_helper
+from shared.machine.helper_process import HelperDied, HelperSlow, helper_replies
 from shared.messages.model_card import AudioModel
 
 log = logging.getLogger(__name__)
@@ -49,14 +46,15 @@ class AudioDecoder:
         """The windows of a file, as far as they are asked for, and its end. Raises RequestError 400 for the field
         `file`."""
         async with self._slots:
-            process = await start_helper(
-                *("-m", MODULE, str(audio.sample_rate), str(audio.window_s), str(self._max_seconds))
-            )
             outcome = "left"
+            replies = helper_replies(
+                *("-m", MODULE, str(audio.sample_rate), str(audio.window_s), str(self._max_seconds)),
+                given=file,
+                timeout=self._timeout,
+            )
             try:
-                feeding = asyncio.create_task(_feed(process, file))
                 while True:
-                    reply = await self._next(process)
+                    reply = await self._next(replies)
                     if isinstance(reply, AudioRefusal):
                         raise invalid("file", reply.message)
                     outcome = "decoded" if isinstance(reply, DecodedAll) else "left"
@@ -69,30 +67,13 @@ class AudioDecoder:
                 raise
             finally:
                 AUDIO_FILES.labels(outcome).inc()
-                feeding.cancel()
-                await end_helper(process)
+                await replies.aclose()
 
-    async def _next(self, process: Process) -> AudioReply:
+    async def _next(self, replies: AsyncGenerator[bytes]) -> AudioReply:
         """Raises RequestError where none comes."""
         try:
-            async with asyncio.timeout(self._timeout):
-                return await _read(process)
-        except TimeoutError:
+            return _decoder.decode(await anext(replies))
+        except HelperSlow:
             raise invalid("file", f"decoding a window of the sound takes more than {self._timeout:g} s") from None
-        except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError):
+        except (HelperDied, msgspec.MsgspecError):
             raise invalid("file", "the sound could not be decoded: the process that did died of it") from None
-
-
-async def _feed(process: Process, file: bytes) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):  # whoever reads says so
-        process.stdin.write(file)
-        await process.stdin.drain()
-        process.stdin.close()
-
-
-async def _read(process: Process) -> AudioReply:
-    """Raises OSError or IncompleteReadError where the process dies."""
-    assert process.stdout is not None
-    length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
-    return _decoder.decode(await process.stdout.readexactly(length))

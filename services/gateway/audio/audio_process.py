@@ -9,14 +9,16 @@ takes no memory. FFmpeg opens nothing but that file: formats and codecs are name
 from __future__ import annotations
 
 import io
-import resource
 import sys
 from array import array
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from msgspec import Struct
+
+from services.gateway.videos.ffmpeg_errors import said_of
+from shared.machine.helper_pipes import confine, write_message
 
 FORMATS = "wav,flac,mp3,ogg,mov,mp4,m4a,matroska,webm,aac"
 CODECS = (
@@ -29,8 +31,6 @@ MAX_MEMORY = 2**30
 MAX_CPU_S = 120
 """Seconds of processor time."""
 MIN_SECONDS = 0.1
-LENGTH_BYTES = 8
-"""Size of the number before each message on a pipe."""
 SAMPLE_BYTES = 4
 QUIET_SHARE = 30
 """A window ends at the quietest place of its last second, where it is 30 long."""
@@ -73,9 +73,7 @@ def decode_audio(file: bytes, rate: int, window_s: int, max_s: float) -> Iterato
     except _FileRefused as refused:
         yield AudioRefusal(str(refused))
     except Exception as error:  # whatever a decoder raises over what strangers made
-        said = str(error).partition(": '<none>'")[0]  # no file's name
-        text = said.partition("] ")[2] or said or type(error).__name__
-        yield AudioRefusal(f"the file is no sound, or broken ({text[:120]}); {SHOWN_FORMATS} are allowed")
+        yield AudioRefusal(f"the file is no sound, or broken ({said_of(error)}); {SHOWN_FORMATS} are allowed")
 
 
 class _FileRefused(Exception):
@@ -130,19 +128,11 @@ def _quietest(held: array[float], whole: int) -> int:
 
 def main() -> None:
     """Decodes one file."""
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    confine(MAX_MEMORY, MAX_CPU_S)
     rate, window_s, max_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     given, taken = sys.stdin.buffer, sys.stdout.buffer
     for reply in decode_audio(given.read(), rate, window_s, max_s):
-        _write(taken, msgspec.msgpack.encode(reply))
-
-
-def _write(to: BinaryIO, message: bytes) -> None:
-    to.write(len(message).to_bytes(LENGTH_BYTES, "little"))
-    to.write(message)
-    to.flush()
+        write_message(taken, msgspec.msgpack.encode(reply))
 
 
 if __name__ == "__main__":

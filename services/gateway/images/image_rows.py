@@ -1,4 +1,4 @@
-"""Gets the rows of a request's images from an encoder, however often one of these dies meanwhile."""
+"""Gets the rows of a request's images and videos from an encoder, however often one of these dies meanwhile."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import secrets
 from msgspec.structs import replace
 
 from services.gateway.api.errors import STATUS, RequestError, invalid
-from services.gateway.api.generation import GenerationRequest, ImageSource
+from services.gateway.api.generation import GenerationRequest
+from services.gateway.api.media.source import IMAGE, MediaSource
 from services.gateway.images.image_fetcher import ImageFetcher
 from services.gateway.images.open_rows import OpenRows
+from services.gateway.videos.video_decoder import VideoDecoder
+from services.gateway.videos.video_rows import MediaEmbeds, video_embeds
 from shared import topics
 from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout
 from shared.ids import ModelName
-from shared.messages.encoder import EncodeImage, EncoderReply, ImageRefusal
+from shared.messages.encoder import EncodeImage, EncoderReply, FramePair, ImageRefusal
 from shared.messages.generation import MAX_MEDIA_BYTES, PromptEmbeds
-from shared.messages.tokenizer import ChatPrompt
+from shared.messages.tokenizer import ChatPrompt, VideoParts
 
 ENCODE_TIMEOUT = 120.0
 """Seconds that the rows of an image may take: a new encoder has started by then."""
@@ -24,46 +27,59 @@ REPLY_TIMEOUT = 5.0
 """Seconds after which an encoder is asked again: the one that was may have died. Who encodes the image already, and
 lives, encodes it once."""
 RETRY_INTERVAL = 0.25
+DECODE_TIMEOUT = 10.0
 MAX_AT_ONCE = 4
 """Images of one request that are on their way at the same time."""
 
 
 class ImageRowsClient:
-    """Fills in where the rows of images are, before a request is dispatched."""
+    """Fills in where the rows of images and videos are, before a request is dispatched."""
 
-    def __init__(self, bus: Bus, fetcher: ImageFetcher) -> None:
-        self._bus, self._fetcher = bus, fetcher
+    def __init__(self, bus: Bus, fetcher: ImageFetcher | None = None, decoder: VideoDecoder | None = None) -> None:
+        """`fetcher`: None: files come in bodies only."""
+        self._bus, self._fetcher = bus, fetcher or ImageFetcher((), 1.0)
+        self._decoder = decoder or VideoDecoder(DECODE_TIMEOUT)
         self.open_rows = OpenRows(bus, self.encoded)
         """Of requests that were filled, what they still need."""
 
     async def filled(self, generation: GenerationRequest) -> GenerationRequest:
-        """The request with rows in place of its images. Raises RequestError: 400 for an image that is none or cannot be
-        fetched, 413 for one too large for the bus, 503 where no encoder answers."""
-        if not generation.images:
+        """The request with rows in place of its images and videos. Raises RequestError: 400 for one that is none or
+        cannot be fetched, 413 for one too large for the bus, 503 where no encoder answers."""
+        if not generation.media:
             return generation
         slots, turn = asyncio.Semaphore(MAX_AT_ONCE), generation.key or secrets.token_hex(8)
         async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(self._outcome(each, generation, slots, turn)) for each in generation.images]
-        found: list[PromptEmbeds] = []
+            started = [tasks.create_task(self._outcome(each, generation, slots, turn)) for each in generation.media]
+        found: list[MediaEmbeds] = []
         for task in started:
             if isinstance(outcome := task.result(), RequestError):
                 raise outcome
             found.append(outcome)
         (prompt,) = generation.prompts
         assert isinstance(prompt, ChatPrompt), "only chats have images"
-        return replace(generation, prompts=(_with_rows(prompt, generation.images, found),), images=())
+        return replace(generation, prompts=(_with_rows(prompt, generation.media, found),), media=())
 
     async def _outcome(
-        self, image: ImageSource, generation: GenerationRequest, slots: asyncio.Semaphore, turn: str
-    ) -> PromptEmbeds | RequestError:
+        self, source: MediaSource, generation: GenerationRequest, slots: asyncio.Semaphore, turn: str
+    ) -> MediaEmbeds | RequestError:
         """An error is returned, so that which of several is raised depends on no clock."""
+
+        async def encode(source: MediaSource, file: bytes, frames: FramePair | None) -> PromptEmbeds:
+            question, model = EncodeImage(file, generation.cache_salt, turn, frames), generation.model.name
+            rows = await self.encoded(source.field, question, model)
+            self.open_rows.add(rows, question, model)
+            return rows
+
         try:
             async with slots:
-                file = image.data if image.url is None else await self._fetcher.fetch(image.url, image.field)
-                question, model = EncodeImage(file, generation.cache_salt, turn), generation.model.name
-                rows = await self.encoded(image.field, question, model)
-                self.open_rows.add(rows, question, model)
-                return rows
+                file = source.data
+                if source.url is not None:
+                    file = await self._fetcher.fetch(source.url, source.field, source.kind)
+                if source.kind is IMAGE:
+                    return MediaEmbeds([await encode(source, file, None)])
+            how = generation.model.videos
+            assert how is not None, "checked when it was read"
+            return await video_embeds(self._decoder, file, source, how, slots, encode)
         except RequestError as error:
             return error
 
@@ -87,18 +103,22 @@ class ImageRowsClient:
         raise RequestError(503, f"no encoder answered ({last})", retry_after=1.0)
 
 
-def _with_rows(prompt: ChatPrompt, images: tuple[ImageSource, ...], found: list[PromptEmbeds]) -> ChatPrompt:
-    """Raises RequestError 400 where they do not go together."""
-    embeds = list(prompt.embeds)
-    for image, rows in zip(images, found, strict=True):
-        embeds[image.number] = rows
-    field, types = images[-1].field, sorted({each.dtype for each in embeds})
+def _with_rows(prompt: ChatPrompt, media: tuple[MediaSource, ...], found: list[MediaEmbeds]) -> ChatPrompt:
+    """Further rows of a video have places behind all others. Raises RequestError 400 where they do not go together."""
+    embeds, videos = list(prompt.embeds), list[VideoParts]()
+    for source, (rows, times) in zip(media, found, strict=True):
+        embeds[source.number] = rows[0]
+        if source.kind is not IMAGE:
+            videos.append(VideoParts((source.number, *range(len(embeds), len(embeds) + len(rows) - 1)), times))
+            embeds += rows[1:]
+    field, types = media[-1].field, sorted({each.dtype for each in embeds})
+    own = found[0].rows[0]
     if len(types) > 1:
-        raise invalid(field, f"images have rows of {found[0].dtype}; parts of type prompt_embeds with others are not")
+        raise invalid(field, f"images have rows of {own.dtype}; parts of type prompt_embeds with others are not")
     if len({each.size for each in embeds}) > 1:
-        raise invalid(field, f"images of this model have rows of {found[0].size}; parts of type prompt_embeds do not")
-    total = sum(each.count * each.row_bytes for each in found)
-    if total > MAX_MEDIA_BYTES:
-        most = f"{MAX_MEDIA_BYTES} are; this image alone has {found[-1].count * found[-1].row_bytes}"
-        raise invalid(field, f"{total} bytes of images' rows are not allowed in one chat; {most}")
-    return replace(prompt, embeds=tuple(embeds))
+        raise invalid(field, f"images of this model have rows of {own.size}; parts of type prompt_embeds do not")
+    sizes = [sum(each.count * each.row_bytes for each in rows) for rows, _ in found]
+    if sum(sizes) > MAX_MEDIA_BYTES:
+        most = f"{MAX_MEDIA_BYTES} are; this {media[-1].kind.noun} alone has {sizes[-1]}"
+        raise invalid(field, f"{sum(sizes)} bytes of images' and videos' rows are not allowed in one chat; {most}")
+    return replace(prompt, embeds=tuple(embeds), videos=tuple(videos))

@@ -33,6 +33,10 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 IMAGE_TOKENS = (IMAGE_TOKEN, IMAGE_MARK, IMAGE_END) = ("image_token", "image_mark", "image_end")
 """Under this name a model of images has, beside its special tokens, what stands for an image in its prompts.
 Where its templates write a mark for each image, that stands before the image then, and the end behind it."""
+VIDEO_TOKENS = (VIDEO_TOKEN, VIDEO_START, VIDEO_END) = ("video_token", "video_start", "video_end")
+"""The same of videos; the last two where each of their frames stands between them, behind its time."""
+MEDIA_PARTS = ("image", "video")
+"""Types of parts that a gateway has put in place of what the client sent."""
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Part types that are text, and the key that holds it."""
@@ -112,8 +116,9 @@ class ChatTemplate:
         messages = read_json_list(prompt.messages, "messages")
         if not messages:
             raise PromptRefused("messages", "messages: at least one is needed")
-        image = special_tokens.get(IMAGE_MARK, special_tokens.get(IMAGE_TOKEN))
-        chat = [_message(message, f"messages[{index}]", self, image) for index, message in enumerate(messages)]
+        image = special_tokens.get(IMAGE_MARK, special_tokens.get(IMAGE_TOKEN, ""))
+        marks = {"image": image, "video": special_tokens.get(VIDEO_TOKEN, "")}
+        chat = [_message(message, f"messages[{index}]", self, marks) for index, message in enumerate(messages)]
         tools = None if prompt.tools is None else _objects(read_json_list(prompt.tools, "tools"), "tools")
         if (documents := variables.pop("documents", None)) is not None:
             documents = _objects(documents, "chat_template_kwargs", "documents")
@@ -231,7 +236,7 @@ def read_json_list(payload: bytes, field: str) -> list[Any]:
     return value
 
 
-def _message(message: Any, where: str, template: ChatTemplate, image: str | None) -> Message:
+def _message(message: Any, where: str, template: ChatTemplate, marks: dict[str, str]) -> Message:
     if not isinstance(message, dict):
         raise PromptRefused("messages", f"{where}: an object is expected")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -241,7 +246,7 @@ def _message(message: Any, where: str, template: ChatTemplate, image: str | None
     if role == "developer" and not template.knows_developer:
         kept["role"] = "system"
     if "content" in kept:
-        kept["content"] = _content(kept["content"], f"{where}.content", template, image)
+        kept["content"] = _content(kept["content"], f"{where}.content", template, marks)
     if "tool_calls" in kept:
         _read_tool_calls(kept, f"{where}.tool_calls")
     reasoning = next((kept[name] for name in REASONING_FIELDS if name in kept), None)
@@ -252,7 +257,8 @@ def _message(message: Any, where: str, template: ChatTemplate, image: str | None
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
-def _content(content: Any, where: str, template: ChatTemplate, image: str | None) -> str | list[dict[str, Any]]:
+def _content(content: Any, where: str, template: ChatTemplate, marks: dict[str, str]) -> str | list[dict[str, Any]]:
+    """`marks`: what stands for an image or a video where a template takes text alone."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -260,15 +266,15 @@ def _content(content: Any, where: str, template: ChatTemplate, image: str | None
     parts = [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
     if template.content_format == "openai":
         return parts
-    return "\n".join(image or "" if part["type"] == "image" else part["text"] for part in parts)
+    return "\n".join(marks[part["type"]] if part["type"] in marks else part["text"] for part in parts)
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    if part == {"type": "image"}:  # a gateway's, in place of what the client sent
-        return dict(part)
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind in MEDIA_PARTS and len(part) == 1:
+        return dict(part)
     key = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if key is None:
         raise PromptRefused("messages", f"{where}.type: {kind!r}; only text parts are served")

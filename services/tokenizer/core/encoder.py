@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from functools import partial
 from typing import assert_never
@@ -11,9 +10,10 @@ from typing import assert_never
 import msgspec
 from msgspec.structs import replace
 
-from services.tokenizer.core.chat_template import IMAGE_END, IMAGE_MARK, IMAGE_TOKEN, ChatTemplate, ChatTemplates
+from services.tokenizer.core.chat_parts import ChatParts
+from services.tokenizer.core.chat_template import ChatTemplate, ChatTemplates
 from services.tokenizer.core.refusal import PromptRefused
-from services.tokenizer.core.vocabulary import PLACEHOLDER, Truncation, Vocabulary
+from services.tokenizer.core.vocabulary import Truncation, Vocabulary
 from shared.blocks import DEFAULT_BLOCK_SIZE, hash_chain
 from shared.messages.coordinator import Route
 from shared.messages.dialects import (
@@ -29,8 +29,6 @@ from shared.messages.gateway import RequestRejected
 from shared.messages.generation import (
     Generation,
     Grammar,
-    ImageGrid,
-    MediaRows,
     PromptEmbeds,
     SamplingOptions,
     StopConditions,
@@ -50,7 +48,6 @@ from shared.messages.tokenizer import (
     TokenizerReply,
     TokenizerRequest,
     TokenPrompt,
-    embeds_placeholder,
 )
 from shared.models.structural_tags import as_format, perhaps_behind_thoughts, tagged
 from shared.packing import pack
@@ -58,7 +55,6 @@ from shared.packing import pack
 MAX_WORD_TOKENS = 64
 """Most tokens of one bad word; workers keep all bad words in arrays with rows of equal length."""
 ALL_THINKING_MARKS = tuple(dict.fromkeys(THINKING_MARKS.values()))
-_NUMBERED = re.compile(re.escape(embeds_placeholder(0)).replace("0", r"(\d{1,9})"))
 MARK_WINDOW = 16
 """Tokens at a prompt's end that hold the marks which a template writes there."""
 
@@ -87,9 +83,7 @@ class PromptEncoder:
         self._templates = templates
         self._pair_template = pair_template
         self.special_tokens = special_tokens
-        image = special_tokens.get(IMAGE_MARK, special_tokens.get(IMAGE_TOKEN))
-        self._part_mark = _NUMBERED if image is None else re.compile(f"{_NUMBERED.pattern}|{re.escape(image)}")
-        """What stands for a part in a rendered chat."""
+        self._parts = ChatParts(special_tokens)
 
     @property
     def dialect(self) -> Dialect:
@@ -123,7 +117,7 @@ class PromptEncoder:
             if isinstance(prompt, TokenPrompt):
                 embeds = prompt.encoded
             if chat is not None:
-                ids, embeds = self._with_parts(prompt, chat, longest)
+                ids, embeds, _ = self._with_parts(prompt, chat, longest)
             else:
                 ids = self._tokens(prompt, longest, generates=message.pooling is None, truncation=truncation)
             if not ids:
@@ -196,15 +190,14 @@ class PromptEncoder:
             return TokenizerRefusal(refused.message, refused.field)
 
     def _shown_tokens(self, request: Encode) -> list[int]:
-        """The tokens of a prompt; an image's is there as often as the image has rows."""
+        """The tokens of a prompt; that of an image or a video is there as often as these have rows."""
         prompt = request.prompt
         chat = prompt.chat if isinstance(prompt, RenderedPrompt) else prompt
-        if not isinstance(chat, ChatPrompt) or not chat.images:
+        if not isinstance(chat, ChatPrompt) or not (chat.images or chat.videos):
             return self._tokens(prompt, truncation=_truncation(request))
-        ids, embeds = self._with_parts(prompt, chat, None)
-        (token,) = self._vocabulary.named([self.special_tokens[IMAGE_TOKEN]])
-        for first, count in embeds.runs:
-            ids[first : first + count] = [token] * count
+        ids, embeds, order = self._with_parts(prompt, chat, None)
+        for (first, count), part in zip(embeds.runs, order, strict=True):
+            ids[first : first + count] = self._vocabulary.named([self._parts.token_of(chat, part)]) * count
         return ids
 
     def _tokens(
@@ -252,63 +245,20 @@ class PromptEncoder:
 
     def _with_parts(
         self, prompt: Prompt, chat: ChatPrompt, max_model_len: int | None
-    ) -> tuple[list[int], PromptEmbeds]:
-        """The ids of a chat, 0 where it has rows of its own, and these, in the order in which the template shows its
-        parts: images in their own order, as it does not tell one from the other. Raises PromptRefused where it does not
-        show each of them once. `prompt`: the chat itself, or what it was rendered to."""
-        parts, images = chat.embeds, iter(chat.images)
+    ) -> tuple[list[int], PromptEmbeds, list[int]]:
+        """The ids of a chat, 0 where it has rows of its own, these, and which part each run is of. Raises PromptRefused
+        where the template does not show each part once. `prompt`: the chat itself, or what it was rendered to."""
         if not isinstance(prompt, (ChatPrompt, RenderedPrompt)):
             raise TypeError(f"a {type(prompt).__name__} has no parts")
-        text = prompt.text if isinstance(prompt, RenderedPrompt) else self._chat_text(prompt)
-        mark = self._part_mark if chat.images else _NUMBERED
-        marks = [found[1] for found in mark.finditer(text)]
-        order = [next(images, -1) if number is None else int(number) for number in marks]
-        text = self._framed(_NUMBERED.sub(PLACEHOLDER, text))
-        image_token = self.special_tokens.get(IMAGE_TOKEN)
+        rendered = prompt.text if isinstance(prompt, RenderedPrompt) else self._chat_text(prompt)
+        text, order = self._parts.placed(rendered, chat)
         found = self._vocabulary.encode_with_places(
             text,
             add_special_tokens=prompt.add_special_tokens,
             max_model_len=max_model_len,
-            image_token=image_token if chat.images else None,
+            part_tokens=self._parts.tokens(chat),
         )
-        if sorted(order) != list(range(len(parts))) or found.count(None) != len(parts):
-            kinds = "images and parts of type prompt_embeds" if chat.images else "parts of type prompt_embeds"
-            stands = f"{image_token} or {PLACEHOLDER}" if chat.images else PLACEHOLDER
-            raise PromptRefused(
-                "messages",
-                f"messages: the chat template has to show each of the {len(parts)} {kinds} once, and other text must "
-                f"not have what stands for them, such as {stands}",
-            )
-        ids: list[int] = []
-        runs: list[tuple[int, int]] = []
-        grids: list[ImageGrid | None] = []
-        mutual: list[bool] = []
-        media: list[MediaRows | None] = []
-        shown = iter(order)
-        for token in found:
-            if token is None:
-                part = parts[next(shown)]
-                runs.append((len(ids), part.count))
-                grids += part.grids or (None,)
-                mutual += part.mutual or (False,)
-                media += part.media or (None,)
-                ids += [0] * part.count
-            else:
-                ids.append(token)
-        rows = b"".join(parts[number].rows for number in order)
-        said = {
-            "grids": tuple(grids) if any(grids) else (),
-            "mutual": tuple(mutual) if any(mutual) else (),
-            "media": tuple(media) if any(media) else (),
-        }
-        return ids, replace(parts[0], rows=rows, runs=tuple(runs), **said)
-
-    def _framed(self, text: str) -> str:
-        """A chat with the image's token behind each mark of one, and what else the model's own processor writes."""
-        if (mark := self.special_tokens.get(IMAGE_MARK)) is None:
-            return text
-        image, end = self.special_tokens[IMAGE_TOKEN], self.special_tokens.get(IMAGE_END, "")
-        return text.replace(mark, f"\n\n{mark}{image}{end}\n\n")
+        return *self._parts.joined(found, chat, order), order
 
     def _thinking(self, message: Tokenize, ids: list[int]) -> Thinking | None:
         """Whether a chat's prompt ends within thoughts or behind them; None where it does not show. Of prompts of token

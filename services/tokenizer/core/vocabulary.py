@@ -58,13 +58,12 @@ class Vocabulary:
         return self.checked(encoding.ids, field) if encoding.ids else []
 
     def encode_with_places(
-        self, text: str, *, add_special_tokens: bool, max_model_len: int | None, image_token: str | None = None
+        self, text: str, *, add_special_tokens: bool, max_model_len: int | None, part_tokens: Iterable[str] = ()
     ) -> list[int | None]:
-        """The ids of a chat's `text`; None for each PLACEHOLDER or `image_token`. Raises what `encode` raises."""
+        """The ids of a chat's `text`; None for each PLACEHOLDER or token that stands for another part. Raises what
+        `encode` raises."""
         self._check_text(text.replace(PLACEHOLDER, ""), "messages", max_model_len, generates=True)
-        places = {self._placing.token_to_id(PLACEHOLDER)}
-        if image_token is not None:
-            places.add(self._placing.token_to_id(image_token))
+        places = {self._placing.token_to_id(token) for token in (PLACEHOLDER, *part_tokens)}
         (encoding,) = self._placing.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if any(token not in places for token in encoding.ids):
             self.checked([token for token in encoding.ids if token not in places], "messages")

@@ -1,8 +1,10 @@
 """Positions with three axes (m-RoPE): where a prompt's images stand, and what follows them, rotates by other positions
 than its place in the sequence.
 
-As `get_rope_index` of `transformers`' Qwen2-VL has it: an image's tokens count frames, rows and columns from where the
-text before it ends, and the text behind goes on behind the greater of rows and columns (arXiv:2409.12191, 2.1).
+An image's tokens count frames, rows and columns from where the text before it ends, those of a video count its frames
+in whatever steps these are said to have, and the text behind goes on behind the greatest of all (arXiv:2409.12191, 2.1,
+and `get_rope_index` of `transformers`' Qwen2-VL up to 4.57; since 5.0 it goes on behind rows and columns alone, which
+is the same but for videos that are longer than wide: there text would have the positions of frames).
 """
 
 from __future__ import annotations
@@ -14,19 +16,22 @@ from shared.messages.generation import POSITION_AXES, PromptEmbeds
 
 
 def prompt_shifts(embeds: PromptEmbeds) -> Int32s:
-    """[3, tokens + 1] how far each axis of each token is ahead of its place, up to the end of the last image; the last
-    column is that of all tokens behind it."""
+    """[3, tokens + 1] how far each axis of each token is ahead of its place, up to the end of the last image or video;
+    the last column is that of all tokens behind it."""
     parts: list[Int32s] = []
-    place = position = 0
-    for (start, count), grid in zip(embeds.runs, embeds.grids, strict=True):
+    place = position = first = 0
+    offsets = embeds.offsets or (None,) * len(embeds.runs)
+    for (start, count), grid, offset in zip(embeds.runs, embeds.grids, offsets, strict=True):
         if grid is None:  # as a text's
             continue
         parts.append(np.full((POSITION_AXES, start - place), position - place, dtype=np.int32))
         position += start - place
-        parts.append(
-            np.indices(grid, dtype=np.int32).reshape(POSITION_AXES, count) + position - np.arange(start, start + count)
-        )
-        position += max(grid[1:])
+        if offset is None:
+            first = position
+        own = np.indices(grid, dtype=np.int32).reshape(POSITION_AXES, count) + first
+        own[0] += offset or 0
+        parts.append(own - np.arange(start, start + count))
+        position = int(own.max()) + 1 if offset is None else max(position, int(own.max()) + 1)
         place = start + count
     parts.append(np.full((POSITION_AXES, 1), position - place, dtype=np.int32))
     return np.concatenate(parts, axis=1, dtype=np.int32)

@@ -47,7 +47,7 @@ from services.worker.platforms.main_memory import gib
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
 from shared.messages.generation import PoolingType
-from shared.messages.model_card import ModelCard, PoolingCard
+from shared.messages.model_card import ModelCard, PoolingCard, VideoModel
 from shared.telemetry.startup import STARTUP
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
@@ -193,6 +193,8 @@ class LoadedModel:
     """Whether it has a language model head."""
     images: bool = False
     """Whether prompts may have images, of which an encoder makes rows."""
+    videos: VideoModel | None = None
+    """How it is shown videos; None: it takes none."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -222,6 +224,7 @@ class LoadedModel:
             pooling=self.pooling,
             generates=self.generates,
             images=self.config.image_row_size if self.images and isinstance(self.config, ModelConfig) else None,
+            videos=self.videos,
         )
 
 

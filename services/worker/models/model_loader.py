@@ -55,6 +55,7 @@ from services.worker.ops.interface import ExpertPacker, MovesExperts, Ops, Packe
 from services.worker.ops.quantized import Scheme
 from shared.messages.model_card import PoolingCard
 from shared.models.image_models import read_image_model
+from shared.models.video_models import read_video_model
 from shared.telemetry.startup import STARTUP
 
 _QUANTIZED_BYTES: dict[Scheme, float] = {"int8": 1.0, "fp8": 1.0, "int4": 0.6, "w8a8_int8": 1.0}
@@ -95,6 +96,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     decoder, classifier = _decoder(
         settings, config, stage, TORCH_DTYPES[dtype], length, pooling, method, plugin, experts
     )
+    images = plugin is None and takes_images(settings.folder, settings.load_format, settings.platform)
     return LoadedModel(
         settings=settings,
         config=config,
@@ -106,7 +108,8 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         pooling=pooling,
         classifier=classifier,
         generates=generates,
-        images=plugin is None and takes_images(settings.folder, settings.load_format, settings.platform),
+        images=images,
+        videos=read_video_model(settings.folder) if images else None,
     )
 
 

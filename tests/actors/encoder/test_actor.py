@@ -185,11 +185,11 @@ async def test_what_cannot_be_an_image_is_refused(
 async def test_a_decoder_that_is_killed_is_replaced(model: ImageModel) -> None:
     decoder = ImageDecoder(60.0)
     try:
-        await decoder.decode(picture(0))
+        await decoder.decode(EncodeImage(picture(0)))
         first = decoder.pid
         assert first is not None
         os.kill(first, signal.SIGSTOP)
-        waiting = asyncio.create_task(decoder.decode(picture(0)))
+        waiting = asyncio.create_task(decoder.decode(EncodeImage(picture(0))))
         await asyncio.sleep(0.05)
         os.kill(first, signal.SIGKILL)
         assert (await waiting).width == 40
@@ -201,16 +201,16 @@ async def test_a_decoder_that_is_killed_is_replaced(model: ImageModel) -> None:
 async def test_a_decoder_that_takes_too_long_is_ended(model: ImageModel) -> None:
     decoder = ImageDecoder(60.0)
     try:
-        await decoder.decode(picture(0))
+        await decoder.decode(EncodeImage(picture(0)))
         slow = decoder.pid
         assert slow is not None
         os.kill(slow, signal.SIGSTOP)
         decoder._timeout = 0.2
         with pytest.raises(ImageRefused, match=r"decoding the image takes more than 0.2 s"):
-            await decoder.decode(picture(0))
+            await decoder.decode(EncodeImage(picture(0)))
         assert decoder.pid is None
         decoder._timeout = 60.0
-        assert (await decoder.decode(picture(0))).height == 30
+        assert (await decoder.decode(EncodeImage(picture(0)))).height == 30
     finally:
         await decoder.close()
 
@@ -219,7 +219,7 @@ async def test_an_image_that_kills_its_decoder_every_time_is_refused(monkeypatch
     monkeypatch.setattr("services.encoder.image_decoder.MODULE", "this.module.is.missing")
     decoder = ImageDecoder(60.0)
     with pytest.raises(ImageRefused, match="the process that did died of it"):
-        await decoder.decode(picture(0))
+        await decoder.decode(EncodeImage(picture(0)))
     await decoder.close()
 
 
@@ -230,11 +230,11 @@ async def test_spoilt_files_are_images_or_refused(count: int) -> None:
     whole = [picture(0, kind=kind, mode=mode) for kind, mode in KINDS]
     refused = 0
     try:
-        await decoder.decode(whole[0])
+        await decoder.decode(EncodeImage(whole[0]))
         pid = decoder.pid
         for _ in range(count):
             try:
-                found = await decoder.decode(spoilt(random, random.choice(whole)))
+                found = await decoder.decode(EncodeImage(spoilt(random, random.choice(whole))))
             except ImageRefused:
                 refused += 1
             else:

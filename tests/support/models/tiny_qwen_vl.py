@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ SIDE = PATCH * MERGED
 """Pixels of a row's square."""
 MIN_PIXELS, MAX_PIXELS = 2 * SIDE**2, 12 * SIDE**2
 """Of an image: 2 to 12 rows."""
+VIDEO_SIZES = {
+    "qwen2": {"shortest_edge": 2 * SIDE**2, "longest_edge": 12 * SIDE**2},
+    "qwen3": {"shortest_edge": 8 * SIDE**2, "longest_edge": 72 * SIDE**2},
+}
+"""Of a frame, and of all that are looked at: up to 12 rows for two of six."""
 PAD, START, END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
 SPECIAL = (PAD, START, END, "<|video_pad|>")
 
@@ -36,10 +42,11 @@ TEMPLATE = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for content in message['content'] %}"
     "{% if content['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif content['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""The models' own without videos: a message's parts in their order."""
+"""The models' own: a message's parts in their order."""
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -61,6 +68,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "intermediate_size": 48,
         "window_size": 4 * PATCH,
         "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
     },
     "qwen3": {
         **_SHARED,
@@ -133,6 +141,7 @@ def make_qwen_model(folder: Path, kind: str = "qwen2.5", seed: int = 0, **differ
         patch_size=PATCH, merge_size=MERGED, size={"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
     )
     images.save_pretrained(folder)
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"fps": 2, "size": VIDEO_SIZES[kind[:5]]}))
     return ImageModel(folder, reference, QwenProcessor(images, tokenizer))
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.gateway.api.embeds.images import MEDIA_TYPES, foreign_image
-from services.gateway.api.embeds.images import PART as IMAGE
+from services.gateway.api.embeds.images import foreign_image
 from services.gateway.api.errors import abbreviated, invalid, not_allowed, unsupported
+from services.gateway.api.media.source import IMAGE
 
 BILLING = "x-anthropic-billing-header"
 """How a block of Claude Code's system prompt begins that is for Anthropic's servers only. It differs from request to
@@ -75,7 +75,7 @@ def _messages(message: MessageFields, path: str) -> list[dict[str, Any]]:
             parts += images
         else:
             parts.append(_part(block, where))
-    if any(part["type"] == IMAGE for part in parts):
+    if any(part["type"] == IMAGE.part for part in parts):
         return [*results, {"role": "user", "content": parts}]
     said = [{"role": "user", "content": "\n".join(part["text"] for part in parts)}] if parts else []
     return [*results, *said]
@@ -147,15 +147,15 @@ def _tool_result(block: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
     if block.get("is_error"):
         text = f"Error: {text}"
-    images = [part for part in parts if part["type"] == IMAGE]
+    images = [part for part in parts if part["type"] == IMAGE.part]
     return {"role": "tool", "tool_call_id": call, "content": text}, images
 
 
 def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
     match block.get("source"):
         case {"type": "base64", "media_type": str(kind), "data": str(data)}:
-            if kind not in MEDIA_TYPES:
-                raise not_allowed(f"{where}.source.media_type", kind, f"{', '.join(MEDIA_TYPES)} are")
+            if kind not in IMAGE.media_types:
+                raise not_allowed(f"{where}.source.media_type", kind, f"{', '.join(IMAGE.media_types)} are")
             return foreign_image(f"{where}.source.data", encoded=data)
         case {"type": "url", "url": str(url)}:
             return foreign_image(f"{where}.source.url", url=url)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import binascii
 from typing import Any, get_args
 
-from services.gateway.api.embeds.images import PART, read_foreign_image, read_image
+from services.gateway.api.embeds.images import read_foreign_image, read_media
 from services.gateway.api.embeds.saved_tensor import NoSavedTensor, SavedTensor, read_saved_tensor
 from services.gateway.api.errors import RequestError, invalid, not_allowed
-from services.gateway.api.generation import CommonFields, ImageSource, RequestLimits
+from services.gateway.api.generation import CommonFields, RequestLimits
+from services.gateway.api.media.source import IMAGE, VIDEO, MediaKind, MediaSource
 from shared.messages.generation import EMBEDDING_BYTES, MAX_PROMPT_EMBEDS_BYTES, EmbeddingDtype, PromptEmbeds
 from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import EmbedsPrompt, embeds_placeholder
@@ -48,12 +49,12 @@ IMAGES_HAVE_TOKENS = ("return_token_ids", "return_prompt_text")
 """Of these what can be had of images: their token, as often as they have rows."""
 
 
-def check_needs_no_tokens(fields: CommonFields, *, only_images: bool = False) -> None:
-    """Raises RequestError 400 where some field asks for the tokens of a prompt that has embeddings. `only_images`: of
-    images alone."""
-    what = "images" if only_images else FIELD
+def check_needs_no_tokens(fields: CommonFields, *, only_media: str | None = None) -> None:
+    """Raises RequestError 400 where some field asks for the tokens of a prompt that has embeddings. `only_media`: what
+    these are all of, images or videos; None: some are a client's own."""
+    what = only_media or FIELD
     for name in NEEDS_TOKENS:
-        if only_images and name in IMAGES_HAVE_TOKENS:
+        if only_media and name in IMAGES_HAVE_TOKENS:
             continue
         if (value := getattr(fields, name, None)) is not None and value is not False:
             raise invalid(name, f"not allowed together with {what}, which have no tokens")
@@ -62,19 +63,30 @@ def check_needs_no_tokens(fields: CommonFields, *, only_images: bool = False) ->
 
 
 class EmbeddedParts:
-    """Owns the rows of a chat's parts of type prompt_embeds, and its images, in the order of its messages."""
+    """Owns the rows of a chat's parts of type prompt_embeds, its images and videos, in the order of its messages."""
 
     def __init__(self, card: ModelCard, limits: RequestLimits) -> None:
         self._card, self._limits = card, limits
         self.found: list[PromptEmbeds] = []
-        """Of an image, no rows yet."""
-        self.images: list[ImageSource] = []
+        """Of an image or a video, no rows yet."""
+        self.media: list[MediaSource] = []
+
+    def numbers(self, kind: MediaKind) -> tuple[int, ...]:
+        """Which of those found are of this kind."""
+        return tuple(each.number for each in self.media if each.kind is kind)
+
+    def check_fields(self, fields: CommonFields) -> None:
+        """Raises RequestError 400 where some field asks for tokens that these parts have none of."""
+        nouns = " and ".join(f"{kind.noun}s" for kind in (IMAGE, VIDEO) if self.numbers(kind))
+        check_needs_no_tokens(fields, only_media=nouns if len(self.media) == len(self.found) else None)
 
     def read(self, part: dict[str, Any], path: str) -> dict[str, str]:
-        """Reads one of them, `{"type": "prompt_embeds", "data": …}` or an image: the part that stands for it in the
-        messages. Raises RequestError 400."""
-        if part["type"] == PART:
-            return self._read_image(part, path)
+        """Reads one of them, `{"type": "prompt_embeds", "data": …}`, an image or a video: the part that stands for it
+        in the messages. Raises RequestError 400."""
+        for kind in (IMAGE, VIDEO):
+            if part["type"] == kind.part:
+                source = read_media(kind, part, path, len(self.found), self._card, self._limits)
+                return self._add(source, f"{path}.type")
         return {"type": "text", "text": self._read_rows(part, path)}
 
     def read_foreign(self, part: dict[str, Any], path: str) -> dict[str, str]:
@@ -82,15 +94,14 @@ class EmbeddedParts:
         image = read_foreign_image(part, len(self.found), self._card, self._limits)
         return self._add(image, image.field)
 
-    def _read_image(self, part: dict[str, Any], path: str) -> dict[str, str]:
-        return self._add(read_image(part, path, len(self.found), self._card, self._limits), f"{path}.type")
-
-    def _add(self, image: ImageSource, field: str) -> dict[str, str]:
-        if len(self.images) >= self._limits.max_images:
-            raise invalid(field, f"more than {self._limits.max_images} images are not allowed in one chat")
-        self.images.append(image)
+    def _add(self, source: MediaSource, field: str) -> dict[str, str]:
+        kind = source.kind
+        most = self._limits.max_images if kind is IMAGE else self._limits.max_videos
+        if len(self.numbers(kind)) >= most:
+            raise invalid(field, f"more than {most} {kind.noun}s are not allowed in one chat")
+        self.media.append(source)
         self.found.append(PromptEmbeds(dtype="float32", size=self._card.images or 1, rows=b""))
-        return {"type": "image"}
+        return {"type": kind.noun}
 
     def _read_rows(self, part: dict[str, Any], path: str) -> str:
         size, name = _size(self._card, f"{path}.type"), f"{path}.data"

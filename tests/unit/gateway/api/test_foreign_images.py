@@ -59,7 +59,7 @@ def sent(url: Any = URI, **more: Any) -> dict[str, Any]:
 def content(generation: GenerationRequest) -> Any:
     (prompt,) = generation.prompts
     assert isinstance(prompt, ChatPrompt)
-    assert prompt.images == tuple(range(len(generation.images)))
+    assert prompt.images == tuple(range(len(generation.media)))
     return msgspec.json.decode(prompt.messages)[-1]["content"]
 
 
@@ -78,9 +78,9 @@ def test_they_become_parts_of_the_same_chat() -> None:
         (anthropic, ["messages[0].content[0].source.data", "messages[0].content[2].source.url"]),
         (response, ["input[0].content[0].image_url", "input[0].content[2].image_url"]),
     ):
-        assert [each.field for each in generation.images] == fields
-        assert [(each.data, each.url) for each in generation.images] == [(b"image", None), (b"", ADDRESS)]
-    assert [(each.field, each.data) for each in generated.images] == [("images[0]", b"image")]
+        assert [each.field for each in generation.media] == fields
+        assert [(each.data, each.url) for each in generation.media] == [(b"image", None), (b"", ADDRESS)]
+    assert [(each.field, each.data) for each in generated.media] == [("images[0]", b"image")]
 
 
 BLIND = replace(CARD, images=None)
@@ -123,7 +123,7 @@ def test_images_in_results_of_tools_stand_before_what_the_user_says() -> None:
         {"role": "tool", "tool_call_id": "t", "content": "seen"},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}, {"type": "image"}]},
     ]
-    assert [each.field for each in generation.images] == [
+    assert [each.field for each in generation.media] == [
         "messages[0].content[0].content[1].source.data",
         "messages[0].content[2].source.url",
     ]
@@ -131,4 +131,4 @@ def test_images_in_results_of_tools_stand_before_what_the_user_says() -> None:
 
 def test_the_prompt_that_is_counted_has_its_images() -> None:
     body = {"model": CARD.name, "messages": [{"role": "user", "content": [based()]}]}
-    assert read_count_tokens(msgspec.json.encode(body), [CARD], LIMITS).images == messages(based()).images
+    assert read_count_tokens(msgspec.json.encode(body), [CARD], LIMITS).media == messages(based()).media

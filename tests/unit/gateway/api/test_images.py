@@ -13,9 +13,10 @@ from services.gateway.api.chat import read_chat
 from services.gateway.api.embeds.images import check_url
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
+from services.gateway.api.media.source import IMAGE, MAX_VIDEO_BYTES, VIDEO
 from shared.ids import ModelName
 from shared.messages.encoder import MAX_IMAGE_BYTES
-from shared.messages.model_card import ModelCard
+from shared.messages.model_card import ModelCard, VideoModel
 from shared.messages.tokenizer import ChatPrompt
 
 CARD = ModelCard(
@@ -27,7 +28,7 @@ CARD = ModelCard(
     created=1,
     images=64,
 )
-LIMITS = RequestLimits(max_images=3, image_hosts=("pictures.example", "localhost:8080"))
+LIMITS = RequestLimits(max_images=3, max_videos=2, image_hosts=("pictures.example", "localhost:8080"))
 URI = "data:image/png;base64,aW1hZ2U="
 
 
@@ -60,19 +61,19 @@ def test_images_stand_as_parts_in_the_order_of_the_messages() -> None:
         {"type": "text", "text": "?"},
     ]
     assert prompt.images == (0, 1)
-    assert [(each.number, each.data, each.url) for each in generation.images] == [
+    assert [(each.number, each.data, each.url) for each in generation.media] == [
         (0, b"image", None),
         (1, b"", "https://pictures.example/a.png"),
     ]
-    assert generation.images[1].field == "messages[0].content[2].image_url.url"
-    assert chat({"type": "text", "text": "?"}).images == ()
+    assert generation.media[1].field == "messages[0].content[2].image_url.url"
+    assert chat({"type": "text", "text": "?"}).media == ()
 
 
 @pytest.mark.parametrize(
     "uri", ["data:image/PNG;base64,aW1hZ2U=", "DATA:image/png;a=b;BASE64,aW1hZ2U=", "data:image/webp,image"]
 )
 def test_data_uris_are_read_as_they_may_be_written(uri: str) -> None:
-    assert chat(image(uri)).images[0].data == b"image"
+    assert chat(image(uri)).media[0].data == b"image"
 
 
 @pytest.mark.parametrize(
@@ -125,8 +126,33 @@ def test_other_media_and_models_without_images_are_refused() -> None:
         "seer takes no images"
     )
     assert (error.param, error.code) == ("messages[0].content[0].type", "unsupported_parameter")
-    for kind in ("input_audio", "video_url", "image", "input_image"):
+    for kind in ("input_audio", "video", "image", "input_image"):
         assert "is not supported" in refusal({"type": kind}).message
+
+
+def test_videos_are_given_as_images_are() -> None:
+    seer = replace(CARD, videos=VideoModel())
+    given = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aW1hZ2U="}}
+    generation = chat(image(), given, card=seer)
+    (prompt,) = generation.prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert msgspec.json.decode(prompt.messages)[0]["content"] == [{"type": "image"}, {"type": "video"}]
+    assert (prompt.images, [each.kind for each in generation.media]) == ((0,), [IMAGE, VIDEO])
+    assert "seer takes no videos" in refusal(given).message
+    assert "more than 2 videos are not allowed in one chat" in refusal(*3 * [given], card=seer).message
+    for url, why in (
+        ("data:video/quicktime;base64,aW1hZ2U=", "of media types video/mp4, video/webm are"),
+        ("data:video/mp4;base64,", "the video is empty"),
+        ("https://elsewhere.example/a.mp4", "videos may not be fetched from 'elsewhere.example:443'"),
+        ("data:video/mp4;base64," + MAX_VIDEO_BYTES // 3 * 4 * "A" + 8 * "A", f"videos of {MAX_VIDEO_BYTES} bytes at"),
+    ):
+        error = refusal({"type": "video_url", "video_url": {"url": url}}, card=seer)
+        assert why in error.message
+        assert error.param == "messages[0].content[0].video_url.url"
+    error = refusal({"type": "video_url", "video_url": {"url": URI, "detail": "auto"}}, card=seer)
+    assert "'detail' of a video is not supported" in error.message
+    with_field = refusal(given, card=seer, echo=True)
+    assert "not allowed together with videos" in with_field.message
 
 
 @pytest.mark.features("images", "prompt logprobs", refused=True)

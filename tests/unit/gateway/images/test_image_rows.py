@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from services.gateway.api.errors import RequestError
-from services.gateway.api.generation import ImageSource
+from services.gateway.api.media.source import VIDEO, MediaSource
 from services.gateway.images.image_rows import _with_rows
+from services.gateway.videos.video_rows import MediaEmbeds
 from shared.ids import InstanceId, RowsName
 from shared.messages.generation import MAX_MEDIA_BYTES, EmbeddingDtype, MediaRows, PromptEmbeds
-from shared.messages.tokenizer import ChatPrompt
+from shared.messages.tokenizer import ChatPrompt, VideoParts
 
 FIELD = "messages[0].content[0].image_url.url"
 
@@ -28,7 +29,7 @@ def rows(dtype: EmbeddingDtype, size: int, count: int = 1) -> PromptEmbeds:
 def test_rows_that_do_not_go_with_an_images_are_refused(clients: PromptEmbeds, why: str) -> None:
     prompt = ChatPrompt(messages=b"[]", embeds=(rows("float32", 1), clients), images=(0,))
     with pytest.raises(RequestError, match=why) as error:
-        _with_rows(prompt, (ImageSource(field=FIELD, number=0, data=b""),), [rows("float32", 8)])
+        _with_rows(prompt, (MediaSource(field=FIELD, number=0, data=b""),), [MediaEmbeds([rows("float32", 8)])])
     assert (error.value.status, error.value.param) == (400, FIELD)
 
 
@@ -36,12 +37,23 @@ def test_more_rows_than_a_chat_may_have_are_refused() -> None:
     kept = MediaRows(RowsName(bytes(16)), MAX_MEDIA_BYTES // 64 + 1, InstanceId("encoder-1"))
     image = PromptEmbeds(dtype="float32", size=8, rows=b"", runs=((0, kept.count),), media=(kept,))
     prompt = ChatPrompt(messages=b"[]", embeds=(rows("float32", 8),) * 2, images=(0, 1))
-    sources = tuple(ImageSource(field=FIELD, number=number, data=b"") for number in (0, 1))
-    with pytest.raises(RequestError, match=f"134217792 bytes of images' rows are not allowed in one chat; {2**27} are"):
-        _with_rows(prompt, sources, [image, image])
+    sources = tuple(MediaSource(field=FIELD, number=number, data=b"") for number in (0, 1))
+    with pytest.raises(
+        RequestError, match=f"134217792 bytes of images' and videos' rows are not allowed in one chat; {2**27} are"
+    ):
+        _with_rows(prompt, sources, [MediaEmbeds([image]), MediaEmbeds([image])])
 
 
 def test_an_images_rows_stand_in_its_place() -> None:
     prompt = ChatPrompt(messages=b"[]", embeds=(rows("float32", 1), rows("float32", 8)), images=(0,))
-    filled = _with_rows(prompt, (ImageSource(field=FIELD, number=0, data=b""),), [rows("float32", 8, 3)])
+    filled = _with_rows(prompt, (MediaSource(field=FIELD, number=0, data=b""),), [MediaEmbeds([rows("float32", 8, 3)])])
     assert [each.count for each in filled.embeds] == [3, 1]
+
+
+def test_a_videos_further_rows_stand_behind_all_others() -> None:
+    """So that the numbers of other parts, which messages name, stay what they are."""
+    prompt = ChatPrompt(messages=b"[]", embeds=(rows("float32", 1), rows("float32", 8)), images=())
+    source = MediaSource(field=FIELD, number=0, kind=VIDEO)
+    filled = _with_rows(prompt, (source,), [MediaEmbeds([rows("float32", 8, n) for n in (3, 4, 5)], (0.5, 1.5, 2.5))])
+    assert [each.count for each in filled.embeds] == [3, 1, 4, 5]
+    assert filled.videos == (VideoParts((0, 2, 3), (0.5, 1.5, 2.5)),)

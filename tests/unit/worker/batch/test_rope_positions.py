@@ -66,6 +66,43 @@ def test_positions_are_the_librarys_wherever_a_step_begins() -> None:
         assert shifts.of(np.array([2]), np.array([3], dtype=np.int32)) is None
 
 
+def test_frames_of_a_video_count_its_time_and_text_goes_on_behind_all() -> None:
+    """A video of three frames of 2 times 4, 5 positions apart, an image, and a video that is no longer than wide; as
+    the model's own code has it (arXiv:2409.12191): each begins behind the greatest position before it."""
+    grids: tuple[ImageGrid, ...] = (*3 * ((1, 2, 4),), (1, 1, 2), *2 * ((1, 1, 3),))
+    offsets = (None, 5, 10, None, None, 1)
+    runs, place = [], 2
+    for count, gap in zip((8, 8, 8, 2, 3, 3), (0, 0, 3, 1, 0, 2), strict=True):
+        runs.append((place, count))
+        place += count + gap
+    rows = bytes(2 * 32)
+    embeds = PromptEmbeds(dtype="float16", size=1, rows=rows, runs=tuple(runs), grids=grids, offsets=offsets)
+    assert embeds.fits(place)
+    found = prompt_shifts(embeds)
+    positions = found[:, :-1] + np.arange(found.shape[1] - 1)
+    cell = np.indices((2, 4)).reshape(2, -1)
+    first = [np.stack([np.full(8, 2 + offset), *(2 + cell)]) for offset in (0, 5, 10)]
+    text = np.arange(13, 16)[None].repeat(3, 0)
+    image = 16 + np.array([[0, 0], [0, 0], [0, 1]])
+    pair = [20 - 1 + np.array([[t] * 3, [0] * 3, [0, 1, 2]]) for t in (0, 1)]
+    expected = np.concatenate([np.array([[0, 1]] * 3), *first, text, image, [[18]] * 3, *pair], axis=1)
+    assert (positions == expected).all()
+    assert found[0, -1] + found.shape[1] - 1 == 22, "behind the three columns"
+
+
+def test_runs_of_a_video_follow_each_other_and_its_times_are_part_of_its_name() -> None:
+    def video(offset: int | None, second: int = 3) -> PromptEmbeds:
+        runs, grids = ((1, 2), (second, 2)), 2 * ((1, 1, 2),)
+        offsets = (None, offset) if offset is not None else ()
+        return PromptEmbeds(dtype="float16", size=1, rows=bytes(8), runs=runs, grids=grids, offsets=offsets)
+
+    assert len({video(offset).of_tokens(0, 16) for offset in (None, 0, 1, 300)}) == 4
+    assert [video(1, second).fits(8) for second in (3, 4)] == [True, False]
+    assert not PromptEmbeds(
+        dtype="float16", size=1, rows=bytes(4), runs=((1, 2),), grids=((1, 1, 2),), offsets=(1,)
+    ).fits(8), "the first run goes on with nothing"
+
+
 def test_equal_rows_that_lie_otherwise_are_another_prefix() -> None:
     flat = PromptEmbeds(dtype="float16", size=1, rows=b"\0" * 8, runs=((1, 4),), grids=((1, 1, 4),))
     square = PromptEmbeds(dtype="float16", size=1, rows=b"\0" * 8, runs=((1, 4),), grids=((1, 2, 2),))

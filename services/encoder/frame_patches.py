@@ -1,0 +1,82 @@
+"""Makes patches of two frames of a video, as the library's processors of videos do.
+
+These ask for torchvision; the processor of images does not, and scales and normalizes a frame as it does an image.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.encoder.image_decoder import DecodedFrames
+from shared.messages.generation import PATCHED_FRAMES
+from shared.messages.model_card import VideoModel
+from shared.models.video_models import FrameSize, read_frame_size, read_video_model
+
+_OF_TWO = FrameSize(128 * 28**2, 768 * 28**2)
+"""Of Qwen2-VL's kind, as `qwen_vl_utils` and the library have it where no file says."""
+_OF_ALL = FrameSize(128 * 32**2, 768 * 32**2)
+"""Of Qwen3-VL's kind: of all frames together."""
+
+
+class FramePatches:
+    """Knows what size frames are given. Stateless."""
+
+    def __init__(
+        self, processor: Any, video: VideoModel, size: FrameSize | None, max_rows: int, max_pixels: int | None
+    ):
+        """`processor`: of the model's images. `max_rows`: of a whole video. `max_pixels`: of a frame."""
+        self._processor, self._timed = processor, video.timed
+        self._size = size or (_OF_ALL if video.timed else _OF_TWO)
+        self._max_rows, self._max_pixels = max_rows, max_pixels
+        self._side: int = processor.patch_size * processor.merge_size
+
+    @staticmethod
+    def of_model(folder: Path, processor: Any, max_rows: int, max_pixels: int | None) -> FramePatches | None:
+        """None for a model that takes no videos."""
+        video = read_video_model(folder)
+        return None if video is None else FramePatches(processor, video, read_frame_size(folder), max_rows, max_pixels)
+
+    def prepared(self, frames: DecodedFrames) -> dict[str, Tensor]:
+        """Patches and how they lie, as of an image that is two frames deep. Raises ValueError for frames that are too
+        flat or too many."""
+        from PIL import Image
+
+        pair = frames.pair
+        height, width = self._scaled(pair.height, pair.width, pair.frames)
+        size = pair.pixel_bytes // PATCHED_FRAMES
+        images = [
+            Image.frombytes("RGB", (pair.width, pair.height), frames.pixels[start : start + size]).resize(
+                (width, height), self._processor.resample
+            )
+            for start in range(0, pair.pixel_bytes, size)
+        ]
+        made = self._processor(images, do_resize=False, return_tensors="pt")
+        channels = len(self._processor.image_mean)
+        each = made["pixel_values"].view(PATCHED_FRAMES, -1, channels, PATCHED_FRAMES, self._processor.patch_size**2)
+        patches = torch.stack([each[place, :, :, place] for place in range(PATCHED_FRAMES)], dim=2).flatten(1)
+        return {"pixel_values": patches, "image_grid_thw": made["image_grid_thw"][:1]}
+
+    def _scaled(self, height: int, width: int, frames: int) -> tuple[int, int]:
+        """The size of frames of a video that has so many: the library's, but for the bounds of what rows a prompt may
+        have."""
+        rows = self._max_rows // -(-frames // PATCHED_FRAMES)
+        own = rows * self._side**2
+        if self._max_pixels is not None:
+            own = min(own, self._max_pixels)
+        if own < self._side**2:
+            raise ValueError(f"{frames} frames are not allowed; a prompt has room for {self._max_rows} rows")
+        most = min(self._size.longest_edge, own * frames if self._timed else own)
+        least = min(self._size.shortest_edge, most)
+        if self._timed:
+            from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as of_all
+
+            scaled = of_all(frames, height, width, PATCHED_FRAMES, self._side, least, most)
+        else:
+            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as of_each
+
+            scaled = of_each(height, width, self._side, least, most)
+        return int(scaled[0]), int(scaled[1])

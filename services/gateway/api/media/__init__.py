@@ -1,0 +1,1 @@
+"""Media in the fields of the API."""

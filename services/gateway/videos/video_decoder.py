@@ -1,0 +1,70 @@
+"""Has videos decoded, each by a process of its own, which is ended where it takes too long, and with its request."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from services.gateway.api.errors import RequestError, invalid
+from services.gateway.metrics import VIDEO_FILES
+from services.gateway.videos.video_process import DecodedPair, VideoRefusal, VideoReply, VideoShape
+from shared.machine.helper_process import HelperDied, HelperSlow, helper_replies
+from shared.messages.model_card import VideoModel
+
+log = logging.getLogger(__name__)
+
+MODULE = f"{__name__.rpartition('.')[0]}.video_process"
+MAX_PROCESSES = 4
+"""Videos that one gateway decodes at the same time; further ones wait."""
+_decoder: msgspec.msgpack.Decoder[VideoReply] = msgspec.msgpack.Decoder(VideoReply)
+
+
+class VideoDecoder:
+    """Owns how many processes there are."""
+
+    def __init__(self, timeout: float) -> None:
+        """`timeout`: seconds that reading the file may take, and then each two frames."""
+        self._timeout = timeout
+        self._slots = asyncio.Semaphore(MAX_PROCESSES)
+
+    async def pairs(self, file: bytes, field: str, how: VideoModel) -> AsyncGenerator[VideoShape | DecodedPair]:
+        """What the video is, and its frames two by two, as far as they are asked for. Raises RequestError 400 for the
+        client's `field`, 501 where the library is missing."""
+        if importlib.util.find_spec("av") is None:
+            raise RequestError(501, "no videos are decoded here: pip install 'baton-serve[video]'", param=field)
+        async with self._slots:
+            outcome, left = "left", 1
+            arguments = (str(how.fps), str(how.min_frames), str(how.max_frames), how.sampling)
+            replies = helper_replies("-m", MODULE, *arguments, given=file, timeout=self._timeout)
+            try:
+                while left:
+                    reply = await self._next(replies, field)
+                    if isinstance(reply, VideoShape):
+                        left = -(-len(reply.times) // 2)
+                    else:
+                        left -= 1
+                    outcome = "left" if left else "decoded"
+                    yield reply
+            except RequestError as error:
+                outcome = "refused"
+                log.info("refused", extra={"why": error.message})
+                raise
+            finally:
+                VIDEO_FILES.labels(outcome).inc()
+                await replies.aclose()
+
+    async def _next(self, replies: AsyncGenerator[bytes], field: str) -> VideoShape | DecodedPair:
+        """Raises RequestError where none comes."""
+        try:
+            reply = _decoder.decode(await anext(replies))
+        except HelperSlow:
+            raise invalid(field, f"decoding two frames of the video takes more than {self._timeout:g} s") from None
+        except (HelperDied, msgspec.MsgspecError):
+            raise invalid(field, "the video could not be decoded: the process that did died of it") from None
+        if isinstance(reply, VideoRefusal):
+            raise invalid(field, reply.message)
+        return reply

@@ -1,0 +1,121 @@
+"""Where a rendered chat has parts that are no text, and the prompt that it is with their rows. No bus, no tokenizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from services.tokenizer.core.chat_template import (
+    IMAGE_END,
+    IMAGE_MARK,
+    IMAGE_TOKEN,
+    VIDEO_END,
+    VIDEO_START,
+    VIDEO_TOKEN,
+)
+from services.tokenizer.core.refusal import PromptRefused
+from services.tokenizer.core.vocabulary import PLACEHOLDER
+from shared.messages.generation import FrameOffset, ImageGrid, MediaRows, PromptEmbeds
+from shared.messages.tokenizer import ChatPrompt, VideoParts, embeds_placeholder
+
+_NUMBERED = re.escape(embeds_placeholder(0)).replace("0", r"(?P<number>\d{1,9})")
+
+
+class ChatParts:
+    """Knows what stands for parts in the prompts of one model. Stateless."""
+
+    def __init__(self, special_tokens: dict[str, str]) -> None:
+        """`special_tokens`: see `IMAGE_TOKENS` and `VIDEO_TOKENS`."""
+        self._image, self._image_end = special_tokens.get(IMAGE_TOKEN, ""), special_tokens.get(IMAGE_END, "")
+        self._mark = special_tokens.get(IMAGE_MARK)
+        self._video = special_tokens.get(VIDEO_TOKEN, "")
+        self._around = special_tokens.get(VIDEO_START, ""), special_tokens.get(VIDEO_END, "")
+
+    def tokens(self, chat: ChatPrompt) -> list[str]:
+        """Those that stand for rows of a chat's images and videos."""
+        return [*([self._image] if chat.images else ()), *([self._video] if chat.videos else ())]
+
+    def token_of(self, chat: ChatPrompt, part: int) -> str:
+        """That of one part, an image or frames of a video."""
+        return self._video if any(part in video.parts for video in chat.videos) else self._image
+
+    def placed(self, text: str, chat: ChatPrompt) -> tuple[str, list[int]]:
+        """A rendered chat with a token for each run of rows, and which part each is of: images and videos in their own
+        order, as a template does not tell one from the other. Raises PromptRefused where it does not show each once."""
+        images, videos = iter(chat.images), iter(chat.videos)
+        order: list[int] = []
+
+        def stands_for(found: re.Match[str]) -> str:
+            if found["number"] is not None:
+                order.append(int(found["number"]))
+                return PLACEHOLDER
+            if found.lastgroup == "image":
+                order.append(next(images, -1))
+                return found[0] if self._mark is None else f"\n\n{self._mark}{self._image}{self._image_end}\n\n"
+            video = next(videos, VideoParts((-1,), (0.0,)))
+            order.extend(video.parts)
+            return "".join(self._frames(video))
+
+        placed = self._pattern(chat).sub(stands_for, text)
+        if sorted(order) != list(range(len(chat.embeds))):
+            raise self._not_shown(chat)
+        return placed, order
+
+    def _pattern(self, chat: ChatPrompt) -> re.Pattern[str]:
+        marks = [_NUMBERED]
+        if chat.images:
+            marks.append(f"(?P<image>{re.escape(self._mark or self._image)})")
+        if chat.videos:
+            start, end = (f"(?:{re.escape(each)})?" if each else "" for each in self._around)
+            marks.append(f"(?P<video>{start}{re.escape(self._video)}{end})")
+        return re.compile("|".join(marks))
+
+    def _frames(self, video: VideoParts) -> Iterator[str]:
+        start, end = self._around
+        for time in video.times:
+            yield f"<{time:.1f} seconds>{start}{self._video}{end}" if start else self._video
+
+    def joined(self, found: list[int | None], chat: ChatPrompt, order: list[int]) -> tuple[list[int], PromptEmbeds]:
+        """The ids of a placed chat, 0 where it has rows, and these. `found`: None for each token that stands for rows.
+        Raises PromptRefused where other text has such a token."""
+        if found.count(None) != len(order):
+            raise self._not_shown(chat)
+        ids: list[int] = []
+        runs: list[tuple[int, int]] = []
+        grids: list[ImageGrid | None] = []
+        offsets: list[FrameOffset | None] = []
+        mutual: list[bool] = []
+        media: list[MediaRows | None] = []
+        shown = iter(order)
+        for token in found:
+            if token is not None:
+                ids.append(token)
+                continue
+            part = chat.embeds[next(shown)]
+            runs.append((len(ids), part.count))
+            grids += part.grids or (None,)
+            offsets += part.offsets or (None,)
+            mutual += part.mutual or (False,)
+            media += part.media or (None,)
+            ids += [0] * part.count
+        said = {
+            "grids": tuple(grids) if any(grids) else (),
+            "offsets": tuple(offsets) if any(each is not None for each in offsets) else (),
+            "mutual": tuple(mutual) if any(mutual) else (),
+            "media": tuple(media) if any(media) else (),
+        }
+        rows = b"".join(chat.embeds[number].rows for number in order)
+        return ids, replace(chat.embeds[0], rows=rows, runs=tuple(runs), **said)
+
+    def _not_shown(self, chat: ChatPrompt) -> PromptRefused:
+        kinds = [*(["images"] if chat.images else ()), *(["videos"] if chat.videos else ())]
+        stands = " or ".join([*self.tokens(chat), PLACEHOLDER])
+        parts = len(chat.embeds) - sum(len(video.parts) - 1 for video in chat.videos)
+        return PromptRefused(
+            "messages",
+            f"messages: the chat template has to show each of the {parts} "
+            f"{' and '.join([*kinds, 'parts of type prompt_embeds'])} once, and other text must not have what stands "
+            f"for them, such as {stands}",
+        )

@@ -1,0 +1,35 @@
+"""`LLM.chat` with videos: what `transformers` generates of the same frames, with models of each kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.offline.errors import InvalidRequest
+from services.offline.llm import LLM
+from services.offline.requests import SamplingParams
+from tests.support.models.tiny_images import image_part, picture, text_part
+from tests.support.models.tiny_qwen_vl import make_qwen_model
+from tests.support.models.tiny_videos import VideoReference, noise, video, video_part
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+FLAT, ODD = video(noise(15)), video(noise(7, (40, 160), seed=1), 5, "webm", "libvpx")
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2.5", "qwen3", "qwen3-moe"])
+def test_chats_with_videos_say_what_the_library_says(tmp_path: Path, kind: str) -> None:
+    model = make_qwen_model(tmp_path, kind)
+    reference, image = VideoReference(model, kind), picture(0, (60, 40))
+    chats = [
+        ([video_part(FLAT), text_part("What is it?")], [], [FLAT]),
+        ([text_part("Compare"), video_part(ODD, "webm"), image_part(image), video_part(FLAT)], [image], [ODD, FLAT]),
+        ([text_part("Only a question.")], [], []),
+    ]
+    with LLM(str(tmp_path), progress=False) as llm:
+        messages = [[{"role": "user", "content": parts}] for parts, _, _ in chats]
+        outputs = llm.chat(messages, GREEDY)
+        for output, said, (_, images, videos) in zip(outputs, messages, chats, strict=True):
+            assert output.outputs[0].token_ids == reference.greedy(said, images, videos, 12)
+        with pytest.raises(InvalidRequest, match="the file is no video, or broken"):
+            llm.chat([{"role": "user", "content": [video_part(FLAT[:99])]}], GREEDY)

@@ -1,0 +1,145 @@
+"""Videos of a few frames, and what `transformers` makes of them with tiny models of Qwen's: the reference.
+
+The library's processors of videos ask for torchvision. What they do is done here of the whole video at once, by those
+of their functions that do without it, and by Pillow's scaling.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+from typing import Any, NamedTuple
+
+import av
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from transformers import GenerationConfig
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as of_each
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as of_all
+
+from services.gateway.videos.video_process import DecodedPair, VideoShape, decode_video
+from shared.models.video_models import read_frame_size, read_video_model
+from tests.support.models.tiny_images import ImageModel
+from tests.support.models.tiny_qwen_vl import END, MERGED, PATCH, SIDE, START
+
+VIDEO_PAD = "<|video_pad|>"
+Frames = NDArray[np.uint8]
+UPRIGHT = (0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)
+
+
+def noise(count: int, size: tuple[int, int] = (160, 40), seed: int = 0) -> Frames:
+    """[frames, height, width, 3] of coarse random squares."""
+    width, height = size
+    coarse = np.random.default_rng(seed).integers(0, 256, (count, -(-height // 8), -(-width // 8), 3), dtype=np.uint8)
+    return coarse.repeat(8, axis=1).repeat(8, axis=2)[:, :height, :width]
+
+
+def video(
+    frames: Frames, rate: int = 5, form: str = "mp4", codec: str = "libx264", matrix: tuple[int, ...] | None = None
+) -> bytes:
+    """The file of a video. `matrix`: how an MP4 asks to be shown, in its own numbers."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=form) as to:
+        stream: Any = to.add_stream(codec, rate=rate)
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            to.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        to.mux(stream.encode())
+    made = file.getvalue()
+    if matrix is None:
+        return made
+    head, name, tail = made.partition(b"tkhd")
+    return head + name + tail.replace(struct.pack(">9i", *UPRIGHT), struct.pack(">9i", *matrix), 1)
+
+
+def video_part(file: bytes, form: str = "mp4") -> dict[str, Any]:
+    """A part of a message."""
+    url = f"data:video/{form};base64,{base64.b64encode(file).decode()}"
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def shown_with_videos(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as the library's chat templates take them."""
+    kinds = {"image_url": "image", "video_url": "video"}
+    return [
+        {**each, "content": [{"type": kinds[p["type"]]} if p["type"] in kinds else p for p in each["content"]]}
+        for each in messages
+    ]
+
+
+class _Prepared(NamedTuple):
+    patches: torch.Tensor
+    grid: list[int]
+    text: str
+    seconds: float
+
+
+class VideoReference:
+    """What the library's own model generates of the frames that are looked at."""
+
+    def __init__(self, model: ImageModel, kind: str) -> None:
+        self._model, self._timed, self._second = model, kind.startswith("qwen3"), kind == "qwen2.5"
+
+    @torch.inference_mode()
+    def greedy(self, messages: list[dict[str, Any]], images: list[bytes], videos: list[bytes], count: int) -> list[int]:
+        """`count` tokens."""
+        inputs = self._inputs(messages, images, videos)
+        settings = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)
+        output = self._model.reference.generate(**inputs, generation_config=settings)
+        tokens: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
+        return tokens
+
+    def _inputs(self, messages: list[dict[str, Any]], images: list[bytes], videos: list[bytes]) -> dict[str, Any]:
+        processor = self._model.processor
+        text = processor.apply_chat_template(shown_with_videos(messages), add_generation_prompt=True)
+        made = [self._prepared(each) for each in videos]
+        whole = f"{START}{VIDEO_PAD}{END}" if self._timed else VIDEO_PAD
+        first, *behind = text.split(whole)
+        for each, part in zip(made, behind, strict=True):
+            first += each.text + part
+        loaded = [Image.open(io.BytesIO(each)).convert("RGB") for each in images]
+        inputs = processor(first, loaded, add_special_tokens=False, return_tensors="pt")
+        token = processor.tokenizer.convert_tokens_to_ids(VIDEO_PAD)
+        inputs["mm_token_type_ids"] = inputs["mm_token_type_ids"] + 2 * (inputs["input_ids"] == token).int()
+        if made:
+            inputs["pixel_values_videos"] = torch.cat([each.patches for each in made])
+            inputs["video_grid_thw"] = torch.tensor([each.grid for each in made])
+        if made and self._second:
+            inputs["second_per_grid_ts"] = torch.tensor([each.seconds for each in made])
+        return inputs
+
+    def _prepared(self, file: bytes) -> _Prepared:
+        how, size = read_video_model(self._model.path), read_frame_size(self._model.path)
+        assert how is not None
+        assert size is not None
+        shape, *pairs = decode_video(file, how)
+        assert isinstance(shape, VideoShape), shape
+        packed = b"".join(each.pixels for each in pairs if isinstance(each, DecodedPair))
+        frames = np.frombuffer(packed, np.uint8).reshape(-1, shape.height, shape.width, 3)
+        bounds = (size.shortest_edge, size.longest_edge)
+        if self._timed:
+            height, width = of_all(len(shape.times), shape.height, shape.width, 2, SIDE, *bounds)
+        else:
+            height, width = of_each(shape.height, shape.width, SIDE, *bounds)
+        images = self._model.processor.image_processor
+        scaled = np.stack([Image.fromarray(each).resize((width, height), images.resample) for each in frames])
+        mean, std = (np.array(each, np.float32)[:, None, None] for each in (images.image_mean, images.image_std))
+        pixels = torch.tensor((scaled.transpose(0, 3, 1, 2).astype(np.float32) * images.rescale_factor - mean) / std)
+        patchify: Any = Qwen3VLVideoProcessor.patchify  # of all kinds the same
+        patches, *grid = patchify(None, pixels[None], PATCH, MERGED, 2)
+        return _Prepared(patches[0], grid, self._text(grid, shape), shape.seconds_of_two)
+
+    def _text(self, grid: list[int], shape: VideoShape) -> str:
+        frames, rows = grid[0], grid[1] * grid[2] // MERGED**2
+        if not self._timed:
+            return frames * rows * VIDEO_PAD
+        times: Any = Qwen3VLProcessor._calculate_timestamps
+        return "".join(
+            f"<{time:.1f} seconds>{START}{rows * VIDEO_PAD}{END}" for time in times(None, list(shape.times), 1.0)
+        )

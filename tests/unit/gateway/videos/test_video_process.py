@@ -1,0 +1,121 @@
+"""Files of videos become frames: those that the library's processors look at, whatever the format."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.video_utils import VideoMetadata
+
+from services.gateway.videos.video_process import (
+    MAX_FRAME_PIXELS,
+    DecodedPair,
+    VideoRefusal,
+    VideoShape,
+    decode_video,
+    frame_numbers,
+)
+from services.gateway.videos.video_rows import frame_offsets, pair_times
+from shared.messages.model_card import VideoModel
+from tests.support.models.tiny_videos import Frames, noise, video
+
+QWEN2, QWEN3 = VideoModel(), VideoModel(sampling="ends", timed=True)
+
+
+def decoded(file: bytes, how: VideoModel = QWEN2) -> tuple[VideoShape, Frames]:
+    """[frames, height, width, 3] those that are looked at, the last of an odd number twice."""
+    shape, *pairs = decode_video(file, how)
+    assert isinstance(shape, VideoShape), shape
+    assert all(isinstance(each, DecodedPair) for each in pairs)
+    packed = b"".join(each.pixels for each in pairs if isinstance(each, DecodedPair))
+    return shape, np.frombuffer(packed, np.uint8).reshape(-1, shape.height, shape.width, 3)
+
+
+def shades(count: int, size: tuple[int, int] = (64, 48)) -> Frames:
+    """Each frame of one grey, a little lighter than the one before."""
+    greys = (20 + 200 * np.arange(count) // max(1, count - 1)).astype(np.uint8)
+    return np.broadcast_to(greys[:, None, None, None], (count, size[1], size[0], 3)).copy()
+
+
+def test_those_frames_are_looked_at_that_the_library_samples() -> None:
+    """Of any length up to an hour, at any rate."""
+    rates, totals = (1.0, 10.0, 23.976, 25.0, 29.97, 59.94), [*range(2, 120), 1000, 2399, 86_000]
+    for rate in rates:
+        for total in totals:
+            bounds = SimpleNamespace(num_frames=None, fps=2, min_frames=4, max_frames=64)
+            sample: Any = Qwen3VLVideoProcessor.sample_frames
+            theirs = sample(bounds, VideoMetadata(total_num_frames=total, fps=rate), fps=2).tolist()
+            assert frame_numbers(total, rate, QWEN3) == theirs
+            count = int(min(max(total / rate * 2, 4), min(64, total) // 2 * 2)) // 2 * 2
+            arange = torch.arange(0, total, total / count).int().tolist()  # the text of Qwen2VLVideoProcessor's
+            own = frame_numbers(total, rate, QWEN2)
+            assert len(own) == len(arange)
+            assert max(abs(a - b) for a, b in zip(own, arange, strict=True)) <= (arange[-1] == total), (
+                "or its float32's"
+            )
+    assert frame_numbers(1, 25.0, QWEN2) == frame_numbers(1, 25.0, QWEN3) == [0]
+
+
+@pytest.mark.parametrize(
+    ("form", "codec"),
+    [("mp4", "libx264"), ("mp4", "mpeg4"), ("webm", "libvpx"), ("webm", "libvpx-vp9"), ("mp4", "libx265")],
+)
+def test_frames_are_those_that_are_shown_at_their_times(form: str, codec: str) -> None:
+    """Some between two that stand alone, some before; of an odd number the last one twice."""
+    frames = shades(21)
+    for how in (QWEN2, QWEN3):
+        shape, found = decoded(video(frames, 10, form, codec), how)
+        numbers = frame_numbers(21, 10.0, how)
+        assert shape.times == pytest.approx([number / 10 for number in numbers])
+        assert shape.seconds_of_two == pytest.approx(2 * 2.1 / len(numbers))
+        wanted = [*numbers, *numbers[-1:] * (len(numbers) % 2)]
+        assert np.abs(found.mean(axis=(1, 2, 3)) - frames[wanted].mean(axis=(1, 2, 3))).max() < 5, "frames are 10 apart"
+
+
+@pytest.mark.parametrize(
+    ("matrix", "turns"),
+    [
+        ((0, 0x10000, 0, -0x10000, 0, 0, 0, 0, 0x40000000), -1),
+        ((-0x10000, 0, 0, 0, -0x10000, 0, 0, 0, 0x40000000), 2),
+        ((0, -0x10000, 0, 0x10000, 0, 0, 0, 0, 0x40000000), 1),
+        ((0xB504, 0xB504, 0, -0xB504, 0xB504, 0, 0, 0, 0x40000000), 0),
+    ],
+)
+def test_frames_are_turned_as_the_file_asks_to_be_shown(matrix: tuple[int, ...], turns: int) -> None:
+    """As phones write what was held upright: a quarter with the clock is the first."""
+    frames = noise(4, (64, 32))
+    plain, turned = (decoded(video(frames, matrix=each))[1] for each in (None, matrix))
+    assert (turned == np.rot90(plain, turns, axes=(1, 2))).all()
+
+
+def test_large_frames_are_scaled_down_and_larger_ones_refused() -> None:
+    shape, found = decoded(video(shades(2, (1920, 1080)), codec="mpeg4"))
+    assert (shape.width, shape.height) == (1365, 768)
+    assert shape.width * shape.height <= MAX_FRAME_PIXELS
+    assert np.abs(found[0].mean() - 20) < 3
+    (reply,) = decode_video(video(shades(2, (16, 2048)), codec="mpeg4"), QWEN2)
+    assert reply == VideoRefusal("16 times 2048 pixels are not allowed; one side may be 64 times the other")
+
+
+def test_no_file_opens_another_one() -> None:
+    for file in (
+        b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n",
+        b"ffconcat version 1.0\nfile /etc/passwd\n",
+    ):
+        (reply,) = decode_video(file, QWEN2)
+        assert isinstance(reply, VideoRefusal)
+
+
+def test_times_and_places_of_two_frames_are_the_librarys() -> None:
+    seconds = VideoModel(positions_per_second=2.0)
+    assert frame_offsets(4, 0.75, seconds) == [None, 1, 3, 4]
+    step = torch.tensor(32 / 30) * 2
+    library = (torch.arange(40) * step).long().tolist()
+    assert [each or 0 for each in frame_offsets(40, 32 / 30, seconds)] == library
+    assert frame_offsets(3, 9.0, QWEN2) == [None, 1, 2]
+    assert frame_offsets(3, 9.0, QWEN3) == [None, None, None]
+    assert pair_times((0.0, 0.5, 2.0)) == (0.25, 2.0)
