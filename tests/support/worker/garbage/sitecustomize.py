@@ -1,7 +1,7 @@
 """On the PYTHONPATH of a stack under test: while the file $GARBAGE_WHEN_THERE is there, one rank computes garbage.
 
 The file names the process to do so by its pid, and what its logits become: "PID zero" has token 0 win for ever, "PID
-nan" makes them NaN, "PID prompts" only in steps with prompts and without a canary's. Python imports this at its start,
+nan" makes them NaN, "PID prompts" only those of clients' prompts, not a canary's. Python imports this at its start,
 long before the model's classes exist; a finder wraps them when they are imported.
 """
 
@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,25 +29,30 @@ def wanted() -> str | None:
     return what if int(pid) == os.getpid() else None
 
 
-def has_canary(tokens: list[int], vocabulary: int) -> bool:
+def rows_of_prompts(ids: Any, meta: Any, vocabulary: int) -> list[int]:
+    """Rows of the logits that end prompts of clients: a step may have a canary's rows, or its next token, beside."""
     from services.scheduler.core.health.canary import PROMPT_STRIDE
 
-    begin = [PROMPT_STRIDE % vocabulary, 2 * PROMPT_STRIDE % vocabulary]
-    return any(tokens[at : at + 2] == begin for at in range(len(tokens)))
+    tokens, starts = ids.tolist(), meta.query_starts.tolist()
+    canary = [PROMPT_STRIDE % vocabulary, 2 * PROMPT_STRIDE % vocabulary]
+    spans = list(pairwise(starts))[meta.num_decodes :]
+    ends = {end - 1 for begin, end in spans if tokens[begin : begin + 2] != canary}
+    return [number for number, row in enumerate(meta.logits_rows.tolist()) if row in ends]
 
 
 def spoilt(forward: Any) -> Any:
-    def spoiling(*arguments: Any, **keywords: Any) -> Any:
-        logits = forward(*arguments, **keywords)
+    def spoiling(decoder: Any, ids: Any, meta: Any, *arguments: Any, **keywords: Any) -> Any:
+        logits = forward(decoder, ids, meta, *arguments, **keywords)
         what = wanted()
         if what is None or logits is None:
             return logits
-        if what == "prompts" and (len(arguments[1]) == 1 or has_canary(arguments[1].tolist(), logits.shape[1])):
-            return logits
-        if what in ("nan", "prompts"):
+        if what == "nan":
             return logits * float("nan")
         logits = logits.clone()
-        logits[:, 0] = 1e4
+        if what == "prompts":
+            logits[rows_of_prompts(ids, meta, logits.shape[1])] = float("nan")
+        else:
+            logits[:, 0] = 1e4
         return logits
 
     return spoiling
