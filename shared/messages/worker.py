@@ -62,6 +62,8 @@ class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
     encoded_computed: bool = False
     """Whether keys and values of those rows lie in them already; else the first step that computes some of its tokens
     writes them."""
+    cache_salt: str | None = None
+    """See `Generation.cache_salt`. Only under an equal salt may drafts come from another sequence's answer."""
 
 
 class SequenceWork(Struct, frozen=True, array_like=True, gc=False):

@@ -35,7 +35,9 @@ def speculation_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--drafters", type=Path, help="Folder of medusa, eagle, eagle3 and draft; by default the demo's."
     )
-    parser.add_argument("--methods", default="ngram,draft,medusa,eagle,eagle3", help="Those to compare with none.")
+    parser.add_argument(
+        "--methods", default="ngram,suffix,draft,medusa,eagle,eagle3", help="Those to compare with none."
+    )
     parser.add_argument("--tokens", type=int, default=3, help="Drafts of a step at the most.")
     parser.add_argument("--policy", choices=["dynamic", "fixed"], default="dynamic", help="The scheduler's.")
     parser.add_argument("--concurrency", default="1,8")
@@ -103,7 +105,7 @@ def _prompts(path: Path, tokenizer: Path, count: int) -> list[list[int]]:
 
 def _settings(method: str, drafters: Path, tokens: int) -> str:
     settings: dict[str, object] = {"method": method, "num_speculative_tokens": tokens}
-    if method not in ("ngram", "mtp"):
+    if method not in ("ngram", "suffix", "mtp"):
         settings["model"] = str((drafters / method).absolute())
     return msgspec.json.encode(settings).decode()
 

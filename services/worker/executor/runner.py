@@ -163,15 +163,17 @@ class RankState:
 
     def update_sequences(self, plan: StepPlan) -> list[int]:
         """Removes the sequences that `plan` releases, and adds its new ones: their indices. Raises BrokenPlan."""
+        proposer = self.drafting.proposer
         for sequence in plan.released:
             seq_index = self.sequences.release(sequence)
+            if proposer is not None:
+                proposer.end_sequence(seq_index, self.sequences)
             if self.guided:
                 self.guided.release(seq_index)
             if self.processors:
                 self.processors.release(seq_index)
         if plan.forget_loras and self.loras is not None:
             self.loras.forget_unserved(plan.forget_loras)
-        proposer = self.drafting.proposer
         if proposer is not None:
             for transfer in plan.transfers:
                 if transfer.kind == "load":
@@ -185,7 +187,7 @@ class RankState:
                 raise BrokenPlan(f"sequence {new.sequence}: it has no states behind {new.computed} computed tokens")
             seq_indices.append(seq_index := self.sequences.add(new))
             if proposer is not None:
-                proposer.start_sequence(seq_index, new.computed, self.sequences)
+                proposer.start_sequence(seq_index, new, self.sequences)
             if self.guided is not None and new.grammar is not None:
                 self.guided.add(seq_index, new, new.grammar)
             if self.processors is not None and new.sampling.extra_args:

@@ -24,8 +24,7 @@ from services.worker.speculation.settings import (
     SpeculationSettings,
     check_supported,
 )
-
-DEFAULT_DRAFT_TOKENS = 3
+from services.worker.speculation.suffix import SuffixDrafter
 
 
 def draft_settings(settings: SpeculationSettings, pipeline: Pipeline) -> DraftSettings:
@@ -34,7 +33,7 @@ def draft_settings(settings: SpeculationSettings, pipeline: Pipeline) -> DraftSe
         check_supported(settings, device="", stages=pipeline.stages)
     except SpeculationError as error:
         raise ModelError(str(error)) from None
-    return DraftSettings(settings.num_speculative_tokens or DEFAULT_DRAFT_TOKENS, settings.method in READ_HIDDEN_STATES)
+    return DraftSettings(settings.most, settings.method in READ_HIDDEN_STATES)
 
 
 def keep_hidden_states(
@@ -54,19 +53,22 @@ def keep_hidden_states(
 def _check_hidden_states(settings: SpeculationSettings, config: ModelDescription) -> None:
     if settings.method in READ_HIDDEN_STATES and not isinstance(config, ModelConfig):
         raise ModelError(
-            f"speculative method {settings.method}: reads hidden states, which transformers keeps: use ngram or draft"
+            f"speculative method {settings.method}: reads hidden states, which transformers keeps: use ngram, suffix "
+            "or draft"
         )
 
 
 @torch.inference_mode()
 def open_drafter(settings: SpeculationSettings, target: TargetModel) -> Drafter:
     """Reads the method's weights. Raises ModelError."""
-    most = settings.num_speculative_tokens or DEFAULT_DRAFT_TOKENS
+    most = settings.most
     _check_hidden_states(settings, target.config)
     target = target.for_drafts()
     match settings.method:
         case "ngram":
             return NgramDrafter(settings.prompt_lookup_max, settings.prompt_lookup_min, most)
+        case "suffix":
+            return SuffixDrafter.of(settings, most)
         case "draft":
             return open_draft_model(settings, target, most)
         case "medusa":

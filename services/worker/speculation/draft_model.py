@@ -31,6 +31,7 @@ from services.worker.speculation.chain import DraftSampler, draft_chain
 from services.worker.speculation.drafter import TargetModel
 from services.worker.speculation.proposer import ComputedStep, DraftRequest, Indices, Int32s, SequenceHistories
 from services.worker.speculation.settings import SpeculationSettings
+from shared.messages.worker import NewSequence
 
 MAX_READ_TOKENS = 512
 """Tokens that it reads in one step, shortest first: a sequence that is not read to its end drafts later."""
@@ -190,11 +191,14 @@ class DraftModelProposer:
         size = self._block_size
         self._whole[computed.kv_slots[computed.positions % size == 0] // size] = False
 
-    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None:
+    def start_sequence(self, seq_index: int, new: NewSequence, histories: SequenceHistories) -> None:
         """Of what the sequence's first blocks hold, only blocks that the draft model has whole count as read."""
-        blocks = histories.block_tables[seq_index, : computed // self._block_size]
+        blocks = histories.block_tables[seq_index, : new.computed // self._block_size]
         missing = np.flatnonzero(~self._whole[blocks])
         self._read[seq_index] = self._block_size * (missing[0] if len(missing) else len(blocks))
+
+    def end_sequence(self, seq_index: int, histories: SequenceHistories) -> None:
+        """Nothing to do: its place is written anew before it is read again."""
 
     def forget_blocks(self, blocks: Int32s) -> None:
         """The draft model has nothing of what these blocks hold now."""

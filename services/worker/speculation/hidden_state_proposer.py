@@ -29,6 +29,7 @@ from services.worker.sampling.random_numbers import RejectedDrafts
 from services.worker.speculation.chain import DraftSampler, draft_chain
 from services.worker.speculation.drafter import TargetModel
 from services.worker.speculation.proposer import ComputedStep, DraftRequest, SequenceHistories
+from shared.messages.worker import NewSequence
 
 
 class DraftHead(Protocol):
@@ -175,8 +176,11 @@ class HiddenStateProposer:
         self._predicted.index_copy_(0, seq_indices, last)
         self._ready[computed.sampled_indices] = True
 
-    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None:
+    def start_sequence(self, seq_index: int, new: NewSequence, histories: SequenceHistories) -> None:
         """Nothing to do: its first decode follows a step that computes its last row."""
+
+    def end_sequence(self, seq_index: int, histories: SequenceHistories) -> None:
+        """Nothing to do: its place is written anew before it is read again."""
 
     def forget_blocks(self, blocks: Int32s) -> None:
         """Nothing to do: what the layer made of their former contents stays, finite and wrong."""

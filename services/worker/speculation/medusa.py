@@ -24,6 +24,7 @@ from services.worker.speculation.chain import DraftSampler
 from services.worker.speculation.drafter import DrafterCheckpoint, TargetModel, read_drafter
 from services.worker.speculation.proposer import ComputedStep, DraftRequest, Int32s, SequenceHistories
 from services.worker.speculation.settings import SpeculationSettings
+from shared.messages.worker import NewSequence
 
 _HEAD = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.")
 """`0.0.linear.weight` as Medusa's own files have it, with or without `medusa_head.`; and, as vLLM's converted ones,
@@ -164,8 +165,11 @@ class MedusaProposer:
         )
         self._features.index_copy_(0, seq_indices, computed.features.index_select(0, rows))
 
-    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None:
+    def start_sequence(self, seq_index: int, new: NewSequence, histories: SequenceHistories) -> None:
         """Nothing to do: its first decode follows a step that computes its last row."""
+
+    def end_sequence(self, seq_index: int, histories: SequenceHistories) -> None:
+        """Nothing to do: its place is written anew before it is read again."""
 
     def forget_blocks(self, blocks: Int32s) -> None:
         """Nothing to do: heads keep no keys and values."""

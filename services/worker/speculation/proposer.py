@@ -18,6 +18,7 @@ from services.worker.batch.batch import DraftTokens
 from services.worker.ops.interface import BatchMeta
 from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.random_numbers import RejectedDrafts
+from shared.messages.worker import NewSequence
 
 Int32s = NDArray[np.int32]
 Indices = NDArray[np.intp]
@@ -105,8 +106,11 @@ class Proposer(Protocol):
     def observe(self, computed: ComputedStep) -> None:
         """Called when a step is over: for every step that computed anything, whether or not any sequence had drafts."""
 
-    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None:
-        """Called when a new sequence lies in `seq_index`, `computed` tokens of which were computed before."""
+    def start_sequence(self, seq_index: int, new: NewSequence, histories: SequenceHistories) -> None:
+        """Called when a `new` sequence lies in `seq_index`."""
+
+    def end_sequence(self, seq_index: int, histories: SequenceHistories) -> None:
+        """Called when the sequence in `seq_index` is about to be forgotten."""
 
     def forget_blocks(self, blocks: Int32s) -> None:
         """Called when these blocks hold, from here on, what another engine computed."""
@@ -131,7 +135,10 @@ class StatelessProposer:
     def observe(self, computed: ComputedStep) -> None:
         """Nothing is kept of steps."""
 
-    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None:
+    def start_sequence(self, seq_index: int, new: NewSequence, histories: SequenceHistories) -> None:
+        """Nothing is kept of sequences."""
+
+    def end_sequence(self, seq_index: int, histories: SequenceHistories) -> None:
         """Nothing is kept of sequences."""
 
     def forget_blocks(self, blocks: Int32s) -> None:
@@ -167,10 +174,15 @@ class ProposerChain:
         for proposer in self._proposers:
             proposer.observe(computed)
 
-    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None:
+    def start_sequence(self, seq_index: int, new: NewSequence, histories: SequenceHistories) -> None:
         """Every proposer starts it."""
         for proposer in self._proposers:
-            proposer.start_sequence(seq_index, computed, histories)
+            proposer.start_sequence(seq_index, new, histories)
+
+    def end_sequence(self, seq_index: int, histories: SequenceHistories) -> None:
+        """Every proposer ends it."""
+        for proposer in self._proposers:
+            proposer.end_sequence(seq_index, histories)
 
     def forget_blocks(self, blocks: Int32s) -> None:
         """Every proposer forgets them."""

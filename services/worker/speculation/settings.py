@@ -8,15 +8,16 @@ from typing import Literal, get_args
 import msgspec
 from msgspec import Struct
 
-Method = Literal["ngram", "draft", "medusa", "eagle", "eagle3", "mtp"]
+Method = Literal["ngram", "suffix", "draft", "medusa", "eagle", "eagle3", "mtp"]
 
 READ_HIDDEN_STATES: tuple[Method, ...] = ("medusa", "eagle", "eagle3", "mtp")
 """Methods that go on from hidden states of the model."""
 
-_WITHOUT_MODEL: tuple[Method, ...] = ("ngram", "mtp")
+WITHOUT_MODEL: tuple[Method, ...] = ("ngram", "suffix", "mtp")
 
 MAX_DRAFT_TOKENS = 16
 """Drafts of one step at the most: blocks are reserved for all of them."""
+DEFAULT_DRAFT_TOKENS = 3
 
 
 class SpeculationError(ValueError):
@@ -28,14 +29,27 @@ class SpeculationSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     method: Method
     num_speculative_tokens: int | None = None
-    """Drafts of one step at the most; by default 3."""
+    """Drafts of one step at the most; by default 3, and 16 of suffixes, which make as many as they are sure of."""
     model: str | None = None
-    """The directory of the draft model, the Medusa heads, EAGLE's layer or EAGLE-3's head. N-grams need none, and MTP
-    reads the model's own."""
+    """The directory of the draft model, the Medusa heads, EAGLE's layer or EAGLE-3's head. N-grams and suffixes need
+    none, and MTP reads the model's own."""
     prompt_lookup_max: int = 5
     """Tokens of the longest match looked for."""
     prompt_lookup_min: int = 2
     """Tokens that a match must have."""
+    suffix_decoding_max_tree_depth: int = 24
+    """Tokens of the longest match looked for."""
+    suffix_decoding_max_cached_requests: int = 10_000
+    """Answers that are looked through beside the sequence itself, the latest."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """Drafts at the most for each token that matches."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """The share of the places where the last tokens occurred that a draft must have followed at."""
+
+    @property
+    def most(self) -> int:
+        """Drafts of one step and sequence at the most."""
+        return self.num_speculative_tokens or (MAX_DRAFT_TOKENS if self.method == "suffix" else DEFAULT_DRAFT_TOKENS)
 
     def folder(self) -> Path:
         """The directory of the method's weights, `~` resolved. Only for methods that have weights."""
@@ -68,16 +82,44 @@ def _complaint(settings: SpeculationSettings) -> str | None:
     most = settings.num_speculative_tokens
     if most is not None and not 1 <= most <= MAX_DRAFT_TOKENS:
         return f"num_speculative_tokens is {most}, must be from 1 to {MAX_DRAFT_TOKENS}"
-    if settings.method in _WITHOUT_MODEL and settings.model is not None:
+    if settings.method in WITHOUT_MODEL and settings.model is not None:
         return f"model is {settings.model!r}, but method {settings.method} has none"
+    if (foreign := _foreign(settings)) is not None:
+        return foreign
+    if settings.method == "suffix":
+        return _suffix_complaint(settings)
     if settings.method == "ngram":
         if not 1 <= settings.prompt_lookup_min <= settings.prompt_lookup_max <= 64:
             return (
                 f"prompt_lookup_min is {settings.prompt_lookup_min}, prompt_lookup_max {settings.prompt_lookup_max}: "
                 "must be from 1 to 64, and the first not above the other"
             )
-    elif not settings.model and settings.method not in _WITHOUT_MODEL:
+    elif not settings.model and settings.method not in WITHOUT_MODEL:
         return f"method {settings.method} needs model, the directory of its weights"
+    return None
+
+
+def _foreign(settings: SpeculationSettings) -> str | None:
+    """A key that has no effect on the method."""
+    for method, prefix in (("ngram", "prompt_lookup_"), ("suffix", "suffix_decoding_")):
+        for field in msgspec.structs.fields(SpeculationSettings):
+            if not field.name.startswith(prefix) or method == settings.method:
+                continue
+            if (value := getattr(settings, field.name)) != field.default:
+                return f"{field.name} is {value}, which only method {method} has"
+    return None
+
+
+def _suffix_complaint(settings: SpeculationSettings) -> str | None:
+    for name, least, most in (
+        ("max_tree_depth", 1, 64),
+        ("max_cached_requests", 0, 1_000_000),
+        ("max_spec_factor", 0.0, 16.0),
+        ("min_token_prob", 0.0, 1.0),
+    ):
+        value = getattr(settings, f"suffix_decoding_{name}")
+        if not least <= value <= most:
+            return f"suffix_decoding_{name} is {value}, must be from {least} to {most}"
     return None
 
 

@@ -200,7 +200,7 @@ def test_what_was_drafted_and_accepted_is_counted(plain: Runner) -> None:
     assert [(s.tokens, s.drafted) for s in output.sampled] == [(tuple(known.output[1:3]), 3)]
 
 
-METHODS = ["ngram", "draft", "medusa", "eagle", "eagle3"]
+METHODS = ["ngram", "suffix", "draft", "medusa", "eagle", "eagle3"]
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +208,7 @@ def drafters(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict
     folder = tmp_path_factory.mktemp("drafters")
     return {
         "ngram": SpeculationSettings(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1),
+        "suffix": SpeculationSettings(method="suffix", num_speculative_tokens=4),
         "draft": SpeculationSettings(
             method="draft", num_speculative_tokens=4, model=str(make_draft(model, folder / "draft"))
         ),
@@ -287,6 +288,19 @@ def test_a_draft_model_knows_which_blocks_it_has_read(
     assert driver.share_prefix(sharing, first) == 4 * BLOCK_SIZE
     driver.run()
     assert driver.accepted == driver.drafted > 0
+
+
+def test_answers_are_foreseen_by_those_before_them_under_the_same_salt(
+    model: TinyModel, drafters: dict[str, SpeculationSettings]
+) -> None:
+    runner = backend_of(model.path, speculation=drafters["suffix"])
+    accepted = {}
+    for who, salt in (("first", None), ("again", None), ("another", "key/"), ("its own", "key/")):
+        driver = Driver(runner, speculate=4)
+        driver.add(PROMPTS[0], OUTPUT, cache_salt=salt, sampling=SamplingOptions(seed=5, temperature=1.3))
+        driver.run()
+        accepted[who] = driver.accepted
+    assert accepted["again"] == accepted["its own"] > accepted["first"] == accepted["another"]
 
 
 def test_eagle_and_medusa_foresee_something(model: TinyModel, drafters: dict[str, SpeculationSettings]) -> None:

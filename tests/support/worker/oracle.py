@@ -8,6 +8,7 @@ import numpy as np
 
 from services.worker.batch.batch import DraftTokens
 from services.worker.speculation.proposer import ComputedStep, DraftRequest, Int32s, SequenceHistories
+from shared.messages.worker import NewSequence
 from tests.support.models.tiny_models import VOCABULARY
 
 
@@ -42,6 +43,7 @@ class Oracle:
     def observe(self, computed: ComputedStep) -> None:
         assert len(computed.seq_indices) == len(computed.positions)
 
-    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None: ...
+    def start_sequence(self, seq_index: int, new: NewSequence, histories: SequenceHistories) -> None: ...
+    def end_sequence(self, seq_index: int, histories: SequenceHistories) -> None: ...
     def forget_blocks(self, blocks: Int32s) -> None: ...
     def clear(self) -> None: ...

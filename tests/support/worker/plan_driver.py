@@ -51,6 +51,7 @@ class Sequence:
     pooling: PoolingOptions | None = None
     lora: LoraId | None = None
     prompt_embeds: PromptEmbeds | None = None
+    cache_salt: str | None = None
     pooled: bool = False
     """Whether the step is planned that yields its vector."""
 
@@ -96,6 +97,7 @@ class Driver:
         pooling: PoolingOptions | None = None,
         lora: LoraId | None = None,
         prompt_embeds: PromptEmbeds | None = None,
+        cache_salt: str | None = None,
     ) -> Sequence:
         """A sequence that wants `wanted` output tokens, those behind `prompt_length` in `tokens` counted; or its
         vector, where it has `pooling`."""
@@ -111,6 +113,7 @@ class Driver:
             pooling=pooling,
             lora=lora,
             prompt_embeds=prompt_embeds,
+            cache_salt=cache_salt,
         )
         self._next_id += 1
         self.sequences[sequence.id] = sequence
@@ -214,6 +217,7 @@ class Driver:
             prompt_embeds=sequence.prompt_embeds,
             encoded_blocks=pack(sequence.encoded),
             encoded_computed=sequence.encoded_computed,
+            cache_salt=sequence.cache_salt,
         )
 
     def _work(self, sequence: Sequence, count: int) -> SequenceWork:

@@ -122,4 +122,5 @@ def new_sequence(
         prompt_embeds=generation.prompt_embeds,
         encoded_blocks=pack(encoded[0]),
         encoded_computed=encoded[1],
+        cache_salt=generation.cache_salt,
     )

@@ -95,6 +95,12 @@ def test_rows_fall_to_their_sequences() -> None:
         ('{"method": "eagle"}', "eagle needs model"),
         ('{"method": "ngram", "model": "x"}', "ngram has none"),
         ('{"method": "mtp", "model": "x"}', "mtp has none"),
+        (
+            '{"method": "eagle", "model": "x", "prompt_lookup_max": 4}',
+            "prompt_lookup_max is 4, which only method ngram",
+        ),
+        ('{"method": "suffix", "suffix_decoding_min_token_prob": 2}', "min_token_prob is 2.0, must be from 0.0 to 1.0"),
+        ('{"method": "suffix", "suffix_decoding_max_tree_depth": 0}', "max_tree_depth is 0, must be from 1 to 64"),
     ],
 )
 def test_what_cannot_be_speculated_is_refused_by_name(text: str, complaint: str) -> None:
