@@ -10,10 +10,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from services.worker.batch.batch import DraftTokens
-from services.worker.speculation.proposer import DraftRequest, Int32s, StatelessProposer
-
-WINDOW = 4096
-"""Tokens before the end that are looked through: bounds the cost for each sequence."""
+from services.worker.speculation.proposer import HISTORY_WINDOW, DraftRequest, Int32s, StatelessProposer
 
 
 class NgramProposer(StatelessProposer, Struct, frozen=True, kw_only=True):
@@ -28,7 +25,7 @@ class NgramProposer(StatelessProposer, Struct, frozen=True, kw_only=True):
     def propose(self, request: DraftRequest) -> DraftTokens:
         """No drafts for sequences whose last tokens occurred nowhere before."""
         lengths = request.histories.lengths[request.seq_indices]
-        window = min(WINDOW, int(lengths.max()))
+        window = min(HISTORY_WINDOW, int(lengths.max()))
         # The sequences' last tokens, aligned at their ends; before the beginning of a short one, its first token.
         at = np.maximum(lengths[:, None] - window + np.arange(window), 0)
         tokens = request.histories.tokens[request.seq_indices[:, None], at]

@@ -23,6 +23,9 @@ from shared.messages.worker import NewSequence
 Int32s = NDArray[np.int32]
 Indices = NDArray[np.intp]
 
+HISTORY_WINDOW = 4096
+"""Tokens before the end of a sequence that are looked through for what to draft: bounds the cost for each."""
+
 
 class SequenceHistories(Protocol):
     """What proposers may know of the sequences: arrays by their index, read while a call lasts, and never written."""

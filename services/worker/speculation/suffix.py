@@ -15,8 +15,13 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from services.worker.batch.batch import DraftTokens
-from services.worker.speculation.ngram import WINDOW
-from services.worker.speculation.proposer import DraftRequest, Int32s, SequenceHistories, StatelessProposer
+from services.worker.speculation.proposer import (
+    HISTORY_WINDOW,
+    DraftRequest,
+    Int32s,
+    SequenceHistories,
+    StatelessProposer,
+)
 from services.worker.speculation.settings import SpeculationSettings
 from shared.messages.worker import NewSequence
 
@@ -98,7 +103,7 @@ class SuffixProposer(StatelessProposer):
             if not limit:
                 continue
             length = int(histories.lengths[seq_index])
-            own = histories.tokens[seq_index, max(0, length - WINDOW) : length]
+            own = histories.tokens[seq_index, max(0, length - HISTORY_WINDOW) : length]
             context, most = own[-drafter.max_match :], min(int(limit), drafter.most)
             others = self._answers.text(self._began[int(seq_index)][1])
             found = max(
