@@ -79,17 +79,23 @@ EXPERT_BALANCE = Gauge(
     "baton_worker_expert_balance",
     "Mean over maximum of the ranks' picks in the last 10 s that had some, by layer; 1: all ranks computed as many.",
     ["layer"],
+    registry=METRICS,
 )
 EXPERT_REARRANGEMENTS = Gauge(
     "baton_worker_expert_rearrangements",
     "Rearrangements of experts beside steps since the rank started, by how they ended: completed or failed.",
     ["outcome"],
+    registry=METRICS,
 )
 EXPERTS_MOVED = Gauge(
-    "baton_worker_experts_moved", "Experts that ranks were given by rearrangements since the rank started."
+    "baton_worker_experts_moved",
+    "Experts that ranks were given by rearrangements since the rank started.",
+    registry=METRICS,
 )
 EXPERT_REARRANGEMENT_SECONDS = Gauge(
-    "baton_worker_expert_rearrangement_seconds", "Seconds that the last rearrangement took beside steps."
+    "baton_worker_expert_rearrangement_seconds",
+    "Seconds that the last rearrangement took beside steps.",
+    registry=METRICS,
 )
 
 _WAIT, _PREPARE, _FORWARD, _SAMPLE, _ANSWER = (

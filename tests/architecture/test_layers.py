@@ -72,6 +72,23 @@ def test_only_the_configuration_reads_the_environment() -> None:
     assert readers <= {"shared/config.py"}
 
 
+def test_every_metric_of_a_service_is_in_its_registry() -> None:
+    """Else processes of other services that import its module show it, too, and for ever 0."""
+    outside = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+        for path in sources()
+        if "shared" not in path.relative_to(REPOSITORY).parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("Counter", "Gauge", "Histogram")
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and "registry" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert outside == []
+
+
 def test_no_service_gives_a_setting_of_all_services_another_meaning() -> None:
     common = set(ServiceConfig.__struct_fields__)
     assert {s: again for s, c in CONFIGS.items() if (again := common & set(c.__annotations__))} == {}
