@@ -174,7 +174,7 @@ class WorkerRanks:
             self._pinged_at = None
         elif now - asked > PING_TIMEOUT:
             self.forget()
-            return WorkersLost(f"worker {silent[0]}: a step is late, and it did not answer in {PING_TIMEOUT:g} s")
+            return WorkersLost(f"worker {silent[0]}: silent for {PING_TIMEOUT:g} s after it was asked, as a step is late")
         return None
 
     def _undelivered(self, now: float, epoch: Incarnation | None) -> WorkersLost | None:

@@ -75,7 +75,9 @@ async def test_a_rank_that_stands_still_under_a_living_scheduler_is_asked_and_gi
     try:
         later = await streams(large_fleet)
         assert [s.text for s in await disturbed] == [s.text for s in later] == [s.text for s in undisturbed]
-        assert "worker engine-1-rank0: a step is late, and it did not answer in 2 s" in large_fleet.log("engine-1")
+        assert "worker engine-1-rank0: silent for 2 s after it was asked, as a step is late" in large_fleet.log(
+            "engine-1"
+        )
         assert large_fleet.pid("engine-1-rank0") == pid, "it was not replaced, so its engine was given up"
     finally:
         os.kill(pid, signal.SIGCONT)

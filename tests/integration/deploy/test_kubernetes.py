@@ -50,7 +50,7 @@ def test_an_engine_that_ends_finishes_its_streams_first(pods: RunningPods) -> No
     """With another engine to go on at: what ends here must not have to."""
     seen, found = threading.Event(), []
     client = threading.Thread(target=lambda: found.append(pods.stream(seen)))
-    retries = pods.metric(pods.gateway, 9090, "baton_gateway_retries_total")
+    retries = pods.retries()
     client.start()
     assert seen.wait(DEADLINE)
     statuses = pods.engine.terminate()
@@ -59,7 +59,7 @@ def test_an_engine_that_ends_finishes_its_streams_first(pods: RunningPods) -> No
     ((chunks, reason),) = found
     assert reason == "length"
     assert chunks > 1
-    assert pods.metric(pods.gateway, 9090, "baton_gateway_retries_total") == retries
+    assert pods.retries() == retries
     gateway, end = pods.gateway.container("gateway"), time.monotonic() + DEADLINE
     while pods.gateway.probe(gateway, "readinessProbe"):  # for as long as new requests wait for an engine
         assert time.monotonic() < end

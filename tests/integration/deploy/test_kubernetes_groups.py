@@ -60,7 +60,7 @@ def test_a_group_that_ends_finishes_its_streams_first(pods: RunningPods) -> None
     """Its pods are told at once; the worker's rank goes when the leader has drained."""
     seen, found = threading.Event(), []
     client = threading.Thread(target=lambda: found.append(pods.stream(seen)))
-    retries = pods.metric(pods.gateway, 9090, "baton_gateway_retries_total")
+    retries = pods.retries()
     client.start()
     assert seen.wait(DEADLINE)
     leader, worker = group(pods)
@@ -71,4 +71,4 @@ def test_a_group_that_ends_finishes_its_streams_first(pods: RunningPods) -> None
     ((chunks, reason),) = found
     assert reason == "length"
     assert chunks > 1
-    assert pods.metric(pods.gateway, 9090, "baton_gateway_retries_total") == retries
+    assert pods.retries() == retries

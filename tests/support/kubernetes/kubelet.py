@@ -144,7 +144,11 @@ class Pod:
 
     def log(self, container: Container) -> str:
         """The last lines that it wrote."""
-        return (self._folder / f"{container.name}.log").read_text(errors="replace")[-4000:]
+        return self.whole_log(container.name)[-4000:]
+
+    def whole_log(self, name: str) -> str:
+        """All that a container of this name wrote."""
+        return (self._folder / f"{name}.log").read_text(errors="replace")
 
     def _run(self, container: Container) -> subprocess.Popen[bytes]:
         environment = self._environment_here(container)

@@ -16,6 +16,7 @@ from openai import OpenAI
 
 from deploy.container_secrets import make
 from tests.support.kubernetes.kubelet import ClusterFolder, Pod
+from tests.support.kv.prompts import retries_in
 from tests.support.paths import DEMO_MODEL
 
 MODEL = "baton-demo"
@@ -53,6 +54,10 @@ class RunningPods(NamedTuple):
         while self.metric(pod, port, name) <= 0:
             assert time.monotonic() < end, f"{name} stays 0"
             time.sleep(0.1)
+
+    def retries(self) -> int:
+        """Attempts beyond the first, but for those of a process that the machine gave no time to speak."""
+        return retries_in(self.gateway.whole_log("gateway"))
 
     def stream(self, seen: threading.Event) -> tuple[int, str | None]:
         """A long completion: its chunks of text, and why it ended. Sets `seen` at the first chunk."""

@@ -110,10 +110,14 @@ def handed_over(stack: RunningStack) -> int:
 
 
 def retries(stack: RunningStack) -> int:
-    """Attempts beyond the first: what hides a loss from clients, and must not be needed where nothing is lost. Without
-    those of an instance that the machine gave no time to speak."""
-    lines = [line for name in stack.instances("gateway") for line in stack.log(name).splitlines()]
-    return sum('"event":"dispatched again"' in line and "silent for" not in line for line in lines)
+    """Attempts beyond the first, over all gateways."""
+    return sum(retries_in(stack.log(name)) for name in stack.instances("gateway"))
+
+
+def retries_in(log: str) -> int:
+    """Attempts beyond the first, by a gateway's log: what hides a loss from clients, and must not be needed where
+    nothing is lost. Without those of an instance that the machine gave no time to speak."""
+    return sum('"event":"dispatched again"' in line and "silent for" not in line for line in log.splitlines())
 
 
 def started_by(stack: RunningStack, engine: str) -> int:

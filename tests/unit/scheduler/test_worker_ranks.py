@@ -180,7 +180,7 @@ def test_a_rank_that_does_not_answer_is_lost_long_before_its_promise_is_broken(q
     quiet_ranks.record_lifecycle(replace(life(0), keep_alive=8.0), 2.1)
     assert quiet_ranks.expire(3.9, None) is None
     lost = quiet_ranks.expire(4.1, None)
-    assert lost == WorkersLost("worker e-rank1: a step is late, and it did not answer in 2 s")
+    assert lost == WorkersLost("worker e-rank1: silent for 2 s after it was asked, as a step is late")
     quiet_ranks.record_lifecycle(replace(life(0), keep_alive=8.0), 4.2)
     assert quiet_ranks.assemble() is None, "it counts as ready before it has spoken"
     quiet_ranks.record_lifecycle(replace(life(1), keep_alive=8.0), 5.0)
