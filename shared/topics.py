@@ -106,7 +106,7 @@ def engine_steps(engine: EngineId) -> Topic[worker.StepPlan]:
 
 
 def rank_orders(engine: EngineId) -> Topic[worker.RankOrder]:
-    """scheduler → every rank of the engine: sleep, wake up."""
+    """scheduler → every rank of the engine: sleep, wake up, say that you live."""
     return Topic(f"engine.{engine}.ranks", worker.RankOrder)
 
 

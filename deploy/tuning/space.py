@@ -40,18 +40,30 @@ class SearchSpace:
 
 
 def parse_search(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """`["max_batch_tokens=512,1024", "scheduler.run_ahead=1,2"]`, values by setting. Raises SpaceError."""
+    """`["max_batch_tokens=512,1024", "scheduler.run_ahead=1,2"]`, values by setting. Commas within a JSON object do
+    not part values: `speculative={"method": "ngram", "num_speculative_tokens": 2},{…}`. Raises SpaceError."""
     found: dict[str, tuple[str, ...]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
         name = name.strip().replace("-", "_")
-        several = tuple(filter(None, (each.strip() for each in values.split(","))))
+        several = tuple(filter(None, (each.strip() for each in _apart(values))))
         if not equals or not name or not several:
             raise SpaceError(f"{text!r}: SETTING=VALUE,VALUE is expected")
         if name in found:
             raise SpaceError(f"{name}: given twice")
         found[name] = several
     return found
+
+
+def _apart(text: str) -> Iterator[str]:
+    """What lies between commas that stand in no braces and no brackets."""
+    depth = begin = 0
+    for at, character in enumerate(text):
+        depth += (character in "{[") - (character in "}]")
+        if character == "," and depth == 0:
+            yield text[begin:at]
+            begin = at + 1
+    yield text[begin:]
 
 
 class PoolSizes(NamedTuple):

@@ -141,6 +141,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
         "tests/actors/gateway/test_console.py",
         "tests/integration/shared_stacks/test_whole_stack.py::test_every_service_answers_prometheus",
         "tests/integration/cluster/test_traces.py",
+        "tests/integration/bench/test_hops.py::test_every_hop_of_a_token_and_of_a_request_is_measured",
     ),
     "Planning": (
         "tests/unit/deploy/simulation/test_simulation.py",

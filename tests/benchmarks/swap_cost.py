@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _round(folder: Path, model: Path, memory: str) -> _Round:
-    more = ["--load-format=dummy", "--max-model-len=1024", f"--kv-memory={KV_MEMORY}", "--served-model-name=bench"]
+    more = ["--load-format=dummy", "--max-model-len=512", f"--kv-memory={KV_MEMORY}", "--served-model-name=bench"]
     settings = ["scheduler.canary_interval_s=0"]
     with running_stack(folder, model=model, kvstore=memory, dtype="bfloat16", settings=settings, more=more) as stack:
         return asyncio.run(_measured(stack))

@@ -15,6 +15,11 @@ def test_settings_and_their_values_are_read() -> None:
     assert {"max_batch_tokens": "1024", "scheduler.run_ahead": "1"} in space.combinations()
 
 
+def test_a_json_object_is_one_value() -> None:
+    few, more = (f'{{"method": "ngram", "num_speculative_tokens": {count}}}' for count in (2, 4))
+    assert parse_search([f"speculative={few}, {more}"]) == {"speculative": (few, more)}
+
+
 @pytest.mark.parametrize("text", ["max_num_seqs", "max_num_seqs=", "=1,2", "max_num_seqs=,"])
 def test_anything_else_is_refused_by_name(text: str) -> None:
     with pytest.raises(SpaceError, match="SETTING=VALUE,VALUE is expected"):
