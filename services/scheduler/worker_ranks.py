@@ -174,7 +174,8 @@ class WorkerRanks:
             self._pinged_at = None
         elif now - asked > PING_TIMEOUT:
             self.forget()
-            return WorkersLost(f"worker {silent[0]}: silent for {PING_TIMEOUT:g} s after it was asked, as a step is late")
+            why = f"silent for {PING_TIMEOUT:g} s after it was asked, as a step is late"
+            return WorkersLost(f"worker {silent[0]}: {why}")
         return None
 
     def _undelivered(self, now: float, epoch: Incarnation | None) -> WorkersLost | None:
