@@ -36,7 +36,7 @@ SENTENCES: Mapping[str, tuple[str, ...]] = {
         "tests/faults/test_chaos.py::test_no_stream_is_lost_or_altered_and_nothing_stays_held",
     ),
     "If the gateway dies that holds its connection": (_RESUMED,),
-    "Baton is written in Python and small enough": ("tests/architecture/test_house.py",),
+    "Baton is written in Python, in modules of": ("tests/architecture/test_house.py",),
     "You need Python 3.11 or newer and make.": (f"{_HERE}::test_python_is_the_one_that_the_package_asks_for",),
     "The first call creates `.venv`": (
         f"{_HERE}::test_make_up_installs_and_then_is_baton_up",
