@@ -124,10 +124,6 @@ class Checkpoint:
         except (TensorFileError, OSError) as error:
             raise ModelError(f"tensor {name}: {error}") from None
 
-    def read_whole(self, name: str) -> Tensor:
-        """Tensor `name` as it is there, in the dtype of the run."""
-        return self.read(name, self._tensors[name].shape)
-
     def read(
         self,
         name: str,

@@ -177,11 +177,6 @@ class LibraryDecoder:
         """Whether `forward` can fill features; those are the last stage's."""
         return self._base is not None or not self._stage.is_last
 
-    @property
-    def attention_calls(self) -> tuple[AttentionCall, ...]:
-        """What its layers ask of attention, in the order of a pass."""
-        return self._calls
-
     def named_modules(self) -> NamedModules:
         """What adapters may change, by the library's names."""
         products = {name.removesuffix(PARTIAL): each.named() for name, each in self._named.items()}
