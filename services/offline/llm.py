@@ -163,9 +163,7 @@ class LLM:
             for token in tokens_with_logprobs(answer) - self._texts.keys():
                 decoded = await self._post("/detokenize", {"model": self.model, "tokens": [token]})
                 self._texts[token] = decoded["prompt"]
-        given = request.fields.get("prompt")
-        text = given if isinstance(given, str) else None
-        output = request_output(answer, text, self._texts, request.params.logprobs or 0)
+        output = request_output(answer, request.text, self._texts, request.params.logprobs or 0)
         done(sum(len(choice.token_ids) for choice in output.outputs))
         return output
 

@@ -9,9 +9,11 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from services.offline.errors import InvalidRequest
+from services.offline.media import chat_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a dict with `prompt` or `prompt_token_ids`."""
+"""Text, token ids, or a dict with `prompt` or `prompt_token_ids`; beside a prompt of text it may have
+`multi_modal_data`."""
 Message = Mapping[str, Any]
 
 _SHOWN = 80
@@ -66,6 +68,8 @@ class PromptRequest(NamedTuple):
     fields: Mapping[str, Any]
     """`prompt` or `messages`, and what belongs to them."""
     params: SamplingParams
+    text: str | None = None
+    """The prompt, where it was given as text."""
 
     @property
     def is_chat(self) -> bool:
@@ -109,16 +113,19 @@ def _request(prompt: object, params: SamplingParams, index: int) -> PromptReques
     own: dict[str, Any] = {}
     if isinstance(prompt, Mapping):
         field = f"prompts[{index}]"
-        if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
-            allowed = "prompt, prompt_token_ids, cache_salt"
+        if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"}:
+            allowed = "prompt, prompt_token_ids, cache_salt, multi_modal_data"
             raise InvalidRequest(f"{field}: {_shown(sorted(unknown)[0])} is not allowed; {allowed} are", field)
         if "prompt_token_ids" not in prompt and "prompt" not in prompt:
             raise InvalidRequest(f"{field}: prompt or prompt_token_ids is required", field)
         if "cache_salt" in prompt:
             own["cache_salt"] = prompt["cache_salt"]
-        prompt = prompt.get("prompt_token_ids") or prompt.get("prompt")
+        given, media = prompt.get("prompt_token_ids") or prompt.get("prompt"), prompt.get("multi_modal_data")
+        if media:
+            return PromptRequest({**chat_of(given, media, field), **own}, params, given)
+        prompt = given
     if isinstance(prompt, str):
-        return PromptRequest({"prompt": prompt, **own}, params)
+        return PromptRequest({"prompt": prompt, **own}, params, prompt)
     if isinstance(prompt, Sequence) and _is_ids(prompt):
         return PromptRequest({"prompt": list(prompt), **own}, params)
     raise InvalidRequest(

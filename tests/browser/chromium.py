@@ -25,13 +25,13 @@ def chromium_path() -> str:
 
 
 @contextmanager
-def chromium() -> Iterator[Any]:
-    """A browser of Playwright's synchronous kind."""
+def chromium(*flags: str) -> Iterator[Any]:
+    """A browser of Playwright's synchronous kind, with further flags."""
     path = chromium_path()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
+        browser = playwright.chromium.launch(executable_path=path, args=[*FLAGS, *flags])
         try:
             yield browser
         finally:

@@ -1,10 +1,12 @@
-"""`LLM.chat` with images: what `transformers` generates of the same files."""
+"""`LLM.chat` and `LLM.generate` with images: what `transformers` generates of the same files."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from services.offline.errors import InvalidRequest
 from services.offline.llm import LLM
@@ -26,5 +28,19 @@ def test_chats_with_images_say_what_the_library_says(tmp_path: Path) -> None:
         for output, (messages, given) in zip(outputs, chats, strict=True):
             assert output.outputs[0].token_ids == model.greedy(shown(messages), given, 12)
             assert output.prompt_token_ids == model.ids_and_rows(shown(messages), given)["input_ids"][0].tolist()
+        beside = [Image.open(io.BytesIO(images[0])), images[1]]
+        text = model.processor.apply_chat_template(shown(chats[1][0]), add_generation_prompt=True)
+        (generated,) = llm.generate({"prompt": text, "multi_modal_data": {"image": beside}}, GREEDY)
+        assert generated.outputs[0].token_ids == model.greedy(shown(chats[1][0]), images, 12)
+        assert generated.prompt == text
+        for data, why in (
+            ({"audio": b""}, r"prompts\[0\].multi_modal_data.audio is not allowed; image and video are"),
+            ({"image": 7}, "image: a int is not allowed; a PIL.Image, the bytes of a file, a Path, or a URL is"),
+            ({"image": images[:1]}, "to show each of the 1 images"),
+        ):
+            with pytest.raises(InvalidRequest, match=why):
+                llm.generate([{"prompt": text, "multi_modal_data": data}], GREEDY)
+        with pytest.raises(InvalidRequest, match="beside a prompt of text only"):
+            llm.generate([{"prompt_token_ids": [1], "multi_modal_data": {"image": images}}], GREEDY)
         with pytest.raises(InvalidRequest, match="the image is broken"):
             llm.chat([{"role": "user", "content": [image_part(images[0][:99])]}], GREEDY)

@@ -11,7 +11,7 @@ from services.offline.llm import LLM
 from services.offline.requests import SamplingParams
 from tests.support.models.tiny_images import image_part, picture, text_part
 from tests.support.models.tiny_qwen_vl import make_qwen_model
-from tests.support.models.tiny_videos import VideoReference, noise, video, video_part
+from tests.support.models.tiny_videos import VideoReference, noise, shown_with_videos, video, video_part
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 FLAT, ODD = video(noise(15)), video(noise(7, (40, 160), seed=1), 5, "webm", "libvpx")
@@ -31,5 +31,8 @@ def test_chats_with_videos_say_what_the_library_says(tmp_path: Path, kind: str) 
         outputs = llm.chat(messages, GREEDY)
         for output, said, (_, images, videos) in zip(outputs, messages, chats, strict=True):
             assert output.outputs[0].token_ids == reference.greedy(said, images, videos, 12)
+        text = model.processor.apply_chat_template(shown_with_videos(messages[0]), add_generation_prompt=True)
+        (generated,) = llm.generate({"prompt": text, "multi_modal_data": {"video": FLAT}}, GREEDY)
+        assert generated.outputs[0].token_ids == outputs[0].outputs[0].token_ids
         with pytest.raises(InvalidRequest, match="the file is no video, or broken"):
             llm.chat([{"role": "user", "content": [video_part(FLAT[:99])]}], GREEDY)

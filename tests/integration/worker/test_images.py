@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,16 @@ from services.worker.batch.batch import BrokenPlan
 from services.worker.models.config import ModelError
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.hf_layers.llava import LANGUAGE_MODEL_DEFAULTS, language_model, language_model_name
+from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName, OpsUnavailable
 from services.worker.speculation.settings import SpeculationSettings
-from shared.ids import Incarnation
+from shared.ids import Incarnation, ModelName
 from shared.messages.worker import StepPlan
+from tests.support.models.rounded_models import rounded
+from tests.support.models.tiny_adapters import write_adapter
 from tests.support.models.tiny_gemma import make_gemma_model
 from tests.support.models.tiny_images import make_image_model, picture
+from tests.support.models.tiny_models import TinyModel
 from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.worker.image_chats import ImageChat
 from tests.support.worker.plan_driver import Driver
@@ -129,6 +134,42 @@ def test_images_whose_tokens_see_each_other_are_never_cut(tmp_path: Path, ops: O
     driver.run()
     expected = [chat.expected(model, OUTPUT) for chat in chats]
     assert [each.output for each in (*sequences, *shared)] == [*expected, *3 * [expected[1]]]
+
+
+@pytest.mark.features("images", "quantization")
+@pytest.mark.parametrize("ops", ["torch", "native"])
+def test_images_before_rounded_weights(tmp_path: Path, ops: OpsName) -> None:
+    """The language model's are rounded, the tower's are not."""
+    model = make_qwen_model(tmp_path, "qwen2")
+    chat, count = ImageChat("Compare ", picture(1, (40, 160)), " with ", picture(2, (90, 90))), 20
+    try:
+        driver = Driver(tiny_backend(model.path, ops=ops, dtype="float32", quantization="int8"), budget=11)
+    except OpsUnavailable as reason:
+        pytest.skip(str(reason))
+    sequence = chat.add_to(driver, model, count)
+    exact, tower = chat.expected(model, count), copy.deepcopy(model.reference.model.visual)
+    rounded(model.reference, "int8")
+    model.reference.model.visual = tower
+    driver.run()
+    assert sequence.output == chat.expected(model, count) != exact
+
+
+@pytest.mark.features("images", "LoRA")
+def test_images_before_an_adapter_and_without_it(tmp_path: Path) -> None:
+    """In one batch, of the same image: an adapter as PEFT names it beside a vision tower."""
+    model = make_qwen_model(tmp_path / "model", "qwen2")
+    adapted = write_adapter(TinyModel("qwen2-vl", model.path, model.reference), tmp_path / "poet").reference
+    loras = LoraSettings(((ModelName("poet"), tmp_path / "poet"),), 1, 8)
+    backend = tiny_backend(model.path, dtype="float32", loras=loras)
+    chat, count = ImageChat("Compare ", picture(1, (40, 160)), " with ", picture(2, (90, 90))), 12
+    driver = Driver(backend, budget=11)
+    ids, embeds = chat.prompt(model)
+    (card,) = backend.card.loras
+    sequences = [driver.add(ids, count, prompt_embeds=embeds, lora=lora) for lora in (None, card.id)]
+    driver.run()
+    plain, poet = chat.expected(model, count), chat.expected(model._replace(reference=adapted), count)
+    assert [each.output for each in sequences] == [plain, poet]
+    assert plain != poet
 
 
 def test_a_plan_that_cuts_an_image_is_broken(tmp_path: Path) -> None:

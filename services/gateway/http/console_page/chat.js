@@ -39,8 +39,8 @@ export function readPictures(files) {
 /** A question as the API takes it: its text, with its pictures in front where it has any. */
 function contentOf(prompt, pictures = []) {
   if (pictures.length === 0) return prompt;
-  const images = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
-  return prompt.trim() ? [...images, { type: "text", text: prompt }] : images;
+  const media = pictures.map(({ url }) => (url.startsWith("data:video/") ? { type: "video_url", video_url: { url } } : { type: "image_url", image_url: { url } }));
+  return prompt.trim() ? [...media, { type: "text", text: prompt }] : media;
 }
 
 /** The messages of a chat so far: what was asked, or the results of calls, and what was answered. */

@@ -3,6 +3,7 @@
 import { html, useEffect, useRef, useState } from "./preact.js";
 import { DEFAULTS, EMPTY, chat, chatBody, messagesOf, readPictures } from "./chat.js";
 import { milliseconds, number, percent } from "./format.js";
+import { Microphone } from "./microphone.js";
 import { Choice, Section } from "./parts.js";
 import { Tokens } from "./tokens.js";
 
@@ -15,15 +16,19 @@ const FIELDS = [
   ["seed", "Seed", 0, 2 ** 31, 1],
 ];
 const SIDES = ["A", "B"];
+const PICTURES = "image/png,image/jpeg,image/webp,image/gif";
+const VIDEOS = "video/mp4,video/webm";
 
 export function Playground({ state, headers }) {
   const models = Object.entries(state.models ?? {}).flatMap(([name, card]) => (card.generates ? [name, ...card.loras] : []));
-  const sees = Object.values(state.models ?? {}).some((card) => card.images);
+  const takes = (kind) => Object.values(state.models ?? {}).some((card) => card[kind]);
+  const hearing = Object.entries(state.models ?? {}).find(([, card]) => card.hears)?.[0];
   const [layout, setLayout] = useState("one");
   const [settings, setSettings] = useState({ A: { ...DEFAULTS }, B: { ...DEFAULTS, temperature: "0" } });
   const [turns, setTurns] = useState({ A: [], B: [] });
   const [prompt, setPrompt] = useState("");
   const [pictures, setPictures] = useState([]);
+  const [trouble, setTrouble] = useState("");
   const [running, setRunning] = useState(0);
   const stopping = useRef(null);
   const sides = layout === "one" ? ["A"] : SIDES;
@@ -44,6 +49,11 @@ export function Playground({ state, headers }) {
     const chosen = await readPictures(target.files);
     target.value = "";
     setPictures((all) => [...all, ...chosen]);
+  };
+
+  const heard = (text) => {
+    setTrouble("");
+    setPrompt((before) => (before.trim() ? `${before.trimEnd()} ${text}` : text));
   };
 
   /** Asks with a new turn: {prompt, pictures}, or {results} of the calls of the last answer. */
@@ -82,8 +92,10 @@ export function Playground({ state, headers }) {
         <button type="button" class="quiet" onClick=${() => setPictures([])}>Without</button></div>`}
       <textarea id="prompt" rows="2" placeholder="Write a message. Enter sends it, Shift + Enter begins a new line." value=${prompt} onInput=${(event) => setPrompt(event.target.value)}
         onKeyDown=${(event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event); }}></textarea>
+      ${trouble && html`<p class="trouble" role="alert">${trouble}</p>`}
       <div class="buttons">
-        ${sees && html`<label class="choose">Pictures <input type="file" name="pictures" accept="image/png,image/jpeg,image/webp,image/gif" multiple onChange=${choose} /></label>`}
+        ${takes("images") && html`<label class="choose">${takes("videos") ? "Pictures, videos" : "Pictures"} <input type="file" name="pictures" accept=${takes("videos") ? `${PICTURES},${VIDEOS}` : PICTURES} multiple onChange=${choose} /></label>`}
+        ${hearing && html`<${Microphone} model=${hearing} headers=${headers} onText=${heard} onTrouble=${setTrouble} />`}
         ${running > 0 ? html`<button type="button" class="danger" onClick=${() => stopping.current.abort()}>Stop</button>` : html`<button type="submit" disabled=${(!prompt.trim() && pictures.length === 0) || models.length === 0}>Send</button>`}
         <button type="button" class="quiet" disabled=${running > 0} onClick=${() => setTurns({ A: [], B: [] })}>Clear</button>
       </div>
@@ -130,7 +142,7 @@ function Calls({ calls, onResults }) {
 }
 
 function Pictures({ pictures }) {
-  return pictures.map(({ name, url }) => html`<img src=${url} alt=${name} title=${name} />`);
+  return pictures.map(({ name, url }) => (url.startsWith("data:video/") ? html`<span class="video">${name}</span>` : html`<img src=${url} alt=${name} title=${name} />`));
 }
 
 function Turn({ turn, busy, onResults }) {

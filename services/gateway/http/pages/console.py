@@ -33,6 +33,7 @@ ASSETS = {
     "act.js": SCRIPT,
     "playground.js": SCRIPT,
     "chat.js": SCRIPT,
+    "microphone.js": SCRIPT,
     "tokens.js": SCRIPT,
 }
 POLICY = (

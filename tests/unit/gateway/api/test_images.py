@@ -14,9 +14,10 @@ from services.gateway.api.embeds.images import check_url
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
 from services.gateway.api.media.source import IMAGE, MAX_VIDEO_BYTES, VIDEO
+from services.gateway.api.pooling.embeddings import read_embedding
 from shared.ids import ModelName
 from shared.messages.encoder import MAX_IMAGE_BYTES
-from shared.messages.model_card import ModelCard, VideoModel
+from shared.messages.model_card import ModelCard, PoolingCard, VideoModel
 from shared.messages.tokenizer import ChatPrompt
 
 CARD = ModelCard(
@@ -153,6 +154,16 @@ def test_videos_are_given_as_images_are() -> None:
     assert "'detail' of a video is not supported" in error.message
     with_field = refusal(given, card=seer, echo=True)
     assert "not allowed together with videos" in with_field.message
+
+
+@pytest.mark.features("images", "pooling", refused=True)
+def test_no_vector_is_made_of_a_chat_with_an_image() -> None:
+    pooling = PoolingCard(pooling="last", normalize=True, size=64)
+    body = {"model": CARD.name, "messages": [{"role": "user", "content": [image()]}]}
+    with pytest.raises(RequestError) as error:
+        read_embedding(msgspec.json.encode(body), [replace(CARD, pooling=pooling)], LIMITS)
+    assert (error.value.status, error.value.param) == (400, "messages")
+    assert "a vector of a chat is not supported" in error.value.message
 
 
 @pytest.mark.features("images", "prompt logprobs", refused=True)
