@@ -166,3 +166,31 @@ class Lockstep:
 
     def _shown(self) -> tuple[int, int]:
         return divmod(self._bell.shown_by(self.place.first), _WORD)
+
+
+class LockstepMember:
+    """What makes a decoder a rank of a data-parallel group; see `services.worker.backend.GroupMember`."""
+
+    lockstep: Lockstep
+
+    def compute_step_of_others(self) -> None:
+        """A step of the group without rows of this engine. Raises RankGone, StepsApart."""
+        raise NotImplementedError
+
+    def until_plan(self, arrived: Callable[[], bool]) -> None:
+        """See `GroupMember.until_plan`. Raises RankGone, StepsApart."""
+        self.lockstep.until_plan(arrived, self.compute_step_of_others)
+
+    def stir(self) -> None:
+        """See `GroupMember.stir`."""
+        self.lockstep.stir()
+
+    @property
+    def latest(self) -> LatestStep | None:
+        """See `GroupMember.latest`."""
+        return self.lockstep.latest
+
+    @property
+    def steps_of_others(self) -> int:
+        """See `GroupMember.steps_of_others`."""
+        return self.lockstep.steps_of_others

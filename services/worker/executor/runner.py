@@ -22,12 +22,12 @@ from services.worker.batch.rows import Int32s
 from services.worker.batch.sequences import SequenceTable
 from services.worker.batch.staging import encoded_inputs, staging_for, state_rows
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
+from services.worker.distributed.lockstep import LockstepMember
 from services.worker.executor.drafting import FORGETS_AFTER, RankDrafting
 from services.worker.guided.guided_sequences import GuidedSequences
 from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.state_pages import RankCheckpoints
-from services.worker.models.data_parallel.group_decoder import GroupDecoder
 from services.worker.models.expert_parallel.expert_load import ExpertLoad
 from services.worker.models.loaded_model import CausalLm
 from services.worker.models.lora.slots import LoraSlots
@@ -276,7 +276,7 @@ class StepRunner:
         self.grammars = rank.grammars
         self.adapters = rank.loras
         self.expert_load = rank.expert_load
-        self.group = rank.decoder if isinstance(rank.decoder, GroupDecoder) else None
+        self.group = rank.decoder if isinstance(rank.decoder, LockstepMember) else None
         self.max_loras = 0 if rank.loras is None else rank.loras.max_loras
         self.max_speculate = rank.drafting.settings.max_tokens
         self.max_jump_ahead = rank.drafting.max_jump_ahead

@@ -157,7 +157,13 @@ def test_what_cannot_be_had_says_why(models: Callable[[str], TinyModel], tmp_pat
     no_experts = "enable_expert_parallel: the model (LlamaForCausalLM) has no experts"
     assert refusal(models("llama").path, PARALLEL) == no_experts
     assert refusal(models("llama").path, ExpertSettings(load_dir=tmp_path)).startswith("expert_load_dir: the model")
-    assert "(OlmoeForCausalLM) is computed by transformers" in refusal(tmp_path / "library", PARALLEL)
+    placed = ExpertSettings(parallel=True, balanced=True)
+    assert (
+        refusal(tmp_path / "library", placed) == "enable_eplb: the model (OlmoeForCausalLM) is computed by transformers"
+    )
+    library_model("Cohere2", tmp_path / "dense")
+    said = "enable_expert_parallel: transformers has no plan for Cohere2ForCausalLM (tp_plan) with experts"
+    assert refusal(tmp_path / "dense", PARALLEL) == said
     uneven = ExpertSettings(parallel=True, balanced=True, redundant=1, load_dir=tmp_path)
     complaint = "num_redundant_experts 1: 8 experts and these do not divide over 2 ranks"
     assert refusal(models("deepseek-v2").path, uneven, **two) == complaint

@@ -9,18 +9,28 @@ import pytest
 import torch
 
 from services.scheduler.core.limits import EngineLimits
+from services.worker.distributed.communicator import SingleRank
 from services.worker.models.config import ModelError
+from services.worker.models.expert_parallel.settings import ExpertSettings
 from services.worker.models.fallback.tensor_parallel import shard_model
+from services.worker.models.fallback.whole_experts import StageMeeting, keep_whole_experts
 from services.worker.ops.quantized import Code
 from tests.integration.worker.test_hybrid_kv_cache import LIMITS as HYBRID
 from tests.integration.worker.test_hybrid_kv_cache import agrees
 from tests.support.models.library_models import library_model
+from tests.support.models.mxfp4 import mxfp4_model
 from tests.support.models.rounded_models import rounded
 from tests.support.worker.library_situations import LENGTHS, OUTPUT, prompt
-from tests.support.worker.rank_processes import RankProcesses, rank_processes
+from tests.support.worker.rank_processes import EngineOfRanks, RankProcesses, rank_processes
 from tests.support.worker.tiny_backend import tiny_backend
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with rank_processes(4, tmp_path_factory.mktemp("four")) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +118,54 @@ def test_ranks_have_some_columns_of_every_expert(architecture: str, ranks: RankP
     requests = [engine.ask(tokens, OUTPUT) for tokens in PROMPTS]
     engine.run()
     assert [request.tokens for request in requests] == [model.greedy(tokens, OUTPUT) for tokens in PROMPTS]
+
+
+PARALLEL = ExpertSettings(parallel=True)
+
+
+@pytest.mark.features("expert parallel", "tensor parallel", "chunked prefill", "prefix cache")
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_ranks_have_whole_experts(architecture: str, ranks: RankProcesses, tmp_path: Path) -> None:
+    model = library_model(architecture, tmp_path)
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
+    engine = ranks.serve(model.path, tp=2, ops="native", limits=limits, experts=PARALLEL)
+    requests = [engine.ask(tokens, OUTPUT) for tokens in PROMPTS]
+    engine.run()
+    assert [request.tokens for request in requests] == [model.greedy(tokens, OUTPUT) for tokens in PROMPTS]
+
+
+GROUPS = (("GptOss", 2, 2), ("GptOss", 4, 1), ("Glm4Moe", 2, 1), ("Olmoe", 2, 2))
+
+
+@pytest.mark.features("data parallel", "expert parallel", "tensor parallel", "chunked prefill")
+@pytest.mark.parametrize(("architecture", "engines", "tp"), GROUPS)
+def test_engines_of_a_group_share_experts(
+    architecture: str, engines: int, tp: int, four: RankProcesses, tmp_path: Path
+) -> None:
+    """All work, then the last one alone: the others compute their experts for it. gpt-oss has biases, clamped gates,
+    sinks, and experts in blocks of four bits; GLM-4.5 groups of experts, and one that every row goes through."""
+    model = mxfp4_model(tmp_path) if architecture == "GptOss" else library_model(architecture, tmp_path)
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
+    group = four.serve_group(model.path, engines=engines, tp=tp, limits=limits)
+    asked = [(tokens, engine.ask(tokens, OUTPUT)) for tokens in PROMPTS for engine in group[:2]]
+    run_group(group)
+    asked += [(tokens, group[-1].ask(tokens, OUTPUT)) for tokens in PROMPTS[-2:]]
+    run_group(group)
+    assert [request.tokens for _, request in asked] == [model.greedy(tokens, OUTPUT) for tokens, _ in asked]
+
+
+def run_group(engines: list[EngineOfRanks]) -> None:
+    """Until nothing is in flight, each engine at its own pace."""
+    while any(engine.in_flight for engine in engines):
+        for engine in engines:
+            if engine.in_flight:
+                engine.step()
+
+
+def test_a_model_whose_experts_compute_every_row_is_in_no_group(tmp_path: Path) -> None:
+    model = library_model("Llama4Text", tmp_path).reference
+    with pytest.raises(ModelError, match="data_parallel_size: every expert of Llama4ForCausalLM computes every row"):
+        keep_whole_experts(model, 0, 2, StageMeeting(SingleRank()), grouped=True)
 
 
 class FirstOfTwo:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from services.worker.distributed.communicator import Communicator
-from services.worker.distributed.lockstep import LatestStep, StepRows
+from services.worker.distributed.lockstep import LockstepMember, StepRows
 from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
@@ -24,7 +22,7 @@ from services.worker.models.weights import (
 from services.worker.ops.interface import BatchMeta, Ops
 
 
-class GroupDecoder(Decoder):
+class GroupDecoder(LockstepMember, Decoder):
     """A `Decoder` that meets those of the group's other ranks in each mixture: there all get the rows of all engines,
     each computes the picks whose experts it has, and what comes of an engine's rows is added up for its ranks.
 
@@ -43,6 +41,7 @@ class GroupDecoder(Decoder):
         """`communicator`: of the engine's ranks. `share.placements`: of the group's."""
         super().__init__(config, weights, share, ops, communicator)
         self.group = group
+        self.lockstep = group.lockstep
         self._step = StepRows((), ())
 
     @property
@@ -53,32 +52,15 @@ class GroupDecoder(Decoder):
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """See `Decoder.forward`; it is a step of the whole group. Raises RankGone, StepsApart."""
         last = len(ids) if features is not None and self.ends_every_row else len(meta.logits_rows)
-        self._step = self.group.lockstep.begin(len(ids), last)
+        self._step = self.lockstep.begin(len(ids), last)
         logits = super().forward(ids, meta, caches, features)
         if not last:  # which has ended before the last layer's MLP
             self._compute_for_others(self._weights.layers[-1])
         return logits
 
-    def until_plan(self, arrived: Callable[[], bool]) -> None:
-        """See `GroupMember.until_plan`. Raises RankGone, StepsApart."""
-        self.group.lockstep.until_plan(arrived, self._compute_step_of_others)
-
-    def stir(self) -> None:
-        """See `GroupMember.stir`."""
-        self.group.lockstep.stir()
-
-    @property
-    def latest(self) -> LatestStep | None:
-        """See `GroupMember.latest`."""
-        return self.group.lockstep.latest
-
-    @property
-    def steps_of_others(self) -> int:
-        """See `GroupMember.steps_of_others`."""
-        return self.group.lockstep.steps_of_others
-
-    def _compute_step_of_others(self) -> None:
-        self._step = self.group.lockstep.begin(0, 0)
+    def compute_step_of_others(self) -> None:
+        """See `LockstepMember.compute_step_of_others`."""
+        self._step = self.lockstep.begin(0, 0)
         if self.rearranger is not None:
             self.rearranger.begin_step()
         for layer in self._weights.layers:

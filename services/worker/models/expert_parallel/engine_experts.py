@@ -72,6 +72,13 @@ def check_experts(settings: ExpertSettings, config: ModelDescription) -> None:
         raise ModelError(f"{name}: the model ({config.architecture}) {why}")
 
 
+def check_library_experts(settings: ExpertSettings, config: ModelDescription) -> None:
+    """Raises ModelError for what experts that `transformers` computes are not served with."""
+    for name, asked in (("enable_eplb", settings.balanced), ("expert_load_dir", settings.load_dir is not None)):
+        if asked:
+            raise ModelError(f"{name}: the model ({config.architecture}) is computed by transformers")
+
+
 def engine_bytes(
     settings: ExpertSettings,
     config: ModelConfig,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -11,6 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 from services.worker.distributed.communicator import Communicator, Pipeline
+from services.worker.distributed.lockstep import LockstepMember
+from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import LayerGroups, allocate_caches, distinct
 from services.worker.kv.state_pages import RankCheckpoints
@@ -27,6 +29,7 @@ from services.worker.models.fallback.library_config import NO_INTERFACE, first_l
 from services.worker.models.fallback.packed_products import PackedProduct
 from services.worker.models.fallback.pipeline_stage import PassOfStage, attending_layers, check_rows_suffice
 from services.worker.models.fallback.tensor_parallel import PARTIAL
+from services.worker.models.fallback.whole_experts import GroupMeeting, WholeExperts
 from services.worker.models.sharding import PipelineStage
 from services.worker.models.weights import ForwardPass, KvCaches, NamedModules
 from services.worker.ops.interface import BatchMeta, InputRows, Ops
@@ -339,3 +342,31 @@ class LibraryDecoder:
                 use_cache=False,
                 logits_to_keep=logits_rows.long(),
             )
+
+
+class GroupLibraryDecoder(LockstepMember, LibraryDecoder):
+    """A `LibraryDecoder` that meets the group's other ranks in each mixture."""
+
+    def __init__(
+        self, group: RankGroup, meeting: GroupMeeting, mixtures: Sequence[WholeExperts], *decoder: Any
+    ) -> None:
+        """`mixtures`: the model's, in the order of a pass. `decoder`: what a `LibraryDecoder` is made of."""
+        super().__init__(*decoder)
+        self.lockstep = group.lockstep
+        self._engines, self._meeting, self._mixtures = group.place.engines, meeting, tuple(mixtures)
+
+    @property
+    def wire(self) -> str:
+        """See `LibraryDecoder.wire`."""
+        return f"{super().wire}, of {self._engines} data-parallel engines"
+
+    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
+        """See `Decoder.forward`; it is a step of the whole group. Raises RankGone, StepsApart."""
+        self._meeting.begin(self.lockstep.begin(len(ids), len(ids)))
+        return super().forward(ids, meta, caches, features)
+
+    def compute_step_of_others(self) -> None:
+        """See `LockstepMember.compute_step_of_others`."""
+        self._meeting.begin(self.lockstep.begin(0, 0))
+        for mixture in self._mixtures:
+            mixture.compute_for_others()

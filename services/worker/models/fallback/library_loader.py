@@ -13,7 +13,7 @@ from services.worker.models.checkpoint import (
 )
 from services.worker.models.config import ModelError
 from services.worker.models.dummy_weights import DummyTensors
-from services.worker.models.expert_parallel.engine_experts import check_experts
+from services.worker.models.expert_parallel.engine_experts import check_experts, check_library_experts
 from services.worker.models.loaded_model import (
     TORCH_DTYPES,
     LoadedModel,
@@ -47,7 +47,7 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         return _library_encoder(settings)
     library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code)
     config = library.config
-    check_experts(settings.experts, config)
+    check_library_experts(settings.experts, config)
     if library.has_codes and settings.quantization != "auto":
         raise already_quantized(settings, "mxfp4")
     pooling = pooling_of(settings, config.hidden_size)
@@ -63,6 +63,8 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
             *(ops, TORCH_DTYPES[dtype], settings.device, length, settings.communicator, stage, settings.pipeline),
             dummy=settings.load_format == "dummy",
             quantization=code_of(settings),
+            whole_experts=settings.experts.parallel,
+            group=settings.group,
         )
     if pooling is not None and not decoder.has_features:
         raise ModelError(f"{settings.folder}: pooling_type: {config.architecture} does not show its hidden states")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,18 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from services.worker.distributed.communicator import Communicator, Pipeline
+from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
 from services.worker.models.fallback.library_config import first_line, has_mxfp4, hears, library_config
-from services.worker.models.fallback.library_decoder import HeadPlace, LibraryDecoder, StagePlace
+from services.worker.models.fallback.library_decoder import GroupLibraryDecoder, HeadPlace, LibraryDecoder, StagePlace
 from services.worker.models.fallback.library_encoder_decoder import LibraryEncoderDecoder, mark_cross_attention
 from services.worker.models.fallback.packed_products import pack_products
 from services.worker.models.fallback.pipeline_stage import PassOfStage, class_of_stage, strip_to_stage
 from services.worker.models.fallback.tensor_parallel import shard_model
+from services.worker.models.fallback.whole_experts import GroupMeeting, StageMeeting, WholeExperts, keep_whole_experts
 from services.worker.models.sharding import PipelineStage
 from services.worker.ops.interface import Ops
 from services.worker.ops.quantized import Scheme
@@ -66,11 +70,14 @@ class LibraryModel:
         *,
         dummy: bool,
         quantization: Scheme | None = None,
+        whole_experts: bool = False,
+        group: RankGroup | None = None,
     ) -> LibraryDecoder:
         """With this rank's share of the directory's weights, or of random ones where `dummy`. The whole of `stage` is
         read into main memory before, of random ones the whole model; `quantization` is what linear layers are rounded
-        to, the head to int8. Raises ModelError for a broken checkpoint, and where its layers are not of a kind that can
-        be served, or not by so many ranks."""
+        to, the head to int8. `whole_experts`: each rank of the stage, or of the `group`, has some experts. Raises
+        ModelError for a broken checkpoint, and where its layers are not of a kind that can be served, or not by so many
+        ranks."""
         if dummy:
             model = _dummy_model(self._own, dtype, trust_remote_code=self._trusts)
             passing = PassOfStage() if stage.count == 1 else strip_to_stage(model, stage)
@@ -81,14 +88,22 @@ class LibraryModel:
                 model = _read_model(kind, self._folder, self._own, dtype)
             passing = _stage_of(model)
         adapt(model, self._own)
+        meeting = StageMeeting(communicator) if group is None else GroupMeeting(group)
+        mixtures: list[WholeExperts] = []
+        if whole_experts:
+            number = communicator.rank if group is None else group.place.in_group
+            ranks = communicator.world_size if group is None else group.place.group_size
+            mixtures = keep_whole_experts(model, number, ranks, meeting, grouped=group is not None)
         split_heads = communicator.world_size > 1 and shard_model(model, communicator, quantization)
         model = model.to(device)
         own: Any = model
         pack_products(model, ops, quantization, own.get_output_embeddings())
         place = HeadPlace(communicator.rank, communicator.world_size, split_heads)
-        kind_of_decoder = LibraryEncoderDecoder if hears(self._own) else LibraryDecoder
+        kind_of_decoder: Callable[..., LibraryDecoder] = LibraryEncoderDecoder if hears(self._own) else LibraryDecoder
         if kind_of_decoder is LibraryEncoderDecoder:
             mark_cross_attention(model)
+        if isinstance(meeting, GroupMeeting) and group is not None:
+            kind_of_decoder = partial(GroupLibraryDecoder, group, meeting, mixtures)
         made = kind_of_decoder(
             *(model, ops, self.config.hidden_size, max_model_len, device, place),
             *(StagePlace(stage, pipeline, passing), communicator),

@@ -90,6 +90,8 @@ def shard_model(model: nn.Module, communicator: Communicator, quantization: Sche
             share = _split_inputs(path, module, communicator, quantization)
             setattr(model.get_submodule(parent), last, SummedProduct(share, communicator))
         elif style == _SUMMED:
+            if getattr(module, "baton_whole", False):
+                continue  # they add up themselves
             module.register_forward_hook(lambda _module, _inputs, rows: communicator.sum(rows.contiguous()))
         elif style is not None and style not in _WHOLE:
             raise ModelError(f"tp {ranks}: {path} is to be split by {style!r}, which is not supported")
@@ -102,6 +104,12 @@ def shard_model(model: nn.Module, communicator: Communicator, quantization: Sche
             raise ModelError(f"tp {ranks}: {path} is to be split by {style!r}, which is not supported")
         setattr(model.get_submodule(owner), last, _own(_split_tensor(path, style, weight, communicator)))
     return split_keys
+
+
+def mixtures_of(model: nn.Module) -> list[str]:
+    """The names of the modules that have all experts of a layer each, in the order of a pass."""
+    plan = _plan_of(model)
+    return [path for path, _ in model.named_modules() if plan.get(re.sub(r"\d+", "*", path)) == _SUMMED]
 
 
 def _plan_of(model: nn.Module) -> dict[str, str]:
