@@ -97,7 +97,7 @@ def _own_engine(
     model: str | None, served_model_name: str | None, assignments: list[str], **engine: object
 ) -> AbstractAsyncContextManager[AnswerRequest]:
     from deploy.cli.batch.own_engine import offline_engine
-    from deploy.cli.up.choices import parsed_settings
+    from deploy.cli.up.assignments import parsed_settings
     from deploy.errors import CommandError
     from deploy.model_choice import model_directory, served_name
     from deploy.supervisor.launch import EVERY_SERVICE

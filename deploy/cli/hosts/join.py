@@ -13,7 +13,7 @@ from deploy.cli import end_at_once, raise_interrupt
 from deploy.cli.hosts.joined_stack import joined_spec, model_here, own_node
 from deploy.cli.hosts.model_source import ModelSource, comes_from_peers, fetched_model
 from deploy.cli.running_stack import DEFAULT, Name, RunDir, run_dir_of
-from deploy.cli.up.choices import parsed_settings
+from deploy.cli.up.assignments import parsed_settings
 from deploy.cli.up.options import DETACH, Detach, Offer, StackAssignments, given, offers, stack_settings, with_options
 from deploy.cli.up.other_hosts import check_certificates, host_address
 from deploy.errors import CommandError

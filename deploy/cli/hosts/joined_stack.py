@@ -8,19 +8,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from deploy.cli.up.choices import (
-    Settings,
-    check_gateway,
-    cpu_share,
-    merged,
-    node_name,
-    ssd_settings,
-    standby_engines,
-    store_choice,
-)
+from deploy.cli.up.assignments import Settings, merged
+from deploy.cli.up.choices import check_gateway
+from deploy.cli.up.counts import cpu_share, standby_engines
 from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.options import placed, service_settings, stack_settings
 from deploy.cli.up.other_hosts import host_address
+from deploy.cli.up.store import node_name, ssd_settings, store_choice
 from deploy.errors import CommandError
 from deploy.model_choice import DEMO_NAME, model_folder
 from deploy.supervisor.adoption import left_stack

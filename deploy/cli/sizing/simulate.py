@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from deploy.cli.running_stack import AsJson
-from deploy.cli.up.choices import check_order, merged, mixed_engines, parsed_settings
+from deploy.cli.up.assignments import merged, parsed_settings
+from deploy.cli.up.counts import check_order, mixed_engines
 from deploy.cli.up.options import (
     given_apart,
     offers,

@@ -28,7 +28,8 @@ from deploy.cli.sizing.simulate import (
     setup_of,
     store_memory,
 )
-from deploy.cli.up.choices import check_order, merged, parsed_settings
+from deploy.cli.up.assignments import merged, parsed_settings
+from deploy.cli.up.counts import check_order
 from deploy.cli.up.options import STACK, given_apart, offers, service_settings, set_option, stack_settings, with_options
 from deploy.configuration import CONFIGS
 from deploy.errors import CommandError

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
-import re
-import socket
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
-from urllib.parse import urlsplit
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from deploy.cli.up.data_parallel import engines_of_groups
+from deploy.cli.up.assignments import Settings, check_journal, merged, parsed_settings
+from deploy.cli.up.counts import check_hand_overs, counts_of, cpu_share, encoders, layer_split
 from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.models import ChosenModel, check_names, check_together, chosen_models, first_of, own_settings
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
 from deploy.cli.up.other_hosts import check_certificates, check_outside_bus, cluster_choice, hosts_choice
-from deploy.configuration import CONFIGS
+from deploy.cli.up.store import node_name, ssd_settings, store_choice, with_connector
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder, served_name
 from deploy.supervisor.adoption import LeftStack, left_stack
-from deploy.supervisor.core.plan import POOLS, Counts, process_specs
-from deploy.supervisor.launch import EVERY_SERVICE, LaunchContext, secret_settings, service_command
-from deploy.supervisor.servers.arenas import clear_leftovers, default_memory, fits, free_memory
+from deploy.supervisor.core.plan import process_specs
+from deploy.supervisor.launch import LaunchContext, secret_settings, service_command
+from deploy.supervisor.servers.arenas import clear_leftovers
 from deploy.supervisor.settings import StackSettings
-from deploy.supervisor.spec import EmbeddedRedis, ModelSpec, OutsideBus, OutsideRedis, RaySpec, StackSpec, StoreSpec
-from deploy.supervisor.state_file import shared_memory
+from deploy.supervisor.spec import ModelSpec, OutsideBus, RaySpec, StackSpec, StoreSpec
 from services.gateway.config import GatewayConfig
 from services.gateway.core.api_keys import KeyFileError
 from services.gateway.key_file import KeyFileWatcher
@@ -39,14 +34,9 @@ from services.worker.distributed.binding import available_cores
 from services.worker.platforms.names import check_device_name
 from services.worker.speculation.settings import SpeculationError, check_supported, read_speculation
 from shared.config import ConfigError, ServiceConfig, load_config, process_environment
-from shared.ids import ModelName, NodeId, checked_instance
-from shared.messages.lifecycle import Service
-from shared.models.audio_models import read_audio_model
-from shared.models.image_models import read_image_model
+from shared.ids import ModelName
 from shared.plugins.entry_points import PluginError
-from shared.settings import parse_bytes, settings_of
-
-Settings = Mapping[str, Mapping[str, str]]
+from shared.settings import settings_of
 
 
 def stack_spec(
@@ -74,47 +64,24 @@ def stack_spec(
         stack, outside_bus=bool(outside_bus), ranks=stack.tp * pp, kvstore_memory=dealt["kvstore_memory"]
     )
     clear_leftovers(run_dir)
-    cluster = cluster_choice(stack, node_name(dealt["node"]), is_running=left_stack(run_dir) is not None)
-    store = store_choice(
-        memory="0" if hosts or with_connector(values, dealt["kvstore_memory"]) else dealt["kvstore_memory"],
-        left=left_stack(run_dir),
-        node=dealt["node"],
-        redis=stack.redis,
-        redis_memory=str(stack.redis_memory),
-        redis_url=dealt["redis_url"],
-    )
+    left = left_stack(run_dir)
+    cluster = cluster_choice(stack, node_name(dealt["node"]), is_running=left is not None)
+    store = _store(stack, values, dealt, left, has_hosts=hosts is not None)
     counts = counts_of(stack, pp, has_store=store is not None, data_parallel=dealt["data_parallel_size"])
-    check_order(values, prefill=stack.prefill, decode=stack.decode)
-    for option, asked in (
-        ("--pd-order decode-first", values.get("pd_order") == "decode-first"),
-        ("--prefill-queue", values.get("prefill_queue")),
-    ):
-        if asked and store is None:
-            raise CommandError(f"{option}: hands over through a KV store: --kvstore-memory SIZE", status=2)
+    check_hand_overs(values, prefill=stack.prefill, decode=stack.decode, has_store=store is not None)
     ray = ray_choice(stack, values, assigned, runs_here=cluster is not None or hosts is not None)
     if ray is not None:
         counts = replace(counts, kvstore=0, engine_stores=store is not None)
     check_journal(assigned, counts.all_engines)
-    check_device(assigned.get("worker", {}).get("device", values.get("device") or "auto"))
-    drafts = drafting(values.get("speculative"), device=values.get("device"), stages=max(stack.stages(pp)))
+    model = model_folder(dealt["model"], values.get("load_format"), run_dir)
+    dummy, simulated = values.get("load_format") == "dummy", _device(values, assigned) == "sim"
+    counts = replace(counts, encoder=encoders(stack, model, has_weights=not dummy and not simulated))
+    federation = federation_choice(
+        stack, values, model, dummy_weights=dummy, simulated=simulated, is_running=left is not None
+    )
     numa_nodes = numa_choice(values, assigned) if ray is None else ()
     threads = cpu_share(counts, numa_nodes) if ray is None else ray.cpus_per_rank
-    found = {"speculative": drafts, "threads": threads}
-    worker = {key: str(value) for key, value in found.items() if value is not None}
-    ssd = ssd_settings(values, has_store=store is not None)
-    keys_file = values.get("keys_file")
-    gateway = {"keys_file": str(Path(keys_file).absolute())} if keys_file is not None else {}
-    model, load_format = model_folder(dealt["model"], values.get("load_format"), run_dir), values.get("load_format")
-    simulated = assigned.get("worker", {}).get("device", values.get("device")) == "sim"
-    counts = replace(counts, encoder=encoders(stack, model, has_weights=load_format != "dummy" and not simulated))
-    federation = federation_choice(
-        stack,
-        values,
-        model,
-        dummy_weights=load_format == "dummy",
-        simulated=simulated,
-        is_running=left_stack(run_dir) is not None,
-    )
+    found = _found_settings(values, threads, stages=max(stack.stages(pp)), has_store=store is not None)
     spec = StackSpec(
         name=name,
         run_dir=run_dir,
@@ -125,7 +92,7 @@ def stack_spec(
         counts=counts,
         pp_layers=layer_split(values.get("pp_layers"), counts),
         store=store or StoreSpec(),
-        settings=merged(service_settings(values), {"worker": worker, "gateway": gateway, "kvstore": ssd}, assigned),
+        settings=merged(service_settings(values), found, assigned),
         api_keys=tuple(dealt["api_key"]),
         outside_bus=OutsideBus(urls=tuple(outside_bus)) if outside_bus else None,
         hosts=hosts,
@@ -145,6 +112,48 @@ def stack_spec(
     if counts.leads:
         check_gateway(spec)
     return spec if len(chosen) < 2 else _of_several(spec, chosen, values, assigned, own)
+
+
+def _store(
+    stack: StackSettings,
+    values: Mapping[str, Any],
+    dealt: Mapping[str, Any],
+    left: LeftStack | None,
+    *,
+    has_hosts: bool,
+) -> StoreSpec | None:
+    """None: no store, as for engines over several hosts or with a connector. Raises CommandError."""
+    memory = dealt["kvstore_memory"]
+    return store_choice(
+        memory="0" if has_hosts or with_connector(values, memory) else memory,
+        left=left,
+        node=dealt["node"],
+        redis=stack.redis,
+        redis_memory=str(stack.redis_memory),
+        redis_url=dealt["redis_url"],
+    )
+
+
+def _device(values: Mapping[str, Any], assigned: Settings) -> str | None:
+    """The workers'; None: the machine decides. Raises CommandError where nobody brings it."""
+    device: str | None = assigned.get("worker", {}).get("device", values.get("device"))
+    check_device(device or "auto")
+    return device
+
+
+def _found_settings(
+    values: Mapping[str, Any], threads: int | None, *, stages: int, has_store: bool
+) -> dict[str, dict[str, str]]:
+    """What services are told that follows from the machine, or from files. `threads`: of a rank. `stages`: the most
+    that an engine has. Raises CommandError."""
+    drafts = drafting(values.get("speculative"), device=values.get("device"), stages=stages)
+    worker = {"speculative": drafts, "threads": threads}
+    keys_file = values.get("keys_file")
+    return {
+        "worker": {key: str(value) for key, value in worker.items() if value is not None},
+        "gateway": {} if keys_file is None else {"keys_file": str(Path(keys_file).absolute())},
+        "kvstore": ssd_settings(values, has_store=has_store),
+    }
 
 
 def _of_several(
@@ -207,148 +216,6 @@ def check_gateway(spec: StackSpec) -> None:
         raise CommandError(f"--keys-file {config.keys_file}: {error}", status=2) from None
 
 
-def counts_of(stack: StackSettings, pp: int, *, has_store: bool, data_parallel: int = 1) -> Counts:
-    """How many processes of each kind. Raises CommandError where no engine would decode, or no group can be."""
-    stages, ranks = stack.stages(pp), stack.ranks(pp)
-    if stack.colocate:
-        check_colocation(stack, ranks)
-    engines = engines_of_groups(data_parallel, stack, pp)
-    return Counts(
-        gateway=stack.gateways,
-        tokenizer=stack.tokenizers,
-        detokenizer=0 if stack.colocate else stack.detokenizers,
-        coordinator=0 if stack.colocate else stack.coordinators,
-        colocate=stack.colocate,
-        engines=mixed_engines(engines, stack.prefill, stack.decode),
-        data_parallel=data_parallel,
-        ranks=ranks[0],
-        stages=stages[0],
-        prefill=stack.prefill,
-        prefill_ranks=ranks[1],
-        prefill_stages=stages[1],
-        decode=stack.decode,
-        decode_ranks=ranks[2],
-        decode_stages=stages[2],
-        kvstore=int(has_store),
-        standby=standby_engines(stack),
-        hosts=stack.nodes,
-        host=stack.node_rank,
-    )
-
-
-def check_colocation(stack: StackSettings, ranks: tuple[int, int, int]) -> None:
-    """Raises CommandError for what `--colocate` cannot be combined with."""
-    refused = {
-        f"engines of {ranks[0]} ranks": ranks[0] > 1,
-        f"--prefill {stack.prefill} and --decode {stack.decode}": bool(stack.prefill or stack.decode),
-        f"--standby {stack.standby}": bool(stack.standby),
-        f"--coordinators {stack.coordinators}": stack.coordinators > 1,
-        f"--detokenizers {stack.detokenizers}": stack.detokenizers > 1,
-        f"--nodes {stack.nodes}": stack.nodes > 1,
-        f"--advertise-address {stack.advertise_address}": stack.advertise_address is not None,
-        f"--launcher {stack.launcher}": stack.launcher != "local",
-    }
-    if what := [each for each, is_given in refused.items() if is_given]:
-        allowed = "engines of one rank on this machine alone, each with a coordinator and a detokenizer of its own"
-        raise CommandError(f"--colocate: not with {', '.join(what)}, but for {allowed}", status=2)
-
-
-def encoders(stack: StackSettings, model: Path, *, has_weights: bool) -> int:
-    """How many processes encode images: none for a model that takes none, or of which nobody reads weights."""
-    return stack.encoders if has_weights and (read_image_model(model) or read_audio_model(model)) is not None else 0
-
-
-def parsed_settings(assignments: Sequence[str]) -> dict[str, dict[str, str]]:
-    """`scheduler.run_ahead=0` for one service, `log_level=debug` for all. Raises CommandError."""
-    settings: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for assignment in assignments:
-        target, equals, value = assignment.partition("=")
-        service, dot, key = target.rpartition(".")
-        if not equals or not key.replace("_", "").replace("-", "").isalnum():
-            raise CommandError(f"--set {assignment}: SERVICE.KEY=VALUE or KEY=VALUE is expected", status=2)
-        if dot and service not in get_args(Service):
-            raise CommandError(f"--set {assignment}: {service!r} is none of {', '.join(get_args(Service))}", status=2)
-        name = key.replace("-", "_")
-        known = settings_of(CONFIGS[service]) if service in CONFIGS else {}
-        if known and name not in known:
-            close = get_close_matches(name, known, 1)
-            meant = f", {service}.{close[0]} is near" if close else ""
-            raise CommandError(f"--set {assignment}: no such setting{meant}; docs/configuration.md has all", status=2)
-        settings[service if dot else EVERY_SERVICE][name] = value
-    return dict(settings)
-
-
-def check_journal(settings: Settings, engines: int) -> None:
-    """Raises CommandError if several engines would write to one journal file, each moving away what another writes."""
-    journal = settings.get("scheduler", {}).get("journal")
-    if journal and engines > 1 and not Path(journal).is_dir():
-        raise CommandError(
-            f"--set scheduler.journal={journal}: {engines} engines need a folder that is there", status=2
-        )
-
-
-def merged(*layers: Settings) -> dict[str, dict[str, str]]:
-    """The settings of all layers together; a later layer overrides earlier ones."""
-    settings: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for layer in layers:
-        for service, values in layer.items():
-            settings[service].update(values)
-    return dict(settings)
-
-
-def check_order(values: Mapping[str, Any], *, prefill: int, decode: int) -> None:
-    """Raises CommandError where an order of two engines is asked for, and no request passes through two."""
-    apart = bool(prefill and decode)
-    if values.get("pd_order") == "decode-first" and not apart:
-        raise CommandError("--pd-order decode-first: needs pools: --prefill N --decode N", status=2)
-    if values.get("prefill_queue") and not prefill:
-        raise CommandError("--prefill-queue: needs engines that pull from it: --prefill N", status=2)
-    if values.get("prefill_queue") and values.get("pd_order") == "decode-first":
-        raise CommandError("--prefill-queue: needs --pd-order prefill-first", status=2)
-
-
-def mixed_engines(engines: int | None, prefill: int, decode: int) -> int:
-    """Number of engines that both prefill and decode: the given one; by default one, or none beside pools. Raises
-    CommandError."""
-    mixed = engines if engines is not None else int(not prefill and not decode)
-    if mixed + decode == 0:
-        raise CommandError("prefill engines need others that decode: --decode N or --engines N", status=2)
-    return mixed
-
-
-def standby_engines(stack: StackSettings) -> int:
-    """As many as were asked for, in each pool. Raises CommandError where none could take another one's place."""
-    if not stack.standby:
-        return 0
-    if stack.nodes > 1:
-        raise CommandError(f"--standby {stack.standby}: engines over several hosts cannot be replaced so", status=2)
-    if stack.engines == stack.prefill == stack.decode == 0:
-        raise CommandError(f"--standby {stack.standby}: there are no engines whose place one could take", status=2)
-    return stack.standby
-
-
-def layer_split(text: str | None, counts: Counts) -> tuple[int, ...]:
-    """`17,15`: layers of each pipeline stage. Raises CommandError."""
-    if text is None:
-        return ()
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise CommandError(f"--pp-layers {text}: numbers from 1 on are expected, e.g. 17,15", status=2)
-    stages = [counts.stages_of(pool) for pool in POOLS if counts.of(pool)]
-    wrong = next((s for s in stages if s not in (1, len(parts))), None)
-    if wrong is not None or len(parts) not in stages:
-        raise CommandError(f"--pp-layers {text}: {len(parts)} numbers for {wrong or 1} stages (--pp)", status=2)
-    return tuple(map(int, parts))
-
-
-def cpu_share(counts: Counts, numa_nodes: Sequence[int] = ()) -> int | None:
-    """Threads for each rank where several engines share this machine; None: a rank knows its share of one engine, or of
-    its NUMA nodes."""
-    if counts.all_engines == counts.hosts == 1 or numa_nodes:
-        return None
-    return max(1, available_cores() // counts.all_ranks)
-
-
 def ray_choice(
     stack: StackSettings, values: Mapping[str, Any], assigned: Settings, *, runs_here: bool
 ) -> RaySpec | None:
@@ -369,96 +236,6 @@ def ray_choice(
         cpus_per_rank=int(threads or 1),
         gpus_per_rank="auto" if device == "auto" else 1 if device == "cuda" else 0,
     )
-
-
-# From what was typed about the KV store to a `StoreSpec`.
-
-
-REDIS_SCHEMES = ("redis", "rediss", "unix")
-
-
-def store_choice(
-    *,
-    memory: str | None,
-    node: str | None,
-    redis: bool,
-    redis_memory: str,
-    redis_url: str | None,
-    left: LeftStack | None = None,
-) -> StoreSpec | None:
-    """None: no store. What goes on without a supervisor (`left`) has its memory already. Raises CommandError."""
-    if redis and redis_url is not None:
-        raise CommandError("--redis starts a server, --redis-url names one: choose", status=2)
-    size = _store_memory(memory, left.state.spec if left is not None else None)
-    if not size:
-        if redis or redis_url is not None:
-            raise CommandError("Redis is a tier of the KV store, and there is none: --kvstore-memory SIZE", status=2)
-        return None
-    return StoreSpec(node=node_name(node), memory=size, redis=_redis(redis, redis_memory, redis_url))
-
-
-def with_connector(values: Mapping[str, Any], memory: str | None) -> bool:
-    """Whether a KV connector takes the place of the KV store. Raises CommandError where both are asked for."""
-    if "kv_connector" not in values:
-        if given := sorted({"kv_connector_extra_config", "kv_role"} & values.keys()):
-            option = given[0].replace("_", "-")
-            raise CommandError(f"--{option} is of a KV connector, and there is none: --kv-connector NAME", status=2)
-        return False
-    if memory is not None and memory != "0":
-        raise CommandError("--kv-connector takes the place of the KV store: leave --kvstore-memory out", status=2)
-    return True
-
-
-def ssd_settings(values: Mapping[str, Any], *, has_store: bool) -> dict[str, str]:
-    """The store's folder on an SSD, as the store finds it from wherever it runs. Raises CommandError."""
-    folder = values.get("kv_ssd")
-    if not has_store and "kv_tier" in values:
-        raise CommandError("--kv-tier is a tier of the KV store, and there is none: --kvstore-memory SIZE", status=2)
-    if not has_store and (folder is not None or "kv_ssd_size" in values):
-        raise CommandError("--kv-ssd is a tier of the KV store, and there is none: --kvstore-memory SIZE", status=2)
-    if folder is None and "kv_ssd_size" in values:
-        raise CommandError("--kv-ssd-size is the size of --kv-ssd FOLDER, which is not given", status=2)
-    return {} if folder is None else {"kv_ssd": str(Path(folder).expanduser().absolute())}
-
-
-def _store_memory(text: str | None, left: StackSpec | None) -> int:
-    free, taken = free_memory(), left.store.memory if left is not None and left.counts.kvstore else None
-    if text is None:
-        return default_memory(free) if left is None else taken or 0
-    size = _size("--kvstore-memory", text)
-    if size != taken and not fits(size, free):
-        raise CommandError(
-            f"--kvstore-memory {text}: {shared_memory()} has {free / 2**20:.0f} MiB left; take less, 0 for "
-            "no store, or give a container more (docker run --shm-size)"
-        )
-    return size
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise CommandError(f"{option} {text}: {error}", status=2) from None
-
-
-def _redis(embedded: bool, memory: str, url: str | None) -> EmbeddedRedis | OutsideRedis | None:
-    if embedded:
-        return EmbeddedRedis(memory=_size("--redis-memory", memory))
-    if url is None:
-        return None
-    if urlsplit(url).scheme not in REDIS_SCHEMES:
-        raise CommandError(f"--redis-url: {', '.join(f'{each}://…' for each in REDIS_SCHEMES)} are known", status=2)
-    return OutsideRedis(url=url)
-
-
-def node_name(text: str | None) -> NodeId:
-    """The given name of this machine, or its own as far as a subject can hold it. Raises CommandError."""
-    if text is None:
-        return NodeId(re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64] or "here")
-    try:
-        return NodeId(checked_instance(text))
-    except ValueError:
-        raise CommandError(f"--node {text}: 1 to 64 of A-Z a-z 0-9 _ - are allowed", status=2) from None
 
 
 # `--device` and `--speculative`, checked before anything starts.

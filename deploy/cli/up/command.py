@@ -10,7 +10,8 @@ import typer
 
 from deploy.cli import end_at_once, raise_interrupt
 from deploy.cli.running_stack import DEFAULT, Name, RunDir, run_dir_of
-from deploy.cli.up.choices import parsed_settings, stack_spec
+from deploy.cli.up.assignments import parsed_settings
+from deploy.cli.up.choices import stack_spec
 from deploy.cli.up.models import split_assignments
 from deploy.cli.up.options import DETACH, Detach, StackAssignments, offers, with_options
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from deploy.cli.up.choices import with_connector
+from deploy.cli.up.store import with_connector
 from deploy.errors import CommandError
 from kvstore.connectors.installed import ConnectorRefused, open_connector
 from services.scheduler.config import SchedulerConfig

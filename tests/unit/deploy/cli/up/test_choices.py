@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from deploy.cli.ps import duration
-from deploy.cli.up.choices import (
-    check_gateway,
-    cpu_share,
-    layer_split,
-    merged,
-    mixed_engines,
-    parsed_settings,
-)
+from deploy.cli.up.assignments import parsed_settings
+from deploy.cli.up.choices import check_gateway
 from deploy.cli.up.data_parallel import engines_of_groups
 from deploy.errors import CommandError
 from deploy.model_choice import model_directory, model_folder, served_name
@@ -39,24 +32,6 @@ def spec(**more: object) -> StackSpec:
 
 def commands(spec: StackSpec) -> dict[str, list[str]]:
     return {process.instance: service_command(spec, process, WHERE) for process in all_process_specs(spec.counts)}
-
-
-def test_settings_name_a_service_or_speak_to_all() -> None:
-    assert parsed_settings(["scheduler.run-ahead=0", "log_level=debug", "gateway.api_keys=a=b"]) == {
-        "scheduler": {"run_ahead": "0"},
-        "*": {"log_level": "debug"},
-        "gateway": {"api_keys": "a=b"},
-    }
-
-
-@pytest.mark.parametrize("text", ["", "x", "=1", "scheduler.=1", "kitchen.sink=1", "a b=1", "supervisor.x.y=1"])
-def test_settings_that_mean_nothing_are_refused_by_name(text: str) -> None:
-    with pytest.raises(CommandError, match="--set"):
-        parsed_settings([text])
-
-
-def test_later_settings_win() -> None:
-    assert merged({"a": {"k": "1", "l": "1"}}, {"a": {"k": "2"}}) == {"a": {"k": "2", "l": "1"}}
 
 
 def test_every_process_is_a_module_of_this_python_with_its_name_and_its_end_of_the_pipe() -> None:
@@ -147,27 +122,6 @@ def test_without_a_store_nobody_is_told_of_one() -> None:
     assert not any(flag.startswith(("--node", "--kvstore", "--role")) for flag in flags_)
 
 
-@pytest.mark.parametrize(
-    ("asked", "made"), [((None, 0, 0), 1), ((None, 2, 1), 0), ((2, 2, 1), 2), ((None, 0, 1), 0), ((1, 1, 0), 1)]
-)
-def test_there_is_one_engine_or_what_was_asked(asked: tuple[int | None, int, int], made: int) -> None:
-    assert mixed_engines(*asked) == made
-
-
-@pytest.mark.parametrize("asked", [(None, 2, 0), (0, 0, 0), (0, 1, 0)])
-def test_somebody_must_decode(asked: tuple[int | None, int, int]) -> None:
-    with pytest.raises(CommandError, match="--decode"):
-        mixed_engines(*asked)
-
-
-def test_engines_of_all_pools_share_the_cores() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert cpu_share(Counts(ranks=4)) is None
-    pools = Counts(engines=0, prefill=1, decode=1, decode_ranks=2)
-    assert cpu_share(pools) == max(1, cores // 3)
-    assert cpu_share(pools, (0, 1)) is None, "each rank knows how many processors of its nodes it has"
-
-
 def test_a_model_is_called_as_asked_or_as_its_source(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert served_name(None, None) == "baton-demo"
@@ -195,16 +149,6 @@ def test_ranks_of_a_pipeline_are_told_its_stages_and_their_layers() -> None:
     assert told["engine-1-rank3"] >= {"--rank=3", "--world-size=4", "--pp=2", "--pp-layers=4,2"}
     assert "--world-size=4" in told["engine-1"]
     assert not any(flag.startswith("--pp") for flag in told["prefill-1-rank1"])
-
-
-def test_layers_are_split_over_as_many_stages_as_there_are() -> None:
-    assert layer_split(None, Counts()) == ()
-    assert layer_split("4,2", Counts(ranks=2, stages=2)) == (4, 2)
-    assert layer_split("4,2", Counts(prefill=1, prefill_ranks=2, prefill_stages=2)) == (4, 2)
-    wrong = (("4,2", Counts(stages=3)), ("4,", Counts(stages=2)), ("0,6", Counts(stages=2)), ("4,2", Counts()))
-    for asked, counts in wrong:
-        with pytest.raises(CommandError, match="--pp-layers"):
-            layer_split(asked, counts)
 
 
 def test_without_weights_a_shape_will_do_for_a_model(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.up.choices import parsed_settings, stack_spec
+from deploy.cli.up.assignments import parsed_settings
+from deploy.cli.up.choices import stack_spec
 from deploy.cli.up.models import chosen_models, split_assignments
 from deploy.errors import CommandError
 from deploy.supervisor.launch import LaunchContext, service_command

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.up.choices import ssd_settings, store_choice
 from deploy.cli.up.options import given, service_settings
+from deploy.cli.up.store import ssd_settings, store_choice
 from deploy.errors import CommandError
 from deploy.supervisor.launch import SECRETS
 from deploy.supervisor.servers.arenas import (

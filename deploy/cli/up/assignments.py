@@ -1,0 +1,55 @@
+"""Settings of services by name, as `--set` assigns them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import get_args
+
+from deploy.configuration import CONFIGS
+from deploy.errors import CommandError
+from deploy.supervisor.launch import EVERY_SERVICE
+from shared.messages.lifecycle import Service
+from shared.settings import settings_of
+
+Settings = Mapping[str, Mapping[str, str]]
+
+
+def parsed_settings(assignments: Sequence[str]) -> dict[str, dict[str, str]]:
+    """`scheduler.run_ahead=0` for one service, `log_level=debug` for all. Raises CommandError."""
+    settings: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for assignment in assignments:
+        target, equals, value = assignment.partition("=")
+        service, dot, key = target.rpartition(".")
+        if not equals or not key.replace("_", "").replace("-", "").isalnum():
+            raise CommandError(f"--set {assignment}: SERVICE.KEY=VALUE or KEY=VALUE is expected", status=2)
+        if dot and service not in get_args(Service):
+            raise CommandError(f"--set {assignment}: {service!r} is none of {', '.join(get_args(Service))}", status=2)
+        name = key.replace("-", "_")
+        known = settings_of(CONFIGS[service]) if service in CONFIGS else {}
+        if known and name not in known:
+            close = get_close_matches(name, known, 1)
+            meant = f", {service}.{close[0]} is near" if close else ""
+            raise CommandError(f"--set {assignment}: no such setting{meant}; docs/configuration.md has all", status=2)
+        settings[service if dot else EVERY_SERVICE][name] = value
+    return dict(settings)
+
+
+def merged(*layers: Settings) -> dict[str, dict[str, str]]:
+    """The settings of all layers together; a later layer overrides earlier ones."""
+    settings: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for layer in layers:
+        for service, values in layer.items():
+            settings[service].update(values)
+    return dict(settings)
+
+
+def check_journal(settings: Settings, engines: int) -> None:
+    """Raises CommandError if several engines would write to one journal file, each moving away what another writes."""
+    journal = settings.get("scheduler", {}).get("journal")
+    if journal and engines > 1 and not Path(journal).is_dir():
+        raise CommandError(
+            f"--set scheduler.journal={journal}: {engines} engines need a folder that is there", status=2
+        )

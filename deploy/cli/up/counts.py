@@ -1,0 +1,130 @@
+"""How many processes of each kind a stack has, and how they share the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deploy.cli.up.data_parallel import engines_of_groups
+from deploy.errors import CommandError
+from deploy.supervisor.core.plan import POOLS, Counts
+from deploy.supervisor.settings import StackSettings
+from services.worker.distributed.binding import available_cores
+from shared.models.audio_models import read_audio_model
+from shared.models.image_models import read_image_model
+
+
+def counts_of(stack: StackSettings, pp: int, *, has_store: bool, data_parallel: int = 1) -> Counts:
+    """How many processes of each kind. Raises CommandError where no engine would decode, or no group can be."""
+    stages, ranks = stack.stages(pp), stack.ranks(pp)
+    if stack.colocate:
+        check_colocation(stack, ranks)
+    engines = engines_of_groups(data_parallel, stack, pp)
+    return Counts(
+        gateway=stack.gateways,
+        tokenizer=stack.tokenizers,
+        detokenizer=0 if stack.colocate else stack.detokenizers,
+        coordinator=0 if stack.colocate else stack.coordinators,
+        colocate=stack.colocate,
+        engines=mixed_engines(engines, stack.prefill, stack.decode),
+        data_parallel=data_parallel,
+        ranks=ranks[0],
+        stages=stages[0],
+        prefill=stack.prefill,
+        prefill_ranks=ranks[1],
+        prefill_stages=stages[1],
+        decode=stack.decode,
+        decode_ranks=ranks[2],
+        decode_stages=stages[2],
+        kvstore=int(has_store),
+        standby=standby_engines(stack),
+        hosts=stack.nodes,
+        host=stack.node_rank,
+    )
+
+
+def check_colocation(stack: StackSettings, ranks: tuple[int, int, int]) -> None:
+    """Raises CommandError for what `--colocate` cannot be combined with."""
+    refused = {
+        f"engines of {ranks[0]} ranks": ranks[0] > 1,
+        f"--prefill {stack.prefill} and --decode {stack.decode}": bool(stack.prefill or stack.decode),
+        f"--standby {stack.standby}": bool(stack.standby),
+        f"--coordinators {stack.coordinators}": stack.coordinators > 1,
+        f"--detokenizers {stack.detokenizers}": stack.detokenizers > 1,
+        f"--nodes {stack.nodes}": stack.nodes > 1,
+        f"--advertise-address {stack.advertise_address}": stack.advertise_address is not None,
+        f"--launcher {stack.launcher}": stack.launcher != "local",
+    }
+    if what := [each for each, is_given in refused.items() if is_given]:
+        allowed = "engines of one rank on this machine alone, each with a coordinator and a detokenizer of its own"
+        raise CommandError(f"--colocate: not with {', '.join(what)}, but for {allowed}", status=2)
+
+
+def mixed_engines(engines: int | None, prefill: int, decode: int) -> int:
+    """Number of engines that both prefill and decode: the given one; by default one, or none beside pools. Raises
+    CommandError."""
+    mixed = engines if engines is not None else int(not prefill and not decode)
+    if mixed + decode == 0:
+        raise CommandError("prefill engines need others that decode: --decode N or --engines N", status=2)
+    return mixed
+
+
+def standby_engines(stack: StackSettings) -> int:
+    """As many as were asked for, in each pool. Raises CommandError where none could take another one's place."""
+    if not stack.standby:
+        return 0
+    if stack.nodes > 1:
+        raise CommandError(f"--standby {stack.standby}: engines over several hosts cannot be replaced so", status=2)
+    if stack.engines == stack.prefill == stack.decode == 0:
+        raise CommandError(f"--standby {stack.standby}: there are no engines whose place one could take", status=2)
+    return stack.standby
+
+
+def check_order(values: Mapping[str, Any], *, prefill: int, decode: int) -> None:
+    """Raises CommandError where an order of two engines is asked for, and no request passes through two."""
+    apart = bool(prefill and decode)
+    if values.get("pd_order") == "decode-first" and not apart:
+        raise CommandError("--pd-order decode-first: needs pools: --prefill N --decode N", status=2)
+    if values.get("prefill_queue") and not prefill:
+        raise CommandError("--prefill-queue: needs engines that pull from it: --prefill N", status=2)
+    if values.get("prefill_queue") and values.get("pd_order") == "decode-first":
+        raise CommandError("--prefill-queue: needs --pd-order prefill-first", status=2)
+
+
+def check_hand_overs(values: Mapping[str, Any], *, prefill: int, decode: int, has_store: bool) -> None:
+    """As `check_order`; and where engines would hand over and nothing lies between them. Raises CommandError."""
+    check_order(values, prefill=prefill, decode=decode)
+    for option, asked in (
+        ("--pd-order decode-first", values.get("pd_order") == "decode-first"),
+        ("--prefill-queue", values.get("prefill_queue")),
+    ):
+        if asked and not has_store:
+            raise CommandError(f"{option}: hands over through a KV store: --kvstore-memory SIZE", status=2)
+
+
+def encoders(stack: StackSettings, model: Path, *, has_weights: bool) -> int:
+    """How many processes encode images: none for a model that takes none, or of which nobody reads weights."""
+    return stack.encoders if has_weights and (read_image_model(model) or read_audio_model(model)) is not None else 0
+
+
+def layer_split(text: str | None, counts: Counts) -> tuple[int, ...]:
+    """`17,15`: layers of each pipeline stage. Raises CommandError."""
+    if text is None:
+        return ()
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise CommandError(f"--pp-layers {text}: numbers from 1 on are expected, e.g. 17,15", status=2)
+    stages = [counts.stages_of(pool) for pool in POOLS if counts.of(pool)]
+    wrong = next((s for s in stages if s not in (1, len(parts))), None)
+    if wrong is not None or len(parts) not in stages:
+        raise CommandError(f"--pp-layers {text}: {len(parts)} numbers for {wrong or 1} stages (--pp)", status=2)
+    return tuple(map(int, parts))
+
+
+def cpu_share(counts: Counts, numa_nodes: Sequence[int] = ()) -> int | None:
+    """Threads for each rank where several engines share this machine; None: a rank knows its share of one engine, or of
+    its NUMA nodes."""
+    if counts.all_engines == counts.hosts == 1 or numa_nodes:
+        return None
+    return max(1, available_cores() // counts.all_ranks)
