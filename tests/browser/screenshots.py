@@ -28,19 +28,21 @@ COLOURS = 96
 """Enough for a page of few colours, at half the bytes."""
 
 
-def load(url: str, requests: int) -> None:
-    """Some clients, each of which asks so many requests, one after the other."""
+def load(url: str, stop: threading.Event) -> list[threading.Thread]:
+    """Some clients, each of which asks one thing after the other."""
     model = httpx2.get(f"{url}/v1/models").json()["data"][0]["id"]
 
     def ask(seed: int) -> None:
         chance = random.Random(seed)
-        for _ in range(requests):
+        while not stop.is_set():
             messages = [{"role": "user", "content": f"Tell me a story about {chance.random()}"}]
             body = {"model": model, "messages": messages, "max_tokens": chance.choice((20, 60, 200))}
             httpx2.post(f"{url}/v1/chat/completions", json={**body, "ignore_eos": True}, timeout=60)
 
-    for seed in range(5):
-        threading.Thread(target=ask, args=(seed,), daemon=True).start()
+    clients = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in range(5)]
+    for client in clients:
+        client.start()
+    return clients
 
 
 def chat(page: Any) -> None:
@@ -61,11 +63,12 @@ def main(url: str, folder: Path) -> None:
         for name, view, scheme, size in PICTURES:
             watched = WatchedPage(browser, url, viewport=size, color_scheme=scheme)
             page = watched.open(view)
+            stop, clients = threading.Event(), list[threading.Thread]()
             if view == "playground":
                 chat(page)
             else:
-                load(url, 8)
-                page.wait_for_timeout(7000)
+                clients = load(url, stop)
+                page.wait_for_timeout(20_000)
             if view == "requests":
                 page.locator("section", has_text="Ended last").get_by_role("button", name="Follow").nth(3).click()
                 page.wait_for_selector("[data-hop=detokenize]")
@@ -73,6 +76,9 @@ def main(url: str, folder: Path) -> None:
             page.screenshot(path=path)
             Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
             watched.close()
+            stop.set()
+            for client in clients:
+                client.join()
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ function Store({ name, store }) {
   const share = store.bytes_total ? store.bytes_used / store.bytes_total : undefined;
   return html`<article class="panel" aria-label=${name}>
     <div class="card-head"><h3>${name}</h3><${Phase} phase=${store.phase} /></div>
-    <div class="meters"><${Meter} label="Memory" share=${share} text="${bytes(store.bytes_used)} of ${bytes(store.bytes_total)}" /></div>
+    <div class="meters"><${Meter} label="Memory" share=${share} filled text="${bytes(store.bytes_used)} of ${bytes(store.bytes_total)}" /></div>
     <dl class="figures">
       <${Figure} label="Blocks" value=${number(store.blocks)} />
       <${Figure} label="Pinned" value=${number(store.pinned)} />

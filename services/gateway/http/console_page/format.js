@@ -8,6 +8,19 @@ export function number(value, digits = 1) {
   return value.toFixed(digits);
 }
 
+/** With at most four characters where a number has little room: 320, 1.2k, 45k, 3.4M. */
+export function compact(value) {
+  if (value === undefined || value === null) return DASH;
+  const units = ["", "k", "M", "G"];
+  let rest = value;
+  let unit = 0;
+  while (rest >= 999.5 && unit < units.length - 1) {
+    rest /= 1000;
+    unit += 1;
+  }
+  return `${rest.toFixed(unit > 0 && rest < 9.95 ? 1 : 0)}${units[unit]}`;
+}
+
 export function percent(share) {
   return share === undefined || share === null ? DASH : `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 }
@@ -16,6 +29,11 @@ export function milliseconds(value) {
   if (value === undefined || value === null) return DASH;
   if (value >= 10_000) return `${(value / 1000).toFixed(1)} s`;
   return value >= 100 ? `${Math.round(value)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} ms`;
+}
+
+/** A time that is round, without digits that say nothing: 2.5 ms, 20 ms, 1 s. */
+export function roundTime(seconds) {
+  return seconds >= 1 ? `${Number(seconds.toPrecision(3))} s` : `${Number((1000 * seconds).toPrecision(3))} ms`;
 }
 
 export function bytes(value) {

@@ -2,7 +2,7 @@
 // them was within a target.
 
 import { html, useState } from "./preact.js";
-import { clock, milliseconds, number } from "./format.js";
+import { clock, milliseconds, number, roundTime } from "./format.js";
 import { observations, quantile, range, since, within } from "./histogram.js";
 import { Choice, Empty, Figure, Section } from "./parts.js";
 
@@ -109,7 +109,7 @@ function Histogram({ name, title, text, histogram }) {
         ${[0.5, 0.9, 0.99].map((share) => html`<${Figure} label="p${100 * share}" value=${ms(quantile(histogram, share))} />`)}
       </dl>
       <p class="facts target"><label>Within <select value=${target} onChange=${(event) => setTarget(Number(event.target.value))}>
-        ${histogram.bounds.map((bound) => html`<option value=${bound} selected=${bound === target}>${ms(bound)}</option>`)}
+        ${histogram.bounds.map((bound) => html`<option value=${bound} selected=${bound === target}>${roundTime(bound)}</option>`)}
       </select></label> <strong>${floored(within(histogram, target))}</strong></p>`}
   </article>`;
 }
@@ -131,7 +131,7 @@ function Bars({ histogram, title, target }) {
   const counts = histogram.counts.slice(from, last + 2);
   const most = Math.max(...counts);
   const slot = CHART.width / counts.length;
-  const ms = (seconds) => (seconds === undefined ? "∞" : milliseconds(1000 * seconds).replace(/\.0+ /, " "));
+  const ms = (seconds) => (seconds === undefined ? "∞" : roundTime(seconds));
   const told = counts.map((count, index) => `up to ${ms(histogram.bounds[from + index])}: ${count}`).join(", ");
   const every = Math.ceil(counts.length / CHART.labels);
   return html`<svg class="bars" viewBox="0 0 ${CHART.width} ${CHART.height + 20}" role="img" aria-label="${title}. ${told}">

@@ -3,7 +3,7 @@
 import { html, render, useEffect, useState } from "./preact.js";
 import { Act } from "./act.js";
 import { Engines } from "./engines.js";
-import { counted, number } from "./format.js";
+import { number } from "./format.js";
 import { Latency } from "./latency.js";
 import { Playground } from "./playground.js";
 import { followDocument } from "./stream.js";
@@ -67,6 +67,7 @@ function Console() {
 function Head({ state, trouble, view }) {
   const totals = state?.totals ?? {};
   const live = state && !trouble;
+  const engines = Object.keys(state?.engines ?? {}).length;
   return html`<header class="top">
     <div class="brand"><img src="console/icon.svg" alt="" width="26" height="26" /><h1>Baton</h1>
       <span class="phase ${live ? "good" : "bad"}"><span class="dot" aria-hidden="true"></span>${live ? "live" : trouble ? "not connected" : "connecting"}</span>
@@ -79,7 +80,7 @@ function Head({ state, trouble, view }) {
       <span><b>${number(totals.tokens_per_second)}</b> tokens/s</span>
       <span><b>${number(totals.running)}</b> running</span>
       <span><b>${number(totals.waiting)}</b> waiting</span>
-      <span>${counted(Object.keys(state.engines ?? {}).length, "engine")}</span>
+      <span><b>${number(engines)}</b> ${engines === 1 ? "engine" : "engines"}</span>
     </p>`}
     ${state?.not_serving && html`<p class="trouble" role="alert">Requests are refused: ${state.not_serving}.</p>`}
   </header>`;

@@ -23,10 +23,11 @@ export function Empty({ children }) {
 }
 
 /** A share as a bar with its figures in words. */
-export function Meter({ label, share, text }) {
+/** `filled`: it is meant to be full, as a cache is. */
+export function Meter({ label, share, text, filled = false }) {
   const known = share !== undefined && share !== null;
   const width = known ? Math.min(100, 100 * share) : 0;
-  const tone = width >= 95 ? "bad" : width >= 80 ? "warn" : "";
+  const tone = filled ? "" : width >= 95 ? "bad" : width >= 80 ? "warn" : "";
   return html`<div class="meter">
     <div class="meter-head"><span>${label}</span><strong>${text ?? percent(share)}</strong></div>
     <div class="track" role="img" aria-label="${label}: ${known ? percent(share) : "not known"}">

@@ -1,7 +1,7 @@
 // The stack as it is on the bus: the ring of services by the way of a request, or all processes by host.
 
 import { html, useState } from "./preact.js";
-import { clock, counted, duration, number } from "./format.js";
+import { clock, compact, counted, DASH, duration, number } from "./format.js";
 import { Choice, Empty, Phase, Section } from "./parts.js";
 
 const RING = [
@@ -53,7 +53,7 @@ function Column({ title, state, instances, ranks, plain = false }) {
   const rate = rates.reduce((sum, each) => sum + each, 0);
   const ready = instances.filter((each) => each.phase === "ready").length;
   return html`<li class="column">
-    ${!plain && html`<div class="arrow" aria-label="${title}: ${number(rate)} messages per second"><span>${rates.length ? number(rate, 0) : "–"}/s</span></div>`}
+    ${!plain && html`<div class="arrow" aria-label="${title}: ${number(rate)} messages per second"><span>${rates.length ? compact(rate) : DASH}/s</span></div>`}
     <h3>${title} <small>${ready === instances.length ? counted(ready, "ready").replace("readys", "ready") : `${ready} of ${instances.length} ready`}</small></h3>
     <ul class="cards">
       ${instances.map((each) => html`<${Instance} key=${each.name} state=${state} instance=${each} ranks=${ranks.filter((rank) => rank.engine === each.name)} />`)}

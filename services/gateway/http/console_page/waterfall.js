@@ -46,7 +46,7 @@ function Hops({ trace, hops, unanswered, now }) {
           <td class="right">${milliseconds(1000 * start)}</td>
           <td class="right">${milliseconds(1000 * taken)}${hop.ended === null ? " …" : ""}</td>
           <td class="span"><div class="hop ${hop.ended === null ? "open" : ""} ${HOPS[hop.name] ? "" : "whole"}" style=${{ marginLeft: `${left}%`, width: `${width}%` }}></div></td>
-          <td class="faint more">${told(hop.attributes)}</td>
+          <td class="faint more">${told(hop)}</td>
         </tr>`;
       })}</tbody>
     </table></div>`;
@@ -55,9 +55,10 @@ function Hops({ trace, hops, unanswered, now }) {
 const SHORT = { "gen_ai.usage.input_tokens": "prompt", "gen_ai.usage.output_tokens": "tokens", "baton.outcome": "outcome", "http.response.status_code": "status" };
 const LEFT_OUT = ["http.request.method", "http.route", "gen_ai.response.id", "gen_ai.request.model"];
 
-function told(attributes) {
+/** What is told of a hop beside its row: its engine is its instance. */
+function told({ attributes, instance }) {
   return Object.entries(attributes)
-    .filter(([name]) => !LEFT_OUT.includes(name))
+    .filter(([name, value]) => !LEFT_OUT.includes(name) && !(name === "engine" && value === instance))
     .map(([name, value]) => `${SHORT[name] ?? name.replaceAll("_", " ")} ${value}`)
     .join(" · ");
 }
