@@ -71,7 +71,7 @@ def _by_name(
         raise refuse(f"{path}.patternProperties", "one pattern is supported, without additionalProperties beside it")
     pattern, value = next(iter(patterns.items()))
     form = read(value, f"{path}.patternProperties.{pattern}")
-    checked_pattern(pattern, f"{path}.patternProperties")
+    pattern = checked_pattern(pattern, f"{path}.patternProperties")
     if form is None:
         return {"type": "object", "additionalProperties": False, **counts}
     return {"type": "object", "patternProperties": {pattern: form}, "additionalProperties": False, **counts}
@@ -191,6 +191,7 @@ def _multiple(bounds: dict[str, Any], divisor: Any, path: str) -> Schema | None:
 
 
 _OPAQUE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
+_OPTIONAL_GROUP = re.compile(rf"(?P<opaque>{_OPAQUE.pattern})|\)\?\??", re.DOTALL)
 
 FORMATS = frozenset(
     {
@@ -228,11 +229,12 @@ def string_form(schema: Schema, path: str) -> Schema:
 
 
 def checked_pattern(pattern: str, path: str) -> str:
-    """The pattern, if strings that match it as a whole are strings that it is found in. Raises GrammarRefused."""
+    """The pattern, if strings that match it as a whole are strings that it is found in. Raises GrammarRefused. Optional
+    groups are written as counts: xgrammar 0.2.8 takes `(ab+)?c` of a schema to match `bc`, too."""
     plain = _OPAQUE.sub("x", pattern)
     for place, character in enumerate(plain):
         if character == "^" and plain[:place].strip("(|?:") and plain[place - 1] != "|":
             raise refuse(path, "^ is supported at the beginning only")
         if character == "$" and plain[place + 1 :].strip(")|") and plain[place + 1] != "|":
             raise refuse(path, "$ is supported at the end only")
-    return pattern
+    return _OPTIONAL_GROUP.sub(lambda found: found["opaque"] or "){0,1}", pattern)

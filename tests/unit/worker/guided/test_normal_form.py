@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from random import Random
 from typing import Any
 
@@ -147,6 +148,18 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(writer: RandomWriter,
     with pytest.raises(GrammarRefused) as refused:
         writer.compiler.compile(Grammar("json", json.dumps(schema)))
     assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"^c(ab+)?c$", r"^ls( -[al]{1,2})? /(tmp|etc)$", r"^(?:a(b*)?)?c$", r"^\)?[)?]\(?$"]
+)
+def test_what_follows_a_pattern_matches_it(either: RandomWriter, pattern: str) -> None:
+    """xgrammar 0.2.8 takes an optional group that ends in a repetition to begin anywhere in it."""
+    grammar = Grammar("json", json.dumps({"type": "string", "pattern": pattern}))
+    written = [either.write(grammar, Random(seed))[1] for seed in range(25)]
+    found = {json.loads(text) for text in written if text is not None}
+    assert len(found) > 1
+    assert [text for text in found if not re.search(pattern, text)] == []
 
 
 def test_schemas_that_double_at_every_level_are_refused_and_not_expanded() -> None:
