@@ -75,7 +75,7 @@ class ImageRowsClient:
                 file = source.data
                 if source.url is not None:
                     file = await self._fetcher.fetch(source.url, source.field, source.kind)
-                if source.kind is IMAGE:
+                if source.kind == IMAGE:
                     return MediaEmbeds([await encode(source, file, None)])
             how = generation.model.videos
             assert how is not None, "checked when it was read"
@@ -108,7 +108,7 @@ def _with_rows(prompt: ChatPrompt, media: tuple[MediaSource, ...], found: list[M
     embeds, videos = list(prompt.embeds), list[VideoParts]()
     for source, (rows, times) in zip(media, found, strict=True):
         embeds[source.number] = rows[0]
-        if source.kind is not IMAGE:
+        if source.kind != IMAGE:
             videos.append(VideoParts((source.number, *range(len(embeds), len(embeds) + len(rows) - 1)), times))
             embeds += rows[1:]
     field, types = media[-1].field, sorted({each.dtype for each in embeds})

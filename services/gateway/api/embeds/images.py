@@ -24,7 +24,7 @@ def read_media(
 ) -> MediaSource:
     """Reads `{"type": "image_url", "image_url": {"url": …}}`, or the same of a video, at a path of the body. `number`:
     of the part among those that become rows. Raises RequestError 400."""
-    if (card.images if kind is IMAGE else card.videos) is None:
+    if (card.images if kind == IMAGE else card.videos) is None:
         what = f"a part of type '{kind.part}', which is not text, is not supported: {card.name} takes no {kind.noun}s"
         raise RequestError(400, f"{path}.type: {what}", param=f"{path}.type", code="unsupported_parameter")
     name, given = f"{path}.{kind.part}", part.get(kind.part)

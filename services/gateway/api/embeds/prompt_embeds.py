@@ -73,7 +73,7 @@ class EmbeddedParts:
 
     def numbers(self, kind: MediaKind) -> tuple[int, ...]:
         """Which of those found are of this kind."""
-        return tuple(each.number for each in self.media if each.kind is kind)
+        return tuple(each.number for each in self.media if each.kind == kind)
 
     def check_fields(self, fields: CommonFields) -> None:
         """Raises RequestError 400 where some field asks for tokens that these parts have none of."""
@@ -96,7 +96,7 @@ class EmbeddedParts:
 
     def _add(self, source: MediaSource, field: str) -> dict[str, str]:
         kind = source.kind
-        most = self._limits.max_images if kind is IMAGE else self._limits.max_videos
+        most = self._limits.max_images if kind == IMAGE else self._limits.max_videos
         if len(self.numbers(kind)) >= most:
             raise invalid(field, f"more than {most} {kind.noun}s are not allowed in one chat")
         self.media.append(source)

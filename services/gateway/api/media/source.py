@@ -44,3 +44,4 @@ class MediaSource(NamedTuple):
     data: bytes = b""
     """Its file."""
     kind: MediaKind = IMAGE
+    """One that is equal: large bodies are read in another process, which has objects of its own."""

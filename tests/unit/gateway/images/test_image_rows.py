@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
+from msgspec.structs import replace
 
 from services.gateway.api.errors import RequestError
+from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.media.source import VIDEO, MediaSource
-from services.gateway.images.image_rows import _with_rows
+from services.gateway.images.image_rows import ImageRowsClient, _with_rows
 from services.gateway.videos.video_rows import MediaEmbeds
-from shared.ids import InstanceId, RowsName
-from shared.messages.generation import MAX_MEDIA_BYTES, EmbeddingDtype, MediaRows, PromptEmbeds
+from shared.bus.memory_bus import MemoryBus
+from shared.ids import InstanceId, ModelName, RowsName
+from shared.messages.encoder import EncodeImage
+from shared.messages.generation import (
+    MAX_MEDIA_BYTES,
+    EmbeddingDtype,
+    MediaRows,
+    PromptEmbeds,
+    SamplingOptions,
+    StopConditions,
+)
+from shared.messages.model_card import VideoModel
 from shared.messages.tokenizer import ChatPrompt, VideoParts
+from tests.unit.gateway.api.test_images import CARD
 
 FIELD = "messages[0].content[0].image_url.url"
 
@@ -57,3 +72,36 @@ def test_a_videos_further_rows_stand_behind_all_others() -> None:
     filled = _with_rows(prompt, (source,), [MediaEmbeds([rows("float32", 8, n) for n in (3, 4, 5)], (0.5, 1.5, 2.5))])
     assert [each.count for each in filled.embeds] == [3, 1, 4, 5]
     assert filled.videos == (VideoParts((0, 2, 3), (0.5, 1.5, 2.5)),)
+
+
+async def test_what_another_process_has_read_is_what_it_is() -> None:
+    """As large bodies are: an image stays an image, a video a video."""
+    bus, video_model = MemoryBus(), VideoModel()
+    read = [MediaSource(field=FIELD, number=0, data=b"file"), MediaSource(field=FIELD, number=0, data=b"x", kind=VIDEO)]
+    asked: list[EncodeImage] = []
+
+    class Encoding(ImageRowsClient):
+        async def encoded(self, field: str, question: EncodeImage, model: ModelName) -> PromptEmbeds:
+            asked.append(question)
+            return rows("float32", 8)
+
+    client = Encoding(bus)
+    for source in pickle.loads(pickle.dumps(read)):
+        prompt = ChatPrompt(messages=b"[]", embeds=(rows("float32", 1),), images=(0,))
+        generation = GenerationRequest(
+            kind="chat",
+            model=replace(CARD, videos=video_model),
+            prompts=(prompt,),
+            n=1,
+            seed=None,
+            sampling=SamplingOptions(seed=0),
+            stopping=StopConditions(),
+            stream=None,
+            media=(source,),
+        )
+        if source.kind == VIDEO:
+            with pytest.raises(RequestError, match="the file is no video"):
+                await client.filled(generation)
+        else:
+            await client.filled(generation)
+    assert [each.image for each in asked] == [b"file"]
