@@ -475,7 +475,8 @@ class SchedulerActor(Actor):
     async def _tick(self, alive_now: float) -> None:
         lost = self._ranks.expire(alive_now, self.core.epoch)
         await self._lose_workers(lost)
-        if lost is not None or self._ranks.ping_is_due(alive_now, self.core.step_awaited_since):
+        asks = self._ranks.ping_is_due(alive_now, self.core.step_awaited_since)
+        if asks or lost is not None:  # behind a loss those that live say so, and need not be waited for
             await self.bus.publish(topics.rank_orders(self.engine_id), PingRank())
         for gone in self._others.expire(alive_now):
             await self._record_gone(gone)

@@ -66,7 +66,10 @@ class RayNodes:
             text=True,
             preexec_fn=die_with_parent,
         )
-        self.address = str(self._said()["address"])
+        said = self._said()
+        self.address = str(said["address"])
+        self._head: list[int] = said["head"]
+        """The pids of its raylet, and of what the whole cluster asks."""
 
     def add_node(self) -> RayNode:
         """Returns once it is part of the cluster."""
@@ -74,6 +77,11 @@ class RayNodes:
         self._process.stdin.write("add\n")
         self._process.stdin.flush()
         return RayNode(**self._said())
+
+    def lose_head(self) -> None:
+        """SIGKILL to what only the head runs."""
+        for pid in self._head:
+            os.kill(pid, signal.SIGKILL)
 
     def _said(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -109,7 +117,9 @@ def main() -> None:
     shared = {"object_store_memory": OBJECT_STORE, "include_dashboard": False, "memory": 2**30}
     head = {**shared, "num_cpus": 0, "node_ip_address": "127.0.0.2", "_system_config": NOTICES_DEATHS}
     cluster = Cluster(initialize_head=True, head_node_args={**head, "temp_dir": temporary})
-    print(json.dumps({"address": cluster.address}), flush=True)
+    own = cluster.head_node.all_processes
+    pids = [own[kind][0].process.pid for kind in ("gcs_server", "raylet")]
+    print(json.dumps({"address": cluster.address, "head": pids}), flush=True)
     number = 3
     for _ in sys.stdin:
         address, number = f"127.0.0.{number}", number + 1
