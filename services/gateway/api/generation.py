@@ -440,14 +440,15 @@ def check_generates(card: ModelCard) -> ModelCard:
 
 
 def choose_model(name: str | None, cards: list[ModelCard]) -> ModelCard:
-    """Returns the model that a request names: itself, one of its adapters or by an alias; without a name the only one.
+    """Returns the model that a request names: itself, one of its adapters or by an alias; without a name, or with an
+    empty one, as vLLM's clients may send it, the only one.
     Raises RequestError 404 for an unknown model, 503 while none is known, 400 where the name is missing and there are
     several."""
     if not cards:
         raise RequestError(
             503, "no engine has announced its model yet; the stack is starting", retry_after=1.0, elsewhere=True
         )
-    if name is None:
+    if not name:
         if len(cards) == 1:
             return cards[0]
         raise invalid("model", "this field is required where several models are served")

@@ -366,9 +366,9 @@ def test_what_is_no_json_of_ours_is_refused(body: bytes, param: str) -> None:
 
 
 def test_the_model_is_chosen_by_its_name_or_by_being_the_only_one() -> None:
-    body = b'{"prompt": "x"}'
-    assert read_completion(body, [CARD], RequestLimits()).model.name == "demo"
-    assert refusal(read_completion, body, [CARD, OTHER], RequestLimits()).param == "model"
+    for body in (b'{"prompt": "x"}', b'{"prompt": "x", "model": ""}'):
+        assert read_completion(body, [CARD], RequestLimits()).served_name == "demo"
+        assert refusal(read_completion, body, [CARD, OTHER], RequestLimits()).param == "model"
     assert refusal(read_completion, b'{"prompt": "x", "model": "no"}', [CARD], RequestLimits()).status == 404
     starting = refusal(read_completion, b'{"prompt": "x", "model": "demo"}', [], RequestLimits())
     assert (starting.status, starting.retry_after) == (503, 1.0)
