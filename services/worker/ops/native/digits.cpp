@@ -76,9 +76,13 @@ template <class Item> void DigitRows::round_row(const Item* x, int in, int row) 
     bool number = bits < kInfinity;
     scales_[row] = number ? 0.0f : __builtin_nanf("");
     if (number && most > kLeast) scales_[row] = most / top, inverse = top / most;
-    I first = {}, second = {};
+    I first = {}, second = {}, segment = {};
     for (int i = 0; i < stride_; i += kLanes, to += kLanes) {
         I whole = inverse != 0.0f && i < in ? rounded(load_some(x + i, in - i), inverse) : I{};
+        if (segment_ && i < in) {
+            add(segment, whole);
+            if ((i + kLanes) % segment_ == 0) segment_sums_[row * segments_ + i / segment_] = total(segment), segment = {};
+        }
         if (digits_ == 2) {
             I low = whole;
             // The low digit with its sign; what is left is a multiple of 256.
@@ -96,8 +100,10 @@ template <class Item> void DigitRows::round_row(const Item* x, int in, int row) 
     if (digits_ == 2) sums[1] = total(second);
 }
 
-void DigitRows::round(Pool& pool, const Rows& x, int in, int digits) {
+void DigitRows::round(Pool& pool, const Rows& x, int in, int digits, int segment) {
     digits_ = digits;
+    segment_ = segment;
+    segments_ = segment ? in / segment : 0;
     stride_ = (in + 63) / 64 * 64;
     // Not a multiple of 1 kB apart: tiles would find their rows in the same few sets of the cache.
     if (stride_ % 1024 == 0) stride_ += 64;
@@ -105,6 +111,7 @@ void DigitRows::round(Pool& pool, const Rows& x, int in, int digits) {
     if (items_.size() < needed) items_.resize(needed);
     if (scales_.size() < size_t(x.count)) scales_.resize(x.count);
     if (sums_.size() < size_t(x.count) * digits) sums_.resize(size_t(x.count) * digits);
+    if (segment_sums_.size() < size_t(x.count) * segments_) segment_sums_.resize(size_t(x.count) * segments_);
     pool.run((x.count + kRowsOfTile - 1) / kRowsOfTile, [&](int tile, int) {
         int end = std::min(x.count, (tile + 1) * kRowsOfTile);
         for (int row = tile * kRowsOfTile; row < end; ++row) {

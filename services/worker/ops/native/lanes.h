@@ -341,6 +341,7 @@ struct Quad {
         memcpy(&quad, x, 4);
         return all_bits(quad);
     }
+    static BATON_INLINE U weights_of(U bytes) { return bytes; }
     static BATON_INLINE U weights(const int8_t* w) { return load_bits(w); }
     static BATON_INLINE U multiply(U sum, U w, U x) {
         U r;
@@ -356,8 +357,9 @@ struct Quad {
         auto pair = [](int8_t low, int8_t high) { return all_bits(uint16_t(low) | uint32_t(uint16_t(high)) << 16); };
         return {pair(x[0], x[2]), pair(x[1], x[3])};
     }
-    static BATON_INLINE Wide weights(const int8_t* w) {
-        Wide r{load_bits(w), {}};
+    static BATON_INLINE Wide weights(const int8_t* w) { return weights_of(load_bits(w)); }
+    static BATON_INLINE Wide weights_of(U bytes) {
+        Wide r{bytes, {}};
         BATON_EACH {
             r.odd.part[i_] = (r.even.part[i_] >> 8) & 0x00ff00ffu;
             r.even.part[i_] = r.even.part[i_] & 0x00ff00ffu;

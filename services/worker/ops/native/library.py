@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-VERSION = 19
+VERSION = 20
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -14,8 +14,9 @@ SINGLE, HALF = 0, 1
 
 PLAIN = 0
 CODES = {"int8": 1, "int4": 2, "fp8": 3}
-QUAD = 4
-"""The values of `Code` in linear.h; PLAIN for numbers, QUAD for int8 that is multiplied in whole numbers."""
+QUAD, NIBBLE = 4, 5
+"""The values of `Code` in linear.h; PLAIN for numbers, QUAD and NIBBLE for int8 and int4 that are multiplied in whole
+numbers."""
 
 OUT_FLOAT, OUT_GATED = 0, 2
 """`Out::kFloat` and `Out::kGated` of linear.h."""

@@ -4,18 +4,11 @@
 #include <algorithm>
 #include <vector>
 
-#include "activation.h"
 #include "codes.h"
-#include "digits.h"
-#include "tile.h"
+#include "segments.h"
+#include "sums.h"
 
 namespace {
-
-// Steps of a block: 6 rows of 512 steps are 12 kB, which stay in the first-level cache (32 kB or more) while the
-// weights, 128 kB for a group, are read again from the second level (1 MB or more) for each tile of rows.
-constexpr int kBlockSteps = 512;
-// Rows of a block. A group's weights come from memory once for each block of rows, its sums (24 kB) stay in cache.
-constexpr int kBlockRows = 96;
 
 int steps_of(Number number, int in) { return number == Number::kHalf ? (in + 1) / 2 : in; }
 int quads_of(int in) { return (in + Quad::kItems - 1) / Quad::kItems; }
@@ -30,31 +23,9 @@ Number multiplied_as(const Linear& linear) {
     return linear.code == Code::kPlain || kHalfCodes ? linear.number : Number::kSingle;
 }
 int steps_of(const Linear& linear) {
-    return linear.code == Code::kQuad ? quads_of(linear.in) : steps_of(multiplied_as(linear), linear.in);
+    return in_whole_numbers(linear.code) ? quads_of(linear.in) : steps_of(multiplied_as(linear), linear.in);
 }
 int groups_of(int out) { return (out + kGroupOutputs - 1) / kGroupOutputs; }
-
-struct Product {
-    Rows x;
-    Linear linear;
-    Target target;
-    int steps;
-    // Of kQuad: x as whole numbers, from which of its rows on.
-    const DigitRows* rounded = nullptr;
-    int64_t first = 0;
-
-    // Rows of items that tiles read for each row of x.
-    int digits() const { return rounded ? linear.digits : 1; }
-};
-
-// A block of rows times one group.
-struct Block {
-    int row;
-    int rows;
-    int group;
-    const F* gates;  // [rows][kGroupColumns], where the group's outputs are to be gated by them
-    F* to_gates;     // where the sums are not written out but kept as gates
-};
 
 // Rows of x as tiles read them: of the weights' kind, and not a multiple of 1 kB apart, which would put them all into
 // the same few sets of the cache.
@@ -91,67 +62,6 @@ template <class Kind> bool readable(const Product& p) {
 
 // Whether a kind multiplies rows that were rounded to its items.
 template <class Kind> constexpr bool kRounds = std::is_same_v<Kind, Quad>;
-
-// The sums of some rows and columns of a tile.
-template <int R, int C> struct Sums {
-    F at[R][C];
-};
-
-template <int R, int C> BATON_INLINE void keep(F* to, const Sums<R, C>& sums) {
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) to[r * kGroupColumns + c] = sums.at[r][c];
-}
-
-template <class Item, int R, int C>
-BATON_INLINE void write_gated(const Product& p, int row, int column, const F* gates, const Sums<R, C>& sums) {
-    int half = p.linear.out / 2;
-    auto* to = (Item*)p.target.data + row * p.target.stride + column - half;
-    const float* bias = p.linear.bias;
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) {
-            F gate = gates[r * kGroupColumns + c], up = sums.at[r][c];
-            if (bias) gate = gate + load(bias + column - half + c * kLanes), up = up + load(bias + column + c * kLanes);
-            store(to + r * p.target.stride + c * kLanes, activated(p.target.activation, gate) * up);
-        }
-}
-
-// The end of a row of outputs, where fewer than 16 are left.
-void write_some(const Product& p, float* to, int column, int count, F sums) {
-    float lane[kLanes];
-    store(lane, sums);
-    for (int i = 0; i < count; ++i) {
-        float sum = p.linear.bias ? lane[i] + p.linear.bias[column + i] : lane[i];
-        to[i] = p.target.kind == Out::kAdded ? to[i] + sum : sum;
-    }
-}
-
-template <int R, int C> BATON_INLINE void write_floats(const Product& p, int row, int column, const Sums<R, C>& sums) {
-    float* to = (float*)p.target.data + row * p.target.stride + column;
-    const float* bias = p.linear.bias;
-    bool whole = column + C * kLanes <= p.linear.out, added = p.target.kind == Out::kAdded;
-    if (whole && !bias && !added) {
-        for (int r = 0; r < R; ++r)
-            for (int c = 0; c < C; ++c) store(to + r * p.target.stride + c * kLanes, sums.at[r][c]);
-        return;
-    }
-    for (int r = 0; r < R; ++r, to += p.target.stride)
-        for (int c = 0; c < C; ++c) {
-            int at = column + c * kLanes, count = p.linear.out - at;
-            if (count < kLanes) {
-                write_some(p, to + c * kLanes, at, count, sums.at[r][c]);
-                continue;
-            }
-            F sum = bias ? sums.at[r][c] + load(bias + at) : sums.at[r][c];
-            store(to + c * kLanes, added ? load(to + c * kLanes) + sum : sum);
-        }
-}
-
-// Has the lines that will be written brought near while the tile is computed.
-template <int R, int C> BATON_INLINE void expect_floats(const Product& p, int row, int column) {
-    const float* to = (const float*)p.target.data + row * p.target.stride + column;
-    for (int r = 0; r < R / p.digits(); ++r)
-        for (int c = 0; c < C; ++c) __builtin_prefetch(to + r * p.target.stride + c * kLanes, 1, 3);
-}
 
 // The weights of a block of steps as they are multiplied: numbers where they lie, or where codes were turned into them.
 template <class Kind> struct Numbers {
@@ -218,15 +128,6 @@ BATON_INLINE Sums<R / Digits, C> numbers_of(const Product& p, int64_t row, const
             numbers.at[r][c] = number * (all(*p.rounded->scales(row + r)) * load(weight_scales + c * kLanes));
         }
     return numbers;
-}
-
-// The end of a tile's sums. `row` is in the block.
-template <class Kind, int R, int C> BATON_INLINE void finish(const Product& p, const Block& block, int row, int column, const Sums<R, C>& sums) {
-    int output = block.group * kGroupOutputs + column * kLanes, at = row * kGroupColumns + column;
-    if (block.to_gates) keep(block.to_gates + at, sums);
-    else if (block.gates && (Kind::kItems == 2 || p.linear.number == Number::kHalf)) write_gated<Bf16>(p, block.row + row, output, block.gates + at, sums);
-    else if (block.gates) write_gated<float>(p, block.row + row, output, block.gates + at, sums);
-    else write_floats(p, block.row + row, output, sums);
 }
 
 // One tile over one block of steps; sums wait in `kept` [rows][kGroupColumns] for the next one.
@@ -316,12 +217,6 @@ void run_tiles(const Product& p, const Block& block, const Steps& steps, const W
     }
 }
 
-// Tiles of about the same height: 7 rows are 4 and 3, not 6 and 1.
-int tiles_of_rows(int rows, int digits) {
-    int most = kTileRows / digits;
-    return (rows + most - 1) / most;
-}
-
 template <class Kind> void run_block(const Product& p, const Block& block) {
     using Item = typename Kind::Item;
     int tiles = tiles_of_rows(block.rows, p.digits());
@@ -392,7 +287,8 @@ template <class Kind> void multiply_tile_as(const Product& p, int tile) {
         case Code::kInt8: return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt8>);
         case Code::kInt4: return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt4>);
         case Code::kFp8: return multiply_tile(p, tile, run_coded_block<Kind, Code::kFp8>);
-        case Code::kQuad: return multiply_tile(p, tile, run_block<Quad>);
+        case Code::kQuad: return multiply_tile(p, tile, p.linear.scaled ? run_segmented_block<Code::kQuad> : run_block<Quad>);
+        case Code::kNibble: return multiply_tile(p, tile, run_segmented_block<Code::kNibble>);
     }
 }
 
@@ -417,6 +313,13 @@ template <class Item> void pack_group(const Item* weight, int out, int in, int g
     }
 }
 
+// Puts the code of an input and an output into a group of kNibble whose codes are 0.
+void put_nibble(uint8_t* group, int input, int output, uint8_t value) {
+    int step = input / Quad::kItems, column = output / kLanes;
+    int at = (step * kGroupColumns / 2 + column / 2) * 64 + output % kLanes * Quad::kItems + input % Quad::kItems;
+    group[at] |= uint8_t(column % 2 ? value << 4 : value);
+}
+
 }  // namespace
 
 int64_t packed_bytes(Number number, int out, int in) { return int64_t(groups_of(out)) * steps_of(number, in) * kStepBytes; }
@@ -431,7 +334,7 @@ void pack(Pool& pool, Number number, const void* weight, int out, int in, void* 
 }
 
 int64_t coded_bytes(Code code, int out, int in) {
-    if (code == Code::kQuad) return int64_t(groups_of(out)) * quads_of(in) * kStepBytes;
+    if (in_whole_numbers(code)) return int64_t(groups_of(out)) * quads_of(in) * segment_step_bytes(code);
     return int64_t(groups_of(out)) * ((in + kCodeInputs - 1) / kCodeInputs) * kGroupColumns * code_bytes(code);
 }
 
@@ -445,7 +348,7 @@ void pack_codes(Pool& pool, Code code, const uint8_t* codes, int out, int in, vo
         int outputs = std::min(kGroupOutputs, out - group * kGroupOutputs);
         for (int lane = 0; lane < outputs; ++lane) {
             const uint8_t* row = codes + (int64_t(group) * kGroupOutputs + lane) * in;
-            for (int i = 0; i < in; ++i) put_code(code, to, i, lane, row[i]);
+            for (int i = 0; i < in; ++i) code == Code::kNibble ? put_nibble(to, i, lane, row[i]) : put_code(code, to, i, lane, row[i]);
         }
     });
 }
@@ -455,8 +358,8 @@ namespace {
 // Of the thread that asks, until its next product.
 const DigitRows* rounded_rows(Pool& pool, const Rows& x, const Linear& linear) {
     static thread_local DigitRows rows;
-    if (linear.code != Code::kQuad) return nullptr;
-    rows.round(pool, x, linear.in, linear.digits);
+    if (!in_whole_numbers(linear.code)) return nullptr;
+    rows.round(pool, x, linear.in, linear.digits, linear.scaled);
     return &rows;
 }
 

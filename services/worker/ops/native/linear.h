@@ -16,8 +16,12 @@ constexpr int kStepBytes = 64 * kGroupColumns;
 // How weights are kept: as numbers, or as codes of a byte or half of one that stand for numbers. Codes lie as numbers do,
 // two inputs to a step: 16 bytes of the first input and 16 of the second for each 16 outputs, or, of four bits, 16 bytes
 // with the first input's codes in the low halves. kQuad: int8 to be multiplied in whole numbers, as Quad has them: four
-// inputs to a step, 64 bytes for each 16 outputs.
-enum class Code : int { kPlain = 0, kInt8 = 1, kInt4 = 2, kFp8 = 3, kQuad = 4 };
+// inputs to a step, 64 bytes for each 16 outputs. kNibble: int4 for the same, 64 bytes for each 32 outputs: the first 16 in
+// the low halves.
+enum class Code : int { kPlain = 0, kInt8 = 1, kInt4 = 2, kFp8 = 3, kQuad = 4, kNibble = 5 };
+
+// Whether rows are rounded to digits before they are multiplied.
+constexpr bool in_whole_numbers(Code code) { return code == Code::kQuad || code == Code::kNibble; }
 
 struct Linear {
     Number number;  // what activations are, and weights where they are no codes
@@ -26,11 +30,12 @@ struct Linear {
     const void* groups;
     const float* bias;  // [out], or null
     Code code;
-    // Inputs that share a scale: 32, 64, 128, 256 or 512, a divisor of `in`; 0: all of an output's.
+    // Inputs that share a scale: 32, 64, 128, 256 or 512, a divisor of `in`; 0: all of an output's (not of kNibble).
     int scaled;
     const float* scales;  // [groups][in / scaled][64], null for kPlain
-    const uint8_t* zeros;  // the same shape: the code of kInt4 that is 0; null: 8 everywhere
-    // Of kQuad: to how many digits of eight bits rows are rounded, 1 or 2, with a scale for each row.
+    const uint8_t* zeros;  // the same shape: the code of four bits that is 0; null: 8 everywhere
+    // In whole numbers: to how many digits of eight bits rows are rounded, with a scale for each row: 2, or 1 where all of an
+    // output's inputs share a scale.
     int digits;
 };
 

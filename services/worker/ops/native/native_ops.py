@@ -49,7 +49,7 @@ from services.worker.ops.native.native_kv import NativeKvCopier
 from services.worker.ops.native.native_latents import MAX_HEAD_DIM, NativeLatents
 from services.worker.ops.native.native_low_rank import NativeLowRank
 from services.worker.ops.native.native_states import NativeStates
-from services.worker.ops.quantized import QuantizedWeight, WeightStack
+from services.worker.ops.quantized import GROUP_SIZES, QuantizedWeight, WeightStack
 from services.worker.ops.torch_ops import verify_drafts
 from services.worker.ops.torch_routing import route
 from shared.blocks import DEFAULT_BLOCK_SIZE
@@ -59,6 +59,8 @@ _GROUP_OUTPUTS = 64
 """`kGroupOutputs` of linear.h."""
 MAX_EXACT_INPUTS = 1 << 16
 """Products of so many bytes, summed, fit into 32 bits."""
+_WHOLE_CODES = {"int8": library.QUAD, "int4": library.NIBBLE}
+"""How what is multiplied in whole numbers is kept."""
 
 
 class NativeOps:
@@ -146,13 +148,14 @@ class NativeOps:
         """See `pack_quantized`."""
         out, inputs = weight.codes.shape
         digits = self._digits_of(weight)
-        code, codes = library.QUAD if digits else library.CODES[weight.code], weight.codes.contiguous()
+        code, codes = (_WHOLE_CODES if digits else library.CODES)[weight.code], weight.codes.contiguous()
         floats = None if bias is None else bias.float().contiguous()
         groups = self._arena.take(self._library.baton_coded_bytes(code, out, inputs))
         self._library.baton_pack_codes(self._pool, code, codes.data_ptr(), out, inputs, groups.data_ptr())
         scales = _by_groups(weight.scales)
         zeros = None if weight.zeros is None else _by_groups(weight.zeros)
-        scaled = 0 if weight.scales.shape[1] == 1 else weight.group_size
+        one_scale = weight.scales.shape[1] == 1 and code != library.NIBBLE
+        scaled = 0 if one_scale else weight.group_size
         linear = library.Linear(
             *(self.number, out, inputs, groups.data_ptr(), address_of(floats)),
             *(code, scaled, scales.data_ptr(), address_of(zeros), digits),
@@ -164,8 +167,15 @@ class NativeOps:
         are not. Two hold rows of bfloat16 better than it does itself (digits.h)."""
         if weight.int8_activations:
             return 1
-        whole = weight.code == "int8" and weight.scales.shape[1] == 1 and weight.codes.shape[1] <= MAX_EXACT_INPUTS
-        return 2 if whole and self.number == library.HALF and self.kernels.multiplies_bytes else 0
+        if self.number != library.HALF or not self.kernels.multiplies_bytes:
+            return 0
+        match weight.code:
+            case "int8":
+                return 2 if weight.scales.shape[1] > 1 or weight.codes.shape[1] <= MAX_EXACT_INPUTS else 0
+            case "int4":
+                return 2 if weight.group_size in GROUP_SIZES else 0
+            case "fp8":
+                return 0
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """float32 [n, out]; a row's result does not depend on the others."""

@@ -1,0 +1,114 @@
+// What a product is made of, and how its sums leave the registers. Knows no weights and no threads.
+#pragma once
+#include "activation.h"
+#include "digits.h"
+#include "linear.h"
+#include "tile.h"
+
+namespace {
+
+// Steps of a block: 6 rows of 512 steps are 12 kB, which stay in the first-level cache (32 kB or more) while the
+// weights, 128 kB for a group, are read again from the second level (1 MB or more) for each tile of rows.
+constexpr int kBlockSteps = 512;
+// Rows of a block. A group's weights come from memory once for each block of rows, its sums (24 kB) stay in cache.
+constexpr int kBlockRows = 96;
+
+struct Product {
+    Rows x;
+    Linear linear;
+    Target target;
+    int steps;
+    // Of whole numbers: x as digits, from which of its rows on.
+    const DigitRows* rounded = nullptr;
+    int64_t first = 0;
+
+    // Rows of items that tiles read for each row of x.
+    int digits() const { return rounded ? linear.digits : 1; }
+};
+
+// A block of rows times one group.
+struct Block {
+    int row;
+    int rows;
+    int group;
+    const F* gates;  // [rows][kGroupColumns], where the group's outputs are to be gated by them
+    F* to_gates;     // where the sums are not written out but kept as gates
+};
+
+// The sums of some rows and columns of a tile.
+template <int R, int C> struct Sums {
+    F at[R][C];
+};
+
+template <int R, int C> BATON_INLINE void keep(F* to, const Sums<R, C>& sums) {
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) to[r * kGroupColumns + c] = sums.at[r][c];
+}
+
+template <class Item, int R, int C>
+BATON_INLINE void write_gated(const Product& p, int row, int column, const F* gates, const Sums<R, C>& sums) {
+    int half = p.linear.out / 2;
+    auto* to = (Item*)p.target.data + row * p.target.stride + column - half;
+    const float* bias = p.linear.bias;
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) {
+            F gate = gates[r * kGroupColumns + c], up = sums.at[r][c];
+            if (bias) gate = gate + load(bias + column - half + c * kLanes), up = up + load(bias + column + c * kLanes);
+            store(to + r * p.target.stride + c * kLanes, activated(p.target.activation, gate) * up);
+        }
+}
+
+// The end of a row of outputs, where fewer than 16 are left.
+void write_some(const Product& p, float* to, int column, int count, F sums) {
+    float lane[kLanes];
+    store(lane, sums);
+    for (int i = 0; i < count; ++i) {
+        float sum = p.linear.bias ? lane[i] + p.linear.bias[column + i] : lane[i];
+        to[i] = p.target.kind == Out::kAdded ? to[i] + sum : sum;
+    }
+}
+
+template <int R, int C> BATON_INLINE void write_floats(const Product& p, int row, int column, const Sums<R, C>& sums) {
+    float* to = (float*)p.target.data + row * p.target.stride + column;
+    const float* bias = p.linear.bias;
+    bool whole = column + C * kLanes <= p.linear.out, added = p.target.kind == Out::kAdded;
+    if (whole && !bias && !added) {
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c) store(to + r * p.target.stride + c * kLanes, sums.at[r][c]);
+        return;
+    }
+    for (int r = 0; r < R; ++r, to += p.target.stride)
+        for (int c = 0; c < C; ++c) {
+            int at = column + c * kLanes, count = p.linear.out - at;
+            if (count < kLanes) {
+                write_some(p, to + c * kLanes, at, count, sums.at[r][c]);
+                continue;
+            }
+            F sum = bias ? sums.at[r][c] + load(bias + at) : sums.at[r][c];
+            store(to + c * kLanes, added ? load(to + c * kLanes) + sum : sum);
+        }
+}
+
+// Has the lines that will be written brought near while the tile is computed.
+template <int R, int C> BATON_INLINE void expect_floats(const Product& p, int row, int column) {
+    const float* to = (const float*)p.target.data + row * p.target.stride + column;
+    for (int r = 0; r < R / p.digits(); ++r)
+        for (int c = 0; c < C; ++c) __builtin_prefetch(to + r * p.target.stride + c * kLanes, 1, 3);
+}
+
+// The end of a tile's sums. `row` is in the block.
+template <class Kind, int R, int C> BATON_INLINE void finish(const Product& p, const Block& block, int row, int column, const Sums<R, C>& sums) {
+    int output = block.group * kGroupOutputs + column * kLanes, at = row * kGroupColumns + column;
+    if (block.to_gates) keep(block.to_gates + at, sums);
+    else if (block.gates && (Kind::kItems == 2 || p.linear.number == Number::kHalf)) write_gated<Bf16>(p, block.row + row, output, block.gates + at, sums);
+    else if (block.gates) write_gated<float>(p, block.row + row, output, block.gates + at, sums);
+    else write_floats(p, block.row + row, output, sums);
+}
+
+// Tiles of about the same height: 7 rows are 4 and 3, not 6 and 1.
+inline int tiles_of_rows(int rows, int digits) {
+    int most = kTileRows / digits;
+    return (rows + most - 1) / most;
+}
+
+}  // namespace
