@@ -15,6 +15,7 @@ from services.encoder.core.image_queue import ImageQueue
 from services.encoder.core.row_table import ImageHash, image_hash
 from services.encoder.image_decoder import ImageDecoder, ImageRefused
 from services.encoder.rows_keeper import RowsKeeper, RowsUnkept
+from services.encoder.sound_tower import SoundTower
 from services.encoder.tower import ImageTower, TowerUnusable
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
@@ -32,6 +33,8 @@ from shared.messages.encoder import (
 )
 
 log = logging.getLogger(__name__)
+
+Tower = ImageTower | AudioTower | SoundTower
 
 MAX_PENDING = 64
 """Images that are being encoded or wait for it; further ones are refused."""
@@ -58,7 +61,7 @@ class EncoderActor(Actor):
         bus: Bus,
         instance: InstanceId,
         model: ModelName,
-        load: Callable[[], ImageTower] | Callable[[], AudioTower],
+        load: Callable[[], Tower],
         rows: RowsKeeper,
         decoder: ImageDecoder | SampleReader,
     ) -> None:

@@ -15,7 +15,7 @@ from services.encoder.image_decoder import ImageRefused
 from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, own_dtype
 from shared.messages.encoder import EncodeImage
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
-from shared.messages.model_card import AudioModel
+from shared.messages.model_card import AudioModel, SoundModel
 from shared.models.audio_models import SAMPLE_BYTES, read_audio_model
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Samples(Struct, frozen=True):
 class SampleReader:
     """Takes what gateways have decoded, in a process of their own (ADR 112): no decoder of strangers' files is here."""
 
-    def __init__(self, audio: AudioModel) -> None:
+    def __init__(self, audio: AudioModel | SoundModel) -> None:
         self._most = audio.window_s * audio.sample_rate
 
     async def decode(self, question: EncodeImage) -> Samples:

@@ -66,7 +66,7 @@ class ImageTower:
             self._processor.size = self._bounded_size(max_pixels)
         elif max_pixels is not None:
             raise TowerUnusable(f"{folder}: max_pixels is not allowed, as all images have one size")
-        self._model: Any = _load(folder, config, DTYPES[self.dtype])
+        self._model: Any = load_tower(folder, config, DTYPES[self.dtype])
         self._check_an_image()
 
     @torch.inference_mode()
@@ -150,7 +150,7 @@ def own_dtype(config: Any) -> EmbeddingDtype:
     return next((each for each in DTYPES if each == name), "float32")
 
 
-def _load(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+def load_tower(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     """The model without its language model. Raises TowerUnusable."""
     from transformers import AutoModel
     from transformers.utils import logging as library_logging

@@ -113,6 +113,7 @@ class Gateway(Actor):
         self._gateway = GatewayId(self.instance)
         own_cluster = config.own_cluster(self.incarnation)
         clusters = None if own_cluster is None else RemoteClusters(own_cluster, time.time())
+        sounds = AudioDecoder(config.max_audio_s, config.audio_decode_s)
         self.requests = RequestTable(
             bus,
             self._gateway,
@@ -122,7 +123,10 @@ class Gateway(Actor):
             StreamRecords(config.resumable_memory, config.resume_s, config.request_s),
             clusters,
             ImageRowsClient(
-                bus, ImageFetcher(config.image_hosts, config.image_fetch_s), VideoDecoder(config.video_decode_s)
+                bus,
+                ImageFetcher(config.image_hosts, config.image_fetch_s),
+                VideoDecoder(config.video_decode_s),
+                sounds.whole,
             ),
         )
         self.federation: Federation | None = None

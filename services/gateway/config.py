@@ -112,6 +112,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     max_logprobs: Annotated[int, Meta(ge=0, le=1000, description="Upper bound of `logprobs` and `top_logprobs`.")] = 20
     max_images: Annotated[Positive, Meta(description="Images in one chat.")] = 16
     max_videos: Annotated[Positive, Meta(description="Videos in one chat.")] = 4
+    max_sounds: Annotated[Positive, Meta(description="Sounds in one chat.")] = 4
     image_hosts: Annotated[
         tuple[str, ...],
         Meta(
@@ -448,6 +449,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             force_usage=self.enable_force_include_usage,
             max_images=self.max_images,
             max_videos=self.max_videos,
+            max_sounds=self.max_sounds,
             image_hosts=self.image_hosts,
         )
 

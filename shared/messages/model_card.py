@@ -97,6 +97,17 @@ class AudioModel(Struct, frozen=True, array_like=True, kw_only=True):
         return self.no_timestamps - 1
 
 
+class SoundModel(Struct, frozen=True, array_like=True):
+    """What a model's files say of the sounds that its chats may have."""
+
+    row_size: int
+    """Elements of each row that its encoder makes."""
+    sample_rate: int
+    """Samples of a second."""
+    window_s: int
+    """Seconds that a sound may have."""
+
+
 class VideoModel(Struct, frozen=True, array_like=True, kw_only=True):
     """What a model's files say of the videos that it is shown, two frames in a row of squares."""
 
@@ -147,7 +158,10 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """What it writes down is said in a sound, of which each request has rows beside its prompt; None: it hears none."""
     videos: VideoModel | None = None
     """How it is shown videos; None: it takes none."""
+    sounds: SoundModel | None = None
+    """What sounds its chats may have, in place of tokens; None: none."""
 
     def takes_rows(self, size: int) -> bool:
         """Whether rows of `size` elements may stand in place of tokens, or beside them: a client's or an encoder's."""
-        return size in (self.prompt_embeds, self.images, None if self.audio is None else self.audio.row_size)
+        hearing = (None if each is None else each.row_size for each in (self.audio, self.sounds))
+        return size in (self.prompt_embeds, self.images, *hearing)

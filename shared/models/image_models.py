@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 GEMMA = "Gemma3ForConditionalGeneration"
+QWEN2_AUDIO = "Qwen2AudioForConditionalGeneration"
 IMAGE_ARCHITECTURES = (
     GEMMA,
     "LlavaForConditionalGeneration",
@@ -15,8 +16,9 @@ IMAGE_ARCHITECTURES = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    QWEN2_AUDIO,
 )
-"""Those that are served with their vision tower."""
+"""Those that are served with their tower, of sight or, of the last one, of hearing."""
 
 
 class ImageModel(Struct, frozen=True):
@@ -29,6 +31,8 @@ class ImageModel(Struct, frozen=True):
     behind it, each with an empty line on its outer side."""
     mutual: bool = False
     """Whether an image's tokens see each other."""
+    hears: bool = False
+    """Whether it takes sounds in place of images (`shared/models/sound_models.py`)."""
 
 
 class _RawImageModel(Struct):
@@ -37,6 +41,7 @@ class _RawImageModel(Struct):
     eoi_token_index: int = 256_000
     image_token_id: int | None = None
     image_token_index: int | None = None
+    audio_token_index: int = 151_646
 
 
 def read_image_model(folder: Path) -> ImageModel | None:
@@ -51,4 +56,6 @@ def read_image_model(folder: Path) -> ImageModel | None:
     token = raw.image_token_id if raw.image_token_index is None else raw.image_token_index
     if GEMMA in raw.architectures:
         return ImageModel(262_144 if token is None else token, (raw.boi_token_index, raw.eoi_token_index), mutual=True)
+    if QWEN2_AUDIO in raw.architectures:
+        return ImageModel(raw.audio_token_index, hears=True)
     return None if token is None else ImageModel(token)

@@ -558,6 +558,7 @@ MESSAGES: list[Any] = [
         )
     ),
     model_card.VideoModel(positions_per_second=2.0),
+    model_card.SoundModel(64, 16_000, 30),
 ]
 
 

@@ -21,7 +21,7 @@ from services.gateway.api.generation import (
     check_generates,
     choose_model,
 )
-from services.gateway.api.media.source import IMAGE, MediaSource
+from services.gateway.api.media.source import IMAGE, SOUND, MediaSource
 from services.gateway.api.prompts import chat_prompt, token_prompt
 from services.gateway.api.sampling import beam_search_params, chat_logprobs_request, generation_request
 from services.gateway.api.structured_outputs import read_output_grammar
@@ -172,7 +172,9 @@ def _question(fields: ChatFields, card: ModelCard, limits: RequestLimits, kind: 
     prompt = chat_prompt(fields.messages, fields, limits, parts.read if kind == "chat" else parts.read_foreign)
     if parts.found:
         parts.check_fields(fields)
-        prompt = msgspec.structs.replace(prompt, embeds=tuple(parts.found), images=parts.numbers(IMAGE))
+        prompt = msgspec.structs.replace(
+            prompt, embeds=tuple(parts.found), images=parts.numbers(IMAGE) + parts.numbers(SOUND)
+        )
     role = "assistant" if prompt.add_generation_prompt else fields.messages[-1]["role"]
     echoed = _text_of(fields.messages[-1], role) if fields.echo else ""
     return _ChatQuestion(prompt, role, echoed, tuple(parts.media))

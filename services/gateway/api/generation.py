@@ -67,6 +67,7 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
     allow_prefix_caching: bool = True
     max_images: int = 16
     max_videos: int = 4
+    max_sounds: int = 4
     image_hosts: tuple[str, ...] = ()
     """Hosts that images and videos may be fetched from: `HOST` or `HOST:PORT`."""
     force_usage: bool = False

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import msgspec
 
@@ -18,7 +19,7 @@ from services.gateway.audio.audio_process import (
 )
 from services.gateway.metrics import AUDIO_FILES
 from shared.machine.helper_process import HelperDied, HelperSlow, helper_replies
-from shared.messages.model_card import AudioModel
+from shared.messages.model_card import AudioModel, SoundModel
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +43,23 @@ class AudioDecoder:
         if importlib.util.find_spec("av") is None:
             raise RequestError(501, "no sounds are decoded here: pip install 'baton-serve[audio]'")
 
-    async def windows(self, file: bytes, audio: AudioModel) -> AsyncGenerator[DecodedWindow | DecodedAll]:
-        """The windows of a file, as far as they are asked for, and its end. Raises RequestError 400 for the field
-        `file`."""
+    async def whole(self, file: bytes, sounds: SoundModel, field: str) -> bytes:
+        """The samples of a sound that is no longer than a window. Raises RequestError 400 for the client's `field`."""
+        self.check_installed()
+        async with aclosing(self.windows(file, sounds, field)) as windows:
+            first = await anext(windows)
+            assert isinstance(first, DecodedWindow), "a sound without one is refused"
+            if isinstance(await anext(windows), DecodedWindow):
+                raise invalid(
+                    field, f"a sound of more than {sounds.window_s} s is not allowed: the model hears no more"
+                )
+        return first.samples
+
+    async def windows(
+        self, file: bytes, audio: AudioModel | SoundModel, field: str = "file"
+    ) -> AsyncGenerator[DecodedWindow | DecodedAll]:
+        """The windows of a file, as far as they are asked for, and its end. Raises RequestError 400 for the client's
+        `field`."""
         async with self._slots:
             outcome = "left"
             replies = helper_replies(
@@ -54,9 +69,9 @@ class AudioDecoder:
             )
             try:
                 while True:
-                    reply = await self._next(replies)
+                    reply = await self._next(replies, field)
                     if isinstance(reply, AudioRefusal):
-                        raise invalid("file", reply.message)
+                        raise invalid(field, reply.message)
                     outcome = "decoded" if isinstance(reply, DecodedAll) else "left"
                     yield reply
                     if isinstance(reply, DecodedAll):
@@ -69,11 +84,11 @@ class AudioDecoder:
                 AUDIO_FILES.labels(outcome).inc()
                 await replies.aclose()
 
-    async def _next(self, replies: AsyncGenerator[bytes]) -> AudioReply:
+    async def _next(self, replies: AsyncGenerator[bytes], field: str) -> AudioReply:
         """Raises RequestError where none comes."""
         try:
             return _decoder.decode(await anext(replies))
         except HelperSlow:
-            raise invalid("file", f"decoding a window of the sound takes more than {self._timeout:g} s") from None
+            raise invalid(field, f"decoding a window of the sound takes more than {self._timeout:g} s") from None
         except (HelperDied, msgspec.MsgspecError):
-            raise invalid("file", "the sound could not be decoded: the process that did died of it") from None
+            raise invalid(field, "the sound could not be decoded: the process that did died of it") from None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
 from services.gateway.api.errors import STATUS, RequestError, invalid
 from services.gateway.api.generation import GenerationRequest
-from services.gateway.api.media.source import IMAGE, MediaSource
+from services.gateway.api.media.source import SOUND, VIDEO, MediaSource
 from services.gateway.images.image_fetcher import ImageFetcher
 from services.gateway.images.open_rows import OpenRows
 from services.gateway.videos.video_decoder import VideoDecoder
@@ -19,6 +20,7 @@ from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTime
 from shared.ids import ModelName
 from shared.messages.encoder import EncodeImage, EncoderReply, FramePair, ImageRefusal
 from shared.messages.generation import MAX_MEDIA_BYTES, PromptEmbeds
+from shared.messages.model_card import SoundModel
 from shared.messages.tokenizer import ChatPrompt, VideoParts
 
 ENCODE_TIMEOUT = 120.0
@@ -35,8 +37,16 @@ MAX_AT_ONCE = 4
 class ImageRowsClient:
     """Fills in where the rows of images and videos are, before a request is dispatched."""
 
-    def __init__(self, bus: Bus, fetcher: ImageFetcher | None = None, decoder: VideoDecoder | None = None) -> None:
-        """`fetcher`: None: files come in bodies only."""
+    def __init__(
+        self,
+        bus: Bus,
+        fetcher: ImageFetcher | None = None,
+        decoder: VideoDecoder | None = None,
+        samples: Callable[[bytes, SoundModel, str], Awaitable[bytes]] | None = None,
+    ) -> None:
+        """`fetcher`: None: files come in bodies only. `samples`: of a sound's file, for a field of the client's, which
+        raises RequestError; None: chats have no sounds."""
+        self._samples = samples
         self._bus, self._fetcher = bus, fetcher or ImageFetcher((), 1.0)
         self._decoder = decoder or VideoDecoder(DECODE_TIMEOUT)
         self.open_rows = OpenRows(bus, self.encoded)
@@ -75,7 +85,12 @@ class ImageRowsClient:
                 file = source.data
                 if source.url is not None:
                     file = await self._fetcher.fetch(source.url, source.field, source.kind)
-                if source.kind == IMAGE:
+                if source.kind == SOUND:
+                    sounds = generation.model.sounds
+                    assert self._samples is not None, "a gateway decodes sounds"
+                    assert sounds is not None, "checked when it was read"
+                    file = await self._samples(file, sounds, source.field)
+                if source.kind != VIDEO:
                     return MediaEmbeds([await encode(source, file, None)])
             how = generation.model.videos
             assert how is not None, "checked when it was read"
@@ -108,7 +123,7 @@ def _with_rows(prompt: ChatPrompt, media: tuple[MediaSource, ...], found: list[M
     embeds, videos = list(prompt.embeds), list[VideoParts]()
     for source, (rows, times) in zip(media, found, strict=True):
         embeds[source.number] = rows[0]
-        if source.kind != IMAGE:
+        if source.kind == VIDEO:
             videos.append(VideoParts((source.number, *range(len(embeds), len(embeds) + len(rows) - 1)), times))
             embeds += rows[1:]
     field, types = media[-1].field, sorted({each.dtype for each in embeds})

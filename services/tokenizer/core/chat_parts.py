@@ -110,7 +110,7 @@ class ChatParts:
         return ids, replace(chat.embeds[0], rows=rows, runs=tuple(runs), **said)
 
     def _not_shown(self, chat: ChatPrompt) -> PromptRefused:
-        kinds = [*(["images"] if chat.images else ()), *(["videos"] if chat.videos else ())]
+        kinds = [*(["images or sounds"] if chat.images else ()), *(["videos"] if chat.videos else ())]
         stands = " or ".join([*self.tokens(chat), PLACEHOLDER])
         parts = len(chat.embeds) - sum(len(video.parts) - 1 for video in chat.videos)
         return PromptRefused(

@@ -35,7 +35,7 @@ IMAGE_TOKENS = (IMAGE_TOKEN, IMAGE_MARK, IMAGE_END) = ("image_token", "image_mar
 Where its templates write a mark for each image, that stands before the image then, and the end behind it."""
 VIDEO_TOKENS = (VIDEO_TOKEN, VIDEO_START, VIDEO_END) = ("video_token", "video_start", "video_end")
 """The same of videos; the last two where each of their frames stands between them, behind its time."""
-MEDIA_PARTS = ("image", "video")
+MEDIA_PARTS = ("image", "video", "audio")
 """Types of parts that a gateway has put in place of what the client sent."""
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
@@ -117,7 +117,7 @@ class ChatTemplate:
         if not messages:
             raise PromptRefused("messages", "messages: at least one is needed")
         image = special_tokens.get(IMAGE_MARK, special_tokens.get(IMAGE_TOKEN, ""))
-        marks = {"image": image, "video": special_tokens.get(VIDEO_TOKEN, "")}
+        marks = {"image": image, "audio": image, "video": special_tokens.get(VIDEO_TOKEN, "")}
         chat = [_message(message, f"messages[{index}]", self, marks) for index, message in enumerate(messages)]
         tools = None if prompt.tools is None else _objects(read_json_list(prompt.tools, "tools"), "tools")
         if (documents := variables.pop("documents", None)) is not None:

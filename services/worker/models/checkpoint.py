@@ -210,7 +210,8 @@ def open_checkpoint(
 
 
 def takes_images(model_dir: Path, load_format: str, platform: Platform) -> bool:
-    """Dummy weights have no tower; and on a device without main memory no attention sees what is behind a row."""
+    """Or sounds. Dummy weights have no tower; and on a device without main memory no attention sees what is behind a
+    row."""
     images = read_image_model(model_dir)
     if images is None or load_format == "dummy":
         return False

@@ -47,7 +47,7 @@ from services.worker.platforms.main_memory import gib
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
 from shared.messages.generation import PoolingType
-from shared.messages.model_card import ModelCard, PoolingCard, VideoModel
+from shared.messages.model_card import ModelCard, PoolingCard, SoundModel, VideoModel
 from shared.telemetry.startup import STARTUP
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
@@ -195,6 +195,8 @@ class LoadedModel:
     """Whether prompts may have images, of which an encoder makes rows."""
     videos: VideoModel | None = None
     """How it is shown videos; None: it takes none."""
+    sounds: SoundModel | None = None
+    """What sounds its chats may have; None: none."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -225,6 +227,7 @@ class LoadedModel:
             generates=self.generates,
             images=self.config.image_row_size if self.images and isinstance(self.config, ModelConfig) else None,
             videos=self.videos,
+            sounds=self.sounds,
         )
 
 

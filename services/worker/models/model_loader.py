@@ -55,6 +55,7 @@ from services.worker.ops.interface import ExpertPacker, MovesExperts, Ops, Packe
 from services.worker.ops.quantized import Scheme
 from shared.messages.model_card import PoolingCard
 from shared.models.image_models import read_image_model
+from shared.models.sound_models import read_sound_model
 from shared.models.video_models import read_video_model
 from shared.telemetry.startup import STARTUP
 
@@ -96,7 +97,8 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     decoder, classifier = _decoder(
         settings, config, stage, TORCH_DTYPES[dtype], length, pooling, method, plugin, experts
     )
-    images = plugin is None and takes_images(settings.folder, settings.load_format, settings.platform)
+    media = plugin is None and takes_images(settings.folder, settings.load_format, settings.platform)
+    sounds = read_sound_model(settings.folder) if media else None
     return LoadedModel(
         settings=settings,
         config=config,
@@ -108,8 +110,9 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         pooling=pooling,
         classifier=classifier,
         generates=generates,
-        images=images,
-        videos=read_video_model(settings.folder) if images else None,
+        images=media and sounds is None,
+        videos=read_video_model(settings.folder) if media else None,
+        sounds=sounds,
     )
 
 

@@ -1,4 +1,4 @@
-"""Images and videos in a chat's messages, in the body or at an address; what may be given, and where it may be."""
+"""Images, videos and sounds in a chat's messages: what may be given, in the body or at an address, and which."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, unquote_to_bytes, urlsplit
 
 from services.gateway.api.errors import RequestError, abbreviated, invalid, not_allowed, unsupported
 from services.gateway.api.generation import RequestLimits
-from services.gateway.api.media.source import IMAGE, VIDEO, MediaKind, MediaSource
+from services.gateway.api.media.source import IMAGE, SOUND, VIDEO, MediaKind, MediaSource
 from shared.messages.model_card import ModelCard
 
 MAX_URL_CHARS = 2048
@@ -24,10 +24,12 @@ def read_media(
 ) -> MediaSource:
     """Reads `{"type": "image_url", "image_url": {"url": …}}`, or the same of a video, at a path of the body. `number`:
     of the part among those that become rows. Raises RequestError 400."""
-    if (card.images if kind == IMAGE else card.videos) is None:
+    if {IMAGE: card.images, VIDEO: card.videos, SOUND: card.sounds}[kind] is None:
         what = f"a part of type '{kind.part}', which is not text, is not supported: {card.name} takes no {kind.noun}s"
         raise RequestError(400, f"{path}.type: {what}", param=f"{path}.type", code="unsupported_parameter")
     name, given = f"{path}.{kind.part}", part.get(kind.part)
+    if kind == SOUND:
+        return _sound(given, name, number)
     if not isinstance(given, dict) or not isinstance(url := given.get("url"), str):
         raise not_allowed(name, given, '{"url": "…"} is')
     for key in given:
@@ -35,6 +37,18 @@ def read_media(
             raise unsupported(f"{name}.{key}", f"{abbreviated(key)} of {kind.a_noun}")
     check_detail(given.get("detail"), f"{name}.detail", card.name)
     return _of_url(kind, url, f"{name}.url", number, limits)
+
+
+def _sound(given: Any, name: str, number: int) -> MediaSource:
+    """Reads `{"data": …, "format": "wav"}`, as OpenAI has it."""
+    match given:
+        case {"data": str(data), "format": str(form)} if len(given) == 2:
+            if form not in SOUND.media_types:
+                raise not_allowed(f"{name}.format", form, f"{', '.join(SOUND.media_types)} are")
+        case _:
+            raise not_allowed(name, given, '{"data": "…", "format": "wav"} is')
+    decoded = _decoded(SOUND, data, f"{name}.data", "base64 of a sound's file is")
+    return MediaSource(number, f"{name}.data", data=decoded, kind=SOUND)
 
 
 def check_detail(detail: Any, name: str, model: str = "the model") -> None:

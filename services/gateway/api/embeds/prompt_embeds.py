@@ -10,7 +10,7 @@ from services.gateway.api.embeds.images import read_foreign_image, read_media
 from services.gateway.api.embeds.saved_tensor import NoSavedTensor, SavedTensor, read_saved_tensor
 from services.gateway.api.errors import RequestError, invalid, not_allowed
 from services.gateway.api.generation import CommonFields, RequestLimits
-from services.gateway.api.media.source import IMAGE, VIDEO, MediaKind, MediaSource
+from services.gateway.api.media.source import IMAGE, MEDIA, SOUND, VIDEO, MediaKind, MediaSource
 from shared.messages.generation import EMBEDDING_BYTES, MAX_PROMPT_EMBEDS_BYTES, EmbeddingDtype, PromptEmbeds
 from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import EmbedsPrompt, embeds_placeholder
@@ -77,13 +77,13 @@ class EmbeddedParts:
 
     def check_fields(self, fields: CommonFields) -> None:
         """Raises RequestError 400 where some field asks for tokens that these parts have none of."""
-        nouns = " and ".join(f"{kind.noun}s" for kind in (IMAGE, VIDEO) if self.numbers(kind))
+        nouns = " and ".join(f"{kind.noun}s" for kind in MEDIA if self.numbers(kind))
         check_needs_no_tokens(fields, only_media=nouns if len(self.media) == len(self.found) else None)
 
     def read(self, part: dict[str, Any], path: str) -> dict[str, str]:
-        """Reads one of them, `{"type": "prompt_embeds", "data": …}`, an image or a video: the part that stands for it
-        in the messages. Raises RequestError 400."""
-        for kind in (IMAGE, VIDEO):
+        """Reads one of them, `{"type": "prompt_embeds", "data": …}`, an image, a video or a sound: the part that stands
+        for it in the messages. Raises RequestError 400."""
+        for kind in MEDIA:
             if part["type"] == kind.part:
                 source = read_media(kind, part, path, len(self.found), self._card, self._limits)
                 return self._add(source, f"{path}.type")
@@ -96,12 +96,13 @@ class EmbeddedParts:
 
     def _add(self, source: MediaSource, field: str) -> dict[str, str]:
         kind = source.kind
-        most = self._limits.max_images if kind == IMAGE else self._limits.max_videos
+        limits = self._limits
+        most = {IMAGE: limits.max_images, VIDEO: limits.max_videos, SOUND: limits.max_sounds}[kind]
         if len(self.numbers(kind)) >= most:
             raise invalid(field, f"more than {most} {kind.noun}s are not allowed in one chat")
         self.media.append(source)
-        self.found.append(PromptEmbeds(dtype="float32", size=self._card.images or 1, rows=b""))
-        return {"type": kind.noun}
+        self.found.append(PromptEmbeds(dtype="float32", size=1, rows=b""))
+        return {"type": kind.shown}
 
     def _read_rows(self, part: dict[str, Any], path: str) -> str:
         size, name = _size(self._card, f"{path}.type"), f"{path}.data"

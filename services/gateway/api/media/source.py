@@ -8,19 +8,21 @@ from shared.messages.encoder import MAX_IMAGE_BYTES
 
 MAX_VIDEO_BYTES = 50 * 10**6
 """Of one video's file."""
+MAX_SOUND_BYTES = 25 * 2**20
+"""Of one sound's file."""
 
 
 class MediaKind(NamedTuple):
     """A kind of files."""
 
     noun: str
+    part: str
+    """The type of a chat's part, and its key."""
+    shown: str
+    """The type of the part that chat templates see."""
     media_types: tuple[str, ...]
+    """Of a sound, formats."""
     max_bytes: int
-
-    @property
-    def part(self) -> str:
-        """The type of a chat's part, and its key."""
-        return f"{self.noun}_url"
 
     @property
     def a_noun(self) -> str:
@@ -28,12 +30,16 @@ class MediaKind(NamedTuple):
         return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
 
 
-IMAGE = MediaKind("image", ("image/png", "image/jpeg", "image/webp", "image/gif"), MAX_IMAGE_BYTES)
-VIDEO = MediaKind("video", ("video/mp4", "video/webm"), MAX_VIDEO_BYTES)
+IMAGE = MediaKind(
+    "image", "image_url", "image", ("image/png", "image/jpeg", "image/webp", "image/gif"), MAX_IMAGE_BYTES
+)
+VIDEO = MediaKind("video", "video_url", "video", ("video/mp4", "video/webm"), MAX_VIDEO_BYTES)
+SOUND = MediaKind("sound", "input_audio", "audio", ("wav", "mp3", "flac", "ogg", "webm", "m4a"), MAX_SOUND_BYTES)
+MEDIA = (IMAGE, VIDEO, SOUND)
 
 
 class MediaSource(NamedTuple):
-    """An image or a video of a chat whose rows are still to be had."""
+    """An image, a video or a sound of a chat whose rows are still to be had."""
 
     number: int
     """Which of `ChatPrompt.embeds` its rows become, or the first of these."""

@@ -117,7 +117,8 @@ class RequestValidator:
             raise _InvalidRequest("file", f"file: {embeds.count} rows of {embeds.size} are not allowed; {allowed}")
 
     def _check_embeds(self, generation: Generation, embeds: PromptEmbeds) -> None:
-        expected = self.card.prompt_embeds or self.card.images
+        sounds = self.card.sounds
+        expected = self.card.prompt_embeds or self.card.images or (None if sounds is None else sounds.row_size)
         if embeds.encoded:
             raise _InvalidRequest("prompt_embeds", "prompt_embeds: the model attends to no rows of an encoder's")
         if expected is None:

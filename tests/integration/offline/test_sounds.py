@@ -1,0 +1,46 @@
+"""`LLM.chat` with sounds: what `transformers` generates of them with a Qwen2-Audio."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.offline.errors import InvalidRequest
+from services.offline.llm import LLM
+from services.offline.requests import SamplingParams
+from tests.support.models.sounds import in_sixteen_bits, sweep, wav
+from tests.support.models.tiny_images import image_part, picture, text_part
+from tests.support.models.tiny_qwen_audio import WINDOW_S, make_sound_model, sound_part
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def test_chats_with_sounds_say_what_the_library_says(tmp_path: Path) -> None:
+    """A short one, one as long as the model hears, several, and none; cut into steps within them."""
+    model = make_sound_model(tmp_path)
+    short, long = sweep(0, 0.7), sweep(1, WINDOW_S)
+    chats = [
+        ([sound_part(wav(short)), text_part("What is it?")], [short]),
+        ([text_part("Compare"), sound_part(wav(long)), sound_part(wav(short))], [long, short]),
+        ([text_part("Only a question.")], []),
+    ]
+    with LLM(str(tmp_path), progress=False, max_batch_tokens=16, max_num_seqs=4) as llm:
+        messages = [[{"role": "user", "content": parts}] for parts, _ in chats]
+        for output, said, (_, sounds) in zip(llm.chat(messages, GREEDY), messages, chats, strict=True):
+            heard = [in_sixteen_bits(each) for each in sounds]
+            assert output.outputs[0].token_ids == model.greedy(said, heard, 12)
+            assert output.prompt_token_ids == model.inputs(said, heard)["input_ids"][0].tolist()
+        for part, why in (
+            (
+                sound_part(wav(sweep(0, WINDOW_S + 0.5))),
+                "a sound of more than 2 s is not allowed: the model hears no more",
+            ),
+            (sound_part(b"no sound at all"), r"input_audio.data: the file is no sound, or broken"),
+            (sound_part(wav(short), "pcm16"), "'pcm16' is not allowed; wav, mp3, flac, ogg, webm, m4a are"),
+            ({"type": "input_audio", "input_audio": {"data": "*", "format": "wav"}}, "base64 of a sound's file is"),
+            ({"type": "input_audio", "input_audio": "x"}, "is not allowed"),
+            (image_part(picture(0)), "takes no images"),
+        ):
+            with pytest.raises(InvalidRequest, match=why):
+                llm.chat([{"role": "user", "content": [part]}], GREEDY)
