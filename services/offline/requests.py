@@ -16,6 +16,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 `multi_modal_data`."""
 Message = Mapping[str, Any]
 
+_OF_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a model's generation_config.json may say of prompts without parameters."""
+
 _SHOWN = 80
 """Characters of a value in an error message."""
 
@@ -62,6 +65,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         return {**given, **self.extra}
 
 
+UNSAID = SamplingParams()
+"""Of prompts without parameters: sampled as the model's generation_config.json says."""
+
+
 class PromptRequest(NamedTuple):
     """One prompt or conversation, and how to continue it."""
 
@@ -79,6 +86,8 @@ class PromptRequest(NamedTuple):
     def body(self, model: str, max_tokens: int | None) -> dict[str, Any]:
         """Returns the JSON of the request. `max_tokens`: in place of the parameters', unless it is None."""
         sampling = self.params.fields()
+        if self.params is UNSAID:
+            sampling = {name: value for name, value in sampling.items() if name not in _OF_THE_MODEL}
         if max_tokens is not None:
             sampling["max_tokens"] = max_tokens
         if self.is_chat and self.params.logprobs is not None:
@@ -99,7 +108,7 @@ def prompt_requests(
 def params_for(count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
     """Returns parameters for `count` prompts: one for all, or one for each. Raises InvalidRequest."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [UNSAID if params is None else params] * count
     if len(params) != count:
         raise InvalidRequest(f"params: {len(params)} for {count} prompts; one for all, or one for each", "params")
     return list(params)

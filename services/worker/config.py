@@ -19,6 +19,8 @@ from services.worker.sim.settings import SimulatedDeviceConfig
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
 from shared.ids import EngineId, Incarnation, ModelName
 from shared.machine.numa import NumaMode
+from shared.messages.model_card import SamplingDefaults
+from shared.models.generation_config import GenerationConfigError, read_override, read_sampling_defaults
 from shared.settings import ByteSize, ContainerVariable, UpOption
 
 
@@ -155,6 +157,21 @@ class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
         UpOption("Model"),
         ContainerVariable(),
     ] = False
+    generation_config: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="What requests are sampled with that do not say: auto: what the model's generation_config.json "
+            "has; vllm: OpenAI's defaults; or a folder with such a file.",
+        ),
+        UpOption("Model"),
+        ContainerVariable(),
+    ] = "auto"
+    override_generation_config: Annotated[
+        str | None,
+        Meta(description='Keys that win over it, e.g. {"temperature": 0.6, "max_new_tokens": 2048}.'),
+        UpOption("Model"),
+    ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"],
         Meta(
@@ -341,6 +358,11 @@ class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
             raise ValueError(f"logits_processors = {names}: the simulated device has no logits")
         if self.speculative is not None:
             check_supported(read_speculation(self.speculative), device=self.device, stages=self.pp)
+        if self.override_generation_config is not None:
+            try:
+                read_override(self.override_generation_config)
+            except GenerationConfigError as error:
+                raise ValueError(f"override_generation_config: {error}") from None
         self.check_simulated(self.world_size)
         if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
             raise ValueError("rendezvous: must be set where there are several ranks")
@@ -452,6 +474,10 @@ class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
     def speculation(self) -> SpeculationSettings | None:
         """How tokens are drafted; None if they are not."""
         return None if self.speculative is None else read_speculation(self.speculative)
+
+    def sampling_defaults(self, folder: Path) -> SamplingDefaults | None:
+        """Of the model in `folder`. Raises GenerationConfigError."""
+        return read_sampling_defaults(folder, self.generation_config, self.override_generation_config)
 
     def rendezvous_url(self) -> str:
         """Where the ranks meet, as `join` takes it."""

@@ -123,6 +123,18 @@ class VideoModel(Struct, frozen=True, array_like=True, kw_only=True):
     """Whether the time of two frames is written in front of them, as text; they are images of their own then."""
 
 
+class SamplingDefaults(Struct, frozen=True, array_like=True, kw_only=True):
+    """What requests are sampled with that do not say; None: OpenAI's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    """The most that any request may generate, whatever it says."""
+
+
 class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """What an engine publishes about the model that it serves."""
 
@@ -158,6 +170,8 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """What it writes down is said in a sound, of which each request has rows beside its prompt; None: it hears none."""
     videos: VideoModel | None = None
     """How it is shown videos; None: it takes none."""
+    sampling: SamplingDefaults | None = None
+    """None: OpenAI's."""
     sounds: SoundModel | None = None
     """What sounds its chats may have, in place of tokens; None: none."""
 

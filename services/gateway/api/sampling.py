@@ -22,7 +22,7 @@ from services.gateway.api.generation import (
 )
 from services.gateway.api.vllm.kv_transfer import FIELD, NO_TRANSFER, read_kv_transfer
 from shared.messages.generation import SamplingOptions, StopConditions
-from shared.messages.model_card import ModelCard
+from shared.messages.model_card import ModelCard, SamplingDefaults
 from shared.messages.tokenizer import Prompt
 
 MIN_TEMPERATURE = 0.01
@@ -75,6 +75,9 @@ def generation_request(
     """Returns the request that `fields` make with what the endpoint has read itself: `prompts`, log-probabilities, who
     speaks, and in `own` further fields of a GenerationRequest. Raises RequestError 400."""
     keep = fields.truncate_prompt_tokens
+    defaults = card.sampling if card.sampling is not None and not fields.use_beam_search else SamplingDefaults()
+    if defaults.max_tokens is not None:
+        max_tokens = min(defaults.max_tokens, defaults.max_tokens if max_tokens is None else max_tokens)
     generation = GenerationRequest(
         model=card,
         lora=choose_lora(fields.model, card),
@@ -82,7 +85,7 @@ def generation_request(
         prompts=prompts,
         n=fields.n or 1,
         seed=fields.seed,
-        sampling=sampling_params(fields, logprobs, card, limits),
+        sampling=sampling_params(fields, logprobs, card, limits, defaults),
         stopping=stop_params(fields, max_tokens, card, limits),
         stream=stream_options(fields, force_usage=limits.force_usage)
         if fields.stream or fields.stream_options
@@ -130,21 +133,25 @@ def _check_kv_transfer(generation: GenerationRequest) -> None:
 
 
 def sampling_params(
-    fields: CommonFields, logprobs: LogprobsRequest, card: ModelCard, limits: RequestLimits
+    fields: CommonFields,
+    logprobs: LogprobsRequest,
+    card: ModelCard,
+    limits: RequestLimits,
+    defaults: SamplingDefaults,
 ) -> SamplingOptions:
     """Returns parameters without the seed, which differs by choice. Raises RequestError 400."""
-    temperature = 1.0 if fields.temperature is None else fields.temperature
+    temperature = _first(fields.temperature, defaults.temperature, 1.0)
     if 0 < temperature < MIN_TEMPERATURE:
         temperature = MIN_TEMPERATURE
     return SamplingOptions(
         seed=0,
         temperature=temperature,
-        top_p=1.0 if fields.top_p is None else fields.top_p,
-        top_k=max(0, fields.top_k or 0),
-        min_p=fields.min_p or 0.0,
+        top_p=_first(fields.top_p, defaults.top_p, 1.0),
+        top_k=int(max(0, _first(fields.top_k, defaults.top_k, 0))),
+        min_p=_first(fields.min_p, defaults.min_p, 0.0),
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        repetition_penalty=_first(fields.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=_logit_bias(fields.logit_bias, card, limits) if fields.logit_bias else (),
         logprobs=logprobs.most_likely,
         allowed_token_ids=(
@@ -155,6 +162,13 @@ def sampling_params(
         thinking_budget=None if fields.thinking_token_budget == -1 else fields.thinking_token_budget,
         extra_args=_extra_args(fields.vllm_xargs, card) if fields.vllm_xargs else b"",
     )
+
+
+def _first(asked: float | None, default: float | None, otherwise: float) -> float:
+    """What the request asks for, or else the model's default, or else OpenAI's."""
+    if asked is not None:
+        return asked
+    return otherwise if default is None else default
 
 
 def _extra_args(given: dict[str, Any], card: ModelCard) -> bytes:

@@ -26,6 +26,7 @@ from services.worker.distributed.binding import (
 from services.worker.executor.simulated import simulated_device
 from services.worker.models.weight_files import read_ahead
 from shared.machine.numa import Cpus, allowed_cpus
+from shared.models.generation_config import GenerationConfigError
 from shared.models.model_files import ModelNotFound, resolve_model
 from shared.plugins.entry_points import PluginError
 from shared.telemetry.startup import STARTUP
@@ -47,6 +48,10 @@ def make_backend(config: WorkerConfig, on_layer: Callable[[int], None] | None = 
         folder = resolve_model(config.model, weights=config.reads_weights)
     except ModelNotFound as error:
         raise BackendError(str(error)) from None
+    try:
+        config.sampling_defaults(folder)
+    except GenerationConfigError as error:
+        raise BackendError(f"generation_config: {error}") from None
     if config.device == "sim":
         return simulated_device(config, folder)
     with read_ahead(folder) if config.reads_all_weights_here else nullcontext():
@@ -136,6 +141,7 @@ def _settings(config: WorkerConfig, model: LoadSettings, own_cores: int | None) 
         grammar_backend=config.grammar_backend,
         processors=load_processors(config.logits_processors),
         prompt_embeds=config.enable_prompt_embeds,
+        sampling=config.sampling_defaults(model.folder),
     )
 
 

@@ -28,4 +28,5 @@ def simulated_device(config: WorkerConfig, folder: Path) -> SimBackend:
         spread=config.expert_spread(),
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
+        sampling=config.sampling_defaults(folder),
     )

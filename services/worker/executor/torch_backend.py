@@ -47,7 +47,7 @@ from services.worker.speculation.proposer import NO_DRAFTS
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import ModelName
 from shared.kv_groups import KvCacheGroup
-from shared.messages.model_card import AudioModel, ModelCard
+from shared.messages.model_card import AudioModel, ModelCard, SamplingDefaults
 from shared.models.audio_models import TRANSCRIPTION_ARG, read_audio_model
 from shared.telemetry.startup import STARTUP
 
@@ -85,6 +85,8 @@ class BackendSettings:
     """Logits processors of plug-ins."""
     prompt_embeds: bool = False
     """Whether prompts may be embeddings."""
+    sampling: SamplingDefaults | None = None
+    """What requests are sampled with that do not say; None: OpenAI's defaults."""
 
     @property
     def connected(self) -> bool:
@@ -262,6 +264,7 @@ def _card(model: _RankModel, settings: BackendSettings) -> ModelCard:
         model.loaded.card(settings.model_name),
         prompt_embeds=model.loaded.config.hidden_size if settings.prompt_embeds else None,
         audio=model.audio,
+        sampling=settings.sampling,
         loras=() if model.loras is None else model.loras.cards,
         extra_args=argument_names(model.processors),
     )

@@ -21,7 +21,7 @@ from shared.blocks import blocks_for
 from shared.ids import ModelName, SequenceId
 from shared.kv_groups import KvCacheGroup, StateRecords
 from shared.messages.generation import TokenLogprobs
-from shared.messages.model_card import ModelCard
+from shared.messages.model_card import ModelCard, SamplingDefaults
 from shared.messages.scheduler import SampledTokens, SequencePromptLogprobs, StepTiming
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
 from shared.packing import count, unpack
@@ -248,6 +248,7 @@ def create_sim_backend(
     spread: ExpertSpread | None = None,
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
+    sampling: SamplingDefaults | None = None,
 ) -> SimBackend:
     """A simulated rank of the model in `model_dir`, of which the config and the tokenizer are read.
 
@@ -265,6 +266,7 @@ def create_sim_backend(
         dtype=shape.dtype,
         created=int(time.time()),
         block_size=block_size,
+        sampling=sampling,
     )
     if spread is not None and shape.experts is None:
         raise BackendError(f"sim_expert_ranks: {model_dir} is no mixture of experts")

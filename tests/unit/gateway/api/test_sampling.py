@@ -13,12 +13,15 @@ from services.gateway.api.completions import read_completion
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import BeamSearchParams, GenerationRequest, RequestLimits, ResponseOptions
 from shared.ids import ModelName
-from shared.messages.model_card import ModelCard
+from shared.messages.model_card import ModelCard, SamplingDefaults
 
 CARD = ModelCard(
     name=ModelName("demo"), max_model_len=2048, vocab_size=2048, eos_token_ids=(2,), dtype="float32", created=1
 )
 GENEROUS = RequestLimits(max_logprobs=4096)
+
+
+NEUTRAL = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def chat(limits: RequestLimits = RequestLimits(), **fields: Any) -> GenerationRequest:  # noqa: B008
@@ -229,6 +232,21 @@ def test_choices_draw_with_seeds_of_their_own_and_the_same_ones_each_time() -> N
     assert seeds(n=2, seed=5, prompt=["a", "b"]) == [5, 6, 5, 6]
     assert seeds(n=2, prompt=["a", "b"]) == [1000, 1001, 1002, 1003]
     assert seeds(n=2, seed=2**63 - 1) == [2**63 - 1, 0]
+
+
+@pytest.mark.parametrize("read", [read_chat, read_completion])
+def test_a_models_own_defaults_are_for_what_a_request_does_not_say(read: Any) -> None:
+    own = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.05, max_tokens=9)
+    cards = [replace(CARD, sampling=own)]
+    body = {"messages": [{"role": "user", "content": "hi"}]} if read is read_chat else {"prompt": "hi"}
+    found = read(msgspec.json.encode({**body, "max_tokens": 20}), cards, RequestLimits())
+    sampling = found.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.95, 20)
+    assert (sampling.min_p, sampling.repetition_penalty, found.stopping.max_tokens) == (0.1, 1.05, 9)
+    found = read(msgspec.json.encode({**body, **NEUTRAL, "max_tokens": 3}), cards, RequestLimits())
+    assert (found.sampling, found.stopping.max_tokens) == (replace(sampling, **NEUTRAL), 3)
+    beams = read(msgspec.json.encode({**body, "use_beam_search": True, "n": 2}), cards, RequestLimits())
+    assert beams.sampling == replace(sampling, **{**NEUTRAL, "temperature": 1.0})
 
 
 def test_truncation_by_minus_one_leaves_room_for_the_output() -> None:
