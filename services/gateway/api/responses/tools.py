@@ -186,12 +186,6 @@ class CustomInput:
         return "" if self._begun else self._unread
 
 
-def read_custom_input(arguments: str) -> str:
-    """Returns the input that a custom call's complete arguments have."""
-    reader = CustomInput()
-    return reader.feed(arguments) + reader.rest()
-
-
 def input_call(item: dict[str, Any], where: str) -> dict[str, Any]:
     """Returns a `function_call` or `custom_tool_call` of the client's input as a call of the chat. Raises RequestError
     400."""
