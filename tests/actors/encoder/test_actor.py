@@ -127,7 +127,8 @@ async def test_images_are_as_large_as_their_rows_say(memory_bus: MemoryBus, tmp_
         for image in (small, flat, large):
             reply = await encoder.ask(image)
             assert isinstance(reply, ImageRows)
-            assert torch.equal(await read(memory_bus, reply.rows), model.rows(image))
+            # PyTorch splits a large product by how many threads it gets at the moment, so the last bits may differ.
+            torch.testing.assert_close(await read(memory_bus, reply.rows), model.rows(image))
             assert reply.rows.grids == (model.grid(image),)
             assert reply.rows.fits(reply.rows.count)
     pixels = np.random.default_rng(0).integers(0, 256, (700, 900, 3), dtype=np.uint8)
