@@ -48,7 +48,7 @@ PRE_STOP_MARGIN = 10.0
 """Seconds of a pod's grace period beyond what it may use: for sidecars, which are idle by then, and for goodbyes."""
 LOADER: Manifest = yaml.safe_load((FOLDER / "model-loader.yaml").read_text())
 SERVED_PATHS = re.findall(
-    r'route\("GET", "([^"]+)"', (REPOSITORY / "services/gateway/http/app.py").read_text(encoding="utf-8")
+    r'route\("GET", "([^"]+)"', (REPOSITORY / "services/gateway/http/routes.py").read_text(encoding="utf-8")
 )
 
 
