@@ -12,7 +12,7 @@ import torch
 from msgspec import Struct
 
 from services.encoder.image_decoder import ImageRefused
-from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, own_dtype
+from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, own_dtype, packed_rows
 from shared.messages.encoder import EncodeImage
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
 from shared.messages.model_card import AudioModel, SoundModel
@@ -58,17 +58,10 @@ class AudioTower:
 
     def __init__(self, folder: Path, dtype: DtypeChoice = "auto") -> None:
         """Loads it on the processors. Raises TowerUnusable."""
-        from transformers import AutoConfig, WhisperFeatureExtractor
-
         audio = read_audio_model(folder)
         if audio is None:
             raise TowerUnusable(f"{folder}: the model hears nothing")
-        try:
-            config: Any = AutoConfig.from_pretrained(folder)
-            extractors: Any = WhisperFeatureExtractor
-            self._extractor = extractors.from_pretrained(folder)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise TowerUnusable(f"{folder}: {error}") from None
+        config, self._extractor = read_extractor(folder)
         self.dtype: EmbeddingDtype = own_dtype(config) if dtype == "auto" else dtype
         self.size, self._rate = audio.row_size, audio.sample_rate
         self._encoder = _load(folder, config, DTYPES[self.dtype])
@@ -80,10 +73,19 @@ class AudioTower:
         samples = np.frombuffer(window.samples, np.dtype("<f4"))
         prepared = self._extractor(samples, sampling_rate=self._rate, return_tensors="pt")
         rows = self._encoder(prepared.input_features.to(DTYPES[self.dtype])).last_hidden_state[0]
-        if not torch.isfinite(rows).all():
-            raise TowerUnusable(f"in {self.dtype} the tower makes numbers of the sound that are none")
-        packed = rows.contiguous().view(torch.uint8).numpy().tobytes()
+        packed = packed_rows(rows, self.dtype, "sound")
         return PromptEmbeds(dtype=self.dtype, size=self.size, rows=packed, runs=((0, len(rows)),), encoded=True)
+
+
+def read_extractor(folder: Path) -> tuple[Any, Any]:
+    """The model's configuration, and what makes mel spectrograms for it. Raises TowerUnusable."""
+    from transformers import AutoConfig, WhisperFeatureExtractor
+
+    extractors: Any = WhisperFeatureExtractor
+    try:
+        return AutoConfig.from_pretrained(folder), extractors.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise TowerUnusable(f"{folder}: {error}") from None
 
 
 def _load(folder: Path, config: Any, dtype: torch.dtype) -> Any:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.encoder.audio_tower import Samples
-from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, load_tower, own_dtype
+from services.encoder.audio_tower import Samples, read_extractor
+from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, load_tower, own_dtype, packed_rows
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
 from shared.models.audio_models import SAMPLE_BYTES
 from shared.models.sound_models import read_sound_model
@@ -24,17 +24,10 @@ class SoundTower:
 
     def __init__(self, folder: Path, dtype: DtypeChoice = "auto") -> None:
         """Loads it on the processors. Raises TowerUnusable."""
-        from transformers import AutoConfig, WhisperFeatureExtractor
-
         sounds = read_sound_model(folder)
         if sounds is None:
             raise TowerUnusable(f"{folder}: the model takes no sounds")
-        try:
-            config: Any = AutoConfig.from_pretrained(folder)
-            extractors: Any = WhisperFeatureExtractor
-            self._extractor = extractors.from_pretrained(folder)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise TowerUnusable(f"{folder}: {error}") from None
+        config, self._extractor = read_extractor(folder)
         self.dtype: EmbeddingDtype = own_dtype(config) if dtype == "auto" else dtype
         self.size, self._rate = sounds.row_size, sounds.sample_rate
         self._model = load_tower(folder, config, DTYPES[self.dtype])
@@ -44,9 +37,7 @@ class SoundTower:
     def encode(self, sound: Samples) -> PromptEmbeds:
         """The rows of a sound, one for each 40 ms. Raises TowerUnusable where they are no numbers."""
         rows = self._rows(np.frombuffer(sound.samples, np.dtype("<f4")))
-        if not torch.isfinite(rows).all():
-            raise TowerUnusable(f"in {self.dtype} the tower makes numbers of the sound that are none")
-        packed = rows.contiguous().view(torch.uint8).numpy().tobytes()
+        packed = packed_rows(rows, self.dtype, "sound")
         return PromptEmbeds(dtype=self.dtype, size=self.size, rows=packed, runs=((0, len(rows)),))
 
     def _rows(self, samples: np.ndarray[Any, Any]) -> Tensor:

@@ -79,13 +79,10 @@ class ImageTower:
             rows, grid = self._rows(np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3))
         if len(rows) > self._max_rows:
             raise TowerUnusable(f"the image has {len(rows)} rows; {self._max_rows} are allowed")
-        if not torch.isfinite(rows).all():
-            raise TowerUnusable(f"in {self.dtype} the tower makes numbers of the image that are none")
-        packed = rows.contiguous().view(torch.uint8).numpy().tobytes()
         return PromptEmbeds(
             dtype=self.dtype,
             size=self.size,
-            rows=packed,
+            rows=packed_rows(rows, self.dtype, "image"),
             runs=((0, len(rows)),),
             grids=() if grid is None else (grid,),
             mutual=(True,) if self._mutual else (),
@@ -148,6 +145,14 @@ def own_dtype(config: Any) -> EmbeddingDtype:
     text = getattr(config, "text_config", None)
     name = str(config.dtype or getattr(text, "dtype", None) or "float32").removeprefix("torch.")
     return next((each for each in DTYPES if each == name), "float32")
+
+
+def packed_rows(rows: Tensor, dtype: EmbeddingDtype, noun: str) -> bytes:
+    """[tokens, size] as they are sent. `noun`: what they were made of. Raises TowerUnusable where they are no
+    numbers."""
+    if not torch.isfinite(rows).all():
+        raise TowerUnusable(f"in {dtype} the tower makes numbers of the {noun} that are none")
+    return rows.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def load_tower(folder: Path, config: Any, dtype: torch.dtype) -> Any:

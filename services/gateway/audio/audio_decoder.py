@@ -17,8 +17,9 @@ from services.gateway.audio.audio_process import (
     DecodedAll,
     DecodedWindow,
 )
+from services.gateway.decoding.replies import next_reply
 from services.gateway.metrics import AUDIO_FILES
-from shared.machine.helper_process import HelperDied, HelperSlow, helper_replies
+from shared.machine.helper_process import helper_replies
 from shared.messages.model_card import AudioModel, SoundModel
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,9 @@ class AudioDecoder:
             )
             try:
                 while True:
-                    reply = await self._next(replies, field)
+                    reply = await next_reply(
+                        *(replies, _decoder, field), noun="sound", part="a window", timeout=self._timeout
+                    )
                     if isinstance(reply, AudioRefusal):
                         raise invalid(field, reply.message)
                     outcome = "decoded" if isinstance(reply, DecodedAll) else "left"
@@ -83,12 +86,3 @@ class AudioDecoder:
             finally:
                 AUDIO_FILES.labels(outcome).inc()
                 await replies.aclose()
-
-    async def _next(self, replies: AsyncGenerator[bytes], field: str) -> AudioReply:
-        """Raises RequestError where none comes."""
-        try:
-            return _decoder.decode(await anext(replies))
-        except HelperSlow:
-            raise invalid(field, f"decoding a window of the sound takes more than {self._timeout:g} s") from None
-        except (HelperDied, msgspec.MsgspecError):
-            raise invalid(field, "the sound could not be decoded: the process that did died of it") from None

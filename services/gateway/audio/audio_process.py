@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from services.gateway.videos.ffmpeg_errors import said_of
+from services.gateway.decoding.ffmpeg_errors import said_of
 from shared.machine.helper_pipes import confine, write_message
 
 FORMATS = "wav,flac,mp3,ogg,mov,mp4,m4a,matroska,webm,aac"

@@ -10,9 +10,10 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from services.gateway.api.errors import RequestError, invalid
+from services.gateway.decoding.replies import next_reply
 from services.gateway.metrics import VIDEO_FILES
 from services.gateway.videos.video_process import DecodedPair, VideoRefusal, VideoReply, VideoShape
-from shared.machine.helper_process import HelperDied, HelperSlow, helper_replies
+from shared.machine.helper_process import helper_replies
 from shared.messages.model_card import VideoModel
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,11 @@ class VideoDecoder:
             replies = helper_replies("-m", MODULE, *arguments, given=file, timeout=self._timeout)
             try:
                 while left:
-                    reply = await self._next(replies, field)
+                    reply = await next_reply(
+                        *(replies, _decoder, field), noun="video", part="two frames", timeout=self._timeout
+                    )
+                    if isinstance(reply, VideoRefusal):
+                        raise invalid(field, reply.message)
                     if isinstance(reply, VideoShape):
                         left = -(-len(reply.times) // 2)
                     else:
@@ -56,15 +61,3 @@ class VideoDecoder:
             finally:
                 VIDEO_FILES.labels(outcome).inc()
                 await replies.aclose()
-
-    async def _next(self, replies: AsyncGenerator[bytes], field: str) -> VideoShape | DecodedPair:
-        """Raises RequestError where none comes."""
-        try:
-            reply = _decoder.decode(await anext(replies))
-        except HelperSlow:
-            raise invalid(field, f"decoding two frames of the video takes more than {self._timeout:g} s") from None
-        except (HelperDied, msgspec.MsgspecError):
-            raise invalid(field, "the video could not be decoded: the process that did died of it") from None
-        if isinstance(reply, VideoRefusal):
-            raise invalid(field, reply.message)
-        return reply

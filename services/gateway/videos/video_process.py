@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 from msgspec import Struct
 
-from services.gateway.videos.ffmpeg_errors import said_of
+from services.gateway.decoding.ffmpeg_errors import said_of
 from shared.machine.helper_pipes import confine, write_message
 from shared.messages.model_card import FrameSampling, VideoModel
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from services.worker.executor.torch_backend import BackendSettings
     from services.worker.models.loaded_model import LoadSettings
     from services.worker.platforms.interface import Platform
+    from shared.messages.model_card import SamplingDefaults
 
 _log = logging.getLogger(__name__)
 
@@ -49,16 +50,21 @@ def make_backend(config: WorkerConfig, on_layer: Callable[[int], None] | None = 
     except ModelNotFound as error:
         raise BackendError(str(error)) from None
     try:
-        config.sampling_defaults(folder)
+        sampling = config.sampling_defaults(folder)
     except GenerationConfigError as error:
         raise BackendError(f"generation_config: {error}") from None
     if config.device == "sim":
-        return simulated_device(config, folder)
+        return simulated_device(config, folder, sampling)
     with read_ahead(folder) if config.reads_all_weights_here else nullcontext():
-        return _torch_backend(config, folder, on_layer)
+        return _torch_backend(config, folder, on_layer, sampling)
 
 
-def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int], None] | None) -> Backend:
+def _torch_backend(
+    config: WorkerConfig,
+    folder: Path,
+    on_layer: Callable[[int], None] | None,
+    sampling: SamplingDefaults | None,
+) -> Backend:
     with STARTUP.stage("libraries"):
         try:
             import torch  # noqa: F401 - what comes next needs it
@@ -76,7 +82,8 @@ def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int],
     with STARTUP.stage("ranks"):
         ranks = _others(config, platform)
     try:
-        return create_backend(_settings(config, _load_settings(config, folder, platform, ranks, on_layer), own))
+        model = _load_settings(config, folder, platform, ranks, on_layer)
+        return create_backend(_settings(config, model, own, sampling))
     except PluginError as error:
         raise BackendError(f"logits_processors = {','.join(config.logits_processors)}: {error}") from None
     except (ModelError, OpsUnavailable) as error:
@@ -118,7 +125,9 @@ def _load_settings(
     )
 
 
-def _settings(config: WorkerConfig, model: LoadSettings, own_cores: int | None) -> BackendSettings:
+def _settings(
+    config: WorkerConfig, model: LoadSettings, own_cores: int | None, sampling: SamplingDefaults | None
+) -> BackendSettings:
     """`own_cores`: those that the process is bound to. Raises PluginError."""
     from services.worker.executor.torch_backend import BackendSettings
     from services.worker.models.lora.slots import LoraSettings
@@ -141,7 +150,7 @@ def _settings(config: WorkerConfig, model: LoadSettings, own_cores: int | None) 
         grammar_backend=config.grammar_backend,
         processors=load_processors(config.logits_processors),
         prompt_embeds=config.enable_prompt_embeds,
-        sampling=config.sampling_defaults(model.folder),
+        sampling=sampling,
     )
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from services.worker.config import WorkerConfig
 from services.worker.sim.backend import SimBackend, create_sim_backend
 from services.worker.sim.tokens import SimSpeculation
+from shared.messages.model_card import SamplingDefaults
 
 
-def simulated_device(config: WorkerConfig, folder: Path) -> SimBackend:
-    """The device that `config` describes, for the model in `folder`. Raises BackendError."""
+def simulated_device(config: WorkerConfig, folder: Path, sampling: SamplingDefaults | None = None) -> SimBackend:
+    """The device that `config` describes, for the model in `folder`. `sampling`: what requests are sampled with that do
+    not say; simulated ones say nothing of it. Raises BackendError."""
     return create_sim_backend(
         folder,
         model_name=config.model_name(),
@@ -28,5 +30,5 @@ def simulated_device(config: WorkerConfig, folder: Path) -> SimBackend:
         spread=config.expert_spread(),
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
-        sampling=config.sampling_defaults(folder),
+        sampling=sampling,
     )
