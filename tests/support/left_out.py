@@ -31,6 +31,7 @@ EXTRAS = (
     "tests/integration/worker/test_library_architectures.py",
     "tests/integration/worker/test_library_ranks.py",
     "tests/integration/worker/test_library_stages.py",
+    "tests/integration/worker/test_model_features.py",
     "tests/integration/worker/test_sentence_transformers.py",
     "tests/integration/test_docs_site.py",
     "tests/integration/test_wheel.py",

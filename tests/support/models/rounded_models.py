@@ -15,8 +15,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128}
 """Multiples of a group of int4."""
 
 
-NEVER_ROUNDED = ("shared_expert_gate", "kv_b_proj")
-"""How much of a shared expert is taken; what latents are multiplied with."""
+NEVER_ROUNDED = ("shared_expert_gate", "kv_b_proj", "router")
+"""How much of a shared expert is taken; what latents are multiplied with; which experts are picked."""
 
 
 SPLIT_BY_INPUTS = ("o_proj", "down_proj")
@@ -40,16 +40,17 @@ def assert_same_steps(found: Sequence[Tensor], expected: Sequence[Tensor]) -> No
     assert differences[len(differences) // 2] < 1e-4, differences
 
 
-def rounded(reference: Any, code: Scheme, ranks: int = 1) -> None:
+def rounded(reference: Any, code: Scheme, ranks: int = 1, *, experts: bool = True) -> None:
     """Puts in place of each linear layer's weight, and of each expert's, what its codes stand for. Of w8a8_int8, rows
-    that linear layers multiply are rounded, too, as `ranks` do it; experts' are not."""
+    that linear layers multiply are rounded, too, as `ranks` do it; experts' are not. `experts`: not of a mixture that
+    `transformers` computes."""
     head = reference.get_output_embeddings()
     with torch.no_grad():
         for name, module in reference.named_modules():
             for stack in ("gate_up_proj", "down_proj"):
-                experts = getattr(module, stack, None)
-                if isinstance(experts, nn.Parameter):
-                    for expert in experts:
+                stacked = getattr(module, stack, None)
+                if experts and isinstance(stacked, nn.Parameter):
+                    for expert in stacked:
                         expert.copy_(quantize(expert, code).dequantized(torch.float32))
             if isinstance(module, nn.Linear) and not name.endswith(NEVER_ROUNDED):
                 weight = quantize(module.weight, "int8" if module is head else code).dequantized(torch.float32)

@@ -15,6 +15,7 @@ TEXT = (
     '😀 smiles 😀😀 and 👩‍👩‍👧 families 🇫🇷 flags. {"a": [1, 2.5, null], "b": "c"}\n'
     "one two three four five six seven eight nine ten, user assistant system\n\n"
 )
+SPECIAL_FIRST = ["<pad>", "<s>", "</s>"]
 SPECIAL = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]"]
 
 
@@ -92,6 +93,18 @@ def regex_byte_fallback() -> Tokenizer:
     """Byte fallback behind a decoder that only the general scheme knows: its space is matched by an expression."""
     tokenizer = Tokenizer.from_str(byte_fallback(strip=False).to_str())
     tokenizer.decoder = decoders.Sequence([decoders.Replace(Regex("▁"), " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def letters(vocab_size: int) -> Tokenizer:
+    """A token for each printable letter of ASCII behind three special ones, and no merges: for vocabularies that have
+    no room for all bytes. Further ones are `<fill-1>` and so on."""
+    spelled = [*SPECIAL_FIRST, *(chr(code) for code in range(33, 127))]
+    spelled += [f"<fill-{number}>" for number in range(1, vocab_size - len(spelled) + 1)]
+    tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(spelled)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL_FIRST])
     return tokenizer
 
 
