@@ -120,7 +120,9 @@ def test_drafts_that_are_in_doubt_change_no_token(drafting: DeviceRunner) -> Non
     for driver in (Driver(HostRunner(drafting.rank)), DriverAhead(drafting, speculate=3)):
         sequences = [
             driver.add(
-                prompt(9 + 8 * number, number), OUTPUT, sampling=SamplingOptions(**{"temperature": 0.0, **asked})
+                prompt(9 + 8 * number, number),
+                OUTPUT,
+                sampling=SamplingOptions(**{"seed": number, "temperature": 0.0, **asked}),
             )
             for number, asked in enumerate(params)
         ]

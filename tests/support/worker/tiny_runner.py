@@ -36,6 +36,7 @@ def tiny_runner(
     launching: bool = False,
     drafted_by: Path | None = None,
     quantization: QuantizationChoice = "auto",
+    state_checkpoints: int = 0,
 ) -> HostRunner | DeviceRunner:
     """`capture`: decodes are captured with it; None: nothing is. `launching`: as on a GPU. `drafted_by`: a
     model that drafts two tokens, whose decodes are captured, too."""
@@ -62,6 +63,7 @@ def tiny_runner(
         proposer=None if drafted_by is None else _drafts(loaded, drafted_by, num_blocks, max_num_seqs, capture),
         drafting=NO_DRAFTS if drafted_by is None else DraftSettings(2, False),
         replaying=None if capture is None else graphs.replaying(capture),
+        state_checkpoints=state_checkpoints,
     )
     return DeviceRunner(rank) if launching else HostRunner(rank)
 

@@ -39,6 +39,8 @@ class KernelCase(NamedTuple):
     rival: list[Call]
     """Calls of torch's own operation; empty if torch has none, or if ours is torch's."""
     rival_name: str = "torch"
+    rival_waits: bool = False
+    """Whether torch's operation asks the device something on its way, so that no graph can have it."""
 
 
 Cases = Iterator[KernelCase]

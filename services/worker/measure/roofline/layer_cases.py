@@ -136,7 +136,9 @@ def mixture(context: KernelContext) -> Cases:
             )
 
         calls = [[made(ops, experts, logits) for logits in choices] for ops, experts in packed]
-        yield KernelCase(f"{rows} rows", _work(context, shape, rows), calls[0], calls[1] if calls[1:] else [])
+        yield KernelCase(
+            f"{rows} rows", _work(context, shape, rows), calls[0], calls[1] if calls[1:] else [], rival_waits=True
+        )
 
 
 def _experts(context: KernelContext, shape: Mixture) -> tuple[Tensor, Tensor]:

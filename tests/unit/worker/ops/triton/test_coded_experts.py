@@ -50,7 +50,7 @@ def test_picks_of_other_ranks_are_left_out(code: Code) -> None:
     ops = TritonOps(DEVICE, torch.float32)
     packed, picks = ops.pack_experts(gate_up, down), ops.choose_experts(mixed.logits, Routing(2, True))
     parts = [
-        ops.mixture(mixed.x, picks._replace(experts=picks.experts.masked_fill(out, -1)), packed, kind="silu")
+        ops.mixture(mixed.x, picks._replace(experts=picks.experts.masked_fill(out.to(DEVICE), -1)), packed, kind="silu")
         for out in (torch.tensor([[True, False]]), torch.tensor([[False, True]]), torch.tensor([[True, True]]))
     ]
     assert not parts[2].any()

@@ -13,7 +13,7 @@ from services.worker.ops.triton.attention.latent_decode import latent_decode
 from services.worker.ops.triton_ops import TritonOps
 from tests.support.kernels.kernel_device import DEVICE
 from tests.support.kernels.latent_reference import EPS, LatentRows, LatentShape
-from tests.support.worker.native_batches import Rows, meta_of, scattered_blocks
+from tests.support.worker.native_batches import Rows, meta_of, on_device, scattered_blocks
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 CONTEXTS = [1, 37, 150]
@@ -46,15 +46,15 @@ def test_decodes_are_what_they_are_in_float64(
         cached[0] = float("nan")  # of a block that is nobody's
     for each, own in zip(rows, blocks, strict=True):
         count = len(each.latents)
-        meta = meta_of([Rows(count, count, own)], block_size)
-        q, latents = each.q.to(dtype), each.latents.to(dtype)
-        ops.latents.rope_and_store(q, latents, meta, cos_sin, cache, norm=norm, eps=EPS)
-    q = torch.stack([each.queries()[-1] for each in rows] + [rows[0].queries()[0] * 0]).to(dtype)
+        meta = on_device(meta_of([Rows(count, count, own)], block_size), DEVICE)
+        q, latents = each.q.to(DEVICE, dtype), each.latents.to(DEVICE, dtype)
+        ops.latents.rope_and_store(q, latents, meta, cos_sin.to(DEVICE), cache, norm=norm.to(DEVICE), eps=EPS)
+    q = torch.stack([each.queries()[-1] for each in rows] + [rows[0].queries()[0] * 0]).to(DEVICE, dtype)
     meta = meta_of([Rows(1, context, own) for context, own in zip(CONTEXTS, blocks, strict=True)], block_size)
-    tables = torch.cat((meta.block_tables, torch.zeros_like(meta.block_tables[:1])))
-    lengths = torch.cat((meta.context_lens, torch.zeros(1, dtype=torch.int32)))
+    tables = torch.cat((meta.block_tables, torch.zeros_like(meta.block_tables[:1]))).to(DEVICE)
+    lengths = torch.cat((meta.context_lens, torch.zeros(1, dtype=torch.int32))).to(DEVICE)
     found = latent_decode(q, cache, tables, lengths, scale=shape.scale, splits=splits)
     for number, context in enumerate(CONTEXTS):
         expected = rows[number].expected(norm, dtype, context - 1, context)[0]
-        torch.testing.assert_close(found[number].double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        torch.testing.assert_close(found[number].double().cpu(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert not found[-1].any(), "a padded row has no tokens"
