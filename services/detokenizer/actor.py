@@ -9,8 +9,16 @@ from collections.abc import Sequence
 from typing import Any, assert_never
 
 from services.detokenizer import metrics
-from services.detokenizer.core.actions import Action, EngineLost, GatewayLost, StreamOrphaned, ToEngine, ToGateway
-from services.detokenizer.core.detokenizer import MAX_STREAMS, Detokenizer
+from services.detokenizer.core.actions import (
+    MAX_STREAMS,
+    Action,
+    EngineLost,
+    GatewayLost,
+    StreamOrphaned,
+    ToEngine,
+    ToGateway,
+)
+from services.detokenizer.core.detokenizer import Detokenizer
 from services.detokenizer.core.stream_probes import NoReply, StreamProbe, StreamProbes
 from services.detokenizer.core.text import TextVocabulary
 from shared import topics

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from services.detokenizer.core.detokenizer import MAX_STREAMS
+from services.detokenizer.core.actions import MAX_STREAMS
 from shared.config import ModelServiceConfig
 
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
-from services.gateway.api.forwarding import ModelNames, ProviderDialect
-from services.gateway.api.generation import RequestLimits
-from services.gateway.batches.batch_run import BatchLimits
 from services.gateway.batches.file_store import FileLimits
 from services.gateway.core.open_request import RetryPolicy
-from services.gateway.core.overflow import OverflowLimits
+from services.gateway.core.overflow import ModelNames, OverflowLimits, ProviderDialect
 from services.gateway.core.remote_clusters import OwnCluster
 from services.gateway.database.database_url import check_database_url, open_database
 from services.gateway.database.records import Database
 from services.gateway.database.sql_database import SqlDatabase
-from services.gateway.http.call import BodyBudget, BodyLimits
-from services.gateway.http.generation import StreamSettings
-from services.gateway.overflow_provider import OverflowSettings
 from services.gateway.parsing.parser_choice import ParserChoice
 from services.gateway.response_store import ResponseLimits
 from shared.addresses import is_loopback
@@ -30,6 +24,13 @@ from shared.config import ServiceConfig
 from shared.ids import MAX_ID, ClusterName, GatewayId, Incarnation, relay_id
 from shared.messages.dialects import REASONING_ALIASES, TOOL_ALIASES, ReasoningFormat, ToolFormat
 from shared.settings import ByteSize, ContainerVariable, Port, UpOption
+
+if TYPE_CHECKING:  # `baton up` reads the settings and serves nobody: what they are for is imported where it is made
+    from services.gateway.api.generation import RequestLimits
+    from services.gateway.batches.batch_run import BatchLimits
+    from services.gateway.http.call import BodyLimits
+    from services.gateway.http.generation import StreamSettings
+    from services.gateway.overflow_provider import OverflowSettings
 
 Seconds = Annotated[float, Meta(gt=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -400,6 +401,8 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         """Returns how the overflow provider is reached; None where there is none."""
         if self.overflow is None:
             return None
+        from services.gateway.overflow_provider import OverflowSettings
+
         return OverflowSettings(
             url=self.overflow,
             key=self.overflow_key,
@@ -430,6 +433,8 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
 
     def batch_limits(self) -> BatchLimits:
         """Returns what bounds batches."""
+        from services.gateway.batches.batch_run import BatchLimits
+
         return BatchLimits(
             max_lines=self.max_batch_lines,
             max_line=self.max_body,
@@ -440,6 +445,8 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
 
     def limits(self) -> RequestLimits:
         """Returns what a single request may ask for."""
+        from services.gateway.api.generation import RequestLimits
+
         return RequestLimits(
             max_choices=self.max_choices,
             max_stop=self.max_stop,
@@ -455,6 +462,8 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
 
     def body_limits(self) -> BodyLimits:
         """Returns the limits of reading bodies, with a new budget for all of them."""
+        from services.gateway.http.call import BodyBudget, BodyLimits
+
         return BodyLimits(self.max_body, self.body_s, self.body_stall_s, BodyBudget(self.max_bodies, BODY_PATIENCE))
 
     def parsers(self) -> ParserChoice:
@@ -463,4 +472,6 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
 
     def stream_settings(self) -> StreamSettings:
         """Returns the limits of sending a response."""
+        from services.gateway.http.generation import StreamSettings
+
         return StreamSettings(self.keep_alive_s, self.unread_limit, self.read_timeout_s)

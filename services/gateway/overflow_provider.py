@@ -14,12 +14,10 @@ from services.gateway.api.forwarding import (
     NO_USAGE,
     ForwardedRequest,
     ForwardedStream,
-    ModelNames,
-    ProviderDialect,
     ProviderUsage,
     usage_of_body,
 )
-from services.gateway.core.overflow import OverflowBudget, OverflowLimits
+from services.gateway.core.overflow import ModelNames, OverflowBudget, OverflowLimits, ProviderDialect
 from services.gateway.metrics import (
     OVERFLOW_BREAKER_OPEN,
     OVERFLOW_FIRST_BYTE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
@@ -14,13 +14,15 @@ from kvstore.connectors.installed import (
     keeps_blocks,
     open_connector,
 )
-from services.scheduler.connector_host import ConnectorHalf
 from services.scheduler.core.limits import ConnectorUse, EngineLimits, SpeculationPolicy
-from services.scheduler.journal import JournalSettings
 from shared.config import ServiceConfig
 from shared.ids import EngineId, NodeId, checked_instance
 from shared.messages.lifecycle import Role
 from shared.settings import ByteSize, UpOption
+
+if TYPE_CHECKING:  # `baton up` reads the settings and plans nothing: what they are for is imported where it is made
+    from services.scheduler.connector_host import ConnectorHalf
+    from services.scheduler.journal import JournalSettings
 
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -167,6 +169,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         """The scheduler's half of the KV connector; None where there is none. Raises ConnectorRefused."""
         if self.kv_connector is None:
             return None
+        from services.scheduler.connector_host import ConnectorHalf
+
         connector = open_connector(
             self.kv_connector,
             self.kv_connector_extra_config,
@@ -180,7 +184,11 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
 
     def journal_settings(self) -> JournalSettings | None:
         """Where and how decisions are recorded; None where they are not."""
-        return JournalSettings(self.journal, self.journal_contents, self.journal_limit) if self.journal else None
+        if self.journal is None:
+            return None
+        from services.scheduler.journal import JournalSettings
+
+        return JournalSettings(self.journal, self.journal_contents, self.journal_limit)
 
     def engine_id(self) -> EngineId:
         """The engine's id, which is the scheduler's instance name."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
-from services.tokenizer.core.content_format import ContentFormat
 from shared.config import ModelServiceConfig
 from shared.settings import UpOption
+
+if TYPE_CHECKING:  # it brings Jinja along, which `baton up` needs not
+    from services.tokenizer.core.content_format import ContentFormat
 
 
 class TokenizerConfig(ModelServiceConfig, frozen=True, kw_only=True):

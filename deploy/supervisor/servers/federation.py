@@ -8,7 +8,6 @@ import json
 import time
 from pathlib import Path
 
-from deploy.supervisor.cluster import certificates
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.servers.nats import NatsServerUnavailable, find_binary
@@ -44,6 +43,8 @@ class FederationFolder:
 
     def prepare(self, spec: FederationSpec) -> TlsFiles:
         """Makes the files for `spec`. Raises OSError."""
+        from deploy.supervisor.cluster import certificates  # 5 MB that stacks without a federation do without
+
         self.path.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER)
         authority_key = certificates.derived_key(spec.secret.encode(), b"authority of a federation")
         authority = certificates.new_authority(authority_key, "baton clusters")

@@ -1,4 +1,5 @@
-"""The detokenizer core's events beside token batches, the messages that it sends, and its counters."""
+"""The detokenizer core's events beside token batches, the messages that it sends, its counters, and how many streams it
+holds."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from typing import NamedTuple
 from shared.ids import Attempt, EngineId, GatewayId, RequestId
 from shared.messages.gateway import Death, GatewayMessage
 from shared.messages.scheduler import Cancel, StopMatched, TokenBatchLost
+
+MAX_STREAMS = 16_384
+"""Requests that a detokenizer holds by default; further ones fail and are dispatched elsewhere."""
 
 
 class EngineLost(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, assert_never
 
 from services.detokenizer.core.actions import (
+    MAX_STREAMS,
     Action,
     DetokenizerCounters,
     EngineLost,
@@ -34,8 +35,6 @@ from shared.packing import TOKEN_BYTES
 from shared.reliability.recent import RecentEntries
 from shared.reliability.sequence_numbers import SourceNumbers
 
-MAX_STREAMS = 16_384
-"""Requests that a detokenizer holds by default; further ones fail and are dispatched elsewhere."""
 MAX_GATEWAYS = 4096
 """Names of gateways, of all that there ever were, whose messages' numbers are kept."""
 MAX_STOP_CHARS = 16_384

@@ -17,11 +17,8 @@ from msgspec import Raw, Struct
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.completions import CompletionFields
 from services.gateway.api.generation import NEUTRAL, WITHOUT_EFFECT
+from services.gateway.core.overflow import ModelNames, NotForwardable, ProviderDialect
 from shared.messages.generation import StopConditions
-
-ProviderDialect = Literal["openai", "vllm", "baton"]
-"""The fields that the provider understands. openai: OpenAI's. vllm: those, vLLM's, and token ids, which say the same
-only to the same model. baton: another server like this one, with the same model."""
 
 MAX_FORWARDED_BYTES = 2 * 2**20
 """A larger body would be read on the event loop for too long: 8 ns a byte."""
@@ -57,42 +54,6 @@ STREAM_FIELDS: dict[ProviderDialect, frozenset[str]] = {
 }
 RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 PATHS = {"chat": "/chat/completions", "completion": "/completions"}
-
-
-class NotForwardable(Exception):
-    """The provider could not do with a request what this server would; the text says why, and quotes no value."""
-
-
-class ModelNames(NamedTuple):
-    """What the provider calls the models."""
-
-    by_name: Mapping[str, str]
-    default: str | None
-    """For all other models; None: they are called there as here, or (with `by_name`) are not there."""
-
-    @classmethod
-    def parse(cls, entries: Sequence[str]) -> ModelNames:
-        """Reads `NAME=PROVIDERS_NAME`, or `PROVIDERS_NAME` for all others. Raises ValueError."""
-        by_name: dict[str, str] = {}
-        default: str | None = None
-        for entry in entries:
-            name, equals, there = entry.partition("=")
-            if not equals and default is None and name:
-                default = name
-            elif equals and name and there and name not in by_name:
-                by_name[name] = there
-            else:
-                raise ValueError(f"{entry!r}: NAME=NAME_THERE is allowed once for each model, and one NAME_THERE alone")
-        return cls(by_name, default)
-
-    def at_provider(self, name: str | None) -> str:
-        """Raises NotForwardable for a model that is not there, or where a request names none."""
-        there = self.by_name.get(name, self.default) if name is not None else self.default
-        if there is None and name is not None and not self.by_name:
-            return name
-        if there is None:
-            raise NotForwardable("model: the provider has no name for it")
-        return there
 
 
 class ForwardedRequest(NamedTuple):

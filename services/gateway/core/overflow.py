@@ -4,6 +4,7 @@ requests wait here. Pure: time is an argument, in seconds."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -19,7 +20,47 @@ DAY = 86_400.0
 RECENT_STARTS = 8
 """First tokens whose waits are remembered for each model."""
 
+ProviderDialect = Literal["openai", "vllm", "baton"]
+"""The fields that the provider understands. openai: OpenAI's. vllm: those, vLLM's, and token ids, which say the same
+only to the same model. baton: another server like this one, with the same model."""
+
 BudgetRefusal = Literal["breaker open", "too many open", "too many a minute", "too many tokens a day"]
+
+
+class NotForwardable(Exception):
+    """The provider could not do with a request what this server would; the text says why, and quotes no value."""
+
+
+class ModelNames(NamedTuple):
+    """What the provider calls the models."""
+
+    by_name: Mapping[str, str]
+    default: str | None
+    """For all other models; None: they are called there as here, or (with `by_name`) are not there."""
+
+    @classmethod
+    def parse(cls, entries: Sequence[str]) -> ModelNames:
+        """Reads `NAME=PROVIDERS_NAME`, or `PROVIDERS_NAME` for all others. Raises ValueError."""
+        by_name: dict[str, str] = {}
+        default: str | None = None
+        for entry in entries:
+            name, equals, there = entry.partition("=")
+            if not equals and default is None and name:
+                default = name
+            elif equals and name and there and name not in by_name:
+                by_name[name] = there
+            else:
+                raise ValueError(f"{entry!r}: NAME=NAME_THERE is allowed once for each model, and one NAME_THERE alone")
+        return cls(by_name, default)
+
+    def at_provider(self, name: str | None) -> str:
+        """Raises NotForwardable for a model that is not there, or where a request names none."""
+        there = self.by_name.get(name, self.default) if name is not None else self.default
+        if there is None and name is not None and not self.by_name:
+            return name
+        if there is None:
+            raise NotForwardable("model: the provider has no name for it")
+        return there
 
 
 class OverflowLimits(NamedTuple):

@@ -7,11 +7,11 @@ import time
 from typing import Literal
 
 from services.gateway.api.errors import RequestError
-from services.gateway.api.forwarding import ForwardedRequest, NotForwardable, read_forwarded
+from services.gateway.api.forwarding import ForwardedRequest, read_forwarded
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import GenerationResponse
 from services.gateway.core.cluster import ClusterView
-from services.gateway.core.overflow import StartDelays
+from services.gateway.core.overflow import NotForwardable, StartDelays
 from services.gateway.core.remote_clusters import RemoteClusters
 from services.gateway.http.access import AccessControl
 from services.gateway.http.call import Call

@@ -25,6 +25,14 @@ def test_listing_the_commands_loads_none_of_them() -> None:
     assert said.stdout.splitlines()[-1] == ""
 
 
+def test_whoever_supervises_a_stack_carries_nothing_of_its_services() -> None:
+    program = "import sys, deploy.cli.up.command, deploy.cli.up.run; print(*sys.modules)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    only_for_services = {"services.scheduler.core.engine", "services.gateway.api.chat", "services.gateway.http.call"}
+    libraries = {"numpy", "tokenizers", "jinja2", "cryptography"}
+    assert not set(said.stdout.split()) & (only_for_services | libraries)
+
+
 def test_a_name_that_is_none_is_met_with_what_it_may_have_meant() -> None:
     with pytest.raises(Exception, match=r"No such command 'pss'.*'ps'"):
         command_line().main(["pss"], standalone_mode=False)

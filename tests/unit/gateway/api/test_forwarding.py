@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from services.gateway.api.forwarding import (
     ForwardedRequest,
     ForwardedStream,
-    ModelNames,
-    NotForwardable,
     ProviderUsage,
     read_forwarded,
     usage_of_body,
 )
+from services.gateway.core.overflow import ModelNames, NotForwardable
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "é\u2028"}], "temperature": 0.25}
 SAME = ModelNames.parse([])
