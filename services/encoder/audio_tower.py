@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,11 @@ import torch
 from msgspec import Struct
 
 from services.encoder.image_decoder import ImageRefused
-from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, own_dtype, packed_rows
+from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, load_part, own_dtype, packed_rows
 from shared.messages.encoder import EncodeImage
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
 from shared.messages.model_card import AudioModel, SoundModel
 from shared.models.audio_models import SAMPLE_BYTES, read_audio_model
-
-_log = logging.getLogger(__name__)
 
 
 class Samples(Struct, frozen=True):
@@ -58,13 +54,17 @@ class AudioTower:
 
     def __init__(self, folder: Path, dtype: DtypeChoice = "auto") -> None:
         """Loads it on the processors. Raises TowerUnusable."""
+        from transformers import WhisperModel
+
         audio = read_audio_model(folder)
         if audio is None:
             raise TowerUnusable(f"{folder}: the model hears nothing")
         config, self._extractor = read_extractor(folder)
         self.dtype: EmbeddingDtype = own_dtype(config) if dtype == "auto" else dtype
         self.size, self._rate = audio.row_size, audio.sample_rate
-        self._encoder = _load(folder, config, DTYPES[self.dtype])
+        config.decoder_layers = 0
+        model = load_part(WhisperModel, folder, config, DTYPES[self.dtype], lambda name: name.startswith("encoder."))
+        self._encoder = model.get_encoder().eval()
         self.encode(Samples(bytes(SAMPLE_BYTES * self._rate // 10)))
 
     @torch.inference_mode()
@@ -86,29 +86,3 @@ def read_extractor(folder: Path) -> tuple[Any, Any]:
         return AutoConfig.from_pretrained(folder), extractors.from_pretrained(folder)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise TowerUnusable(f"{folder}: {error}") from None
-
-
-def _load(folder: Path, config: Any, dtype: torch.dtype) -> Any:
-    """The model's encoder alone. Raises TowerUnusable."""
-    from safetensors import SafetensorError
-    from transformers import WhisperModel
-    from transformers.utils import logging as library_logging
-
-    quiet: Any = library_logging
-    quiet.disable_progress_bar()
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # of the decoder's tensors, which are left out
-    config.decoder_layers = 0
-    models: Any = WhisperModel
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model, found = models.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise TowerUnusable(f"{folder}: {error}") from None
-    missing = sorted(name for name in found["missing_keys"] if name.startswith("encoder."))
-    missing += sorted(str(each[0]) for each in found["mismatched_keys"])
-    if missing:
-        raise TowerUnusable(f"{folder}: the checkpoint has no {', '.join(missing[:3])} of the shape it needs")
-    encoder = model.get_encoder().eval()
-    _log.info("tower loaded: %d parameters", sum(each.numel() for each in encoder.parameters()))
-    return encoder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -158,28 +159,41 @@ def packed_rows(rows: Tensor, dtype: EmbeddingDtype, noun: str) -> bytes:
 def load_tower(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     """The model without its language model. Raises TowerUnusable."""
     from transformers import AutoModel
-    from transformers.utils import logging as library_logging
 
-    quiet: Any = library_logging
-    quiet.disable_progress_bar()
     config.text_config.num_hidden_layers = 0
     config.text_config.vocab_size = 1
     config.text_config.pad_token_id = None
     if hasattr(config.text_config, "layer_types"):
         config.text_config.layer_types = []
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # of the language model's tensors, which are left out
+    model = load_part(AutoModel, folder, config, dtype, lambda name: not name.startswith(_LANGUAGE_MODEL))
+    model.language_model = None
+    return model.eval()
+
+
+def load_part(models: Any, folder: Path, config: Any, dtype: torch.dtype, needs: Callable[[str], bool]) -> Any:
+    """A model of one of the library's classes, `config` having left the rest out of it. `needs`: whether a tensor of
+    that name is of the part. Pickles are not read. Raises TowerUnusable."""
+    from safetensors import SafetensorError
+    from transformers.utils import logging as library_logging
+
+    quiet: Any = library_logging
+    quiet.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # of the rest's tensors
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, found = AutoModel.from_pretrained(
-                folder, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+            model, found = models.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise TowerUnusable(f"{folder}: {error}") from None
-    missing = [name for name in found["missing_keys"] if not name.startswith(_LANGUAGE_MODEL)]
-    missing += [str(each[0]) for each in found["mismatched_keys"] if not str(each[0]).startswith(_LANGUAGE_MODEL)]
-    if missing:
-        raise TowerUnusable(f"{folder}: the checkpoint has no {', '.join(sorted(missing)[:3])} of the shape it needs")
-    model.language_model = None
+    wrong = sorted(filter(needs, (*found["missing_keys"], *(str(each[0]) for each in found["mismatched_keys"]))))
+    if wrong:
+        raise TowerUnusable(f"{folder}: the checkpoint has no {', '.join(wrong[:3])} of the shape it needs")
     _log.info("tower loaded: %d parameters", sum(each.numel() for each in model.parameters()))
-    return model.eval()
+    return model

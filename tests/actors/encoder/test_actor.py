@@ -284,6 +284,10 @@ def test_a_model_without_images_or_with_a_torn_tower_is_refused(model: ImageMode
     save_file(tensors, torn / "model.safetensors", {"format": "pt"})
     with pytest.raises(TowerUnusable, match=r"the checkpoint has no multi_modal_projector.linear_2.weight"):
         ImageTower(torn)
+    (torn / "model.safetensors").unlink()
+    torch.save(tensors, torn / "pytorch_model.bin")
+    with pytest.raises(TowerUnusable, match=r"no file named model\.safetensors"):
+        ImageTower(torn)
 
 
 async def test_a_sounds_rows_are_the_librarys(memory_bus: MemoryBus, tmp_path: Path) -> None:
