@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -74,7 +74,7 @@ def stack_spec(
         counts = replace(counts, kvstore=0, engine_stores=store is not None)
     check_journal(assigned, counts.all_engines)
     model = model_folder(dealt["model"], values.get("load_format"), run_dir)
-    dummy, simulated = values.get("load_format") == "dummy", _device(values, assigned) == "sim"
+    dummy, simulated = _without_weights(values, assigned)
     counts = replace(counts, encoder=encoders(stack, model, has_weights=not dummy and not simulated))
     federation = federation_choice(
         stack, values, model, dummy_weights=dummy, simulated=simulated, is_running=left is not None
@@ -134,6 +134,19 @@ def _store(
     )
 
 
+class _WithoutWeights(NamedTuple):
+    """Whether workers read no checkpoint: its weights are made up, or nothing is computed."""
+
+    dummy: bool
+    simulated: bool
+
+
+def _without_weights(values: Mapping[str, Any], assigned: Settings) -> _WithoutWeights:
+    """Raises CommandError for a device that nobody brings."""
+    load_format = assigned.get("worker", {}).get("load_format", values.get("load_format"))
+    return _WithoutWeights(load_format == "dummy", _device(values, assigned) == "sim")
+
+
 def _device(values: Mapping[str, Any], assigned: Settings) -> str | None:
     """The workers'; None: the machine decides. Raises CommandError where nobody brings it."""
     device: str | None = assigned.get("worker", {}).get("device", values.get("device"))
@@ -190,13 +203,14 @@ def _model_spec(
     drafts = drafting(values.get("speculative"), device=values.get("device"), stages=max(stack.stages(pp)))
     drafted = {} if drafts is None else {"worker": {"speculative": drafts}}
     model = model_folder(chosen.source, values.get("load_format"), run_dir)
-    has_weights = values.get("load_format") != "dummy" and values.get("device") != "sim"
+    settings = merged(assigned, parsed_settings(assignments))
+    dummy, simulated = _without_weights(values, settings)
     return ModelSpec(
         name=chosen.name,
         model=model,
-        counts=replace(counts, encoder=encoders(stack, model, has_weights=has_weights)),
+        counts=replace(counts, encoder=encoders(stack, model, has_weights=not dummy and not simulated)),
         pp_layers=layer_split(values.get("pp_layers"), counts),
-        settings=merged(service_settings(values), drafted, assigned, parsed_settings(assignments)),
+        settings=merged(service_settings(values), drafted, settings),
     )
 
 

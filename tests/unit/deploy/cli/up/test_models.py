@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,26 @@ def test_each_has_processes_of_its_own_beside_what_all_share(tmp_path: Path) -> 
     assert "--served-model-name=b" in service_command(spec, processes["b-tokenizer-1"], WHERE)
     assert "--world-size=2" in service_command(spec, processes["b-engine-2"], WHERE)
     assert "--world-size=1" in service_command(spec, processes["org-a-engine-1"], WHERE)
+
+
+def test_a_model_of_which_nobody_reads_weights_has_no_encoder(tmp_path: Path) -> None:
+    """However that is said, and of whichever model."""
+    seeing = tmp_path / "seeing"
+    seeing.mkdir()
+    (seeing / "config.json").write_text(
+        json.dumps({"architectures": ["LlavaForConditionalGeneration"], "image_token_index": 5})
+    )
+    models = (f"a={seeing}", f"b={seeing}")
+    said = ("b/worker.device=sim",)
+    for typed, settings, encoders in (
+        ({"device": "cpu"}, (), [1, 1]),
+        ({"device": "cpu"}, said, [1, 0]),
+        ({"device": "sim"}, (), [0, 0]),
+        ({"device": "cpu"}, ("b/worker.load_format=dummy",), [1, 0]),
+        ({"device": "cpu"}, ("worker.load_format=dummy",), [0, 0]),
+    ):
+        spec = described(tmp_path, *settings, models=models, **typed)
+        assert [each.counts.encoder for each in spec.models] == encoders
 
 
 @pytest.mark.parametrize(
