@@ -101,11 +101,7 @@ class WholeExperts(nn.Module):
         """`experts`: the library's module of all of them, of which `count` are kept from `first` on."""
         super().__init__()
         self._first, self._count, self._meeting = first, count, meeting
-        for name, weight in list(experts.named_parameters(recurse=False)):
-            own = weight.detach().narrow(0, first, count).clone()
-            setattr(experts, name, nn.Parameter(own, requires_grad=False))
-        experts.num_experts = count
-        self._experts = experts
+        self._experts = _kept_experts(experts, first, count)
         self._nobody: PickedRows | None = None
 
     def forward(self, rows: Tensor, experts: Tensor, chances: Tensor) -> Tensor:
@@ -138,7 +134,7 @@ class EveryRowsExperts(nn.Module):
         """See `WholeExperts`."""
         super().__init__()
         self._all, self._first, self._meeting = int(experts.num_experts), first, meeting
-        self._experts = WholeExperts(experts, first, count, meeting)._experts
+        self._experts = _kept_experts(experts, first, count)
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [experts * n, hidden] → as many, whose sum over experts is the first expert's: whoever asks adds up."""
@@ -148,6 +144,15 @@ class EveryRowsExperts(nn.Module):
         sums = torch.zeros_like(each)
         sums[0] = self._meeting.combine(computed)
         return sums.view(rows.shape)
+
+
+def _kept_experts(experts: Any, first: int, count: int) -> Any:
+    """The library's module with `count` of its experts, from `first` on."""
+    for name, weight in list(experts.named_parameters(recurse=False)):
+        own = weight.detach().narrow(0, first, count).clone()
+        setattr(experts, name, nn.Parameter(own, requires_grad=False))
+    experts.num_experts = count
+    return experts
 
 
 def keep_whole_experts(
