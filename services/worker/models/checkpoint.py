@@ -5,6 +5,7 @@ model by a digest that tells its keys and values from any other model's.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +20,17 @@ from torch import Tensor
 
 from services.worker.models.config import ModelError
 from services.worker.models.hf_layers.llava import language_model_name
-from services.worker.models.tensor_file import StoredPart, StoredTensor, TensorFileError, TensorFiles, TensorHeader
+from services.worker.models.tensor_file import StoredPart, StoredTensor, TensorFileError, TensorFiles, read_header
 from services.worker.models.weight_files import INDEX, SINGLE, weight_files
 from services.worker.platforms.interface import Platform
 from services.worker.platforms.main_memory import gib
 from shared.models.image_models import read_image_model
 
 CPU = torch.device("cpu")
+NOWHERE = torch.device("meta")
+"""Of tensors without elements."""
+NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types whose elements are weights; of others they are codes."""
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -112,15 +117,26 @@ class Checkpoint:
         moved = {
             to + name.removeprefix(prefix): each for name, each in self._tensors.items() if name.startswith(prefix)
         }
-        return Checkpoint(self._model_dir, self._files, self._tensors | moved, self._dtype)
+        return type(self)(self._model_dir, self._files, self._tensors | moved, self._dtype)
+
+    def headers(self) -> CheckpointHeaders:
+        """The same tensors without their elements."""
+        return CheckpointHeaders(self._model_dir, self._files, self._tensors, self._dtype)
+
+    def check_number(self, name: str) -> None:
+        """Raises ModelError where the elements of the tensor `name` are no weights: codes that are taken for numbers
+        are nonsense."""
+        dtype, known = (str(each).replace("torch.", "") for each in (self._found(name).dtype, NUMBERS))
+        if self._found(name).dtype not in NUMBERS:
+            raise ModelError(
+                f"{self._model_dir}: tensor {name} has dtype {dtype}; weights are one of {known}, or codes that a "
+                "quantization_config explains"
+            )
 
     def read_stored(self, name: str) -> Tensor:
         """The whole tensor `name` in the type that it is stored in. Raises ModelError where it is missing or broken."""
-        found = self._tensors.get(name)
-        if found is None:
-            raise ModelError(f"{self._model_dir}: the checkpoint has no tensor {name}")
         try:
-            return self._files.read(found)
+            return self._files.read(self._found(name))
         except (TensorFileError, OSError) as error:
             raise ModelError(f"tensor {name}: {error}") from None
 
@@ -154,11 +170,53 @@ class Checkpoint:
         except (TensorFileError, OSError) as error:
             raise ModelError(f"tensor {parts[0].name} and others: {error}") from None
 
+    def _found(self, name: str) -> StoredTensor:
+        found = self._tensors.get(name)
+        if found is None:
+            raise ModelError(f"{self._model_dir}: the checkpoint has no tensor {name}")
+        return found
+
     def _stored(self, part: TensorPart) -> StoredPart:
         found = self._tensors.get(part.name)
         check_found(self._model_dir, part.name, None if found is None else found.shape, part.shape)
         assert found is not None, "it was found"
+        self.check_number(part.name)
         return StoredPart(found, part.rows, part.columns)
+
+
+class CheckpointHeaders(Checkpoint):
+    """An open checkpoint whose tensors have shapes and no elements: what is missing or misshapen is found out before
+    memory is taken. Reads nothing."""
+
+    def read_stored(self, name: str) -> Tensor:
+        """See `Checkpoint.read_stored`."""
+        found = self._found(name)
+        return torch.empty(found.shape, dtype=found.dtype, device=NOWHERE)
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """See `Checkpoint.read`."""
+        part = self._stored(TensorPart(name, shape, rows, columns))
+        return torch.empty(part.shape, dtype=self._dtype, device=NOWHERE)
+
+    def read_together(self, parts: Sequence[TensorPart]) -> Tensor:
+        """See `BatchedTensorSource`."""
+        elements = sum(math.prod(self._stored(part).shape) for part in parts)
+        return torch.empty(elements, dtype=self._dtype, device=NOWHERE)
+
+
+def check_matrices(checkpoint: Checkpoint) -> None:
+    """Raises ModelError where a matrix of a checkpoint without a quantization_config is no weight: `transformers` would
+    take its codes for numbers. Some models keep masks and positions beside them."""
+    for name in checkpoint.names:
+        if name.endswith(("weight", "_proj")):
+            checkpoint.check_number(name)
 
 
 def check_found(model_dir: Path, name: str, found: Sequence[int] | None, wanted: tuple[int, ...]) -> None:
@@ -237,8 +295,6 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
 
 _SAMPLE_BYTES = 1024
 _DIGEST_BYTES = 16
-_HEADER_LIMIT = 100 << 20
-"""The format's own bound of a file's header."""
 
 
 def model_digest(model_dir: Path, config: Struct) -> str:
@@ -282,22 +338,16 @@ def _without_stop_tokens(config: Struct) -> Struct:
 def _samples(path: Path) -> dict[str, bytes]:
     """Each tensor's type, shape, first and last KiB, by name."""
     try:
+        header = read_header(path)
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _HEADER_LIMIT:
-                raise ModelError(f"{path}: no safetensors file")
-            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
             found = {}
-            for name, raw in header.items():
-                if name == "__metadata__":
-                    continue
-                entry = msgspec.json.decode(raw, type=TensorHeader)
-                start, end = (8 + length + offset for offset in entry.data_offsets)
+            for name, entry in header.tensors.items():
+                start, end = (header.start + offset for offset in entry.data_offsets)
                 size = min(_SAMPLE_BYTES, end - start)
                 file.seek(start)
                 first = file.read(size)
                 file.seek(end - size)
                 found[name] = f"{entry.dtype}{list(entry.shape)}".encode() + first + file.read(size)
             return found
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ModelError(f"{path}: {error}") from None
+    except (OSError, TensorFileError) as error:
+        raise ModelError(str(error)) from None

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 
 from services.worker.models.checkpoint import (
+    NOWHERE,
+    Checkpoint,
     TensorSource,
     checkpoint_files,
     open_checkpoint,
@@ -53,6 +55,7 @@ from services.worker.models.sharding import LayerShard, PipelineStage, shard_of,
 from services.worker.models.weights import DecoderWeights, MixtureMlp
 from services.worker.ops.interface import ExpertPacker, MovesExperts, Ops, PackedExperts
 from services.worker.ops.quantized import Scheme
+from services.worker.ops.torch_ops import TorchOps
 from shared.messages.model_card import PoolingCard
 from shared.models.image_models import read_image_model
 from shared.models.sound_models import read_sound_model
@@ -134,6 +137,8 @@ def _decoder(
     with STARTUP.stage("kernels"):
         ops = create_ops(settings, dtype)
     with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype, method, plugin) as tensors:
+        if isinstance(tensors, Checkpoint):
+            load_weights(tensors.headers(), config, share, TorchOps(NOWHERE, dtype), NOWHERE, max_model_len, stage)
         packer = _packer(settings, ops, plugin) if settings.experts.moves and len(experts[0].ranks) > 1 else None
         weights = load_weights(
             *(tensors, config, share, ops, settings.device, max_model_len, stage),

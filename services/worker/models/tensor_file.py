@@ -63,6 +63,30 @@ class TensorHeader(Struct, frozen=True):
     """Bytes behind the header: the first, and the one behind the last."""
 
 
+class FileHeader(NamedTuple):
+    """What a safetensors file says of its tensors."""
+
+    start: int
+    """Byte of the file at which their elements begin."""
+    tensors: dict[str, TensorHeader]
+
+
+def read_header(path: Path) -> FileHeader:
+    """Raises TensorFileError where the file is missing, no safetensors file, or not as its header says: every tensor
+    lies in it, in as many bytes as its shape takes, none over another, and nothing else does."""
+    try:
+        with safe_open(str(path), framework="pt"):
+            pass  # the library checks it
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            raw = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        tensors = {name: msgspec.json.decode(each, type=TensorHeader) for name, each in raw.items()}
+    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+        raise TensorFileError(f"{path}: {error}") from None
+    return FileHeader(_LENGTH_BYTES + length, tensors)
+
+
 class StoredTensor(NamedTuple):
     """Where in which file a tensor lies."""
 
@@ -121,17 +145,13 @@ class TensorFiles:
 
     def open(self, path: Path) -> dict[str, StoredTensor]:
         """The tensors of a file, by name. Raises TensorFileError."""
+        header = read_header(path)
         try:
-            with safe_open(str(path), framework="pt"):
-                pass  # the library checks the header: every offset lies in the file, none in two tensors
             file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise TensorFileError(f"{path}: {error}") from None
         self._files.callback(os.close, file)
-        start = _LENGTH_BYTES + int.from_bytes(os.pread(file, _LENGTH_BYTES, 0), "little")
-        header = msgspec.json.decode(os.pread(file, start - _LENGTH_BYTES, _LENGTH_BYTES), type=dict[str, msgspec.Raw])
-        header.pop("__metadata__", None)
-        return {name: _stored(file, path, start, name, raw) for name, raw in header.items()}
+        return {name: _stored(file, path, header.start, name, each) for name, each in header.tensors.items()}
 
     def read(
         self, tensor: StoredTensor, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
@@ -201,8 +221,7 @@ class _GpuReader:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _stored(file: int, path: Path, start: int, name: str, raw: msgspec.Raw) -> StoredTensor:
-    entry = msgspec.json.decode(raw, type=TensorHeader)
+def _stored(file: int, path: Path, start: int, name: str, entry: TensorHeader) -> StoredTensor:
     if entry.dtype not in _DTYPES:
         raise TensorFileError(f"{path}: tensor {name} has dtype {entry.dtype}; {', '.join(_DTYPES)} can be read")
     return StoredTensor(file, path, start + entry.data_offsets[0], _DTYPES[entry.dtype], entry.shape)

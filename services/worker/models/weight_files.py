@@ -27,10 +27,14 @@ class _Index(Struct):
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The directory's safetensors files, one or many; none where it has none. Raises OSError, msgspec.MsgspecError."""
+    """The directory's safetensors files, one or many; none where it has none. Raises OSError, msgspec.MsgspecError;
+    the latter for an index that names files elsewhere, too."""
     index = model_dir / INDEX
     if index.exists():
         names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+        for name in names:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise msgspec.ValidationError(f"weight_map: {name!r} lies outside of the model's directory")
         return [model_dir / name for name in sorted(set(names))]
     return [model_dir / SINGLE] if (model_dir / SINGLE).exists() else []
 

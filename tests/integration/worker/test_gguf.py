@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,16 @@ def test_its_tokenizer_is_the_one_that_was_written(tmp_path: Path) -> None:
     assert ends == [original.token_to_id("</s>"), original.token_to_id("<|im_end|>")]
 
 
+def said(whole: bytes, shape: tuple[int, int] = (256, 256), offset: int | None = None) -> bytes:
+    """The file's first matrix of queries has another shape, inputs first, or lies elsewhere."""
+    name = b"blk.0.attn_q.weight"
+    at = whole.index(name) + len(name) + 4
+    where = whole[at + 20 : at + 28] if offset is None else offset.to_bytes(8, "little")
+    return b"".join(
+        (whole[:at], *(size.to_bytes(8, "little") for size in shape), whole[at + 16 : at + 20], where, whole[at + 28 :])
+    )
+
+
 def test_what_cannot_be_read_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     _, file = gguf_model("qwen2", tmp_path, Kind.Q8_0, byte_level())
     whole = file.read_bytes()
@@ -116,6 +127,15 @@ def test_what_cannot_be_read_is_refused_and_leaves_nothing(tmp_path: Path) -> No
         (whole[:-100_000], "cut short: its tensors end at byte"),
         (whole[:3000], "no GGUF file that can be read"),
         (b"{}" * 100, "no GGUF file that can be read: .* GGUF magic bytes"),
+        (pickle.dumps({"a": 1}) * 100, "no GGUF file that can be read: .* GGUF magic bytes"),
+        (
+            said(whole, shape=(1 << 50, 256)),
+            r"tensor blk.0.attn_q.weight has shape \[256, 1125899906842624\]; sizes from",
+        ),
+        (said(whole, shape=(1 << 30, 256)), "cut short: its tensors end at byte"),
+        (said(whole, shape=(257, 255)), "tensor blk.0.attn_q.weight: "),
+        (said(whole, offset=1 << 40), "cut short: its tensors end at byte"),
+        (whole.replace(b"</s>", b"\xff/s>"), "no tokenizer can be made of it"),
         (whole.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "tensor blk.0.attn_x.weight is not known"),
         (whole.replace(b"qwen2.block_count", b"qwen2.block_cound"), "qwen2.block_count: one number is expected"),
         ((mamba.path.parent / "llama.gguf").read_bytes(), "architecture 'mamba'; supported: llama, qwen2, qwen3"),

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import LayerGroups
 from services.worker.kv.state_pages import RankCheckpoints
+from services.worker.models.checkpoint import check_matrices, open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.library_config import LibraryConfig, first_line, settings_digest, weights_dtype
 from services.worker.models.fallback.packed_products import pack_products
@@ -181,6 +182,8 @@ class LibraryEncoderModel:
         own: Any = transformers
         own.logging.set_verbosity_error()  # what it warns of is looked at here
         own.logging.disable_progress_bar()
+        with open_checkpoint(self._folder, dtype) as files:
+            check_matrices(files)
         try:
             model, info = self._automatic.from_pretrained(
                 self._folder,

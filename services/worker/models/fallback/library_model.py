@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.distributed.torch_ranks import RankGroup
-from services.worker.models.checkpoint import open_checkpoint
+from services.worker.models.checkpoint import NOWHERE, check_matrices, open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
@@ -84,6 +84,8 @@ class LibraryModel:
         else:
             with open_checkpoint(self._folder, dtype) as files:  # cut files are found before memory is taken
                 _check_blocks(self._folder, set(files.names))
+                if not self.has_codes:
+                    check_matrices(files)
                 kind = self._class if stage.count == 1 else class_of_stage(self._class, stage)
                 model = _read_model(kind, self._folder, self._own, dtype)
             passing = _stage_of(model)
@@ -122,7 +124,26 @@ def _check_blocks(folder: Path, names: set[str]) -> None:
 
 def _read_model(kind: type[PreTrainedModel], folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
     """A model of this `kind` with the weights of `folder`, on the CPU. Raises ModelError where a weight is missing or
-    of another shape: the library would make one up."""
+    of another shape, before memory is taken: the library would make one up."""
+    if not has_mxfp4(config):  # whose numbers are made as they are read
+        _from_pretrained(kind, folder, config, dtype, device_map=NOWHERE)
+    model, info = _from_pretrained(kind, folder, config, dtype)
+    others = (*_stage_of(model).dropped, *(("model.encoder.",) if hears(config) else ()))  # it is another service's
+    if unused := sorted(key for key in info["unexpected_keys"] if not any(each in key for each in others)):
+        _log.warning("%d tensors of the checkpoint are not used, such as %s", len(unused), unused[0])
+    ready: nn.Module = model.eval().requires_grad_(False)
+    return ready
+
+
+def _from_pretrained(
+    kind: type[PreTrainedModel],
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device_map: torch.device | None = None,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, and what the library says of its tensors. `device_map`: where it is to lie; None: in main memory.
+    Raises ModelError."""
     own: Any = transformers  # its stubs know less of these than is there
     build: Any = kind
     own.logging.set_verbosity_error()  # what it warns of is looked at here
@@ -137,7 +158,9 @@ def _read_model(kind: type[PreTrainedModel], folder: Path, config: PretrainedCon
             attn_implementation=implementation(config),
             local_files_only=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are named below
             output_loading_info=True,
+            device_map=device_map,
         )
     except Exception as error:  # of the library, of safetensors, or of the model's own code
         raise ModelError(f"{folder}: transformers cannot read the checkpoint: {first_line(error)}") from None
@@ -145,11 +168,7 @@ def _read_model(kind: type[PreTrainedModel], folder: Path, config: PretrainedCon
         raise ModelError(f"{folder}: the checkpoint has no tensor {name}")
     for name, found, wanted in sorted(info["mismatched_keys"]):
         raise ModelError(f"{folder}: tensor {name} has shape {list(found)}, the config asks for {list(wanted)}")
-    others = (*_stage_of(model).dropped, *(("model.encoder.",) if hears(config) else ()))  # it is another service's
-    if unused := sorted(key for key in info["unexpected_keys"] if not any(each in key for each in others)):
-        _log.warning("%d tensors of the checkpoint are not used, such as %s", len(unused), unused[0])
-    ready: nn.Module = model.eval().requires_grad_(False)
-    return ready
+    return model, info
 
 
 def _stage_of(model: nn.Module) -> PassOfStage:

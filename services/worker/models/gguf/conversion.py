@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from services.worker.models.config import ModelError
 from services.worker.models.gguf.gguf_config import (
     ROPE_FACTORS,
     hugging_face_config,
@@ -65,7 +66,10 @@ def _write_weights(file: GgufFile, names: dict[str, str], folder: Path) -> bool:
     index: dict[str, str] = {}
     held, coded = 0, False
     for name, known in names.items():
-        made = _tensors(file, name, known)
+        try:
+            made = _tensors(file, name, known)
+        except RuntimeError as error:  # of PyTorch, where elements do not come in the blocks of their type
+            raise ModelError(f"{file.path}: tensor {name}: {error}") from None
         coded |= len(made) > 1
         if held > _SHARD_BYTES:
             _write_shard(shards[-1], len(shards), folder)

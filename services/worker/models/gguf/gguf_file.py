@@ -19,6 +19,8 @@ _Q4_0, _Q8_0 = 2, 8
 """ggml's numbers of the types whose codes stay codes: whole numbers times a scale for each 32 inputs."""
 _SCALE_BYTES = 2
 _NIBBLE = 4
+_MAX_SIZE = 1 << 31
+"""Elements of a dimension."""
 
 
 class GgufCodes(NamedTuple):
@@ -50,6 +52,11 @@ class GgufFile:
         self.architecture: str = header.architecture
         self.types: dict[str, int] = header.ggml_types
         self.shapes: dict[str, tuple[int, ...]] = {each.name: each.shape for each in header.tensors}
+        for name, shape in self.shapes.items():
+            if not all(0 < size < _MAX_SIZE for size in shape):
+                raise ModelError(
+                    f"{path}: tensor {name} has shape {list(shape)}; sizes from 1 to {_MAX_SIZE - 1} can be read"
+                )
         end = max((header.data_start + each.offset + each.nbytes for each in header.tensors), default=0)
         if end > path.stat().st_size:
             raise ModelError(f"{path}: cut short: its tensors end at byte {end}, the file at {path.stat().st_size}")
@@ -69,7 +76,7 @@ class GgufFile:
         try:
             architecture, parts, settings = get_gguf_tokenizer(str(self.path))
             made, _ = convert_gguf_tokenizer(architecture, parts)
-        except (KeyError, ValueError, TypeError, IndexError) as error:
+        except Exception as error:  # tokenizers raises nothing more specific
             raise ModelError(f"{self.path}: no tokenizer can be made of it: {error}") from None
         return made.to_str(), {key: value for key, value in settings.items() if value is not None}
 
