@@ -47,10 +47,13 @@ from services.worker.ops.torch_states import TorchStates
 from shared.blocks import DEFAULT_BLOCK_SIZE
 
 
-class _Linear(Struct, frozen=True):
+class PlainLinear(Struct, frozen=True):
+    """A weight [out, in] of numbers, and what is added to its products."""
+
     weight: Tensor
     bias: Tensor | None
     onednn: bool
+    """Whether it lies in oneDNN's layout."""
 
 
 class QuantizedLinear(NamedTuple):
@@ -89,7 +92,7 @@ class TorchOps:
         """In oneDNN's layout on a CPU that has it, else the weight itself."""
         if self._onednn:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-        return PackedLinear(_Linear(weight, bias, self._onednn))
+        return PackedLinear(PlainLinear(weight, bias, self._onednn))
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
         """The codes; each product makes numbers of them first, in memory of its own."""
@@ -103,7 +106,7 @@ class TorchOps:
             if packed.weight.int8_activations:
                 return multiply_rounded(x, packed.weight, packed.bias)
             return F.linear(x, packed.dequantized(x.dtype), packed.bias)
-        assert isinstance(packed, _Linear)
+        assert isinstance(packed, PlainLinear)
         if packed.onednn:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
             return product

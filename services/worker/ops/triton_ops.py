@@ -29,7 +29,8 @@ from services.worker.ops.interface import (
 from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, WeightStack
 from services.worker.ops.torch_latent import LatentAttentionStep
-from services.worker.ops.torch_ops import QuantizedLinear, TorchLatents, TorchOps
+from services.worker.ops.torch_ops import PlainLinear, QuantizedLinear, TorchLatents, TorchOps
+from services.worker.ops.triton import few_rows
 from services.worker.ops.triton.attention.latent_decode import latent_decode, latent_tile
 from services.worker.ops.triton.attention.paged_attention import create_attention
 from services.worker.ops.triton.attention.tiles import decode_splits
@@ -99,9 +100,12 @@ class TritonOps(TorchOps):
         return packed
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """Few rows with codes in one launch; else by cuBLAS, codes as numbers that are made first."""
-        if isinstance(packed, QuantizedLinear) and multiplies(x, packed.weight):
-            return quantized_linear(x, packed.weight, packed.bias)
+        """Few rows in one launch; else by cuBLAS, codes as numbers that are made first."""
+        if isinstance(packed, QuantizedLinear):
+            if multiplies(x, packed.weight):
+                return quantized_linear(x, packed.weight, packed.bias)
+        elif isinstance(packed, PlainLinear) and few_rows.multiplies(x, packed.weight):
+            return few_rows.few_rows_linear(x, packed.weight, packed.bias)
         return super().linear(x, packed)
 
     def low_rank_products(self, shape: LowRankShape) -> LowRankProducts:

@@ -92,15 +92,18 @@ class Compiled(msgspec.Struct):
     """Groups of asynchronous copies that may still be on their way when a loop goes on, of any loop the fewest."""
     instructions: dict[Instruction, int]
     """How often each of PATTERNS is in the machine's code."""
+    before_inputs: int | None
+    """Accesses to global memory before the kernel has waited for those before it; None: it does not wait."""
 
 
 def compiled(launch: Launch, target: int) -> Compiled:
     names = launch.kernel.arg_names
+    constants = launch.constants | ({"DEPENDENT": target >= 90} if "DEPENDENT" in names else {})
     aligned = [p.name for p in launch.kernel.params if not (p.do_not_specialize or p.do_not_specialize_on_alignment)]
     source = ASTSource(
         launch.kernel,
         signature={name: launch.arguments.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in launch.constants.items()},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={
             (names.index(name),): [["tt.divisibility", 16]]
             for name, kind in launch.arguments.items()
@@ -118,7 +121,13 @@ def compiled(launch: Launch, target: int) -> Compiled:
         shared=int(result.metadata.shared),
         ahead=_ahead(result.asm["ttgir"]),
         instructions={word: len(re.findall(pattern, code)) for word, pattern in PATTERNS.items()},
+        before_inputs=_before_inputs(code),
     )
+
+
+def _before_inputs(code: str) -> int | None:
+    before, waited, _ = code.partition("ACQBULK")
+    return len(re.findall(r"\b(LDG|STG|LDGSTS|RED|ATOMG?)\b", before)) if waited else None
 
 
 def _dumped(cubin: bytes) -> tuple[str, str]:
@@ -176,6 +185,12 @@ def _quantized() -> Iterator[Launch]:
     yield from experts()
 
 
+def _products() -> Iterator[Launch]:
+    from tests.support.kernels.few_row_launches import products
+
+    return products()
+
+
 def _low_rank() -> Iterator[Launch]:
     from tests.support.kernels.low_rank_launches import products
 
@@ -203,6 +218,7 @@ FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (
     _graphs,
     _quantized,
     _low_rank,
+    _products,
 )
 """A function for each family of kernels that gives its launches."""
 

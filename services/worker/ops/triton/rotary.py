@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
+
 _HEADS = 8
 """Heads of one program, at the most."""
 _FP8_MOST = 448.0
@@ -61,6 +63,7 @@ def rope_and_store(
         TOKENS=block_size,
         MOST=_FP8_MOST if k_cache.dtype == torch.float8_e4m3fn else None,
         num_warps=warps,
+        **launch_options(qkv.device),
     )
     return q
 
@@ -114,8 +117,10 @@ def rope_and_store_kernel(
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     MOST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A group of heads of one row a program: first the query heads' groups, then the keys', then the values'."""
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (HEADS + GROUP - 1) // GROUP

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.interface import Activation
+from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 
 MAX_HIDDEN = 32768
 """So many elements of a row fit into a program's registers."""
@@ -47,12 +48,30 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float
     hidden = x.shape[-1]
     block, warps = norm_shape(hidden)
     grid = (x.numel() // hidden,)
-    rms_norm_kernel[grid](x, residual, weight, out, eps, HIDDEN=hidden, ADD=add, BLOCK=block, num_warps=warps)
+    rms_norm_kernel[grid](
+        *(x, residual, weight, out, eps),
+        HIDDEN=hidden,
+        ADD=add,
+        BLOCK=block,
+        num_warps=warps,
+        **launch_options(x.device),
+    )
 
 
 @triton.jit
-def rms_norm_kernel(x, residual, weight, out, eps, HIDDEN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    eps,
+    HIDDEN: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """One row a program. `out` may be `x`."""
+    wait_for_inputs(DEPENDENT)
     start = tl.program_id(0).to(tl.int64) * HIDDEN
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -75,7 +94,9 @@ def gated_act(gate_up: Tensor, kind: Activation) -> Tensor:
     rows, both = gate_up.shape
     width = both // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    gated_act_kernel[(rows, triton.cdiv(width, BLOCK))](gate_up, out, WIDTH=width, KIND=kind, BLOCK=BLOCK, num_warps=4)
+    gated_act_kernel[(rows, triton.cdiv(width, BLOCK))](
+        *(gate_up, out), WIDTH=width, KIND=kind, BLOCK=BLOCK, num_warps=4, **launch_options(gate_up.device)
+    )
     return out
 
 
@@ -92,8 +113,11 @@ def activated(gate, KIND: tl.constexpr):
 
 
 @triton.jit
-def gated_act_kernel(gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def gated_act_kernel(
+    gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
     """A part of one row a program."""
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH

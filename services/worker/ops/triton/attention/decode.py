@@ -29,6 +29,7 @@ from services.worker.ops.triton.attention.paged_context import (
     with_sinks,
 )
 from services.worker.ops.triton.attention.tiles import decode_tile, padded
+from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from services.worker.ops.triton.products import dot
 
 
@@ -59,12 +60,14 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (key heads * chunks of their query heads, splits, sequences); heads vary fastest as they lie side by side.
 
     Not SPLIT: writes `out` [S, H, D]. SPLIT: writes normalised `shares` [S, H, splits, D] and their log-sum-exps
     `weights` [S, H, splits], both float32, of the shares that have tokens.
     """
+    wait_for_inputs(DEPENDENT)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     CHUNKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     kv_head, split, sequence = tl.program_id(0) // CHUNKS, tl.program_id(1), tl.program_id(2)
@@ -187,6 +190,7 @@ def decode_attention(
         SPLIT=split,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **launch_options(q.device),
     )
     if split:
         merge_shares(shares, weights, out, context_lens, window=window, tile=tile.tokens)

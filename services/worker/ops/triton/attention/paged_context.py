@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
+
 ALIGNED = tl.constexpr(16)
 """Where a window begins its first share is rounded down to so many tokens, which divide a block of any size."""
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -115,11 +117,13 @@ def merge_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (H, R): one head's shares of one row, weighted by 2 to their log-sum-exps, to `out` [R, H, D].
 
     Where there are `lengths`, a row is the newest token of its sequence, and shares without tokens were not written.
     """
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(1)
     head = row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     used = splits
@@ -180,4 +184,5 @@ def merge_shares(
         WINDOW=window,
         AT_ONCE=merged_at_once(dim),
         num_warps=4,
+        **launch_options(out.device),
     )

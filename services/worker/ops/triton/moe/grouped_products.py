@@ -17,6 +17,7 @@ from torch import Tensor
 
 from services.worker.ops.gpu import generation
 from services.worker.ops.interface import Activation, Picks
+from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from services.worker.ops.triton.moe.routing import expert_tile, most_tiles, sort_picks, tile_rows
 from services.worker.ops.triton.products import dot
 from services.worker.ops.triton.row_ops import activated
@@ -33,7 +34,7 @@ def mix_tiles(
     how = (most or tile_rows(rows * chosen, experts), x.element_size(), generation(x.device))
     up, out = expert_tile(*how, gated=True), expert_tile(*how, gated=False)
     order = sort_picks(picks.experts, experts, up.rows)
-    tiles = most_tiles(rows * chosen, experts, up.rows)
+    tiles, dependent = most_tiles(rows * chosen, experts, up.rows), launch_options(x.device)
     gated = x.new_empty(tiles * up.rows, size)
     up_tile_kernel[(tiles * triton.cdiv(size, up.columns),)](
         *(x, gate_up, *order, gated, rows * chosen),
@@ -47,6 +48,7 @@ def mix_tiles(
         SWAPPED=up.swapped,
         num_warps=up.num_warps,
         num_stages=up.num_stages,
+        **dependent,
     )
     parts = x.new_empty(rows * chosen, hidden)
     down_tile_kernel[(tiles * triton.cdiv(hidden, out.columns),)](
@@ -59,10 +61,11 @@ def mix_tiles(
         SWAPPED=out.swapped,
         num_warps=out.num_warps,
         num_stages=out.num_stages,
+        **dependent,
     )
     summed = torch.empty_like(x)
     sum_kernel[(rows, triton.cdiv(hidden, SUMMED_AT_ONCE))](
-        parts, picks.experts, summed, HIDDEN=hidden, CHOSEN=chosen, AT_ONCE=SUMMED_AT_ONCE, num_warps=4
+        *(parts, picks.experts, summed), HIDDEN=hidden, CHOSEN=chosen, AT_ONCE=SUMMED_AT_ONCE, num_warps=4, **dependent
     )
     return summed
 
@@ -84,8 +87,10 @@ def up_tile_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     SWAPPED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One tile of sorted picks times some columns of its expert a program: `gated` [tiles * ROWS, SIZE]."""
+    wait_for_inputs(DEPENDENT)
     WIDE: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) // WIDE
     if tile >= tl.load(tiles):
@@ -131,8 +136,10 @@ def down_tile_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     SWAPPED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One tile of sorted picks times some columns of its expert a program: `parts` [picks, HIDDEN], times chances."""
+    wait_for_inputs(DEPENDENT)
     WIDE: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) // WIDE
     if tile >= tl.load(tiles):
@@ -182,8 +189,17 @@ def times(values, weights, total, SWAPPED: tl.constexpr):
 
 
 @triton.jit
-def sum_kernel(parts, experts, out, HIDDEN: tl.constexpr, CHOSEN: tl.constexpr, AT_ONCE: tl.constexpr):
+def sum_kernel(
+    parts,
+    experts,
+    out,
+    HIDDEN: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Grid (rows, columns): the sum of a row's picks, in their order; nothing was written for those of other ranks."""
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     total = tl.zeros([AT_ONCE], tl.float32)

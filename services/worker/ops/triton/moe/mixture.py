@@ -24,6 +24,7 @@ from torch import Tensor
 
 from services.worker.ops.interface import Activation, Picks, Routing
 from services.worker.ops.torch_routing import route as route_by_torch
+from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from services.worker.ops.triton.moe.grouped_products import mix_tiles
 from services.worker.ops.triton.moe.routing import (
     AT_ONCE,
@@ -54,6 +55,7 @@ def mix_rows(x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Ac
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
         num_warps=1,
+        **launch_options(x.device),
     )
     out = torch.empty_like(x)
     tile = down_row_tile(x.element_size())
@@ -65,6 +67,7 @@ def mix_rows(x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Ac
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
         num_warps=1,
+        **launch_options(x.device),
     )
     return out
 
@@ -89,8 +92,10 @@ def up_row_kernel(
     KIND: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (columns, picks): act(gate) · up of some columns of one pick."""
+    wait_for_inputs(DEPENDENT)
     TURNS: tl.constexpr = turns_at_once(HIDDEN, DEPTH)
     ROUNDED: tl.constexpr = (HIDDEN + TURNS * DEPTH - 1) // (TURNS * DEPTH) * (TURNS * DEPTH)
     pick = tl.program_id(1)
@@ -125,8 +130,10 @@ def down_row_kernel(
     CHOSEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (columns, rows): the sum over all experts of a row."""
+    wait_for_inputs(DEPENDENT)
     TURNS: tl.constexpr = turns_at_once(SIZE, DEPTH)
     ROUNDED: tl.constexpr = (SIZE + TURNS * DEPTH - 1) // (TURNS * DEPTH) * (TURNS * DEPTH)
     row = tl.program_id(1)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from services.worker.ops.gpu import HOPPER
 from services.worker.ops.interface import Picks
+from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 
 AT_ONCE = (512, 4096)
 """Picks that a program looks at in one go: where there are no more, and where there are. Each is compiled anew."""
@@ -55,6 +56,7 @@ def route(logits: Tensor, *, chosen: int, renormalised: bool) -> Picks:
         PLACES=triton.next_power_of_2(chosen),
         RENORMALISED=renormalised,
         num_warps=max(1, min(8, padded // 256)),
+        **launch_options(logits.device),
     )
     return picks
 
@@ -73,7 +75,8 @@ def sort_picks(experts: Tensor, count: int, tile: int, at_once: int | None = Non
     )
     warps = min(8, at_once // 256)
     rows, chosen = experts.shape
-    count_kernel[(count,)](experts, counts, rows, CHOSEN=chosen, AT_ONCE=at_once, num_warps=warps)
+    dependent = launch_options(device)
+    count_kernel[(count,)](experts, counts, rows, CHOSEN=chosen, AT_ONCE=at_once, num_warps=warps, **dependent)
     place_kernel[(count,)](
         *(experts, counts, *found, rows),
         EXPERTS=count,
@@ -82,6 +85,7 @@ def sort_picks(experts: Tensor, count: int, tile: int, at_once: int | None = Non
         TILE=tile,
         AT_ONCE=at_once,
         num_warps=warps,
+        **dependent,
     )
     return found
 
@@ -101,8 +105,10 @@ def route_kernel(
     CHOSEN: tl.constexpr,
     PLACES: tl.constexpr,
     RENORMALISED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One row a program."""
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     number, place = tl.arange(0, PADDED), tl.arange(0, PLACES)
     left = tl.load(logits + row * EXPERTS + number, mask=number < EXPERTS, other=float("-inf")).to(tl.float32)
@@ -125,8 +131,9 @@ def route_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def count_kernel(experts, counts, rows, CHOSEN: tl.constexpr, AT_ONCE: tl.constexpr):
+def count_kernel(experts, counts, rows, CHOSEN: tl.constexpr, AT_ONCE: tl.constexpr, DEPENDENT: tl.constexpr):
     """One expert a program."""
+    wait_for_inputs(DEPENDENT)
     expert = tl.program_id(0)
     # Of this product the compiler knows factors, and reads several picks at a time.
     picks = rows * CHOSEN
@@ -150,8 +157,10 @@ def place_kernel(
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One expert a program: its picks in their order, what pads its last tile, and its number for each of its tiles."""
+    wait_for_inputs(DEPENDENT)
     expert = tl.program_id(0)
     picks = rows * CHOSEN
     number = tl.arange(0, PADDED)

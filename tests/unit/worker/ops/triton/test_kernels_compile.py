@@ -41,6 +41,8 @@ def _check(*words: str) -> None:
         must = launch.must | (launch.must_on_hopper if result.target >= 90 else frozenset())
         assert [word for word in must if not result.instructions[word]] == [], result
         assert [word for word in launch.must_not if result.instructions[word]] == [], result
+        dependent = result.target >= 90 and "DEPENDENT" in launch.kernel.arg_names
+        assert result.before_inputs == (0 if dependent else None), result
 
 
 @pytest.mark.timeout(300)

@@ -1,0 +1,160 @@
+"""Products of few rows with a weight [out, in], such as decodes are: they take as long as reading the weight does.
+
+One row is multiplied without tensor cores: the weights go from memory to registers, many of them at once. More rows
+are the second factor of the tensor cores' products, of which the weights are the first.
+
+Bytes: out · in · itemsize, and n · (in + out) · itemsize of rows. FLOPs: 2 · n · out · in.
+
+Tiles were chosen by measuring on an H200 (Triton 3.6), out of 128. µs of ours and of cuBLAS, with Llama-3.1-8B's
+weights out of the caches, beside out · in · 2 bytes at the 4.28 TB/s of a copy:
+
+    out × in       1 row          16 rows        copy
+    6144 × 4096    15.0 / 15.1    14.8 / 15.9    11.8
+    4096 × 4096    10.4 / 13.2    11.4 / 13.4     7.8
+    28672 × 4096   56.1 / 58.6    58.7 / 59.0    54.9
+    4096 × 14336   29.1 / 32.6    31.0 / 33.5    27.5
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.worker.ops.gpu import HOPPER, generation
+from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
+from services.worker.ops.triton.moe.grouped_products import part, times
+
+MAX_ROWS = 16
+"""Of more rows, cuBLAS's products are as fast."""
+_MANY_OUTPUTS = 16384
+"""From so many on there are several programs for each multiprocessor, however wide they are."""
+
+
+class RowsTile(NamedTuple):
+    """What one program multiplies at a time."""
+
+    rows: int
+    columns: int
+    """Outputs."""
+    depth: int
+    """Inputs."""
+    num_warps: int
+    num_stages: int
+
+
+def rows_tile(rows: int, outputs: int, inputs: int) -> RowsTile:
+    """The tile of so many rows, `MAX_ROWS` at most."""
+    many = outputs >= _MANY_OUTPUTS
+    if rows == 1:
+        return RowsTile(1, 4, 1024 if many else 512, num_warps=4, num_stages=3)
+    if many:
+        return RowsTile(MAX_ROWS, 64, 64, num_warps=4, num_stages=3)
+    if inputs >= 3 * outputs:
+        return RowsTile(MAX_ROWS, 32, 256, num_warps=4, num_stages=6)
+    return RowsTile(MAX_ROWS, 64, 128, num_warps=4, num_stages=6)
+
+
+def multiplies(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels do the product of x [n, in] with `weight` here, faster than cuBLAS: they were measured on
+    Hopper, whose shared memory their tiles need."""
+    return (
+        len(x) <= MAX_ROWS
+        and x.element_size() == 2
+        and weight.dtype == x.dtype
+        and weight.is_contiguous()
+        and generation(x.device) == HOPPER
+    )
+
+
+def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n, in] @ weight [out, in].T + bias [out] → [n, out] in x's dtype, summed in float32, `bias` added before it is
+    rounded. n: `MAX_ROWS` at most."""
+    x = x.contiguous()
+    (rows, inputs), outputs = x.shape, len(weight)
+    out = x.new_empty(rows, outputs)
+    tile = rows_tile(rows, outputs, inputs)
+    constants = {
+        "INPUTS": inputs,
+        "OUTPUTS": outputs,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "num_warps": tile.num_warps,
+        **launch_options(x.device),
+    }
+    grid = (triton.cdiv(outputs, tile.columns),)
+    if rows == 1:
+        one_row_kernel[grid](x, weight, bias, out, **constants)
+    else:
+        few_rows_kernel[grid](x, weight, bias, out, rows, ROWS=tile.rows, num_stages=tile.num_stages, **constants)
+    return out
+
+
+UNROLLED = tl.constexpr(2)
+"""Turns of the loop whose loads are on their way together."""
+
+
+@triton.jit
+def one_row_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Some outputs of the only row a program. `bias` may be None."""
+    wait_for_inputs(DEPENDENT)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # Outputs beyond the last are computed as the last, and not stored.
+    held = tl.minimum(column, OUTPUTS - 1)
+    depth = tl.arange(0, DEPTH)
+    weights = weight + held.to(tl.int64)[:, None] * INPUTS + depth[None, :]
+    values = (x + depth)[None, :]
+    total = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    for start in tl.range(0, INPUTS, DEPTH, loop_unroll_factor=UNROLLED):
+        factors = part(weights + start, True, depth, start, INPUTS, DEPTH).to(tl.float32)
+        total += factors * part(values + start, True, depth, start, INPUTS, DEPTH).to(tl.float32)
+    made = tl.sum(total, 1)
+    if bias is not None:
+        made += tl.load(bias + held).to(tl.float32)
+    tl.store(out + column, made.to(out.dtype.element_ty), mask=column < OUTPUTS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def few_rows_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Some outputs of all rows a program. `bias` may be None."""
+    wait_for_inputs(DEPENDENT)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    held = tl.minimum(column, OUTPUTS - 1)
+    row, depth = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    there = (row < rows)[:, None]
+    weights = weight + held.to(tl.int64)[:, None] * INPUTS + depth[None, :]
+    values = x + row[:, None] * INPUTS + depth[None, :]
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for start in tl.range(0, INPUTS, DEPTH):
+        factors = part(values, there, depth, start, INPUTS, DEPTH)
+        total = times(factors, part(weights, True, depth, start, INPUTS, DEPTH), total, True)
+        weights += DEPTH
+        values += DEPTH
+    if bias is not None:
+        total += tl.load(bias + held).to(tl.float32)[:, None]
+    made = tl.trans(total).to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * OUTPUTS + column[None, :], made, mask=there & (column < OUTPUTS)[None, :])
