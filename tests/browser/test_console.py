@@ -8,7 +8,8 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2
@@ -49,6 +50,13 @@ def page(watched: WatchedPage) -> Iterator[Any]:
     view(watched.page, "topology")
     yield watched.page
     assert watched.troubles == []
+
+
+def until(page: Any, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE / 1000
+    while not condition():
+        assert time.monotonic() < end
+        page.wait_for_timeout(20)  # the page goes on meanwhile, and what it says is heard
 
 
 def shown(page: Any, instance: str, phase: str) -> Any:
@@ -95,11 +103,19 @@ class LongRequest:
         self._url = f"{stack.url}/v1/completions"
         self._ids: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._finishes: set[str | None] = set()
+        self._error: httpx2.HTTPError | None = None
         self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()
         self.id = self._ids.get(timeout=PATIENCE / 1000)
 
     def _read(self) -> None:
+        """A test that fails leaves it to the end of the stack; an error there must be no other test's."""
+        try:
+            self._read_stream()
+        except httpx2.HTTPError as error:
+            self._error = error
+
+    def _read_stream(self) -> None:
         with httpx2.stream("POST", self._url, json={**self._body, "stream": True}, timeout=120) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
@@ -111,6 +127,8 @@ class LongRequest:
         """Why its texts ended; waits for that."""
         self._reading.join(PATIENCE / 1000)
         assert not self._reading.is_alive()
+        if self._error is not None:
+            raise self._error
         return self._finishes - {None}
 
 
@@ -217,7 +235,8 @@ def test_an_engine_is_looked_into_while_it_computes(page: Any, stack: RunningSta
     page.get_by_text("Tokens of each step").wait_for()
     told = page.locator("[data-inside] canvas").get_attribute("aria-label")
     assert told.startswith("KV memory as a map of blocks: ")
-    page.wait_for_function(f"({COLOURS_OF_THE_MAP})().length >= 2")  # free blocks, and some that hold something
+    # Not `wait_for_function`, which evaluates a string in the page: its policy forbids that.
+    until(page, lambda: len(page.evaluate(COLOURS_OF_THE_MAP)) >= 2)  # free blocks, and some that hold something
     view(page, "act")
     cancel(page, request)
 

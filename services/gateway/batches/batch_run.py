@@ -1,8 +1,9 @@
 """One batch in the hands of one gateway: from its claim to its end, or until its lease is lost.
 
-Every answer is a chunk of the batch's results at the position of its line, and a position is taken once. So a gateway
-that goes on where another one stopped, or was taken for dead, answers what has no answer yet, and each line is in the
-files once whoever else writes.
+Every answer is a chunk of the batch's results at the position of its line, and a position is taken once. A gateway
+that goes on where another one stopped, or was taken for dead, replaces the record of the results before it reads them:
+from then on the other one, which names the version before, adds nothing. So each line is in the files once, and what
+was counted is what they have, whoever else writes.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ class BatchRun:
         self._saving = asyncio.Lock()
         self._results: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(limits.concurrency)
         self._parts = {failed: BatchPartCount() for failed in (False, True)}
+        self._results_version: int | None = None
+        """Of the record of the results, as this gateway took it; None: they were not read yet, and nothing counted."""
 
     async def run(self) -> None:
         """Ends with the batch, or quietly where another gateway has it. Cancelling it gives it to the next one."""
@@ -144,6 +147,7 @@ class BatchRun:
                     await self._expire()
                     await self._end("expired")
                 case _InputUnusable() as unusable:
+                    await self._read_results()
                     await self._end("failed", errors=unusable.errors)
                 case LeaseLost() | RecordUnknown() | DatabaseUnavailable() as error:
                     raise error from None
@@ -172,8 +176,10 @@ class BatchRun:
         async with self._saving:
             if self._state.ended:
                 return
-            counts = {"completed": self._parts[False].lines, "failed": self._parts[True].lines}
-            state = msgspec.structs.replace(change(self._state), **counts)
+            state = change(self._state)
+            if self._results_version is not None:
+                counts = {"completed": self._parts[False].lines, "failed": self._parts[True].lines}
+                state = msgspec.structs.replace(state, **counts)
             due = self._clock() + self._limits.lease
             changed = {"value": msgspec.json.encode(state), "due": due, **fields}
             written = await self._database.replace(self._record.changed(**changed))
@@ -254,8 +260,22 @@ class BatchRun:
             await writing
 
     async def _read_results(self) -> set[int]:
-        """The lines that have an answer; counts them anew."""
-        record = Record(
+        """The lines that have an answer; counts them anew. Nobody who took the results before adds to them any more:
+        no other gateway, and no writing of this one that was given up. Raises LeaseLost."""
+        version = await self._take_results()
+        parts = {failed: BatchPartCount() for failed in (False, True)}
+        answered: set[int] = set()
+        position = -1
+        while chunks := await self._database.chunks(RESULTS, self._record.id, position):
+            for position, data in chunks:
+                answered.add(position)
+                _count(parts, data)
+        self._parts, self._results_version = parts, version
+        return answered
+
+    async def _take_results(self) -> int:
+        """Makes the record of the results, or replaces the one of who had the batch before; returns its version."""
+        made = Record(
             kind=RESULTS,
             id=self._record.id,
             owner=self._record.owner,
@@ -263,15 +283,16 @@ class BatchRun:
             expires=self._record.expires,
             value=b"",
         )
-        await self._database.insert(record)
-        self._parts = {failed: BatchPartCount() for failed in (False, True)}
-        answered: set[int] = set()
-        position = -1
-        while chunks := await self._database.chunks(RESULTS, self._record.id, position):
-            for position, data in chunks:
-                answered.add(position)
-                self._count(data)
-        return answered
+        await self._database.insert(made)
+        taken = None
+        while taken is None:
+            found = await self._database.get(RESULTS, self._record.id)
+            if found is None:
+                raise RecordUnknown(self._record.id)
+            # The lease is looked at between both, so that a gateway that has lost it takes nothing from its follower.
+            await self._save(lambda state: state)
+            taken = await self._database.replace(found)
+        return taken.version
 
     async def _answer_line(self, number: int, request: BatchRequest, slots: asyncio.Semaphore) -> None:
         try:
@@ -300,15 +321,10 @@ class BatchRun:
                 results[more[0]] = more[1]
             await self._patiently(lambda found=results: self._add(found))  # type: ignore[misc]
             for data in results.values():
-                self._count(data)
+                _count(self._parts, data)
 
     async def _add(self, results: dict[int, bytes]) -> None:
-        await self._database.add_chunks(RESULTS, self._record.id, results)
-
-    def _count(self, data: bytes) -> None:
-        part = self._parts[data[:1] == mark(failed=True)]
-        part.lines += 1
-        part.size += len(data) - 1
+        await self._database.add_chunks(RESULTS, self._record.id, results, self._results_version)
 
     # The end.
 
@@ -323,7 +339,7 @@ class BatchRun:
                 bad = BadLine(request.id, request.custom_id, "batch_expired", "the completion window has ended")
                 data = mark(failed=True) + refused_line(bad)
                 await self._add({number: data})
-                self._count(data)
+                _count(self._parts, data)
 
     async def _end(self, status: BatchStatus, errors: tuple[BatchLineError, ...] = ()) -> None:
         """Makes the files of what was answered, and ends the batch; as cancelled, where the client has cancelled it
@@ -354,6 +370,13 @@ class BatchRun:
 
 
 _INPUT_GONE = BatchLineError("input_file_gone", "the input file is not there any more", param="input_file_id")
+
+
+def _count(parts: dict[bool, BatchPartCount], data: bytes) -> None:
+    """Counts one line of the results in its part."""
+    part = parts[data[:1] == mark(failed=True)]
+    part.lines += 1
+    part.size += len(data) - 1
 
 
 def _with_priority(body: bytes) -> bytes:

@@ -116,9 +116,10 @@ class Database(ABC):
         """Gives the record that has been due for longest to `holder` for `lease` seconds; None where none is due."""
 
     @abstractmethod
-    async def add_chunks(self, kind: str, id: str, chunks: Mapping[int, bytes]) -> int:
+    async def add_chunks(self, kind: str, id: str, chunks: Mapping[int, bytes], version: int | None = None) -> int:
         """Adds contents to a record, each piece at a position of its own; how many were added. A position that has a
-        chunk keeps it: what two gateways write is there once. Raises RecordUnknown."""
+        chunk keeps it: what two gateways write is there once. With `version` nothing is added once the record has
+        another one, so that whoever replaces it keeps older writers out. Raises RecordUnknown, then too."""
 
     @abstractmethod
     async def chunks(

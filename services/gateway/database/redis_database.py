@@ -68,9 +68,10 @@ redis.call('ZREM', KEYS[4], KEYS[1])
 return 1
 """
 _ADD_CHUNKS = """
-if redis.call('EXISTS', KEYS[1]) == 0 then return -1 end
+local version = redis.call('HGET', KEYS[1], 'version')
+if not version or (ARGV[1] ~= '' and ARGV[1] ~= version) then return -1 end
 local added = 0
-for i = 1, #ARGV, 2 do
+for i = 2, #ARGV, 2 do
   if redis.call('HSETNX', KEYS[5], ARGV[i], ARGV[i + 1]) == 1 then
     redis.call('ZADD', KEYS[6], ARGV[i], ARGV[i])
     added = added + 1
@@ -187,10 +188,10 @@ class RedisDatabase(Database):
                     return taken
         return None
 
-    async def add_chunks(self, kind: str, id: str, chunks: Mapping[int, bytes]) -> int:
+    async def add_chunks(self, kind: str, id: str, chunks: Mapping[int, bytes], version: int | None = None) -> int:
         """See `Database`."""
         parts = [part for position, data in chunks.items() for part in (str(position), data)]
-        added = await self._script(_ADD_CHUNKS, kind, id, "", *parts)
+        added = await self._script(_ADD_CHUNKS, kind, id, "", "" if version is None else str(version), *parts)
         if added < 0:
             raise RecordUnknown(id)
         return int(added)

@@ -115,9 +115,9 @@ class SqlDatabase(Database):
 
         return await self._run(take)
 
-    async def add_chunks(self, kind: str, id: str, chunks: Mapping[int, bytes]) -> int:
+    async def add_chunks(self, kind: str, id: str, chunks: Mapping[int, bytes], version: int | None = None) -> int:
         """See `Database`."""
-        return await self._run(lambda tables, connection: tables.add_chunks(connection, kind, id, chunks))
+        return await self._run(lambda tables, connection: tables.add_chunks(connection, kind, id, chunks, version))
 
     async def chunks(self, kind: str, id: str, after: int = -1, max_bytes: int = READ_BYTES) -> list[tuple[int, bytes]]:
         """See `Database`."""

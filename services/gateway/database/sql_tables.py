@@ -156,15 +156,20 @@ class SqlTables:
         conditions = (columns.kind == kind, columns.due <= now, or_(columns.expires.is_(None), columns.expires > now))
         return self._first(connection, self._select().where(*conditions).order_by(columns.due).limit(1))
 
-    def add_chunks(self, connection: Connection, kind: str, id: str, chunks: Mapping[int, bytes]) -> int:
-        """How many positions had none. Raises RecordUnknown."""
+    def add_chunks(
+        self, connection: Connection, kind: str, id: str, chunks: Mapping[int, bytes], version: int | None
+    ) -> int:
+        """How many positions had none. Raises RecordUnknown, which must end the transaction."""
         statement = self._insert(self._chunks).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
         added = 0
         for position, data in chunks.items():
             row = {"kind": kind, "id": id, "position": position, "data": data}
             added += connection.execute(statement, row).rowcount
-        # Behind the writing, which locks SQLite; the row's lock does so in Postgres: no chunk outlives its record.
+        # Behind the writing, which locks SQLite; the row's lock does so in Postgres: no chunk outlives its record, and
+        # none is added behind the back of who has replaced it.
         record = select(self._records.c.id).where(*self._is(kind, id)).with_for_update(read=True)
+        if version is not None:
+            record = record.where(self._records.c.version == version)
         if connection.execute(record).first() is None:
             raise RecordUnknown(id)
         return added

@@ -29,7 +29,7 @@ REQUESTS = (
     '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "baton-demo", "prompt": "1"}}\n'
 )
 OPERATE: Mapping[str, tuple[str, str]] = {
-    "baton chat": ("", "Paris"),
+    "baton chat": ("--temperature 0", "Paris"),
     "baton batch": ("", ""),
     "baton ps": ("", "engine-2"),
     "baton logs": ("", REQUEST),
@@ -40,7 +40,7 @@ OPERATE: Mapping[str, tuple[str, str]] = {
     "baton bench": ("--num-prompts 4 --max-concurrency 2", "TTFT"),
     "baton doctor": ("", "nats"),
 }
-"""What is added to each command, so that it ends or ends sooner, and what it says."""
+"""What is added to each command, so that it ends, ends sooner or says the same each time, and what it says."""
 
 
 @pytest.fixture(scope="module")

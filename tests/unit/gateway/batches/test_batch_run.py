@@ -75,8 +75,8 @@ class Process:
         return BatchRun(self._watched(), self.files, window, self.answer, bounds, batch_of(record), self._clock)
 
     async def answer(self, request: BatchRequest, key: KeyName) -> BatchAnswer:
-        await self.hold.wait()
         self.asked.append(request)
+        await self.hold.wait()
         left = self.statuses.get(request.custom_id, [])
         status = left.pop(0) if left else 200
         return BatchAnswer(status, request.id, json.dumps({"key": key, "of": request.custom_id}).encode())
@@ -91,7 +91,9 @@ def clock() -> Clock:
 async def gateways(tmp_path: Path, clock: Clock) -> AsyncIterator[list[Process]]:
     made = [Process(tmp_path / "database.sqlite", clock) for _ in range(2)]
     yield made
-    for process in made:
+    for process in made:  # what a failed test has left ends, too
+        process.running.set()
+        process.hold.set()
         await process.database.close()
 
 
@@ -285,6 +287,35 @@ async def test_a_gateway_that_was_only_slow_writes_no_line_twice(gateways: list[
     assert (before.status, before.completed + before.failed) == ("completed", 20)
     good, bad = await lines_of(second, before.output_file_id), await lines_of(second, before.error_file_id)
     assert sorted(int(entry["custom_id"]) for entry in good + bad) == list(range(20))
+
+
+async def test_a_slow_gateway_adds_nothing_to_what_its_follower_has_read(gateways: list[Process], clock: Clock) -> None:
+    first, second = gateways
+    names = [str(number) for number in range(20)]
+    id = await new_batch(first, b"".join(map(line, names)))
+    first.statuses = {name: [400] for name in names}
+    run = await first.claim("one")
+    assert run is not None
+    first.hold.clear()
+    working = asyncio.create_task(run.run())
+    await until(lambda: len(first.asked) == 8)
+    first.running.clear()
+    first.hold.set()  # so it has answers in its hands
+    clock.now += 11
+    second.hold.clear()
+    other = await second.claim("two")
+    assert other is not None
+    following = asyncio.create_task(other.run())
+    await until(lambda: len(second.asked) == 8)  # so it has read that there is none
+
+    first.running.set()
+    await working
+    second.hold.set()
+    await following
+
+    done = await state(second, id)
+    assert (done.status, done.completed, done.failed) == ("completed", 20, 0)
+    assert [entry["custom_id"] for entry in await lines_of(second, done.output_file_id)] == names
 
 
 async def test_a_gateway_that_stops_gives_its_batch_away_at_once(gateways: list[Process]) -> None:

@@ -144,6 +144,20 @@ async def test_contents_keep_their_order_and_each_position_its_first_chunk(datab
     assert await database.positions(kind, "one") == [2, 3, 10]
 
 
+async def test_who_replaces_a_record_keeps_the_contents_of_older_writers_out(database: Database, kind: str) -> None:
+    made = record(kind, "one")
+    await database.insert(made)
+    assert await database.add_chunks(kind, "one", {0: b"first"}, made.version) == 1
+
+    replaced = await database.replace(made)
+
+    assert replaced is not None
+    with pytest.raises(RecordUnknown):
+        await database.add_chunks(kind, "one", {1: b"late"}, made.version)
+    assert await database.positions(kind, "one") == [0]
+    assert await database.add_chunks(kind, "one", {1: b"next"}, replaced.version) == 1
+
+
 async def test_contents_go_with_their_record_and_none_come_later(database: Database, kind: str) -> None:
     await database.insert(record(kind, "one", due=1.0))
     await database.add_chunks(kind, "one", {0: b"text"})
