@@ -222,8 +222,7 @@ async def test_an_input_that_goes_while_it_is_read_fails_the_batch(gateways: lis
     assert run is not None
     first.hold.clear()
     working = asyncio.create_task(run.run())
-    while (await state(first, id)).status == "validating":
-        await asyncio.sleep(0.01)
+    await until(lambda: first.asked)  # of what it has read, which is not all
     await first.files.delete("alice", file)
     first.hold.set()
 
