@@ -143,9 +143,15 @@ def test_drafts_change_nothing_with_graphs_or_without() -> None:
         assert driver.accepted > 0
 
 
+ONE_GROUP = {"mamba2": {"n_groups": 1}} | {
+    family: {"mamba_n_groups": 1} for family in ("bamba", "granite-hybrid", "granite-hybrid-moe")
+}
+"""transformers 5.17, which GPUs' machines may have, norms the groups of a state space as one; 5.24 each by itself."""
+
+
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_family_generates_what_the_reference_does(family: str, tmp_path: Path) -> None:
-    model = make_model(family, tmp_path)
+    model = make_model(family, tmp_path, **ONE_GROUP.get(family, {}))
     backend = create_backend(tiny_settings(tmp_path, device="cuda:0", dtype="float32", ops="triton"))
     driver = Driver(backend, budget=23)
     asked = [[7, 3, 99, 12, 150, 31, 8], [44, 5], [(11 * place) % 150 + 3 for place in range(70)]]

@@ -117,10 +117,10 @@ class AttentionShape:
             num_stages=tile.num_stages,
             targets=(target,),
             must=frozenset({"wgmma" if hopper and tile.rows >= 64 else "mma"}) | self._wide(),
-            loads_ahead=hopper and self.kind != "fp32" and (self.dim <= 128 or self.cache is None),
+            loads_ahead=hopper and self.kind != "fp32" and (self.dim <= 128 or self.cache is None) and tile.rows < 256,
             rare=self.rare,
-            # On a 120 it must run; it is not tuned for that.
-            may_spill=self.may_spill or target == 120,
+            # On a 120 it must run; it is not tuned for that. Tiles of 256 rows are faster all the same, as measured.
+            may_spill=self.may_spill or target == 120 or tile.rows == 256,
         )
 
     def _wide(self) -> frozenset[Instruction]:

@@ -5,14 +5,14 @@ are the second factor of the tensor cores' products, of which the weights are th
 
 Bytes: out · in · itemsize, and n · (in + out) · itemsize of rows. FLOPs: 2 · n · out · in.
 
-Tiles were chosen by measuring on an H200 (Triton 3.6), out of 128. µs of ours and of cuBLAS, with Llama-3.1-8B's
-weights out of the caches, beside out · in · 2 bytes at the 4.28 TB/s of a copy:
+Tiles were chosen by measuring on an H200 (Triton 3.6, 2026-11-27), out of more than 100. µs of ours and of cuBLAS, with
+Llama-3.1-8B's weights out of the caches, beside out · in · 2 bytes at the 4.28 TB/s of a copy:
 
     out × in       1 row          16 rows        copy
-    6144 × 4096    15.0 / 15.1    14.8 / 15.9    11.8
-    4096 × 4096    10.4 / 13.2    11.4 / 13.4     7.8
-    28672 × 4096   56.1 / 58.6    58.7 / 59.0    54.9
-    4096 × 14336   29.1 / 32.6    31.0 / 33.5    27.5
+    6144 × 4096    13.7 / 16.5    14.5 / 15.9    11.8
+    4096 × 4096     9.7 / 13.4    10.8 / 13.5     7.8
+    28672 × 4096   54.1 / 59.3    56.9 / 59.8    54.9
+    4096 × 14336   28.9 / 33.1    30.5 / 33.6    27.5
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ class RowsTile(NamedTuple):
 
 def rows_tile(rows: int, outputs: int, inputs: int) -> RowsTile:
     """The tile of so many rows, `MAX_ROWS` at most."""
-    many = outputs >= _MANY_OUTPUTS
     if rows == 1:
-        return RowsTile(1, 4, 1024 if many else 512, num_warps=4, num_stages=3)
-    if many:
+        return RowsTile(1, 2, 1024, num_warps=4, num_stages=3)
+    if outputs >= _MANY_OUTPUTS:
         return RowsTile(MAX_ROWS, 64, 64, num_warps=4, num_stages=3)
     if inputs >= 3 * outputs:
         return RowsTile(MAX_ROWS, 32, 256, num_warps=4, num_stages=6)
+    if outputs > 4096:
+        return RowsTile(MAX_ROWS, 64, 64, num_warps=4, num_stages=8)
     return RowsTile(MAX_ROWS, 64, 128, num_warps=4, num_stages=6)
 
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.worker.ops.gpu import sm_count
 from services.worker.ops.triton.attention.paged_context import (
     biases_of,
     cached_rows,
@@ -28,7 +29,7 @@ from services.worker.ops.triton.attention.paged_context import (
     share_of,
     with_sinks,
 )
-from services.worker.ops.triton.attention.tiles import decode_tile, padded
+from services.worker.ops.triton.attention.tiles import decode_stages, decode_tile, padded
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from services.worker.ops.triton.products import dot
 
@@ -162,7 +163,8 @@ def decode_attention(
     shares = q.new_empty(sequences, heads, splits, dim, dtype=torch.float32) if split else q
     weights = q.new_empty(sequences, heads, splits, dtype=torch.float32) if split else q
     chunks = -(-heads // kv_heads // tile.rows)
-    decode_kernel[(kv_heads * chunks, splits, sequences)](
+    grid = (kv_heads * chunks, splits, sequences)
+    decode_kernel[grid](
         q,
         k_cache,
         v_cache,
@@ -189,7 +191,7 @@ def decode_attention(
         SOFTCAP=softcap,
         SPLIT=split,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=decode_stages(grid[0] * splits * sequences, sm_count(q.device)),
         **launch_options(q.device),
     )
     if split:

@@ -188,7 +188,7 @@ def test_contexts_are_cut_as_finely_as_fills_the_gpu_and_no_finer() -> None:
     assert [splits(1, tokens) for tokens in (1, tile.tokens, 3 * tile.tokens)] == [1, 1, 3]
     assert splits(1, 32768) * 8 in range(132, 3 * 132 + 1)
     assert [splits(sequences, 4096) for sequences in (32, 128, 256, 512)] == [1, 1, 1, 1]
-    assert splits(50, 4096) > 1, "400 programs, 396 at once: the last four would run alone"
+    assert splits(67, 4096) > 1, "536 programs, 528 at once: the last eight would run alone"
     assert splits(256, 131072) == 1, "graphs are captured for the longest contexts there may be"
 
 
