@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ DEMO_MODEL = Path(__file__).with_name("demo") / "model"
 DEMO_NAME = "baton-demo"
 _CONVERSION = 1
 """Raised with any change to what is made of a GGUF file."""
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
 
 
 def model_directory(model: str | None, *, weights: bool = True) -> Path:
@@ -87,6 +88,11 @@ def _made(shape: Path, run_dir: Path) -> Path:
     folder = run_dir / "shapes" / shape.stem
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(shape, folder / "config.json")
-    for name in _TOKENIZER:
+    for name in _BESIDE_TOKENIZER:
         shutil.copyfile(DEMO_MODEL / name, folder / name)
+    tokenizer = json.loads((DEMO_MODEL / "tokenizer.json").read_bytes())
+    words = tokenizer["model"]["vocab"]
+    # The other tokens are words, too: of what has no text, a stream shows nothing.
+    words |= {f"Ġ{token}": token for token in range(len(words), json.loads(shape.read_bytes())["vocab_size"])}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder.resolve()

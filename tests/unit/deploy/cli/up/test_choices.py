@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from deploy.cli.ps import duration
 from deploy.cli.up.assignments import parsed_settings
 from deploy.cli.up.choices import check_gateway
 from deploy.cli.up.data_parallel import engines_of_groups
 from deploy.errors import CommandError
-from deploy.model_choice import model_directory, model_folder, served_name
+from deploy.model_choice import DEMO_MODEL, model_directory, model_folder, served_name
 from deploy.supervisor.core.plan import Counts, all_process_specs
 from deploy.supervisor.launch import LaunchContext, flags, secret_settings, service_command
 from deploy.supervisor.settings import StackSettings
@@ -154,7 +155,12 @@ def test_ranks_of_a_pipeline_are_told_its_stages_and_their_layers() -> None:
 def test_without_weights_a_shape_will_do_for_a_model(tmp_path: Path) -> None:
     folder = model_folder("qwen3-0.6b", "dummy", tmp_path)
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 28
-    assert (folder / "tokenizer.json").is_file()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.decode([2048, 151935]).strip() == "2048 151935", "all tokens have a text"
+    assert (
+        tokenizer.encode("a fox 2048").ids
+        == Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode("a fox 2048").ids
+    )
     (tmp_path / "config.json").write_text("{}")
     assert model_folder(str(tmp_path), "dummy", tmp_path) == tmp_path
     assert model_folder(None, None, tmp_path) == model_directory(None)
