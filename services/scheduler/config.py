@@ -49,6 +49,15 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         ),
         UpOption("Capacity"),
     ] = None
+    prefill_target_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Milliseconds that a step with prompts is to take at most: they are computed in chunks, as far "
+            "as that costs the device no speed; 0: max_batch_tokens alone bounds them.",
+        ),
+        UpOption("Capacity"),
+    ] = 250.0
     long_prefill_token_threshold: Annotated[
         int,
         Meta(
@@ -202,6 +211,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             max_waiting=self.max_waiting,
             policy=self.policy,
             itl_target=None if self.itl_target_ms is None else self.itl_target_ms / 1000,
+            prefill_target=self.prefill_target_ms / 1000 or None,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             run_ahead=self.run_ahead,
             plan_late=self.plan_late,

@@ -97,7 +97,7 @@ class EpochState:
         self.keeper = PromptKeeper(outbox.engine, self.saves, self.memory, store, workers)
         self.grammars = Grammars(limits.compile_timeout, limits.max_grammars, store.counters)
         speculation = SpeculationBudget(workers.max_speculate, workers.max_jump_ahead, limits.speculation)
-        self._prefill_budget = PrefillBudget(self.limits.itl_target)
+        self._prefill_budget = PrefillBudget(self.limits.itl_target, self.limits.prefill_target)
         self.planner = StepPlanner(
             self.limits,
             self._prefill_budget,
@@ -301,7 +301,7 @@ class EpochState:
         what it was to yield."""
         steps = self.steps
         expected = steps.finish(len(result.sampled), now)
-        self._prefill_budget.record(expected.tokens, steps.last_seconds)
+        self._prefill_budget.record(expected.tokens, steps.last_seconds, prefills=expected.prefills)
         self.step_times.record(expected.tokens, self._used, steps.last_seconds, prefills=expected.prefills)
         if expected.prefills:
             self.costs.record_step(expected.tokens, steps.last_seconds)
@@ -328,7 +328,7 @@ class EpochState:
         self._sent += plans
         if self.limits.itl_target is not None:
             for step in finished:
-                self._prefill_budget.record(step.decodes, step.seconds)
+                self._prefill_budget.record(step.decodes, step.seconds, prefills=False)
         if finished:
             self.step_times.record_decodes(finished[0].decodes, self._used, [step.seconds for step in finished])
 

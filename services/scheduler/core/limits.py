@@ -32,6 +32,9 @@ class EngineLimits:
     itl_target: float | None = None
     """Seconds from one token of a sequence to the next that steps are to keep: prompts get the rest of a step
     (`planning/prefill_budget.py`); None: `max_batch_tokens` alone bounds them."""
+    prefill_target: float | None = None
+    """Seconds that a step with prompt tokens is to take at most, as far as the device computes them as fast in smaller
+    steps; None: `max_batch_tokens` alone bounds it."""
     long_prefill_token_threshold: int = 0
     """A prompt with more tokens left to compute lets shorter ones go first, and has this many tokens of a step for
     itself (at most half of them); 0: prompts are computed in their order."""
@@ -71,6 +74,11 @@ class EngineLimits:
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_running ({self.max_running}): "
                 "each running sequence computes one token a step"
             )
+
+    @property
+    def has_prefill_targets(self) -> bool:
+        """Whether chunks of prompts follow from the time that steps take."""
+        return self.itl_target is not None or self.prefill_target is not None
 
     @property
     def plans_ahead(self) -> int:

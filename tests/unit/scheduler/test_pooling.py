@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from services.scheduler.core.events import Output, SendTokens
 from services.scheduler.core.limits import EngineLimits
 from shared.ids import EngineId
@@ -81,11 +83,15 @@ def test_the_last_token_comes_from_behind_the_cache_and_a_mean_from_nothing_but_
     assert ring.vectors == dict.fromkeys(("cold", "warm", "mean"), vector(prompt))
 
 
-def test_the_prompts_of_an_encoder_are_computed_in_one_step_each() -> None:
+@pytest.mark.parametrize("target", [None, 0.001])  # which every step takes longer than
+def test_the_prompts_of_an_encoder_are_computed_in_one_step_each(target: float | None) -> None:
     """One that does not fit into what is left of a step waits for the next one, and nobody overtakes it for good."""
-    ring = PoolingRing(limits=EngineLimits(max_batch_tokens=32, max_running=8, long_prefill_token_threshold=8))
+    limits = EngineLimits(
+        max_batch_tokens=32, max_running=8, long_prefill_token_threshold=8, prefill_target=target, plan_late=False
+    )
+    ring = PoolingRing(limits=limits)
     options = PoolingOptions(pooling="last", dimensions=2, whole=True)
-    prompts = {f"e{i}": [4 + (i + j) % 20 for j in range(length)] for i, length in enumerate((20, 32, 3, 17, 16))}
+    prompts = {f"e{i}": [4 + (i + j) % 20 for j in range(length)] for i, length in enumerate((20, 3, 17, 32, 16))}
     for name, prompt in prompts.items():
         ring.send(generate(name, prompt, pooling=options, max_tokens=0))
     shares: dict[int, int] = {}
@@ -94,6 +100,8 @@ def test_the_prompts_of_an_encoder_are_computed_in_one_step_each() -> None:
             assert work.sample
             assert work.sequence not in shares
             shares[work.sequence] = work.count
+        assert sum(work.count for work in ring.plans[0].work) <= 32
+        ring.now += 0.1
         ring.step()
     assert sorted(shares.values()) == [3, 16, 17, 20, 32]
     assert ring.vectors == {name: vector(prompt) for name, prompt in prompts.items()}

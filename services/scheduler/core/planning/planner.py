@@ -79,7 +79,7 @@ class StepPlanner:
         else:
             self.decodes.plan(step)
             step.decodes = step.samples
-            if self._limits.itl_target is not None:
+            if self._limits.has_prefill_targets and (queues.prefilling or queues.waiting):
                 step.limit(self._prefill_budget.chunk(self._limits.max_batch_tokens - step.budget, step.budget))
             reserved = self._prefills.reserve(step)
             if queues.prefilling:

@@ -66,7 +66,8 @@ class PrefillPlanner:
         tokens, memory = sequence.tokens, self._memory
         memory.reclaim(sequence)
         room = sequence.blocks.capacity - tokens.planned + memory.free_blocks * memory.block_size
-        count = min(memory.step_end(sequence, tokens.length) - tokens.planned, step.budget, room)
+        budget = step.budget + (step.withheld if sequence.whole else 0)  # it has to be computed at some time
+        count = min(memory.step_end(sequence, tokens.length) - tokens.planned, budget, room)
         if sequence.scored:
             logprobs = 1 + (sequence.generation.sampling.prompt_logprobs or 0)
             count = min(count, step.scores, step.logprobs // logprobs)

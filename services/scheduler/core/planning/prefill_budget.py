@@ -1,4 +1,5 @@
-"""How many prompt tokens a step may compute beside its decodes, so that the next tokens of these come in time.
+"""How many prompt tokens a step may compute: beside decodes, so that the next tokens of these come in time, and at all,
+so that prompts that come meanwhile are soon computed, too.
 
 A. Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024), chooses one
 chunk size by profiling a device. Here it follows from the steps as they are, so that it is right for longer contexts
@@ -7,7 +8,7 @@ and other batches, too. Pure: seconds are measured by the caller.
 
 from __future__ import annotations
 
-from math import log2
+from math import inf, log2
 from typing import NamedTuple
 
 SIZES_PER_OCTAVE = 2
@@ -27,6 +28,10 @@ MIN_CHUNK = 16
 """Fewer prompt tokens than that are not worth a step's fixed cost; a block."""
 EFFICIENT_SHARE = 0.8
 """A chunk is efficient if its tokens per second are at least this share of the best rate of any size."""
+PREFILL_SHARE = 0.9
+"""The same for steps that nobody's next token waits for: what they gain is a sooner first token; it may cost less."""
+RETRY_EVERY = 32
+"""Steps that are longer than they should be until half of one is tried again: it may have been interrupted."""
 MAX_GROWTH = 2.0
 """A step computes no more than this multiple of the largest size that was measured: beyond it nothing is known."""
 
@@ -89,9 +94,9 @@ class StepTimeEstimator:
             before = point
         return before.seconds * tokens / before.tokens
 
-    def tokens_within(self, seconds: float) -> float | None:
-        """The most tokens that a step is expected to compute in so many seconds, at most MAX_GROWTH times the most that
-        was measured; 0 where even the smallest takes longer. None before the first one was measured."""
+    def tokens_within(self, seconds: float, max_growth: float = MAX_GROWTH) -> float | None:
+        """The most tokens that a step is expected to compute in so many seconds, at most `max_growth` times the most
+        that was measured; 0 where even the smallest takes longer. None before the first one was measured."""
         points = self._points()
         if not points:
             return None
@@ -103,16 +108,20 @@ class StepTimeEstimator:
                 share = (seconds - before.seconds) / (point.seconds - before.seconds)
                 return before.tokens + share * (point.tokens - before.tokens)
             before = point
-        return before.tokens * min(MAX_GROWTH, seconds / before.seconds)
+        return before.tokens * min(max_growth, seconds / before.seconds)
 
-    def efficient_tokens(self) -> float | None:
-        """The fewest tokens of a measured step at which the device computes EFFICIENT_SHARE of the tokens per second
-        that it does at its best; None before the first one was measured."""
+    def knows(self, tokens: float) -> bool:
+        """Whether a step of about this size was measured."""
+        return round(SIZES_PER_OCTAVE * log2(tokens)) in self._sizes
+
+    def efficient_tokens(self, share: float = EFFICIENT_SHARE) -> float | None:
+        """The fewest tokens of a measured step at which the device computes this share of the tokens per second that it
+        does at its best; None before the first one was measured."""
         points = self._points()
         if not points:
             return None
         best = max(point.tokens / point.seconds for point in points)
-        return next(p.tokens for p in points if p.tokens / p.seconds >= EFFICIENT_SHARE * best)
+        return next(p.tokens for p in points if p.tokens / p.seconds >= share * best)
 
     def _points(self) -> list[_Point]:
         """By tokens, rising. A size that seems slower than smaller steps in a row would be was interrupted, or met a
@@ -131,32 +140,57 @@ class StepTimeEstimator:
 
 
 class PrefillBudget:
-    """Owns the times of steps, and the target for the time from one to the next.
+    """Owns the times of steps, and the targets: for the time from one token to the next, and for how long a step with
+    prompts takes.
 
-    A chunk is the largest that keeps the target. So it is below the efficient one only where the target could not be
-    kept otherwise; and where the decodes alone take longer than the target, nothing is won by small chunks, and it is
-    the efficient one.
+    A chunk is the largest that keeps the targets. So it is below the efficient one only where the first could not be
+    kept otherwise; and where the decodes alone take longer than the target, or any efficient step does, nothing is won
+    by small chunks, and it is the efficient one.
     """
 
-    def __init__(self, itl_target: float | None) -> None:
-        """`itl_target` in seconds; None: steps are as large as they may be."""
+    def __init__(self, itl_target: float | None, prefill_target: float | None = None) -> None:
+        """In seconds; None: steps are as large as they may be."""
         self._target = itl_target
+        self._prefill_target = prefill_target
+        self._late = 0
+        """Chunks that took longer than the second target."""
         self.estimator = StepTimeEstimator()
 
-    def record(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens has ended so many seconds after the one before."""
-        if self._target is not None:
+    def record(self, tokens: int, seconds: float, *, prefills: bool) -> None:
+        """A step of so many tokens has ended so many seconds after the one before. `prefills`: whether it had prompt
+        tokens."""
+        if self._target is not None or (self._prefill_target is not None and prefills):
             self.estimator.record(tokens, seconds)
 
     def chunk(self, planned: int, budget: int) -> int:
         """Prompt tokens for a step in which `planned` tokens are decoded and `budget` more are allowed, 1 at least if
-        any is. Without decodes nobody waits for the step's end, and it is all of them."""
-        if self._target is None or not planned or budget <= MIN_CHUNK:
+        any is."""
+        if budget <= MIN_CHUNK:
+            return budget
+        chunk = self._beside(planned, budget) if planned else budget
+        if self._prefill_target is not None:
+            chunk = min(chunk, self._of_step(self._prefill_target) - planned)
+        return int(min(budget, max(MIN_CHUNK, chunk)))
+
+    def _beside(self, planned: int, budget: int) -> float:
+        """Without decodes nobody waits for the next token, and it is not asked."""
+        if self._target is None:
             return budget
         within = self.estimator.tokens_within(self._target)
         if within is None:
-            return min(budget, FIRST_CHUNK)
+            return FIRST_CHUNK
         chunk = int(within) - planned
-        if chunk < MIN_CHUNK:
-            chunk = int(self.estimator.efficient_tokens() or FIRST_CHUNK)
-        return min(budget, max(MIN_CHUNK, chunk))
+        return chunk if chunk >= MIN_CHUNK else self.estimator.efficient_tokens() or FIRST_CHUNK
+
+    def _of_step(self, target: float) -> float:
+        """Tokens of a step that takes so many seconds. The first steps are as large as they may be: most devices need
+        no chunks, and a smaller step is tried where a larger one has taken too long."""
+        within = self.estimator.tokens_within(target, max_growth=inf)
+        efficient = self.estimator.efficient_tokens(PREFILL_SHARE)
+        if within is None or efficient is None:
+            return inf
+        if within >= efficient:
+            return within
+        self._late += 1
+        tries = self._late % RETRY_EVERY == 0 or not self.estimator.knows(efficient / 2)
+        return efficient / 2 if tries else efficient

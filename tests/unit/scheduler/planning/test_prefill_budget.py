@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,7 +73,7 @@ def driven(target: float, decodes: int, steps: int = 300, budget: int = 2048, sl
     for _ in range(steps):
         chunks.append(prefill.chunk(decodes, budget))
         tokens = decodes + chunks[-1]
-        prefill.record(tokens, slower * device(tokens))
+        prefill.record(tokens, slower * device(tokens), prefills=True)
     return chunks
 
 
@@ -96,12 +98,36 @@ def test_below_the_efficient_chunk_only_where_the_target_cannot_be_kept_otherwis
 
 def test_without_decodes_or_a_target_a_step_is_as_large_as_it_may_be() -> None:
     prefill = PrefillBudget(0.001)
-    prefill.record(2048, 1.0)
+    prefill.record(2048, 1.0, prefills=True)
     assert prefill.chunk(0, 2048) == 2048
     without = PrefillBudget(None)
-    without.record(2048, 1.0)
+    without.record(2048, 1.0, prefills=True)
     assert without.chunk(100, 1948) == 1948
     assert without.estimator.seconds(5) is None, "nothing is kept that nothing needs"
+
+
+@pytest.mark.parametrize(
+    ("seconds_of", "settled"),
+    [
+        (lambda tokens: 0.010 + tokens / 1250, 300),  # as a CPU: 250 ms are 300 tokens
+        (lambda tokens: 0.010 + tokens / 200, 48),  # a larger model
+        (lambda tokens: max(0.6, tokens / 2000), 2048),  # bound by weights: what is smaller takes as long
+        (lambda tokens: 0.004 + tokens / 40_000, 2048),  # a GPU
+    ],
+)
+@pytest.mark.parametrize("decodes", [0, 60])
+def test_a_step_with_prompts_takes_no_longer_than_the_target_where_that_costs_no_speed(
+    seconds_of: Callable[[float], float], settled: int, decodes: int
+) -> None:
+    prefill, steps = PrefillBudget(None, 0.25), []
+    for _ in range(120):
+        steps.append(decodes + prefill.chunk(decodes, 2048 - decodes))
+        prefill.record(steps[-1], seconds_of(steps[-1]), prefills=True)
+        prefill.record(1, 5.0, prefills=False)
+    assert steps[0] == 2048, "nothing is known yet"
+    assert sorted(steps[20:])[60] == pytest.approx(max(settled, decodes + MIN_CHUNK), rel=0.1)
+    rate = sum(steps) / sum(map(seconds_of, steps))
+    assert rate > 0.88 * max(tokens / seconds_of(tokens) for tokens in range(1, 2049))
 
 
 def test_a_device_that_becomes_slower_gets_smaller_chunks() -> None:
@@ -109,7 +135,7 @@ def test_a_device_that_becomes_slower_gets_smaller_chunks() -> None:
     for slower in (1.0, 2.0):
         for _ in range(200):
             chunk = prefill.chunk(100, 2048)
-            prefill.record(100 + chunk, slower * device(100 + chunk))
+            prefill.record(100 + chunk, slower * device(100 + chunk), prefills=True)
     assert 2.0 * device(100 + prefill.chunk(100, 2048)) < 1.15 * 0.026
 
 
@@ -124,7 +150,7 @@ def test_some_of_a_prompt_is_computed_in_every_step_and_never_more_than_allowed(
 ) -> None:
     prefill = PrefillBudget(target)
     for tokens, seconds in steps:
-        prefill.record(tokens, seconds)
+        prefill.record(tokens, seconds, prefills=True)
     assert min(budget, MIN_CHUNK) <= prefill.chunk(decodes, budget) <= budget
     times = [prefill.estimator.seconds(tokens) for tokens in (1, 10, 100, 1000, 10_000)]
     assert times == sorted(times, key=lambda each: each or 0.0), "more tokens never take less"
