@@ -62,7 +62,7 @@ test-extras: $(DEV) $(KERNELS) ## what is beside serving: offline use, benchmark
 	  $$($(BIN)/python -c 'from tests.support.left_out import EXTRAS; print(*EXTRAS)') $(ARGS)
 
 test-faults: $(DEV) $(KERNELS) ## whole stacks whose parts are killed, hang, or are sent hostile input
-	$(BIN)/python -m pytest -m "faults and not slow" -n auto --dist loadfile --durations 10 tests/faults $$(grep -rl --include='test_*.py' 'mark\.faults' tests/integration) $(ARGS)
+	$(BIN)/python -m pytest -m "faults and not slow" -n auto --dist loadfile --no-loadscope-reorder --durations 10 tests/faults $$(grep -rl --include='test_*.py' 'mark\.faults' tests/integration) $(ARGS)
 
 test-kernels: $(DEV) ## Triton's kernels in its interpreter against float64, and what its compiler makes of them; needs no GPU
 	$(BIN)/python -m pytest -m "kernels and not slow" -n auto --durations 5 tests/unit/worker/ops/triton tests/integration/worker/test_triton_operations.py $(ARGS)
