@@ -56,7 +56,7 @@ WORD = 8
 
 FREE, RESERVED, COMMITTED = 0, 1, 2
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 
 
 class UnknownDtype(ValueError):

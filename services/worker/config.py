@@ -202,8 +202,11 @@ class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
         UpOption("Capacity"),
     ] = 0.9
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"],
-        Meta(description="Data type of the KV cache; auto: the model's."),
+        Literal["auto", "fp8", "int8_per_token_head"],
+        Meta(
+            description="Data type of the KV cache; auto: the model's; int8_per_token_head: int8 with a scale for each "
+            "head of each token, on CPUs."
+        ),
         UpOption("Capacity"),
     ] = "auto"
     hybrid_kv_cache: Annotated[

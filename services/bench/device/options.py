@@ -108,7 +108,7 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     which.add_argument("--shape", choices=[DEMO, *measured_shape_names()], help="A shape, with dummy weights.")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
-    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "int8_per_token_head"], default="auto")
     parser.add_argument(
         "--attention", choices=["auto", "triton", "flash-attn"], default="auto", help="Attention kernels on a GPU."
     )

@@ -21,7 +21,7 @@ from services.worker.models.rope import rotations
 from services.worker.models.sharding import LayerShard
 from services.worker.models.states.checkpoint_pages import CheckpointPages, checkpoint_pages
 from services.worker.models.weights import DecoderWeights, ForwardPass, KvCaches, LayerWeights, Mlp, apply_mlp
-from services.worker.ops.interface import BatchMeta, Ops, StateCache, StateMixer
+from services.worker.ops.interface import BatchMeta, Ops, StateCache, StateMixer, cached_head_dim
 from shared.messages.kvstore import KvLayout
 
 
@@ -163,7 +163,7 @@ class Decoder:
         if self._groups is not None:  # a record is a block of one group
             different, model = distinct(caches), self._groups.digest(model)
             layers, first_layer = sum(self._groups.stages), self._groups.first_cache
-        dim = self._config.head_dim
+        dim = cached_head_dim(keys.dtype, self._config.head_dim)
         copier = self._ops.kv_copier(different, dim) if latent is None else self._ops.latents.copier(different)
         return RankKvCache(
             layout=KvLayout(
@@ -171,7 +171,7 @@ class Decoder:
                 dtype=str(keys.dtype).removeprefix("torch."),
                 layers=layers,
                 kv_heads=self._config.num_kv_heads,
-                head_dim=self._config.head_dim if latent is None else latent.kv_rank,
+                head_dim=dim if latent is None else latent.kv_rank,
                 block_size=self._ops.block_size,
                 value_dim=None if latent is None else latent.rope_dim,
             ),

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, NewType, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.quantized import QuantizedWeight, WeightStack
 
 if TYPE_CHECKING:
-    import torch
-
     from services.worker.kv.copier import KvCopier
 
 PackedLinear = NewType("PackedLinear", object)
@@ -39,8 +38,19 @@ Scoring = Literal["softmax", "sigmoid"]
 """What makes scores of a router's logits."""
 
 OpsName = Literal["auto", "torch", "native", "triton"]
-CacheDtype = Literal["auto", "fp8"]
-"""auto: the model's own; fp8: float8_e4m3fn, half the memory and a little less exact."""
+CacheDtype = Literal["auto", "fp8", "int8_per_token_head"]
+"""auto: the model's own; fp8: float8_e4m3fn, half the memory and a little less exact; int8_per_token_head (vLLM's
+name): whole numbers with a scale for each head of each token."""
+CACHE_DTYPES: dict[CacheDtype, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8_per_token_head": torch.int8}
+_SCALE_BYTES = 4
+
+
+def cached_head_dim(dtype: torch.dtype, head_dim: int) -> int:
+    """Elements of a token's head as they are cached and stored: int8 have the float32 that they are multiplied by
+    behind them."""
+    return head_dim + (_SCALE_BYTES if dtype == torch.int8 else 0)
+
+
 AttentionName = Literal["auto", "triton", "flash-attn"]
 """The attention kernels on a GPU; auto: triton."""
 

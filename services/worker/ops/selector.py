@@ -7,7 +7,7 @@ from typing import NamedTuple, assert_never
 
 import torch
 
-from services.worker.ops.interface import AttentionName, CacheDtype, Ops, OpsName, OpsUnavailable
+from services.worker.ops.interface import CACHE_DTYPES, AttentionName, CacheDtype, Ops, OpsName, OpsUnavailable
 from services.worker.ops.torch_ops import TorchOps
 from shared.blocks import DEFAULT_BLOCK_SIZE
 
@@ -31,7 +31,7 @@ class OpsChoice(NamedTuple):
     @property
     def cache_dtype(self) -> torch.dtype | None:
         """Of keys and values, where it is not the weights'."""
-        return None if self.cache == "auto" else torch.float8_e4m3fn
+        return CACHE_DTYPES.get(self.cache)
 
     def torch(self) -> Ops:
         """PyTorch's own."""
@@ -60,8 +60,13 @@ def create_ops(choice: OpsChoice, *, best: OpsName) -> Ops:
     Raises OpsUnavailable where those asked for by name cannot be had, or keep no such keys and values.
     """
     ops = _best(choice, best) if choice.name == "auto" else _ops_called(choice.name, choice)
-    if choice.cache == "fp8" and ops.name == "torch":
-        raise OpsUnavailable("kv_cache_dtype = fp8: PyTorch's own operations read no such keys and values")
+    unread: dict[str, tuple[CacheDtype, ...]] = {
+        "torch": ("fp8", "int8_per_token_head"),
+        "triton": ("int8_per_token_head",),
+    }
+    if choice.cache in unread.get(ops.name, ()):
+        whose = "PyTorch's own" if ops.name == "torch" else "Triton's"
+        raise OpsUnavailable(f"kv_cache_dtype = {choice.cache}: {whose} operations read no such keys and values")
     if choice.attention != "auto" and ops.name != "triton":
         raise OpsUnavailable(f"attention = {choice.attention}: {ops.name} operations have an attention of their own")
     return ops

@@ -138,6 +138,18 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return (self.weight_bytes - self.experts.bytes) / ranks + self.experts.each_rank(spread)
 
 
+class _CachedBytes(NamedTuple):
+    """Of keys and values."""
+
+    element: int
+    head: int = 0
+    """Of a token, beside its elements."""
+
+
+_CACHED_BYTES = {"fp8": _CachedBytes(1), "int8_per_token_head": _CachedBytes(1, head=4)}
+"""By the worker's setting; else as the model is."""
+
+
 def read_shape(folder: Path, dtype: str, quantization: str = "auto", kv_cache_dtype: str = "auto") -> ModelShape:
     """The shape of the model in `folder`; dtype `auto` is the model's own, `quantization` and `kv_cache_dtype` are the
     worker's settings. Raises BackendError."""
@@ -152,7 +164,7 @@ def read_shape(folder: Path, dtype: str, quantization: str = "auto", kv_cache_dt
         weight = _BYTES[chosen] if quantization == "auto" else QUANTIZED_BYTES[quantization]
         if raw.quantization_config is not None:
             weight = _stored_bits(raw.quantization_config) / 8
-        cached = 1 if kv_cache_dtype == "fp8" else _BYTES[chosen]
+        cached = _CACHED_BYTES.get(kv_cache_dtype) or _CachedBytes(_BYTES[chosen])
         return _shape(raw, chosen, _ids(raw.eos_token_id if eos is None else eos), weight, cached)
     except ValueError as error:
         raise BackendError(f"{folder / 'config.json'}: {error}") from None
@@ -186,8 +198,8 @@ def _stored_bits(config: Mapping[str, Any]) -> float:
     return float(known[method])
 
 
-def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...], weight: float, cached: int) -> ModelShape:
-    """`weight`, `cached`: bytes of an element of a linear layer, and of keys and values."""
+def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...], weight: float, cached: _CachedBytes) -> ModelShape:
+    """`weight`: bytes of an element of a linear layer."""
     attention = _attention(raw)
     layers = _layers(raw)
     everywhere = raw.num_hidden_layers * attention.parameters + 3 * raw.hidden_size * layers.dense_columns
@@ -202,7 +214,8 @@ def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...], weight: float, cached: i
         weight_bytes=round(weight * (everywhere + layers.experts * one_expert))
         + size * embedding * (1 if raw.tie_word_embeddings else 2),
         kv_heads=attention.kv_heads,
-        kv_bytes_per_token=raw.num_hidden_layers * attention.cached * cached,
+        kv_bytes_per_token=raw.num_hidden_layers
+        * (attention.cached * cached.element + 2 * attention.kv_heads * cached.head),
         flops_per_token=2 * (everywhere + layers.chosen * one_expert),
         flops_per_pair=2 * raw.num_hidden_layers * attention.multiplied,
         flops_per_sample=2 * embedding,

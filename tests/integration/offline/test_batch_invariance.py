@@ -117,7 +117,7 @@ def test_a_stream_is_the_same_however_its_steps_are_made_up(
     [
         {"quantization": "int8"},
         {"quantization": "w8a8_int8"},
-        {"quantization": "int4"},
+        {"quantization": "int4", "kv_cache_dtype": "int8_per_token_head"},
         {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     ],
     ids=lambda settings: settings["quantization"],

@@ -81,9 +81,13 @@ def test_a_token_is_cached_as_one_latent_and_one_rotated_key(tmp_path: Path, ops
     ("settings", "complaint"),
     [
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8: latents are kept in the model's dtype"),
+        (
+            {"kv_cache_dtype": "int8_per_token_head"},
+            "kv_cache_dtype int8_per_token_head: latents are kept in the model",
+        ),
         ({"attention": "flash-attn"}, "attention flash-attn: it knows no latents"),
     ],
-    ids=["fp8", "flash-attn"],
+    ids=["fp8", "int8", "flash-attn"],
 )
 def test_what_does_not_combine_is_refused_at_start(tmp_path: Path, settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint):

@@ -67,6 +67,26 @@ def test_states_are_handed_over_and_loaded(tmp_path: Path, directory: Path, fami
         assert third.computed - before == len(tokens) - kept + OUTPUT - 1
 
 
+@pytest.mark.parametrize("family", ["bamba", "gemma3"])
+def test_they_go_with_keys_and_values_in_eight_bits(tmp_path: Path, directory: Path, family: str) -> None:
+    """Each with the size of its steps: who decodes what another has computed says what one engine says."""
+    model, store = make_model(family, tmp_path), store_in(directory, 64 << 20, Clock())
+    alone, prefill, decode = (
+        RealEngine(name, model, store, directory, kv_memory_bytes=MEMORY, kv_cache_dtype="int8_per_token_head")
+        for name in ("alone", "prefill", "decode")
+    )
+    tokens = prompt(150, 5)
+    prefill.send(asked("r", tokens, decode_on=EngineId("decode")))
+    prefill.run()
+    for request in prefill.handed:
+        decode.send(request)
+    decode.run()
+    assert decode.computed == OUTPUT - 1
+    alone.send(asked("s", tokens, prefix_caching=False))
+    alone.run()
+    assert prefill.tokens["r"] + decode.tokens["r"] == alone.tokens["s"]
+
+
 def test_engines_with_their_stores_find_what_a_former_one_left(tmp_path: Path, directory: Path) -> None:
     """As after a crash: store and engine are new, the arena is the old one's."""
     model, tokens = make_model("granite-hybrid", tmp_path), prompt(150, 3)

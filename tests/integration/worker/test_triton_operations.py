@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.worker.backend import Backend
-from services.worker.ops.interface import OpsUnavailable
+from services.worker.ops.interface import CacheDtype, OpsName, OpsUnavailable
 from services.worker.ops.quantized import Code
 from services.worker.ops.selector import OpsChoice
 from services.worker.ops.triton_ops import TritonOps
@@ -162,9 +162,17 @@ def test_keys_and_values_in_fp8_take_half_the_memory() -> None:
     assert sum(cache.nbytes for cache in half.allocate_kv(3, 8, 128)) == 3 * half.kv_block_bytes(8, 128)
 
 
-def test_pytorchs_operations_keep_no_keys_and_values_in_fp8() -> None:
-    with pytest.raises(OpsUnavailable, match="kv_cache_dtype = fp8: PyTorch's own operations read no such"):
-        built_in_platform("cpu").create_ops(OpsChoice("torch", torch.device("cpu"), torch.bfloat16, "fp8"))
+@pytest.mark.parametrize(
+    ("ops", "cache", "whose"),
+    [
+        ("torch", "fp8", "PyTorch's own"),
+        ("torch", "int8_per_token_head", "PyTorch's own"),
+        ("triton", "int8_per_token_head", "Triton's"),
+    ],
+)
+def test_operations_that_keep_no_such_keys_and_values_say_so(ops: OpsName, cache: CacheDtype, whose: str) -> None:
+    with pytest.raises(OpsUnavailable, match=f"kv_cache_dtype = {cache}: {whose} operations read no such"):
+        built_in_platform("cpu").create_ops(OpsChoice(ops, torch.device("cpu"), torch.bfloat16, cache))
 
 
 def test_without_a_gpu_or_the_interpreter_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

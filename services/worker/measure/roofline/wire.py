@@ -16,7 +16,7 @@ from shared.blocks import DEFAULT_BLOCK_SIZE, BlockSize
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 OpsName = Literal["auto", "torch", "native", "triton"]
-CacheDtype = Literal["auto", "fp8"]
+CacheDtype = Literal["auto", "fp8", "int8_per_token_head"]
 AttentionName = Literal["auto", "triton", "flash-attn"]
 """The names in `ops.interface`, repeated here because that module imports torch."""
 Bound = Literal["memory", "compute"]

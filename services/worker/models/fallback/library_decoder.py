@@ -32,7 +32,7 @@ from services.worker.models.fallback.tensor_parallel import PARTIAL
 from services.worker.models.fallback.whole_experts import GroupMeeting, WholeExperts
 from services.worker.models.sharding import PipelineStage
 from services.worker.models.weights import ForwardPass, KvCaches, NamedModules
-from services.worker.ops.interface import BatchMeta, InputRows, Ops
+from services.worker.ops.interface import BatchMeta, InputRows, Ops, cached_head_dim
 from shared.messages.kvstore import KvLayout
 
 
@@ -211,8 +211,8 @@ class LibraryDecoder:
 
     def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache | None:
         """See :meth:`services.worker.models.decoder.CausalLm.share_kv`."""
-        heads, dim = self._calls[0].kv_heads, self._calls[0].key_dim
         keys, different = caches[0][0], caches
+        heads, dim = self._calls[0].kv_heads, cached_head_dim(keys.dtype, self._calls[0].key_dim)
         layers, first_layer = len(self._attending.windows), self._attending.before
         if self._groups is not None:
             different, model = distinct(caches), self._groups.digest(model)

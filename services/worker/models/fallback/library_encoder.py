@@ -28,7 +28,7 @@ from services.worker.models.fallback.library_config import LibraryConfig, first_
 from services.worker.models.fallback.packed_products import pack_products
 from services.worker.models.pooling.classification import ClassifierHead
 from services.worker.models.weights import ForwardPass, KvCaches
-from services.worker.ops.interface import BatchMeta, Ops
+from services.worker.ops.interface import BatchMeta, Ops, cached_head_dim
 from services.worker.ops.quantized import Scheme
 from shared.messages.generation import PoolingType
 from shared.messages.kvstore import KvLayout
@@ -272,20 +272,21 @@ class LibraryEncoder:
     def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache:
         """See :meth:`services.worker.models.decoder.Decoder.share_kv`; no prompt of an encoder is saved or loaded."""
         keys = caches[0][0]
+        dim = cached_head_dim(keys.dtype, _HEAD_SIZE)
         return RankKvCache(
             layout=KvLayout(
                 model=model,
                 dtype=str(keys.dtype).removeprefix("torch."),
                 layers=1,
                 kv_heads=_HEADS,
-                head_dim=_HEAD_SIZE,
+                head_dim=dim,
                 block_size=self._ops.block_size,
             ),
             first_head=0,
             num_heads=_HEADS,
             writes=True,
             num_blocks=len(keys),
-            copier=self._ops.kv_copier(caches, _HEAD_SIZE),
+            copier=self._ops.kv_copier(caches, dim),
             first_layer=0,
             num_layers=1,
         )

@@ -12,7 +12,7 @@ from services.worker.kv.state_pages import RankCheckpoints, StatePagesCopier
 from services.worker.models.config import ModelConfig
 from services.worker.models.sharding import LayerShard
 from services.worker.models.weights import KvCaches
-from services.worker.ops.interface import Ops, StateCache
+from services.worker.ops.interface import Ops, StateCache, cached_head_dim
 from shared.kv_groups import StateRecords
 from shared.messages.kvstore import KvLayout
 
@@ -99,7 +99,7 @@ def checkpoint_pages(
         dtype=str(keys.dtype).removeprefix("torch."),
         layers=attending,
         kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        head_dim=cached_head_dim(keys.dtype, config.head_dim),
         block_size=ops.block_size,
     )
     page = share.num_kv_heads * attending * cell_bytes(layout)

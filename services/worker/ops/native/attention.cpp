@@ -25,6 +25,8 @@ struct Scratch {
     float* mixed = nullptr;   // [rows][padded dim], the chunk's
     float* sums = nullptr;    // [rows][padded dim], so far
     void* pages = nullptr;    // the chunk's keys, then its values, where they are kept as codes
+    float* key_scales = nullptr;    // [kChunkTokens], of codes that have any
+    float* value_scales = nullptr;  // the same
     std::vector<State> states;        // of the task
     std::vector<State> chunk_states;  // of the chunk in hand
 
@@ -32,14 +34,17 @@ struct Scratch {
         size_t scores_at = 0, weights_at = scores_at + size_t(rows) * kChunkTokens / kLanes;
         size_t mixed_at = weights_at + size_t(rows) * kChunkTokens / kLanes;
         size_t sums_at = mixed_at + size_t(rows) * padded / kLanes, end = sums_at + size_t(rows) * padded / kLanes;
-        size_t pages_at = end;
-        end += size_t(coded_items) / kLanes;
+        size_t pages_at = end, key_scales_at = pages_at + size_t(coded_items) / kLanes;
+        size_t value_scales_at = key_scales_at + (coded_items ? kChunkTokens / kLanes : 0);
+        end = value_scales_at + (coded_items ? kChunkTokens / kLanes : 0);
         if (floats.size() < end) floats.resize(end);
         scores = (float*)(floats.data() + scores_at);
         weights = (Bf16*)(floats.data() + weights_at);
         mixed = (float*)(floats.data() + mixed_at);
         sums = (float*)(floats.data() + sums_at);
         pages = floats.data() + pages_at;
+        key_scales = (float*)(floats.data() + key_scales_at);
+        value_scales = (float*)(floats.data() + value_scales_at);
         if (states.size() < size_t(rows)) states.resize(size_t(rows)), chunk_states.resize(size_t(rows));
     }
 };
@@ -65,6 +70,7 @@ template <class Kind> struct Task {
     }
     const int* table(int sequence) const { return batch.block_tables + int64_t(sequence) * batch.table_width; }
     bool coded() const { return cache.code != Code::kPlain; }
+    bool scaled() const { return cache.code == Code::kInt8; }
     Item* decoded(int index) const { return (Item*)scratch.pages + index % kChunkPages * cache.page_items(); }
     const uint8_t* codes(const void* items, int index) const {
         return (const uint8_t*)items + cache.at(table(task.sequence), task.head, index);
@@ -104,9 +110,15 @@ BATON_INLINE void store_pair(Bf16* to, int, F first, F second) {  // which have 
     store((float*)to, floats_of(low));
 }
 
+// What codes stand for, before they are scaled: bf16 holds it exactly.
+template <Code code> BATON_INLINE F number_of(Sixteen<RegI> codes) {
+    if constexpr (code == Code::kInt8) return floats_of(codes);
+    else return floats_of_fp8(codes);
+}
+
 // The codes of a page's keys as products read them: words of four elements of one token become two steps of bf16 or four of
 // floats. Done for the first rows of a task, others find them.
-template <class Kind> void decode_keys(const Task<Kind>& t, int index) {
+template <Code code, class Kind> void decode_keys(const Task<Kind>& t, int index) {
     const uint8_t* from = t.codes(t.cache.keys, index);
     auto* to = t.decoded(index);
     for (int d = 0; d < t.cache.head_dim; d += 4, from += 4 * kPageTokens, to += 4 * kPageTokens) {
@@ -115,7 +127,7 @@ template <class Kind> void decode_keys(const Task<Kind>& t, int index) {
         F each[4];
         for (int i = 0; i < 4; ++i) {
             BATON_EACH moved.part[i_] = (RegI)(words.part[i_] << (24 - 8 * i)) >> 24;
-            each[i] = floats_of_fp8(moved);
+            each[i] = number_of<code>(moved);
         }
         store_pair(to, kPageTokens, each[0], each[1]);
         store_pair(to + 2 * kPageTokens, kPageTokens, each[2], each[3]);
@@ -123,12 +135,23 @@ template <class Kind> void decode_keys(const Task<Kind>& t, int index) {
 }
 
 // The same of values, two tokens at a time.
-template <class Kind> void decode_values(const Task<Kind>& t, int index) {
+template <Code code, class Kind> void decode_values(const Task<Kind>& t, int index) {
     const uint8_t* from = t.codes(t.cache.values, index);
+    int stored = t.cache.padded_stored_dim();
     auto* to = t.decoded(index);
-    for (int token = 0; token < kPageTokens; token += 2, from += 2 * t.padded, to += 2 * t.padded)
-        for (int d = 0; d < t.padded; d += kLanes)
-            store_pair(to + d * Kind::kItems, t.padded, floats_of_fp8(from + d), floats_of_fp8(from + t.padded + d));
+    for (int token = 0; token < kPageTokens; token += 2, from += 2 * stored, to += 2 * t.padded)
+        for (int d = 0; d < t.padded; d += kLanes) {
+            F first = number_of<code>(load_integers(from + d)), second = number_of<code>(load_integers(from + stored + d));
+            store_pair(to + d * Kind::kItems, t.padded, first, second);
+        }
+}
+
+// What a page's codes are multiplied by: keys have it in the word behind a token's last one, values behind its last code.
+template <class Kind> void read_scales(const Task<Kind>& t, int index, int to) {
+    memcpy(t.scratch.key_scales + to, t.codes(t.cache.keys, index) + t.cache.head_dim * kPageTokens, kPageTokens * 4);
+    const uint8_t* values = t.codes(t.cache.values, index) + t.cache.head_dim;
+    for (int token = 0; token < kPageTokens; ++token)
+        memcpy(t.scratch.value_scales + to + token, values + token * t.cache.padded_stored_dim(), 4);
 }
 
 // Scores of R rows and the keys of C pages.
@@ -144,7 +167,10 @@ template <class Kind, int R, int C> void score_tile(const Task<Kind>& t, int row
         if (row == 0) t.fetch(t.cache.values, t.table(t.task.sequence), t.task.head, first_page + c);
     }
     if (row == 0 && t.coded())
-        for (int c = 0; c < C; ++c) decode_keys(t, first_page + c);
+        for (int c = 0; c < C; ++c) {
+            if (t.scaled()) decode_keys<Code::kInt8>(t, first_page + c);
+            else decode_keys<Code::kFp8>(t, first_page + c);
+        }
     multiply_tile<Kind, R, C>(x, w, t.cache.head_dim / Kind::kItems, kPageTokens * Kind::kItems, sums);
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) store(t.scratch.scores + (row + r) * kChunkTokens + to + c * kPageTokens, sums[r][c]);
@@ -165,7 +191,10 @@ template <class Kind, int R, int C> void mix_tile(const Task<Kind>& t, int row, 
         for (int c = 0; c < C; ++c) sums[r][c] = zeros();
     for (int b = 0; b * kPageTokens < tokens; ++b) {
         if (row == 0 && column == 0) t.fetch_next_keys(b);
-        if (row == 0 && column == 0 && t.coded()) decode_values(t, first_page + b);
+        if (row == 0 && column == 0 && t.coded()) {
+            if (t.scaled()) decode_values<Code::kInt8>(t, first_page + b);
+            else decode_values<Code::kFp8>(t, first_page + b);
+        }
         const typename Kind::Item *x[R], *w[C];
         for (int r = 0; r < R; ++r) x[r] = t.weights(row + r) + b * kPageTokens;
         const auto* values = t.page(t.cache.values, first_page + b) + column * Kind::kItems;
@@ -196,6 +225,7 @@ template <class Kind> State soften(const Task<Kind>& t, int row, int start, int 
     float behind = float(start - t.position(row));
     for (int i = 0; i < tokens; i += kLanes) {
         F score = load(scores + i) * scale;
+        if (t.scaled()) score = score * load(t.scratch.key_scales + i);
         if (t.what.softcap > 0) score = all(t.what.softcap) * tanh(score / all(t.what.softcap));
         if (t.what.alibi_slopes) score = fma(slope, count + all(behind + float(i)), score);
         if (i < low || i + kLanes > high) score = within(score, i, low, high, kNone);
@@ -206,6 +236,7 @@ template <class Kind> State soften(const Task<Kind>& t, int row, int start, int 
     for (int i = 0; i < tokens; i += kLanes) {
         F weight = exp(load(scores + i) - top);
         total = total + weight;
+        if (t.scaled()) weight = weight * load(t.scratch.value_scales + i);
         if constexpr (Kind::kItems == 2) store(t.scratch.weights + row * kChunkTokens + i, weight);
         else store(scores + i, weight);
     }
@@ -225,6 +256,8 @@ template <class Kind> void run_chunk(const Task<Kind>& t, int chunk) {
     int tokens = std::min(kChunkTokens, t.last_seen(count - 1) + 1 - start);
     int pages = (tokens + kPageTokens - 1) / kPageTokens, padded_tokens = pages * kPageTokens;
     by_rows(count, [&](int row, auto rows) { score_rows<Kind, decltype(rows)::value>(t, row, first_page, pages); });
+    if (t.scaled())
+        for (int page = 0; page < pages; ++page) read_scales(t, first_page + page, page * kPageTokens);
     auto& chunk_states = t.scratch.chunk_states;
     for (int row = 0; row < count; ++row) {
         int low = std::max(0, first_seen(t.position(row), t.what.window) - start);

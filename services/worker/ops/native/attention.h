@@ -7,12 +7,15 @@
 #include "threads.h"
 
 constexpr int kPageTokens = 16;
+// Codes of kInt8 are steps of a size of each head of each token, a float that lies behind them as four more would. Keys' sizes
+// are multiplied with scores and values' with weights, so that products have whole numbers, which bf16 holds.
+constexpr int kScaleItems = 4;
 
 // One layer's caches: blocks of one, two or four pages of 16 tokens for each key/value head, laid out as weights of a
 // product, so that the tiles of linear layers also score keys and mix values. A page's keys are
 // [head_dim / items][16 tokens][items], its values [16 / items][padded head_dim][items], with two items for bf16 and one
-// for floats. Where they are kept as codes of a byte (kFp8), keys have four items, values one: a page becomes floats or
-// bf16, as they lie for a product, when a chunk of the context is read.
+// for floats. Where they are kept as codes of a byte (kFp8, kInt8), keys have four items, values one: a page becomes floats
+// or bf16, as they lie for a product, when a chunk of the context is read.
 struct Cache {
     Number number;
     void* keys;
@@ -20,16 +23,19 @@ struct Cache {
     int kv_heads;
     int head_dim;
     int page_bits;  // a block has 1 << page_bits pages
-    Code code;      // kPlain: as `number` says; kFp8
+    Code code;      // kPlain: as `number` says; kFp8; kInt8
 
-
-    int padded_dim() const { return (head_dim + kLanes - 1) / kLanes * kLanes; }
+    int padded_dim() const { return padded(head_dim); }
+    // Of a token, with the size of its steps.
+    int stored_dim() const { return head_dim + (code == Code::kInt8 ? kScaleItems : 0); }
+    int padded_stored_dim() const { return padded(stored_dim()); }
     // Items from one page of a head to its next one.
-    int64_t page_items() const { return int64_t(kPageTokens) * padded_dim(); }
+    int64_t page_items() const { return int64_t(kPageTokens) * padded_stored_dim(); }
     // Of page `page` of a head's block.
     int64_t at(int block, int head, int page) const {
         return ((((int64_t(block) * kv_heads + head) << page_bits) + page)) * page_items();
     }
+    static int padded(int dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
     // Of page `index` of a sequence with this block table.
     int64_t at(const int* table, int head, int index) const {
         return at(table[index >> page_bits], head, index & ((1 << page_bits) - 1));

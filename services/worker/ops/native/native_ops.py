@@ -30,6 +30,7 @@ from services.worker.ops.interface import (
     PackedLinear,
     Picks,
     Routing,
+    cached_head_dim,
 )
 from services.worker.ops.low_rank import LowRankShape
 from services.worker.ops.native import library
@@ -59,6 +60,7 @@ _GROUP_OUTPUTS = 64
 """`kGroupOutputs` of linear.h."""
 MAX_EXACT_INPUTS = 1 << 16
 """Products of so many bytes, summed, fit into 32 bits."""
+_CACHE_CODES = {torch.float8_e4m3fn: library.CODES["fp8"], torch.int8: library.CODES["int8"]}
 _WHOLE_CODES = {"int8": library.QUAD, "int4": library.NIBBLE}
 """How what is multiplied in whole numbers is kept."""
 
@@ -78,7 +80,8 @@ class NativeOps:
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         """`threads`: as many as PyTorch uses, by default; `level`: the best that the machine has. `kernels`: another's,
-        whose threads are shared then. `cache_dtype`: torch.float8_e4m3fn; None: keys and values are as weights are."""
+        whose threads are shared then. `cache_dtype`: torch.float8_e4m3fn or torch.int8; None: keys and values are as
+        weights are."""
         if device.type != "cpu":
             raise OpsUnavailable(f"the native operations run on CPUs, not on {device}")
         if dtype not in (torch.bfloat16, torch.float32, torch.float16):
@@ -124,7 +127,7 @@ class NativeOps:
     @property
     def cache_code(self) -> int:
         """How the library reads keys and values."""
-        return library.CODES["fp8"] if self.cache_dtype == torch.float8_e4m3fn else library.PLAIN
+        return _CACHE_CODES.get(self.cache_dtype, library.PLAIN)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """A copy of both in the library's layout, in the weights' type."""
@@ -271,14 +274,14 @@ class NativeOps:
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Heads are padded to 16 elements."""
-        return 2 * kv_heads * self.block_size * _padded_head_dim(head_dim) * self.cache_dtype.itemsize
+        return 2 * kv_heads * self.block_size * self._padded_head_dim(head_dim) * self.cache_dtype.itemsize
 
     def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """Blocks are laid out inside as attention.h says; the last dimension is padded to 16. Raises OpsUnavailable for
         heads whose codes do not fill words."""
         if self.cache_code != library.PLAIN and head_dim % 4:
-            raise OpsUnavailable(f"kv_cache_dtype = fp8: heads of {head_dim} elements are no multiple of 4")
-        shape = (num_blocks, kv_heads, self.block_size, _padded_head_dim(head_dim))
+            raise OpsUnavailable(f"kv_cache_dtype: heads of {head_dim} elements are no multiple of 4; auto keeps them")
+        shape = (num_blocks, kv_heads, self.block_size, self._padded_head_dim(head_dim))
         each = num_blocks * self.kv_block_bytes(kv_heads, head_dim) // 2
         keys, values = (zeroed(each).view(self.cache_dtype).view(shape) for _ in range(2))
         return keys, values
@@ -346,7 +349,7 @@ class NativeOps:
     def latents(self) -> NativeLatents:
         """On the same threads, in the weights' type."""
         if self.cache_code != library.PLAIN:
-            raise OpsUnavailable("kv_cache_dtype = fp8: latents are kept in the model's type")
+            raise OpsUnavailable("kv_cache_dtype: latents are kept in the model's type; auto is")
         return NativeLatents(self)
 
     @property
@@ -364,6 +367,9 @@ class NativeOps:
         weights, keys, winners = weights.contiguous(), keys.contiguous(), torch.empty(rows, dtype=torch.int64)
         self._library.baton_race(self._pool, weights.data_ptr(), width, rows, keys.data_ptr(), winners.data_ptr())
         return winners
+
+    def _padded_head_dim(self, head_dim: int) -> int:
+        return -(-cached_head_dim(self.cache_dtype, head_dim) // _LANES) * _LANES
 
     def _cache_of(self, keys: Tensor, values: Tensor, head_dim: int) -> library.Cache:
         """One layer's caches, for the library."""
@@ -393,10 +399,6 @@ def _by_groups(of_outputs: Tensor) -> Tensor:
     padded = of_outputs.new_zeros(-(-out // _GROUP_OUTPUTS) * _GROUP_OUTPUTS, count)
     padded[:out] = of_outputs
     return padded.view(-1, _GROUP_OUTPUTS, count).transpose(1, 2).contiguous()
-
-
-def _padded_head_dim(head_dim: int) -> int:
-    return -(-head_dim // _LANES) * _LANES
 
 
 # Mixtures of experts: rows sorted by expert, and one job of the threads for each of two matrices. A job for each expert

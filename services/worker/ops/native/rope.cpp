@@ -79,6 +79,24 @@ template <class Item> void store_value(Item* page, int offset, const Item* value
     }
 }
 
+// A head's elements as whole numbers of 127 steps to its largest, and behind them the size of a step, as a float. What is too
+// large, or no number, becomes the largest: no step is infinite.
+void quantize(uint8_t* to, const float* from, int dim) {
+    float largest = 0;
+    for (int d = 0; d < dim; ++d) {
+        float size = from[d] < 0 ? -from[d] : from[d];
+        size = size < 1e30f ? size : 1e30f;
+        largest = size > largest ? size : largest;
+    }
+    float step = largest / 127, inverse = largest > 1e-30f ? 127 / largest : 0;
+    for (int d = 0; d < dim; ++d) {
+        float code = from[d] * inverse;
+        code = code < 127 ? code : 127;
+        to[d] = uint8_t(int8_t(std::nearbyint(code > -127 ? code : -127)));
+    }
+    memcpy(to + dim, &step, 4);
+}
+
 template <class Item, class Cached> void store_row(const RopeAndStore& what, const Batch& batch, const Cache& cache, int row) {
     int dim = cache.head_dim;
     const float* from = what.qkv + row * what.qkv_stride;
@@ -88,13 +106,25 @@ template <class Item, class Cached> void store_row(const RopeAndStore& what, con
     for (int h = 0; h < what.heads; ++h) prepare(query + h * dim, from + h * dim, what.q_norm, what.eps, cos_sin, dim);
     int slot = batch.slots[row], page = slot / kPageTokens, block = page >> cache.page_bits;
     bool followed = row + 1 < batch.rows && batch.slots[row + 1] == slot + 1;
-    alignas(64) Cached item[kMostDim];
+    alignas(64) Cached item[kMostDim + kScaleItems];
     for (int h = 0; h < cache.kv_heads; ++h) {
         int64_t at = cache.at(block, h, page - (block << cache.page_bits));
-        prepare(item, from + (what.heads + h) * dim, what.k_norm, what.eps, cos_sin, dim);
-        store_key((Cached*)cache.keys + at, slot % kPageTokens, item, dim);
-        narrow(item, from + (what.heads + cache.kv_heads + h) * dim, dim);
-        store_value((Cached*)cache.values + at, slot % kPageTokens, item, dim, cache.padded_dim(), followed);
+        const float *key = from + (what.heads + h) * dim, *value = key + cache.kv_heads * dim;
+        bool whole = false;
+        if constexpr (sizeof(Cached) == 1) {
+            whole = cache.code == Code::kInt8;
+            if (whole) {
+                alignas(64) float exact[kMostDim];
+                prepare(exact, key, what.k_norm, what.eps, cos_sin, dim);
+                quantize(item, exact, dim);
+            }
+        }
+        if (!whole) prepare(item, key, what.k_norm, what.eps, cos_sin, dim);
+        store_key((Cached*)cache.keys + at, slot % kPageTokens, item, cache.stored_dim());
+        if constexpr (sizeof(Cached) == 1)
+            if (whole) quantize(item, value, dim);
+        if (!whole) narrow(item, value, dim);
+        store_value((Cached*)cache.values + at, slot % kPageTokens, item, cache.stored_dim(), cache.padded_stored_dim(), followed);
     }
 }
 
@@ -134,7 +164,7 @@ void store_latents(Pool& pool, const StoreLatents& what, const Batch& batch, con
 void rope_and_store(Pool& pool, const RopeAndStore& what, const Batch& batch, const Cache& cache) {
     by_tiles(pool, batch.rows, [&](int row) {
         bool half = cache.number == Number::kHalf;
-        if (cache.code == Code::kFp8) half ? store_row<Bf16, uint8_t>(what, batch, cache, row) : store_row<float, uint8_t>(what, batch, cache, row);
+        if (cache.code != Code::kPlain) half ? store_row<Bf16, uint8_t>(what, batch, cache, row) : store_row<float, uint8_t>(what, batch, cache, row);
         else half ? store_row<Bf16, Bf16>(what, batch, cache, row) : store_row<float, float>(what, batch, cache, row);
     });
 }

@@ -163,6 +163,7 @@ LENGTHS = [32, 7, 101, 8]
         (structs.replace(GEMMA, logits_softcap=None), torch.float32, None),
         (LLAMA, torch.float32, torch.float8_e4m3fn),
         (LLAMA, torch.bfloat16, torch.float8_e4m3fn),
+        (LLAMA, torch.bfloat16, torch.int8),
     ],
 )
 def test_one_call_equals_single_operations_bit_for_bit(

@@ -138,6 +138,10 @@ def test_rounded_weights_and_keys_are_smaller(tmp_path: Path) -> None:
     plain, rounded = read_shape(model, "auto"), read_shape(model, "auto", "int4", "fp8")
     assert rounded.weight_bytes < plain.weight_bytes
     assert rounded.kv_bytes_per_token * 2 == plain.kv_bytes_per_token
+    scaled = read_shape(model, "auto", "int4", "int8_per_token_head")
+    heads = json.loads((model / "config.json").read_text())["num_key_value_heads"] * 2
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    assert scaled.kv_bytes_per_token == rounded.kv_bytes_per_token + 4 * heads * layers
 
 
 def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:

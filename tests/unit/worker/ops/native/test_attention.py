@@ -24,6 +24,7 @@ from tests.support.worker.native_batches import (
 
 DTYPES = (torch.float32, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
+CODES = (FP8, torch.int8)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
@@ -91,9 +92,17 @@ class Cached:
         v = v.to(dtype)
         if self.ops.cache_dtype == FP8:
             k, v = (x.float().clamp(-448, 448).to(FP8).float() for x in (k_exact, qkv[:, -shape.kv_heads :]))
+        elif self.ops.cache_dtype == torch.int8:
+            k, v = map(_in_whole_steps, (k_exact, qkv[:, -shape.kv_heads :]))
         return attention_reference(
             *(q[first:], k, v), scale=scale, window=window, softcap=softcap, **kind.of_heads(shape.heads)
         )
+
+
+def _in_whole_steps(x: Tensor) -> Tensor:
+    """[tokens, heads, dim], each head of a token rounded to 127 steps to its largest element."""
+    largest = x.float().abs().amax(dim=-1, keepdim=True)
+    return (x.float() * (127 / largest)).round().double() * (largest / 127)
 
 
 def _normed(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -232,23 +241,41 @@ def test_numbers_are_rounded_to_eight_bits_as_pytorch_rounds_them() -> None:
     assert torch.equal(kept.float(), numbers.clamp(-448, 448).to(FP8).float().view(16, 256))
 
 
+def test_heads_without_numbers_become_finite_steps() -> None:
+    """What is no number, or too large, is as large as can be: a step times the weight 0 is 0."""
+    cached = Cached(native(torch.float32, cache_dtype=torch.int8), Shape(1, 1, 8), [3])
+    nan, infinity = float("nan"), float("inf")
+    rows = [[0.0] * 8, [nan, 1, -1, infinity, -infinity, 0, 1e38, -1e-38], [254, -254, 127, 1, 3, 5, -1, -3]]
+    cached.qkv[0][:, -8:] = torch.tensor(rows)
+    cached.step({0: (0, 3)}, Kind())
+    kept = cached.caches[1][cached.blocks[0][0], 0, :3, :12].contiguous()
+    steps = kept[:, 8:].contiguous().view(torch.float32).flatten()
+    assert torch.allclose(steps, torch.tensor([0.0, 1e30 / 127, 2.0]))
+    assert kept[:, :8].tolist() == [[0] * 8, [127, 0, 0, 127, -127, 0, 127, 0], [127, -127, 64, 0, 2, 2, 0, -2]]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codes", CODES, ids=str)
 @pytest.mark.parametrize("dim", [8, 32, 64, 80, 256])
-def test_attention_is_that_of_rounded_keys_and_values(dtype: torch.dtype, dim: int) -> None:
-    ops = native(dtype, cache_dtype=FP8)
-    assert ops.kv_block_bytes(2, dim) * dtype.itemsize == native(dtype).kv_block_bytes(2, dim)
+def test_attention_is_that_of_rounded_keys_and_values(dtype: torch.dtype, dim: int, codes: torch.dtype) -> None:
+    ops = native(dtype, cache_dtype=codes)
+    stored = dim if codes == FP8 else dim + 4
+    assert ops.kv_block_bytes(2, dim) == 2 * 2 * 16 * -(-stored // 16) * 16
     _check(
         Cached(ops, Shape(6, 2, dim), [5, 18, 64, 130, 300], norms=dim == 64), Kind(window=100 if dim == 80 else None)
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codes", CODES, ids=str)
 @pytest.mark.parametrize("level", runnable_levels())
-def test_eight_bits_give_the_same_bits_in_every_batch_block_and_thread(level: Level, dtype: torch.dtype) -> None:
+def test_eight_bits_give_the_same_bits_in_every_batch_block_and_thread(
+    level: Level, dtype: torch.dtype, codes: torch.dtype
+) -> None:
     contexts, kind = [600, 17, 64, 5, 2, 333], Kind(sinks=True)
     alone: dict[int, Tensor] = {}
     for threads, size in ((1, 16), (4, 64)):
-        ops = native(dtype, threads, level, size, FP8)
+        ops = native(dtype, threads, level, size, codes)
         cached = Cached(ops, Shape(6, 2, 48), contexts)
         for first in range(0, 600, 250):
             here = {number: (first, min(first + 250, end)) for number, end in enumerate(contexts) if first < end}
