@@ -137,7 +137,7 @@ def _decoder(
     with STARTUP.stage("kernels"):
         ops = create_ops(settings, dtype)
     with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype, method, plugin) as tensors:
-        if isinstance(tensors, Checkpoint):
+        if isinstance(tensors, Checkpoint | QuantizedCheckpoint):
             load_weights(tensors.headers(), config, share, TorchOps(NOWHERE, dtype), NOWHERE, max_model_len, stage)
         packer = _packer(settings, ops, plugin) if settings.experts.moves and len(experts[0].ranks) > 1 else None
         weights = load_weights(

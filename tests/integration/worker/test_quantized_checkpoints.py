@@ -19,6 +19,7 @@ from services.worker.models.mixture.loading import read_experts
 from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.quantization.method import read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
+from services.worker.models.tensor_file import TensorFiles
 from services.worker.ops.quantized import QuantizedStack, QuantizedWeight
 from services.worker.ops.torch_ops import TorchOps
 from tests.support.models.rounded_models import SIZES, assert_same_steps, round_inputs
@@ -295,3 +296,22 @@ def test_a_quantised_checkpoint_is_not_rounded_again(tmp_path: Path) -> None:
     quantised(tmp_path, "int8")
     with pytest.raises(ModelError, match="quantization int8: the checkpoint is quantised already, by"):
         tiny_backend(tmp_path, quantization="int8")
+
+
+@pytest.mark.parametrize(
+    ("method", "tensor"), [("gptq", "qweight"), ("gptq", "scales"), ("awq", "qzeros"), ("fp8", "weight")]
+)
+def test_what_does_not_fit_in_the_last_layer_is_found_before_the_first_is_read(
+    method: str, tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised(tmp_path, method)
+    tensors, name = load_file(tmp_path / "model.safetensors"), f"model.layers.2.self_attn.o_proj.{tensor}"
+    tensors[name] = tensors[name][1:].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    def reads(*_: Any) -> None:
+        raise AssertionError("a weight is read")
+
+    monkeypatch.setattr(TensorFiles, "read_together", reads)
+    with pytest.raises(ModelError, match=r"model\.layers\.2\.self_attn\.o_proj"):
+        tiny_backend(tmp_path)

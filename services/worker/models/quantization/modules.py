@@ -175,15 +175,17 @@ def _scales_of_outputs(scales: Tensor, out: int, block: tuple[int, int] | None) 
 
 
 def _read(bits: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None) -> ReadWeight:
-    """`groups`: the group of each input, where they may lie in any order."""
+    """`groups`: the group of each input, where they may lie in any order. Tensors without elements are taken for the
+    usual ones."""
     codes = codes.contiguous()
     size = max(1, codes.shape[1] // scales.shape[1])
     in_order = torch.arange(codes.shape[1], device=codes.device) // size
-    if groups is not None and not torch.equal(groups.long(), in_order):
+    known = not codes.is_meta
+    if groups is not None and known and not torch.equal(groups.long(), in_order):
         return ReadWeight(None, _by_groups(bits, codes, scales, zeros, groups.long()))
     if bits == 4:
         return _quantized("int4", codes, scales, zeros, size)
-    if zeros is not None and (zeros != _SIGNED).any():
+    if zeros is not None and known and (zeros != _SIGNED).any():
         return ReadWeight(None, _by_groups(bits, codes, scales, zeros, in_order))
     return _quantized("int8", codes ^ _SIGNED, scales, None, size)
 

@@ -28,6 +28,10 @@ class QuantizedCheckpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
 
+    def headers(self) -> QuantizedCheckpoint:
+        """The same tensors without their elements."""
+        return QuantizedCheckpoint(self._checkpoint.headers(), self._method, self.dtype)
+
     def read_stored(self, name: str) -> Tensor:
         """See `Checkpoint.read_stored`."""
         return self._checkpoint.read_stored(name)
