@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from services.worker.backend import StepOutput
+from services.worker.distributed.traffic import HOST_TRAFFIC
 from shared.messages.lifecycle import StepSums
 from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
@@ -55,6 +60,25 @@ STEPS_OF_OTHERS = Gauge(
     "Steps of other engines of its data-parallel group that this rank computed its experts for, since it started.",
     registry=METRICS,
 )
+
+
+class _HostTrafficCollector(Collector):
+    """Read where it is counted, a thousand times a second."""
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """What ranks of one host have exchanged through its memory."""
+        family = CounterMetricFamily(
+            "baton_worker_exchanged_bytes",
+            "Payload exchanged with other ranks through memory of their host, by the kind of exchange, sent or received.",
+            labels=["kind", "direction"],
+        )
+        for kind, sent, received in HOST_TRAFFIC:
+            family.add_metric([kind, "sent"], sent)
+            family.add_metric([kind, "received"], received)
+        yield family
+
+
+METRICS.register(_HostTrafficCollector())
 MISSED = Counter("baton_worker_missed_steps_total", "Gaps found in the numbering of plans.", registry=METRICS)
 
 DRAFTED = Counter("baton_worker_drafted_tokens_total", "Draft tokens that were verified.", registry=METRICS)

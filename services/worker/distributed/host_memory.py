@@ -26,6 +26,13 @@ class RankGone(RuntimeError):
     """Another rank has ended, or does not come."""
 
 
+class RowRange(NamedTuple):
+    """Neighbours among the rows of a tensor."""
+
+    first: int
+    end: int
+
+
 class HostExchange(Protocol):
     """Collectives over the ranks of a stage through memory of their host; every rank calls them in the same order."""
 
@@ -40,6 +47,14 @@ class HostExchange(Protocol):
 
     def broadcast(self, x: Tensor) -> None:
         """`x`, contiguous, becomes rank 0's. Raises RankGone."""
+
+    def all_gather(self, x: Tensor, shares: Sequence[RowRange]) -> None:
+        """The rows of `x` [n, width], contiguous, become each rank's own in its share; shares do not overlap, and are
+        the same on every rank. Raises RankGone."""
+
+    def reduce_scatter(self, x: Tensor, shares: Sequence[RowRange]) -> None:
+        """The rows of `x` [n, width], contiguous, that are this rank's share become what `sum` would make of them; the
+        others are undefined. Ranks with the same share follow each other. Raises RankGone."""
 
     @property
     def bell(self) -> HostBell:

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.worker.distributed.host_memory import RankGone
+from services.worker.distributed.host_memory import RankGone, RowRange
 from services.worker.distributed.torch_ranks import RankTopology, TorchCommunicator, join
+from services.worker.distributed.traffic import HOST_TRAFFIC
 from services.worker.ops.native.native_exchange import BUFFER_BYTES, shared_exchange
 
 SIZES = (0, 1, 15, 16, 17, 768, BUFFER_BYTES // 4, BUFFER_BYTES // 4 + 1, BUFFER_BYTES)
@@ -42,6 +43,38 @@ def in_order(parts: list[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
+def exchange_rows(communicator: TorchCommunicator, rank: int, ranks: int, dtype: torch.dtype) -> None:
+    """Each rank has some rows, the second one none, and the last one as many as the one before: they are one engine's.
+    No more is sent and read than each needs of others."""
+    exchange, width = communicator._exchange, 23
+    assert exchange is not None
+    for own in (1, 3, BUFFER_BYTES // 60):
+        counts = [own + each if each != 1 else 0 for each in range(ranks - 1)]
+        ends = [sum(counts[: each + 1]) for each in range(ranks - 1)]
+        shares = [RowRange(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        total, size = ends[-1], width * dtype.itemsize
+        parts = [part(each, total * width, dtype).view(total, width) for each in range(ranks)]
+        expected = torch.cat([parts[each][slice(*share)] for each, share in enumerate(shares)])
+        gathered, before = parts[rank].clone(), traffic("all_gather")
+        exchange.all_gather(gathered, [*shares, RowRange(0, 0)])
+        check(gathered, expected)
+        mine = counts[rank] if rank < ranks - 1 else 0
+        assert traffic("all_gather", before) == (mine * size, (total - mine) * size)
+        summed, before = parts[rank].clone(), traffic("reduce_scatter")
+        exchange.reduce_scatter(summed, [*shares, shares[-1]])
+        share = [*shares, shares[-1]][rank]
+        check(summed[slice(*share)], in_order(parts)[slice(*share)])
+        mine, shared = share.end - share.first, rank >= ranks - 2
+        sent = total - (0 if shared else mine)
+        assert traffic("reduce_scatter", before) == (sent * size, mine * (ranks - 1) * size)
+
+
+def traffic(kind: str, before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """What was sent and received since then."""
+    sent, received = next(((each.sent, each.received) for each in HOST_TRAFFIC if each.kind == kind), (0, 0))
+    return sent - before[0], received - before[1]
+
+
 def exchange_all(communicator: TorchCommunicator, rank: int, ranks: int) -> str:
     digest = hashlib.sha256()
     for dtype in (torch.float32, torch.bfloat16):
@@ -55,6 +88,7 @@ def exchange_all(communicator: TorchCommunicator, rank: int, ranks: int) -> str:
             for got, expected in zip(gathered, parts, strict=False):
                 check(got, expected)
             check(communicator.broadcast(parts[rank].clone()), parts[0])
+        exchange_rows(communicator, rank, ranks, dtype)
     ids = torch.arange(5, dtype=torch.int32) + rank
     check(communicator.broadcast(ids), torch.arange(5, dtype=torch.int32))
     whole = communicator.sum(torch.tensor([rank + 1], dtype=torch.int64))  # not of a kind that memory is used for

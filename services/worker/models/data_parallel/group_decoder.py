@@ -79,16 +79,10 @@ class GroupDecoder(LockstepMember, Decoder):
     def _mix(self, layer: LayerWeights, mixture: MixtureMlp, x: Tensor) -> Tensor:
         """x [n, hidden], this engine's rows, on all of its ranks → what the mixture makes of them."""
         counts = self._step.last if layer is self._weights.layers[-1] else self._step.rows
-        if not (total := sum(counts)):
+        if not sum(counts):
             return x
-        place, activation = self.group.place, self._config.activation
-        first = sum(counts[: place.engine])
-        own = slice(first, first + counts[place.engine])
-        rows = x.new_zeros(total, x.shape[1])
-        if place.leads:
-            rows[own] = x
-        rows = self.group.sum(rows)
-        mixed = mixed_rows(self._ops, mixture, rows, activation)
+        activation = self._config.activation
+        mixed = mixed_rows(self._ops, mixture, self.group.gather_rows(x, counts), activation)
         if mixture.shared is not None and len(x):
-            mixed[own] += shared_expert_rows(self._ops, mixture.shared, x, activation)
-        return self.group.sum(mixed)[own]
+            mixed[slice(*self.group.own_rows(counts))] += shared_expert_rows(self._ops, mixture.shared, x, activation)
+        return self.group.add_up_rows(mixed, counts)

@@ -70,26 +70,20 @@ class GroupMeeting:
         self._step = step
 
     def gather(self, own: PickedRows) -> PickedRows:
-        """See `ExpertMeeting.gather`. All in one sum of float32, which holds numbers of experts as they are."""
+        """See `ExpertMeeting.gather`. All in one exchange of float32, which holds numbers of experts as they are."""
         if self._step is None:
             return own
         hidden, picks = own.rows.shape[1], own.experts.shape[1]
-        together = torch.zeros(sum(self._step.rows), hidden + 2 * picks)
-        if self._group.place.leads:
-            together[self._own] = torch.cat((own.rows.float(), own.experts.float(), own.chances.float()), dim=1)
-        rows, experts, chances = torch.split(self._group.sum(together), [hidden, picks, picks], dim=1)
+        packed = torch.cat((own.rows.float(), own.experts.float(), own.chances.float()), dim=1)
+        together = self._group.gather_rows(packed, self._step.rows)
+        rows, experts, chances = torch.split(together, [hidden, picks, picks], dim=1)
         return PickedRows(rows.to(own.rows.dtype), experts.long(), chances.to(own.chances.dtype))
 
     def combine(self, computed: Tensor) -> Tensor:
         """See `ExpertMeeting.combine`."""
-        return computed if self._step is None else self._group.sum(computed.contiguous())[self._own]
-
-    @property
-    def _own(self) -> slice:
-        assert self._step is not None
-        engine = self._group.place.engine
-        first = sum(self._step.rows[:engine])
-        return slice(first, first + self._step.rows[engine])
+        if self._step is None:
+            return computed
+        return self._group.add_up_rows(computed.contiguous(), self._step.rows)
 
 
 class WholeExperts(nn.Module):

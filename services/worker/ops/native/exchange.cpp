@@ -86,58 +86,119 @@ bool await(Head& other, uint32_t number, int milliseconds) {
     return await_word(other.posted, other.waiting, ready, milliseconds);
 }
 
-template <class Item> void sum_into(const Exchange& own, uint32_t number, Item* x, int64_t bytes) {
-    int64_t count = bytes / int64_t(sizeof(Item)), i = 0;
-    const Item* from[kMostExchanging];
-    for (int rank = 0; rank < own.ranks; ++rank) from[rank] = (const Item*)buffer(own, rank, number);
+// x becomes the sum of `count` items of each rank, in the order of the ranks. All but the lanes behind the last whole
+// ones are read as they lie.
+template <class Item> void sum_into(const Exchange& own, const Item* const* from, Item* x, int64_t count) {
+    int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {
         F sum = load(from[0] + i);
         for (int rank = 1; rank < own.ranks; ++rank) sum = sum + load(from[rank] + i);
         store(x + i, sum);
     }
     if (i == count) return;
-    // Buffers are longer than what is in them: the last lanes may be read, and are not kept.
-    Item lanes[kLanes];
-    F sum = load(from[0] + i);
-    for (int rank = 1; rank < own.ranks; ++rank) sum = sum + load(from[rank] + i);
+    size_t rest = size_t(count - i) * sizeof(Item);
+    Item lanes[kLanes] = {};
+    memcpy(lanes, from[0] + i, rest);
+    F sum = load(lanes);
+    for (int rank = 1; rank < own.ranks; ++rank) {
+        memcpy(lanes, from[rank] + i, rest);
+        sum = sum + load(lanes);
+    }
     store(lanes, sum);
-    memcpy(x + i, lanes, size_t(count - i) * sizeof(Item));
+    memcpy(x + i, lanes, rest);
 }
 
-// A rank's own part of an exchange reaches the buffers only where another one reads it.
-bool gives(const Exchange& own, ExchangeKind kind) {
-    return kind == ExchangeKind::kSum || (kind == ExchangeKind::kGather) == (own.rank > 0);
+// The piece of an exchange that is under way: bytes of x from `first` to `end`.
+struct Piece {
+    uint32_t number;
+    int64_t first;
+    int64_t end;
+    Share of(Share share) const {
+        int64_t from = std::max(first, share.first);
+        return {from, std::max(from, std::min(end, share.end))};
+    }
+};
+
+void put(Exchange& own, const Piece& piece, const char* x, Share part) {
+    char* at = buffer(own, own.rank, piece.number) + (part.first - piece.first);
+    memcpy(at, x + part.first, size_t(part.end - part.first));
+    own.sent += part.end - part.first;
 }
 
-void read_piece(const Exchange& own, ExchangeKind kind, Number kept, char* x, int64_t bytes, char* to, int64_t piece) {
-    uint32_t number = own.number + 1;
-    char* at = x + own.done;
+void take(Exchange& own, const Piece& piece, int rank, char* to, Share part) {
+    memcpy(to, buffer(own, rank, piece.number) + (part.first - piece.first), size_t(part.end - part.first));
+    own.received += part.end - part.first;
+}
+
+// The parts of a piece that are in the share of another rank, each once.
+template <class Each> void each_other_share(const Exchange& own, const Share* shares, const Each& each) {
+    int64_t last = -1;
+    for (int rank = 0; rank < own.ranks; ++rank) {
+        if (rank == own.rank || shares[rank].first == shares[rank].end || shares[rank].first == last) continue;
+        last = shares[rank].first;
+        each(rank, shares[rank]);
+    }
+}
+
+// A rank's part of an exchange reaches the buffers only where another one reads it.
+void give(Exchange& own, ExchangeKind kind, const Piece& piece, const char* x, const Share* shares) {
     switch (kind) {
-        case ExchangeKind::kSum:
-            if (kept == Number::kHalf) sum_into(own, number, (Bf16*)at, piece);
-            else sum_into(own, number, (float*)at, piece);
-            return;
+        case ExchangeKind::kSum: return put(own, piece, x, {piece.first, piece.end});
         case ExchangeKind::kGather:
-            if (own.rank) return;
-            memcpy(to + own.done, at, size_t(piece));
-            for (int rank = 1; rank < own.ranks; ++rank)
-                memcpy(to + rank * bytes + own.done, buffer(own, rank, number), size_t(piece));
+            if (own.rank) put(own, piece, x, {piece.first, piece.end});
             return;
         case ExchangeKind::kBroadcast:
-            if (own.rank) memcpy(at, buffer(own, 0, number), size_t(piece));
+            if (!own.rank) put(own, piece, x, {piece.first, piece.end});
             return;
+        case ExchangeKind::kAllGather: return put(own, piece, x, piece.of(shares[own.rank]));
+        case ExchangeKind::kReduceScatter:
+            return each_other_share(own, shares, [&](int, Share share) { put(own, piece, x, piece.of(share)); });
+    }
+}
+
+void sum_part(Exchange& own, Number kept, const Piece& piece, char* x, Share part) {
+    const char* from[kMostExchanging];
+    for (int rank = 0; rank < own.ranks; ++rank)
+        from[rank] = rank == own.rank
+            ? x + part.first
+            : buffer(own, rank, piece.number) + (part.first - piece.first);
+    int64_t bytes = part.end - part.first;
+    if (kept == Number::kHalf) sum_into(own, (const Bf16* const*)from, (Bf16*)(x + part.first), bytes / 2);
+    else sum_into(own, (const float* const*)from, (float*)(x + part.first), bytes / 4);
+    own.received += bytes * (own.ranks - 1);
+}
+
+void read_piece(Exchange& own, ExchangeKind kind, Number kept, const Piece& piece, char* x, int64_t bytes, char* to) {
+    const Share* shares = (const Share*)to;
+    Share whole{piece.first, piece.end};
+    switch (kind) {
+        case ExchangeKind::kSum: return sum_part(own, kept, piece, x, whole);
+        case ExchangeKind::kGather:
+            if (own.rank) return;
+            memcpy(to + piece.first, x + piece.first, size_t(piece.end - piece.first));
+            for (int rank = 1; rank < own.ranks; ++rank) take(own, piece, rank, to + rank * bytes + piece.first, whole);
+            return;
+        case ExchangeKind::kBroadcast:
+            if (own.rank) take(own, piece, 0, x + piece.first, whole);
+            return;
+        case ExchangeKind::kAllGather:
+            return each_other_share(own, shares, [&](int rank, Share share) {
+                Share part = piece.of(share);
+                take(own, piece, rank, x + part.first, part);
+            });
+        case ExchangeKind::kReduceScatter: return sum_part(own, kept, piece, x, piece.of(shares[own.rank]));
     }
 }
 
 }  // namespace
 
 int advance(Exchange& own, ExchangeKind kind, Number kept, char* x, int64_t bytes, char* to, int milliseconds) {
-    uint64_t what = uint64_t(bytes) << 2 | uint64_t(kind);
+    uint64_t what = uint64_t(bytes) << 3 | uint64_t(kind);
     while (own.done < bytes) {
-        int64_t piece = std::min(own.capacity, bytes - own.done);
         uint32_t number = own.number + 1;
+        Piece piece{number, own.done, std::min(own.done + own.capacity, bytes)};
         if (!own.posted) {
-            if (gives(own, kind)) memcpy(buffer(own, own.rank, number), x + own.done, size_t(piece));
+            give(own, kind, piece, x, (const Share*)to);
             post(own, what);
             own.posted = 1;
         }
@@ -146,10 +207,10 @@ int advance(Exchange& own, ExchangeKind kind, Number kept, char* x, int64_t byte
             if (!await(head(own, rank), number, milliseconds)) return 1 + rank;
             if (head(own, rank).what[number % 2].load(std::memory_order_relaxed) != what) return kOtherExchange;
         }
-        read_piece(own, kind, kept, x, bytes, to, piece);
+        read_piece(own, kind, kept, piece, x, bytes, to);
         own.number = number;
         own.posted = 0;
-        own.done += piece;
+        own.done = piece.end;
     }
     own.done = 0;
     return 0;

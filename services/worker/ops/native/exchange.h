@@ -1,8 +1,14 @@
-// Sums, gathers and broadcasts among processes of one host, through memory that they share. Knows no tensors.
+// Collectives among processes of one host, through memory that they share. Knows no tensors.
 #pragma once
 #include "linear.h"
 
-enum class ExchangeKind : int { kSum = 0, kGather = 1, kBroadcast = 2 };
+enum class ExchangeKind : int { kSum = 0, kGather = 1, kBroadcast = 2, kAllGather = 3, kReduceScatter = 4 };
+
+// Bytes of x that are a rank's, of whole elements. Ranks that have the same ones follow each other.
+struct Share {
+    int64_t first;
+    int64_t end;
+};
 
 // One rank's end. The memory has a page of heads, one of 64 bytes for each rank from byte 64 on, and one bell behind them,
 // all zero at first, and behind that page two buffers of `capacity` bytes for each rank: what is exchanged goes through
@@ -15,6 +21,8 @@ struct Exchange {
     uint32_t number;  // of the last piece
     int posted;  // whether the next one is in our buffer already
     int64_t done;  // bytes of the current exchange
+    int64_t sent;  // bytes of all exchanges that others could read here
+    int64_t received;  // bytes of all exchanges that were read of others
 };
 constexpr int kHeadPage = 4096;
 constexpr int kMostExchanging = 62;
@@ -24,7 +32,9 @@ constexpr int kOtherExchange = -1;
 
 // Every rank calls it for the same exchange, of the same kind and bytes. kSum: x becomes the sum of all ranks' x, each
 // element's in the order of the ranks, in float, so that all have the same bits. kGather: rank 0 gets all ranks' x one
-// behind the other in `to`, which may be null elsewhere. kBroadcast: x becomes rank 0's.
+// behind the other in `to`, which may be null elsewhere. kBroadcast: x becomes rank 0's. kAllGather: each rank's share of
+// x becomes that rank's; shares do not overlap. kReduceScatter: this rank's share of x becomes the sum that kSum would put
+// there, and the rest of x is as it was. For these two `to` has the Share of each rank, the same everywhere.
 //
 // Returns 0 when it is done; 1 + the number of a rank that has not come for so many milliseconds: called again with the
 // same arguments, it goes on; or kOtherExchange where another rank exchanges something else.

@@ -68,10 +68,12 @@ class Exchange(Structure):
         ("number", c_uint32),
         ("posted", c_int),
         ("done", c_int64),
+        ("sent", c_int64),
+        ("received", c_int64),
     )
 
 
-EXCHANGE_SUM, EXCHANGE_GATHER, EXCHANGE_BROADCAST = 0, 1, 2
+EXCHANGE_SUM, EXCHANGE_GATHER, EXCHANGE_BROADCAST, EXCHANGE_ALL_GATHER, EXCHANGE_REDUCE_SCATTER = range(5)
 """The values of `ExchangeKind` in exchange.h."""
 OTHER_EXCHANGE = -1
 """`kOtherExchange` of exchange.h."""

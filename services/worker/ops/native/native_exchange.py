@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from services.worker.distributed.host_bell import BellState
-from services.worker.distributed.host_memory import HostMemory, RankGone, SharedExchange
+from services.worker.distributed.host_memory import HostMemory, RankGone, RowRange, SharedExchange
+from services.worker.distributed.traffic import HOST_TRAFFIC, ExchangeName
 from services.worker.ops.native import library
 from services.worker.ops.native.build import BuildError, best_level, library_path
 
@@ -26,6 +28,13 @@ BUFFER_BYTES = 256 << 10
 """Of a rank's two buffers each: larger tensors go through them piece by piece."""
 CHECK_PERIOD = timedelta(milliseconds=200)
 """How long a rank waits for another one before it looks whether that lives."""
+_KINDS: dict[ExchangeName, int] = {
+    "sum": library.EXCHANGE_SUM,
+    "gather": library.EXCHANGE_GATHER,
+    "broadcast": library.EXCHANGE_BROADCAST,
+    "all_gather": library.EXCHANGE_ALL_GATHER,
+    "reduce_scatter": library.EXCHANGE_REDUCE_SCATTER,
+}
 _NUMBERS = {torch.float32: library.SINGLE, torch.bfloat16: library.HALF}
 
 
@@ -59,35 +68,50 @@ class NativeExchange:
 
     def sum(self, x: Tensor) -> None:
         """See `HostExchange.sum`; rounded to bf16 once."""
-        self._exchange(library.EXCHANGE_SUM, x, None)
+        self._exchange("sum", x, None)
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """See `HostExchange.gather`."""
         seat = self._memory.seat
         parts = None if seat.rank else torch.empty((seat.ranks, *x.shape), dtype=x.dtype)
-        self._exchange(library.EXCHANGE_GATHER, x, parts)
+        self._exchange("gather", x, None if parts is None else parts.data_ptr())
         return [] if parts is None else list(parts)
 
     def broadcast(self, x: Tensor) -> None:
         """See `HostExchange.broadcast`."""
-        self._exchange(library.EXCHANGE_BROADCAST, x, None)
+        self._exchange("broadcast", x, None)
+
+    def all_gather(self, x: Tensor, shares: Sequence[RowRange]) -> None:
+        """See `HostExchange.all_gather`."""
+        self._exchange_shares("all_gather", x, shares)
+
+    def reduce_scatter(self, x: Tensor, shares: Sequence[RowRange]) -> None:
+        """See `HostExchange.reduce_scatter`; rounded to bf16 once."""
+        self._exchange_shares("reduce_scatter", x, shares)
 
     def close(self) -> None:
         """Lets go of the memory."""
         self._memory.close()
 
-    def _exchange(self, kind: int, x: Tensor, to: Tensor | None) -> None:
+    def _exchange_shares(self, kind: ExchangeName, x: Tensor, shares: Sequence[RowRange]) -> None:
+        width = x.shape[1] * x.element_size()
+        ends = [place * width for share in shares for place in share]
+        laid_out = (ctypes.c_int64 * len(ends))(*ends)
+        self._exchange(kind, x, ctypes.addressof(laid_out))
+
+    def _exchange(self, kind: ExchangeName, x: Tensor, to: int | None) -> None:
         if not x.is_contiguous():
             raise ValueError(f"a tensor of strides {x.stride()} is exchanged: contiguous ones are")
         number = _NUMBERS.get(x.dtype, library.SINGLE)
-        where = None if to is None else to.data_ptr()
-        call = partial(self._library.baton_exchange, self._reference, kind, number, x.data_ptr(), x.nbytes, where)
+        own, before = self._own, (self._own.sent, self._own.received)
+        call = partial(self._library.baton_exchange, self._reference, _KINDS[kind], number, x.data_ptr(), x.nbytes, to)
         begun: float | None = None
         while late := call(int(CHECK_PERIOD.total_seconds() * 1000)):
             if late == library.OTHER_EXCHANGE:
                 raise RankGone("the ranks of this stage are in different exchanges")
             begun = begun or time.monotonic()
             self._memory.check(late - 1, begun)
+        HOST_TRAFFIC.add(kind, own.sent - before[0], own.received - before[1])
 
 
 class NativeBell:
