@@ -91,6 +91,15 @@ def scale(
         str | None,
         typer.Option("--model", help="Name of the model whose tokenizers or engines these are, of several."),
     ] = None,
+    data_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            "--data-parallel-size",
+            min=1,
+            help="With engines=N, where they share experts: engines of each group from now on. Groups of another size "
+            "go on until the new ones are ready.",
+        ),
+    ] = None,
     kubernetes: KubernetesUrl = None,
     kubernetes_namespace: KubernetesNamespace = "baton",
     wait: Annotated[
@@ -110,16 +119,19 @@ def scale(
             raise CommandError("--host: Kubernetes chooses hosts itself", status=2)
         if model is not None:
             raise CommandError("--model: on Kubernetes each model is a stack of its own", status=2)
+        if data_parallel_size is not None:
+            raise CommandError("--data-parallel-size: engines of a group are on one host, without Kubernetes", status=2)
         change = asyncio.run(_scale_pods(kubernetes, kubernetes_namespace, pool, int(count), wait))
     else:
         if wait:
             raise CommandError("--wait: with --kubernetes only", status=2)
         state = running_stack(name, run_dir)
         where = host if host is not None or state.spec.cluster is None else state.spec.cluster.node
-        change = asyncio.run(SupervisorLauncher(state, where, model).scale(pool, int(count)))
+        change = asyncio.run(SupervisorLauncher(state, where, model).scale(pool, int(count), data_parallel_size))
     changes = [f"starting {', '.join(change.started)}"] if change.started else []
     changes += [f"draining and stopping {', '.join(change.stopping)}"] if change.stopping else []
-    answer = {"service": pool, "started": change.started, "stopping": change.stopping}
+    changes += [f"and once these are ready stopping {', '.join(change.superseded)}"] if change.superseded else []
+    answer = {"service": pool, **change._asdict()}
     _say(answer, as_json, f"{service}: {'; '.join(changes) or 'nothing to change'}.")
 
 

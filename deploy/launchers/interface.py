@@ -12,6 +12,8 @@ class PoolChange(NamedTuple):
     """Instances that are being started."""
     stopping: tuple[str, ...]
     """Instances that drain, and then end."""
+    superseded: tuple[str, ...] = ()
+    """Instances that do so once all that are being started are ready."""
 
 
 class Launcher(Protocol):

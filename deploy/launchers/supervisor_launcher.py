@@ -16,7 +16,10 @@ class SupervisorLauncher:
         self._state = state
         self._where = {key: value for key, value in (("host", host), ("model", model)) if value is not None}
 
-    async def scale(self, pool: str, count: int) -> PoolChange:
-        """As `Launcher.scale`."""
-        answer = await ask_admin(self._state, "scale", {"service": pool, "count": count, **self._where})
-        return PoolChange(tuple(answer.get("started", ())), tuple(answer.get("stopping", ())))
+    async def scale(self, pool: str, count: int, data_parallel_size: int | None = None) -> PoolChange:
+        """As `Launcher.scale`. `data_parallel_size`: engines of each group from now on; None: as many as before."""
+        wanted = {"service": pool, "count": count, **self._where}
+        if data_parallel_size is not None:
+            wanted["data_parallel_size"] = data_parallel_size
+        answer = await ask_admin(self._state, "scale", wanted)
+        return PoolChange(*(tuple(answer.get(which, ())) for which in ("started", "stopping", "superseded")))

@@ -191,10 +191,9 @@ def _rank(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[s
 
 def _group(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:
     """Its place in the data-parallel group of its engine; none where that shares nothing."""
-    size = spec.counts.data_parallel
-    if size == 1 or process.pool != "engines":
+    if process.group_size == 1:
         return {}
-    return {"data_parallel_size": str(size), "data_parallel_rank": str((process.number - 1) % size)}
+    return {"data_parallel_size": str(process.group_size), "data_parallel_rank": str(process.group_index)}
 
 
 def _numa(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:

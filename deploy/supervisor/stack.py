@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, 
 from pathlib import Path
 from typing import Any, assert_never
 
+from msgspec.structs import astuple
+
 from deploy.supervisor.adoption import LeftStack, end_processes, end_strays, left_stack
 from deploy.supervisor.command_executor import CommandExecutor
 from deploy.supervisor.core.events import (
@@ -316,7 +318,7 @@ class Stack:
     async def _obey(self, order: SupervisorOrder) -> ScaleReply | StrikeReply:
         if isinstance(order, StrikeProcess):
             return self._executor.strike(order, self.supervisor.member(order.instance))
-        commands = self._handle(ScaleRequested(order.service, order.count, order.model))
+        commands = self._handle(ScaleRequested(*astuple(order)))
         answer = next(command.answer for command in commands if isinstance(command, ReplyToScale))
         log.info("scale requested", extra={"request": order, "answer": answer})
         return answer

@@ -66,6 +66,10 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
     """See `ProcessSpec.colocated`."""
     group: EngineId | None = None
     """None, too, where the supervisor before this one knew of no groups."""
+    group_size: int = 1
+    group_index: int = 0
+    superseded: bool = False
+    """Its engine ends once others are ready in its place."""
 
     def member(self) -> SupervisedProcess:
         """As the supervisor's core has it, but for what only its next lifecycle message says."""
@@ -73,6 +77,8 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
             *(self.service, self.instance, self.number, self.kind, self.engine, self.pool, self.rank, self.model),
             colocated=self.colocated,
             group=self.group or self.engine,
+            group_size=self.group_size,
+            group_index=self.group_index,
         )
         return SupervisedProcess(
             process,
@@ -84,6 +90,7 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
             failures=self.failures,
             status=self.status,
             standby=self.standby,
+            superseded=self.superseded,
         )
 
 
@@ -103,6 +110,7 @@ def recorded(
         status=member.status,
         failed=instance in failed,
         standby=member.standby,
+        superseded=member.superseded,
         last_lines=last_lines.get(instance, ()) if instance in failed else (),
     )
 

@@ -86,6 +86,10 @@ class ScaleRequest(Struct, forbid_unknown_fields=True):
     count: int
     host: str | None = None
     model: ModelName | None = None
+    data_parallel_size: int | None = None
+    """Engines of each data-parallel group from now on; None: as many as before."""
+    one_group: bool = False
+    """Where engines share experts: all of them are to be one group."""
 
 
 class StrikeRequest(Struct, forbid_unknown_fields=True):
@@ -165,11 +169,14 @@ class Admin:
         request = parse(body, ScaleRequest)
         if not 0 <= request.count <= MAX_INSTANCES:
             raise EndpointError(400, f"count: {request.count} is not allowed; 0 to {MAX_INSTANCES} are")
-        order = Scale(request.service, request.count, request.model)
+        size = request.data_parallel_size
+        if size is not None and not 1 <= size <= MAX_INSTANCES:
+            raise EndpointError(400, f"data_parallel_size: {size} is not allowed; 1 to {MAX_INSTANCES} are")
+        order = Scale(request.service, request.count, request.model, size, request.one_group)
         answer: ScaleReply = await self._ask_supervisor(request.host, order, ScaleReply)
         match answer:
-            case ScaleResult(started, stopping):
-                return msgspec.json.encode({"service": request.service, "started": started, "stopping": stopping})
+            case ScaleResult():
+                return msgspec.json.encode({"service": request.service, **msgspec.structs.asdict(answer)})
             case ScaleRefusal(message):
                 raise EndpointError(409, message)
 

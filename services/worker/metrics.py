@@ -69,7 +69,7 @@ class _HostTrafficCollector(Collector):
         """What ranks of one host have exchanged through its memory."""
         family = CounterMetricFamily(
             "baton_worker_exchanged_bytes",
-            "Payload exchanged with other ranks through memory of their host, by the kind of exchange, sent or received.",
+            "Payload that ranks of one host exchanged through its memory, by the kind of exchange, sent or received.",
             labels=["kind", "direction"],
         )
         for kind, sent, received in HOST_TRAFFIC:

@@ -19,13 +19,19 @@ class Scale(Struct, frozen=True, array_like=True, tag=True):
     count: int
     model: ModelName | None = None
     """Whose pool it is, in a stack that serves several models; None: there is one, or what all of them share."""
+    data_parallel_size: int | None = None
+    """Engines of each data-parallel group from now on; None: as many as before."""
+    one_group: bool = False
+    """Where engines share experts: all of them are to be one group."""
 
 
 class ScaleResult(Struct, frozen=True, array_like=True, tag=True):
-    """What `Scale` led to: instances that were started, and those that drain and stop."""
+    """What `Scale` led to: instances that were started, those that drain and stop, and those that do so once all that
+    were started are ready."""
 
     started: tuple[str, ...]
     stopping: tuple[str, ...]
+    superseded: tuple[str, ...] = ()
 
 
 class ScaleRefusal(Struct, frozen=True, array_like=True, tag=True):

@@ -1,9 +1,9 @@
-"""What steps wait for experts that move beside them: steps while they move, and the others of the same run. Run by hand:
+"""What steps wait for experts that move beside them: steps while they move, and the others of the same run.
 
     python -m tests.benchmarks.expert_moves --ranks 2 --turns 3
 
-Two ranks of one thread each, or more, serve a Qwen3-MoE from a checkpoint in the page cache to four streams. Where experts
-go is decided by the picks of the last two steps, which is chance, so that every decision moves some.
+Two ranks of one thread each, or more, serve a Qwen3-MoE from a checkpoint in the page cache to four streams. Where
+experts go is decided by the picks of the last two steps, which is chance, so that every decision moves some.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 from services.bench.report import Table
 from services.scheduler.core.limits import EngineLimits
 from services.worker.models.expert_parallel.settings import ExpertSettings
+from tests.benchmarks.expert_ranks import model_config
 from tests.support.worker.rank_processes import EngineOfRanks, rank_processes
 
-LAYERS, HIDDEN, EXPERTS, CHOSEN, SIZE = 8, 512, 32, 4, 512
 STREAMS, PROMPT, OUTPUT = 4, 16, 400
 INTERVAL = 60
 """Steps from a decision to the next: longer than a rearrangement takes."""
@@ -30,20 +30,7 @@ INTERVAL = 60
 
 def write_model(folder: Path) -> None:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=2048,
-        hidden_size=HIDDEN,
-        intermediate_size=SIZE,
-        moe_intermediate_size=SIZE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        num_experts=EXPERTS,
-        num_experts_per_tok=CHOSEN,
-        max_position_embeddings=2048,
-    )
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    Qwen3MoeForCausalLM(model_config()).to(torch.bfloat16).save_pretrained(folder)
 
 
 class Steps:

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.expert_ranks --ranks 2 4 --rounds 2
 
-A Qwen3-MoE with dummy weights, served by real stacks that take turns: by tensor parallelism, the same with whole experts
-on ranks, and by a data-parallel group. Processor time and bytes are those of all ranks of a stack.
+A Qwen3-MoE with dummy weights, served by real stacks that take turns: by tensor parallelism, the same with whole
+experts on ranks, and by a data-parallel group. Processor time and bytes are those of all ranks of a stack.
 """
 
 from __future__ import annotations
@@ -110,7 +110,12 @@ async def measure(stack: RunningStack, way: Way) -> Round:
         computed = after.computed - before.computed
         attention = (LAYERS - 1) * computed + STREAMS * OUTPUT
         mixing = moved["sum"] * rows / (rows + attention + computed)
-    return Round(tokens / took, (after.processor_s - before.processor_s) / tokens * 1000, mixing / rows, after.steps - before.steps)
+    return Round(
+        tokens / took,
+        (after.processor_s - before.processor_s) / tokens * 1000,
+        mixing / rows,
+        after.steps - before.steps,
+    )
 
 
 async def answer(stack: RunningStack, seed: int, requests: int) -> None:
@@ -136,16 +141,17 @@ async def counts(stack: RunningStack, way: Way) -> Counted:
             ):
                 received[kind] += float(size)
             if instance == way.instances[0]:
-                steps = sum(map(float, re.findall(r"^baton_worker_steps_(?:total|of_others) (\S+)", text, re.MULTILINE)))
+                steps = sum(
+                    map(float, re.findall(r"^baton_worker_steps_(?:total|of_others) (\S+)", text, re.MULTILINE))
+                )
             if instance.endswith("rank0"):
                 (tokens,) = re.findall(r'^baton_worker_tokens_total\{kind="computed"\} (\S+)', text, re.MULTILINE)
                 computed += float(tokens)
     return Counted(processor, computed, received, steps)
 
 
-def write_model(folder: Path) -> None:
-    """A configuration, whose weights are made up."""
-    Qwen3MoeConfig(
+def model_config() -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
         vocab_size=2048,
         hidden_size=HIDDEN,
         intermediate_size=SIZE,
@@ -153,12 +159,16 @@ def write_model(folder: Path) -> None:
         num_hidden_layers=LAYERS,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=64,
         num_experts=EXPERTS,
         num_experts_per_tok=CHOSEN,
         max_position_embeddings=2048,
         architectures=["Qwen3MoeForCausalLM"],
-    ).save_pretrained(folder)
+    )
+
+
+def write_model(folder: Path) -> None:
+    """A configuration, whose weights are made up."""
+    model_config().save_pretrained(folder)
     for each in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / each, folder)
 
@@ -187,7 +197,15 @@ def table(found: dict[Way, list[Round]]) -> Table:
                 "" if math.isnan(sparse) else f"{sparse:,.0f}",
             )
         )
-    heads = ("", "output tok/s", "processor ms a token", "steps", "bytes a row and mixture", "theory", "where picked alone")
+    heads = (
+        "",
+        "output tok/s",
+        "processor ms a token",
+        "steps",
+        "bytes a row and mixture",
+        "theory",
+        "where picked alone",
+    )
     return Table(heads, rows)
 
 

@@ -1,5 +1,5 @@
-"""Engines that share experts: a rank of one is killed or stands still, and streams of all end as they would; one of
-them is drained, and the others go on."""
+"""Engines that share experts, which move between their ranks: a rank of one is killed or stands still, and streams of
+all end as they would; one of them is drained, and the others go on; a group of another size takes their place."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import httpx2
 import psutil
 import pytest
 
+from deploy.supervisor.state_file import StackState
 from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, blocks_in_use, client_of, stream_chat
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.models.demo_mixture import write_demo_mixture
 
 STREAMS = 6
 TOKENS = 150
+SCALE_DEADLINE = 240.0
+"""Seconds for a group to start beside another one that is busy."""
 RANKS = ["engine-1-rank0", "engine-2-rank0"]
 
 
@@ -28,7 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    how = ["--data-parallel-size=2", "--enable-expert-parallel"]
+    moving = '--eplb-config={"window_size": 2, "step_interval": 4}'  # nearly always
+    how = ["--data-parallel-size=2", "--enable-expert-parallel", "--enable-eplb", moving]
     with running_stack(
         tmp_path_factory.mktemp("group"),
         model=model,
@@ -74,7 +78,10 @@ async def test_engines_of_a_group_rest_together_and_may_not_sleep(stack: Running
         assert "2 engines share experts, and need its ranks awake" in refused.json()["error"]["message"]
     assert [seen.text for seen in await streams(stack)] == undisturbed
     scaled = stack.baton("scale", "engines=3")
-    assert "those of a data-parallel group cannot be scaled" in scaled.stderr
+    assert "engines=3: whole groups are needed, of data_parallel_size 2" in scaled.stderr
+    async with asyncio.timeout(DEADLINE):  # which is told now and then
+        while not await metric(stack, RANKS[0], "baton_worker_experts_moved"):
+            await asyncio.sleep(0.2)
 
 
 @pytest.mark.parametrize("victim", RANKS)
@@ -110,3 +117,37 @@ async def test_one_engine_of_a_group_is_drained_and_computes_its_experts_for_the
     stack.baton("undrain", "engine-2")
     await stack.until_heard(lambda said: said["engine-2"].phase == "ready")
     assert [seen.text for seen in await streams(stack)] == undisturbed
+
+
+@pytest.mark.features("data parallel", "expert parallel", "re-dispatch")
+async def test_a_group_of_another_size_takes_the_place_of_one_under_load(
+    stack: RunningStack, undisturbed: list[str]
+) -> None:
+    """Streams come all the time; none fails or says anything else, before, while and after."""
+    over, rounds = asyncio.Event(), list[list[str]]()
+
+    async def load() -> None:
+        while not over.is_set():
+            rounds.append([seen.text for seen in await streams(stack)])
+
+    loaded = asyncio.create_task(load())
+    former = engines_of(stack.state)
+    # Four experts do not divide over three ranks: those of that group end as they start.
+    for size, patience, status in ((3, 5.0, 408), (2, SCALE_DEADLINE, 200), (4, SCALE_DEADLINE, 200)):
+        async with httpx2.AsyncClient(base_url=stack.url, timeout=None) as http:
+            wanted = {"new_data_parallel_size": size, "drain_timeout": patience}
+            assert (await http.post("/scale_elastic_ep", json=wanted)).status_code == status
+        if status == 200:
+            await asyncio.to_thread(stack.until, lambda state, size=size: len(engines_of(state)) == size)
+        assert (engines_of(stack.state) >= former) == (size < 4)
+        seen = len(rounds)
+        async with asyncio.timeout(DEADLINE):
+            while len(rounds) < seen + 2 and not loaded.done():
+                await asyncio.sleep(0.1)
+    over.set()
+    await loaded
+    assert all(texts == undisturbed for texts in rounds)
+
+
+def engines_of(state: StackState) -> set[str]:
+    return {member.instance for member in state.members if member.service == "scheduler"}

@@ -45,6 +45,10 @@ class ScaleRequested(Struct, frozen=True):
     service: str
     count: int
     model: ModelName | None = None
+    data_parallel_size: int | None = None
+    """Engines of each data-parallel group from now on; None: as many as before."""
+    one_group: bool = False
+    """Where engines share experts: all of them are to be one group."""
 
 
 class ProcessesStalled(Struct, frozen=True):

@@ -49,6 +49,8 @@ class SupervisedProcess:
     lifecycle: Lifecycle | None = None
     hosted: dict[InstanceId, Lifecycle] = field(default_factory=dict)
     """What the other actors of its process said last."""
+    superseded: bool = False
+    """Whether its engine ends once others are ready in its place."""
     standby: bool = False
     """Whether its engine is to stand by: loaded, without requests."""
     stood_by: bool = False

@@ -101,10 +101,9 @@ class Counts(Struct, frozen=True, kw_only=True):
             case "decode":
                 return self.decode_stages
 
-    def group_of(self, pool: Pool, number: int) -> int:
-        """The number of the first engine in the data-parallel group of a pool's `number`-th; its own where it shares
-        nothing with others."""
-        return number if pool != "engines" else number - (number - 1) % self.data_parallel
+    def group_size_of(self, pool: Pool) -> int:
+        """Engines of each data-parallel group of a pool as the stack is started; 1: each shares nothing with others."""
+        return self.data_parallel if pool == "engines" else 1
 
     def ranks_here(self, pool: Pool) -> range:
         """The ranks of each engine of a pool that run on this host: consecutive, and as evenly spread as possible."""
@@ -157,6 +156,10 @@ class ProcessSpec(NamedTuple):
     group: EngineId | None = None
     """The first engine of its engine's data-parallel group, whose ranks start and end together; its own engine where
     that shares nothing with others. None for a service that belongs to no engine."""
+    group_size: int = 1
+    """Engines of that group."""
+    group_index: int = 0
+    """The number of its engine in the group, from 0."""
 
     @property
     def hosted(self) -> tuple[ProcessSpec, ...]:
@@ -193,9 +196,16 @@ def process_specs(what: Scalable, number: int, counts: Counts) -> list[ProcessSp
 def _engine_processes(pool: Pool, number: int, counts: Counts) -> list[ProcessSpec]:
     named, ranks = ENGINE_NAMES[pool], counts.ranks_here(pool)
     engine = EngineId(counts.named(f"{named}-{number}"))
-    group = EngineId(counts.named(f"{named}-{counts.group_of(pool, number)}"))
-    model = counts.model
-    scheduler = ProcessSpec("scheduler", InstanceId(engine), number, pool, engine, pool, model=model, group=group)
+    size = counts.group_size_of(pool)
+    index = (number - 1) % size
+    group = EngineId(counts.named(f"{named}-{number - index}"))
+    scheduler = ProcessSpec(
+        *("scheduler", InstanceId(engine), number, pool, engine, pool),
+        model=counts.model,
+        group=group,
+        group_size=size,
+        group_index=index,
+    )
     if counts.colocate:
         return [scheduler._replace(colocated=True)]
     workers = (scheduler._replace(service="worker", instance=InstanceId(f"{engine}-rank{r}"), rank=r) for r in ranks)

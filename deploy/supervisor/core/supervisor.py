@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import count, groupby, islice
 from typing import NamedTuple, assert_never
 
 import msgspec
@@ -30,6 +30,7 @@ from deploy.supervisor.core.events import (
     TerminateProcess,
     WorkersReleased,
 )
+from deploy.supervisor.core.group_scaling import change_groups, group_size, group_specs, let_go_of_superseded
 from deploy.supervisor.core.members import RestartPolicy, SupervisedProcess
 from deploy.supervisor.core.plan import (
     DECODING,
@@ -39,6 +40,7 @@ from deploy.supervisor.core.plan import (
     SCALABLE,
     STOP_ORDER,
     Counts,
+    Pool,
     ProcessSpec,
     Scalable,
     all_process_specs,
@@ -158,6 +160,7 @@ class Supervisor:
         """Takes an event in and answers with everything that is to be done by `now`."""
         commands = list(self._apply(event, now))
         self.settled = self.settled or (self.all_ready and not self.stopping)
+        let_go_of_superseded(self._members)
         if self.settled and not self.stopping:
             for model, pool, lacking in tuple(self._standbys.missing()):
                 self._add(pool, model, lacking, now, standby=True)
@@ -180,8 +183,8 @@ class Supervisor:
                 return ()
             case ProcessExited(instance, status):
                 return self._exited(instance, status, now)
-            case ScaleRequested(service, count, model):
-                return (self._scale(service, count, model, now),)
+            case ScaleRequested():
+                return (self._scale(event, now),)
             case ProcessesStalled(instances):
                 return self._kill(self._present(instances), now)
             case RanksRequested():
@@ -338,10 +341,11 @@ class Supervisor:
             del self._members[instance]
 
     def _may_end(self, process: ProcessSpec) -> bool:
-        """An engine's ranks end after its scheduler: what it still has, they compute."""
+        """An engine's ranks end after its scheduler, and those of engines that share experts with it: what these still
+        have, they compute."""
         if self._stops_asked > 1 or process.engine is None:
             return True
-        others = (m.process for m in self._members.values() if m.process.engine == process.engine)
+        others = (m.process for m in self._members.values() if m.process.group == process.group)
         return not any(stop_stage(other.service) < stop_stage(process.service) for other in others)
 
     def _patience(self, process: ProcessSpec) -> float:
@@ -372,7 +376,8 @@ class Supervisor:
 
     # ---- scaling
 
-    def _scale(self, service: str, count: int, model: ModelName | None, now: float) -> ReplyToScale:
+    def _scale(self, asked: ScaleRequested, now: float) -> ReplyToScale:
+        service, count, model = asked.service, asked.count, asked.model
         what = next((each for each in SCALABLE if each == service), None)
         if what is None:
             return ReplyToScale(ScaleRefusal(f"{service}: cannot be scaled; {', '.join(SCALABLE)} can"))
@@ -380,21 +385,42 @@ class Supervisor:
             return ReplyToScale(ScaleRefusal(f"{service}: engines over several hosts cannot be scaled"))
         if (refused := self._model_refusal(what, model)) is not None:
             return ReplyToScale(ScaleRefusal(refused))
-        if what == "engines" and self._plans[model].data_parallel > 1:
-            return ReplyToScale(ScaleRefusal("engines: those of a data-parallel group cannot be scaled"))
         group = _ScaledProcesses(what, model)
         least = self._least(group)
         if not least <= count <= MAX_COUNT:
             return ReplyToScale(ScaleRefusal(f"{service}={count}: from {least} to {MAX_COUNT} are possible"))
         if self.stopping:
             return ReplyToScale(ScaleRefusal("the stack is stopping"))
+        if what in POOLS and self._plans[model].group_size_of(what) > 1:
+            return ReplyToScale(self._scale_groups(group, what, asked, now))
+        if asked.data_parallel_size is not None:
+            why = "is of stacks that were started with data-parallel groups of engines, and of these engines"
+            return ReplyToScale(ScaleRefusal(f"data_parallel_size {asked.data_parallel_size}: {why}"))
         numbers = self._numbers(group)
         promoted = [
             name for pool in POOLS if pool == what for name in self._standbys.promote(model, pool, count - len(numbers))
         ]
         started = [*promoted, *self._add(what, model, count - len(self._numbers(group)), now)]
-        stopping = self._dismiss(group, self._stop_candidates(group)[: max(0, len(numbers) - count)])
+        stopping = self._dismiss(group, change_groups(self._serving(group), count, size=1).surplus)
         return ReplyToScale(ScaleResult(started=tuple(started), stopping=tuple(stopping)))
+
+    def _scale_groups(
+        self, group: _ScaledProcesses, pool: Pool, asked: ScaleRequested, now: float
+    ) -> ScaleResult | ScaleRefusal:
+        plan, serving = self._plans[group.model], self._serving(group)
+        size = asked.count if asked.one_group else asked.data_parallel_size or group_size(serving, plan.data_parallel)
+        if asked.count % size or not asked.count:
+            return ScaleRefusal(f"engines={asked.count}: whole groups are needed, of data_parallel_size {size}")
+        change, started = change_groups(serving, asked.count, size), list[InstanceId]()
+        for _ in range(change.missing):
+            new = group_specs(pool, self._free_numbers(group, size), plan)
+            self._add_processes(new, now)
+            started += [process.instance for process in new]
+        for member in serving:
+            member.superseded = member.process.number in change.superseded
+        stopping = self._dismiss(group, change.surplus)
+        superseded = [member.process.instance for member in serving if member.superseded]
+        return ScaleResult(tuple(started), tuple(stopping), tuple(superseded))
 
     def _model_refusal(self, what: Scalable, model: ModelName | None) -> str | None:
         """Why a model is named that is not there, or none where one has to be; None where that is right."""
@@ -429,15 +455,15 @@ class Supervisor:
         self, what: Scalable, model: ModelName | None, how_many: int, now: float, *, standby: bool = False
     ) -> list[InstanceId]:
         added: list[InstanceId] = []
-        group = _ScaledProcesses(what, model)
-        taken = {m.process.number for m in self._members.values() if group.has(m.process)}
-        for _ in range(how_many):
-            number = next(n for n in range(1, 2 * MAX_COUNT + 2) if n not in taken)
-            taken.add(number)
+        for number in self._free_numbers(_ScaledProcesses(what, model), how_many):
             new = process_specs(what, number, self._plans[model])
             self._add_processes(new, now, standby=standby)
             added += [process.instance for process in new]
         return added
+
+    def _free_numbers(self, group: _ScaledProcesses, how_many: int) -> list[int]:
+        taken = {m.process.number for m in self._members.values() if group.has(m.process)}
+        return list(islice((number for number in count(1) if number not in taken), max(0, how_many)))
 
     def _add_processes(self, new: list[ProcessSpec], due: float, *, standby: bool = False) -> None:
         """Whole engines only: their ranks get devices that are close to each other."""
@@ -453,20 +479,7 @@ class Supervisor:
                 taken.add(device)
             self._members |= {member.process.instance: member for member in members}
 
-    def _stop_candidates(self, group: _ScaledProcesses) -> list[int]:
-        """Which to stop first: drained ones, then those not ready, of equals the newest. Serving ones stay."""
-        of: dict[int, list[SupervisedProcess]] = {number: [] for number in self._numbers(group)}
-        for member in self._serving(group):
-            of[member.process.number].append(member)
-
-        def worth(number: int) -> tuple[bool, bool, int]:
-            members = of[number]
-            drained = any(member.phase == "draining" for member in members)
-            return not drained, all(member.is_ready for member in members), -number
-
-        return sorted(of, key=worth)
-
-    def _dismiss(self, group: _ScaledProcesses, numbers: list[int]) -> list[InstanceId]:
+    def _dismiss(self, group: _ScaledProcesses, numbers: Collection[int]) -> list[InstanceId]:
         leaving = [m for m in self._members.values() if group.has(m.process) and m.process.number in numbers]
         for member in leaving:
             member.wanted = False

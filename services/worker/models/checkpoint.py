@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -237,15 +237,17 @@ def open_checkpoint(
     single: str | None = None,
     base: str = "",
     language_model: bool = False,
+    rest: Callable[[], None] | None = None,
 ) -> Iterator[Checkpoint]:
     """The checkpoint in `model_dir`, single-file or sharded; or its file `single` alone. What is read is on `device`.
     `base`: what the names of a whole model begin with; where they lack it, as sentence-transformers writes them, they
-    get it. `language_model`: it is that of a model of images, and has the names that it would have alone.
+    get it. `language_model`: it is that of a model of images, and has the names that it would have alone. `rest`: see
+    `TensorFiles`.
 
     Raises ModelError where there is none or it is broken.
     """
     paths = [model_dir / single] if single is not None else checkpoint_files(model_dir)
-    with TensorFiles(device) as files:
+    with TensorFiles(device, rest) as files:
         tensors: dict[str, StoredTensor] = {}
         try:
             for path in paths:

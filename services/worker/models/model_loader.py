@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
 
 import torch
 
@@ -22,8 +21,9 @@ from services.worker.models.decoder import Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.expert_parallel.engine_experts import engine_bytes, layer_placer, place_experts
 from services.worker.models.expert_parallel.load_window import LoadWindow
+from services.worker.models.expert_parallel.pace import Pace
 from services.worker.models.expert_parallel.placement import ExpertPlacement
-from services.worker.models.expert_parallel.rearrangement import ExpertRearranger, GatherExperts, RearrangerParts
+from services.worker.models.expert_parallel.rearrangement import ExpertRearranger, RearrangerParts
 from services.worker.models.fallback.library_loader import load_library_model
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.latent.attention import check_latent
@@ -149,8 +149,10 @@ def _decoder(
         head = _head_of(settings, tensors, config, pooling) if stage.is_last else None
     decoder = _decoder_of(settings, config, weights, share, ops, plugin)
     if packer is not None:
-        source = _Gathering(settings, config, dtype, method, ops, packer).open
-        decoder.rearranger = _rearranger(settings, config, weights, share, source)
+        pace = Pace()
+        read_beside = _tensors(settings, config, dtype, method, None, pace.rest)
+        gathering = _Gathering(settings, config, ops, packer, read_beside, pace)
+        decoder.rearranger = _rearranger(settings, config, weights, share, gathering)
     return decoder, head
 
 
@@ -187,7 +189,7 @@ def _rearranger(
     config: ModelConfig,
     weights: DecoderWeights,
     share: LayerShard,
-    source: Callable[[], AbstractContextManager[GatherExperts]],
+    gathering: _Gathering,
 ) -> ExpertRearranger:
     numbered = enumerate(weights.layers, weights.first_layer)
     mixing = {number: layer.mlp for number, layer in numbered if isinstance(layer.mlp, MixtureMlp)}
@@ -198,7 +200,8 @@ def _rearranger(
         rank=share.rank,
         interval=experts.interval,
         place=layer_placer(experts, config, settings.communicator, settings.group),
-        source=source,
+        gather=gathering.gather,
+        pace=gathering.pace,
         share=settings.communicator.sum if settings.group is None else settings.group.sum,
         window=LoadWindow(counts, experts.window, experts.interval) if counts else None,
         device=settings.device,
@@ -206,29 +209,33 @@ def _rearranger(
     return ExpertRearranger(parts, share.placements)
 
 
-class _Gathering(NamedTuple):
-    """Where a rank has experts from that it does not have yet: the checkpoint, read as it was at the start."""
+class _Gathering:
+    """Where a rank has experts from that it does not have yet: the checkpoint, as it was at the start. It stays
+    open: to read the names and places of all tensors again would hold the interpreter, which steps need."""
 
-    settings: LoadSettings
-    config: ModelConfig
-    dtype: torch.dtype
-    method: QuantizationMethod | None
-    ops: Ops
-    packer: ExpertPacker
+    def __init__(
+        self,
+        settings: LoadSettings,
+        config: ModelConfig,
+        ops: Ops,
+        packer: ExpertPacker,
+        tensors: AbstractContextManager[TensorSource],
+        pace: Pace,
+    ) -> None:
+        """`tensors` are closed when this is gone."""
+        self._config, self._packer, self._tensors, self.pace = config, packer, tensors, pace
+        self._matrices = MatrixLoader(tensors.__enter__(), ops, settings.device, code_of(settings))
 
-    @contextmanager
-    def open(self) -> Iterator[GatherExperts]:
-        """See `RearrangerParts.source`."""
-        with _tensors(self.settings, self.config, self.dtype, self.method, None) as tensors:
-            matrices = MatrixLoader(tensors, self.ops, self.settings.device, code_of(self.settings))
-
-            def gather(layer: int, wanted: Sequence[int], held: Sequence[int], packed: PackedExperts) -> PackedExperts:
-                new = [expert for expert in wanted if expert not in held]
-                read = load_experts(matrices, self.config, self.packer, layer, new) if new else packed
-                parts = [(packed, held.index(e)) if e in held else (read, new.index(e)) for e in wanted]
-                return self.packer.arrange_experts(parts)
-
-            yield gather
+    def gather(self, layer: int, wanted: Sequence[int], held: Sequence[int], packed: PackedExperts) -> PackedExperts:
+        """See `GatherExperts`. One expert after the other: so much is there twice, and no more is done at a time."""
+        parts: list[tuple[PackedExperts, int]] = []
+        for expert in wanted:
+            if expert in held:
+                parts.append((packed, held.index(expert)))
+            else:
+                parts.append((load_experts(self._matrices, self._config, self._packer, layer, [expert]), 0))
+                self.pace.rest()
+        return self._packer.arrange_experts(parts)
 
 
 def _head_of(
@@ -246,8 +253,9 @@ def _tensors(
     dtype: torch.dtype,
     method: QuantizationMethod | None,
     plugin: PluginModel | None,
+    rest: Callable[[], None] | None = None,
 ) -> Iterator[TensorSource]:
-    """The checkpoint's tensors, or dummy weights."""
+    """The checkpoint's tensors, or dummy weights. `rest`: see `TensorFiles`."""
     if settings.load_format == "dummy":
         yield DummyTensors(dtype, settings.device, norm_offset=config.norm_offset)
         return
@@ -257,6 +265,7 @@ def _tensors(
         device=settings.device,
         base="model.",
         language_model=read_image_model(settings.folder) is not None,
+        rest=rest,
     ) as checkpoint:
         if plugin is not None:
             yield plugin.tensors(checkpoint)

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import Tensor
 _CHUNK = 16 << 20
 """Most bytes read at once: far more than what a call costs."""
 _MIN_CHUNK = 1 << 20
-"""Smaller pieces are not shared out among threads."""
+"""Smaller pieces are not shared out among threads, and larger ones are not read without a rest."""
 _THREADS = 8
 _GAP = 64 << 10
 """Bytes that are rather read and forgotten than left out."""
@@ -133,8 +133,11 @@ class _Runs(NamedTuple):
 class TensorFiles:
     """Owns open files, the threads that read them, and what those need. Used from one thread."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rest: Callable[[], None] | None = None) -> None:
+        """`rest`: called behind each piece by whoever reads in main memory, on its own thread, beside other work; None:
+        several threads read at a time."""
         self._device = device
+        self._rest = rest
         self._files = ExitStack()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights", initializer=self._enter)
         self._lanes = threading.local()
@@ -175,8 +178,13 @@ class TensorFiles:
         pieces = [
             (target.view(torch.uint8), part.tensor, runs)
             for part, target in zip(parts, torch.split(read, sizes), strict=True)
-            for runs in _runs(*part)
+            for runs in _runs(*part, _MIN_CHUNK if self._rest is not None else _CHUNK)
         ]
+        if self._rest is not None:
+            for piece in pieces:
+                self._fill(*piece)
+                self._rest()
+            return read
         under_way = [self._threads.submit(self._fill, *piece) for piece in pieces[:-1]]
         for piece in pieces[-1:]:  # handing it over, too, costs more than reading it, on a busy machine
             self._fill(*piece)
@@ -232,27 +240,30 @@ def _stored(file: int, path: Path, start: int, name: str, entry: TensorHeader) -
     return StoredTensor(file, path, start + entry.data_offsets[0], _DTYPES[entry.dtype], entry.shape)
 
 
-def _runs(tensor: StoredTensor, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> list[_Runs]:
-    """What to read, in pieces of about a chunk."""
+def _runs(
+    tensor: StoredTensor, rows: tuple[int, int] | None, columns: tuple[int, int] | None, most: int = _CHUNK
+) -> list[_Runs]:
+    """What to read, in pieces of at most so many bytes, but whole rows of `columns`."""
     item = tensor.dtype.itemsize
     first, end = rows or (0, tensor.shape[0] if tensor.shape else 1)
     row = math.prod(tensor.shape[1:]) * item
     if columns is None:
-        return _pieces(tensor.offset + first * row, 0, (end - first) * row)
+        return _pieces(tensor.offset + first * row, 0, (end - first) * row, most)
     cell = math.prod(tensor.shape[2:]) * item
     length, begin = (columns[1] - columns[0]) * cell, tensor.offset + columns[0] * cell
-    if length > _CHUNK:
-        return [piece for at in range(first, end) for piece in _pieces(begin + at * row, (at - first) * length, length)]
-    step = _CHUNK // max(1, length)
+    if length > most:
+        starts = ((begin + at * row, (at - first) * length) for at in range(first, end))
+        return [piece for offset, target in starts for piece in _pieces(offset, target, length, most)]
+    step = most // max(1, length)
     return [
         _Runs(begin + at * row, (at - first) * length, length, min(step, end - at), row)
         for at in range(first, end, step)
     ]
 
 
-def _pieces(offset: int, target: int, size: int) -> list[_Runs]:
+def _pieces(offset: int, target: int, size: int, most: int) -> list[_Runs]:
     """So that all threads have a part of a matrix."""
-    chunk = min(_CHUNK, max(_MIN_CHUNK, -(-size // _THREADS)))
+    chunk = min(most, max(_MIN_CHUNK, -(-size // _THREADS)))
     return [_Runs(offset + at, target + at, min(chunk, size - at), 1, 0) for at in range(0, size, chunk)]
 
 

@@ -41,6 +41,8 @@ class FakeCoordinator:
                 return self._pause_state(name)
             if name in ("sleep", "wake_up", "sleeping"):
                 return self._sleep_state(name)
+            if self.asked[-1][1].get("one_group"):
+                return b'{"service": "engines", "started": [], "stopping": [], "superseded": []}'
             return b'{"instances": {"engine-1": 5}}'
 
         return answer
@@ -110,7 +112,7 @@ async def test_a_coordinators_refusal_and_its_absence_are_passed_on(stack: Gatew
 async def test_engines_are_scaled_until_they_are_ready(stack: GatewayStack, coordinator: FakeCoordinator) -> None:
     answer = await stack.http.post("/scale_elastic_ep", json={"new_data_parallel_size": 1})
     assert answer.json() == {"message": "Scaled to 1 data parallel engines"}
-    assert coordinator.asked == [("scale", {"service": "engines", "count": 1})]
+    assert coordinator.asked == [("scale", {"service": "engines", "count": 1, "one_group": True})]
     late = asyncio.create_task(
         stack.http.post("/scale_elastic_ep", json={"new_data_parallel_size": 2, "drain_timeout": 0.5})
     )

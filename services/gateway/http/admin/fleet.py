@@ -62,16 +62,23 @@ class FleetEndpoints:
         await call.respond_json({"aborted": aborted})
 
     async def scale(self, call: Call) -> None:
-        """`/scale_elastic_ep`: so many engines. Answers once they are ready. Raises RequestError: 409 while another
-        such request is under way, or where the supervisor refuses; 408 where it takes too long."""
+        """`/scale_elastic_ep`: so many engines, in one group where they share experts. Answers once they are ready.
+        Raises RequestError: 409 while another such request is under way, or where the supervisor refuses; 408 where it
+        takes too long."""
         wanted = decode_body(await call.body(), _SCALE)
         if self._scaling:
             raise RequestError(409, "the number of engines is being changed already")
         self._scaling = True
         try:
-            await ask_coordinator(self._bus, "scale", {"service": "engines", "count": wanted.new_data_parallel_size})
-            ready = self._table.cluster.ready_engines
-            if not await until(lambda: len(ready()) == wanted.new_data_parallel_size, wanted.drain_timeout):
+            size, cluster = wanted.new_data_parallel_size, self._table.cluster
+            change = await ask_coordinator(self._bus, "scale", {"service": "engines", "count": size, "one_group": True})
+            leaving = frozenset((*change["stopping"], *change["superseded"]))
+
+            def done() -> bool:
+                ready = {life.instance for life in cluster.engines() if life.phase == "ready"}
+                return len(ready) == size and not ready & leaving
+
+            if not await until(done, wanted.drain_timeout):
                 raise RequestError(408, f"it is not done within {wanted.drain_timeout:g} s, and goes on")
         finally:
             self._scaling = False

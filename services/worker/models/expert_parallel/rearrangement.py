@@ -15,12 +15,9 @@ twice. Where one rank cannot have its experts, the layers that are left stay as 
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
@@ -32,11 +29,9 @@ from services.worker.models.config import ModelError
 from services.worker.models.expert_parallel.expert_balance import ExpertMoves
 from services.worker.models.expert_parallel.load_window import LoadWindow
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
+from services.worker.models.expert_parallel.pace import Pace
 from services.worker.models.expert_parallel.placement import ExpertPlacement
 from services.worker.ops.interface import PackedExperts
-
-_NICENESS = 10
-"""Of the thread beside steps, where threads have one."""
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +61,10 @@ class RearrangerParts:
     """Its number among those that experts are spread over."""
     interval: int
     place: PlaceLayer
-    source: Callable[[], AbstractContextManager[GatherExperts]]
-    """Opened on the thread beside steps, once for each rearrangement."""
+    gather: GatherExperts
+    """Called on the thread beside steps."""
+    pace: Pace
+    """Of that thread."""
     share: Callable[[Tensor], Tensor]
     """The sum of every rank's tensor."""
     window: LoadWindow | None
@@ -209,12 +206,12 @@ class _Mover:
     # ---- on the thread
 
     def _run(self) -> None:
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        self._parts.pace.start()
         try:
-            with torch.inference_mode(), self._parts.source() as gather:
+            with torch.inference_mode():
                 for load, (layer, held) in zip(self._load, self._parts.layers.items(), strict=True):
-                    ready = self._prepare(layer, held, load, gather)
+                    ready = self._prepare(layer, held, load)
+                    self._parts.pace.rest()
                     if ready is None:
                         continue
                     self._ready.put(ready)
@@ -225,13 +222,11 @@ class _Mover:
         except BaseException as error:  # looked at by the thread that computes
             self._ready.put(error)
 
-    def _prepare(
-        self, layer: int, held: RankExperts, load: Sequence[float], gather: GatherExperts
-    ) -> _ReadyLayer | None:
+    def _prepare(self, layer: int, held: RankExperts, load: Sequence[float]) -> _ReadyLayer | None:
         """None: its experts stay where they are, on every rank."""
         current, rank = self._placements[layer], self._parts.rank
         wanted = self._parts.place(current, load)
         if wanted == current:
             return None
-        packed = gather(layer, wanted.experts_of(rank), current.experts_of(rank), held.packed)
+        packed = self._parts.gather(layer, wanted.experts_of(rank), current.experts_of(rank), held.packed)
         return _ReadyLayer(layer, wanted, packed, LocalExperts.of(wanted, rank, self._parts.device))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -22,12 +21,13 @@ from services.worker.models.expert_parallel.expert_balance import balance_of
 from services.worker.models.expert_parallel.expert_load import ExpertLoad
 from services.worker.models.expert_parallel.load_window import LoadWindow
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
+from services.worker.models.expert_parallel.pace import Pace
 from services.worker.models.expert_parallel.placement import (
     ExpertPlacement,
     improve_placement,
     spread_evenly,
 )
-from services.worker.models.expert_parallel.rearrangement import ExpertRearranger, GatherExperts, RearrangerParts
+from services.worker.models.expert_parallel.rearrangement import ExpertRearranger, RearrangerParts
 from services.worker.ops.interface import PackedExperts
 
 CPU = torch.device("cpu")
@@ -65,6 +65,7 @@ class Rank:
     """Where experts were in each step."""
 
     def __post_init__(self) -> None:
+        self.random = Random(self.seed + self.number)
         packed = PackedExperts(EVEN.experts_of(self.number))  # those that it has, by name
         self.layers = {layer: RankExperts(packed, LocalExperts.of(EVEN, self.number, CPU)) for layer in LAYERS}
         if self.number == 0:
@@ -74,7 +75,8 @@ class Rank:
             rank=self.number,
             interval=INTERVAL,
             place=partial(improve_placement, redundant=3),
-            source=self.open,
+            gather=self.gather,
+            pace=Pace(1.0),
             share=partial(self.meeting.sum, self.number),
             window=LoadWindow(self.counts, 2, INTERVAL) if self.number == 0 else None,
             device=CPU,
@@ -82,18 +84,12 @@ class Rank:
         self.rearranger = ExpertRearranger(parts, (EVEN,) * 6)
         self.rearranger.restart()
 
-    @contextmanager
-    def open(self) -> Iterator[GatherExperts]:
-        random = Random(self.seed + self.number)
-
-        def gather(layer: int, wanted: Sequence[int], held: Sequence[int], packed: PackedExperts) -> PackedExperts:
-            time.sleep(random.choice((0.0, 0.0, 0.003)))
-            if layer == self.fails_at:
-                raise ModelError("the file is gone")
-            assert packed == held
-            return PackedExperts(tuple(wanted))
-
-        yield gather
+    def gather(self, layer: int, wanted: Sequence[int], held: Sequence[int], packed: PackedExperts) -> PackedExperts:
+        time.sleep(self.random.choice((0.0, 0.0, 0.003)))
+        if layer == self.fails_at:
+            raise ModelError("the file is gone")
+        assert packed == held
+        return PackedExperts(tuple(wanted))
 
     def run(self, steps: int) -> None:
         for step in range(steps):
@@ -149,8 +145,9 @@ def test_a_bug_on_the_thread_beside_steps_ends_the_rank() -> None:
         layers={0: RankExperts(packed)},
         rank=0,
         interval=1,
-        place=improve_placement,
-        source=lambda: 1 / 0,  # type: ignore[arg-type, return-value]
+        place=lambda *_: 1 / 0,  # type: ignore[arg-type, return-value]
+        gather=lambda *_: packed,
+        pace=Pace(),
         share=lambda x: x,
         window=LoadWindow([counts], 1, 1),
         device=CPU,
@@ -194,3 +191,12 @@ def test_picks_count_where_they_were_computed() -> None:
     load._change(0, ExpertPlacement(((0, 2), (1, 3))))
     counts += torch.tensor([10, 20, 1, 2])
     assert load.by_rank() == {0: [8.0 + 11.0, 2.0 + 22.0]}
+
+
+def test_a_thread_beside_steps_rests_in_proportion_to_its_work() -> None:
+    worked, rests = [0.0], list[float]()
+    pace = Pace(0.25, clock=lambda: worked[0], sleep=rests.append)
+    for piece in (0.01, 0.0001, 0.0001, 0.004):
+        worked[0] += piece
+        pace.rest()
+    assert rests == pytest.approx([0.03, 0.0126]), "short pieces have one together"

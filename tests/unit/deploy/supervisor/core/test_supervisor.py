@@ -525,7 +525,56 @@ def test_engines_of_a_data_parallel_group_start_and_lose_their_ranks_together() 
     assert started(again) == {"engine-3-rank0", "engine-3-rank1", "engine-4-rank0", "engine-4-rank1"}
     assert [c.new_rendezvous for c in again if isinstance(c, StartProcess)] == [True, False, False, False]
     assert killed(stack.ends("engine-1")) == set(), "a scheduler's ranks go on without it"
-    refused = stack.handle(ScaleRequested("engines", 6))
-    assert [c.answer for c in refused if isinstance(c, ReplyToScale)] == [
-        ScaleRefusal("engines: those of a data-parallel group cannot be scaled")
+
+
+def scaled(commands: Iterable[Command]) -> ScaleResult:
+    result = answer(commands)
+    assert isinstance(result, ScaleResult)
+    return result
+
+
+def test_groups_of_engines_are_scaled_as_wholes_and_their_ranks_serve_until_the_last_scheduler_has_ended() -> None:
+    stack = Simulation(Counts(engines=2, data_parallel=2)).all_ready()
+    refused = answer(stack.handle(ScaleRequested("engines", 3)))
+    assert refused == ScaleRefusal("engines=3: whole groups are needed, of data_parallel_size 2")
+    assert started(stack.handle(ScaleRequested("engines", 4))) == {
+        *("engine-3", "engine-3-rank0", "engine-4", "engine-4-rank0")
+    }
+    stack.all_ready()
+    fewer = answer(stack.handle(ScaleRequested("engines", 2)))
+    assert fewer == ScaleResult((), ("engine-3", "engine-3-rank0", "engine-4", "engine-4-rank0"))
+    assert ends_of(stack.ends("engine-3", 0)) == set(), "engine 4 still has streams"
+    assert ends_of(stack.ends("engine-4", 0)) == {"engine-3-rank0", "engine-4-rank0"}
+
+
+def test_groups_of_another_size_take_the_place_of_those_that_serve_once_all_are_ready() -> None:
+    stack = Simulation(Counts(engines=2, data_parallel=2)).all_ready()
+    commands = stack.handle(ScaleRequested("engines", 4, data_parallel_size=4))
+    old = ("engine-1", "engine-1-rank0", "engine-2", "engine-2-rank0")
+    assert scaled(commands).superseded == old
+    begun = [c.process for c in commands if isinstance(c, StartProcess) and c.process.service == "worker"]
+    assert [(p.instance, p.group, p.group_size, p.group_index) for p in begun] == [
+        (f"engine-{number}-rank0", "engine-3", 4, number - 3) for number in range(3, 7)
     ]
+    assert ends_of([*commands, *stack.tick(60)]) == set()
+    assert killed(stack.ends("engine-6-rank0")) == {f"engine-{number}-rank0" for number in (3, 4, 5)}
+    for number in (3, 4, 5, 1):
+        stack.ends(f"engine-{number}-rank0")
+    assert started(stack.ends("engine-2-rank0")) == {"engine-1-rank0", "engine-2-rank0"}, "what serves still, goes on"
+    stack.tick(60)
+    ready = [command for instance in list(stack.pids) for command in stack.hears(instance, "ready")]
+    assert ends_of(ready) == {"engine-1", "engine-2"}
+    assert isinstance(answer(stack.handle(ScaleRequested("engines", 4))), ScaleResult), "four are one group now"
+
+
+def test_what_takes_the_place_of_others_may_be_given_up() -> None:
+    stack = Simulation(Counts(engines=2, data_parallel=2)).all_ready()
+    stack.handle(ScaleRequested("engines", 4, one_group=True))
+    back = stack.handle(ScaleRequested("engines", 2, data_parallel_size=2))
+    assert scaled(back).started == scaled(back).stopping == ()
+    assert ends_of(back) == {f"engine-{number}" for number in range(3, 7)}
+    refused = answer(
+        Simulation(Counts(engines=2)).all_ready().handle(ScaleRequested("engines", 4, data_parallel_size=2))
+    )
+    assert isinstance(refused, ScaleRefusal)
+    assert refused.message.startswith("data_parallel_size 2: is of stacks that were started with data-parallel groups")
