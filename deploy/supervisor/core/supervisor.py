@@ -309,7 +309,9 @@ class Supervisor:
             self._unanswered.discard(member.process.engine)
         for one in group:
             one.move("running")
-        return [StartProcess(one.process, position == 0, one.device, one.standby) for position, one in enumerate(group)]
+        # A scheduler that starts behind ranks of its group must not send the others elsewhere.
+        meets = member.process.service == "worker"
+        return [StartProcess(one.process, meets and one is group[0], one.device, one.standby) for one in group]
 
     # ---- ends
 
