@@ -21,7 +21,7 @@ from services.worker.models.decoder import Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.expert_parallel.engine_experts import engine_bytes, layer_placer, place_experts
 from services.worker.models.expert_parallel.load_window import LoadWindow
-from services.worker.models.expert_parallel.pace import Pace
+from services.worker.models.expert_parallel.pace import ThreadPace
 from services.worker.models.expert_parallel.placement import ExpertPlacement
 from services.worker.models.expert_parallel.rearrangement import ExpertRearranger, RearrangerParts
 from services.worker.models.fallback.library_loader import load_library_model
@@ -149,7 +149,7 @@ def _decoder(
         head = _head_of(settings, tensors, config, pooling) if stage.is_last else None
     decoder = _decoder_of(settings, config, weights, share, ops, plugin)
     if packer is not None:
-        pace = Pace()
+        pace = ThreadPace()
         read_beside = _tensors(settings, config, dtype, method, None, pace.rest)
         gathering = _Gathering(settings, config, ops, packer, read_beside, pace)
         decoder.rearranger = _rearranger(settings, config, weights, share, gathering)
@@ -220,7 +220,7 @@ class _Gathering:
         ops: Ops,
         packer: ExpertPacker,
         tensors: AbstractContextManager[TensorSource],
-        pace: Pace,
+        pace: ThreadPace,
     ) -> None:
         """`tensors` are closed when this is gone."""
         self._config, self._packer, self._tensors, self.pace = config, packer, tensors, pace

@@ -29,7 +29,7 @@ from services.worker.models.config import ModelError
 from services.worker.models.expert_parallel.expert_balance import ExpertMoves
 from services.worker.models.expert_parallel.load_window import LoadWindow
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
-from services.worker.models.expert_parallel.pace import Pace
+from services.worker.models.expert_parallel.pace import ThreadPace
 from services.worker.models.expert_parallel.placement import ExpertPlacement
 from services.worker.ops.interface import PackedExperts
 
@@ -63,7 +63,7 @@ class RearrangerParts:
     place: PlaceLayer
     gather: GatherExperts
     """Called on the thread beside steps."""
-    pace: Pace
+    pace: ThreadPace
     """Of that thread."""
     share: Callable[[Tensor], Tensor]
     """The sum of every rank's tensor."""

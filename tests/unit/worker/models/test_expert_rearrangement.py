@@ -21,7 +21,7 @@ from services.worker.models.expert_parallel.expert_balance import balance_of
 from services.worker.models.expert_parallel.expert_load import ExpertLoad
 from services.worker.models.expert_parallel.load_window import LoadWindow
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
-from services.worker.models.expert_parallel.pace import Pace
+from services.worker.models.expert_parallel.pace import ThreadPace
 from services.worker.models.expert_parallel.placement import (
     ExpertPlacement,
     improve_placement,
@@ -36,7 +36,7 @@ EVEN = spread_evenly(EXPERTS, RANKS)
 DEADLINE = 30.0
 
 
-class Hurry(Pace):
+class Hurry(ThreadPace):
     """Steps are as short as the thread's work here: it is to be as quick as they are, on a busy machine, too."""
 
     def start(self) -> None:
@@ -157,7 +157,7 @@ def test_a_bug_on_the_thread_beside_steps_ends_the_rank() -> None:
         interval=1,
         place=lambda *_: 1 / 0,  # type: ignore[arg-type, return-value]
         gather=lambda *_: packed,
-        pace=Pace(),
+        pace=ThreadPace(),
         share=lambda x: x,
         window=LoadWindow([counts], 1, 1),
         device=CPU,
@@ -205,7 +205,7 @@ def test_picks_count_where_they_were_computed() -> None:
 
 def test_a_thread_beside_steps_rests_in_proportion_to_its_work() -> None:
     worked, rests = [0.0], list[float]()
-    pace = Pace(0.25, clock=lambda: worked[0], sleep=rests.append)
+    pace = ThreadPace(0.25, clock=lambda: worked[0], sleep=rests.append)
     for piece in (0.01, 0.0001, 0.0001, 0.004):
         worked[0] += piece
         pace.rest()
