@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from services.encoder.actor import EncoderActor, Tower
+from services.encoder.actor import EncoderActor, Reader, Tower
 from services.encoder.audio_tower import AudioTower, SampleReader
 from services.encoder.config import EncoderConfig
 from services.encoder.image_decoder import ImageDecoder
+from services.encoder.prompt_tower import PromptTower, TokenReader
 from services.encoder.rows_keeper import RowsKeeper
 from services.encoder.sound_tower import SoundTower
 from services.encoder.tower import ImageTower, TowerUnusable
@@ -19,6 +20,7 @@ from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
 from shared.models.audio_models import read_audio_model
+from shared.models.encoder_decoder_models import read_encoder_decoder
 from shared.models.model_files import ModelNotFound, resolve_model
 from shared.models.sound_models import read_sound_model
 
@@ -27,9 +29,12 @@ def build(config: EncoderConfig, folder: Path, bus: Bus) -> EncoderActor:
     """The encoder that `config` describes for the model in `folder`, on `bus`."""
     audio, sounds, instance = read_audio_model(folder), read_sound_model(folder), config.instance_id()
     rows = RowsKeeper(instance, config.rows_dir, config.rows_memory, config.image_cache)
-    load: Callable[[], Tower] = lambda: ImageTower(folder, config.dtype, config.max_pixels)  # noqa: E731 - one of three
-    decoder: ImageDecoder | SampleReader = ImageDecoder(config.decode_s)
-    if audio is not None:
+    prompts = read_encoder_decoder(folder)
+    load: Callable[[], Tower] = lambda: ImageTower(folder, config.dtype, config.max_pixels)  # noqa: E731 - one of four
+    decoder: Reader = ImageDecoder(config.decode_s)
+    if prompts is not None:
+        load, decoder = (lambda: PromptTower(folder, config.dtype)), TokenReader(prompts)
+    elif audio is not None:
         load, decoder = (lambda: AudioTower(folder, config.dtype)), SampleReader(audio)
     elif sounds is not None:
         load, decoder = (lambda: SoundTower(folder, config.dtype)), SampleReader(sounds)

@@ -14,6 +14,7 @@ from services.encoder.audio_tower import AudioTower, SampleReader
 from services.encoder.core.image_queue import ImageQueue
 from services.encoder.core.row_table import ImageHash, image_hash
 from services.encoder.image_decoder import ImageDecoder, ImageRefused
+from services.encoder.prompt_tower import PromptTower, TokenReader
 from services.encoder.rows_keeper import RowsKeeper, RowsUnkept
 from services.encoder.sound_tower import SoundTower
 from services.encoder.tower import ImageTower, TowerUnusable
@@ -34,7 +35,8 @@ from shared.messages.encoder import (
 
 log = logging.getLogger(__name__)
 
-Tower = ImageTower | AudioTower | SoundTower
+Tower = ImageTower | AudioTower | SoundTower | PromptTower
+Reader = ImageDecoder | SampleReader | TokenReader
 
 MAX_PENDING = 64
 """Images that are being encoded or wait for it; further ones are refused."""
@@ -63,7 +65,7 @@ class EncoderActor(Actor):
         model: ModelName,
         load: Callable[[], Tower],
         rows: RowsKeeper,
-        decoder: ImageDecoder | SampleReader,
+        decoder: Reader,
     ) -> None:
         """`load`: makes the tower, on a thread. `decoder`: makes what the tower takes of what is sent."""
         super().__init__(bus, instance)

@@ -14,7 +14,7 @@ from services.gateway.core.open_request import FIRST_ATTEMPT
 from services.gateway.parsing.output_parser import ParserOptions
 from services.gateway.tokenizer_client import PromptDetails
 from shared.ids import GatewayId, RequestId
-from shared.messages.tokenizer import Tokenize
+from shared.messages.tokenizer import Tokenize, embeds_of
 from shared.telemetry.logs import record_trace
 
 _MESSAGES: dict[GenerationKind, Callable[[ParserOptions | None], ParsedMessage]] = {
@@ -33,6 +33,8 @@ def choice_state(
     prompt = choice.position // generation.n
     echo = generation.echoed_messages[prompt] if generation.echoed_messages else ""
     state = ChoiceState(choice.position, prompt, echo=echo, only_echo=generation.only_echo)
+    if generation.model.encoder_decoder is not None:
+        state.encoder_tokens = sum(each.count for each in embeds_of(choice.prompt))
     if shape := _MESSAGES.get(generation.kind):
         state.message = shape(generation.parser_options)
     elif generation.parser_options is not None:

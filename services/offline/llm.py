@@ -168,14 +168,21 @@ class LLM:
         return output
 
     async def _room(self, request: PromptRequest) -> int:
-        """How many tokens the context holds beside the prompt."""
-        prompt = request.fields["prompt"]
-        if isinstance(prompt, str):
-            count = int((await self._post("/tokenize", {"model": self.model, "prompt": prompt}))["count"])
-        else:
-            count = len(prompt)
+        """How many tokens the context holds beside the prompt, or what begins the answers of a model that has the
+        prompt read by an encoder."""
+        prompt, context = request.fields["prompt"], self._engine.cluster.context
+        if (model := self._engine.cluster.encoder_decoder) is not None:
+            begin = await self._count(request.fields.get("decoder_prompt", ()), add_special_tokens=False)
+            return max(1, context - begin - len(model.decoder_prompt))
+        count = await self._count(prompt)
         kept = request.params.truncate_prompt_tokens
-        return max(1, self._engine.cluster.context - (count if kept is None or kept < 0 else min(count, kept)))
+        return max(1, context - (count if kept is None or kept < 0 else min(count, kept)))
+
+    async def _count(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> int:
+        if not isinstance(prompt, str):
+            return len(prompt)
+        body = {"model": self.model, "prompt": prompt, "add_special_tokens": add_special_tokens}
+        return int((await self._post("/tokenize", body))["count"])
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The gateway's answer. Raises InvalidRequest for an error of the request, EngineFailed for any other."""

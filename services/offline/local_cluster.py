@@ -23,6 +23,9 @@ from services.worker.backend import BackendError
 from shared.actor import Actor, ActorRuntime
 from shared.bus.memory_bus import MemoryBus
 from shared.error_groups import innermost
+from shared.messages.lifecycle import EngineReport
+from shared.messages.model_card import EncoderDecoderModel
+from shared.models.encoder_decoder_models import read_encoder_decoder
 from shared.models.image_models import read_image_model
 from shared.models.model_files import ModelNotFound, resolve_model
 from shared.models.tokenizer_files import TokenizerUnusable
@@ -72,11 +75,20 @@ class LocalCluster:
     @property
     def context(self) -> int:
         """Tokens that a sequence may reach; known once started. Raises EngineFailed."""
+        report = self._report()
+        return min(report.model.max_model_len, report.blocks_total * report.model.block_size)
+
+    @property
+    def encoder_decoder(self) -> EncoderDecoderModel | None:
+        """See `ModelCard.encoder_decoder`; as `context`."""
+        return self._report().model.encoder_decoder
+
+    def _report(self) -> EngineReport:
         assert self._scheduler is not None, "not started"
         report = self._scheduler.engine_report()
         if report is None:
             raise EngineFailed("the engine has no workers")
-        return min(report.model.max_model_len, report.blocks_total * report.model.block_size)
+        return report
 
     async def start(self, timeout: float) -> None:
         """Returns when requests are served. Raises EngineFailed; nothing runs any more then."""
@@ -117,8 +129,9 @@ class LocalCluster:
         ]
 
     def _encoders(self) -> list[Actor]:
-        """What encodes images; nothing where the model takes none."""
-        if read_image_model(self._folder) is None or not self._configs.ranks[0].reads_weights:
+        """What encodes images or prompts; nothing where the model has none encoded."""
+        encoded = read_image_model(self._folder) or read_encoder_decoder(self._folder)
+        if encoded is None or not self._configs.ranks[0].reads_weights:
             return []
         from services.encoder.__main__ import build as build_encoder  # seconds of imports, which no other model pays
 

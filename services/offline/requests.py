@@ -13,7 +13,8 @@ from services.offline.media import chat_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with `prompt` or `prompt_token_ids`; beside a prompt of text it may have
-`multi_modal_data`."""
+`multi_modal_data`. For a model with an encoder of prompts, a dict with `encoder_prompt` and `decoder_prompt`: each is
+text, token ids or such a dict, the latter may be None."""
 Message = Mapping[str, Any]
 
 _OF_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -120,8 +121,15 @@ def _is_ids(prompt: object) -> bool:
 
 def _request(prompt: object, params: SamplingParams, index: int) -> PromptRequest:
     own: dict[str, Any] = {}
+    field = f"prompts[{index}]"
+    if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
+        if unknown := set(prompt) - {"encoder_prompt", "decoder_prompt"}:
+            allowed = "encoder_prompt and decoder_prompt are"
+            raise InvalidRequest(f"{field}: {_shown(sorted(unknown)[0])} is not allowed; {allowed}", field)
+        if (begin := prompt.get("decoder_prompt")) is not None:
+            own["decoder_prompt"] = _request(begin, params, index).fields["prompt"]
+        prompt = prompt["encoder_prompt"]
     if isinstance(prompt, Mapping):
-        field = f"prompts[{index}]"
         if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"}:
             allowed = "prompt, prompt_token_ids, cache_salt, multi_modal_data"
             raise InvalidRequest(f"{field}: {_shown(sorted(unknown)[0])} is not allowed; {allowed} are", field)

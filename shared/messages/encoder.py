@@ -37,7 +37,8 @@ class EncodeImage(Struct, frozen=True, array_like=True, tag=True):
 
     image: Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES)]
     """The file, as the client gave it: nothing of it has been looked at. Of a model that hears, a window of a sound in
-    its place: samples in float32, little-endian, of one channel and the model's rate."""
+    its place: samples in float32, little-endian, of one channel and the model's rate. Of a model whose encoder reads
+    prompts, the tokens of one, packed as uint32."""
     salt: str | None = None
     """Rows are shared from a cache with requests of the same salt only: see `Generation.cache_salt`."""
     turn: str = ""

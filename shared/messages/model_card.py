@@ -97,6 +97,24 @@ class AudioModel(Struct, frozen=True, array_like=True, kw_only=True):
         return self.no_timestamps - 1
 
 
+class EncoderDecoderModel(Struct, frozen=True, array_like=True, kw_only=True):
+    """What a model's files say of the prompts that its encoder reads (BART, T5), and of what its answers begin with."""
+
+    row_size: int
+    """Elements of each row that its encoder makes of a token."""
+    rows: int
+    """Tokens of the longest prompt."""
+    start: int
+    """The token that every answer begins behind (`decoder_start_token_id`)."""
+    forced_first: int | None = None
+    """The token that every answer begins with (`forced_bos_token_id`): a language, or that of the beginning."""
+
+    @property
+    def decoder_prompt(self) -> tuple[int, ...]:
+        """What an answer is drawn behind, where a request does not say."""
+        return (self.start,) if self.forced_first is None else (self.start, self.forced_first)
+
+
 class SoundModel(Struct, frozen=True, array_like=True):
     """What a model's files say of the sounds that its chats may have."""
 
@@ -174,8 +192,16 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """None: OpenAI's."""
     sounds: SoundModel | None = None
     """What sounds its chats may have, in place of tokens; None: none."""
+    encoder_decoder: EncoderDecoderModel | None = None
+    """How its encoder reads prompts, of which each request has rows beside what its decoder begins with; None: it has
+    no encoder of texts."""
+
+    @property
+    def reads_beside(self) -> AudioModel | EncoderDecoderModel | None:
+        """What its tokens attend to beside themselves: rows of an encoder's, as many and as large as this says."""
+        return self.audio or self.encoder_decoder
 
     def takes_rows(self, size: int) -> bool:
         """Whether rows of `size` elements may stand in place of tokens, or beside them: a client's or an encoder's."""
-        hearing = (None if each is None else each.row_size for each in (self.audio, self.sounds))
+        hearing = (None if each is None else each.row_size for each in (self.reads_beside, self.sounds))
         return size in (self.prompt_embeds, self.images, *hearing)

@@ -12,6 +12,7 @@ from deploy.supervisor.core.plan import POOLS, Counts
 from deploy.supervisor.settings import StackSettings
 from services.worker.distributed.binding import available_cores
 from shared.models.audio_models import read_audio_model
+from shared.models.encoder_decoder_models import read_encoder_decoder
 from shared.models.image_models import read_image_model
 
 
@@ -104,8 +105,10 @@ def check_hand_overs(values: Mapping[str, Any], *, prefill: int, decode: int, ha
 
 
 def encoders(stack: StackSettings, model: Path, *, has_weights: bool) -> int:
-    """How many processes encode images: none for a model that takes none, or of which nobody reads weights."""
-    return stack.encoders if has_weights and (read_image_model(model) or read_audio_model(model)) is not None else 0
+    """How many processes encode images, sounds or prompts: none for a model that has nothing encoded, or of which
+    nobody reads weights."""
+    encoded = read_image_model(model) or read_audio_model(model) or read_encoder_decoder(model)
+    return stack.encoders if has_weights and encoded is not None else 0
 
 
 def layer_split(text: str | None, counts: Counts) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.api.embeds.prompt_embeds import embedded_prompts
-from services.gateway.api.errors import decode_body, invalid, unsupported
+from services.gateway.api.errors import decode_body, invalid, not_allowed, unsupported
 from services.gateway.api.generation import (
     CommonFields,
     GenerationRequest,
@@ -16,11 +16,11 @@ from services.gateway.api.generation import (
     check_generates,
     choose_model,
 )
-from services.gateway.api.prompts import completion_prompts
+from services.gateway.api.prompts import completion_prompts, token_prompt
 from services.gateway.api.sampling import beam_search_params, completion_logprobs_request, generation_request
 from services.gateway.api.structured_outputs import read_output_grammar
 from shared.messages.model_card import ModelCard
-from shared.messages.tokenizer import Prompt
+from shared.messages.tokenizer import Prompt, TextPrompt, TokenPrompt
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -32,6 +32,7 @@ class CompletionFields(CommonFields, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
+    decoder_prompt: str | list[Any] | None = None
 
 
 _decoder = msgspec.json.Decoder(CompletionFields)
@@ -50,6 +51,34 @@ def _prompts(fields: CompletionFields, card: ModelCard) -> tuple[Prompt, ...]:
     )
 
 
+_NOT_OF_ENCODED = {
+    "echo": "the prompt is read by an encoder, and its text is no part of the decoder's",
+    "prompt_logprobs": "the prompt is read by an encoder, which gives its tokens no probabilities",
+    "use_beam_search": "beams are not searched beside an encoder's rows",
+    "prompt_embeds": "its encoder reads tokens",
+}
+"""What completions by a model with an encoder cannot have, and why."""
+
+
+def _decoder_prompt(fields: CompletionFields, card: ModelCard) -> TextPrompt | TokenPrompt | None:
+    """What answers begin with, where the client says. Raises RequestError for what is not of the model's kind."""
+    if card.encoder_decoder is None:
+        if fields.decoder_prompt is not None:
+            raise invalid("decoder_prompt", "not allowed for this model, which has no encoder of prompts")
+        return None
+    for name, why in _NOT_OF_ENCODED.items():
+        if getattr(fields, name) not in (None, False):
+            raise invalid(name, f"not allowed for this model: {why}")
+    given = fields.decoder_prompt
+    if given is None or given in ("", []):
+        return None
+    if isinstance(given, str):
+        return TextPrompt(given, add_special_tokens=False)
+    if not all(type(token) is int for token in given):
+        raise not_allowed("decoder_prompt", given, "a string or token ids")
+    return token_prompt("decoder_prompt", given, card)
+
+
 def read_completion(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> GenerationRequest:
     """Reads and checks a body. `cards` are the models that are served. Raises RequestError."""
     return completion_request(decode_body(body, _decoder), cards, limits)
@@ -64,6 +93,7 @@ def completion_request(
     """The same for a body that was read. Raises RequestError."""
     card = check_generates(choose_model(fields.model, cards))
     only_echo = bool(fields.echo) and fields.max_tokens == 0
+    decoder_prompt = _decoder_prompt(fields, card)
     prompts = _prompts(fields, card)
     check_common_fields(fields, len(prompts), limits, unchecked="max_tokens" if only_echo else "")
     if fields.suffix:
@@ -80,6 +110,7 @@ def completion_request(
         limits,
         kind="completion",
         prompts=prompts,
+        decoder_prompt=decoder_prompt,
         max_tokens=1 if only_echo else default_max_tokens if fields.max_tokens is None else fields.max_tokens,
         logprobs=logprobs,
         echo_logprobs=logprobs.most_likely if echo and with_logprobs else None,

@@ -22,7 +22,7 @@ from shared.ids import ModelName
 from shared.messages.gateway import MAX_STREAM_CHOICES
 from shared.messages.generation import PoolingOptions, SamplingOptions, StopConditions
 from shared.messages.model_card import LoraCard, ModelCard
-from shared.messages.tokenizer import Prompt, TruncationSide
+from shared.messages.tokenizer import Prompt, TextPrompt, TokenPrompt, TruncationSide
 
 INT64 = 2**63
 SEED_MASK = INT64 - 1
@@ -172,6 +172,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     media: tuple[MediaSource, ...] = ()
     """Images and videos of its one prompt, a chat, which has parts without rows in their places; empty once these are
     filled in."""
+    decoder_prompt: TextPrompt | TokenPrompt | None = None
+    """What each answer of a model with an encoder of prompts begins with; None: what the model says."""
     trace: str | None = None
     """See `Generation.trace`."""
     kv_transfer: KvTransfer = NO_TRANSFER

@@ -130,6 +130,8 @@ class ChoiceState:
     tokens: int = 0
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
+    encoder_tokens: int = 0
+    """Tokens of the prompt that an encoder has read; `prompt_tokens` counts them, too."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     first_token_at: float | None = None
@@ -292,7 +294,8 @@ class GenerationResponse:
     def record_opened(self, opened: StreamOpened) -> None:
         """Notes what is known of a choice's prompt when its generation starts."""
         choice = self.requests[opened.request]
-        choice.prompt_tokens, choice.cached_tokens = opened.prompt_tokens, opened.cached_tokens
+        choice.prompt_tokens = choice.encoder_tokens + opened.prompt_tokens
+        choice.cached_tokens = opened.cached_tokens
         if choice.message is not None:
             choice.message.parser.thinking = opened.thinking
 

@@ -252,16 +252,15 @@ def bad_words(words: list[str], limits: RequestLimits) -> tuple[str, ...]:
 
 
 def kept_prompt_tokens(given: int, max_tokens: int | None, card: ModelCard) -> int:
-    """Returns how many of the prompt's tokens to keep; -1: as many as fit beside the output. Raises
-    RequestError."""
+    """Returns how many of the prompt's tokens to keep; -1: as many as fit beside the output, or as an encoder takes.
+    Raises RequestError."""
+    encoder = card.encoder_decoder
+    most = card.max_model_len if encoder is None else encoder.rows
     if given == -1:
-        return max(1, card.max_model_len - (max_tokens or 1))
-    if not 1 <= given <= card.max_model_len:
-        raise not_allowed(
-            "truncate_prompt_tokens",
-            given,
-            f"it must be 1 to {card.max_model_len}, or -1 for as many as the context holds",
-        )
+        return max(1, most - (max_tokens or 1)) if encoder is None else most
+    if not 1 <= given <= most:
+        holds = "the context holds" if encoder is None else "the model's encoder takes"
+        raise not_allowed("truncate_prompt_tokens", given, f"it must be 1 to {most}, or -1 for as many as {holds}")
     return given
 
 

@@ -22,7 +22,6 @@ from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import ChoiceState, GenerationResponse, ResponseHeader, ResponseWriter
 from services.gateway.audio.audio_decoder import AudioDecoder
 from services.gateway.audio.audio_process import DecodedAll, DecodedWindow
-from services.gateway.images.image_rows import ENCODE_TIMEOUT
 from services.gateway.request_table import RequestTable
 from shared.messages.encoder import EncodeImage
 from shared.messages.gateway import Delta
@@ -33,8 +32,6 @@ from shared.packing import pack, unpack
 
 MAX_AT_ONCE = 4
 """Windows of one sound that are on their way at the same time."""
-CROWD_INTERVAL = 1.0
-"""Seconds until encoders that had no room are asked again."""
 
 _TIME = re.compile(r"<\|\d+\.\d\d\|>")
 """What models may write though they are not asked for it."""
@@ -166,19 +163,13 @@ class Transcriber:
 
     async def _rows(self, decoded: DecodedWindow) -> PromptEmbeds:
         """Raises RequestError. Behind the first window a crowd at the encoders is waited for."""
-        images, generation, loop = self._table.images, self._generation, asyncio.get_running_loop()
+        images, generation = self._table.images, self._generation
         question = EncodeImage(decoded.samples, generation.cache_salt, generation.key or self._header.id)
-        end = loop.time() + ENCODE_TIMEOUT
-        while True:
-            try:
-                rows = await images.encoded("file", question, generation.model.name)
-            except RequestError as error:
-                if error.status != 429 or not decoded.start or loop.time() > end:
-                    raise
-                await asyncio.sleep(CROWD_INTERVAL)
-                continue
-            images.open_rows.add(rows, question, generation.model.name)
-            return rows
+        if decoded.start:
+            return await images.awaited("file", question, generation.model.name)
+        rows = await images.encoded("file", question, generation.model.name)
+        images.open_rows.add(rows, question, generation.model.name)
+        return rows
 
     async def _probe(self, rows: PromptEmbeds) -> _Probe:
         """As `transformers` and OpenAI find the language: the likeliest of their tokens behind the beginning."""

@@ -32,6 +32,7 @@ from services.gateway.http.call import Call
 from services.gateway.http.overflow import Overflow
 from services.gateway.http.resumable import ResumableWriter
 from services.gateway.http.streaming import EventWriter, SseFrames, StreamWriter
+from services.gateway.images.encoder_prompts import read_by_encoder
 from services.gateway.request_table import RequestTable
 from services.gateway.resumable_streams import ResumableStreams
 from services.gateway.tokenizer_client import PromptDetails
@@ -219,6 +220,7 @@ class GenerationEndpoint(GeneratingEndpoint):
             searches = await open_searches(table.tokenizer, generation)
         else:
             details = await table.tokenizer.prompt_details(generation)
+            generation = await read_by_encoder(table.images, table.tokenizer, generation)
         response_id, arrival = f"{self._prefix}-{secrets.token_hex(12)}", time.time()
         header = self._header(generation, response_id, arrival)
         self._log(call, generation, header)
@@ -262,6 +264,7 @@ class GenerationEndpoint(GeneratingEndpoint):
         self._access.reserve(call, generation, table.free)
         generation = await table.images.filled(generation)
         details = await table.tokenizer.prompt_details(generation)
+        generation = await read_by_encoder(table.images, table.tokenizer, generation)
         header = self._header(generation, opening.stream, opening.arrival)
         self._log(call, generation, header, last)
         assert generation.stream is not None

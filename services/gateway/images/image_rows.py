@@ -29,6 +29,8 @@ REPLY_TIMEOUT = 5.0
 """Seconds after which an encoder is asked again: the one that was may have died. Who encodes the image already, and
 lives, encodes it once."""
 RETRY_INTERVAL = 0.25
+CROWD_INTERVAL = 1.0
+"""Seconds until encoders that had no room are asked again."""
 DECODE_TIMEOUT = 10.0
 MAX_AT_ONCE = 4
 """Images of one request that are on their way at the same time."""
@@ -97,6 +99,21 @@ class ImageRowsClient:
             return await video_embeds(self._decoder, file, source, how, slots, encode)
         except RequestError as error:
             return error
+
+    async def awaited(self, field: str, question: EncodeImage, model: ModelName) -> PromptEmbeds:
+        """As `encoded`, kept as rows of an open request; a crowd at the encoders is waited for."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + ENCODE_TIMEOUT
+        while True:
+            try:
+                rows = await self.encoded(field, question, model)
+            except RequestError as error:
+                if error.status != 429 or loop.time() > end:
+                    raise
+                await asyncio.sleep(CROWD_INTERVAL)
+                continue
+            self.open_rows.add(rows, question, model)
+            return rows
 
     async def encoded(self, field: str, question: EncodeImage, model: ModelName) -> PromptEmbeds:
         """What stands for the rows of an image, which are kept from now on. Raises RequestError, see `filled`."""

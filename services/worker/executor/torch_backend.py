@@ -47,8 +47,9 @@ from services.worker.speculation.proposer import NO_DRAFTS
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import ModelName
 from shared.kv_groups import KvCacheGroup
-from shared.messages.model_card import AudioModel, ModelCard, SamplingDefaults
+from shared.messages.model_card import AudioModel, EncoderDecoderModel, ModelCard, SamplingDefaults
 from shared.models.audio_models import TRANSCRIPTION_ARG, read_audio_model
+from shared.models.encoder_decoder_models import read_encoder_decoder, settings_not_taken
 from shared.telemetry.startup import STARTUP
 
 _WARM_UP_ROWS = 8
@@ -108,6 +109,7 @@ class _RankModel:
 
     loaded: LoadedModel
     audio: AudioModel | None
+    encoder_decoder: EncoderDecoderModel | None
     groups: tuple[KvCacheGroup, ...]
     loras: LoraSlots | None
     processors: ProcessorClasses
@@ -149,8 +151,13 @@ def _load(settings: BackendSettings) -> _RankModel:
     """Raises ModelError, OpsUnavailable."""
     wanted, speculation = settings.model, settings.speculation
     audio, processors = read_audio_model(wanted.folder), settings.processors
+    encoder_decoder = read_encoder_decoder(wanted.folder)
+    beside = audio or encoder_decoder
+    if beside is not None:
+        _check_combinations(settings)
+    if encoder_decoder is not None and (left := settings_not_taken(wanted.folder)):
+        _log.warning("generation_config.json: no request is searched by %s", left)
     if audio is not None:
-        _check_audio(settings)
         processors = {**processors, **_transcription_rules()}
     with _enough_memory("weights were loaded: end what else is on the device, or use more ranks"):
         loaded = load_model(wanted)
@@ -164,17 +171,17 @@ def _load(settings: BackendSettings) -> _RankModel:
         )
         if speculation is not None and wanted.pipeline.stages == 1:
             keep_hidden_states(speculation, loaded.decoder, loaded.config, pools=loaded.pooling is not None)
-        groups = _layer_groups(loaded, settings) if audio is None else _encoded_groups(loaded, audio)
+        groups = _layer_groups(loaded, settings) if beside is None else _encoded_groups(loaded, beside.rows)
         if settings.prompt_embeds and not loaded.generates:
             raise ModelError("enable_prompt_embeds: the model has no language model head and generates no text")
         if settings.prompt_embeds or loaded.images:
             loaded.decoder.check_inputs()
         slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, settings.loras, settings.model_name)
-    return _RankModel(loaded, audio, groups, slots, processors)
+    return _RankModel(loaded, audio, encoder_decoder, groups, slots, processors)
 
 
-def _check_audio(settings: BackendSettings) -> None:
-    """What a model that reads sounds does not go with yet. Raises ModelError."""
+def _check_combinations(settings: BackendSettings) -> None:
+    """What a model that attends to an encoder's rows does not go with yet. Raises ModelError."""
     wanted, loras = settings.model, settings.loras
     asked: dict[str, object] = {
         "device": not wanted.platform.in_main_memory,
@@ -264,6 +271,7 @@ def _card(model: _RankModel, settings: BackendSettings) -> ModelCard:
         model.loaded.card(settings.model_name),
         prompt_embeds=model.loaded.config.hidden_size if settings.prompt_embeds else None,
         audio=model.audio,
+        encoder_decoder=model.encoder_decoder,
         sampling=settings.sampling,
         loras=() if model.loras is None else model.loras.cards,
         extra_args=argument_names(model.processors),
@@ -314,9 +322,9 @@ def _layer_groups(loaded: LoadedModel, settings: BackendSettings) -> tuple[KvCac
     return groups.groups
 
 
-def _encoded_groups(loaded: LoadedModel, audio: AudioModel) -> tuple[KvCacheGroup, ...]:
-    """That of a sequence's tokens, and that of the rows which they attend to beside these."""
-    groups = encoded_layers(loaded.config.num_layers, audio.rows)
+def _encoded_groups(loaded: LoadedModel, rows: int) -> tuple[KvCacheGroup, ...]:
+    """That of a sequence's tokens, and that of the rows, at most so many, which they attend to beside these."""
+    groups = encoded_layers(loaded.config.num_layers, rows)
     loaded.decoder.use_groups(groups)
     return groups.groups
 

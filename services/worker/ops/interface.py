@@ -464,6 +464,7 @@ class Ops(Protocol):
         softcap: float | None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        distance_biases: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of q [n, H, D] over the cached keys of each row's own sequence → [n, H * D].
 
@@ -472,7 +473,9 @@ class Ops(Protocol):
 
         `sinks` (float32 [H]): a score of each head that takes part in the softmax and has no value (attention sinks,
         arXiv:2309.17453, learned as gpt-oss has them). `alibi_slopes` (float32 [H]): -slope * (p - token) is added to
-        a score once it is scaled and capped (ALiBi, arXiv:2108.12409).
+        a score once it is scaled and capped (ALiBi, arXiv:2108.12409). `distance_biases` (float32 [H, distances]): so
+        is what a head has learned of the distance p - token, or of the greatest that there is (T5, arXiv:1910.10683).
+        On CPUs only.
         """
 
     @property

@@ -39,6 +39,7 @@ class PagedAttentionStep(NamedTuple):
     softcap: float | None
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    distance_biases: Tensor | None = None
 
     def decodes(self) -> Iterator[Tensor]:
         """Yields the decode outputs of as many sequences at once as their gathered keys may take memory."""
@@ -108,6 +109,9 @@ class PagedAttentionStep(NamedTuple):
         ahead = ahead.unsqueeze(1)
         if self.alibi_slopes is not None:
             scores += self.alibi_slopes.view(-1, 1, 1) * ahead
+        if self.distance_biases is not None:
+            distances = (-ahead).clamp(0, self.distance_biases.shape[1] - 1).squeeze(1)
+            scores += self.distance_biases[:, distances.long()].transpose(0, 1)
         unseen = ahead > beyond if self.window is None else (ahead > beyond) | (ahead <= -self.window)
         scores = scores.masked_fill_(unseen, float("-inf"))
         if self.sinks is not None:

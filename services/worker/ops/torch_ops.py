@@ -216,9 +216,12 @@ class TorchOps:
         softcap: float | None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        distance_biases: Tensor | None = None,
     ) -> Tensor:
         """Decodes together, prefills one after the other; scores in float32."""
-        attend = PagedAttentionStep(q, k_cache, v_cache, meta, scale, window, softcap, sinks, alibi_slopes)
+        attend = PagedAttentionStep(
+            *(q, k_cache, v_cache, meta, scale, window, softcap, sinks, alibi_slopes, distance_biases)
+        )
         parts = [*attend.decodes(), *attend.prefills()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -225,8 +225,12 @@ class TritonOps(TorchOps):
         softcap: float | None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        distance_biases: Tensor | None = None,
     ) -> Tensor:
-        """Without waiting for the device; a decode whose context is 0 gives zeros."""
+        """Without waiting for the device; a decode whose context is 0 gives zeros. Raises ValueError for biases of
+        distances, which models on CPUs alone have."""
+        if distance_biases is not None:
+            raise ValueError("biases of distances are not added on a GPU")
         return self._attend(
             *(q, k_cache, v_cache, meta),
             scale=scale,

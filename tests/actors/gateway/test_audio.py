@@ -145,7 +145,7 @@ async def test_a_stream_is_openais(stack: GatewayStack) -> None:
 
 
 async def test_a_crowd_at_the_encoders_is_waited_for(stack: GatewayStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.audio.transcriber.CROWD_INTERVAL", 0.01)
+    monkeypatch.setattr("services.gateway.images.image_rows.CROWD_INTERVAL", 0.01)
     ring_of(stack).crowds = 5
     assert (await ask(stack, language="en")).json()["text"].count("heard") == 4
     assert ring_of(stack).crowds == 0

@@ -35,6 +35,7 @@ class Shape:
     block_size: int = BLOCK_SIZE
     sinks: bool = False
     alibi: bool = False
+    distances: int = 0
 
     @property
     def scale(self) -> float:
@@ -105,6 +106,10 @@ class Cached:
             found["sinks"] = number * 0.7 - 1.0
         if self.shape.alibi:
             found["alibi_slopes"] = 2.0 ** (-0.7 * number)
+        if self.shape.distances:
+            found["distance_biases"] = torch.sin(
+                number.view(-1, 1) + torch.arange(self.shape.distances, device=self.device)
+            )
         return found
 
     def scales(self) -> dict[str, Tensor | None]:

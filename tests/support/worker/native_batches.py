@@ -93,6 +93,7 @@ def attention_reference(
     softcap: float | None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    distance_biases: Tensor | None = None,
 ) -> Tensor:
     """Of one sequence: q [rows, H, D], the last rows of k and v [context, KV, D] → [rows, H * D] float64."""
     rows, heads, _ = q.shape
@@ -106,6 +107,9 @@ def attention_reference(
     seen = (token <= position) & (token > position - (window or context + 1))
     if alibi_slopes is not None:
         scores = scores + alibi_slopes.double().cpu().view(-1, 1, 1) * (token - position)
+    if distance_biases is not None:
+        distances = (position - token).clamp(0, distance_biases.shape[1] - 1)
+        scores = scores + distance_biases.double()[:, distances]
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         scores = torch.cat((scores, sinks.double().cpu().view(-1, 1, 1).expand(heads, rows, 1)), dim=-1)

@@ -21,7 +21,7 @@ from shared.blocks import HASH_BYTES
 from shared.ids import RequestId, SequenceId
 from shared.messages.gateway import Death, RequestFailed, RequestRejected
 from shared.messages.generation import Generation, PoolingOptions, PromptEmbeds
-from shared.messages.model_card import AudioModel, ModelCard
+from shared.messages.model_card import AudioModel, EncoderDecoderModel, ModelCard
 from shared.messages.scheduler import Cancel, GenerateRequest, GrammarFault, SequenceFailed, StopMatched
 from shared.messages.worker import MAX_POOLED_BYTES_PER_PLAN
 from shared.packing import TOKEN_BYTES, unpack
@@ -91,8 +91,8 @@ class RequestValidator:
             raise _InvalidRequest("prompt", "block hashes do not match the prompt")
         if generation.lora is not None and all(each.id != generation.lora for each in self.card.loras):
             raise _InvalidRequest("model", f"model: the adapter {generation.lora.hex()} is not served by this engine")
-        if self.card.audio is not None and generation.gateway != CANARY_GATEWAY:
-            self._check_encoded(generation, self.card.audio)
+        if (beside := self.card.reads_beside) is not None and generation.gateway != CANARY_GATEWAY:
+            _check_encoded(generation, beside)
         elif (embeds := generation.prompt_embeds) is not None:
             self._check_embeds(generation, embeds)
         if not math.isfinite(generation.arrival):
@@ -106,15 +106,6 @@ class RequestValidator:
             if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
                 wrong = next(i for i in ids if not 0 <= i < vocabulary)
                 raise _InvalidRequest(field, f"{field}: token id {wrong} is not in the vocabulary of {vocabulary}")
-
-    @staticmethod
-    def _check_encoded(generation: Generation, audio: AudioModel) -> None:
-        embeds = generation.prompt_embeds
-        if embeds is None or not embeds.encoded:
-            raise _InvalidRequest("model", "model: it writes down what is said, by /v1/audio/transcriptions alone")
-        if embeds.size != audio.row_size or not embeds.fits(generation.prompt_length) or embeds.count > audio.rows:
-            allowed = f"{audio.rows} of {audio.row_size} elements at most are"
-            raise _InvalidRequest("file", f"file: {embeds.count} rows of {embeds.size} are not allowed; {allowed}")
 
     def _check_embeds(self, generation: Generation, embeds: PromptEmbeds) -> None:
         sounds = self.card.sounds
@@ -170,6 +161,22 @@ class RequestValidator:
             allowed = f"vectors of {prompt} tokens are not allowed; of {pooling.dimensions} numbers each, {most} are"
             raise _InvalidRequest("input", f"input: {allowed}")
         return prompt + 1
+
+
+def _check_encoded(generation: Generation, beside: AudioModel | EncoderDecoderModel) -> None:
+    """Raises _InvalidRequest where rows beside the prompt are missing, or are none of the model's."""
+    hears, embeds = isinstance(beside, AudioModel), generation.prompt_embeds
+    if embeds is None or not embeds.encoded:
+        what = (
+            "writes down what is said, by /v1/audio/transcriptions"
+            if hears
+            else "is an encoder with a decoder, which answers prompts of /v1/completions"
+        )
+        raise _InvalidRequest("model", f"model: it {what} alone")
+    if embeds.size != beside.row_size or not embeds.fits(generation.prompt_length) or embeds.count > beside.rows:
+        field = "file" if hears else "prompt"
+        allowed = f"{beside.rows} of {beside.row_size} elements at most are"
+        raise _InvalidRequest(field, f"{field}: {embeds.count} rows of {embeds.size} are not allowed; {allowed}")
 
 
 class EngineRequests:

@@ -62,10 +62,11 @@ class AttentionCall(NamedTuple):
 
 
 class HeadBiases(NamedTuple):
-    """What a module adds to the scores of each head, float32 [H]; see `Ops.paged_attention`."""
+    """What a module adds to the scores of each head, float32 [H, …]; see `Ops.paged_attention`."""
 
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    distance_biases: Tensor | None = None
 
 
 class AttentionLayers(Protocol):
@@ -153,6 +154,7 @@ class PagedLayers:
             softcap=call.softcap,
             sinks=biases.sinks,
             alibi_slopes=biases.alibi_slopes,
+            distance_biases=biases.distance_biases,
         )
         return mixed.view(rows, heads, dim)[..., : call.value_dim].to(query.dtype)
 
@@ -162,12 +164,12 @@ class PagedLayers:
         return None if self._meta.encoded is None else self._meta.encoded.values
 
     def _attend_across(self, number: int, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [n, H, D], key and value [k, KV, D] of the rows that the step writes → [n, H, D]; zeros where a row's
-        sequence has none."""
+        """query [n, H, D], key and value [k, KV, D] of the rows that the step writes, if any → [n, H, D]; zeros where
+        a row's sequence has none."""
         encoded, cache = self._meta.encoded, self._caches[number]
         if encoded is None:
             return torch.zeros_like(query)
-        if len(key):
+        if encoded.values is not None:
             nothing = query.new_zeros(len(key), query.shape[1], query.shape[2])
             joined = torch.cat((nothing, key, value), dim=1).reshape(len(key), -1)
             self._ops.rope_and_store(
@@ -226,14 +228,24 @@ def _attend(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """The library's signature: query [1, H, n, D], key and value [1, KV, n, …] → ([1, n, H, …], no weights)."""
+    """The library's signature: query [1, H, n, D], key and value [1, KV, n, …] → ([1, n, H, …], no weights).
+    `position_bias` [H, distances]: ours (`relative_positions`); the library's own has a number for each two rows."""
     cross = getattr(module, CROSS, False)
     if not cross and (is_causal is False or getattr(module, "is_causal", True) is False):
         raise ModelError(f"{type(module).__name__} is not causal: only decoders can be served")
-    _refuse(module, more)
-    mixed = attended(*(module, query, key, value), scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    own_bias = None if position_bias is None or position_bias.dim() == 2 else position_bias
+    _refuse(module, {**more, "position_bias": own_bias})
+    mixed = attended(
+        *(module, query, key, value),
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        distance_biases=position_bias,
+    )
     return mixed, None
 
 
@@ -248,11 +260,12 @@ def attended(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    distance_biases: Tensor | None = None,
 ) -> Tensor:
     """What `module` finds for query [1, H, n, D], key and value [1, KV, n, …] among this thread's layers: [1, n, H, …].
 
-    `scale` is D^-0.5 where it is None; `sinks` and `alibi_slopes` [H] may be of any dtype and device. Raises ModelError
-    for what our attention cannot do."""
+    `scale` is D^-0.5 where it is None; `sinks`, `alibi_slopes` [H] and `distance_biases` [H, distances] may be of any
+    dtype and device. Raises ModelError for what our attention cannot do."""
     layers: AttentionLayers | None = getattr(_current, "layers", None)
     if layers is None:
         raise RuntimeError("the model was called by somebody else")
@@ -271,7 +284,10 @@ def attended(
     if call.value_dim > dim:
         raise ModelError(f"{type(module).__name__}: values of {call.value_dim} are longer than keys of {dim}")
     biases = HeadBiases(
-        *(None if each is None else each.to(query.device, torch.float32).contiguous() for each in (sinks, alibi_slopes))
+        *(
+            None if each is None else each.to(query.device, torch.float32).contiguous()
+            for each in (sinks, alibi_slopes, distance_biases)
+        )
     )
     mixed = layers.attend(call, biases, *(each[0].transpose(0, 1) for each in (query, key, value)))
     return mixed.unsqueeze(0)

@@ -1,4 +1,4 @@
-"""What models that hear are not combined with: each is an error when a rank starts. Knows no `transformers`."""
+"""What models with an encoder are not combined with: each is an error when a rank starts. Knows no `transformers`."""
 
 from __future__ import annotations
 

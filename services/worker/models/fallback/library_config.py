@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from msgspec import Struct
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from services.worker.models.config import Dtype, ModelError
@@ -17,6 +23,7 @@ from services.worker.models.fallback.adapters import implementation
 from services.worker.models.fallback.attention import NAME, register
 from services.worker.models.hf_config import stop_tokens
 from shared.models.audio_models import WHISPER
+from shared.models.encoder_decoder_models import ENCODER_DECODER_ARCHITECTURES, TRAINED_POSITIONS
 
 NO_INTERFACE = "{} does not take its attention from transformers' attention interface"
 _LENGTHS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len", "seq_length")
@@ -52,6 +59,9 @@ def library_config(
         _refuse_unsupported(config)
         register()
         build: Any = AutoModelForCausalLM
+        if reads_text(config):
+            build = AutoModelForSeq2SeqLM
+            leave_out_encoder(config)
         with torch.device("meta"):
             model = build.from_config(
                 config, attn_implementation=implementation(config), trust_remote_code=trust_remote_code
@@ -72,7 +82,7 @@ def library_config(
             dtype=weights_dtype(config),
             vocab_size=text.vocab_size,
             hidden_size=text.hidden_size,
-            num_layers=text.decoder_layers if hears(config) else text.num_hidden_layers,
+            num_layers=_layers(config, text),
             max_positions=_positions(text),
             eos_token_ids=stop_tokens(folder, text.eos_token_id),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -96,6 +106,8 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
             "quant_method mxfp4; --model-impl native reads those of our own families, and --quantization rounds the "
             "original when it is loaded"
         )
+    if reads_text(config):
+        return
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
         raise ModelError(
             f"model_type {config.model_type!r} is an encoder that is not supported; BERT, RoBERTa, XLM-RoBERTa, "
@@ -104,7 +116,8 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False) and not hears(config):
         raise ModelError(
-            f"model_type {config.model_type!r} is an encoder with a decoder: only decoders and Whisper can be served"
+            f"model_type {config.model_type!r} is an encoder with a decoder: of these only Whisper and "
+            f"{', '.join(ENCODER_DECODER_ARCHITECTURES)} can be served"
         )
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in _LAYER_TYPES:
@@ -114,6 +127,23 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
 def hears(config: PretrainedConfig) -> bool:
     """Whether the model writes down what is said: its decoder attends to what an encoder made of a sound."""
     return WHISPER in (config.architectures or ())
+
+
+def reads_text(config: PretrainedConfig) -> bool:
+    """Whether the model's decoder attends to what an encoder made of a text (BART, T5)."""
+    return any(each in ENCODER_DECODER_ARCHITECTURES for each in config.architectures or ())
+
+
+def leave_out_encoder(config: Any) -> None:
+    """Has the library make the decoder alone: the encoder is another service's."""
+    setattr(config, "encoder_layers" if hasattr(config, "encoder_layers") else "num_layers", 0)
+
+
+def _layers(config: Any, text: Any) -> int:
+    found: int = config.decoder_layers if hears(config) else text.num_hidden_layers
+    if reads_text(config):
+        found = config.decoder_layers if hasattr(config, "decoder_layers") else config.num_decoder_layers
+    return found
 
 
 def weights_dtype(config: PretrainedConfig) -> Dtype:
@@ -131,6 +161,8 @@ def _positions(text: Any) -> int:
         found = getattr(text, name, None)
         if isinstance(found, int) and found > 0:
             return found
+    if text.model_type in ("mt5", "umt5"):
+        return TRAINED_POSITIONS
     if text.model_type == "bloom":  # ALiBi has no bound: what it was trained with
         return _BLOOM_POSITIONS
     raise ModelError(f"the configuration says nothing of positions: one of {', '.join(_LENGTHS)} is expected")

@@ -19,9 +19,15 @@ from services.worker.models.checkpoint import NOWHERE, check_matrices, open_chec
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
-from services.worker.models.fallback.library_config import first_line, has_mxfp4, hears, library_config
+from services.worker.models.fallback.library_config import (
+    first_line,
+    has_mxfp4,
+    hears,
+    library_config,
+    reads_text,
+)
 from services.worker.models.fallback.library_decoder import GroupLibraryDecoder, HeadPlace, LibraryDecoder, StagePlace
-from services.worker.models.fallback.library_encoder_decoder import LibraryEncoderDecoder, mark_cross_attention
+from services.worker.models.fallback.library_encoder_decoder import LibraryEncoderDecoder, prepare_decoder
 from services.worker.models.fallback.packed_products import pack_products
 from services.worker.models.fallback.pipeline_stage import PassOfStage, class_of_stage, strip_to_stage
 from services.worker.models.fallback.tensor_parallel import shard_model
@@ -101,9 +107,10 @@ class LibraryModel:
         own: Any = model
         pack_products(model, ops, quantization, own.get_output_embeddings())
         place = HeadPlace(communicator.rank, communicator.world_size, split_heads)
-        kind_of_decoder: Callable[..., LibraryDecoder] = LibraryEncoderDecoder if hears(self._own) else LibraryDecoder
-        if kind_of_decoder is LibraryEncoderDecoder:
-            mark_cross_attention(model)
+        kind_of_decoder: Callable[..., LibraryDecoder] = LibraryDecoder
+        if hears(self._own) or reads_text(self._own):
+            kind_of_decoder = LibraryEncoderDecoder
+            prepare_decoder(model)
         if isinstance(meeting, GroupMeeting) and group is not None:
             kind_of_decoder = partial(GroupLibraryDecoder, group, meeting, mixtures)
         made = kind_of_decoder(
@@ -128,7 +135,9 @@ def _read_model(kind: type[PreTrainedModel], folder: Path, config: PretrainedCon
     if not has_mxfp4(config):  # whose numbers are made as they are read
         _from_pretrained(kind, folder, config, dtype, device_map=NOWHERE)
     model, info = _from_pretrained(kind, folder, config, dtype)
-    others = (*_stage_of(model).dropped, *(("model.encoder.",) if hears(config) else ()))  # it is another service's
+    others = _stage_of(model).dropped
+    if hears(config) or reads_text(config):
+        others = (*others, "encoder.")  # it is another service's
     if unused := sorted(key for key in info["unexpected_keys"] if not any(each in key for each in others)):
         _log.warning("%d tensors of the checkpoint are not used, such as %s", len(unused), unused[0])
     ready: nn.Module = model.eval().requires_grad_(False)

@@ -216,6 +216,14 @@ template <class Kind, int R> void mix_rows(const Task<Kind>& t, int row, int fir
     for (; column < t.padded; column += kLanes) mix_tile<Kind, R, 1>(t, row, first_page, tokens, column);
 }
 
+// What a row's head adds to the scores of tokens from `token` on.
+template <class Kind> F distance_biases(const Task<Kind>& t, int row, int token) {
+    const float* biases = t.what.distance_biases + int64_t(t.query_head(row)) * t.what.distances;
+    float each[kLanes];
+    for (int i = 0; i < kLanes; ++i) each[i] = biases[std::clamp(t.position(row) - token - i, 0, t.what.distances - 1)];
+    return load(each);
+}
+
 // Turns a row's scores into weights exp(score - greatest); the row sees the chunk's tokens [low, high) of `tokens`, of
 // which the first is the sequence's token `start`.
 template <class Kind> State soften(const Task<Kind>& t, int row, int start, int low, int high, int tokens) {
@@ -228,6 +236,7 @@ template <class Kind> State soften(const Task<Kind>& t, int row, int start, int 
         if (t.scaled()) score = score * load(t.scratch.key_scales + i);
         if (t.what.softcap > 0) score = all(t.what.softcap) * tanh(score / all(t.what.softcap));
         if (t.what.alibi_slopes) score = fma(slope, count + all(behind + float(i)), score);
+        if (t.what.distance_biases) score = score + distance_biases(t, row, start + i);
         if (i < low || i + kLanes > high) score = within(score, i, low, high, kNone);
         most = larger(most, score);
         store(scores + i, score);

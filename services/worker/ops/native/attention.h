@@ -84,6 +84,8 @@ struct Attention {
     int64_t out_stride;
     const float* sinks = nullptr;         // [heads] or null: scores that take part in a softmax and have no value
     const float* alibi_slopes = nullptr;  // [heads] or null: a score falls by so much for each token of distance
+    const float* distance_biases = nullptr;  // [heads, distances] or null: what is added to a score at that distance, the
+    int distances = 0;                       // last one at all that are greater
 };
 
 // Work of one thread: some rows of a sequence, all query heads of one key/value head, and some chunks of the context.

@@ -138,7 +138,7 @@ class RopeAndStore(Structure):
 
 class Attention(Structure):
     """`Attention` of attention.h: the arguments of `Ops.paged_attention`; 0 for no window and no softcap,
-    null for no sinks and slopes."""
+    null for no sinks, slopes and biases."""
 
     _fields_ = (
         ("queries", c_void_p),
@@ -151,6 +151,8 @@ class Attention(Structure):
         ("out_stride", c_int64),
         ("sinks", c_void_p),
         ("alibi_slopes", c_void_p),
+        ("distance_biases", c_void_p),
+        ("distances", c_int),
     )
 
 

@@ -330,6 +330,7 @@ class NativeOps:
         softcap: float | None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        distance_biases: Tensor | None = None,
     ) -> Tensor:
         """In the weights' type. Raises ValueError for heads that the library does not know."""
         q = q.to(self.dtype)
@@ -338,6 +339,7 @@ class NativeOps:
         what = library.Attention(
             *(q.data_ptr(), heads * head_dim, heads, scale, window or 0, softcap or 0.0),
             *(to.data_ptr(), heads * head_dim, address_of(sinks), address_of(alibi_slopes)),
+            *(address_of(distance_biases), 0 if distance_biases is None else distance_biases.shape[1]),
         )
         cache = self._cache_of(k_cache, v_cache, head_dim)
         self._library.baton_attend(

@@ -166,6 +166,7 @@ COMPLETION = SAMPLED | {
     "logprob_token_ids": Case([5], {"logprobs": 1}),
     "echo": Case(True),
     "suffix": Case("x"),
+    "decoder_prompt": Case("x"),
     "add_special_tokens": Case(False),
 }
 TOKENIZE: dict[str, Case] = {

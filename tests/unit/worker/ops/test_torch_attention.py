@@ -16,7 +16,13 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize(
     "shape",
-    [Shape(softcap=2.0), Shape(sinks=True), Shape(alibi=True), Shape(heads=6, softcap=2.0, sinks=True, alibi=True)],
+    [
+        Shape(softcap=2.0),
+        Shape(sinks=True),
+        Shape(alibi=True),
+        Shape(distances=24),
+        Shape(heads=6, softcap=2.0, sinks=True, alibi=True),
+    ],
 )
 def test_equals_float64(shape: Shape, window: int | None) -> None:
     cached = Cached(replace(shape, window=window), [(1, 40), (1, 3), (9, 70), (5, 5)], CPU, dirty=False)

@@ -41,12 +41,17 @@ class Kind:
     softcap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    distances: int = 0
 
     def of_heads(self, heads: int) -> dict[str, Tensor]:
         """The arguments that have a number for each head."""
         number = torch.arange(1, heads + 1)
-        sinks = {"sinks": number * 0.7 - 1.0} if self.sinks else {}
-        return sinks | ({"alibi_slopes": 2.0 ** (-0.7 * number)} if self.alibi else {})
+        found = {"sinks": number * 0.7 - 1.0} if self.sinks else {}
+        if self.alibi:
+            found["alibi_slopes"] = 2.0 ** (-0.7 * number)
+        if self.distances:
+            found["distance_biases"] = random(heads, self.distances, seed=3)
+        return found
 
 
 class Cached:
@@ -149,9 +154,15 @@ def test_windows_and_soft_caps_equal_float64(dtype: torch.dtype, kind: Kind) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "kind",
-    [Kind(sinks=True), Kind(alibi=True), Kind(window=20, sinks=True), Kind(softcap=3.0, sinks=True, alibi=True)],
+    [
+        Kind(sinks=True),
+        Kind(alibi=True),
+        Kind(distances=129),
+        Kind(window=20, sinks=True, distances=3),
+        Kind(softcap=3.0, sinks=True, alibi=True),
+    ],
 )
-def test_sinks_and_slopes_equal_float64(dtype: torch.dtype, kind: Kind) -> None:
+def test_sinks_slopes_and_biases_equal_float64(dtype: torch.dtype, kind: Kind) -> None:
     _check(Cached(native(dtype), Shape(6, 2, 64), [19, 258, 700]), kind)
 
 
