@@ -15,7 +15,6 @@ from shared.messages.model_card import EncoderDecoderModel
 from shared.models.encoder_decoder_models import read_encoder_decoder
 from shared.packing import TOKEN_BYTES, unpack
 
-
 _NEEDED = ("encoder.", "shared.")
 """Of a checkpoint's tensors."""
 

@@ -17,7 +17,7 @@ from tests.support.models.tiny_tokenizers import TEXT
 
 POSITIONS = 96
 PAD, END = 0, 1
-FORCED = 5
+FORCED = 3
 
 _BART: dict[str, Any] = {
     "encoder_layers": 2,
@@ -114,7 +114,7 @@ def make_encoder_decoder(
     name, different = KINDS[kind]
     forced = FORCED if kind in FORCING else None
     library: Any = transformers
-    start = PAD if forced is None else 2
+    start = PAD if forced is None else END
     config = getattr(library, f"{name}Config")(
         vocab_size=tokenizer.get_vocab_size(),
         d_model=48,
@@ -143,7 +143,7 @@ def _tokenizer() -> Tokenizer:
     """As T5's: words, then letters, with an end behind; not trained, which would make another one in each process."""
     words = sorted({f"▁{word}" for word in TEXT.split()})
     letters = sorted({letter for word in words for letter in word})
-    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0)]
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0), ("<s>", 0.0)]
     pieces = [*special, *((each, -5.0) for each in words), *((each, -10.0) for each in letters)]
     tokenizer = Tokenizer(models.Unigram(list(dict(pieces).items()), unk_id=2))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
