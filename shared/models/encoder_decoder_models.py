@@ -41,7 +41,7 @@ it."""
 _R = TypeVar("_R")
 
 
-class _RawConfig(Struct):
+class _RawEncoderDecoder(Struct):
     architectures: tuple[str, ...] = ()
     d_model: int = 0
     max_position_embeddings: int = 1024
@@ -52,7 +52,7 @@ class _RawConfig(Struct):
     forced_bos_token_id: int | None = None
 
 
-class _RawGeneration(Struct):
+class _RawAnswers(Struct):
     decoder_start_token_id: int | None = None
     bos_token_id: int | None = None
     forced_bos_token_id: int | None = None
@@ -61,10 +61,10 @@ class _RawGeneration(Struct):
 def read_encoder_decoder(folder: Path) -> EncoderDecoderModel | None:
     """What `config.json` and `generation_config.json` say; None where there is no such file, or the model is none. What
     else may be wrong with the files is for those to say who read all of them."""
-    raw = _read(folder / "config.json", _RawConfig)
+    raw = _read(folder / "config.json", _RawEncoderDecoder)
     if raw is None or not any(each in ENCODER_DECODER_ARCHITECTURES for each in raw.architectures):
         return None
-    said = _read(folder / "generation_config.json", _RawGeneration) or _RawGeneration()
+    said = _read(folder / "generation_config.json", _RawAnswers) or _RawAnswers()
     starts = (
         *(said.decoder_start_token_id, raw.decoder_start_token_id),
         *(said.bos_token_id, raw.bos_token_id, raw.pad_token_id),
