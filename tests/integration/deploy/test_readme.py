@@ -47,7 +47,7 @@ OPERATE: Mapping[str, tuple[str, str]] = {
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """As the second `make up` of the page, on a free port."""
     assert layouts()[0] == "--port 9000 --engines 2"
-    with running_stack(tmp_path_factory.mktemp("readme"), engines=2, gateways=2) as running:
+    with running_stack(tmp_path_factory.mktemp("readme"), engines=2, gateways=2, threads=None) as running:
         yield running
 
 
