@@ -15,7 +15,7 @@ from services.worker.models.expert_parallel.local_experts import LocalExperts, R
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, SEEING_ARCHITECTURES
 from services.worker.models.latent.loading import LatentLoader
 from services.worker.models.mixture.loading import read_experts
-from services.worker.models.quantization.matrices import MatrixLoader, permuted
+from services.worker.models.quantization.matrices import MatrixLoader, joined, permuted
 from services.worker.models.rope import Rope, cos_sin_table, partly_rotated, partly_rotating
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
 from services.worker.models.states.delta_loading import DeltaLoader
@@ -191,7 +191,7 @@ class _Loader:
         shape = (self._config.vocab_size, self._config.hidden_size)
         table = self._checkpoint.read(name, shape, rows=self._share.vocab).to(self._device)
         missing = self._share.padded_vocab - len(table)
-        return torch.cat((table, table.new_zeros(missing, table.shape[1]))) if missing else table
+        return joined([table, table.new_zeros(missing, table.shape[1])]) if missing else table
 
     def layer(self, index: int, layer: LayerConfig) -> LayerWeights:
         name, config, names = f"{self._names.layers}.{index}", self._config, self._names
@@ -299,7 +299,7 @@ class _Loader:
             matrices.append(matrix)
             biases.append(bias)
         whole = [bias for bias in biases if bias is not None]
-        return self._matrices.pack_linear(self._matrices.join(matrices), torch.cat(whole) if whole else None)
+        return self._matrices.pack_linear(self._matrices.join(matrices), joined(whole) if whole else None)
 
     def _mlp(self, name: str) -> DenseMlp | None:
         if not self._config.intermediate_size:
@@ -375,7 +375,7 @@ class _Loader:
             [self._matrices.read(name, (size, inputs), rows=rows) for name, size, rows in parts]
         )
         biases = [read(f"{name}.bias", (size,), rows=rows) for name, size, rows in parts] if bias else []
-        return self._matrices.pack_linear(weight, torch.cat(biases) if bias else None)
+        return self._matrices.pack_linear(weight, joined(biases) if bias else None)
 
     def _row_parallel(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> PackedLinear:
         """This rank's columns; rank 0 alone adds the bias, as the products are summed over the ranks."""

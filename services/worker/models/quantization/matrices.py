@@ -19,6 +19,14 @@ def permuted(matrix: Matrix, outputs: Tensor) -> Matrix:
     return matrix[outputs.to(matrix.device)] if isinstance(matrix, Tensor) else matrix.permuted(outputs)
 
 
+def joined(parts: list[Tensor]) -> Tensor:
+    """Their rows in one tensor. Of tensors without elements PyTorch would find its shape by code that imports its
+    compiler, and Triton with it: 100 MiB, and a second."""
+    if parts[0].device.type != "meta":
+        return torch.cat(parts)
+    return parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
+
+
 class MatrixLoader:
     """Reads matrices, and packs them for operations."""
 
@@ -54,7 +62,7 @@ class MatrixLoader:
         """One matrix with all outputs, in codes where all parts have the same kind of them."""
         codes = [part for part in parts if isinstance(part, QuantizedWeight)]
         stacked = stack_outputs(codes) if len(codes) == len(parts) else None
-        return torch.cat([self.numbers(part) for part in parts]) if stacked is None else stacked
+        return joined([self.numbers(part) for part in parts]) if stacked is None else stacked
 
     def numbers(self, matrix: Matrix) -> Tensor:
         """The matrix in the dtype of the run."""
