@@ -226,7 +226,12 @@ async def test_scale_asks_the_supervisor(cluster: Cluster) -> None:
     await cluster.bus.serve(topics.scaling(), supervise)
     await cluster.bus.flush()
     answer = await cluster.ask("scale", {"service": "tokenizer", "count": 2})
-    assert answer == {"service": "tokenizer", "started": ["tokenizer-1", "tokenizer-2"], "stopping": []}
+    assert answer == {
+        "service": "tokenizer",
+        "started": ["tokenizer-1", "tokenizer-2"],
+        "stopping": [],
+        "superseded": [],
+    }
     refused = (await cluster.ask("scale", {"service": "engines", "count": 2}))["error"]
     assert (refused["code"], refused["message"]) == (409, "only one GPU")
 
