@@ -215,7 +215,7 @@ async def test_baton_scale_writes_and_waits(server: RecordingApiServer) -> None:
     server.make_ready(2)
     status, out, error = await command
     assert (status, error) == (0, "")
-    assert json.loads(out) == {"service": "engines", "started": ["engine-1"], "stopping": []}
+    assert json.loads(out) == {"service": "engines", "started": ["engine-1"], "stopping": [], "superseded": []}
     assert (server.replicas(), server.writes, len(server.calls)) == (2, 1, 5)
 
 
