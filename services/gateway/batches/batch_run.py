@@ -153,6 +153,7 @@ class BatchRun:
                     raise error from None
                 case error:  # one batch must not end the streams of all clients
                     log.error("bug in a batch", exc_info=error, extra={"batch": self._record.id})
+                    await self._read_results()
                     await self._end("failed", errors=(BatchLineError("internal_error", "internal error"),))
 
     # The lease.

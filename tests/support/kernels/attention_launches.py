@@ -11,7 +11,7 @@ from services.worker.ops.triton.attention.decode import decode_kernel
 from services.worker.ops.triton.attention.latent_decode import latent_decode_kernel, latent_tile
 from services.worker.ops.triton.attention.paged_context import merge_kernel, merged_at_once, merged_pad
 from services.worker.ops.triton.attention.prefill import prefill_kernel
-from services.worker.ops.triton.attention.tiles import decode_tile, padded, prefill_tile
+from services.worker.ops.triton.attention.tiles import FEW_DECODE_STAGES, decode_tile, padded, prefill_tile
 from tests.support.kernels.kernel_launches import Instruction, Launch
 
 
@@ -39,7 +39,8 @@ def attention() -> Iterator[Launch]:
         # No model that is served in float32 on a GPU has such heads.
         AttentionShape(256, "fp32", group=4, window=100, softcap=30.0, rare=True, may_spill=True),
     ):
-        yield from (shape.decode(split) for split in (False, True))
+        # Few programs split their contexts and have deep loops; many do neither.
+        yield from (shape.decode(split, few_stages=not split) for split in (False, True))
         yield from (
             shape.prefill(rows, split, target)
             for rows, split in ((64, True), (8192, False))
@@ -71,8 +72,7 @@ class AttentionShape:
             return (89, 90)
         return (80, 90, 120) if self.rare and self.kind == "bf16" else (80, 90)
 
-    def decode(self, split: bool) -> Launch:
-
+    def decode(self, split: bool, few_stages: bool) -> Launch:
         tile = decode_tile(self.dim, self.group, _bytes(self.cache or self.kind))
         return Launch(
             f"decode attention, split {split}, {self}",
@@ -81,10 +81,11 @@ class AttentionShape:
             | {"shares": "*fp32", "weights": "*fp32", "width": "i32", "splits": "i32", "scale": "fp32"},
             self._constants() | {"ROWS": tile.rows, "TILE": tile.tokens, "SPLIT": split},
             num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            num_stages=FEW_DECODE_STAGES if few_stages else tile.num_stages,
             targets=self.targets,
             must=frozenset({"mma"}) | self._wide(),
-            loads_ahead=True,
+            # With few stages a loop waits for each tile, while an SM's other programs work.
+            loads_ahead=not few_stages,
             rare=self.rare,
             may_spill=self.may_spill,
         )

@@ -111,6 +111,15 @@ async def new_batch(process: Process, text: bytes, **fields: Any) -> str:
     return batch.record.id
 
 
+async def claimed_with_bad_lines(process: Process, names: list[str]) -> tuple[str, BatchRun]:
+    """Lines that are answered with 400 by that process, so that another one's answers are told from its."""
+    id = await new_batch(process, b"".join(map(line, names)))
+    process.statuses = {name: [400] for name in names}
+    run = await process.claim("one")
+    assert run is not None
+    return id, run
+
+
 async def state(process: Process, id: str) -> BatchState:
     return (await process.batches.get("alice", id)).state
 
@@ -234,6 +243,37 @@ async def test_an_input_that_goes_while_it_is_read_fails_the_batch(gateways: lis
     assert len(await lines_of(first, failed.output_file_id)) == failed.completed
 
 
+async def test_a_bug_ends_the_batch_with_all_that_was_written(
+    gateways: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = gateways
+    id = await new_batch(first, line("good") + line("bug"))
+    written = asyncio.Event()
+    answer, add_chunks = first.answer, first.database.add_chunks
+
+    async def answer_or_fail(request: BatchRequest, key: KeyName) -> BatchAnswer:
+        if request.custom_id == "bug":
+            await written.wait()
+            raise ZeroDivisionError
+        return await answer(request, key)
+
+    async def add_and_hang(*given: Any) -> None:
+        await add_chunks(*given)
+        written.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(first, "answer", answer_or_fail)
+    monkeypatch.setattr(first.database, "add_chunks", add_and_hang)
+    run = await first.claim("one")
+    assert run is not None
+
+    await run.run()
+
+    failed = await state(first, id)
+    assert (failed.status, failed.errors[0].code, failed.completed) == ("failed", "internal_error", 1)
+    assert [entry["custom_id"] for entry in await lines_of(first, failed.output_file_id)] == ["good"]
+
+
 async def test_another_gateway_goes_on_where_a_killed_one_was(gateways: list[Process], clock: Clock) -> None:
     first, second = gateways
     names = [str(number) for number in range(40)]
@@ -266,10 +306,7 @@ async def test_another_gateway_goes_on_where_a_killed_one_was(gateways: list[Pro
 async def test_a_gateway_that_was_only_slow_writes_no_line_twice(gateways: list[Process], clock: Clock) -> None:
     first, second = gateways
     names = [str(number) for number in range(20)]
-    id = await new_batch(first, b"".join(map(line, names)))
-    first.statuses = {name: [400] for name in names}
-    run = await first.claim("one")
-    assert run is not None
+    id, run = await claimed_with_bad_lines(first, names)
     working = asyncio.create_task(run.run())
     await until(lambda: len(first.asked) >= 5)
     first.running.clear()  # as a stopped process, with answers in its hands
@@ -291,10 +328,7 @@ async def test_a_gateway_that_was_only_slow_writes_no_line_twice(gateways: list[
 async def test_a_slow_gateway_adds_nothing_to_what_its_follower_has_read(gateways: list[Process], clock: Clock) -> None:
     first, second = gateways
     names = [str(number) for number in range(20)]
-    id = await new_batch(first, b"".join(map(line, names)))
-    first.statuses = {name: [400] for name in names}
-    run = await first.claim("one")
-    assert run is not None
+    id, run = await claimed_with_bad_lines(first, names)
     first.hold.clear()
     working = asyncio.create_task(run.run())
     await until(lambda: len(first.asked) == 8)

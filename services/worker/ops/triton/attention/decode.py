@@ -191,7 +191,7 @@ def decode_attention(
         SOFTCAP=softcap,
         SPLIT=split,
         num_warps=tile.num_warps,
-        num_stages=decode_stages(grid[0] * splits * sequences, sm_count(q.device)),
+        num_stages=decode_stages(tile, grid[0] * splits * sequences, sm_count(q.device)),
         **launch_options(q.device),
     )
     if split:

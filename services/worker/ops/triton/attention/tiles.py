@@ -21,10 +21,10 @@ _DECODE_BYTES = 16 * 1024
 least 96 KiB on their way to it, when 4.8 TB/s over 132 SMs at 800 ns need 29 KiB."""
 
 _DECODES_PER_SM = 4
-"""Programs of decode attention that an SM holds at once, where those are so many that they have `_FEW_STAGES`."""
+"""Programs of decode attention that an SM holds at once, where those are so many that they have `FEW_DECODE_STAGES`."""
 _DEEP_DECODES_PER_SM = 3
 """And with `_DEEP_STAGES`, by the shared memory above."""
-_DEEP_STAGES, _FEW_STAGES = 5, 3
+_DEEP_STAGES, FEW_DECODE_STAGES = 5, 3
 """Of the loop over a context: fewer of them leave room for more programs (64 sequences of 1,024 tokens with
 Llama-3.1-8B's heads: 83.8 µs with 5, in two waves, 68.5 with 3, in one), while few programs need more on its way."""
 
@@ -55,6 +55,7 @@ class Tile(NamedTuple):
     """Cached tokens that it takes at a time."""
     num_warps: int
     num_stages: int
+    """Of the loop over a context; of decodes by many programs fewer, see `decode_stages`."""
 
 
 def padded(head_dim: int) -> int:
@@ -85,9 +86,9 @@ def decode_tile(head_dim: int, group: int, cache_itemsize: int) -> Tile:
     return Tile(rows, tokens, warps, _DEEP_STAGES)
 
 
-def decode_stages(programs: int, sms: int) -> int:
+def decode_stages(tile: Tile, programs: int, sms: int) -> int:
     """Of decodes that are launched as so many programs."""
-    return _DEEP_STAGES if programs <= sms * _DEEP_DECODES_PER_SM else _FEW_STAGES
+    return tile.num_stages if programs <= sms * _DEEP_DECODES_PER_SM else FEW_DECODE_STAGES
 
 
 def decode_splits(sequences: int, heads: int, kv_heads: int, most_tokens: int, tile: Tile, sms: int) -> int:
