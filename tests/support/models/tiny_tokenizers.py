@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,15 +78,16 @@ def wordpiece() -> Tokenizer:
 @cache
 def metaspace() -> Tokenizer:
     """As T5 and others converted from sentencepiece's unigram models."""
-    tokenizer = Tokenizer(models.Unigram())
+    words = Counter("▁" + word for word in TEXT.split())
+    pieces = Counter({letter: sum(letter in word for word in words) for letter in sorted(set("".join(words)))})
+    for word, times in sorted(words.items()):
+        pieces.update({word[start:end]: times for start in range(2) for end in range(start + 2, len(word) + 1)})
+    # Not trained: that gives other pieces in each process.
+    scored = [(piece, math.log(times / pieces.total())) for piece, times in pieces.most_common(250)]
+    tokenizer = Tokenizer(models.Unigram([("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *scored], unk_id=2))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    tokenizer.train_from_iterator(
-        [TEXT],
-        trainers.UnigramTrainer(
-            vocab_size=150, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
-        ),
-    )
+    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
     return tokenizer
 
 
