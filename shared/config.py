@@ -229,6 +229,14 @@ def replace_environment(environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
 
 
+def default_environment(defaults: Mapping[str, str], *, unless: str) -> None:
+    """Sets variables of this process that are not set, for libraries that read them as they are loaded; none where
+    `unless` is set, which says the same in other words."""
+    if unless not in os.environ:
+        for name, value in defaults.items():
+            os.environ.setdefault(name, value)
+
+
 def inherited_environment(service: str | None = None) -> dict[str, str]:
     """What a process that the supervisor starts inherits of this process's environment: of our own variables only those
     that are settings of its service, so that no service gets another's secrets or the cluster's. None: no service."""
