@@ -11,11 +11,10 @@ from msgspec.structs import replace
 from kvstore.connectors.installed import ConnectorExtraConfig, ConnectorName, ConnectorRole, open_connector
 from kvstore.connectors.interface import KVConnectorBase
 from services.worker.distributed.lockstep import GroupTopology
+from services.worker.expert_config import ExpertConfig
 from services.worker.guided.limits import GrammarBackendName, GrammarLimits
 from services.worker.kv.layer_groups import HybridKvCache
-from services.worker.models.expert_parallel.settings import ExpertSettings, read_eplb_config
 from services.worker.rank_identity import RankIdentity
-from services.worker.sim.settings import SimulatedDeviceConfig
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
 from shared.ids import EngineId, Incarnation, ModelName
 from shared.machine.numa import NumaMode
@@ -24,7 +23,7 @@ from shared.models.generation_config import GenerationConfigError, read_override
 from shared.settings import ByteSize, ContainerVariable, UpOption
 
 
-class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
+class WorkerConfig(ExpertConfig, frozen=True, kw_only=True):
     """Every setting of a worker rank, with its unit and bounds."""
 
     engine: Annotated[str, Meta(min_length=1, description="Id of the engine: its scheduler's instance name.")]
@@ -54,40 +53,6 @@ class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
         UpOption("How many", placed=True),
     ] = 1
     data_parallel_rank: Annotated[int, Meta(ge=0, description="Index of this rank's engine among those.")] = 0
-    enable_expert_parallel: Annotated[
-        bool,
-        Meta(
-            description="Whether ranks have whole experts of a mixture, in place of a share of every expert: the --tp "
-            "ranks, or those of all engines of a data-parallel group."
-        ),
-        UpOption("How many"),
-    ] = False
-    enable_eplb: Annotated[
-        bool,
-        Meta(
-            description="Whether experts are placed on ranks by how often each was picked: as files in expert_load_dir "
-            "say at the start, and by the last steps while the engine serves. Needs enable_expert_parallel."
-        ),
-        UpOption("How many"),
-    ] = False
-    eplb_config: Annotated[
-        str | None,
-        Meta(
-            description='How enable_eplb goes about it, as vLLM has it, e.g. {"window_size": 1000, "step_interval": '
-            '3000, "num_redundant_experts": 8, "log_balancedness": true}; step_interval 0: at the start alone.'
-        ),
-        UpOption("How many"),
-    ] = None
-    num_redundant_experts: Annotated[
-        int,
-        Meta(ge=0, description="Replicas of much picked experts, over all ranks of a stage; as in eplb_config."),
-        UpOption("How many"),
-    ] = 0
-    expert_load_dir: Annotated[
-        Path | None,
-        Meta(description="Directory of files that say how often each expert was picked; each engine writes its own."),
-        UpOption("How many"),
-    ] = None
     rendezvous: Annotated[
         str | None, Meta(description="Where the ranks meet: file:///PATH on one host, tcp://HOST:PORT.")
     ] = None
@@ -343,7 +308,7 @@ class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
             raise ValueError(f"pp_layers: {len(self.pp_layers)} numbers for {self.pp} stages")
         if self.pp > 1 and self.device == "sim":
             raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
-        self._check_experts()
+        self.check_experts(self.device)
         self._check_group()
         for each in self.lora:
             name, _, folder = each.partition("=")
@@ -370,25 +335,14 @@ class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
         if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
             raise ValueError("rendezvous: must be set where there are several ranks")
 
-    def _check_experts(self) -> None:
-        if self.device == "sim" and (self.enable_expert_parallel or self.expert_load_dir is not None):
-            name = "enable_expert_parallel" if self.enable_expert_parallel else "expert_load_dir"
-            raise ValueError(f"{name}: the simulated device has no experts")
-        if self.enable_eplb and not self.enable_expert_parallel:
-            raise ValueError("enable_eplb: needs enable_expert_parallel, as else every rank has a share of all experts")
-        if self.num_redundant_experts and not self.enable_eplb:
-            raise ValueError(f"num_redundant_experts = {self.num_redundant_experts}: needs enable_eplb")
-        if self.eplb_config is not None and not self.enable_eplb:
-            raise ValueError(f"eplb_config = {self.eplb_config}: needs enable_eplb")
-        if read_eplb_config(self.eplb_config).num_redundant_experts and self.num_redundant_experts:
-            raise ValueError("num_redundant_experts: is in eplb_config, too; give one of them")
-
     def _check_group(self) -> None:
         """What the engines of a data-parallel group do not have yet."""
         size = f"data_parallel_size = {self.data_parallel_size}"
         if self.data_parallel_rank >= self.data_parallel_size:
             raise ValueError(f"data_parallel_rank = {self.data_parallel_rank}: must be below {size}")
         if self.data_parallel_size == 1:
+            if self.all2all_backend != "auto":
+                raise ValueError(f"all2all_backend = {self.all2all_backend}: needs data_parallel_size of 2 or more")
             return
         if not self.enable_expert_parallel:
             raise ValueError(f"{size}: needs enable_expert_parallel; copies that share nothing are made by --engines")
@@ -409,20 +363,6 @@ class WorkerConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
         if self.data_parallel_size == 1:
             return None
         return GroupTopology(self.data_parallel_rank, self.data_parallel_size, self.world_size, self.rank)
-
-    def expert_settings(self) -> ExpertSettings:
-        """How a mixture's experts are spread over ranks."""
-        eplb = read_eplb_config(self.eplb_config)
-        return ExpertSettings(
-            self.enable_expert_parallel,
-            self.enable_eplb,
-            self.num_redundant_experts or eplb.num_redundant_experts,
-            self.expert_load_dir,
-            self.engine,
-            eplb.window_size,
-            eplb.step_interval,
-            eplb.log_balancedness,
-        )
 
     def lora_folders(self) -> tuple[tuple[ModelName, Path], ...]:
         """Each adapter's name and folder."""

@@ -66,10 +66,10 @@ class _HostTrafficCollector(Collector):
     """Read where it is counted, a thousand times a second."""
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """What ranks of one host have exchanged through its memory."""
+        """What ranks of one host have exchanged."""
         family = CounterMetricFamily(
             "baton_worker_exchanged_bytes",
-            "Payload that ranks of one host exchanged through its memory, by the kind of exchange, sent or received.",
+            "Payload that ranks of one host exchanged, by the kind of exchange, sent or received.",
             labels=["kind", "direction"],
         )
         for kind, sent, received in HOST_TRAFFIC:

@@ -34,14 +34,18 @@ LAYERS, HIDDEN, EXPERTS, CHOSEN, SIZE = 8, 512, 32, 4, 512
 STREAMS, PROMPT, OUTPUT = 8, 128, 64
 ROW, COMBINED_ROW = HIDDEN * 2, HIDDEN * 4
 """Bytes of a row on its way to experts, in bf16, and of what they make of it, in float32."""
+PICKS, SET = CHOSEN * (4 + 4), 8
+"""Bytes of its picks and their chances; of the set of ranks that it goes to."""
 REQUEST_STEPS = OUTPUT - 1
 """Decodes of a request: its first token comes of its prompt."""
 
-Kind = Literal["TP", "TP + EP", "DP + EP"]
+Kind = Literal["TP", "TP + EP", "DP + EP, all", "DP + EP, low latency", "DP + EP, high throughput"]
 _OPTIONS: dict[Kind, str] = {
     "TP": "--tp={}",
     "TP + EP": "--tp={} --enable-expert-parallel",
-    "DP + EP": "--data-parallel-size={} --enable-expert-parallel",
+    "DP + EP, all": "--data-parallel-size={} --enable-expert-parallel --all2all-backend=allgather_reducescatter",
+    "DP + EP, low latency": "--data-parallel-size={} --enable-expert-parallel --all2all-backend=low_latency",
+    "DP + EP, high throughput": "--data-parallel-size={} --enable-expert-parallel --all2all-backend=high_throughput",
 }
 
 
@@ -52,9 +56,14 @@ class Way(NamedTuple):
     ranks: int
 
     @property
+    def is_group(self) -> bool:
+        """Whether its ranks are a data-parallel group."""
+        return self.kind.startswith("DP")
+
+    @property
     def instances(self) -> list[str]:
         """Its ranks."""
-        if self.kind == "DP + EP":
+        if self.is_group:
             return [f"engine-{engine}-rank0" for engine in range(1, self.ranks + 1)]
         return [f"engine-1-rank{rank}" for rank in range(self.ranks)]
 
@@ -81,15 +90,18 @@ class Round(NamedTuple):
     """Of the first rank, those of other engines too."""
 
 
-def mixing_bytes(way: Way) -> tuple[float, float]:
-    """What a token's row costs in a layer that mixes, by theory, received by all ranks together: as it is served here,
-    and by an all-to-all that sends rows only where they are picked."""
+def mixing_bytes(way: Way) -> float:
+    """What a token's row costs in a layer that mixes, by theory, received by all ranks together, where any experts are
+    picked as often as others."""
     others = way.ranks - 1
-    if way.kind != "DP + EP":  # a sum, of which each rank reads every other's
-        return way.ranks * others * COMBINED_ROW, math.nan
-    elsewhere = math.comb(EXPERTS - EXPERTS // way.ranks, CHOSEN) / math.comb(EXPERTS, CHOSEN)
-    there_and_back = others * (ROW + COMBINED_ROW)
-    return there_and_back, (1 - elsewhere) * there_and_back
+    if not way.is_group:  # a sum, of which each rank reads every other's
+        return way.ranks * others * COMBINED_ROW
+    there_and_back = others * (ROW + COMBINED_ROW + PICKS)
+    if way.kind == "DP + EP, all":
+        return there_and_back
+    nowhere = math.comb(EXPERTS - EXPERTS // way.ranks, CHOSEN) / math.comb(EXPERTS, CHOSEN)
+    said = others * SET if way.kind == "DP + EP, low latency" else 0
+    return said + (1 - nowhere) * there_and_back
 
 
 def rows_that_mix(computed: float, requests: int) -> float:
@@ -103,9 +115,10 @@ async def measure(stack: RunningStack, way: Way) -> Round:
     await answer(stack, 1, STREAMS)
     took, after = time.perf_counter() - began, await counts(stack, way)
     tokens, rows = STREAMS * OUTPUT, rows_that_mix(after.computed - before.computed, STREAMS)
-    moved = {kind: after.received[kind] - before.received[kind] for kind in after.received}
-    if way.kind == "DP + EP":
-        mixing = moved["all_gather"] + moved["reduce_scatter"]
+    moved = defaultdict[str, float](float)
+    moved |= {kind: after.received[kind] - before.received[kind] for kind in after.received}
+    if way.is_group:
+        mixing = sum(moved[kind] for kind in ("all_gather", "reduce_scatter", "dispatch", "combine", "all_to_all"))
     else:  # of the sums of a step, one is of the embedding, and one in each layer behind attention
         computed = after.computed - before.computed
         attention = (LAYERS - 1) * computed + STREAMS * OUTPUT
@@ -185,7 +198,6 @@ def table(found: dict[Way, list[Round]]) -> Table:
     rows = []
     for way, rounds in found.items():
         speeds = sorted(each.tokens_per_second for each in rounds)
-        theory, sparse = mixing_bytes(way)
         rows.append(
             (
                 f"{way.kind} {way.ranks}",
@@ -193,8 +205,7 @@ def table(found: dict[Way, list[Round]]) -> Table:
                 f"{statistics.median(each.processor_ms for each in rounds):.2f}",
                 f"{statistics.median(each.steps for each in rounds):.0f}",
                 f"{statistics.median(each.received for each in rounds):,.0f}",
-                f"{theory:,.0f}",
-                "" if math.isnan(sparse) else f"{sparse:,.0f}",
+                f"{mixing_bytes(way):,.0f}",
             )
         )
     heads = (
@@ -204,7 +215,6 @@ def table(found: dict[Way, list[Round]]) -> Table:
         "steps",
         "bytes a row and mixture",
         "theory",
-        "where picked alone",
     )
     return Table(heads, rows)
 
@@ -213,8 +223,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--kinds", nargs="+", choices=get_args(Kind), default=get_args(Kind))
     given = parser.parse_args()
-    ways = [Way(kind, ranks) for ranks in given.ranks for kind in get_args(Kind)]
+    ways = [Way(kind, ranks) for ranks in given.ranks for kind in given.kinds]
     found: dict[Way, list[Round]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory(prefix="baton-experts-") as name:
         write_model(model := Path(name) / "model")

@@ -56,6 +56,15 @@ class HostExchange(Protocol):
         """The rows of `x` [n, width], contiguous, that are this rank's share become what `sum` would make of them; the
         others are undefined. Ranks with the same share follow each other. Raises RankGone."""
 
+    def dispatch(self, x: Tensor, shares: Sequence[RowRange]) -> Callable[[], None]:
+        """The rows of `x` uint8 [n, width], contiguous, are each rank's own in its share. The first eight bytes of a
+        row, an int64, have a bit for each rank that it goes to; they go to all. Returns what waits until this rank has
+        its rows; those that are not for it are undefined then but for these bytes. Raises RankGone, as waiting does."""
+
+    def combine(self, x: Tensor, shares: Sequence[RowRange], holders: Tensor) -> None:
+        """As `reduce_scatter`, but each row is added up over the ranks alone whose bits `holders` int64 [n] has: so it
+        has the same bits as where the others have zeros. Raises RankGone."""
+
     @property
     def bell(self) -> HostBell:
         """By which these ranks wake each other."""

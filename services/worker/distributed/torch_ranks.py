@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import accumulate
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -17,9 +16,11 @@ from msgspec import Struct
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed has them without types
 
+from services.worker.distributed.all2all import All2AllBackend
 from services.worker.distributed.communicator import Communicator, SingleRank
-from services.worker.distributed.host_memory import HostExchange, RowRange, Seat, SharedExchange, share
+from services.worker.distributed.host_memory import HostExchange, Seat, SharedExchange, share
 from services.worker.distributed.lockstep import GroupTopology, Lockstep
+from services.worker.distributed.row_exchange import RowExchange, row_exchange
 
 RESOLVE_PAUSE = 1.0
 """Seconds between two questions for the address of a name."""
@@ -280,31 +281,9 @@ class RankGroup:
         self._exchange.sum(x)
         return x
 
-    def gather_rows(self, own: Tensor, rows: Sequence[int]) -> Tensor:
-        """own [n, width], of which every rank of this engine has the same → those of all engines, which have so many
-        `rows` each, one behind the other, on every rank. Raises RankGone."""
-        if not self._exchange.takes(own):
-            return self.gather_rows(own.float(), rows).to(own.dtype)
-        place, shares = self.place, _shares(rows)
-        together = own.new_empty(sum(rows), own.shape[1])
-        together[slice(*shares[place.engine])] = own
-        # Of an engine's ranks the first gives them.
-        nothing = [RowRange(0, 0)] * (place.tp - 1)
-        self._exchange.all_gather(together, [each for share in shares for each in (share, *nothing)])
-        return together
-
-    def add_up_rows(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        """x [sum of `rows`, width] → the sum of every rank's, of this engine's rows alone; may overwrite `x`. Raises
-        RankGone."""
-        if not self._exchange.takes(x):
-            return self.add_up_rows(x.float(), rows).to(x.dtype)
-        shares = _shares(rows)
-        self._exchange.reduce_scatter(x, [share for share in shares for _ in range(self.place.tp)])
-        return x[slice(*shares[self.place.engine])]
-
-    def own_rows(self, rows: Sequence[int]) -> RowRange:
-        """Which of all engines' rows this engine's are."""
-        return _shares(rows)[self.place.engine]
+    def row_exchange(self, backend: All2AllBackend) -> RowExchange:
+        """How rows go to the ranks of their experts and back; all ranks must ask for the same."""
+        return row_exchange(backend, self.place, self._exchange)
 
     def all_gather(self, value: str) -> list[str]:
         """The `value` of every rank of the group, in their order."""
@@ -315,12 +294,6 @@ class RankGroup:
     def _agree(self, numbers: Sequence[int]) -> Sequence[int]:
         sums = self.sum(torch.tensor(numbers, dtype=torch.float32))  # which has every whole number below 2 ** 24
         return [int(each) for each in sums.tolist()]
-
-
-def _shares(rows: Sequence[int]) -> list[RowRange]:
-    """Of each engine, where all have so many rows, one behind the other."""
-    ends = list(accumulate(rows))
-    return [RowRange(end - count, end) for end, count in zip(ends, rows, strict=True)]
 
 
 class _OnItsWay(NamedTuple):

@@ -1,11 +1,14 @@
-"""What a rank has exchanged with others through memory of their host, by the kind of exchange. No torch."""
+"""What a rank has exchanged with others, by the kind of exchange: through memory of their host, and in data-parallel
+groups by all-to-all. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-ExchangeName = Literal["sum", "gather", "broadcast", "all_gather", "reduce_scatter"]
+ExchangeName = Literal[
+    "sum", "gather", "broadcast", "all_gather", "reduce_scatter", "dispatch", "combine", "all_to_all"
+]
 
 
 class ExchangedBytes(NamedTuple):

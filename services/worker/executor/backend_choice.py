@@ -120,7 +120,7 @@ def _load_settings(
         quantization=config.quantization,
         max_batch_tokens=config.max_batch_tokens,
         trust_remote_code=config.trust_remote_code,
-        experts=config.expert_settings(),
+        experts=config.expert_settings(config.engine),
         group=group,
     )
 

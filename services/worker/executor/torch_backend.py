@@ -279,9 +279,9 @@ def _card(model: _RankModel, settings: BackendSettings) -> ModelCard:
 
 
 def _expert_load(loaded: LoadedModel) -> ExpertLoad | None:
-    """Of the first rank of a stage, or a group, where picks are counted. Raises ModelError."""
+    """Of the first rank of a stage, where picks are counted; of those of its engine's rows. Raises ModelError."""
     wanted, decoder = loaded.settings.experts, loaded.decoder
-    if not wanted.counts or not isinstance(decoder, Decoder) or decoder.share.rank:
+    if not wanted.counts or not isinstance(decoder, Decoder) or loaded.settings.communicator.rank:
         return None
     path, first = None, loaded.stage.first_layer
     if wanted.load_dir is not None:

@@ -143,7 +143,7 @@ def _decoder(
         weights = load_weights(
             *(tensors, config, share, ops, settings.device, max_model_len, stage),
             quantization=code_of(settings),
-            counts_picks=settings.experts.counts and share.rank == 0,
+            counts_picks=settings.experts.counts and settings.communicator.rank == 0,
             packer=packer,
         )
         head = _head_of(settings, tensors, config, pooling) if stage.is_last else None
@@ -168,7 +168,7 @@ def _decoder_of(
     if plugin is not None:
         return plugin.decoder(DecoderParts(*parts, settings.pipeline))
     if settings.group is not None:
-        return GroupDecoder(*parts, settings.group)
+        return GroupDecoder(*parts, settings.group, settings.experts.all2all)
     if settings.on_layer is not None:
         return LayerwiseDecoder(*parts, settings.pipeline, settings.on_layer)
     return Decoder(*parts, settings.pipeline)

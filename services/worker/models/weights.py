@@ -15,6 +15,7 @@ from services.worker.ops.interface import (
     Ops,
     PackedHeads,
     PackedLinear,
+    Picks,
     Routing,
     StateMixer,
 )
@@ -162,14 +163,20 @@ def _apply_mixture(ops: Ops, mixture: MixtureMlp, x: Tensor, activation: Activat
 
 def mixed_rows(ops: Ops, mixture: MixtureMlp, x: Tensor, activation: Activation) -> Tensor:
     """x [n, hidden] → what this rank's experts make of the rows that pick them, [n, hidden]."""
-    logits = ops.linear(x, mixture.router)
-    picks = ops.choose_experts(logits, mixture.routing)
-    if mixture.counts is not None:
-        count_picks(mixture.counts, picks)
+    logits, picks = route(ops, mixture, x)
     experts = mixture.experts
     if experts.local is not None:
         picks = experts.local.own_picks(picks, logits)
     return ops.mixture(x, picks, experts.packed, kind=activation)
+
+
+def route(ops: Ops, mixture: MixtureMlp, x: Tensor) -> tuple[Tensor, Picks]:
+    """x [n, hidden] → the router's logits [n, E] and what it picks, which is counted where picks are."""
+    logits = ops.linear(x, mixture.router)
+    picks = ops.choose_experts(logits, mixture.routing)
+    if mixture.counts is not None:
+        count_picks(mixture.counts, picks)
+    return logits, picks
 
 
 def shared_expert_rows(ops: Ops, shared: SharedExpert, x: Tensor, activation: Activation) -> Tensor:

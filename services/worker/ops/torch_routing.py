@@ -38,7 +38,7 @@ def route(logits: Tensor, routing: Routing) -> Picks:
 def _in_best_groups(choosing: Tensor, routing: Routing) -> Tensor:
     """[n, E] → which experts are of the groups that are chosen from."""
     rows, experts = choosing.shape
-    by_group = choosing.view(rows, routing.groups, -1)
+    by_group = choosing.view(rows, routing.groups, experts // routing.groups)
     worth = by_group.amax(dim=-1) if routing.bias is None else by_group.topk(2, dim=-1).values.sum(dim=-1)
     best = torch.zeros_like(worth, dtype=torch.bool)
     best.scatter_(1, worth.topk(routing.chosen_groups, dim=-1).indices, True)

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from services.scheduler.core.limits import EngineLimits
+from services.worker.distributed.all2all import All2AllBackend
 from services.worker.models.expert_parallel.settings import ExpertSettings
 from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.worker.library_situations import prompt
@@ -58,6 +59,38 @@ def test_engines_of_a_group_say_what_the_library_does(
     expected = [model.greedy(tokens, OUTPUT) for tokens in (*PROMPTS[::2], *PROMPTS[1::2], PROMPTS[-1], PROMPTS[-1])]
     assert [request.tokens for request in (*together, alone, late)] == expected
     assert (alone.cached, late.cached) == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("family", "engines", "tp", "all2all"),
+    [
+        ("deepseek-v3", 4, 1, "low_latency"),
+        ("qwen2-moe", 4, 1, "high_throughput"),
+        ("qwen2-moe", 2, 2, "high_throughput"),
+        ("qwen3-moe", 4, 1, "auto"),
+        ("mixtral", 2, 2, "low_latency"),
+    ],
+)
+@pytest.mark.features("data parallel", "expert parallel", "chunked prefill")
+def test_rows_travel_in_each_mode(
+    family: str,
+    engines: int,
+    tp: int,
+    all2all: All2AllBackend,
+    ranks: RankProcesses,
+    models: Callable[[str], TinyModel],
+) -> None:
+    """All engines work, then the last alone, then a late one beside it."""
+    model = models(family)
+    experts = ExpertSettings(parallel=True, all2all=all2all)
+    group = ranks.serve_group(model.path, engines=engines, tp=tp, limits=LIMITS, experts=experts)
+    asked = [(tokens, engine.ask(tokens, OUTPUT)) for tokens in PROMPTS[:3] for engine in group]
+    run(*group)
+    asked += [(tokens, group[-1].ask(tokens, OUTPUT)) for tokens in PROMPTS[3:]]
+    group[-1].step()
+    asked.append((PROMPTS[-1], group[0].ask(PROMPTS[-1], OUTPUT)))
+    run(*group)
+    assert [request.tokens for _, request in asked] == [model.greedy(tokens, OUTPUT) for tokens, _ in asked]
 
 
 @pytest.mark.features("data parallel", "expert parallel", "prefix cache")

@@ -69,6 +69,44 @@ def exchange_rows(communicator: TorchCommunicator, rank: int, ranks: int, dtype:
         assert traffic("reduce_scatter", before) == (sent * size, mine * (ranks - 1) * size)
 
 
+def exchange_routed_rows(communicator: TorchCommunicator, rank: int, ranks: int, dtype: torch.dtype) -> None:
+    """Shares as above; a row goes to some ranks, or to none, and nobody reads more than the rest of its own rows."""
+    exchange, width = communicator._exchange, 23
+    assert exchange is not None
+    for own in (1, 3, BUFFER_BYTES // 60):
+        ends = [own * (each + 1) for each in range(ranks - 1)]
+        shares = [RowRange(end - own, end) for end in ends]
+        total, chance = ends[-1], torch.Generator().manual_seed(own)
+        goes = torch.rand(total, ranks, generator=chance) < 0.4
+        sets = (goes * torch.tensor([1 << each for each in range(ranks)])).sum(1)
+        rows = torch.randint(0, 256, (total, 40), generator=chance, dtype=torch.uint8)
+        rows[:, :8] = sets.view(torch.uint8).view(total, 8)
+        mine, theirs = goes[:, rank].clone(), torch.ones(total, dtype=torch.bool)
+        x = torch.zeros_like(rows)
+        if rank < ranks - 1:
+            x[slice(*shares[rank])] = rows[slice(*shares[rank])]
+            theirs[slice(*shares[rank])] = False
+            mine[slice(*shares[rank])] = True
+        before = traffic("dispatch")
+        exchange.dispatch(x, [*shares, RowRange(0, 0)])()
+        check(x[mine], rows[mine])
+        check(x[:, :8], rows[:, :8])
+        came = int((goes[:, rank] & theirs).sum())
+        sent = own * 40 if rank < ranks - 1 else 0
+        assert traffic("dispatch", before) == (sent, int(theirs.sum()) * 8 + came * 32)
+        parts = [part(each, total * width, dtype).view(total, width) for each in range(ranks)]
+        for each, given in enumerate(parts):
+            given[~goes[:, each]] = 0
+        whole = in_order(parts)
+        x = torch.where(goes[:, rank : rank + 1], parts[rank], torch.nan)  # which nobody may read
+        before, share = traffic("combine"), [*shares, shares[-1]][rank]
+        exchange.combine(x, [*shares, shares[-1]], sets)
+        check(x[slice(*share)], whole[slice(*share)])
+        others = goes[slice(*share)].clone()
+        others[:, rank] = False
+        assert traffic("combine", before)[1] == int(others.sum()) * width * dtype.itemsize
+
+
 def traffic(kind: str, before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
     """What was sent and received since then."""
     sent, received = next(((each.sent, each.received) for each in HOST_TRAFFIC if each.kind == kind), (0, 0))
@@ -89,6 +127,7 @@ def exchange_all(communicator: TorchCommunicator, rank: int, ranks: int) -> str:
                 check(got, expected)
             check(communicator.broadcast(parts[rank].clone()), parts[0])
         exchange_rows(communicator, rank, ranks, dtype)
+        exchange_routed_rows(communicator, rank, ranks, dtype)
     ids = torch.arange(5, dtype=torch.int32) + rank
     check(communicator.broadcast(ids), torch.arange(5, dtype=torch.int32))
     whole = communicator.sum(torch.tensor([rank + 1], dtype=torch.int64))  # not of a kind that memory is used for

@@ -43,6 +43,7 @@ EPLB = [PARALLEL, "--enable-eplb"]
         ([PARALLEL, "--device=sim"], "enable_expert_parallel: the simulated device has no experts"),
         ([FILES, "--device=sim"], "expert_load_dir: the simulated device has no experts"),
         (["--enable-eplb", FILES], "enable_eplb: needs enable_expert_parallel"),
+        (["--all2all-backend=low_latency"], "all2all_backend = low_latency: needs data_parallel_size of 2 or more"),
         ([PARALLEL, "--eplb-config={}"], "eplb_config = {}: needs enable_eplb"),
         ([*EPLB, '--eplb-config={"window_size": 0}'], r"Expected `int` >= 1 - at `\$.window_size`"),
         ([*EPLB, '--eplb-config={"use_async": true}'], "known are window_size, step_interval, num_redundant_experts"),
@@ -93,8 +94,8 @@ def test_engines_of_a_group_have_no_connector() -> None:
 
 def test_experts_move_as_vllm_s_object_says() -> None:
     wanted = {"window_size": 50, "step_interval": 200, "num_redundant_experts": 4, "log_balancedness": True}
-    found = told(*EPLB, f"--eplb-config={json.dumps(wanted)}").expert_settings()
+    found = told(*EPLB, f"--eplb-config={json.dumps(wanted)}").expert_settings("e")
     assert (found.window, found.interval, found.redundant, found.logs_balance) == (50, 200, 4, True)
     assert found.moves
-    assert not told(*EPLB, '--eplb-config={"step_interval": 0}').expert_settings().moves
-    assert not told(PARALLEL).expert_settings().moves
+    assert not told(*EPLB, '--eplb-config={"step_interval": 0}').expert_settings("e").moves
+    assert not told(PARALLEL).expert_settings("e").moves

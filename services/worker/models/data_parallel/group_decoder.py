@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from services.worker.distributed.all2all import All2AllBackend
 from services.worker.distributed.communicator import Communicator
 from services.worker.distributed.lockstep import LockstepMember, StepRows
+from services.worker.distributed.row_exchange import RoutedRows
 from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
@@ -16,15 +18,15 @@ from services.worker.models.weights import (
     LayerWeights,
     MixtureMlp,
     Mlp,
-    mixed_rows,
+    route,
     shared_expert_rows,
 )
-from services.worker.ops.interface import BatchMeta, Ops
+from services.worker.ops.interface import BatchMeta, Ops, Picks
 
 
 class GroupDecoder(LockstepMember, Decoder):
-    """A `Decoder` that meets those of the group's other ranks in each mixture: there all get the rows of all engines,
-    each computes the picks whose experts it has, and what comes of an engine's rows is added up for its ranks.
+    """A `Decoder` that meets those of the group's other ranks in each mixture: rows go to the ranks of the experts that
+    they pick, each computes its own picks, and what comes of an engine's rows is added up for its ranks.
 
     Which rows there are is agreed on once for each step. A rank whose engine has none computes its experts all the
     same, and nothing else."""
@@ -37,17 +39,19 @@ class GroupDecoder(LockstepMember, Decoder):
         ops: Ops,
         communicator: Communicator,
         group: RankGroup,
+        all2all: All2AllBackend,
     ) -> None:
-        """`communicator`: of the engine's ranks. `share.placements`: of the group's."""
+        """`communicator`: of the engine's ranks. `share.placements`: of the group's. `all2all`: how its rows travel."""
         super().__init__(config, weights, share, ops, communicator)
         self.group = group
         self.lockstep = group.lockstep
+        self._all2all, self._rows = all2all, group.row_exchange(all2all)
         self._step = StepRows((), ())
 
     @property
     def wire(self) -> str:
         """See `Decoder.wire`."""
-        return f"{super().wire}, of {self.group.place.engines} data-parallel engines"
+        return f"{super().wire}, of {self.group.place.engines} data-parallel engines by {self._all2all}"
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """See `Decoder.forward`; it is a step of the whole group. Raises RankGone, StepsApart."""
@@ -77,12 +81,20 @@ class GroupDecoder(LockstepMember, Decoder):
         return self._mix(layer, mlp, x) if isinstance(mlp, MixtureMlp) else super()._mlp_sum(layer, mlp, x)
 
     def _mix(self, layer: LayerWeights, mixture: MixtureMlp, x: Tensor) -> Tensor:
-        """x [n, hidden], this engine's rows, on all of its ranks → what the mixture makes of them."""
+        """x [n, hidden], this engine's rows, on all of its ranks → what the mixture makes of them. Shared experts are
+        computed while rows are on their way."""
         counts = self._step.last if layer is self._weights.layers[-1] else self._step.rows
         if not sum(counts):
             return x
-        activation = self._config.activation
-        mixed = mixed_rows(self._ops, mixture, self.group.gather_rows(x, counts), activation)
+        local, activation = mixture.experts.local, self._config.activation
+        assert local is not None, "experts are spread over the group's ranks"
+        logits, picks = route(self._ops, mixture, x)
+        places = local.places(picks, logits)
+        self._rows.start(RoutedRows(x, places, picks.chances), local.holders_of(places), counts)
+        shared: Tensor | None = None
         if mixture.shared is not None and len(x):
-            mixed[slice(*self.group.own_rows(counts))] += shared_expert_rows(self._ops, mixture.shared, x, activation)
-        return self.group.add_up_rows(mixed, counts)
+            shared = self._communicator.sum(shared_expert_rows(self._ops, mixture.shared, x, activation))
+        met = self._rows.arrived()
+        here = Picks(met.chances, local.own_numbers(met.picks.long()).to(picks.experts.dtype))
+        mixed = self._rows.combine(self._ops.mixture(met.rows, here, mixture.experts.packed, kind=activation))
+        return mixed if shared is None else mixed.add_(shared)

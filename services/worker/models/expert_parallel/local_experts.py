@@ -23,6 +23,8 @@ class LocalExperts(NamedTuple):
     replica of an expert, undefined."""
     replicas: Tensor | None
     """int64 [E]: of each expert; None: each has one."""
+    holders: Tensor
+    """int64 [replicas, E]: the rank of each replica. Behind the last replica of an expert, undefined."""
 
     @classmethod
     def of(cls, placement: ExpertPlacement, rank: int, device: torch.device) -> LocalExperts:
@@ -32,21 +34,35 @@ class LocalExperts(NamedTuple):
         holders = [placement.holders(expert) for expert in range(experts)]
         replicas = [len(each) for each in holders]
         numbers = torch.full((max(replicas), experts), -1, dtype=torch.int64)
+        held = torch.zeros_like(numbers)
         for expert, ranks in enumerate(holders):
             for replica, holder in enumerate(ranks):
+                held[replica, expert] = holder
                 if holder == rank:
                     numbers[replica, expert] = own[expert]
         counts = torch.tensor(replicas).to(device) if max(replicas) > 1 else None
-        return cls(numbers.to(device), counts)
+        return cls(numbers.to(device), counts, held.to(device))
 
     def own_picks(self, picks: Picks, logits: Tensor) -> Picks:
         """The `picks` of a router's `logits` by this rank's numbers; those of other ranks are -1."""
+        return Picks(picks.chances, self.own_numbers(self.places(picks, logits)).to(picks.experts.dtype))
+
+    def places(self, picks: Picks, logits: Tensor) -> Tensor:
+        """int64 [n, picks of a row]: of each of a router's picks, expert and replica as one number, which says the same
+        on every rank."""
         experts = picks.experts.long()
         if self.replicas is None:
-            return Picks(picks.chances, self.numbers[0][experts].to(picks.experts.dtype))
+            return experts
         word = experts.sum(dim=1, keepdim=True) + logits.argmin(dim=1, keepdim=True)
-        numbers = self.numbers[word % self.replicas[experts], experts]
-        return Picks(picks.chances, numbers.to(picks.experts.dtype))
+        return experts + word % self.replicas[experts] * self.holders.shape[1]
+
+    def holders_of(self, places: Tensor) -> Tensor:
+        """The rank of each of these `places`."""
+        return self.holders.view(-1)[places]
+
+    def own_numbers(self, places: Tensor) -> Tensor:
+        """This rank's numbers of these `places`, -1 for those of other ranks."""
+        return self.numbers.view(-1)[places]
 
 
 @dataclass(slots=True)

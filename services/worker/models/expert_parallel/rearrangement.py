@@ -4,7 +4,7 @@ Every rank counts the steps that it computes with the others, so all come to a d
 
 | when | on each rank |
 |------|--------------|
-| every `interval`-th step | hears from the first rank what the last steps have picked, and starts a thread |
+| every `interval`-th step | hears from each engine's first rank what the last steps have picked, and starts a thread |
 | beside steps | the thread places layer by layer, as every rank's does, and packs the experts that are new here |
 | each step until the end | says whether the thread has the next layer ready: it is changed once all ranks have |
 
@@ -68,7 +68,7 @@ class RearrangerParts:
     share: Callable[[Tensor], Tensor]
     """The sum of every rank's tensor."""
     window: LoadWindow | None
-    """On the first rank, which counts for all."""
+    """On the first rank of an engine, which counts what its rows pick."""
     device: torch.device
 
 
@@ -108,7 +108,7 @@ class ExpertRearranger:
         load = torch.zeros(len(self._parts.layers), self._experts, device=self._parts.device)
         if self._parts.window is not None and self._counting:
             load.copy_(self._parts.window.load(self._steps))
-        load = self._parts.share(load)  # of numbers and zeros: every rank has the first one's, to the last bit
+        load = self._parts.share(load)  # whose sums have the same bits on every rank
         if load.any():
             self.moves = self.moves._replace(under_way=True)
             self._moving = _Mover(self._parts, list(self.placements), load.tolist())

@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from services.worker.distributed.all2all import All2AllBackend
+
 _MAX_STEPS = 10_000_000
 
 
@@ -43,6 +45,8 @@ class ExpertSettings(Struct, frozen=True):
     """Steps from one such decision to the next; 0: they stay where they are."""
     logs_balance: bool = False
     """Whether the log says how evenly picks fall on ranks."""
+    all2all: All2AllBackend = "auto"
+    """How rows go to experts and back in a data-parallel group."""
 
     @property
     def counts(self) -> bool:

@@ -65,6 +65,7 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
             quantization=code_of(settings),
             whole_experts=settings.experts.parallel,
             group=settings.group,
+            all2all=settings.experts.all2all,
         )
     if pooling is not None and not decoder.has_features:
         raise ModelError(f"{settings.folder}: pooling_type: {config.architecture} does not show its hidden states")

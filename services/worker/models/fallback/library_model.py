@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from services.worker.distributed.all2all import All2AllBackend
 from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.models.checkpoint import NOWHERE, check_matrices, open_checkpoint
@@ -78,10 +79,12 @@ class LibraryModel:
         quantization: Scheme | None = None,
         whole_experts: bool = False,
         group: RankGroup | None = None,
+        all2all: All2AllBackend = "auto",
     ) -> LibraryDecoder:
         """With this rank's share of the directory's weights, or of random ones where `dummy`. The whole of `stage` is
         read into main memory before, of random ones the whole model; `quantization` is what linear layers are rounded
-        to, the head to int8. `whole_experts`: each rank of the stage, or of the `group`, has some experts. Raises
+        to, the head to int8. `whole_experts`: each rank of the stage, or of the `group`, has some experts; `all2all`:
+        how rows travel in a group. Raises
         ModelError for a broken checkpoint, and where its layers are not of a kind that can be served, or not by so many
         ranks."""
         if dummy:
@@ -96,7 +99,7 @@ class LibraryModel:
                 model = _read_model(kind, self._folder, self._own, dtype)
             passing = _stage_of(model)
         adapt(model, self._own)
-        meeting = StageMeeting(communicator) if group is None else GroupMeeting(group)
+        meeting = StageMeeting(communicator) if group is None else GroupMeeting(group.row_exchange(all2all))
         mixtures: list[WholeExperts] = []
         if whole_experts:
             number = communicator.rank if group is None else group.place.in_group

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from services.worker.distributed.communicator import Communicator
 from services.worker.distributed.lockstep import StepRows
-from services.worker.distributed.torch_ranks import RankGroup
+from services.worker.distributed.row_exchange import RoutedRows, RowExchange
 from services.worker.models.config import ModelError
-from services.worker.models.expert_parallel.placement import spread_evenly
+from services.worker.models.expert_parallel.placement import ExpertPlacement, spread_evenly
 from services.worker.models.fallback.tensor_parallel import mixtures_of
 
 
@@ -35,11 +35,12 @@ class PickedRows(NamedTuple):
 class ExpertMeeting(Protocol):
     """Where the ranks that share experts meet in each layer that mixes."""
 
-    def gather(self, own: PickedRows) -> PickedRows:
-        """The rows of all who meet here, given this engine's."""
+    def gather(self, own: PickedRows, holders: Tensor) -> PickedRows:
+        """Rows of all who meet here, those among them that pick this rank's experts, given this engine's. holders int64
+        [experts]: the rank of each expert."""
 
     def combine(self, computed: Tensor) -> Tensor:
-        """What all ranks made of these rows, of this engine's."""
+        """What all ranks made of such rows, of this engine's."""
 
 
 class StageMeeting:
@@ -48,7 +49,7 @@ class StageMeeting:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
 
-    def gather(self, own: PickedRows) -> PickedRows:
+    def gather(self, own: PickedRows, holders: Tensor) -> PickedRows:
         """They are there."""
         return own
 
@@ -61,29 +62,25 @@ class GroupMeeting:
     """The ranks of all engines of a data-parallel group. Until `begin` is called for the first time nobody is met: what
     is tried while a model is loaded does not depend on what experts make of it."""
 
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
+    def __init__(self, exchange: RowExchange) -> None:
+        self._exchange = exchange
         self._step: StepRows | None = None
 
     def begin(self, step: StepRows) -> None:
         """The group's next step has so many rows."""
         self._step = step
 
-    def gather(self, own: PickedRows) -> PickedRows:
-        """See `ExpertMeeting.gather`. All in one exchange of float32, which holds numbers of experts as they are."""
+    def gather(self, own: PickedRows, holders: Tensor) -> PickedRows:
+        """See `ExpertMeeting.gather`."""
         if self._step is None:
             return own
-        hidden, picks = own.rows.shape[1], own.experts.shape[1]
-        packed = torch.cat((own.rows.float(), own.experts.float(), own.chances.float()), dim=1)
-        together = self._group.gather_rows(packed, self._step.rows)
-        rows, experts, chances = torch.split(together, [hidden, picks, picks], dim=1)
-        return PickedRows(rows.to(own.rows.dtype), experts.long(), chances.to(own.chances.dtype))
+        self._exchange.start(RoutedRows(*own), holders[own.experts], self._step.rows)
+        rows, picks, chances = self._exchange.arrived()
+        return PickedRows(rows, picks.long(), chances.to(own.chances.dtype))
 
     def combine(self, computed: Tensor) -> Tensor:
         """See `ExpertMeeting.combine`."""
-        if self._step is None:
-            return computed
-        return self._group.add_up_rows(computed.contiguous(), self._step.rows)
+        return computed if self._step is None else self._exchange.combine(computed)
 
 
 class WholeExperts(nn.Module):
@@ -91,10 +88,12 @@ class WholeExperts(nn.Module):
 
     baton_whole = True
 
-    def __init__(self, experts: Any, first: int, count: int, meeting: ExpertMeeting) -> None:
-        """`experts`: the library's module of all of them, of which `count` are kept from `first` on."""
+    def __init__(self, experts: Any, placement: ExpertPlacement, rank: int, meeting: ExpertMeeting) -> None:
+        """`experts`: the library's module of all of them, of which those of `rank` are kept, which are neighbours."""
         super().__init__()
+        first, count = placement.ranks[rank][0], len(placement.ranks[rank])
         self._first, self._count, self._meeting = first, count, meeting
+        self._holders = torch.tensor([rank for rank, held in enumerate(placement.ranks) for _ in held])
         self._experts = _kept_experts(experts, first, count)
         self._nobody: PickedRows | None = None
 
@@ -103,7 +102,7 @@ class WholeExperts(nn.Module):
         own = PickedRows(rows, experts, chances)
         if self._nobody is None:
             self._nobody = PickedRows(*(each[:0].clone() for each in own))
-        met = self._meeting.gather(own)
+        met = self._meeting.gather(own, self._holders)
         here = (met.experts >= self._first) & (met.experts < self._first + self._count)
         row, pick = here.nonzero(as_tuple=True)
         mixed = torch.zeros(met.rows.shape, dtype=torch.float32, device=rows.device)
@@ -124,9 +123,10 @@ class EveryRowsExperts(nn.Module):
 
     baton_whole = True
 
-    def __init__(self, experts: Any, first: int, count: int, meeting: ExpertMeeting) -> None:
+    def __init__(self, experts: Any, placement: ExpertPlacement, rank: int, meeting: ExpertMeeting) -> None:
         """See `WholeExperts`."""
         super().__init__()
+        first, count = placement.ranks[rank][0], len(placement.ranks[rank])
         self._all, self._first, self._meeting = int(experts.num_experts), first, meeting
         self._experts = _kept_experts(experts, first, count)
 
@@ -159,11 +159,11 @@ def keep_whole_experts(
         raise ModelError(f"enable_expert_parallel: transformers has no plan for {name} (tp_plan) with experts")
     made = []
     for parent, last, experts in found:
-        own = spread_evenly(int(experts.num_experts), ranks).ranks[rank]
+        placement = spread_evenly(int(experts.num_experts), ranks)
         kind: Callable[..., nn.Module] = WholeExperts if _takes_picks(experts) else EveryRowsExperts
         if grouped and kind is EveryRowsExperts:
             raise ModelError(f"data_parallel_size: every expert of {name} computes every row; use --tp alone")
-        setattr(parent, last, whole := kind(experts, own[0], len(own), meeting))
+        setattr(parent, last, whole := kind(experts, placement, rank, meeting))
         if isinstance(whole, WholeExperts):
             made.append(whole)
     return made

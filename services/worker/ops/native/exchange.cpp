@@ -86,13 +86,13 @@ bool await(Head& other, uint32_t number, int milliseconds) {
     return await_word(other.posted, other.waiting, ready, milliseconds);
 }
 
-// x becomes the sum of `count` items of each rank, in the order of the ranks. All but the lanes behind the last whole
-// ones are read as they lie.
-template <class Item> void sum_into(const Exchange& own, const Item* const* from, Item* x, int64_t count) {
+// x becomes the sum of `count` items of so many `parts`, in their order. All but the lanes behind the last whole ones are
+// read as they lie.
+template <class Item> void sum_into(int parts, const Item* const* from, Item* x, int64_t count) {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {
         F sum = load(from[0] + i);
-        for (int rank = 1; rank < own.ranks; ++rank) sum = sum + load(from[rank] + i);
+        for (int part = 1; part < parts; ++part) sum = sum + load(from[part] + i);
         store(x + i, sum);
     }
     if (i == count) return;
@@ -100,8 +100,8 @@ template <class Item> void sum_into(const Exchange& own, const Item* const* from
     Item lanes[kLanes] = {};
     memcpy(lanes, from[0] + i, rest);
     F sum = load(lanes);
-    for (int rank = 1; rank < own.ranks; ++rank) {
-        memcpy(lanes, from[rank] + i, rest);
+    for (int part = 1; part < parts; ++part) {
+        memcpy(lanes, from[part] + i, rest);
         sum = sum + load(lanes);
     }
     store(lanes, sum);
@@ -140,8 +140,18 @@ template <class Each> void each_other_share(const Exchange& own, const Share* sh
     }
 }
 
+bool has(uint64_t ranks, int rank) { return ranks >> rank & 1; }
+
+// The rows of a share that are in a piece, which has whole ones.
+template <class Each> void each_row(const Piece& piece, const RoutedRows& rows, Share share, const Each& each) {
+    Share part = piece.of(share);
+    for (int64_t at = part.first; at < part.end; at += rows.width) each(Share{at, at + rows.width});
+}
+
 // A rank's part of an exchange reaches the buffers only where another one reads it.
-void give(Exchange& own, ExchangeKind kind, const Piece& piece, const char* x, const Share* shares) {
+void give(Exchange& own, ExchangeKind kind, const Piece& piece, const char* x, const void* to) {
+    const Share* shares = (const Share*)to;
+    const RoutedRows& rows = *(const RoutedRows*)to;
     switch (kind) {
         case ExchangeKind::kSum: return put(own, piece, x, {piece.first, piece.end});
         case ExchangeKind::kGather:
@@ -153,7 +163,19 @@ void give(Exchange& own, ExchangeKind kind, const Piece& piece, const char* x, c
         case ExchangeKind::kAllGather: return put(own, piece, x, piece.of(shares[own.rank]));
         case ExchangeKind::kReduceScatter:
             return each_other_share(own, shares, [&](int, Share share) { put(own, piece, x, piece.of(share)); });
+        case ExchangeKind::kDispatch: return put(own, piece, x, piece.of(rows.shares[own.rank]));
+        case ExchangeKind::kCombine:
+            return each_other_share(own, rows.shares, [&](int, Share share) {
+                each_row(piece, rows, share, [&](Share row) {
+                    if (has(rows.holders[row.first / rows.width], own.rank)) put(own, piece, x, row);
+                });
+            });
     }
+}
+
+void sum_parts(Number kept, int parts, const char* const* from, char* x, int64_t bytes) {
+    if (kept == Number::kHalf) sum_into(parts, (const Bf16* const*)from, (Bf16*)x, bytes / 2);
+    else sum_into(parts, (const float* const*)from, (float*)x, bytes / 4);
 }
 
 void sum_part(Exchange& own, Number kept, const Piece& piece, char* x, Share part) {
@@ -162,14 +184,36 @@ void sum_part(Exchange& own, Number kept, const Piece& piece, char* x, Share par
         from[rank] = rank == own.rank
             ? x + part.first
             : buffer(own, rank, piece.number) + (part.first - piece.first);
-    int64_t bytes = part.end - part.first;
-    if (kept == Number::kHalf) sum_into(own, (const Bf16* const*)from, (Bf16*)(x + part.first), bytes / 2);
-    else sum_into(own, (const float* const*)from, (float*)(x + part.first), bytes / 4);
-    own.received += bytes * (own.ranks - 1);
+    sum_parts(kept, own.ranks, from, x + part.first, part.end - part.first);
+    own.received += (part.end - part.first) * (own.ranks - 1);
+}
+
+void take_row(Exchange& own, const Piece& piece, int rank, char* x, Share row) {
+    Share ranks{row.first, row.first + int64_t(sizeof(uint64_t))};
+    take(own, piece, rank, x + row.first, ranks);
+    uint64_t holders;
+    memcpy(&holders, x + row.first, sizeof holders);
+    if (has(holders, own.rank)) take(own, piece, rank, x + ranks.end, {ranks.end, row.end});
+}
+
+void sum_row(Exchange& own, Number kept, const Piece& piece, char* x, Share row, uint64_t holders) {
+    const char* from[kMostExchanging];
+    int parts = 0, others = 0;
+    for (int rank = 0; rank < own.ranks; ++rank) {
+        if (!has(holders, rank)) continue;
+        others += rank != own.rank;
+        from[parts++] = rank == own.rank
+            ? x + row.first
+            : buffer(own, rank, piece.number) + (row.first - piece.first);
+    }
+    if (parts) sum_parts(kept, parts, from, x + row.first, row.end - row.first);
+    else memset(x + row.first, 0, size_t(row.end - row.first));
+    own.received += others * (row.end - row.first);
 }
 
 void read_piece(Exchange& own, ExchangeKind kind, Number kept, const Piece& piece, char* x, int64_t bytes, char* to) {
     const Share* shares = (const Share*)to;
+    const RoutedRows& rows = *(const RoutedRows*)to;
     Share whole{piece.first, piece.end};
     switch (kind) {
         case ExchangeKind::kSum: return sum_part(own, kept, piece, x, whole);
@@ -187,7 +231,21 @@ void read_piece(Exchange& own, ExchangeKind kind, Number kept, const Piece& piec
                 take(own, piece, rank, x + part.first, part);
             });
         case ExchangeKind::kReduceScatter: return sum_part(own, kept, piece, x, piece.of(shares[own.rank]));
+        case ExchangeKind::kDispatch:
+            return each_other_share(own, rows.shares, [&](int rank, Share share) {
+                each_row(piece, rows, share, [&](Share row) { take_row(own, piece, rank, x, row); });
+            });
+        case ExchangeKind::kCombine:
+            return each_row(piece, rows, rows.shares[own.rank], [&](Share row) {
+                sum_row(own, kept, piece, x, row, rows.holders[row.first / rows.width]);
+            });
     }
+}
+
+int64_t piece_bytes(const Exchange& own, ExchangeKind kind, const void* to) {
+    if (kind != ExchangeKind::kDispatch && kind != ExchangeKind::kCombine) return own.capacity;
+    int64_t width = ((const RoutedRows*)to)->width;
+    return own.capacity / width * width;
 }
 
 }  // namespace
@@ -196,12 +254,13 @@ int advance(Exchange& own, ExchangeKind kind, Number kept, char* x, int64_t byte
     uint64_t what = uint64_t(bytes) << 3 | uint64_t(kind);
     while (own.done < bytes) {
         uint32_t number = own.number + 1;
-        Piece piece{number, own.done, std::min(own.done + own.capacity, bytes)};
+        Piece piece{number, own.done, std::min(own.done + piece_bytes(own, kind, to), bytes)};
         if (!own.posted) {
-            give(own, kind, piece, x, (const Share*)to);
+            give(own, kind, piece, x, to);
             post(own, what);
             own.posted = 1;
         }
+        if (milliseconds < 0) return kGiven;
         for (int rank = 0; rank < own.ranks; ++rank) {
             if (rank == own.rank) continue;
             if (!await(head(own, rank), number, milliseconds)) return 1 + rank;

@@ -2,12 +2,19 @@
 #pragma once
 #include "linear.h"
 
-enum class ExchangeKind : int { kSum = 0, kGather = 1, kBroadcast = 2, kAllGather = 3, kReduceScatter = 4 };
+enum class ExchangeKind : int { kSum = 0, kGather = 1, kBroadcast = 2, kAllGather = 3, kReduceScatter = 4, kDispatch = 5, kCombine = 6 };
 
 // Bytes of x that are a rank's, of whole elements. Ranks that have the same ones follow each other.
 struct Share {
     int64_t first;
     int64_t end;
+};
+
+// How the rows of a mixture lie in x, one behind the other.
+struct RoutedRows {
+    const Share* shares;  // of each rank: bytes of the rows that are its own
+    int64_t width;  // bytes of a row, no more than a buffer holds
+    const uint64_t* holders;  // kCombine: for each row the set of ranks that have computed some of it, a bit for each
 };
 
 // One rank's end. The memory has a page of heads, one of 64 bytes for each rank from byte 64 on, and one bell behind them,
@@ -29,6 +36,7 @@ constexpr int kMostExchanging = 62;
 
 // Values of `advance` beside 0 and the ranks'.
 constexpr int kOtherExchange = -1;
+constexpr int kGiven = -2;
 
 // Every rank calls it for the same exchange, of the same kind and bytes. kSum: x becomes the sum of all ranks' x, each
 // element's in the order of the ranks, in float, so that all have the same bits. kGather: rank 0 gets all ranks' x one
@@ -36,7 +44,13 @@ constexpr int kOtherExchange = -1;
 // x becomes that rank's; shares do not overlap. kReduceScatter: this rank's share of x becomes the sum that kSum would put
 // there, and the rest of x is as it was. For these two `to` has the Share of each rank, the same everywhere.
 //
-// Returns 0 when it is done; 1 + the number of a rank that has not come for so many milliseconds: called again with the
+// kDispatch and kCombine are these two for rows that go to some ranks only; `to` has RoutedRows. kDispatch: the first 8
+// bytes of a row say to which, and they alone go to all; what else is in the rows of others that are not for this rank is
+// undefined. kCombine: this rank's share of x becomes the sums over the ranks that a row was computed by, in their order,
+// so it has the bits that kReduceScatter would give where the others have zeros.
+//
+// `milliseconds` below 0: what this rank gives first is there for others to read, and it returns kGiven without having waited: called
+// again, it goes on. Returns 0 when it is done; 1 + the number of a rank that has not come for so many milliseconds: called again with the
 // same arguments, it goes on; or kOtherExchange where another rank exchanges something else.
 int advance(Exchange& own, ExchangeKind kind, Number number, char* x, int64_t bytes, char* to, int milliseconds);
 

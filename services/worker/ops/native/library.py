@@ -73,10 +73,24 @@ class Exchange(Structure):
     )
 
 
+class ByteRange(Structure):
+    """`Share` of exchange.h: neighbours among the bytes of what is exchanged."""
+
+    _fields_ = (("first", c_int64), ("end", c_int64))
+
+
+class RowsOnTheirWay(Structure):
+    """`RoutedRows` of exchange.h: how the rows of a mixture lie one behind the other."""
+
+    _fields_ = (("shares", POINTER(ByteRange)), ("width", c_int64), ("holders", c_void_p))
+
+
 EXCHANGE_SUM, EXCHANGE_GATHER, EXCHANGE_BROADCAST, EXCHANGE_ALL_GATHER, EXCHANGE_REDUCE_SCATTER = range(5)
 """The values of `ExchangeKind` in exchange.h."""
-OTHER_EXCHANGE = -1
-"""`kOtherExchange` of exchange.h."""
+EXCHANGE_DISPATCH, EXCHANGE_COMBINE = 5, 6
+"""Those for rows that go to some ranks only."""
+OTHER_EXCHANGE, GIVEN = -1, -2
+"""`kOtherExchange` and `kGiven` of exchange.h."""
 HEAD_PAGE, MAX_EXCHANGING = 4096, 62
 """`kHeadPage` and `kMostExchanging` of exchange.h."""
 

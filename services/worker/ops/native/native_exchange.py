@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -34,6 +34,8 @@ _KINDS: dict[ExchangeName, int] = {
     "broadcast": library.EXCHANGE_BROADCAST,
     "all_gather": library.EXCHANGE_ALL_GATHER,
     "reduce_scatter": library.EXCHANGE_REDUCE_SCATTER,
+    "dispatch": library.EXCHANGE_DISPATCH,
+    "combine": library.EXCHANGE_COMBINE,
 }
 _NUMBERS = {torch.float32: library.SINGLE, torch.bfloat16: library.HALF}
 
@@ -89,29 +91,66 @@ class NativeExchange:
         """See `HostExchange.reduce_scatter`; rounded to bf16 once."""
         self._exchange_shares("reduce_scatter", x, shares)
 
+    def dispatch(self, x: Tensor, shares: Sequence[RowRange]) -> Callable[[], None]:
+        """See `HostExchange.dispatch`."""
+        rows = _rows_on_their_way(x, shares, None)
+        finish = self._start("dispatch", x, ctypes.addressof(rows))
+        return partial(_keeping, finish, rows)
+
+    def combine(self, x: Tensor, shares: Sequence[RowRange], holders: Tensor) -> None:
+        """See `HostExchange.combine`; rounded to bf16 once."""
+        rows = _rows_on_their_way(x, shares, holders)
+        self._exchange("combine", x, ctypes.addressof(rows))
+
     def close(self) -> None:
         """Lets go of the memory."""
         self._memory.close()
 
     def _exchange_shares(self, kind: ExchangeName, x: Tensor, shares: Sequence[RowRange]) -> None:
-        width = x.shape[1] * x.element_size()
-        ends = [place * width for share in shares for place in share]
-        laid_out = (ctypes.c_int64 * len(ends))(*ends)
+        laid_out = _byte_ranges(x, shares)
         self._exchange(kind, x, ctypes.addressof(laid_out))
 
     def _exchange(self, kind: ExchangeName, x: Tensor, to: int | None) -> None:
+        self._start(kind, x, to)()
+
+    def _start(self, kind: ExchangeName, x: Tensor, to: int | None) -> Callable[[], None]:
+        """What others read first of this rank is there for them when this returns what goes on with it. Nothing else
+        may be exchanged before that has been called."""
         if not x.is_contiguous():
             raise ValueError(f"a tensor of strides {x.stride()} is exchanged: contiguous ones are")
         number = _NUMBERS.get(x.dtype, library.SINGLE)
         own, before = self._own, (self._own.sent, self._own.received)
         call = partial(self._library.baton_exchange, self._reference, _KINDS[kind], number, x.data_ptr(), x.nbytes, to)
-        begun: float | None = None
-        while late := call(int(CHECK_PERIOD.total_seconds() * 1000)):
-            if late == library.OTHER_EXCHANGE:
-                raise RankGone("the ranks of this stage are in different exchanges")
-            begun = begun or time.monotonic()
-            self._memory.check(late - 1, begun)
-        HOST_TRAFFIC.add(kind, own.sent - before[0], own.received - before[1])
+        call(-1)
+
+        def finish() -> None:
+            begun: float | None = None
+            while late := call(int(CHECK_PERIOD.total_seconds() * 1000)):
+                if late == library.OTHER_EXCHANGE:
+                    raise RankGone("the ranks of this stage are in different exchanges")
+                begun = begun or time.monotonic()
+                self._memory.check(late - 1, begun)
+            HOST_TRAFFIC.add(kind, own.sent - before[0], own.received - before[1])
+
+        return finish
+
+
+def _byte_ranges(x: Tensor, shares: Sequence[RowRange]) -> ctypes.Array[library.ByteRange]:
+    width = x.shape[1] * x.element_size()
+    return (library.ByteRange * len(shares))(*(library.ByteRange(first * width, end * width) for first, end in shares))
+
+
+def _rows_on_their_way(x: Tensor, shares: Sequence[RowRange], holders: Tensor | None) -> library.RowsOnTheirWay:
+    width = x.shape[1] * x.element_size()
+    if width > BUFFER_BYTES:
+        raise ValueError(f"rows of {width} bytes: at most {BUFFER_BYTES} go from rank to rank")
+    ranges = _byte_ranges(x, shares)
+    return library.RowsOnTheirWay(ranges, width, None if holders is None else holders.data_ptr())
+
+
+def _keeping(finish: Callable[[], None], _: object) -> None:
+    """`finish` reads what is kept with it."""
+    finish()
 
 
 class NativeBell:

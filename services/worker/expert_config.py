@@ -1,0 +1,90 @@
+"""What a worker is told at its start of experts and how they are spread over ranks. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from services.worker.distributed.all2all import All2AllBackend
+from services.worker.models.expert_parallel.settings import ExpertSettings, read_eplb_config
+from services.worker.sim.settings import SimulatedDeviceConfig
+from shared.settings import UpOption
+
+
+class ExpertConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
+    """The settings of mixtures, with their bounds."""
+
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(
+            description="Whether ranks have whole experts of a mixture, in place of a share of every expert: the --tp "
+            "ranks, or those of all engines of a data-parallel group."
+        ),
+        UpOption("How many"),
+    ] = False
+    enable_eplb: Annotated[
+        bool,
+        Meta(
+            description="Whether experts are placed on ranks by how often each was picked: as files in expert_load_dir "
+            "say at the start, and by the last steps while the engine serves. Needs enable_expert_parallel."
+        ),
+        UpOption("How many"),
+    ] = False
+    eplb_config: Annotated[
+        str | None,
+        Meta(
+            description='How enable_eplb goes about it, as vLLM has it, e.g. {"window_size": 1000, "step_interval": '
+            '3000, "num_redundant_experts": 8, "log_balancedness": true}; step_interval 0: at the start alone.'
+        ),
+        UpOption("How many"),
+    ] = None
+    num_redundant_experts: Annotated[
+        int,
+        Meta(ge=0, description="Replicas of much picked experts, over all ranks of a stage; as in eplb_config."),
+        UpOption("How many"),
+    ] = 0
+    all2all_backend: Annotated[
+        All2AllBackend,
+        Meta(
+            description="How rows go to experts of other ranks and back with data_parallel_size: low_latency sends a "
+            "row only where it is picked, high_throughput, too, without gaps and with sizes exchanged before, "
+            "allgather_reducescatter to all. auto: allgather_reducescatter, which is quickest in memory of one host."
+        ),
+        UpOption("How many"),
+    ] = "auto"
+    expert_load_dir: Annotated[
+        Path | None,
+        Meta(description="Directory of files that say how often each expert was picked; each engine writes its own."),
+        UpOption("How many"),
+    ] = None
+
+    def check_experts(self, device: str) -> None:
+        """Raises ValueError where what is asked for can have no effect."""
+        if device == "sim" and (self.enable_expert_parallel or self.expert_load_dir is not None):
+            name = "enable_expert_parallel" if self.enable_expert_parallel else "expert_load_dir"
+            raise ValueError(f"{name}: the simulated device has no experts")
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ValueError("enable_eplb: needs enable_expert_parallel, as else every rank has a share of all experts")
+        if self.num_redundant_experts and not self.enable_eplb:
+            raise ValueError(f"num_redundant_experts = {self.num_redundant_experts}: needs enable_eplb")
+        if self.eplb_config is not None and not self.enable_eplb:
+            raise ValueError(f"eplb_config = {self.eplb_config}: needs enable_eplb")
+        if read_eplb_config(self.eplb_config).num_redundant_experts and self.num_redundant_experts:
+            raise ValueError("num_redundant_experts: is in eplb_config, too; give one of them")
+
+    def expert_settings(self, engine: str) -> ExpertSettings:
+        """How a mixture's experts are spread over ranks. `engine`: whose file of loads a rank writes."""
+        eplb = read_eplb_config(self.eplb_config)
+        return ExpertSettings(
+            self.enable_expert_parallel,
+            self.enable_eplb,
+            self.num_redundant_experts or eplb.num_redundant_experts,
+            self.expert_load_dir,
+            engine,
+            eplb.window_size,
+            eplb.step_interval,
+            eplb.log_balancedness,
+            self.all2all_backend,
+        )
