@@ -68,7 +68,7 @@ def test_what_is_named_for_others_users_is_there() -> None:
     typed = {
         option for name in COMMANDS for each in loaded(name).params for option in (*each.opts, *each.secondary_opts)
     }
-    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))
     settings = re.findall(r"--set (\w+)\.(\w+)=", text)
     endpoints = set(re.findall(r"`(/[\w/]+)`", text))
     commands = set(re.findall(r"\bbaton (\w[\w-]*)", text))
