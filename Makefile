@@ -8,13 +8,15 @@ PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 TORCH  ?= auto
+LOOK   ?=
 FOR    ?= 3.12
 OUT    ?= .wheels
 THERE  ?=
 
 BIN     := $(VENV)/bin
-# Says how much it fetches; without an NVIDIA driver it takes PyTorch's build without CUDA (TORCH=any: as pip finds it).
-INSTALL := $(BIN)/python -m deploy.set_up --torch $(TORCH)
+# Says how much it fetches (LOOK=--unannounced: does not, and is quicker); without an NVIDIA driver it takes PyTorch's build
+# without CUDA (TORCH=any: as pip finds it).
+INSTALL := $(BIN)/python -m deploy.set_up --torch $(TORCH) $(LOOK)
 RUNTIME := $(VENV)/.runtime-installed
 DEV     := $(VENV)/.dev-installed
 KERNELS := $(VENV)/.kernels-built

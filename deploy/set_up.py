@@ -125,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, more = _parser().parse_known_args(argv)
     wanted = [*more, "--editable", f".[{options.extras}]"] if options.extras else more
     began = time.monotonic()
-    arguments = chosen(wanted, options.torch, options.cpu_index)
+    choose = unannounced if options.unannounced else chosen
+    arguments = choose(wanted, options.torch, options.cpu_index)
     # Byte code is made of what is imported, when it is: making it of all of PyTorch takes longer than the rest.
     done = subprocess.run([*_pip(), "install", "-qq", "--no-compile", *arguments], cwd=REPOSITORY, check=False)
     if done.returncode == 0:
@@ -141,15 +142,35 @@ def chosen(wanted: Sequence[str], build: str, index: str) -> Sequence[str]:
     except PlanFailed as error:
         say(f"how much will be fetched is not known: {error}")
         return wanted
-    if build == "cpu" or (build == "auto" and sys.platform == "linux" and not has_driver()):
-        requirement = next(each for each in project().requirements if canonical(each) == "torch")
+    if _needs_no_cuda(build):
         try:
-            found = without_cuda(found, requirement, index) or found
+            found = without_cuda(found, _torch(), index) or found
         except PlanFailed as error:
             say(f"no NVIDIA driver here, but PyTorch comes with CUDA: no build without was found at {index} ({error})")
     if found.packages:
         say(f"fetching {told(sizes(found.packages))}")
     return found.arguments
+
+
+def unannounced(wanted: Sequence[str], build: str, index: str) -> Sequence[str]:
+    """The same, without looking for other packages than PyTorch: pip may fetch what it looks at, and then once more."""
+    if not _needs_no_cuda(build):
+        return wanted
+    try:
+        found = without_cuda(plan(["--ignore-installed", "--no-deps", _torch()]), _torch(), index)
+    except PlanFailed as error:
+        say(f"no NVIDIA driver here, and which PyTorch there is is not known: {error}")
+        return wanted
+    return wanted if found is None else [*wanted, *found.arguments[-3:]]
+
+
+def _needs_no_cuda(build: str) -> bool:
+    return build == "cpu" or (build == "auto" and sys.platform == "linux" and not has_driver())
+
+
+def _torch() -> str:
+    """What Baton requires of PyTorch."""
+    return next(each for each in project().requirements if canonical(each) == "torch")
 
 
 def has_driver() -> bool:
@@ -175,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="auto: without CUDA where there is no NVIDIA driver; cpu: without CUDA; any: as pip finds it.",
     )
+    parser.add_argument("--unannounced", action="store_true", help="Do not look first how much will be fetched.")
     parser.add_argument("--cpu-index", default=CPU_INDEX, metavar="URL", help="Where PyTorch's builds for CPUs are.")
     return parser
 

@@ -105,6 +105,17 @@ def test_what_is_installed_without_a_driver_brings_no_cuda_and_its_size_is_said_
     assert "set-up: fetching 3 packages, 0 MB: " in capfd.readouterr().out
 
 
+def test_without_an_announcement_the_same_is_installed(
+    pypi: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(set_up, "DRIVER", (str(tmp_path / "none"),))
+    assert main(["--unannounced", "--cpu-index", f"{pypi}/cpu", *arguments(tmp_path / "there")]) == 0
+    there = importlib.metadata.distributions(path=[str(tmp_path / "there")])
+    versions = {each.metadata["Name"]: each.version for each in there}
+    assert versions == {"serving": "1.0", "plain": "3.1", "torch": "2.13.0+cpu"}
+    assert "fetching" not in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(("driver", "index"), [(True, "cpu"), (False, "nothing")])
 def test_with_a_driver_or_without_another_index_it_is_what_pip_finds(
     pypi: str,
