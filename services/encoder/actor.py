@@ -31,6 +31,8 @@ from shared.messages.encoder import (
     ReadRows,
     RenewRows,
     RowsPiece,
+    TokenTimes,
+    WrittenTokens,
 )
 
 log = logging.getLogger(__name__)
@@ -108,7 +110,7 @@ class EncoderActor(Actor):
         """Where the rows of an image are, or a future of that; a piece of rows."""
         if isinstance(request, ReadRows):
             return self._rows.piece(request)
-        image, now = image_hash(request.image, request.salt, request.frames), time.monotonic()
+        image, now = image_hash(request.image, request.salt, request.frames, request.written), time.monotonic()
         if (rows := self._rows.find(image)) is not None:
             self._count_hit()
             return ImageRows(rows)
@@ -149,6 +151,8 @@ class EncoderActor(Actor):
         assert self._tower is not None, "set up"
         try:
             pixels = await self._decoder.decode(question)
+            if question.written is not None:
+                return await self._align(pixels, question.written)
             rows = await asyncio.get_running_loop().run_in_executor(self._thread, self._tower.encode, pixels)
             kept = await self._rows.keep(image, rows)
         except (ImageRefused, TowerUnusable, RowsUnkept) as error:
@@ -169,6 +173,14 @@ class EncoderActor(Actor):
             },
         )
         return ImageRows(kept)
+
+    async def _align(self, window: Any, written: WrittenTokens) -> TokenTimes:
+        """Raises TowerUnusable."""
+        if not isinstance(self._tower, AudioTower):
+            raise TowerUnusable("times of tokens are those of models that write down what is said")
+        return TokenTimes(
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._tower.times, window, written)
+        )
 
     def _count_hit(self) -> None:
         self._hits += 1

@@ -8,13 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec import Struct
+from torch import Tensor
 
 from services.encoder.image_decoder import ImageRefused
+from services.encoder.token_aligner import TokenAligner
 from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, load_part, own_dtype, packed_rows
-from shared.messages.encoder import EncodeImage
+from shared.messages.encoder import EncodeImage, WrittenTokens
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
 from shared.messages.model_card import AudioModel, SoundModel
 from shared.models.audio_models import SAMPLE_BYTES, read_audio_model
+
+FRAMES_OF_A_ROW = 2
+"""Of a mel spectrogram: its encoder's second convolution takes every other one."""
 
 
 class Samples(Struct, frozen=True):
@@ -62,6 +67,9 @@ class AudioTower:
         config, self._extractor = read_extractor(folder)
         self.dtype: EmbeddingDtype = own_dtype(config) if dtype == "auto" else dtype
         self.size, self._rate = audio.row_size, audio.sample_rate
+        self._folder, self._row_s = folder, audio.timestamp_s
+        self._aligner: TokenAligner | None = None
+        """Loaded when times are first asked for: most requests need none, and a decoder is large."""
         config.decoder_layers = 0
         model = load_part(WhisperModel, folder, config, DTYPES[self.dtype], lambda name: name.startswith("encoder."))
         self._encoder = model.get_encoder().eval()
@@ -70,11 +78,25 @@ class AudioTower:
     @torch.inference_mode()
     def encode(self, window: Samples) -> PromptEmbeds:
         """The rows of a window, as many however short it is. Raises TowerUnusable where they are no numbers."""
-        samples = np.frombuffer(window.samples, np.dtype("<f4"))
-        prepared = self._extractor(samples, sampling_rate=self._rate, return_tensors="pt")
-        rows = self._encoder(prepared.input_features.to(DTYPES[self.dtype])).last_hidden_state[0]
+        rows = self._rows(window)[0]
         packed = packed_rows(rows, self.dtype, "sound")
         return PromptEmbeds(dtype=self.dtype, size=self.size, rows=packed, runs=((0, len(rows)),), encoded=True)
+
+    @torch.inference_mode()
+    def times(self, window: Samples, written: WrittenTokens) -> tuple[float, ...]:
+        """When each token of an answer ends, in seconds. Raises TowerUnusable for too many tokens, or one that is
+        not of the vocabulary."""
+        if self._aligner is None:
+            self._aligner = TokenAligner(self._folder, self.dtype)
+        rows, heard = self._rows(window)
+        return tuple(each * self._row_s for each in self._aligner.ends(rows, written, heard))
+
+    def _rows(self, window: Samples) -> tuple[Tensor, int]:
+        """[rows, size], and how many of them are of the sound, not of the silence behind it."""
+        samples = np.frombuffer(window.samples, np.dtype("<f4"))
+        prepared = self._extractor(samples, sampling_rate=self._rate, return_tensors="pt", return_attention_mask=True)
+        rows = self._encoder(prepared.input_features.to(DTYPES[self.dtype])).last_hidden_state[0]
+        return rows, max(int(prepared.attention_mask.sum()) // FRAMES_OF_A_ROW, 1)
 
 
 def read_extractor(folder: Path) -> tuple[Any, Any]:

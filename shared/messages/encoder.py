@@ -32,8 +32,18 @@ class FramePair(Struct, frozen=True, array_like=True):
         return 2 * 3 * self.width * self.height
 
 
+class WrittenTokens(Struct, frozen=True, array_like=True):
+    """What a model of Whisper's kind has written down of a window, whose times are asked for."""
+
+    tokens: Annotated[bytes, Meta(max_length=2**16)]
+    """Those that the answer was drawn behind, and the answer's but its end, packed as uint32."""
+    begin: Count
+    """How many of them the answer was drawn behind."""
+
+
 class EncodeImage(Struct, frozen=True, array_like=True, tag=True):
-    """Requests the rows of an image. Answered by `ImageRows` or `ImageRefusal`; the same image is answered the same."""
+    """Requests the rows of an image. Answered by `ImageRows` or `ImageRefusal`; the same image is answered the same.
+    Of a window with `written`, by `TokenTimes` in place of rows."""
 
     image: Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES)]
     """The file, as the client gave it: nothing of it has been looked at. Of a model that hears, a window of a sound in
@@ -45,6 +55,8 @@ class EncodeImage(Struct, frozen=True, array_like=True, tag=True):
     """Whose it is: an API key, or a request where there are none. One image of each is encoded in turn."""
     frames: FramePair | None = None
     """Of two frames of a video, whose pixels `image` is; None: it is a file."""
+    written: WrittenTokens | None = None
+    """What was written down of the window that `image` is, of whose tokens the times are asked for."""
 
 
 class ImageRows(Struct, frozen=True, array_like=True, tag=True):
@@ -61,7 +73,13 @@ class ImageRefusal(Struct, frozen=True, array_like=True, tag=True):
     kind: ErrorKind = "invalid_request"
 
 
-EncoderReply = ImageRows | ImageRefusal
+class TokenTimes(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `EncodeImage` with `written`: when each token of the answer ends, in seconds from the window's start."""
+
+    times: tuple[float, ...]
+
+
+EncoderReply = ImageRows | ImageRefusal | TokenTimes
 
 ROWS_LEASE = 150.0
 """Seconds that rows are kept once they were asked for, or somebody said that they are needed: as long as the images of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -17,14 +17,15 @@ from msgspec.structs import replace
 
 from services.gateway.api.audio.request import AudioRequest
 from services.gateway.api.audio.segments import SpokenSegment, WindowTimes, segments_of
+from services.gateway.api.audio.words import SpokenWord, words_of
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import ChoiceState, GenerationResponse, ResponseHeader, ResponseWriter
 from services.gateway.audio.audio_decoder import AudioDecoder
 from services.gateway.audio.audio_process import DecodedAll, DecodedWindow
 from services.gateway.request_table import RequestTable
-from shared.messages.encoder import EncodeImage
-from shared.messages.gateway import Delta
+from shared.messages.encoder import EncodeImage, WrittenTokens
+from shared.messages.gateway import Delta, PositionLogprobs
 from shared.messages.generation import PromptEmbeds, SamplingOptions, StopConditions
 from shared.messages.tokenizer import Encode, EncodeReply, TextPrompt, TokenPrompt
 from shared.models.audio_models import SAMPLE_BYTES, TRANSCRIPTION_ARG
@@ -45,6 +46,7 @@ class HeardWindow(NamedTuple):
     language: str
     prompt_tokens: int
     output_tokens: int
+    words: tuple[SpokenWord, ...] = ()
 
 
 class _Probe(NamedTuple):
@@ -159,7 +161,22 @@ class Transcriber:
             tuple(segments_of(choice.logprobs, audio, times, no_speech, request.temperature)) if request.timed else ()
         )
         text = "".join(each.text for each in segments) if request.timed else _TIME.sub("", "".join(choice.texts))
-        return HeardWindow(text, segments, language, choice.prompt_tokens, choice.tokens)
+        spoken: tuple[SpokenWord, ...] = ()
+        if "word" in request.granularities:
+            ends = await self._token_ends(decoded, said + words, choice.logprobs)
+            spoken = tuple(words_of(choice.logprobs, ends, audio, times, language))
+        return HeardWindow(text, segments, language, choice.prompt_tokens, choice.tokens, spoken)
+
+    async def _token_ends(
+        self, decoded: DecodedWindow, prompt: list[int], drawn: Sequence[PositionLogprobs]
+    ) -> tuple[float, ...]:
+        """When each token but an end was said, in seconds of the window. An encoder says it, who has the model's heads
+        (ADR 110). Raises RequestError."""
+        answer = [each.chosen.token_id for each in drawn if each.chosen.token_id != self._request.audio.end]
+        written, generation = WrittenTokens(pack(prompt + answer), len(prompt)), self._generation
+        turn = generation.key or self._header.id
+        question = EncodeImage(decoded.samples, generation.cache_salt, turn, written=written)
+        return await self._table.images.times("file", question, generation.model.name)
 
     async def _rows(self, decoded: DecodedWindow) -> PromptEmbeds:
         """Raises RequestError. Behind the first window a crowd at the encoders is waited for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -18,7 +19,7 @@ from services.gateway.videos.video_rows import MediaEmbeds, video_embeds
 from shared import topics
 from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout
 from shared.ids import ModelName
-from shared.messages.encoder import EncodeImage, EncoderReply, FramePair, ImageRefusal
+from shared.messages.encoder import EncodeImage, EncoderReply, FramePair, ImageRefusal, ImageRows, TokenTimes
 from shared.messages.generation import MAX_MEDIA_BYTES, PromptEmbeds
 from shared.messages.model_card import SoundModel
 from shared.messages.tokenizer import ChatPrompt, VideoParts
@@ -32,6 +33,8 @@ RETRY_INTERVAL = 0.25
 CROWD_INTERVAL = 1.0
 """Seconds until encoders that had no room are asked again."""
 DECODE_TIMEOUT = 10.0
+_A = TypeVar("_A")
+
 MAX_AT_ONCE = 4
 """Images of one request that are on their way at the same time."""
 
@@ -102,21 +105,24 @@ class ImageRowsClient:
 
     async def awaited(self, field: str, question: EncodeImage, model: ModelName) -> PromptEmbeds:
         """As `encoded`, kept as rows of an open request; a crowd at the encoders is waited for."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + ENCODE_TIMEOUT
-        while True:
-            try:
-                rows = await self.encoded(field, question, model)
-            except RequestError as error:
-                if error.status != 429 or loop.time() > end:
-                    raise
-                await asyncio.sleep(CROWD_INTERVAL)
-                continue
-            self.open_rows.add(rows, question, model)
-            return rows
+        rows = await _patiently(lambda: self.encoded(field, question, model))
+        self.open_rows.add(rows, question, model)
+        return rows
+
+    async def times(self, field: str, question: EncodeImage, model: ModelName) -> tuple[float, ...]:
+        """When each token ends that was written down of a window; a crowd at the encoders is waited for. Raises
+        RequestError."""
+        reply = await _patiently(lambda: self._answered(field, question, model))
+        assert isinstance(reply, TokenTimes), "what was written is answered by its times"
+        return reply.times
 
     async def encoded(self, field: str, question: EncodeImage, model: ModelName) -> PromptEmbeds:
         """What stands for the rows of an image, which are kept from now on. Raises RequestError, see `filled`."""
+        reply = await self._answered(field, question, model)
+        assert isinstance(reply, ImageRows), "images are answered by their rows"
+        return reply.rows
+
+    async def _answered(self, field: str, question: EncodeImage, model: ModelName) -> ImageRows | TokenTimes:
         topic, loop = topics.image_requests(model), asyncio.get_running_loop()
         last, end = "", loop.time() + ENCODE_TIMEOUT
         while (left := end - loop.time()) > 0:
@@ -131,8 +137,21 @@ class ImageRowsClient:
             if isinstance(reply, ImageRefusal):
                 again = 1.0 if reply.kind == "overloaded" else None
                 raise RequestError(STATUS[reply.kind], f"{field}: {reply.message}", param=field, retry_after=again)
-            return reply.rows
+            return reply
         raise RequestError(503, f"no encoder answered ({last})", retry_after=1.0)
+
+
+async def _patiently(ask: Callable[[], Awaitable[_A]]) -> _A:
+    """What encoders answer, once they have room. Raises RequestError."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + ENCODE_TIMEOUT
+    while True:
+        try:
+            return await ask()
+        except RequestError as error:
+            if error.status != 429 or loop.time() > end:
+                raise
+        await asyncio.sleep(CROWD_INTERVAL)
 
 
 def _with_rows(prompt: ChatPrompt, media: tuple[MediaSource, ...], found: list[MediaEmbeds]) -> ChatPrompt:

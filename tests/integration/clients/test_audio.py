@@ -110,6 +110,21 @@ async def test_times_are_the_librarys(client: AsyncOpenAI, model: WhisperModel, 
     assert verbose.text == "".join(text for _, _, text in expected).strip()
     assert (verbose.language, verbose.duration) == ("en", round(len(LONG) / SAMPLE_RATE, 3))
     assert all(0 <= each.no_speech_prob <= 1 and each.avg_logprob < 0 for each in segments)
+    worded = await client.audio.transcriptions.create(
+        model=NAME,
+        file=("a.wav", file),
+        language="en",
+        response_format="verbose_json",
+        timestamp_granularities=["word"],
+    )
+    assert worded.text == verbose.text
+    assert worded.segments is None
+    words = worded.words or []
+    letters, spoken = ("".join("".join(texts).split()) for texts in ([each.word for each in words], verbose.text))
+    assert letters == spoken
+    assert all(one.start <= one.end <= verbose.duration for one in words)
+    assert [each.start for each in words] == sorted(each.start for each in words)
+    assert len({each.start for each in words}) > 5
     subtitles = await client.audio.transcriptions.create(
         model=NAME, file=("a.wav", file), language="en", response_format="srt"
     )
@@ -160,7 +175,7 @@ async def test_what_is_no_sound_is_a_400_and_nobody_dies(client: AsyncOpenAI, st
             ({"response_format": "xml"}, "response_format: 'xml' is not allowed"),
             ({"temperature": "2"}, "temperature: '2' is not allowed"),
             ({"stream": "true", "response_format": "srt"}, "with stream json and text are"),
-            ({"timestamp_granularities[]": "word"}, "times of words"),
+            ({"timestamp_granularities[]": "line"}, "word and segment are"),
             ({"prompt": "<|endoftext|>"}, "prompt: <\\|"),
             ({"volume": "11"}, "volume: this field is not known"),
         ):

@@ -9,6 +9,7 @@ import msgspec
 
 from services.gateway.api.audio.request import AudioRequest
 from services.gateway.api.audio.segments import SpokenSegment
+from services.gateway.api.audio.words import SpokenWord
 
 _PLAIN = b"text/plain; charset=utf-8"
 
@@ -23,6 +24,8 @@ class Heard(NamedTuple):
     text: str
     segments: Sequence[SpokenSegment] = ()
     """Where times are asked for."""
+    words: Sequence[SpokenWord] = ()
+    """Where times of words are asked for."""
 
 
 def answer_body(request: AudioRequest, heard: Heard) -> tuple[bytes, bytes]:
@@ -56,14 +59,17 @@ def usage(seconds: float) -> dict[str, Any]:
 
 
 def _verbose(request: AudioRequest, heard: Heard) -> dict[str, Any]:
-    return {
+    body: dict[str, Any] = {
         "task": request.task,
         "language": heard.language,
         "duration": round(heard.seconds, 3),
         "text": heard.text,
-        "segments": [each.body(number) for number, each in enumerate(heard.segments)],
-        "usage": usage(heard.seconds),
     }
+    if "segment" in request.granularities:
+        body["segments"] = [each.body(number) for number, each in enumerate(heard.segments)]
+    if "word" in request.granularities:
+        body["words"] = [each.body() for each in heard.words]
+    return {**body, "usage": usage(heard.seconds)}
 
 
 def _srt(segments: Sequence[SpokenSegment]) -> str:

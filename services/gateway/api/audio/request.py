@@ -14,6 +14,7 @@ from shared.messages.model_card import AudioModel, ModelCard
 Task = Literal["transcribe", "translate"]
 Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
 FORMATS: tuple[str, ...] = get_args(Format)
+Granularity = Literal["word", "segment"]
 TIMED: tuple[Format, ...] = ("srt", "verbose_json", "vtt")
 """Those that say when something is said."""
 STREAMED: tuple[Format, ...] = ("json", "text")
@@ -48,7 +49,9 @@ class TranscriptionFields(TranslationFields, kw_only=True):
 
     language: str | None = None
     stream: bool | None = None
-    timestamp_granularities: tuple[Literal["segment"], ...] = field(default=(), name="timestamp_granularities[]")
+    timestamp_granularities: tuple[Literal["word", "segment"], ...] = field(
+        default=(), name="timestamp_granularities[]"
+    )
     chunking_strategy: Literal["auto"] | None = None
 
 
@@ -72,6 +75,8 @@ class AudioRequest(NamedTuple):
     temperature: float
     seed: int | None
     stream: bool
+    granularities: tuple[Granularity, ...] = ("segment",)
+    """What verbose JSON has times of."""
 
     @property
     def timed(self) -> bool:
@@ -92,7 +97,7 @@ def read_audio_request(fields: Fields, task: Task, model: ModelCard) -> AudioReq
     stream = _flag(fields, "stream")
     if stream and form not in STREAMED:
         raise not_allowed("response_format", form, f"with stream {' and '.join(STREAMED)} are")
-    _check_granularities(fields.get("timestamp_granularities[]", []), form)
+    granularities = _granularities(fields.get("timestamp_granularities[]", []), form)
     if (strategy := _one(fields, "chunking_strategy")) not in (None, "auto"):
         raise not_allowed("chunking_strategy", strategy, "auto is: sounds are split where they are quiet")
     prompt = _one(fields, "prompt") or ""
@@ -110,6 +115,7 @@ def read_audio_request(fields: Fields, task: Task, model: ModelCard) -> AudioReq
         temperature=_temperature(_one(fields, "temperature")),
         seed=_seed(_one(fields, "seed")),
         stream=stream,
+        granularities=granularities,
     )
 
 
@@ -125,14 +131,13 @@ def _check_names(fields: Fields, task: Task) -> None:
             raise invalid(name, "this field is there twice")
 
 
-def _check_granularities(given: list[str], form: str) -> None:
+def _granularities(given: list[str], form: str) -> tuple[Granularity, ...]:
     for each in given:
-        if each == "word":
-            raise unsupported("timestamp_granularities[]", "times of words")
-        if each != "segment":
-            raise not_allowed("timestamp_granularities[]", each, "segment is")
+        if each not in ("word", "segment"):
+            raise not_allowed("timestamp_granularities[]", each, "word and segment are")
     if given and form != "verbose_json":
         raise not_allowed("response_format", form, "with timestamp_granularities verbose_json is")
+    return tuple(given) or ("segment",)  # type: ignore[arg-type]
 
 
 def _language(code: str | None, audio: AudioModel) -> str | None:

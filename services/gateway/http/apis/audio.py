@@ -196,7 +196,8 @@ def _frame(event: dict[str, object]) -> bytes:
 def _together(windows: list[HeardWindow], seconds: float) -> Heard:
     text = "".join(each.text for each in windows).strip()
     segments = tuple(segment for each in windows for segment in each.segments)
-    return Heard(seconds, windows[0].language if windows else "en", text, segments)
+    words = tuple(word for each in windows for word in each.words)
+    return Heard(seconds, windows[0].language if windows else "en", text, segments, words)
 
 
 def _count(call: Call, windows: list[HeardWindow]) -> None:

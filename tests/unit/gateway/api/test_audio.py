@@ -10,6 +10,7 @@ import pytest
 from services.gateway.api.audio.answer import Heard, answer_body, done_event
 from services.gateway.api.audio.request import AudioRequest, Fields, Task, read_audio_request
 from services.gateway.api.audio.segments import SpokenSegment, WindowTimes, segments_of
+from services.gateway.api.audio.words import SpokenWord
 from services.gateway.api.errors import RequestError
 from shared.ids import ModelName
 from shared.messages.gateway import LogprobText, PositionLogprobs
@@ -65,7 +66,7 @@ def test_fields_have_their_effect() -> None:
         ("transcribe", {"stream": "perhaps"}, "stream: 'perhaps' is not allowed"),
         ("transcribe", {"temperature": "nan"}, "temperature: 'nan' is not allowed; 0 to 1"),
         ("transcribe", {"seed": "9" * 30}, "seed: '9999"),
-        ("transcribe", {"timestamp_granularities": "word"}, "times of words is not supported"),
+        ("transcribe", {"timestamp_granularities": "line"}, "'line' is not allowed; word and segment are"),
         ("transcribe", {"timestamp_granularities": "segment"}, "with timestamp_granularities verbose_json is"),
         ("transcribe", {"chunking_strategy": "vad"}, "chunking_strategy: 'vad' is not allowed"),
         ("transcribe", {"prompt": "a<|endoftext|>"}, "prompt: <| is not allowed"),
@@ -142,3 +143,9 @@ def test_answers_have_their_shapes() -> None:
         "no_speech_prob": 0.5,
     }
     assert done_event(heard)["usage"]["seconds"] == 3663
+    words = heard._replace(words=(SpokenWord(" One", 0.0, 1.504),))
+    for granularities, names in ((["word"], {"words"}), (["word", "segment"], {"words", "segments"})):
+        timed = read(response_format="verbose_json", timestamp_granularities=granularities)
+        body = msgspec.json.decode(answer_body(timed, words)[0])
+        assert body.keys() & {"words", "segments"} == names
+        assert body["words"] == [{"word": "One", "start": 0.0, "end": 1.5}]
