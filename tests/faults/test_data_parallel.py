@@ -132,18 +132,30 @@ async def test_a_group_of_another_size_takes_the_place_of_one_under_load(
 
     loaded = asyncio.create_task(load())
     former = engines_of(stack.state)
-    # Four experts do not divide over three ranks: those of that group end as they start.
-    for size, patience, status in ((3, 5.0, 408), (2, SCALE_DEADLINE, 200), (4, SCALE_DEADLINE, 200)):
+
+    async def scale(size: int, patience: float) -> int:
         async with httpx2.AsyncClient(base_url=stack.url, timeout=None) as http:
             wanted = {"new_data_parallel_size": size, "drain_timeout": patience}
-            assert (await http.post("/scale_elastic_ep", json=wanted)).status_code == status
-        if status == 200:
-            await asyncio.to_thread(stack.until, lambda state, size=size: len(engines_of(state)) == size)
-        assert (engines_of(stack.state) >= former) == (size < 4)
+            return (await http.post("/scale_elastic_ep", json=wanted)).status_code
+
+    async def go_on() -> None:
         seen = len(rounds)
         async with asyncio.timeout(DEADLINE):
             while len(rounds) < seen + 2 and not loaded.done():
                 await asyncio.sleep(0.1)
+
+    # Four experts do not divide over three ranks: those of that group end as they start.
+    assert await scale(3, 5.0) == 408
+    assert engines_of(stack.state) >= former
+    await go_on()
+    assert await scale(2, SCALE_DEADLINE) == 200
+    await asyncio.to_thread(stack.until, lambda state: engines_of(state) == former)
+    await go_on()
+    said = await asyncio.to_thread(stack.baton, "scale", "engines=4", "--data-parallel-size=4")
+    assert "and once these are ready stopping engine-1, engine-1-rank0, engine-2" in said.stdout, said
+    gone = lambda state: len(engines_of(state)) == 4 and not engines_of(state) & former  # noqa: E731
+    await asyncio.to_thread(stack.until, gone, SCALE_DEADLINE)
+    await go_on()
     over.set()
     await loaded
     assert all(texts == undisturbed for texts in rounds)
