@@ -50,10 +50,7 @@ UNTESTED = tuple(
     tuple(sorted((one, other), key=FEATURES.index))
     for one, others in {
         "images": ("KV connector", "federation", "data parallel"),
-        "encoder-decoder": (
-            *("federation", "quantization", "logits processors", "states", "expert parallel", "data parallel"),
-            "prefill/decode",
-        ),
+        "encoder-decoder": (*("federation", "states", "prefill/decode"),),
     }.items()
     for other in others
 )

@@ -187,6 +187,8 @@ def _check_combinations(settings: BackendSettings) -> None:
         "device": not wanted.platform.in_main_memory,
         "tp": wanted.communicator.world_size > 1,
         "pp": wanted.pipeline.stages > 1,
+        "data_parallel_size": wanted.group is not None,
+        "enable_expert_parallel": wanted.experts.parallel,
         "load_format dummy": wanted.load_format == "dummy",
         "speculative": settings.speculation is not None,
         "kv_connector": settings.connected,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 
 from services.worker.models.config import ModelError
+from services.worker.models.expert_parallel.settings import ExpertSettings
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName, OpsUnavailable
 from services.worker.speculation.settings import SpeculationSettings
+from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_encoder_decoders import FORCED, FORCING, KINDS, POSITIONS, make_encoder_decoder
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.tiny_backend import tiny_backend
@@ -64,6 +67,22 @@ def test_prompts_are_answered_as_by_the_library(tmp_path: Path, kind: str, ops: 
     assert len(silent.output) == 3
 
 
+@pytest.mark.features("encoder-decoder", "quantization")
+def test_a_decoder_with_rounded_weights_answers_as_the_librarys(tmp_path: Path) -> None:
+    """The decoder's are rounded, the encoder's are not."""
+    model = make_encoder_decoder(tmp_path, "t5")
+    driver = Driver(tiny_backend(model.path, dtype="float32", quantization="int4"))
+    prompts = [model.ids(each) for each in PROMPTS]
+    sequences = [driver.add(list(model.start), OUTPUT, prompt_embeds=model.rows(each)) for each in prompts]
+    driver.run()
+    exact, encoder = [model.generated(each, OUTPUT) for each in prompts], copy.deepcopy(model.reference.encoder)
+    rounded(model.reference, "int4")
+    model.reference.encoder = encoder
+    expected = [model.generated(each, OUTPUT) for each in prompts]
+    assert [each.output[: len(wanted)] for each, wanted in zip(sequences, expected, strict=True)] == expected
+    assert expected != exact
+
+
 def test_a_longer_context_than_there_are_positions_is_refused(tmp_path: Path) -> None:
     model = make_encoder_decoder(tmp_path, "bart")
     assert tiny_backend(model.path).card.max_model_len == POSITIONS
@@ -73,6 +92,8 @@ def test_a_longer_context_than_there_are_positions_is_refused(tmp_path: Path) ->
 
 @pytest.mark.features("encoder-decoder", "tensor parallel", refused=True)
 @pytest.mark.features("encoder-decoder", "pipeline parallel", refused=True)
+@pytest.mark.features("encoder-decoder", "data parallel", refused=True)
+@pytest.mark.features("encoder-decoder", "expert parallel", refused=True)
 @pytest.mark.features("encoder-decoder", "speculative", refused=True)
 @pytest.mark.features("encoder-decoder", "KV connector", refused=True)
 @pytest.mark.features("encoder-decoder", "LoRA", refused=True)
@@ -86,6 +107,8 @@ def test_what_they_are_not_combined_with_is_refused_at_start(tmp_path: Path) -> 
         "speculative": {"speculation": SpeculationSettings(method="ngram")},
         "tp": {"communicator": several_ranks},
         "pp": {"pipeline": several_stages},
+        "data_parallel_size": {"group": SimpleNamespace()},
+        "enable_expert_parallel": {"experts": ExpertSettings(parallel=True)},
         "load_format dummy": {"load_format": "dummy"},
         "kv_connector": {"kv_connector": True},
         "hybrid_kv_cache on": {"hybrid_kv_cache": "on"},

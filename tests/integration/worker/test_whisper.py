@@ -40,7 +40,7 @@ def asking(how: str) -> SamplingOptions:
     return SamplingOptions(seed=0, temperature=0.0, extra_args=msgspec.json.encode({"transcription": how}))
 
 
-@pytest.mark.features("chunked prefill", "preemption", "prefix cache", "logits processors")
+@pytest.mark.features("encoder-decoder", "chunked prefill", "preemption", "prefix cache", "logits processors")
 @pytest.mark.parametrize("ops", ["torch", "native"])
 def test_a_sound_is_written_down_as_by_the_library(tmp_path: Path, ops: OpsName) -> None:
     """Alone and side by side, prompts cut into steps, with times and behind what was said before, preempted and behind
