@@ -40,6 +40,7 @@ ARCHITECTURES = (
     Architecture("Mixtral", True, "mixtral"),
     Architecture("Qwen2-MoE", True, "qwen2-moe"),
     Architecture("Qwen3-MoE", True, "qwen3-moe"),
+    Architecture("gpt-oss", True, "gpt-oss"),
     Architecture("DeepSeek-V2", True, "deepseek-v2"),
     Architecture("DeepSeek-V3", True, "deepseek-v3"),
     Architecture("Mamba-2", True, "mamba2"),
@@ -55,7 +56,6 @@ ARCHITECTURES = (
     Architecture("Phi-3", False, "Phi3"),
     Architecture("GLM-4 MoE", False, "Glm4Moe"),
     Architecture("Llama 4", False, "Llama4Text"),
-    Architecture("gpt-oss", False, "GptOss"),
 )
 
 

@@ -133,12 +133,22 @@ class Checkpoint:
                 "quantization_config explains"
             )
 
-    def read_stored(self, name: str) -> Tensor:
-        """The whole tensor `name` in the type that it is stored in. Raises ModelError where it is missing or broken."""
+    def read_stored(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The whole tensor `name`, or a range of its first dimension, in the type that it is stored in. Raises
+        ModelError where it is missing or broken."""
         try:
-            return self._files.read(self._found(name))
+            return self._files.read(self._found(name), rows)
         except (TensorFileError, OSError) as error:
             raise ModelError(f"tensor {name}: {error}") from None
+
+    def read_codes(self, name: str, shape: tuple[int, ...], number: int) -> Tensor:
+        """uint8: that of this number along the first dimension of tensor `name`, which is of this shape as a whole.
+        Raises ModelError."""
+        found = self._found(name)
+        check_found(self._model_dir, name, found.shape, shape)
+        if found.dtype != torch.uint8:
+            raise ModelError(f"{self._model_dir}: tensor {name} has dtype {found.dtype}; codes are torch.uint8")
+        return self.read_stored(name, (number, number + 1))[0]
 
     def read(
         self,
@@ -188,10 +198,11 @@ class CheckpointHeaders(Checkpoint):
     """An open checkpoint whose tensors have shapes and no elements: what is missing or misshapen is found out before
     memory is taken. Reads nothing."""
 
-    def read_stored(self, name: str) -> Tensor:
+    def read_stored(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """See `Checkpoint.read_stored`."""
         found = self._found(name)
-        return torch.empty(found.shape, dtype=found.dtype, device=NOWHERE)
+        read = torch.empty(found.shape, dtype=found.dtype, device=NOWHERE)
+        return read if rows is None else read[slice(*rows)]
 
     def read(
         self,

@@ -137,6 +137,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     input_levels: int = 0
     """Rows of images have so many parts behind the one that stands for the embedding: the first is added to the row
     behind the first layer, the second behind the second (Qwen3-VL's DeepStack, arXiv:2406.04334)."""
+    attention_sinks: bool = False
+    """Each head has a score of its own that takes part in the softmax (gpt-oss)."""
     residual_scale: float | None = None
     """What a layer's outputs are multiplied by before they join the residual (Granite)."""
     logits_divisor: float | None = None

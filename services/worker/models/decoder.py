@@ -375,6 +375,7 @@ class Decoder:
             scale=self._config.attention_scale,
             window=layer.window,
             softcap=self._config.attention_softcap,
+            sinks=layer.sinks,
         )
 
     def _scaled(self, x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class DummyTensors:
             return made.fill_(1.0)
         if name.endswith(("norm.weight", "norm_f.weight")):
             return made.fill_(self._norm)
-        spread = _BIAS_SPREAD if name.endswith(".bias") else math.sqrt(3 / shape[-1])
+        spread = _BIAS_SPREAD if name.endswith((".bias", "_bias")) else math.sqrt(3 / shape[-1])
         self._fill(made, [self._keys(name, number, *each) for number, each in enumerate(ranges)], spread)
         return made
 

@@ -25,7 +25,7 @@ from services.worker.models.hf_layers.qwen_vl import qwen_language_model
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
 from services.worker.models.states.delta_reading import delta_model_config
 from services.worker.models.states.mamba_reading import mamba_model_config
-from services.worker.ops.interface import Activation
+from services.worker.ops.interface import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from shared.models.image_models import IMAGE_ARCHITECTURES
 
 _T = TypeVar("_T")
@@ -50,6 +50,15 @@ class _Family(Struct, frozen=True):
     window_period: int | None = None
     """Each layer whose number this divides sees everything, the others a window. None: see `layer_types`."""
     eps: float = 1e-6
+    attention_bias: bool = False
+    """Where the config does not say so."""
+    activation: Activation | None = None
+    """Whatever `hidden_act` says."""
+    sinks: bool = False
+    scaled_positions: bool = False
+    """`max_position_embeddings` has the scaling of its rotation in it."""
+    rope: RawRope | None = None
+    """That of a config without any."""
 
 
 _FAMILIES = {
@@ -70,6 +79,18 @@ _FAMILIES = {
         window_period=6,
         theta=1_000_000.0,
         local_theta=10_000.0,
+    ),
+    "GptOssForCausalLM": _Family(
+        head_dim_default=64,
+        window_default=128,
+        window_period=2,
+        theta=150_000.0,
+        eps=1e-5,
+        attention_bias=True,
+        activation="swigluoai",
+        sinks=True,
+        scaled_positions=True,
+        rope=RawRope(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False),
     ),
     "DeepseekV2ForCausalLM": _Family(),
     "DeepseekV3ForCausalLM": _Family(),
@@ -124,8 +145,10 @@ class _RawConfig(RawLatent, kw_only=True):
     rms_norm_eps: float | None = None
     hidden_act: str = "silu"
     hidden_activation: str | None = None
-    attention_bias: bool = False
+    attention_bias: bool | None = None
     qkv_bias: bool = True
+    swiglu_alpha: float = SWIGLU_ALPHA
+    swiglu_limit: float = SWIGLU_LIMIT
     mlp_bias: bool = False
     tie_word_embeddings: bool | None = None
     dtype: str | None = None
@@ -269,15 +292,15 @@ def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
         num_kv_heads=heads.kv_heads,
         head_dim=heads.dim,
         layers=layers,
-        # Gemma 3 states its positions with interpolation already applied; the others state those before it.
-        max_positions=raw.max_position_embeddings if family.gemma else ropes.max_positions,
+        # Gemma 3 and gpt-oss state positions with interpolation already applied; the others state those before it.
+        max_positions=raw.max_position_embeddings if family.gemma or family.scaled_positions else ropes.max_positions,
         norm_eps=family.eps if raw.rms_norm_eps is None else raw.rms_norm_eps,
         activation=_activation(raw, family),
         attention_scale=heads.scaled_by**-0.5 * (1.0 if latent is None else ropes.latent_scale),
         attention_softcap=_softcap(raw.attn_logit_softcapping, architecture, 50.0),
         logits_softcap=_softcap(raw.final_logit_softcapping, architecture, 30.0),
-        qkv_bias=getattr(raw, family.qkv_bias_key) if family.qkv_bias is None else family.qkv_bias,
-        output_bias=raw.attention_bias if family.output_bias is None else family.output_bias,
+        qkv_bias=_qkv_bias(raw, family),
+        output_bias=_attention_bias(raw, family) if family.output_bias is None else family.output_bias,
         mlp_bias=raw.mlp_bias and architecture == "LlamaForCausalLM",
         qk_norm=family.qk_norm,
         post_norms=family.gemma,
@@ -285,6 +308,7 @@ def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
         embedding_scale=raw.hidden_size**0.5 if family.gemma else None,
         tied_embeddings=family.gemma if raw.tie_word_embeddings is None else raw.tie_word_embeddings,
         eos_token_ids=eos,
+        attention_sinks=family.sinks,
         mixture=mixing.mixture,
         latent=latent,
         rope_axes=ropes.axes,
@@ -309,6 +333,16 @@ def _heads(raw: _RawConfig, family: _Family, latent: LatentConfig | None) -> _He
         raise ModelError(f"num_attention_heads {raw.num_attention_heads} is no multiple of {kv_heads} KV heads")
     dim = raw.head_dim or _default_head_dim(raw, family)
     return _Heads(kv_heads, dim, float(raw.query_pre_attn_scalar if family.gemma else dim))
+
+
+def _attention_bias(raw: _RawConfig, family: _Family) -> bool:
+    return family.attention_bias if raw.attention_bias is None else raw.attention_bias
+
+
+def _qkv_bias(raw: _RawConfig, family: _Family) -> bool:
+    if family.qkv_bias is not None:
+        return family.qkv_bias
+    return raw.qkv_bias if family.qkv_bias_key == "qkv_bias" else _attention_bias(raw, family)
 
 
 def _family(raw: _RawConfig) -> tuple[str, _Family]:
@@ -339,6 +373,9 @@ def _refuse_unsupported(raw: _RawConfig) -> None:
         raise ModelError("use_bidirectional_attention true is not supported: only causal attention is")
     if raw.mlp_bias and raw.architectures[0] == "DeepseekV2ForCausalLM":
         raise ModelError("mlp_bias true is not supported for DeepseekV2ForCausalLM")
+    for key, known in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        if getattr(raw, key) != known:
+            raise ModelError(f"{key} {getattr(raw, key)} is not supported; {known} is")
     for key in _POSITIVE:
         value = getattr(raw, key)
         if value is not None and value < 1:
@@ -357,6 +394,8 @@ def _activation(raw: _RawConfig, family: _Family) -> Activation:
     name = (raw.hidden_activation or "gelu_pytorch_tanh") if family.gemma else raw.hidden_act
     if name not in _ACTIVATIONS:
         raise ModelError(f"hidden_act {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+    if family.activation is not None:
+        return family.activation
     return _ACTIVATIONS[name]
 
 
@@ -376,7 +415,7 @@ def _checked(read: Callable[[_RawConfig], _T], raw: _RawConfig) -> _T:
 def _ropes(raw: _RawConfig, family: _Family) -> Ropes:
     return read_ropes(
         parameters=raw.rope_parameters,
-        scaling=raw.rope_scaling,
+        scaling=raw.rope_scaling or (family.rope if raw.rope_parameters == b"null" else None),
         theta=raw.rope_theta if raw.rope_theta is not None else family.theta,
         local_theta=(raw.rope_local_base_freq or family.local_theta) if family.local_theta else None,
         positions=raw.max_position_embeddings,

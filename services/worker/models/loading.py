@@ -83,7 +83,7 @@ def load_experts(
     names = _LAYOUTS.get(config.architecture, _LayoutNames())
     columns = (0, config.mixture.intermediate_size)
     read = read_experts(matrices, f"{names.layers}.{layer}", config.mixture, config.hidden_size, columns, experts)
-    return packer.pack_experts(read.gate_up, read.down)
+    return packer.pack_experts(read.gate_up, read.down, read.biases)
 
 
 class _LayoutNames(NamedTuple):
@@ -137,6 +137,7 @@ class _Mixer(NamedTuple):
     mixer: StateMixer | None = None
     gate: PackedLinear | None = None
     split_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 class _Loader:
@@ -214,6 +215,7 @@ class _Loader:
             mixer=mixer.mixer,
             gate=mixer.gate,
             split_norm=mixer.split_norm,
+            sinks=mixer.sinks,
         )
 
     def _attention(self, name: str, layer: LayerConfig) -> _Mixer:
@@ -234,7 +236,12 @@ class _Loader:
             ),
             cos_sin=self._table(layer.rope),
             latent=None if latent is None else latent.weights(),
+            sinks=self._sinks(f"{name}.self_attn.sinks") if config.attention_sinks else None,
         )
+
+    def _sinks(self, name: str) -> Tensor:
+        read = self._checkpoint.read(name, (self._config.num_heads,), rows=self._share.heads)
+        return read.float().to(self._device)
 
     def _gated_attention(self, name: str, layer: LayerConfig) -> _Mixer:
         config, inner = self._config, self._config.num_heads * self._config.head_dim
@@ -333,8 +340,8 @@ class _Loader:
         read = read_experts(self._matrices, name, mixture, hidden, share.experts, own)
         local = None if placement is None else LocalExperts.of(placement, share.rank, self._device)
         return MixtureMlp(
-            router=self._matrices.pack(read.router, None),
-            experts=RankExperts((self._packer or self._ops).pack_experts(read.gate_up, read.down), local),
+            router=self._matrices.pack(read.router, read.router_bias),
+            experts=RankExperts((self._packer or self._ops).pack_experts(read.gate_up, read.down, read.biases), local),
             routing=self._routing(f"{name}.mlp", mixture),
             shared=None if mixture.shared_size is None else self._shared_expert(name, mixture, mixture.shared_size),
             counts=empty_counts(mixture.experts, self._device) if self._counts_picks else None,

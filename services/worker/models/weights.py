@@ -98,6 +98,8 @@ class LayerWeights:
     """Gated attention: the sigmoid of a row times this [H * D, hidden] is how much of attention's output is taken."""
     split_norm: Tensor | None = None
     """[H * P] this rank's part of a mixer's norm that goes over all ranks' heads; None: the mixer has its norm."""
+    sinks: Tensor | None = None
+    """float32 [H]: see `Ops.paged_attention`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from services.worker.ops.low_rank import LowRankProducts, LowRankShape
-from services.worker.ops.quantized import QuantizedWeight, WeightStack
+from services.worker.ops.quantized import ExpertBiases, QuantizedWeight, WeightStack
 
 if TYPE_CHECKING:
     from services.worker.kv.copier import KvCopier
@@ -32,7 +32,10 @@ PackedExperts = NewType("PackedExperts", object)
 PackedHeads = NewType("PackedHeads", object)
 """A weight of each head, as `PackedLinear`."""
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "swigluoai"]
+"""What is made of gates and ups: act(gate) * up; swigluoai (vLLM's name), of gpt-oss: gates up to SWIGLU_LIMIT, ups
+between that and its negative: gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1)."""
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 Scoring = Literal["softmax", "sigmoid"]
 """What makes scores of a router's logits."""
@@ -346,7 +349,9 @@ class StateOps(Protocol):
 class ExpertPacker(Protocol):
     """Packs experts that come and go while steps are computed."""
 
-    def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
+    def pack_experts(
+        self, gate_up: WeightStack, down: WeightStack, biases: ExpertBiases | None = None
+    ) -> PackedExperts:
         """See `Ops.pack_experts`; on any one thread, beside steps. Their memory is taken for others once they go."""
 
     def arrange_experts(self, parts: Sequence[tuple[PackedExperts, int]]) -> PackedExperts:
@@ -402,9 +407,11 @@ class Ops(Protocol):
         """(rms_norm(x + residual), x + residual). `x` and `residual` may be overwritten."""
 
     def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
-        """gate_up [n, 2 * I] (gate, then up) → act(gate) * up [n, I]."""
+        """gate_up [n, 2 * I] (gate, then up) → act(gate) * up [n, I]; see `Activation`."""
 
-    def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
+    def pack_experts(
+        self, gate_up: WeightStack, down: WeightStack, biases: ExpertBiases | None = None
+    ) -> PackedExperts:
         """`gate_up` [E, 2 * I, hidden] (gates, then ups) and `down` [E, hidden, I] made ready for `mixture`, each in as
         many bits as it has."""
 

@@ -126,6 +126,15 @@ WeightStack = Tensor | QuantizedStack
 """[matrices, out, in]"""
 
 
+class ExpertBiases(NamedTuple):
+    """What is added to the products of a mixture's experts."""
+
+    gate_up: Tensor | None
+    """float32 [E, 2 * I]"""
+    down: Tensor | None
+    """float32 [E, hidden]. None: there is none, or another rank adds it."""
+
+
 def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
     """weight [out, in] rounded to the nearest codes. int8 and fp8 have a scale for each output; int4 has one and a zero
     point for each 128 inputs, or for 64 or 32 where these divide them; where none does, int8 takes its place."""

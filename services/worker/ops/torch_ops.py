@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from services.worker.kv.cuda_copier import CudaBlockStream, CudaKvCopier, PlainB
 from services.worker.kv.plain_copier import PlainKvCopier
 from services.worker.ops.gpu import runs_triton
 from services.worker.ops.interface import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
     Activation,
     BatchMeta,
     DraftAttempt,
@@ -32,6 +34,7 @@ from services.worker.ops.interface import (
 )
 from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.quantized import (
+    ExpertBiases,
     QuantizedStack,
     QuantizedWeight,
     WeightStack,
@@ -136,20 +139,33 @@ class TorchOps:
     def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
         """In the dtype of `gate_up`."""
         gate, up = gate_up.chunk(2, dim=1)
-        return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
+        match kind:
+            case "silu":
+                return F.silu(gate) * up
+            case "gelu_tanh":
+                return F.gelu(gate, approximate="tanh") * up
+            case "swigluoai":
+                gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+                return gate * (SWIGLU_ALPHA * gate).sigmoid() * (up + 1)
+            case _:
+                assert_never(kind)
 
-    def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
+    def pack_experts(
+        self, gate_up: WeightStack, down: WeightStack, biases: ExpertBiases | None = None
+    ) -> PackedExperts:
         """Each expert's matrices by `pack_linear` or `pack_quantized`."""
-        return PackedExperts(ExpertLinears(self._pack_each(gate_up), self._pack_each(down)))
+        added = (None, None) if biases is None else biases
+        return PackedExperts(ExpertLinears(self._pack_each(gate_up, added[0]), self._pack_each(down, added[1])))
 
     def expert_packer(self) -> TorchExpertPacker:
         """See `MovesExperts`."""
         return TorchExpertPacker(self)
 
-    def _pack_each(self, stack: WeightStack) -> tuple[PackedLinear, ...]:
+    def _pack_each(self, stack: WeightStack, biases: Tensor | None) -> tuple[PackedLinear, ...]:
+        each = [None] * stack.shape[0] if biases is None else biases.to(self._dtype).unbind()
         if isinstance(stack, QuantizedStack):
-            return tuple(self.pack_quantized(weight, None) for weight in stack.matrices)
-        return tuple(self.pack_linear(weight, None) for weight in stack)
+            return tuple(map(self.pack_quantized, stack.matrices, each))
+        return tuple(map(self.pack_linear, stack, each))
 
     def choose_experts(self, logits: Tensor, routing: Routing) -> Picks:
         """By PyTorch's operations."""
@@ -350,9 +366,14 @@ class TorchExpertPacker(NamedTuple):
 
     ops: TorchOps
 
-    def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
+    def pack_experts(
+        self, gate_up: WeightStack, down: WeightStack, biases: ExpertBiases | None = None
+    ) -> PackedExperts:
         """Each in memory of its own, which goes with it."""
-        each = [self.ops.pack_experts(_copied(gate_up, n), _copied(down, n)) for n in range(down.shape[0])]
+        each = [
+            self.ops.pack_experts(_copied(gate_up, n), _copied(down, n), _biases_of(biases, n))
+            for n in range(down.shape[0])
+        ]
         return self.arrange_experts([(experts, 0) for experts in each])
 
     def arrange_experts(self, parts: Sequence[tuple[PackedExperts, int]]) -> PackedExperts:
@@ -364,6 +385,11 @@ class TorchExpertPacker(NamedTuple):
             gate_up.append(experts.gate_up[number])
             down.append(experts.down[number])
         return PackedExperts(ExpertLinears(tuple(gate_up), tuple(down)))
+
+
+def _biases_of(biases: ExpertBiases | None, number: int) -> ExpertBiases | None:
+    """Those of one expert."""
+    return biases and ExpertBiases(*(None if each is None else each[number : number + 1].clone() for each in biases))
 
 
 def _copied(stack: WeightStack, number: int) -> WeightStack:

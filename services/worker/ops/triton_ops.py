@@ -27,7 +27,7 @@ from services.worker.ops.interface import (
     Routing,
 )
 from services.worker.ops.low_rank import LowRankProducts, LowRankShape
-from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, WeightStack
+from services.worker.ops.quantized import ExpertBiases, QuantizedStack, QuantizedWeight, WeightStack
 from services.worker.ops.torch_latent import LatentAttentionStep
 from services.worker.ops.torch_ops import PlainLinear, QuantizedLinear, TorchLatents, TorchOps
 from services.worker.ops.triton import few_rows
@@ -36,6 +36,7 @@ from services.worker.ops.triton.attention.paged_attention import create_attentio
 from services.worker.ops.triton.attention.tiles import decode_splits
 from services.worker.ops.triton.low_rank import GatheredLowRank, RowTiling
 from services.worker.ops.triton.moe.coded_experts import CodedStack, code_stack, mix_coded_rows, numbers_of
+from services.worker.ops.triton.moe.grouped_products import NO_BIASES
 from services.worker.ops.triton.moe.mixture import choose_experts, compile_all, first_row, mixture
 from services.worker.ops.triton.moe.routing import one_by_one
 from services.worker.ops.triton.quantized_linear import compile_tiles, knows_fp8, multiplies, quantized_linear
@@ -48,6 +49,7 @@ from shared.blocks import DEFAULT_BLOCK_SIZE
 class _Experts(NamedTuple):
     gate_up: Tensor | CodedStack
     down: Tensor | CodedStack
+    biases: ExpertBiases = NO_BIASES
 
 
 class TritonOps(TorchOps):
@@ -128,9 +130,11 @@ class TritonOps(TorchOps):
         """One launch; in the dtype of `gate_up`."""
         return gated_act(gate_up, kind)
 
-    def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
+    def pack_experts(
+        self, gate_up: WeightStack, down: WeightStack, biases: ExpertBiases | None = None
+    ) -> PackedExperts:
         """The stacks themselves, in the model's dtype or in codes; numbers where no kernel reads those."""
-        return PackedExperts(_Experts(self._readable(gate_up), self._readable(down)))
+        return PackedExperts(_Experts(self._readable(gate_up), self._readable(down), biases or NO_BIASES))
 
     def _readable(self, stack: WeightStack) -> Tensor | CodedStack:
         if isinstance(stack, QuantizedStack) and stack.weight.code == "fp8" and not knows_fp8(self._device):
@@ -145,22 +149,23 @@ class TritonOps(TorchOps):
         """Compiles the kernels of all sizes of tiles when a shape of mixture is first seen on a GPU."""
         assert isinstance(experts, _Experts)
         if isinstance(experts.gate_up, CodedStack) and isinstance(experts.down, CodedStack):
-            return self._coded_mixture(x, picks, experts.gate_up, experts.down, kind)
+            return self._coded_mixture(x, picks, experts.gate_up, experts.down, experts.biases, kind)
         return self._plain_mixture(x, picks, experts, kind)
 
     def _coded_mixture(
-        self, x: Tensor, picks: Picks, gate_up: CodedStack, down: CodedStack, kind: Activation
+        self, x: Tensor, picks: Picks, gate_up: CodedStack, down: CodedStack, biases: ExpertBiases, kind: Activation
     ) -> Tensor:
+        experts = _Experts(gate_up, down, biases)
         chosen = picks.experts.shape[1]
         shape = (chosen, kind, gate_up.weight.code, down.weight.code, *down.shape)
         if shape not in self._compiled and self._device.type == "cuda":
             self._compiled.add(shape)
             first = first_row(picks)
-            mix_coded_rows(x[:1], first, gate_up, down, kind=kind)
-            self._plain_mixture(x[:1], first, _Experts(gate_up, down), kind)
+            mix_coded_rows(x[:1], first, gate_up, down, biases, kind=kind)
+            self._plain_mixture(x[:1], first, experts, kind)
         if one_by_one(len(x), chosen, down.shape[0]):
-            return mix_coded_rows(x, picks, gate_up, down, kind=kind)
-        return self._plain_mixture(x, picks, _Experts(gate_up, down), kind)
+            return mix_coded_rows(x, picks, gate_up, down, biases, kind=kind)
+        return self._plain_mixture(x, picks, experts, kind)
 
     def _plain_mixture(self, x: Tensor, picks: Picks, experts: _Experts, kind: Activation) -> Tensor:
         """Of numbers, which are made of codes first."""
@@ -168,8 +173,8 @@ class TritonOps(TorchOps):
         shape = (picks.experts.shape[1], kind, *down.shape)
         if shape not in self._compiled and self._device.type == "cuda":
             self._compiled.add(shape)
-            compile_all(x, picks, gate_up, down, kind=kind)
-        return mixture(x, picks, gate_up, down, kind=kind)
+            compile_all(x, picks, gate_up, down, experts.biases, kind=kind)
+        return mixture(x, picks, gate_up, down, experts.biases, kind=kind)
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Keys and values are kept in the caches' dtype."""

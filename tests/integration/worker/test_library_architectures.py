@@ -17,7 +17,7 @@ from tests.support.worker.tiny_backend import tiny_backend
 @pytest.fixture(scope="module", params=list(ARCHITECTURES))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyModel, HostRunner]:
     folder = tmp_path_factory.mktemp(request.param)
-    return library_model(request.param, folder), tiny_backend(folder, ops="native")
+    return library_model(request.param, folder), tiny_backend(folder, ops="native", model_impl="transformers")
 
 
 @pytest.fixture(autouse=True)

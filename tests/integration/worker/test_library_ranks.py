@@ -14,6 +14,7 @@ from services.worker.models.config import ModelError
 from services.worker.models.expert_parallel.settings import ExpertSettings
 from services.worker.models.fallback.tensor_parallel import shard_model
 from services.worker.models.fallback.whole_experts import StageMeeting, keep_whole_experts
+from services.worker.models.loaded_model import ModelImpl
 from services.worker.ops.quantized import Code
 from tests.integration.worker.test_hybrid_kv_cache import LIMITS as HYBRID
 from tests.integration.worker.test_hybrid_kv_cache import agrees
@@ -114,7 +115,7 @@ def test_ranks_have_some_columns_of_every_expert(architecture: str, ranks: RankP
     biases, sinks, experts beside those that are chosen, and latents that keys of all heads are made of."""
     model = library_model(architecture, tmp_path)
     limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
-    engine = ranks.serve(model.path, tp=2, ops="native", limits=limits)
+    engine = ranks.serve(model.path, tp=2, ops="native", limits=limits, model_impl="transformers")
     requests = [engine.ask(tokens, OUTPUT) for tokens in PROMPTS]
     engine.run()
     assert [request.tokens for request in requests] == [model.greedy(tokens, OUTPUT) for tokens in PROMPTS]
@@ -128,25 +129,30 @@ PARALLEL = ExpertSettings(parallel=True)
 def test_ranks_have_whole_experts(architecture: str, ranks: RankProcesses, tmp_path: Path) -> None:
     model = library_model(architecture, tmp_path)
     limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
-    engine = ranks.serve(model.path, tp=2, ops="native", limits=limits, experts=PARALLEL)
+    engine = ranks.serve(model.path, tp=2, ops="native", limits=limits, experts=PARALLEL, model_impl="transformers")
     requests = [engine.ask(tokens, OUTPUT) for tokens in PROMPTS]
     engine.run()
     assert [request.tokens for request in requests] == [model.greedy(tokens, OUTPUT) for tokens in PROMPTS]
 
 
-GROUPS = (("GptOss", 2, 2), ("GptOss", 4, 1), ("Glm4Moe", 2, 1), ("Olmoe", 2, 2))
+GROUPS: tuple[tuple[str, int, int, ModelImpl], ...] = (
+    ("GptOss", 2, 2, "transformers"),
+    ("GptOss", 4, 1, "native"),
+    ("Glm4Moe", 2, 1, "transformers"),
+    ("Olmoe", 2, 2, "transformers"),
+)
 
 
 @pytest.mark.features("data parallel", "expert parallel", "tensor parallel", "chunked prefill")
-@pytest.mark.parametrize(("architecture", "engines", "tp"), GROUPS)
+@pytest.mark.parametrize(("architecture", "engines", "tp", "impl"), GROUPS)
 def test_engines_of_a_group_share_experts(
-    architecture: str, engines: int, tp: int, four: RankProcesses, tmp_path: Path
+    architecture: str, engines: int, tp: int, impl: ModelImpl, four: RankProcesses, tmp_path: Path
 ) -> None:
     """All work, then the last one alone: the others compute their experts for it. gpt-oss has biases, clamped gates,
     sinks, and experts in blocks of four bits; GLM-4.5 groups of experts, and one that every row goes through."""
     model = mxfp4_model(tmp_path) if architecture == "GptOss" else library_model(architecture, tmp_path)
     limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
-    group = four.serve_group(model.path, engines=engines, tp=tp, limits=limits)
+    group = four.serve_group(model.path, engines=engines, tp=tp, limits=limits, model_impl=impl)
     asked = [(tokens, engine.ask(tokens, OUTPUT)) for tokens in PROMPTS for engine in group[:2]]
     run_group(group)
     asked += [(tokens, group[-1].ask(tokens, OUTPUT)) for tokens in PROMPTS[-2:]]

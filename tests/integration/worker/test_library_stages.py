@@ -29,7 +29,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
 def test_three_stages_say_what_the_library_does(architecture: str, ranks: RankProcesses, tmp_path: Path) -> None:
     """Chunked prompts and decodes in one batch; of three layers each stage has one."""
     model = library_model(architecture, tmp_path)
-    engine = ranks.serve(model.path, stages=3, ops="native", limits=LIMITS)
+    engine = ranks.serve(model.path, stages=3, ops="native", limits=LIMITS, model_impl="transformers")
     requests = [engine.ask(tokens, OUTPUT) for tokens in PROMPTS]
     engine.run()
     assert [request.tokens for request in requests] == [model.greedy(tokens, OUTPUT) for tokens in PROMPTS]
@@ -39,7 +39,9 @@ def test_three_stages_say_what_the_library_does(architecture: str, ranks: RankPr
 def test_stages_share_tables_for_layers_of_their_own(ranks: RankProcesses, tmp_path: Path) -> None:
     """A layer with a window and one that sees everything, and one with a window on the second stage."""
     model = library_model("GptOss", tmp_path)
-    engine = ranks.serve(model.path, stages=2, layers=(2, 1), ops="native", limits=HYBRID, hybrid="on")
+    engine = ranks.serve(
+        model.path, stages=2, layers=(2, 1), ops="native", limits=HYBRID, hybrid="on", model_impl="transformers"
+    )
     agrees(engine, model, [None, 24])
 
 

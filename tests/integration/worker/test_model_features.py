@@ -45,7 +45,7 @@ ADAPTED = {
     "GPT2": ("c_attn", "c_proj", "c_fc"),
     "Glm4Moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "Llama4Text": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "GptOss": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "gpt-oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
 }
 """Modules of an adapter, by checkpoint, where they are not all linear layers: of a mixture that `transformers` computes
 the attention."""

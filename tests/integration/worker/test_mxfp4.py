@@ -12,6 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.quantization_config import Mxfp4Config
 
 from services.worker.models.config import ModelError
+from services.worker.models.loaded_model import ModelImpl
 from tests.support.models.mxfp4 import mxfp4_model, pack_blocks
 from tests.support.models.tiny_models import VOCABULARY, TinyModel
 from tests.support.worker.plan_driver import Driver
@@ -36,9 +37,13 @@ def test_blocks_stand_for_what_transformers_makes_of_them() -> None:
     assert (numbers - weight).abs().max() < weight.abs().max() / 5
 
 
-def test_greedy_text_and_logits_are_those_of_the_numbers(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_greedy_text_and_logits_are_those_of_the_numbers(
+    impl: ModelImpl, model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Natively they stay codes, of eight bits."""
     recorded = record_logits(monkeypatch)
-    driver = Driver(tiny_backend(model.path, ops="native", dtype="float32"))
+    driver = Driver(tiny_backend(model.path, ops="native", dtype="float32", model_impl=impl))
     recorded.clear()  # what it tried when it was started
     sequence = driver.add(PROMPT, OUTPUT)
     driver.run()
@@ -52,16 +57,17 @@ def test_greedy_text_and_logits_are_those_of_the_numbers(model: TinyModel, monke
     assert sequence.tokens == text.tolist()
 
 
-def test_what_is_missing_or_asked_for_besides_is_named(model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_what_is_missing_or_asked_for_besides_is_named(impl: ModelImpl, model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="quantization int8: the checkpoint is quantised already, by mxfp4"):
-        tiny_backend(model.path, quantization="int8")
+        tiny_backend(model.path, quantization="int8", model_impl=impl)
     tensors = load_file(model.path / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.down_proj_scales"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((model.path / "config.json").read_text())
     with pytest.raises(ModelError, match=r"has no tensor model\.layers\.1\.mlp\.experts\.down_proj_scales"):
-        tiny_backend(tmp_path)
+        tiny_backend(tmp_path, model_impl=impl)
     whole = (model.path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelError, match=r"model\.safetensors"):
-        tiny_backend(tmp_path)
+        tiny_backend(tmp_path, model_impl=impl)

@@ -94,8 +94,8 @@ def _routing(shape: _Shape) -> Iterator[Launch]:
 def _few_rows(shape: _Shape) -> Iterator[Launch]:
     up, down = up_row_tile(2), down_row_tile(2)
     for tile, kernel, own in (
-        (up, up_row_kernel, {"CHOSEN": shape.chosen, "KIND": "silu"}),
-        (down, down_row_kernel, {"CHOSEN": shape.chosen}),
+        (up, up_row_kernel, {"CHOSEN": shape.chosen, "KIND": "silu", "biases": None}),
+        (down, down_row_kernel, {"CHOSEN": shape.chosen, "biases": None}),
     ):
         pointers = dict.fromkeys(("x", "gate_up", "down", "gated", "out"), "*bf16")
         arguments = pointers | {"chances": "*fp32", "experts": "*i32"}
@@ -124,6 +124,7 @@ def _tiles(shape: _Shape, rows: int, kind: str) -> Iterator[Launch]:
                 kernel,
                 {name: word for name, word in (pointers | order).items() if name in kernel.arg_names},
                 shape.constants
+                | {"biases": None}
                 | ({"CHOSEN": shape.chosen, "KIND": "silu"} if gated else {})
                 | {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SWAPPED": tile.swapped},
                 num_warps=tile.num_warps,

@@ -63,7 +63,7 @@ def _experts_of(code: Code) -> Iterator[Launch]:
     arguments |= {"codes": _STORED[code], "scales": "*fp32", "chances": "*fp32", "experts": "*i32"}
     if code == "int4":
         arguments["zeros"] = "*u8"
-    shape = {"HIDDEN": _HIDDEN, "SIZE": _SIZE, "CHOSEN": _CHOSEN}
+    shape = {"HIDDEN": _HIDDEN, "SIZE": _SIZE, "CHOSEN": _CHOSEN, "biases": None}
     up, down = up_row_tile(2), down_row_tile(2)
     for kernel, inputs, own, num_warps in (
         (coded_up_row_kernel, _HIDDEN, shape | {"KIND": "silu", "COLUMNS": up.columns, "DEPTH": up.depth}, 1),

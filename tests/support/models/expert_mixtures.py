@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.ops.interface import Activation
+from services.worker.ops.quantized import ExpertBiases
 from tests.support.kernels.kernel_device import DEVICE
 
 _EXACT = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
@@ -24,6 +25,19 @@ class Shape:
     dtype: torch.dtype = torch.float32
     renormalised: bool = True
     kind: Activation = "silu"
+    biased: bool = False
+
+
+def exactly_gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
+    """What an MLP makes of float64 gates and ups; swigluoai as transformers' `GptOssExperts` has it."""
+    match kind:
+        case "silu":
+            return F.silu(gate) * up
+        case "gelu_tanh":
+            return F.gelu(gate, approximate="tanh") * up
+        case "swigluoai":
+            gate = gate.clamp(max=7.0)
+            return (up.clamp(min=-7.0, max=7.0) + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
 class MixedExperts:
@@ -41,6 +55,11 @@ class MixedExperts:
         self.logits = random(rows, shape.experts)
         self.gate_up = random(shape.experts, 2 * shape.size, shape.hidden)
         self.down = random(shape.experts, shape.hidden, shape.size)
+        self.biases = ExpertBiases(None, None)
+        if shape.biased:
+            added = (random(shape.experts, 2 * shape.size), random(shape.experts, shape.hidden))
+            # Some gates and ups lie beyond the limits of swigluoai.
+            self.biases = ExpertBiases(8 * added[0].float(), added[1].float())
 
     def routed(self) -> tuple[Tensor, Tensor]:
         """(float64 chances, experts) of each row; of equal chances, the expert with the lower number."""
@@ -54,9 +73,14 @@ class MixedExperts:
         total = torch.zeros(self.x.shape, dtype=torch.float64, device=self.x.device)
         for expert in range(self.shape.experts):
             row, place = (experts == expert).nonzero(as_tuple=True)
-            gate, up = (self.x[row].double() @ self.gate_up[expert].double().T).chunk(2, dim=-1)
-            active = F.silu(gate) if self.shape.kind == "silu" else F.gelu(gate, approximate="tanh")
-            total[row] += (active * up) @ self.down[expert].double().T * chances[row, place].unsqueeze(1)
+            both = self.x[row].double() @ self.gate_up[expert].double().T
+            if self.biases.gate_up is not None:
+                both += self.biases.gate_up[expert].double()
+            gate, up = both.chunk(2, dim=-1)
+            output = exactly_gated(gate, up, self.shape.kind) @ self.down[expert].double().T
+            if self.biases.down is not None:
+                output += self.biases.down[expert].double()
+            total[row] += output * chances[row, place].unsqueeze(1)
         return total
 
     def check(self, found: Tensor) -> None:

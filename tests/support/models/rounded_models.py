@@ -50,7 +50,9 @@ def rounded(reference: Any, code: Scheme, ranks: int = 1, *, experts: bool = Tru
             for stack in ("gate_up_proj", "down_proj"):
                 stacked = getattr(module, stack, None)
                 if experts and isinstance(stacked, nn.Parameter):
-                    for expert in stacked:
+                    # gpt-oss has inputs before outputs.
+                    turned = type(module).__name__ == "GptOssExperts"
+                    for expert in stacked.transpose(1, 2) if turned else stacked:
                         expert.copy_(quantize(expert, code).dequantized(torch.float32))
             if isinstance(module, nn.Linear) and not name.endswith(NEVER_ROUNDED):
                 weight = quantize(module.weight, "int8" if module is head else code).dequantized(torch.float32)

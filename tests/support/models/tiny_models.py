@@ -106,6 +106,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 24},
+    ),
     "qwen2-moe": ("Qwen2MoeConfig", {**_EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "deepseek-v2": (
@@ -216,7 +220,7 @@ def make_model(family: str, path: Path, *, shard_size: str = "1GB", **changes: A
     model = AutoModelForCausalLM.from_config(make_config(family, **changes), attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 1:
+            if weight.ndim == 1 or name.endswith("proj_bias"):  # those of experts
                 weight.add_(torch.randn_like(weight) * (0.5 if "bias" in name else 0.2))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

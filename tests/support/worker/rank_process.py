@@ -29,7 +29,7 @@ from services.worker.executor.host_runner import HostRunner
 from services.worker.kv.layer_groups import HybridKvCache
 from services.worker.models.decoder import Decoder
 from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
-from services.worker.models.loaded_model import QuantizationChoice
+from services.worker.models.loaded_model import ModelImpl, QuantizationChoice
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
 from services.worker.ops.native.native_exchange import shared_exchange
@@ -71,6 +71,7 @@ class Serve(Struct, frozen=True, tag=True):
     hybrid: HybridKvCache = "off"
     prompt_embeds: bool = False
     experts: ExpertSettings = NO_EXPERT_PARALLEL
+    model_impl: ModelImpl = "auto"
     engines: int = 1
     """Of a data-parallel group: the first ranks are those of the first of them."""
 
@@ -152,6 +153,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
         prompt_embeds=asked.prompt_embeds,
         hybrid_kv_cache=asked.hybrid,
         experts=asked.experts,
+        model_impl=asked.model_impl,
         group=group,
         speculation=asked.speculation
         or (SpeculationSettings(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None),

@@ -28,7 +28,7 @@ from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits
 from services.worker.kv.layer_groups import HybridKvCache
 from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
-from services.worker.models.loaded_model import QuantizationChoice
+from services.worker.models.loaded_model import ModelImpl, QuantizationChoice
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
 from shared.blocks import hash_chain
@@ -88,6 +88,7 @@ class RankProcesses:
         hybrid: HybridKvCache = "off",
         prompt_embeds: bool = False,
         experts: ExpertSettings = NO_EXPERT_PARALLEL,
+        model_impl: ModelImpl = "auto",
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces those before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
@@ -101,6 +102,7 @@ class RankProcesses:
             hybrid=hybrid,
             prompt_embeds=prompt_embeds,
             experts=experts,
+            model_impl=model_impl,
         )
         (engine,) = self._serve(asked, limits)
         return engine
@@ -116,6 +118,7 @@ class RankProcesses:
         hybrid: HybridKvCache = "off",
         drafts: int = 0,
         experts: ExpertSettings = WHOLE_EXPERTS,
+        model_impl: ModelImpl = "auto",
     ) -> list[EngineOfRanks]:
         """A data-parallel group of engines of `tp` ranks, which replaces the engines before."""
         asked = Serve(
@@ -124,6 +127,7 @@ class RankProcesses:
             hybrid=hybrid,
             drafts=drafts,
             experts=experts,
+            model_impl=model_impl,
         )
         return self._serve(asked, limits)
 

@@ -35,6 +35,8 @@ class Mixture(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the chances of the chosen ones are multiplied by."""
     transposed: bool = False
     """Checkpoints may have inputs before outputs in tensors of all experts (Qwen3-VL)."""
+    biased: bool = False
+    """Router and experts have biases, and tensors are laid out as gpt-oss has them."""
 
 
 class RawMixture(Struct, kw_only=True):
@@ -93,6 +95,7 @@ class _Defaults(Struct, frozen=True, kw_only=True):
     routing: _Routing | None = None
     """What DeepSeek's routers do."""
     transposed: bool = False
+    biased: bool = False
 
 
 _LIMITED = "group_limited_greedy"
@@ -104,6 +107,7 @@ _FAMILIES = {
     "Qwen3VLMoeForCausalLM": _Defaults(experts=60, chosen=4, size=1408, renormalised=True, transposed=True),
     "Qwen3NextForCausalLM": _Defaults(experts=512, chosen=10, size=512, shared_size=512),
     "Qwen3_5MoeForCausalLM": _Defaults(experts=256, chosen=8, size=512, shared_size=512, renormalised=True),
+    "GptOssForCausalLM": _Defaults(experts=128, chosen=4, size=None, renormalised=True, biased=True),
     "DeepseekV2ForCausalLM": _Defaults(
         experts=64,
         chosen=6,
@@ -149,6 +153,7 @@ def read_mixture(raw: RawMixture) -> MixtureLayers:
         renormalised=bool(raw.norm_topk_prob) if family.renormalised is None else family.renormalised,
         shared_size=family.shared_size and _given(raw.shared_expert_intermediate_size, family.shared_size),
         transposed=family.transposed,
+        biased=family.biased,
     )
     _check(raw, mixture)
     return MixtureLayers(

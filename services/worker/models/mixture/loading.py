@@ -17,19 +17,10 @@ from torch import Tensor
 from services.worker.models.checkpoint import BatchedTensorSource, TensorPart
 from services.worker.models.config import ModelError
 from services.worker.models.hf_layers.mixture import Mixture
+from services.worker.models.mixture.biased_experts import read_biased_experts
+from services.worker.models.mixture.expert_tensors import ExpertTensors, stacked
 from services.worker.models.quantization.matrices import Matrix, MatrixLoader
-from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, Scheme, WeightStack, quantize, stack_outputs
-
-
-class ExpertTensors(NamedTuple):
-    """One rank's columns of a layer's experts, or of some of them, and the whole router."""
-
-    router: Tensor
-    """[all experts, hidden]"""
-    gate_up: WeightStack
-    """[E, 2 * I, hidden]: gates, then ups."""
-    down: WeightStack
-    """[E, hidden, I]"""
+from services.worker.ops.quantized import QuantizedWeight, Scheme, WeightStack, quantize
 
 
 class _Names(NamedTuple):
@@ -64,6 +55,8 @@ def read_experts(
     """`columns` of the `experts` (in rising order; None: all) of `layer` ("model.layers.0"), on the device, rounded to
     what `matrices` are. Raises ModelError."""
     tensors = matrices.checkpoint
+    if mixture.biased:
+        return read_biased_experts(matrices, f"{layer}.mlp", mixture, hidden, columns, experts)
     others = (_MIXTRAL, _GRANITE, _GRANITE_TOGETHER)
     names = next((each for each in others if f"{layer}.{each.block}.{each.router}" in tensors), _QWEN)
     block = f"{layer}.{names.block}"
@@ -90,30 +83,24 @@ class _Reading(NamedTuple):
     def gates_and_ups(self) -> WeightStack:
         """[E, 2 * I, hidden]"""
         if self.matrices.has_codes and not self._together:
-            return self._stack([self._gate_and_up_of(expert) for expert in self.experts])
+            return stacked(self.matrices, [self._gate_and_up_of(expert) for expert in self.experts])
         read = self._gates_and_ups_together() if self._together else self._gates_and_ups_of_each()
         read = read.to(self.matrices.device)
         code = self.matrices.quantization
-        return read if code is None else self._stack(_rounded(read, code))
+        return read if code is None else stacked(self.matrices, _rounded(read, code))
 
     def downs(self) -> WeightStack:
         """[E, hidden, I]"""
         code, size = self.matrices.quantization, self.mixture.intermediate_size
         if self.matrices.has_codes and not self._together:
-            return self._stack([self._down_of(expert) for expert in self.experts])
+            return stacked(self.matrices, [self._down_of(expert) for expert in self.experts])
         if code is None:
             return self._down_numbers(self.columns).to(self.matrices.device)
         # Rounded as a whole, so that every number of ranks has the same weights.
         whole = self._down_numbers((0, size)).to(self.matrices.device)
-        return self._stack([each.part(slice(None), self.columns, whole.dtype) for each in _rounded(whole, code)])
-
-    def _stack(self, parts: Sequence[Matrix]) -> WeightStack:
-        """Codes where all parts have the same kind of them, on the device."""
-        codes = [part for part in parts if isinstance(part, QuantizedWeight)]
-        stacked = stack_outputs(codes) if len(codes) == len(parts) else None
-        if stacked is not None:
-            return QuantizedStack(stacked.to(self.matrices.device), len(parts))
-        return torch.stack([self.matrices.numbers(part) for part in parts]).to(self.matrices.device)
+        return stacked(
+            self.matrices, [each.part(slice(None), self.columns, whole.dtype) for each in _rounded(whole, code)]
+        )
 
     def _gate_and_up_of(self, expert: int) -> Matrix:
         shape = (self.mixture.intermediate_size, self.hidden)

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from services.worker.models.config import ModelError, plain_json
 from services.worker.ops.interface import Ops
 
-MethodName = Literal["compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes"]
+MethodName = Literal["compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes", "mxfp4"]
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _BITS = (4, 8)
@@ -119,6 +119,8 @@ def _method(raw: _RawQuantization) -> QuantizationMethod:
             if not raw.load_in_8bit:
                 raise ModelError("load_in_8bit false is not supported: of bitsandbytes, int8 can be read")
             return QuantizationMethod("bitsandbytes")
+        case "mxfp4":
+            return QuantizationMethod("mxfp4")
         case other:
             raise ModelError(f"quant_method {other!r} is not supported; supported: {', '.join(get_args(MethodName))}")
 

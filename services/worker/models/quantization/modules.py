@@ -138,6 +138,7 @@ _READERS: dict[str, Callable[[Module, QuantizationMethod], ReadWeight | None]] =
     "awq": _awq,
     "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": lambda _module, _method: None,  # of experts alone, see `mixture.biased_experts`
 }
 
 

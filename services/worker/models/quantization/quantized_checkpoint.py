@@ -36,6 +36,10 @@ class QuantizedCheckpoint:
         """See `Checkpoint.read_stored`."""
         return self._checkpoint.read_stored(name)
 
+    def read_codes(self, name: str, shape: tuple[int, ...], number: int) -> Tensor:
+        """See `Checkpoint.read_codes`."""
+        return self._checkpoint.read_codes(name, shape, number)
+
     def read(self, name: str, shape: tuple[int, ...], *, rows: Range = None, columns: Range = None) -> Tensor:
         """See `Checkpoint.read`; the weight of a quantised module is dequantised."""
         module = name.removesuffix(_WEIGHT)

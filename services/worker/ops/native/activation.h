@@ -10,4 +10,14 @@ BATON_INLINE F gelu_tanh(F x) {
     F inner = all(0.7978845608028654f) * fma(all(0.044715f) * x * x, x, x);
     return all(0.5f) * x * (all(1.0f) + tanh(inner));
 }
-BATON_INLINE F activated(Activation kind, F x) { return int(kind) == 0 ? silu(x) : gelu_tanh(x); }
+// gpt-oss's: gates up to a limit, ups between that and its negative, of which none is left out.
+BATON_INLINE F swigluoai(F gate, F up) {
+    constexpr float kAlpha = 1.702f, kLimit = 7.0f;
+    gate = smaller(gate, all(kLimit)), up = larger(smaller(up, all(kLimit)), all(-kLimit));
+    return gate / (all(1.0f) + exp(gate * all(-kAlpha))) * (up + all(1.0f));
+}
+// What an MLP makes of its gates and ups.
+BATON_INLINE F gated(Activation kind, F gate, F up) {
+    if (kind == Activation::kSwigluOai) return swigluoai(gate, up);
+    return (kind == Activation::kSilu ? silu(gate) : gelu_tanh(gate)) * up;
+}

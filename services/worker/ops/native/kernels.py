@@ -15,7 +15,7 @@ from services.worker.ops.interface import Activation, BatchMeta, OpsUnavailable
 from services.worker.ops.native import library
 from services.worker.ops.native.build import BuildError, Level, library_path
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}
 """The values of `Activation` in linear.h."""
 
 

@@ -262,12 +262,12 @@ template <class Kind, Code code> void run_coded_block(const Product& p, const Bl
     }
 }
 
-bool gated(const Product& p) { return p.target.kind == Out::kGated; }
+bool is_gated(const Product& p) { return p.target.kind == Out::kGated; }
 int row_blocks_of(const Product& p) {
     int most = kBlockRows / p.digits();
     return (p.x.count + most - 1) / most;
 }
-int column_blocks_of(const Product& p) { return groups_of(p.linear.out) / (gated(p) ? 2 : 1); }
+int column_blocks_of(const Product& p) { return groups_of(p.linear.out) / (is_gated(p) ? 2 : 1); }
 int tiles_of(const Product& p) { return row_blocks_of(p) * column_blocks_of(p); }
 
 // One of a product's `tiles_of`.
@@ -275,7 +275,7 @@ template <class Run> void multiply_tile(const Product& p, int tile, Run run) {
     // Group after group for the same rows: those stay in cache, and the weights come in the order they lie in.
     int row_blocks = row_blocks_of(p), groups = column_blocks_of(p), part = tile / groups, group = tile % groups;
     int row = int(int64_t(p.x.count) * part / row_blocks), end = int(int64_t(p.x.count) * (part + 1) / row_blocks);
-    if (!gated(p)) return run(p, {row, end - row, group, nullptr, nullptr});
+    if (!is_gated(p)) return run(p, {row, end - row, group, nullptr, nullptr});
     F gates[kBlockRows * kGroupColumns];
     run(p, {row, end - row, group, nullptr, gates});
     run(p, {row, end - row, groups + group, gates, nullptr});

@@ -4,7 +4,7 @@
 #include "threads.h"
 
 enum class Number : int { kSingle = 0, kHalf = 1 };
-enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kSwigluOai = 2 };
 
 // weights [out, in] as groups of 64 outputs. A group holds, for each step (two bf16 inputs or one float), 256 bytes: the
 // step's weights of its outputs in turn. Missing outputs and inputs are zeros. So a product reads a group from its start
@@ -58,7 +58,7 @@ struct Rows {
 enum class Out : int {
     kFloat = 0,  // to = sums + bias, floats
     kAdded = 1,  // to += sums + bias, floats: the residual
-    kGated = 2,  // to = act(gate) * up, in the kind of the weights: gates are the outputs' first half, `up` the second
+    kGated = 2,  // to = act(gate) * up (see `gated`), in the kind of the weights: gates are the outputs' first half, `up` the second
 };
 
 // Whether kGated can be asked of it: a group must be all gates or all up.

@@ -30,13 +30,12 @@ class MatrixStack(NamedTuple):
         return self.packed[0].out
 
 
-def pack_stack(ops: NativeOps, stack: WeightStack) -> MatrixStack:
-    """`stack` [matrices, out, in] in the library's layout."""
+def pack_stack(ops: NativeOps, stack: WeightStack, biases: Tensor | None = None) -> MatrixStack:
+    """`stack` [matrices, out, in] and `biases` [matrices, out] in the library's layout."""
+    each = [None] * stack.shape[0] if biases is None else biases.unbind()
     if isinstance(stack, QuantizedStack):
-        packed = tuple(ops.pack_codes(weight, None) for weight in stack.matrices)
-    else:
-        packed = tuple(ops.pack_matrix(weight, None) for weight in stack)
-    return stack_of(packed)
+        return stack_of(tuple(map(ops.pack_codes, stack.matrices, each)))
+    return stack_of(tuple(map(ops.pack_matrix, stack, each)))
 
 
 def stack_of(packed: Sequence[PackedMatrix]) -> MatrixStack:

@@ -50,7 +50,7 @@ from services.worker.ops.native.native_kv import NativeKvCopier
 from services.worker.ops.native.native_latents import MAX_HEAD_DIM, NativeLatents
 from services.worker.ops.native.native_low_rank import NativeLowRank
 from services.worker.ops.native.native_states import NativeStates
-from services.worker.ops.quantized import GROUP_SIZES, QuantizedWeight, WeightStack
+from services.worker.ops.quantized import GROUP_SIZES, ExpertBiases, QuantizedWeight, WeightStack
 from services.worker.ops.torch_ops import verify_drafts
 from services.worker.ops.torch_routing import route
 from shared.blocks import DEFAULT_BLOCK_SIZE
@@ -242,9 +242,12 @@ class NativeOps:
         )
         return to
 
-    def pack_experts(self, gate_up: WeightStack, down: WeightStack) -> PackedExperts:
+    def pack_experts(
+        self, gate_up: WeightStack, down: WeightStack, biases: ExpertBiases | None = None
+    ) -> PackedExperts:
         """Each expert's matrices in the library's layout."""
-        return PackedExperts(NativeExperts(pack_stack(self, gate_up), pack_stack(self, down)))
+        added = (None, None) if biases is None else biases
+        return PackedExperts(NativeExperts(pack_stack(self, gate_up, added[0]), pack_stack(self, down, added[1])))
 
     def expert_packer(self) -> NativeOps:
         """On a thread of its own, as that of steps is used by one job at a time."""

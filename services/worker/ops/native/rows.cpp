@@ -78,13 +78,13 @@ void norm_row(const From* x, float* residual, const Norm& what, To* to) {
 template <class To> void gate_row(const float* gate_up, int width, Activation activation, To* to) {
     int i = 0;
     for (; i + kLanes <= width; i += kLanes)
-        store(to + i, activated(activation, load(gate_up + i)) * load(gate_up + width + i));
+        store(to + i, gated(activation, load(gate_up + i), load(gate_up + width + i)));
     if (i == width) return;
     float gates[kLanes] = {}, ups[kLanes] = {};
     std::copy(gate_up + i, gate_up + width, gates);
     std::copy(gate_up + width + i, gate_up + 2 * width, ups);
     float rest[kLanes];
-    store(rest, activated(activation, load(gates)) * load(ups));
+    store(rest, gated(activation, load(gates), load(ups)));
     for (int k = 0; i + k < width; ++k) put(to + i + k, rest[k]);
 }
 

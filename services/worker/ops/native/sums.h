@@ -54,7 +54,7 @@ BATON_INLINE void write_gated(const Product& p, int row, int column, const F* ga
         for (int c = 0; c < C; ++c) {
             F gate = gates[r * kGroupColumns + c], up = sums.at[r][c];
             if (bias) gate = gate + load(bias + column - half + c * kLanes), up = up + load(bias + column + c * kLanes);
-            store(to + r * p.target.stride + c * kLanes, activated(p.target.activation, gate) * up);
+            store(to + r * p.target.stride + c * kLanes, gated(p.target.activation, gate, up));
         }
 }
 

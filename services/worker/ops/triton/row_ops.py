@@ -113,6 +113,18 @@ def activated(gate, KIND: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up, KIND: tl.constexpr):
+    """What an MLP makes of gates and ups, float32; see `Activation`."""
+    if KIND == "swigluoai":
+        gate = tl.minimum(gate, 7.0)
+        logit = tl.maximum(1.702 * gate, -88.0)
+        made = gate / (1.0 + tl.exp(-logit)) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
+    else:
+        made = activated(gate, KIND) * up
+    return made
+
+
+@triton.jit
 def gated_act_kernel(
     gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
@@ -123,5 +135,8 @@ def gated_act_kernel(
     inside = column < WIDTH
     gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    active = activated(gate, KIND).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * WIDTH + column, (active * up).to(out.dtype.element_ty), mask=inside)
+    if KIND == "swigluoai":
+        made = gated(gate, up, KIND)
+    else:
+        made = activated(gate, KIND).to(out.dtype.element_ty).to(tl.float32) * up
+    tl.store(out + row * WIDTH + column, made.to(out.dtype.element_ty), mask=inside)

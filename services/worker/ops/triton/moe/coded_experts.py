@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.interface import Activation, Picks
-from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, WeightStack, pack_nibbles
+from services.worker.ops.quantized import ExpertBiases, QuantizedStack, QuantizedWeight, WeightStack, pack_nibbles
+from services.worker.ops.triton.moe.grouped_products import NO_BIASES
 from services.worker.ops.triton.moe.mixture import turns_at_once
 from services.worker.ops.triton.moe.routing import down_row_tile, up_row_tile
 from services.worker.ops.triton.quantized_linear import typed_codes
-from services.worker.ops.triton.row_ops import activated
+from services.worker.ops.triton.row_ops import gated as gated_sums
 
 _NUMBERS_AT_ONCE = 1024
 
@@ -64,13 +65,22 @@ def numbers_of(stack: Tensor | CodedStack, dtype: torch.dtype) -> Tensor:
     return numbers
 
 
-def mix_coded_rows(x: Tensor, picks: Picks, gate_up: CodedStack, down: CodedStack, *, kind: Activation) -> Tensor:
+def mix_coded_rows(
+    x: Tensor,
+    picks: Picks,
+    gate_up: CodedStack,
+    down: CodedStack,
+    biases: ExpertBiases = NO_BIASES,
+    *,
+    kind: Activation,
+) -> Tensor:
     """As `mixture.mix_rows`."""
     (rows, hidden), chosen, size = x.shape, picks.experts.shape[1], down.shape[2]
     gated = x.new_empty(rows * chosen, size)
     tile = up_row_tile(x.element_size())
     coded_up_row_kernel[(triton.cdiv(size, tile.columns), rows * chosen)](
-        *(x, typed_codes(gate_up.weight), gate_up.weight.scales, gate_up.weight.zeros, picks.experts, gated),
+        *(x, typed_codes(gate_up.weight), gate_up.weight.scales, gate_up.weight.zeros),
+        *(biases.gate_up, picks.experts, gated),
         HIDDEN=hidden,
         SIZE=size,
         CHOSEN=chosen,
@@ -84,7 +94,8 @@ def mix_coded_rows(x: Tensor, picks: Picks, gate_up: CodedStack, down: CodedStac
     out = torch.empty_like(x)
     tile = down_row_tile(x.element_size())
     coded_down_row_kernel[(triton.cdiv(hidden, tile.columns), rows)](
-        *(gated, typed_codes(down.weight), down.weight.scales, down.weight.zeros, *picks, out),
+        *(gated, typed_codes(down.weight), down.weight.scales, down.weight.zeros),
+        *(biases.down, *picks, out),
         HIDDEN=hidden,
         SIZE=size,
         CHOSEN=chosen,
@@ -131,6 +142,7 @@ def coded_up_row_kernel(
     codes,
     scales,
     zeros,
+    biases,
     experts,
     gated,
     HIDDEN: tl.constexpr,
@@ -161,7 +173,12 @@ def coded_up_row_kernel(
         values = tl.load(row + start, mask=depth < HIDDEN - start, other=0.0).to(tl.float32)[None, :]
         gate += decoded(codes, scales, zeros, output, place, there, HIDDEN, GROUP, CODE) * values
         up += decoded(codes, scales, zeros, output + SIZE, place, there, HIDDEN, GROUP, CODE) * values
-    made = activated(tl.sum(gate, 1), KIND) * tl.sum(up, 1)
+    gates_sum, ups_sum = tl.sum(gate, 1), tl.sum(up, 1)
+    if biases is not None:
+        added = biases + expert * (2 * SIZE) + tl.minimum(column, SIZE - 1)
+        gates_sum += tl.load(added)
+        ups_sum += tl.load(added + SIZE)
+    made = gated_sums(gates_sum, ups_sum, KIND)
     tl.store(gated + pick.to(tl.int64) * SIZE + column, made.to(gated.dtype.element_ty), mask=column < SIZE)
 
 
@@ -171,6 +188,7 @@ def coded_down_row_kernel(
     codes,
     scales,
     zeros,
+    biases,
     chances,
     experts,
     out,
@@ -190,17 +208,20 @@ def coded_down_row_kernel(
     depth = tl.arange(0, DEPTH)
     held = tl.minimum(column, HIDDEN - 1)[:, None]
     total = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    added = tl.zeros([COLUMNS], tl.float32)
     for number in tl.static_range(CHOSEN):
         pick = row * CHOSEN + number
         expert = tl.load(experts + pick).to(tl.int64)
         if expert >= 0:  # else another rank's
             chance = tl.load(chances + pick)
             output = expert * HIDDEN + held
+            if biases is not None:
+                added += tl.load(biases + expert * HIDDEN + tl.minimum(column, HIDDEN - 1)) * chance
             inputs = gated + pick.to(tl.int64) * SIZE + depth
             for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
                 place = start + depth[None, :]
                 values = tl.load(inputs + start, mask=depth < SIZE - start, other=0.0).to(tl.float32) * chance
                 weights = decoded(codes, scales, zeros, output, place, place < SIZE, SIZE, GROUP, CODE)
                 total += weights * values[None, :]
-    made = tl.sum(total, 1)
+    made = tl.sum(total, 1) + added
     tl.store(out + row.to(tl.int64) * HIDDEN + column, made.to(out.dtype.element_ty), mask=column < HIDDEN)

@@ -17,16 +17,25 @@ from torch import Tensor
 
 from services.worker.ops.gpu import generation
 from services.worker.ops.interface import Activation, Picks
+from services.worker.ops.quantized import ExpertBiases
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from services.worker.ops.triton.moe.routing import expert_tile, most_tiles, sort_picks, tile_rows
 from services.worker.ops.triton.products import dot
-from services.worker.ops.triton.row_ops import activated
+from services.worker.ops.triton.row_ops import gated as gated_sums
 
 SUMMED_AT_ONCE = 1024
+NO_BIASES = ExpertBiases(None, None)
 
 
 def mix_tiles(
-    x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Activation, most: int | None = None
+    x: Tensor,
+    picks: Picks,
+    gate_up: Tensor,
+    down: Tensor,
+    biases: ExpertBiases = NO_BIASES,
+    *,
+    kind: Activation,
+    most: int | None = None,
 ) -> Tensor:
     """Sorted by expert: an expert is read once for each tile of rows. `most`: rows of a tile; None: as many as pay."""
     (rows, hidden), (experts, _, size) = x.shape, down.shape
@@ -37,7 +46,7 @@ def mix_tiles(
     tiles, dependent = most_tiles(rows * chosen, experts, up.rows), launch_options(x.device)
     gated = x.new_empty(tiles * up.rows, size)
     up_tile_kernel[(tiles * triton.cdiv(size, up.columns),)](
-        *(x, gate_up, *order, gated, rows * chosen),
+        *(x, gate_up, biases.gate_up, *order, gated, rows * chosen),
         HIDDEN=hidden,
         SIZE=size,
         CHOSEN=chosen,
@@ -52,7 +61,7 @@ def mix_tiles(
     )
     parts = x.new_empty(rows * chosen, hidden)
     down_tile_kernel[(tiles * triton.cdiv(hidden, out.columns),)](
-        *(gated, down, *order, picks.chances, parts, rows * chosen),
+        *(gated, down, biases.down, *order, picks.chances, parts, rows * chosen),
         HIDDEN=hidden,
         SIZE=size,
         ROWS=out.rows,
@@ -74,6 +83,7 @@ def mix_tiles(
 def up_tile_kernel(
     x,
     gate_up,
+    biases,
     sorted_picks,
     tile_experts,
     tiles,
@@ -114,7 +124,11 @@ def up_tile_kernel(
         rows += DEPTH
         gates += DEPTH
         ups += DEPTH
-    made = (activated(gate, KIND) * up).to(gated.dtype.element_ty)
+    if biases is not None:
+        added = biases + expert * (2 * SIZE) + tl.minimum(column, SIZE - 1)
+        gate += along_columns(tl.load(added), SWAPPED)
+        up += along_columns(tl.load(added + SIZE), SWAPPED)
+    made = gated_sums(gate, up, KIND).to(gated.dtype.element_ty)
     if SWAPPED:
         made = tl.trans(made)
     tl.store(gated + place[:, None] * SIZE + column[None, :], made, mask=there & (column < SIZE)[None, :])
@@ -124,6 +138,7 @@ def up_tile_kernel(
 def down_tile_kernel(
     gated,
     down,
+    biases,
     sorted_picks,
     tile_experts,
     tiles,
@@ -158,6 +173,8 @@ def down_tile_kernel(
         total = times(values, part(weights, True, depth, start, SIZE, DEPTH), total, SWAPPED)
         rows += DEPTH
         weights += DEPTH
+    if biases is not None:
+        total += along_columns(tl.load(biases + expert * HIDDEN + tl.minimum(column, HIDDEN - 1)), SWAPPED)
     if SWAPPED:
         total = tl.trans(total)
     chance = tl.load(chances + pick, mask=pick < picks, other=0.0)
@@ -166,6 +183,16 @@ def down_tile_kernel(
         (total * chance[:, None]).to(parts.dtype.element_ty),
         mask=there & (column < HIDDEN)[None, :],
     )
+
+
+@triton.jit
+def along_columns(added, SWAPPED: tl.constexpr):
+    """[COLUMNS] as it is added to a tile of sums."""
+    if SWAPPED:
+        shaped = added[:, None]
+    else:
+        shaped = added[None, :]
+    return shaped
 
 
 @triton.jit

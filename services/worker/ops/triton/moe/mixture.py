@@ -23,9 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.interface import Activation, Picks, Routing
+from services.worker.ops.quantized import ExpertBiases
 from services.worker.ops.torch_routing import route as route_by_torch
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
-from services.worker.ops.triton.moe.grouped_products import mix_tiles
+from services.worker.ops.triton.moe.grouped_products import NO_BIASES, mix_tiles
 from services.worker.ops.triton.moe.routing import (
     AT_ONCE,
     TILE_ROWS,
@@ -35,19 +36,21 @@ from services.worker.ops.triton.moe.routing import (
     sort_picks,
     up_row_tile,
 )
-from services.worker.ops.triton.row_ops import activated
+from services.worker.ops.triton.row_ops import gated as gated_sums
 
 MAX_TURNS = tl.constexpr(4)
 """Turns of a loop over a row's elements whose loads are on their way together, at most."""
 
 
-def mix_rows(x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Activation) -> Tensor:
+def mix_rows(
+    x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, biases: ExpertBiases = NO_BIASES, *, kind: Activation
+) -> Tensor:
     """Row by row, for few of them: an expert is read once for each row that chose it."""
     (rows, hidden), chosen, size = x.shape, picks.experts.shape[1], down.shape[2]
     gated = x.new_empty(rows * chosen, size)
     tile = up_row_tile(x.element_size())
     up_row_kernel[(triton.cdiv(size, tile.columns), rows * chosen)](
-        *(x, gate_up, picks.experts, gated),
+        *(x, gate_up, biases.gate_up, picks.experts, gated),
         HIDDEN=hidden,
         SIZE=size,
         CHOSEN=chosen,
@@ -60,7 +63,7 @@ def mix_rows(x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Ac
     out = torch.empty_like(x)
     tile = down_row_tile(x.element_size())
     down_row_kernel[(triton.cdiv(hidden, tile.columns), rows)](
-        *(gated, down, *picks, out),
+        *(gated, down, biases.down, *picks, out),
         HIDDEN=hidden,
         SIZE=size,
         CHOSEN=chosen,
@@ -84,6 +87,7 @@ def turns_at_once(elements, depth):
 def up_row_kernel(
     x,
     gate_up,
+    biases,
     experts,
     gated,
     HIDDEN: tl.constexpr,
@@ -114,7 +118,12 @@ def up_row_kernel(
         values = tl.load(row + start, mask=there, other=0.0).to(tl.float32)[None, :]
         gate += tl.load(gates + start, mask=there[None, :], other=0.0).to(tl.float32) * values
         up += tl.load(gates + SIZE * HIDDEN + start, mask=there[None, :], other=0.0).to(tl.float32) * values
-    made = activated(tl.sum(gate, 1), KIND) * tl.sum(up, 1)
+    gates_sum, ups_sum = tl.sum(gate, 1), tl.sum(up, 1)
+    if biases is not None:
+        added = biases + expert * (2 * SIZE) + tl.minimum(column, SIZE - 1)
+        gates_sum += tl.load(added)
+        ups_sum += tl.load(added + SIZE)
+    made = gated_sums(gates_sum, ups_sum, KIND)
     tl.store(gated + pick.to(tl.int64) * SIZE + column, made.to(gated.dtype.element_ty), mask=column < SIZE)
 
 
@@ -122,6 +131,7 @@ def up_row_kernel(
 def down_row_kernel(
     gated,
     down,
+    biases,
     chances,
     experts,
     out,
@@ -141,18 +151,21 @@ def down_row_kernel(
     depth = tl.arange(0, DEPTH)
     columns = down + tl.minimum(column, HIDDEN - 1)[:, None] * SIZE + depth[None, :]
     total = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    added = tl.zeros([COLUMNS], tl.float32)
     for place in tl.static_range(CHOSEN):
         pick = row * CHOSEN + place
         expert = tl.load(experts + pick).to(tl.int64)
         if expert >= 0:  # else another rank's
             chance = tl.load(chances + pick)
             weights = columns + expert * (HIDDEN * SIZE)
+            if biases is not None:
+                added += tl.load(biases + expert * HIDDEN + tl.minimum(column, HIDDEN - 1)) * chance
             inputs = gated + pick.to(tl.int64) * SIZE + depth
             for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
                 there = depth < SIZE - start
                 values = tl.load(inputs + start, mask=there, other=0.0).to(tl.float32) * chance
                 total += tl.load(weights + start, mask=there[None, :], other=0.0).to(tl.float32) * values[None, :]
-    made = tl.sum(total, 1)
+    made = tl.sum(total, 1) + added
     tl.store(out + row.to(tl.int64) * HIDDEN + column, made.to(out.dtype.element_ty), mask=column < HIDDEN)
 
 
@@ -164,11 +177,13 @@ def choose_experts(logits: Tensor, routing: Routing) -> Picks:
     return Picks(chances.contiguous(), experts.to(torch.int32))
 
 
-def mixture(x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Activation) -> Tensor:
+def mixture(
+    x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, biases: ExpertBiases = NO_BIASES, *, kind: Activation
+) -> Tensor:
     """See `Ops.mixture`. gate_up [E, 2 * I, hidden], down [E, hidden, I], all of x's dtype; picks int32."""
     if one_by_one(len(x), picks.experts.shape[1], len(down)):
-        return mix_rows(x, picks, gate_up, down, kind=kind)
-    return mix_tiles(x, picks, gate_up, down, kind=kind)
+        return mix_rows(x, picks, gate_up, down, biases, kind=kind)
+    return mix_tiles(x, picks, gate_up, down, biases, kind=kind)
 
 
 def first_row(picks: Picks) -> Picks:
@@ -176,12 +191,14 @@ def first_row(picks: Picks) -> Picks:
     return Picks(picks.chances[:1], picks.experts[:1])
 
 
-def compile_all(x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Activation) -> None:
+def compile_all(
+    x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, biases: ExpertBiases = NO_BIASES, *, kind: Activation
+) -> None:
     """Runs every kernel on x's first row, in all sizes of tiles and of sorting: what is compiled now holds nobody up
     later."""
     picks = first_row(picks)
-    mix_rows(x[:1], picks, gate_up, down, kind=kind)
+    mix_rows(x[:1], picks, gate_up, down, biases, kind=kind)
     for most in TILE_ROWS:
-        mix_tiles(x[:1], picks, gate_up, down, kind=kind, most=most)
+        mix_tiles(x[:1], picks, gate_up, down, biases, kind=kind, most=most)
         for at_once in AT_ONCE:
             sort_picks(picks.experts, len(down), most, at_once)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.ops.interface import Activation
 from services.worker.ops.native.build import Level, runnable_levels
+from tests.support.models.expert_mixtures import exactly_gated
 from tests.support.worker.native_batches import native, random
 
 COUNTS = (1, 2, 5, 17, 130)
@@ -46,7 +46,7 @@ def test_add_rms_norm_gives_the_sum_and_its_norm(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swigluoai"])
 @pytest.mark.parametrize("level", runnable_levels())
 def test_gates_equal_float64(dtype: torch.dtype, kind: Activation, level: Level) -> None:
     ops = native(dtype, level=level)
@@ -54,7 +54,7 @@ def test_gates_equal_float64(dtype: torch.dtype, kind: Activation, level: Level)
         gate_up = random(5, 2 * width) * 4
         gate_up[0, 0], gate_up[1, 0] = 200.0, -200.0
         gate, up = gate_up.double().chunk(2, dim=1)
-        expected = (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
+        expected = exactly_gated(gate, up, kind)
         gated = ops.gated_act(gate_up, kind).double()
         torch.testing.assert_close(gated, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 

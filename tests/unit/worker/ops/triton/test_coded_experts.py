@@ -57,6 +57,15 @@ def test_picks_of_other_ranks_are_left_out(code: Code) -> None:
     assert torch.allclose(parts[0] + parts[1], ops.mixture(mixed.x, picks, packed, kind="silu"), atol=1e-5)
 
 
+def test_biases_are_added_to_products_of_codes() -> None:
+    mixed = MixedExperts(Shape(hidden=32, size=32, kind="swigluoai", biased=True), 1)
+    gate_up, down = (coded(stack, "int8") for stack in (mixed.gate_up, mixed.down))
+    mixed.gate_up, mixed.down = exactly(gate_up), exactly(down)
+    ops = TritonOps(DEVICE, torch.float32)
+    packed = ops.pack_experts(gate_up, down, mixed.biases)
+    mixed.check(ops.mixture(mixed.x, ops.choose_experts(mixed.logits, Routing(2, True)), packed, kind="swigluoai"))
+
+
 def test_codes_and_numbers_may_be_side_by_side() -> None:
     mixed = MixedExperts(Shape(hidden=64, size=32), 1)
     gate_up = coded(mixed.gate_up, "int4")

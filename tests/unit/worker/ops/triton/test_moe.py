@@ -38,12 +38,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def by_rows(mixed: MixedExperts) -> Tensor:
     picks = route(mixed.logits, chosen=mixed.shape.chosen, renormalised=mixed.shape.renormalised)
-    return mix_rows(mixed.x, picks, mixed.gate_up, mixed.down, kind=mixed.shape.kind)
+    return mix_rows(mixed.x, picks, mixed.gate_up, mixed.down, mixed.biases, kind=mixed.shape.kind)
 
 
 def by_tiles(mixed: MixedExperts) -> Tensor:
     picks = route(mixed.logits, chosen=mixed.shape.chosen, renormalised=mixed.shape.renormalised)
-    return mix_tiles(mixed.x, picks, mixed.gate_up, mixed.down, kind=mixed.shape.kind)
+    return mix_tiles(mixed.x, picks, mixed.gate_up, mixed.down, mixed.biases, kind=mixed.shape.kind)
 
 
 @pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (60, 4), (3, 3), (1, 1)])
@@ -125,6 +125,7 @@ def test_a_mixture_is_what_it_is_in_float64(way: object, dtype: torch.dtype) -> 
     "shape",
     [
         Shape(kind="gelu_tanh"),
+        Shape(size=40, kind="swigluoai", biased=True),
         Shape(experts=4, chosen=4, hidden=32, renormalised=False),
         Shape(experts=3, chosen=1, hidden=40, size=72),
         Shape(experts=4, chosen=3, size=40),
