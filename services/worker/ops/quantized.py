@@ -150,6 +150,14 @@ def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
             return _int8(weight.float()) if group is None else _int4(weight.float(), group)
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Their rows in one tensor. Of tensors without elements PyTorch would find its shape by code that imports its
+    compiler, and Triton with it: 100 MiB, and a second."""
+    if parts[0].device.type != "meta":
+        return torch.cat(list(parts))
+    return parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
+
+
 def stack_outputs(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """One matrix with the outputs of all, which have the same inputs; None where they differ in how they are kept."""
     first = weights[0]
@@ -158,9 +166,9 @@ def stack_outputs(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
         return None
     zeros = [each.zeros for each in weights if each.zeros is not None]
     return first._replace(
-        codes=torch.cat([each.codes for each in weights]),
-        scales=torch.cat([each.scales for each in weights]),
-        zeros=torch.cat(zeros) if zeros else None,
+        codes=joined([each.codes for each in weights]),
+        scales=joined([each.scales for each in weights]),
+        zeros=joined(zeros) if zeros else None,
     )
 
 

@@ -9,6 +9,7 @@ from services.worker.models.checkpoint import TensorSource
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.ops.interface import Ops, PackedLinear
 from services.worker.ops.quantized import QuantizedWeight, Scheme, quantize, stack_outputs
+from services.worker.ops.quantized import joined as joined
 
 Matrix = Tensor | QuantizedWeight
 """[out, in]"""
@@ -17,14 +18,6 @@ Matrix = Tensor | QuantizedWeight
 def permuted(matrix: Matrix, outputs: Tensor) -> Matrix:
     """`matrix` with its outputs in this order."""
     return matrix[outputs.to(matrix.device)] if isinstance(matrix, Tensor) else matrix.permuted(outputs)
-
-
-def joined(parts: list[Tensor]) -> Tensor:
-    """Their rows in one tensor. Of tensors without elements PyTorch would find its shape by code that imports its
-    compiler, and Triton with it: 100 MiB, and a second."""
-    if parts[0].device.type != "meta":
-        return torch.cat(parts)
-    return parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
 
 
 class MatrixLoader:
