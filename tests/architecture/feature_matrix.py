@@ -50,7 +50,7 @@ UNTESTED = tuple(
     tuple(sorted((one, other), key=FEATURES.index))
     for one, others in {
         "images": ("KV connector", "federation", "data parallel"),
-        "encoder-decoder": (*("federation", "states", "prefill/decode"),),
+        "encoder-decoder": ("federation", "states"),
     }.items()
     for other in others
 )

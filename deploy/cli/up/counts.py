@@ -106,9 +106,13 @@ def check_hand_overs(values: Mapping[str, Any], *, prefill: int, decode: int, ha
 
 def encoders(stack: StackSettings, model: Path, *, has_weights: bool) -> int:
     """How many processes encode images, sounds or prompts: none for a model that has nothing encoded, or of which
-    nobody reads weights."""
-    encoded = read_image_model(model) or read_audio_model(model) or read_encoder_decoder(model)
-    return stack.encoders if has_weights and encoded is not None else 0
+    nobody reads weights. Raises CommandError for pools of a model whose engines hand nothing over."""
+    attended = read_audio_model(model) or read_encoder_decoder(model)
+    if attended is not None and (stack.prefill or stack.decode):
+        option = f"--prefill {stack.prefill}" if stack.prefill else f"--decode {stack.decode}"
+        why = f"the decoder of {model} attends to an encoder's rows, which are not handed over"
+        raise CommandError(f"{option}: {why}; allowed: --engines N", status=2)
+    return stack.encoders if has_weights and (attended or read_image_model(model)) else 0
 
 
 def layer_split(text: str | None, counts: Counts) -> tuple[int, ...]:

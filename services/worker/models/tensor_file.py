@@ -82,12 +82,8 @@ def read_header(path: Path) -> FileHeader:
             raw = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
         tensors = {name: msgspec.json.decode(each, type=TensorHeader) for name, each in raw.items()}
-    except (
-        OSError,
-        SafetensorError,
-        msgspec.MsgspecError,
-        RuntimeError,
-    ) as error:  # the last where it cannot be mapped
+    except (OSError, SafetensorError, msgspec.MsgspecError, RuntimeError, MemoryError) as error:
+        # The last two where it cannot be mapped.
         raise TensorFileError(f"{path}: {error}") from None
     return FileHeader(_LENGTH_BYTES + length, tensors)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import resource
 import threading
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from services.worker.models import tensor_file
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import ModelError
-from services.worker.models.tensor_file import TensorFileError, TensorFiles
+from services.worker.models.tensor_file import TensorFileError, TensorFiles, read_header
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -86,6 +88,22 @@ def test_what_is_no_safetensors_file_is_refused_with_its_path(tmp_path: Path) ->
     for name in ("m.safetensors", "missing.safetensors"):
         with TensorFiles(CPU) as files, pytest.raises(TensorFileError, match=name):
             files.open(tmp_path / name)
+
+
+def test_a_file_that_cannot_be_mapped_is_refused_with_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "huge.safetensors"
+    size = 1 << 38
+    header = json.dumps({"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)  # sparse
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 37, before[1]))
+    try:
+        with pytest.raises(TensorFileError, match=r"huge\.safetensors: .*[Cc]annot allocate memory"):
+            read_header(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_a_file_that_becomes_shorter_is_noticed(tmp_path: Path) -> None:

@@ -94,6 +94,18 @@ def test_a_model_of_which_nobody_reads_weights_has_no_encoder(tmp_path: Path) ->
         assert [each.counts.encoder for each in spec.models] == encoders
 
 
+@pytest.mark.features("encoder-decoder", "prefill/decode", refused=True)
+@pytest.mark.parametrize("architecture", ["T5ForConditionalGeneration", "WhisperForConditionalGeneration"])
+def test_a_model_whose_engines_hand_nothing_over_has_no_pools(tmp_path: Path, architecture: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "d_model": 8}))
+    for models, typed, named in (
+        ((str(tmp_path),), {"prefill": 1, "decode": 2}, "--prefill 1: the decoder of .* allowed: --engines N"),
+        ((f"a={DEMO_MODEL}", f"b={tmp_path}"), {"decode": 2}, "--decode 2: the decoder of"),
+    ):
+        with pytest.raises(CommandError, match=named):
+            described(tmp_path, models=models, **typed)
+
+
 @pytest.mark.parametrize(
     ("settings", "typed", "named"),
     [
