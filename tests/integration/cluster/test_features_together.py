@@ -402,7 +402,7 @@ async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(
                 answers = both.create_task(all_at_once(stack))
                 await listener.moment()
             stack.kill("decode-1")
-            both.create_task(crowd(stack, 10))
+            both.create_task(crowd(stack, 16))
         assert answers.result() == rounded
         assert sum([await counted(stack, engine, "preemptions_total") for engine in ("prefill-1", "decode-1")]) > 0
         assert await counted(stack, "prefill-1", "hand_overs_total") > 0
