@@ -112,8 +112,8 @@ async def test_how_a_forked_process_ended_is_known(tmp_path: Path) -> None:
         assert "RuntimeError: a bug of the program" in made.log("two").read_text()
         before = made.news
         made.start("three", "sleep").kill()
+        await until(lambda: made.news > before)  # said without being asked
         assert await made.ended() == Exit("three", -signal.SIGKILL)
-        await until(lambda: made.news > before)
 
 
 async def test_forked_processes_outlive_their_template_and_the_next_ones_are_started(tmp_path: Path) -> None:
