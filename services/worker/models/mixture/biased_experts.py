@@ -43,7 +43,7 @@ def read_biased_experts(
     gates_and_ups = reading.each("gate_up_proj", 2 * size, hidden)
     downs = reading.each("down_proj", hidden, size)
     added = reading.biases("down_proj_bias", hidden) if columns[0] == 0 else None
-    code, dtype = matrices.quantization, tensors.read(f"{block}.router.bias", (count,)).dtype
+    code, router_bias = matrices.quantization, tensors.read(f"{block}.router.bias", (count,))
     gates_and_ups = [_by_kind(each, columns) for each in gates_and_ups]
     if code is not None:
         gates_and_ups = [quantize(matrices.numbers(each), code) for each in gates_and_ups]
@@ -52,8 +52,8 @@ def read_biased_experts(
     return ExpertTensors(
         router=tensors.read(f"{block}.router.weight", (count, hidden)).to(matrices.device),
         gate_up=stacked(matrices, gates_and_ups),
-        down=stacked(matrices, [_inputs(each, columns, dtype) for each in downs]),
-        router_bias=tensors.read(f"{block}.router.bias", (count,)),
+        down=stacked(matrices, [_inputs(each, columns, router_bias.dtype) for each in downs]),
+        router_bias=router_bias,
         biases=ExpertBiases(_kinds(reading.biases("gate_up_proj_bias", 2 * size), columns, 1), added),
     )
 
