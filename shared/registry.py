@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from shared.ids import InstanceId, RequestId
 from shared.messages.gateway import Death
 from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, Phase, Service
@@ -25,6 +27,7 @@ class InstanceGone(NamedTuple):
     """One run of an instance that has ended: stopped, failed, silent, or replaced by a restart under the same name."""
 
     last: Lifecycle
+    """What it said before its end; `load`: the requests that it left."""
     reason: str
 
     @property
@@ -54,7 +57,7 @@ class Registry:
         if message.phase in ("stopped", "failed"):
             if before is not None and before[0].incarnation == message.incarnation:
                 del self._entries[key]
-                return InstanceGone(before[0], message.phase)
+                return InstanceGone(replace(before[0], load=message.load), message.phase)
             return None
         self._entries[key] = (message, now)
         if before is not None and before[0].incarnation != message.incarnation:

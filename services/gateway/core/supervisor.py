@@ -131,10 +131,12 @@ class RequestSupervisor:
         return []
 
     def instance_gone(self, last: Lifecycle, reason: str, now: float) -> list[Effect]:
-        """An instance stopped or was restarted: the requests that it had are retried. `last` is its last lifecycle
-        message."""
+        """An instance stopped or was restarted: the requests that it had are retried. `last`: what it said last."""
         gone = InstanceGone(last, reason)
         match last.service:
+            case "scheduler" if reason == "stopped" and not last.load:  # the last tokens come by a longer way
+                self._suspect(lambda r: r.engine == EngineId(last.instance), now + self._policy.silence_s)
+                return []
             case "scheduler":
                 return self._retry_all(lambda r: r.engine == EngineId(last.instance), gone, now)
             case "detokenizer":
@@ -206,9 +208,7 @@ class RequestSupervisor:
         arrival = self._numbers.record(message.detokenizer, message.epoch, message.number)
         if arrival == "repeated":
             return effects
-        if (
-            arrival == "gap"
-        ):  # requests whose next token is not where it should be, or that get none, have lost something
+        if arrival == "gap":  # requests whose next token is not where it should be, or that get none, lost something
             self._suspect(lambda r: r.detokenizer == message.detokenizer, now)
         for opened in message.opened:
             effects += self._stream_opened(opened, message.detokenizer, now)

@@ -36,6 +36,9 @@ def test_a_stop_or_a_failure_is_noticed_at_once() -> None:
     registry.record_lifecycle(life("a"), 0.0)
     assert registry.record_lifecycle(life("a", "failed"), 0.1) == InstanceGone(life("a"), "failed")
     assert registry.record_lifecycle(life("a", "failed"), 0.2) is None
+    registry.record_lifecycle(life("b"), 0.3)
+    left = replace(life("b"), load=3)
+    assert registry.record_lifecycle(replace(left, phase="stopped"), 0.4) == InstanceGone(left, "stopped")
     assert list(registry.all()) == []
 
 

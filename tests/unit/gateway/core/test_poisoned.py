@@ -90,7 +90,10 @@ def test_deaths_beside_others_blame_nobody_and_lengthen_the_next_trial() -> None
 
 
 def test_stops_silence_and_other_failures_make_no_suspects() -> None:
-    assert suspicions(Supervision().gone(life("scheduler", "engine-1"), "stopped")) == {A: None, B: None}
+    assert suspicions(Supervision().gone(replace(life("scheduler", "engine-1"), load=2), "stopped")) == {
+        A: None,
+        B: None,
+    }
     assert suspicions(Supervision().gone(life("scheduler", "engine-1"), "silent for 2 s")) == {A: None, B: None}
     assert suspicions(Supervision().fail(A, 1, None)) == {A: None}
 

@@ -300,6 +300,25 @@ def test_a_silent_engine_or_detokenizer_is_asked_about_before_it_counts_as_dead(
     assert dispatched(Watched().supervision.instance_silent(life("tokenizer", "t"), "silent", 1.1)).attempt == 2
 
 
+def test_an_engine_that_stopped_without_requests_has_ended_its_streams() -> None:
+    """Their last tokens come by the detokenizer, its farewell does not: they may be on their way for a while."""
+    watched = streaming(2)
+    assert watched.supervision.instance_gone(life("scheduler", ENGINE), "stopped", 1.1) == []
+    assert watched.supervision.tick(3.3) == []
+    assert len(watched.delta(2, 3.3, finish="length")) == 1
+    lost = streaming(2)
+    lost.supervision.instance_gone(life("scheduler", ENGINE), "stopped", 1.1)
+    for now in (3.5, 4.0):
+        assert lost.supervision.tick(now) == [ProbeEngine(ENGINE, Probe(R, Attempt(1)))]
+        effects = lost.probed("nobody there", now)
+    assert unpack(dispatched(effects).resume) == [0, 1]
+
+
+def test_what_an_engine_left_that_stopped_is_computed_elsewhere_at_once() -> None:
+    left = replace(life("scheduler", ENGINE), load=1)
+    assert unpack(dispatched(streaming(2).supervision.instance_gone(left, "stopped", 1.1)).resume) == [0, 1]
+
+
 def test_the_death_of_a_tokenizer_or_coordinator_concerns_what_is_not_placed() -> None:
     for service in ("tokenizer", "coordinator"):
         effects = Watched().supervision.instance_gone(life(service, "x"), "failed", 0.1)  # type: ignore[arg-type]
