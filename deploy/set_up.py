@@ -72,16 +72,16 @@ def plan(arguments: Sequence[str]) -> InstallPlan:
     return InstallPlan(tuple(arguments), tuple(packages))
 
 
-def without_cuda(found: InstallPlan, requirement: str, index: str) -> InstallPlan | None:
-    """The plan with PyTorch's build for CPUs in place of one that needs CUDA; None if `found` has none that does.
+def build_for_cpus(found: InstallPlan, requirement: str, index: str) -> tuple[str, ...]:
+    """Arguments of `pip install` that take PyTorch's build for CPUs; none where `found` has no PyTorch that needs CUDA.
 
     `requirement` is Baton's of PyTorch, `index` where builds for CPUs are. Raises PlanFailed where none is to be had.
     """
     torch = next((each for each in found.packages if each.name == "torch"), None)
     if torch is None or not any(_is_cuda(each) for each in torch.requires):
-        return None
+        return ()
     (build,) = plan(["--ignore-installed", "--no-deps", "--index-url", index, requirement]).packages
-    return plan([*found.arguments, "--extra-index-url", index, f"torch=={build.version}"])
+    return "--extra-index-url", index, f"torch=={build.version}"
 
 
 def _is_cuda(requirement: str) -> bool:
@@ -144,7 +144,8 @@ def chosen(wanted: Sequence[str], build: str, index: str) -> Sequence[str]:
         return wanted
     if _needs_no_cuda(build):
         try:
-            found = without_cuda(found, _torch(), index) or found
+            if build_arguments := build_for_cpus(found, _torch(), index):
+                found = plan([*found.arguments, *build_arguments])
         except PlanFailed as error:
             say(f"no NVIDIA driver here, but PyTorch comes with CUDA: no build without was found at {index} ({error})")
     if found.packages:
@@ -157,11 +158,10 @@ def unannounced(wanted: Sequence[str], build: str, index: str) -> Sequence[str]:
     if not _needs_no_cuda(build):
         return wanted
     try:
-        found = without_cuda(plan(["--ignore-installed", "--no-deps", _torch()]), _torch(), index)
+        return [*wanted, *build_for_cpus(plan(["--ignore-installed", "--no-deps", _torch()]), _torch(), index)]
     except PlanFailed as error:
         say(f"no NVIDIA driver here, and which PyTorch there is is not known: {error}")
         return wanted
-    return wanted if found is None else [*wanted, *found.arguments[-3:]]
 
 
 def _needs_no_cuda(build: str) -> bool:

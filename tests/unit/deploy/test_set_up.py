@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from deploy import set_up
-from deploy.set_up import PlanFailed, chosen, main, plan, sizes, told, without_cuda
+from deploy.set_up import PlanFailed, build_for_cpus, chosen, main, plan, sizes, told
 
 TORCH = "torch>=2.11,<2.14"
 CUDA_BYTES = 300_000
@@ -79,16 +79,15 @@ def arguments(folder: Path) -> list[str]:
 def test_a_build_with_cuda_is_replaced_by_one_without(pypi: str, tmp_path: Path) -> None:
     found = plan(arguments(tmp_path))
     assert named(found.packages) == ["nvidia-cublas 13.1", "plain 3.1", "serving 1.0", "torch 2.13.0"]
-    instead = without_cuda(found, TORCH, f"{pypi}/cpu")
-    assert instead is not None
+    instead = plan([*found.arguments, *build_for_cpus(found, TORCH, f"{pypi}/cpu")])
     assert named(instead.packages) == ["plain 3.1", "serving 1.0", "torch 2.13.0+cpu"]
     # What pip found is what one wants: nobody is asked.
-    assert without_cuda(instead, TORCH, "http://nowhere.invalid") is None
+    assert build_for_cpus(instead, TORCH, "http://nowhere.invalid") == ()
 
 
 def test_where_there_is_no_other_index_the_reason_is_told(pypi: str, tmp_path: Path) -> None:
     with pytest.raises(PlanFailed, match="torch"):
-        without_cuda(plan(arguments(tmp_path)), TORCH, f"{pypi}/nothing")
+        build_for_cpus(plan(arguments(tmp_path)), TORCH, f"{pypi}/nothing")
 
 
 def test_what_is_installed_without_a_driver_brings_no_cuda_and_its_size_is_said_before(
