@@ -61,7 +61,7 @@ def bench(
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
-    """Measure: baton bench serve|latency|throughput|interference|hops|startup|profile|prefixes|kv|idle|
+    """Measure: baton bench serve|latency|throughput|interference|hops|ring|startup|profile|prefixes|kv|idle|
     speculation|perplexity|roofline|kernels|routing|peers|gpu.
 
     All other arguments are passed on (baton bench serve --help).

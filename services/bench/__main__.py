@@ -32,6 +32,10 @@ BENCHMARKS = {
         "hops.command:main",
         "what each process and message between a request and its tokens costs, by the number of streams",
     ),
+    "ring": Benchmark(
+        "hops.ring:main",
+        "tokens a second and processor time a token by kind of process, where a simulated device computes nothing",
+    ),
     "profile": Benchmark(
         "profile:main",
         "an engine's prefill time by prompt length and ITL by batch and context, for baton plan --profile",

@@ -153,7 +153,9 @@ class HopMeasurement:
     async def with_streams(self, streams: int, seconds: float, tokens: int, idle: Mapping[str, float]) -> HopCosts:
         """The hops of tokens, and of requests that come meanwhile, while so many streams are open."""
         options, clients = self._options, dict[int, ClientTimes]()
-        others = open_streams(options.base_url, self._model, options.api_key, streams - 1, tokens)
+        others: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
+        if streams > 1:
+            others = open_streams(options.base_url, self._model, options.api_key, streams - 1, tokens)
         async with others, self._probe(tokens) as probe:
             await probe.has_begun()
             await asyncio.sleep(SETTLE_SECONDS)

@@ -40,11 +40,9 @@ def stream_body(model: str, tokens: int, **more: object) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def open_streams(url: str, model: str, key: str | None, streams: int, tokens: int) -> AsyncIterator[None]:
-    """So many streams, in another process, all begun; they end with the context. Raises BenchError."""
-    if not streams:
-        yield
-        return
+async def open_streams(url: str, model: str, key: str | None, streams: int, tokens: int) -> AsyncIterator[int]:
+    """So many streams, in another process, all begun; they end with the context. Yields that process's id. Raises
+    BenchError."""
     argv = [f"--base-url={url}", f"--model={model}", f"--streams={streams}", f"--tokens={tokens}"]
     environment = {**process_environment(), **({KEY_VARIABLE: key} if key else {})}
     process = await asyncio.create_subprocess_exec(
@@ -58,7 +56,7 @@ async def open_streams(url: str, model: str, key: str | None, streams: int, toke
             said = f"not all of {streams} began within {BEGIN_TIMEOUT:g} s"
         if said != STREAMING:
             raise BenchError(f"the streams: {said or 'their process has ended'}")
-        yield
+        yield process.pid
     finally:
         await end_helper(process)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.bench.hops.command import hops_options
+from services.bench.hops.ring import generated_tokens
 from tests.support.cluster.stack import running_stack
 
 REQUEST_HOPS = 6
@@ -20,6 +21,8 @@ def test_every_hop_of_a_token_and_of_a_request_is_measured(tmp_path: Path) -> No
         real_time = ("--real-time",) if os.geteuid() == 0 else ()  # others are not allowed to
         done = stack.baton("bench", "hops", *flags, *real_time)
         assert done.returncode == 0, done.stderr
+        ring = stack.baton("bench", "ring", "--streams", "4", "--seconds", "0.5", "--json")
+        assert ring.returncode == 0, ring.stderr
     result = json.loads(done.stdout)
     assert len(result["request"]) == REQUEST_HOPS
     assert all(hop["count"] > 0 for hop in result["request"].values())
@@ -31,6 +34,19 @@ def test_every_hop_of_a_token_and_of_a_request_is_measured(tmp_path: Path) -> No
     assert sent["detokenizer"] > 4 * 20, "four streams' text, with their names"
     assert level["frame_bytes"] > 100, "a chunk in OpenAI's shape"
     assert set(level["processor_us_per_step"]) >= {"gateway", "scheduler", "worker", "detokenizer", "nats-server"}
+    (level,) = json.loads(ring.stdout)["levels"]
+    assert 0 < level["output_throughput"] <= 4 / 0.020 * 1.5, "four streams, a token each in 20 ms"
+    assert {share["actor"] for share in level["server_cpu"]} >= {"gateway", "scheduler", "worker", "nats-server"}
+
+
+def test_tokens_are_counted_over_all_models_and_gateways() -> None:
+    page = b"""# TYPE baton_gateway_generation_tokens_total counter
+baton_gateway_generation_tokens_total{gateway="gateway-1",model="a"} 3.0
+baton_gateway_generation_tokens_total{gateway="gateway-2",model="a"} 1e+03
+baton_gateway_prompt_tokens_total{gateway="gateway-2",model="a"} 9.0
+"""
+    assert generated_tokens(page) == 1003
+    assert generated_tokens(b"") == 0
 
 
 def test_bad_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
