@@ -102,6 +102,13 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     max_body: Annotated[ByteSize, Meta(description="Size of a request's body; a larger one is refused with 413.")] = (
         16 * 2**20
     )
+    max_media_body: Annotated[
+        ByteSize,
+        Meta(
+            description="Size of the body of a chat where a model takes images, videos or sounds, as far as these make "
+            "it larger than `max_body`; never more than half of `max_bodies`."
+        ),
+    ] = 72 * 2**20
     max_bodies: Annotated[
         ByteSize,
         Meta(description="Bytes of the bodies of all open requests; beyond it requests wait 5 s for room, then 503."),
@@ -454,6 +461,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             allow_request_template=self.allow_request_template,
             allow_prefix_caching=self.enable_prefix_caching,
             force_usage=self.enable_force_include_usage,
+            max_body=self.max_body,
             max_images=self.max_images,
             max_videos=self.max_videos,
             max_sounds=self.max_sounds,
@@ -464,7 +472,9 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         """Returns the limits of reading bodies, with a new budget for all of them."""
         from services.gateway.http.call import BodyBudget, BodyLimits
 
-        return BodyLimits(self.max_body, self.body_s, self.body_stall_s, BodyBudget(self.max_bodies, BODY_PATIENCE))
+        media = max(self.max_body, min(self.max_media_body, self.max_bodies // 2))
+        budget = BodyBudget(self.max_bodies, BODY_PATIENCE)
+        return BodyLimits(self.max_body, media, self.body_s, self.body_stall_s, budget)
 
     def parsers(self) -> ParserChoice:
         """Returns how outputs are parsed."""

@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import os
 import sys
-from asyncio import create_subprocess_exec
+from asyncio import StreamWriter, create_subprocess_exec
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator
 
 from shared.machine.helper_pipes import LENGTH_BYTES
+
+PIECE_BYTES = 2**18
+"""Of what a pipe is given at once: more would be copied first, for as long as nobody else has a turn."""
 
 
 class HelperSlow(Exception):
@@ -68,6 +71,13 @@ async def read_reply(process: Process) -> bytes:
 async def _feed(process: Process, given: bytes) -> None:
     assert process.stdin is not None
     with contextlib.suppress(OSError):  # whoever reads says so
-        process.stdin.write(given)
-        await process.stdin.drain()
+        await feed(process.stdin, given)
         process.stdin.close()
+
+
+async def feed(pipe: StreamWriter, given: bytes) -> None:
+    """Writes what may be large to a pipe, as fast as its other end reads. Raises OSError where that is gone."""
+    view = memoryview(given)
+    for start in range(0, len(view), PIECE_BYTES):
+        pipe.write(view[start : start + PIECE_BYTES])
+        await pipe.drain()

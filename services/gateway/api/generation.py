@@ -65,6 +65,8 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
     """Inputs of a request for embeddings or labels, texts that one is compared with: OpenAI's limit."""
     allow_request_template: bool = False
     allow_prefix_caching: bool = True
+    max_body: int = 16 * 2**20
+    """Bytes of a body without its images, videos and sounds."""
     max_images: int = 16
     max_videos: int = 4
     max_sounds: int = 4

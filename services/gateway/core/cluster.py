@@ -187,6 +187,10 @@ class ClusterView:
                 rooms[engine.model.name] = Room(room.free + free, room.places + engine.max_running, loras)
         return rooms
 
+    def takes_media(self) -> bool:
+        """Whether any known model's chats may have images, videos or sounds."""
+        return any(card.images or card.videos or card.sounds for card, _ in self._cards.values())
+
     def models(self) -> list[ModelCard]:
         """Returns the cards of all known models."""
         return [card for card, _ in self._cards.values()]

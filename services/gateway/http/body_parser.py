@@ -2,8 +2,8 @@
 
 16 MiB of JSON take up to 10 s where they have many values, and the decoder alone holds the interpreter's lock for 2 s
 of them, so a thread would delay every open stream. The process has limits of its own and may be killed; it ends with
-its standard input, so it never outlives the gateway. What it answers is small: prompts are packed there. Without large
-bodies there is no process.
+its standard input, so it never outlives the gateway. What it answers is small: prompts are packed there; but for the
+files of images, videos and sounds, which come back behind it. Without large bodies there is no process.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copyreg
+import io
 import pickle
 import signal
 import sys
+from asyncio import StreamReader
 from asyncio.subprocess import Process
 from collections.abc import Callable
 from types import MappingProxyType
@@ -27,7 +29,7 @@ from services.gateway.api.chat import read_chat
 from services.gateway.api.chat_batch import read_chat_batch
 from services.gateway.api.completions import read_completion
 from services.gateway.api.errors import RequestError
-from services.gateway.api.generation import GenerationKind, RequestLimits
+from services.gateway.api.generation import GenerationKind, GenerationRequest, RequestLimits
 from services.gateway.api.ollama.request import read_ollama_chat, read_ollama_generate
 from services.gateway.api.pooling.classification import read_classification
 from services.gateway.api.pooling.embeddings import read_embedding, read_pooling_request
@@ -37,7 +39,7 @@ from services.gateway.api.responses.request import read_input_tokens, read_respo
 from services.gateway.api.sglang.request import read_sglang
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
-from shared.machine.helper_process import end_helper, start_helper
+from shared.machine.helper_process import PIECE_BYTES, end_helper, feed, start_helper
 from shared.messages.model_card import ModelCard
 
 ALWAYS_INLINE_BYTES = 8 * 2**10
@@ -52,6 +54,8 @@ QUEUE_TIMEOUT = 30.0
 """Seconds that a large body waits for a process."""
 PARSE_TIMEOUT = 60.0
 """Seconds that a process may take; 6 times what 16 MiB take at most on one processor."""
+MAX_MEDIA_VALUES = 2**20
+"""Of a body that images, videos or sounds make larger than others may be: what is large in it are strings."""
 TOO_MUCH_MEMORY = "body: reading it takes too much memory; send fewer values in it"
 LENGTH_BYTES = 8
 """Size of the number before each message on a pipe."""
@@ -143,7 +147,28 @@ def is_small(body: bytes) -> bool:
     """Whether a body is read so fast that other requests do not notice."""
     if len(body) <= ALWAYS_INLINE_BYTES:
         return True
-    return len(body) <= MAX_INLINE_BYTES and sum(map(body.count, (b",", b"[", b"{"))) <= MAX_INLINE_VALUES
+    return len(body) <= MAX_INLINE_BYTES and _values(body) <= MAX_INLINE_VALUES
+
+
+def _values(body: bytes) -> int:
+    """The most values that there are in a body."""
+    return sum(map(body.count, (b",", b"[", b"{")))
+
+
+def _check_large(body: bytes, limits: RequestLimits) -> None:
+    """Raises RequestError 413 for a body larger than those without media may be, which has too many values."""
+    if len(body) > limits.max_body and (values := _values(body)) > MAX_MEDIA_VALUES:
+        text = f"body: {values} values in {len(body)} bytes; more than {limits.max_body} bytes of images, videos or "
+        raise RequestError(413, f"{text}sounds may have {MAX_MEDIA_VALUES}", param="body", code="too_large")
+
+
+def _check_rest(body: bytes, limits: RequestLimits, asked: Any) -> None:
+    """Raises RequestError 413 where a body without its media is larger than bodies may be."""
+    if len(body) > limits.max_body and isinstance(asked, GenerationRequest):
+        rest = len(body) - sum(len(each.data) * 4 // 3 for each in asked.media)
+        if rest > limits.max_body:
+            text = f"body: {rest} bytes without its images, videos and sounds; {limits.max_body} are allowed"
+            raise RequestError(413, text, param="body", code="too_large")
 
 
 class BodyParser:
@@ -159,6 +184,11 @@ class BodyParser:
         """Returns the request that a body makes; `history`: see `BodyContext`. Raises RequestError, 503 where no
         process is free in time."""
         context = self._context_of(kind)
+        asked = await self._read(body, context, history)
+        _check_rest(body, context.limits, asked)
+        return asked
+
+    async def _read(self, body: bytes, context: BodyContext, history: bytes | None) -> Any:
         if history is not None:
             context = replace(context, history=history)
         if not self._beside or (is_small(body) and (history is None or is_small(history))):
@@ -213,10 +243,26 @@ async def _ask(process: Process, *parts: bytes) -> Any:
     assert process.stdout is not None
     for part in parts:
         process.stdin.write(len(part).to_bytes(LENGTH_BYTES))
-        process.stdin.write(part)
-        await process.stdin.drain()
-    size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES))
-    return pickle.loads(await process.stdout.readexactly(size))
+        await feed(process.stdin, part)
+    answer = pickle.loads(await _read_reply(process.stdout))
+    if not isinstance(answer, GenerationRequest) or not answer.media:
+        return answer
+    files = [await _read_reply(process.stdout) for _ in answer.media]
+    media = tuple(each._replace(data=file) for each, file in zip(answer.media, files, strict=True))
+    return replace(answer, media=media)
+
+
+async def _read_reply(source: StreamReader) -> bytes:
+    """The next part of an answer, which may be large: piece by piece, and never copied as a whole, which would leave
+    nobody else a turn. Raises EOFError."""
+    left, parts = int.from_bytes(await source.readexactly(LENGTH_BYTES)), io.BytesIO()
+    while left:
+        piece = await source.read(min(left, PIECE_BYTES))
+        if not piece:
+            raise EOFError
+        parts.write(piece)
+        left -= len(piece)
+    return parts.getvalue()
 
 
 def _limit_this_process() -> None:
@@ -234,14 +280,21 @@ def _read_part(source: BinaryIO) -> bytes:
     return source.read(int.from_bytes(source.read(LENGTH_BYTES)))
 
 
-def _answer(body: bytes, context: BodyContext) -> bytes:
+def _answer(body: bytes, context: BodyContext) -> list[bytes]:
+    """The request, or the refusal; behind it the files of its media, which are left out of it."""
+    files: list[bytes] = []
     try:
-        return pickle.dumps(read_body(body, context))
+        _check_large(body, context.limits)
+        asked = read_body(body, context)
+        if isinstance(asked, GenerationRequest):
+            files = [each.data for each in asked.media]
+            asked = replace(asked, media=tuple(each._replace(data=b"") for each in asked.media))
+        return [pickle.dumps(asked), *files]
     except RequestError as error:
         refused = Refused(error.status, error.message, error.param, error.code, error.retry_after, error.elsewhere)
-        return pickle.dumps(refused)
+        return [pickle.dumps(refused)]
     except MemoryError:
-        return pickle.dumps(Refused(400, TOO_MUCH_MEMORY, "body", None, None))
+        return [pickle.dumps(Refused(400, TOO_MUCH_MEMORY, "body", None, None))]
 
 
 def _proxy(items: dict[Any, Any]) -> MappingProxyType[Any, Any]:
@@ -252,9 +305,9 @@ def _proxy(items: dict[Any, Any]) -> MappingProxyType[Any, Any]:
 def serve(source: BinaryIO, target: BinaryIO) -> None:
     """The process: answers requests until its input ends. A bug ends it, with a traceback on standard error."""
     while context := _read_part(source):
-        answer = _answer(_read_part(source), pickle.loads(context))
-        target.write(len(answer).to_bytes(LENGTH_BYTES))
-        target.write(answer)
+        for part in _answer(_read_part(source), pickle.loads(context)):
+            target.write(len(part).to_bytes(LENGTH_BYTES))
+            target.write(part)
         target.flush()
 
 

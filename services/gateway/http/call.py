@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import math
 import re
 import secrets
@@ -144,11 +145,17 @@ class BodyLimits(NamedTuple):
     """Limits of reading a request's body."""
 
     max_bytes: int
+    max_media_bytes: int
+    """Of a body that may have images, videos or sounds in it."""
     timeout: float
     """Seconds that a client may take to send it, time that it waits for room not included."""
     stall_timeout: float
     """Seconds that may pass without any byte."""
     budget: BodyBudget
+
+    def with_media(self) -> BodyLimits:
+        """Those of bodies that may have images, videos or sounds in them."""
+        return self._replace(max_bytes=self.max_media_bytes)
 
 
 @dataclass(slots=True)
@@ -219,6 +226,7 @@ class Call:
         self._body_read = False
         """Whether the body has been read to its end."""
         self._body: bytes | None = None
+        self._released = False
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         """By their lower-case names."""
         given = self.headers.get(b"x-request-id", b"")
@@ -250,6 +258,7 @@ class Call:
         Raises RequestError: 413 where it is too large, which a declared length shows before anything is read; 408 where
         the client is too slow; 503 where other bodies leave no room; 400 where the client left.
         """
+        assert not self._released, "nobody asks for a body behind its release"
         if self._body is not None:
             return self._body
         limits, most, loop = self._limits, self._limits.max_bytes, asyncio.get_running_loop()
@@ -257,7 +266,7 @@ class Call:
         length = min(int(declared[:20]), most + 1) if declared.isdigit() else None
         if length is not None and length > most:
             raise _too_large(most)
-        parts: list[bytes] = []
+        parts = io.BytesIO()  # it gives what it holds without a copy, during which nobody else had a turn
         size, left = 0, limits.timeout
         while not self._body_read:
             await limits.budget.take(self._lease, min(size + READ_BYTES, most if length is None else length))
@@ -273,10 +282,15 @@ class Call:
             size += len(part)
             if size > most:
                 raise _too_large(most)
-            parts.append(part)
+            parts.write(part)
         limits.budget.give_back(self._lease, min(size, self._lease.held))
-        self._body = b"".join(parts)
+        self._body = parts.getvalue()
         return self._body
+
+    def release_body(self) -> None:
+        """Gives up the body, and what it holds of the budget, while its request goes on without."""
+        self._body, self._released = None, True
+        self._limits.budget.give_back(self._lease, 0)
 
     async def pieces(self, max_bytes: int, *, held: bool = False) -> AsyncIterator[bytes]:
         """Yields the body as it arrives, for bodies that are never held as a whole; or that the caller holds, which

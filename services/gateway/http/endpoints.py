@@ -54,17 +54,20 @@ class Endpoint:
         error_body: ErrorBody = RequestError.body,
         *,
         counted: bool = True,
+        takes_media: Callable[[], bool] = lambda: False,
     ) -> None:
         """`path`: the route's, for audit lines. `scope`: what a client's key must allow; None: everybody may call it,
         and there are no audit lines. `error_body`: how its API shows errors. `counted`: whether calls for `inference`
-        count for the limits of their key."""
-        self._counted = counted
+        count for the limits of their key. `takes_media`: whether bodies may be as large as images, videos and sounds
+        make them."""
+        self._counted, self._takes_media = counted, takes_media
         self._handler, self._path, self._scope = handler, path, scope
         self._access, self._limits, self._error_body = access, limits, error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, as ASGI defines it."""
-        call, began = Call(scope, receive, send, self._limits, self._error_body), time.monotonic()
+        limits = self._limits.with_media() if self._takes_media() else self._limits
+        call, began = Call(scope, receive, send, limits, self._error_body), time.monotonic()
         if self._scope == "inference" and self._counted:
             call.span = TRACING.request(f"{scope['method']} {self._path}", call.headers.get(b"traceparent"))
         try:

@@ -70,11 +70,22 @@ class GeneratingEndpoint:
         self._table, self._parser, self._access = table, parser, access
         self._streams, self._settings = streams, settings
 
-    async def _read(self, call: Call, kind: BodyKind) -> tuple[Any, bytes]:
-        """What the body asks for, and the body. Raises RequestError."""
+    async def _read(self, call: Call, kind: BodyKind) -> Any:
+        """What the body asks for. Raises RequestError."""
         with self._table.arriving():
-            body = await call.body()
-            return await self._parser.read(kind, body), body
+            return await self._parser.read(kind, await call.body())
+
+    async def _filled(
+        self, call: Call, generation: GenerationRequest, *, releases_body: bool = True
+    ) -> GenerationRequest:
+        """The request with rows in place of what its body had beside text; nobody needs that any more, which may be
+        large, while the answer is long. Raises RequestError."""
+        if not generation.media:
+            return generation
+        filled = await self._table.images.filled(generation)
+        if releases_body:
+            call.release_body()
+        return filled
 
     def _admitted(self, call: Call, generation: GenerationRequest) -> GenerationRequest:
         """The request as its key may make it; room for it is taken. Raises RequestError."""
@@ -210,11 +221,11 @@ class GenerationEndpoint(GeneratingEndpoint):
 
     async def _generate(self, call: Call) -> None:
         table = self._table
-        generation, body = await self._read(call, self._kind)
-        generation = self._admitted(call, generation)
+        generation = self._admitted(call, await self._read(call, self._kind))
         if self._overflow is not None and await self._overflow.ahead_of(call, self._kind, generation):
             return
-        generation = await table.images.filled(generation)
+        resumable = generation.stream is not None and generation.stream.resumable
+        generation = await self._filled(call, generation, releases_body=self._overflow is None and not resumable)
         searches, details = None, list[PromptDetails]()
         if generation.beam_search is not None:
             searches = await open_searches(table.tokenizer, generation)
@@ -231,7 +242,7 @@ class GenerationEndpoint(GeneratingEndpoint):
                 stream=response_id,
                 key=call.key.name,
                 kind=self._kind,
-                body=body,
+                body=await call.body(),
                 choices=generation.sequences,
                 seed=secrets.randbits(63),
                 arrival=arrival,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from starlette.routing import Route
 
 from services.gateway.api.anthropic.answer import error_body as anthropic_error
 from services.gateway.api.audio.request import Task
 from services.gateway.api.errors import RequestError
+from services.gateway.api.ollama.answer import AnswerShape
 from services.gateway.api.ollama.answer import error_body as ollama_error
 from services.gateway.audio.audio_decoder import AudioDecoder
 from services.gateway.batches.file_store import FileStore
@@ -114,7 +115,7 @@ class _Routes:
         route = self._route
         invoked = InvocationsEndpoint(self._parts.table, self._parts.parser, self._generation, self._pooled)
         return [
-            route("POST", "/v1/chat/completions", self._generation("chat"), "inference"),
+            route("POST", "/v1/chat/completions", self._generation("chat"), "inference", media=True),
             route("POST", "/v1/chat/completions/batch", ChatBatchEndpoint(*self._generating), "inference"),
             route("POST", "/v1/chat/completions/render", self._rendered("chat"), "inference"),
             route("POST", "/v1/completions", self._generation("completion"), "inference"),
@@ -122,7 +123,7 @@ class _Routes:
             route("POST", "/v1/audio/transcriptions", self._audio("transcribe"), "inference"),
             route("POST", "/v1/audio/translations", self._audio("translate"), "inference"),
             route("POST", "/generate", SglangEndpoint(*self._generating), "inference"),
-            route("POST", "/invocations", invoked, "inference"),
+            route("POST", "/invocations", invoked, "inference", media=True),
             route("POST", "/tokenize", info.tokenize, "inference"),
             route("POST", "/detokenize", info.detokenize, "inference"),
             route("GET", "/v1/models", info.models, "read-only"),
@@ -147,8 +148,9 @@ class _Routes:
         """Anthropic's Messages."""
         parts = self._parts
         count_tokens = CountTokensEndpoint(parts.table, parts.parser, parts.access)
+        messages = MessagesEndpoint(*self._generating)
         return [
-            self._route("POST", "/v1/messages", MessagesEndpoint(*self._generating), "inference", anthropic_error),
+            self._route("POST", "/v1/messages", messages, "inference", anthropic_error, media=True),
             self._route("POST", "/v1/messages/render", self._rendered("messages"), "inference", anthropic_error),
             self._route("POST", "/v1/messages/count_tokens", count_tokens, "inference", anthropic_error),
         ]
@@ -156,9 +158,10 @@ class _Routes:
     def ollama(self) -> list[Route]:
         """Ollama's API, as desktop clients speak it."""
         route, models = self._route, OllamaInfo(self._parts.table, VERSION)
+        chat, generate = (OllamaEndpoint(shape, *self._generating) for shape in get_args(AnswerShape))
         return [
-            route("POST", "/api/chat", OllamaEndpoint("chat", *self._generating), "inference", ollama_error),
-            route("POST", "/api/generate", OllamaEndpoint("generate", *self._generating), "inference", ollama_error),
+            route("POST", "/api/chat", chat, "inference", ollama_error, media=True),
+            route("POST", "/api/generate", generate, "inference", ollama_error, media=True),
             route("GET", "/api/tags", models.tags, "read-only", ollama_error),
             route("GET", "/api/ps", models.running, "read-only", ollama_error),
             route("POST", "/api/show", models.show, "read-only", ollama_error),
@@ -279,12 +282,15 @@ class _Routes:
         error_body: ErrorBody = RequestError.body,
         *,
         counted: bool = True,
+        media: bool = False,
     ) -> Route:
-        """See `Endpoint`."""
-        access, bodies = self._parts.access, self._parts.bodies
-        return Route(
-            path, Endpoint(handler, path, scope, access, bodies, error_body, counted=counted), methods=[method]
+        """See `Endpoint`. `media`: bodies may have images, videos and sounds in them, where a model takes any."""
+        parts = self._parts
+        takes_media = parts.table.cluster.takes_media if media else lambda: False
+        endpoint = Endpoint(
+            *(handler, path, scope, parts.access, parts.bodies, error_body), counted=counted, takes_media=takes_media
         )
+        return Route(path, endpoint, methods=[method])
 
     def _rendered(self, kind: RenderedKind) -> Handler:
         return RenderEndpoint(self._parts.table, kind, self._parts.parser, self._parts.access)

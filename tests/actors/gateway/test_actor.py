@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,6 +14,7 @@ from starlette.routing import Route
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, GatewayId, InstanceId
+from shared.messages.encoder import EncodeImage, ImageRefusal
 from shared.messages.lifecycle import Drain, SleepReport, Undrain
 from shared.messages.scheduler import Probe
 from shared.messages.tokenizer import Tokenize
@@ -163,6 +165,38 @@ async def test_bodies_and_numbers_of_requests_are_bounded(memory_bus: MemoryBus)
         many = await stack.http.post("/v1/chat/completions", json=chat(n=3))
         assert (many.status_code, many.headers["retry-after"]) == (429, "1")
         assert (await stack.http.post("/v1/chat/completions", json=chat(n=2))).status_code == 200
+
+
+async def test_images_make_bodies_of_chats_larger_and_nothing_else_does(memory_bus: MemoryBus) -> None:
+    ring = FakeRing(memory_bus)
+    ring.images = 8
+
+    async def encoder(question: EncodeImage) -> ImageRefusal:
+        return ImageRefusal(f"{len(question.image)} bytes")
+
+    await memory_bus.serve(topics.image_requests(MODEL), encoder)
+    async with gateway_stack(memory_bus, ring=ring, max_body=1000, max_media_body=4000) as stack:
+
+        async def refusal(path: str, **fields: Any) -> tuple[int, str]:
+            answer = await stack.http.post(path, json={"model": MODEL, **fields})
+            return answer.status_code, answer.json()["error"]["message"]
+
+        def seen(size: int, **fields: Any) -> dict[str, Any]:
+            url = f"data:image/png;base64,{base64.b64encode(bytes(size)).decode()}"
+            part = {"type": "image_url", "image_url": {"url": url}}
+            return {"messages": [{"role": "user", "content": [part]}], **fields}
+
+        for path in ("/v1/chat/completions", "/invocations"):
+            assert await refusal(path, **seen(2000)) == (400, "messages[0].content[0].image_url.url: 2000 bytes")
+            assert await refusal(path, **seen(4000)) == (413, "body: larger than the 4000 bytes that are allowed")
+            status, why = await refusal(path, **seen(1000, metadata={"a": "x" * 1000}))
+            assert (status, why.partition(" bytes ")[2]) == (
+                413,
+                "without its images, videos and sounds; 1000 are allowed",
+            )
+        assert (await refusal("/v1/chat/completions", **chat("x" * 1000)))[0] == 413
+        assert (await refusal("/v1/completions", prompt="x" * 1000))[0] == 413
+        assert stack.gateway._bodies.budget.used == 0
 
 
 async def test_a_prompt_larger_than_the_bus_takes_is_413() -> None:

@@ -1,20 +1,29 @@
 """Images through a whole stack that change what their tokens see or how they are turned (Qwen2.5-VL, Gemma 3): what
-`transformers` generates of them, handed over, with drafts, from a shared prefix, in small steps, and behind a death."""
+`transformers` generates of them, handed over, with drafts, from a shared prefix, in small steps, and behind a death;
+and of a video, as large as no other body may be."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
+from services.gateway.videos.video_decoder import MODULE as VIDEO_MODULE
+from shared.messages.lifecycle import Lifecycle
 from tests.support.cluster.conversations import client_of
-from tests.support.cluster.stack import running_stack
+from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.gateway.fake_services import eventually
 from tests.support.models.tiny_gemma import TOKENS, make_gemma_model
-from tests.support.models.tiny_images import image_part, picture, shown, text_part
+from tests.support.models.tiny_images import ImageModel, image_part, picture, shown, text_part
 from tests.support.models.tiny_qwen_vl import make_qwen_model
+from tests.support.models.tiny_videos import VideoReference, noise, padded, video, video_part
 
 NAME, LENGTH = "seer", 120
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
@@ -54,6 +63,7 @@ async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path
             again = await create(messages=[chats[0][1]], n=2, **how)
             assert [each.message.content for each in again.choices] == [said[0], said[0]]
             assert again.usage.prompt_tokens_details.cached_tokens >= 32
+            await _a_video_outlives_its_encoder(model, pools, create, how)
             text, pid = "", None
             async for chunk in await create(messages=[chats[0][1]], stream=True, **how):
                 text += chunk.choices[0].delta.content or ""
@@ -62,6 +72,41 @@ async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path
                     busy = [name for name, life in engines.items() if life.load]
                     pid = pools.kill(f"{(busy or sorted(engines))[0]}-rank0")
             assert text == said[0]
+
+
+async def _a_video_outlives_its_encoder(model: ImageModel, pools: RunningStack, create: Any, how: Any) -> None:
+    """Killed while it is asked for the first frames; asked again, for another's question, its rows are in the cache."""
+    film = padded(video(noise(7)), 17 * 2**20)
+    question = {"role": "user", "content": [video_part(film), text_part("What is it?")]}
+    tokens = VideoReference(model, "qwen2.5").greedy([question], [], [film], 24)
+    said = model.processor.tokenizer.decode(tokens, skip_special_tokens=True)
+    short = {**how, "max_tokens": 24}
+    encoder = pools.kill("encoder-1", signal.SIGSTOP)
+    asking = asyncio.create_task(create(messages=[question], **short))
+    await eventually(lambda: decodes(pools.pid("gateway-1")))
+    await eventually(lambda: not decodes(pools.pid("gateway-1")))  # the encoder has been asked for all frames
+    pools.kill("encoder-1")
+    assert (await asking).choices[0].message.content == said
+    await asyncio.to_thread(pools.replaced, "encoder-1", encoder)
+    heard = await pools.until_heard(lambda lives: (e := lives["encoder-1"].encoder) is not None and e.encoded >= 2)
+    before = heard["encoder-1"].encoder
+    assert before is not None
+    again = await create(messages=[question], **short)
+    assert again.choices[0].message.content == said
+    assert again.usage.prompt_tokens_details.cached_tokens >= 16
+    await pools.until_heard(lambda lives: hits_of(lives) == before.hits + before.encoded)
+
+
+def hits_of(lives: Mapping[str, Lifecycle]) -> int:
+    encoder = lives["encoder-1"].encoder
+    return 0 if encoder is None else encoder.hits
+
+
+def decodes(gateway: int) -> bool:
+    """Whether a process of the gateway's decodes a video."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(VIDEO_MODULE in child.cmdline() for child in psutil.Process(gateway).children())
+    return True
 
 
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "prefix cache", "logprobs")

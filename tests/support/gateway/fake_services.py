@@ -139,6 +139,7 @@ class FakeRing:
         self.dialect = Dialect()
         self.aliases: tuple[ModelName, ...] = ()
         self.audio: AudioModel | None = None
+        self.images: int | None = None
         self.thinking: Thinking | None = None
         """How every prompt ends."""
         self.hold = asyncio.Event()
@@ -176,7 +177,7 @@ class FakeRing:
 
     async def say(self, service: Service, instance: str, phase: Phase) -> None:
         report = EngineReport(
-            model=replace(CARD, aliases=self.aliases, audio=self.audio),
+            model=replace(CARD, aliases=self.aliases, audio=self.audio, images=self.images),
             waiting=0,
             running=self.busy,
             max_waiting=9,

@@ -58,6 +58,11 @@ def video(
     return head + name + tail.replace(struct.pack(">9i", *UPRIGHT), struct.pack(">9i", *matrix), 1)
 
 
+def padded(file: bytes, size: int) -> bytes:
+    """An MP4 of `size` bytes that is the same video."""
+    return file + struct.pack(">I4s", size - len(file), b"free") + bytes(size - len(file) - 8)
+
+
 def video_part(file: bytes, form: str = "mp4") -> dict[str, Any]:
     """A part of a message."""
     url = f"data:video/{form};base64,{base64.b64encode(file).decode()}"

@@ -61,9 +61,8 @@ class MessagesEndpoint(GeneratingEndpoint):
 
     async def __call__(self, call: Call) -> None:
         """Generates and responds. Raises RequestError as long as no response was started."""
-        generation, _ = await self._read(call, "messages")
-        generation = self._admitted(call, generation)
-        generation = await self._table.images.filled(generation)
+        generation = self._admitted(call, await self._read(call, "messages"))
+        generation = await self._filled(call, generation)
         details = await self._table.tokenizer.prompt_details(generation)
         header = ResponseHeader("messages", f"msg_{secrets.token_hex(12)}", int(time.time()), generation.served_name)
         self._log(call, generation, header)

@@ -15,7 +15,7 @@ class ChatBatchEndpoint(GeneratingEndpoint):
 
     async def __call__(self, call: Call) -> None:
         """Generates and responds. Raises RequestError."""
-        generation, _ = await self._read(call, "chat_batch")
+        generation = await self._read(call, "chat_batch")
         generation = self._admitted(call, generation)
         details = await self._table.tokenizer.prompt_details(generation)
         header = ResponseHeader("chat", f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), generation.served_name)

@@ -94,14 +94,14 @@ class OllamaEndpoint(GeneratingEndpoint):
 
     async def __call__(self, call: Call) -> None:
         """Generates and responds. Raises RequestError as long as no response was started."""
-        asked, _ = await self._read(call, "ollama_chat" if self._shape == "chat" else "ollama_generate")
+        asked = await self._read(call, "ollama_chat" if self._shape == "chat" else "ollama_generate")
         if isinstance(asked, ModelNameOnly):
             check_model(asked.names, call.key)
             loaded = answer(self._shape, asked.name, {})
             await call.respond_json(loaded | {"done": True, "done_reason": "load"})
             return
         generation: GenerationRequest = self._admitted(call, asked)
-        generation = await self._table.images.filled(generation)
+        generation = await self._filled(call, generation)
         details = await self._table.tokenizer.prompt_details(generation)
         model = generation.served_name
         header = ResponseHeader("ollama", f"ollama-{secrets.token_hex(12)}", int(time.time()), model)

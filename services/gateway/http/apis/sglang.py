@@ -64,7 +64,7 @@ class SglangEndpoint(GeneratingEndpoint):
 
     async def __call__(self, call: Call) -> None:
         """Generates and responds. Raises RequestError as long as no response was started."""
-        asked, _ = await self._read(call, "sglang")
+        asked = await self._read(call, "sglang")
         assert isinstance(asked, SglangRequest)
         generation, options = self._admitted(call, asked.generation), asked.options
         details = await self._table.tokenizer.prompt_details(generation)
