@@ -17,7 +17,7 @@ from shared.models.model_files import ModelNotFound, is_gguf, resolve_model
 
 DEMO_MODEL = Path(__file__).with_name("demo") / "model"
 DEMO_NAME = "baton-demo"
-_CONVERSION = 1
+_CONVERSION = 2
 """Raised with any change to what is made of a GGUF file."""
 _BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
 

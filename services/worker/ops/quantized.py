@@ -1,13 +1,14 @@
 """Weights as codes of eight or four bits and their scales: rounding to them, and back. Knows no kernels and no files.
 
-A code stands for a number that bf16 holds exactly, times the scale of its output, or of a group of its output's inputs.
+A code stands for a number that bf16 holds exactly, times the scale of its output, or of a group of its output's inputs,
+which may have an offset that is added to each.
 Activations stay as they are (W8A16, W4A16), except for `w8a8_int8`: there each row of them is rounded to int8, too,
 with a scale of its own, and products are sums of whole numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
 from typing import Literal, NamedTuple, get_args
 
@@ -45,6 +46,9 @@ class QuantizedWeight(NamedTuple):
     """float32 [out, groups]; groups is 1, or divides `in` into groups of one of GROUP_SIZES."""
     zeros: Tensor | None = None
     """uint8 [out, groups]: which code of int4 stands for 0; None: 8 everywhere."""
+    offsets: Tensor | None = None
+    """float32 [out, groups], of groups of GROUP_SIZES: what is added to each scaled number of a group; None: nothing.
+    Not of fp8."""
     int8_activations: bool = False
     """Of int8 with a scale for each output: whether rows are rounded by `round_rows` before they are multiplied."""
 
@@ -68,33 +72,39 @@ class QuantizedWeight(NamedTuple):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[out, in], rounded to `dtype` once."""
-        return _times(self.numbers, self.scales).to(dtype)
+        return _scaled(self.numbers, self.scales, self.offsets).to(dtype)
 
     def part(self, rows: slice, columns: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | Tensor:
         """These outputs, and the inputs from the first of `columns` up to the second. Groups that the bounds cut become
         smaller ones; numbers in `dtype` where those would be smaller than any of GROUP_SIZES."""
         first, end = columns
-        codes, scales, zeros = self.codes[rows, first:end].contiguous(), self.scales[rows], self.zeros
-        zeros = None if zeros is None else zeros[rows]
-        if scales.shape[1] == 1:
-            return self._replace(codes=codes, scales=scales, zeros=zeros)
+        whole = self.outputs(rows)
+        codes = whole.codes[:, first:end].contiguous()
+        if self.scales.shape[1] == 1 and self.offsets is None:
+            return whole._replace(codes=codes)
         size = gcd(self.group_size, first, end)
         if size not in GROUP_SIZES:
             return self.dequantized(dtype)[rows, first:end]
         groups, times = slice(first // size, end // size), self.group_size // size
-        scales = scales.repeat_interleave(times, dim=1)[:, groups]
-        zeros = None if zeros is None else zeros.repeat_interleave(times, dim=1)[:, groups]
-        return QuantizedWeight(self.code, codes, scales, zeros)
 
-    def permuted(self, outputs: Tensor) -> QuantizedWeight:
-        """The same with its outputs in the order of `outputs`, an index for each."""
-        zeros = None if self.zeros is None else self.zeros[outputs]
-        return self._replace(codes=self.codes[outputs], scales=self.scales[outputs], zeros=zeros)
+        def cut(of_groups: Tensor) -> Tensor:
+            return of_groups.repeat_interleave(times, dim=1)[:, groups]
+
+        return whole.with_groups(cut)._replace(codes=codes)
+
+    def outputs(self, which: slice | Tensor) -> QuantizedWeight:
+        """These of its outputs, or those of an index for each."""
+        return self._replace(codes=self.codes[which]).with_groups(lambda of_groups: of_groups[which])
+
+    def with_groups(self, changed: Callable[[Tensor], Tensor]) -> QuantizedWeight:
+        """With all that is [out, groups] `changed`."""
+        zeros = None if self.zeros is None else changed(self.zeros)
+        offsets = None if self.offsets is None else changed(self.offsets)
+        return self._replace(scales=changed(self.scales), zeros=zeros, offsets=offsets)
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """On `device`."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        return self._replace(codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
+        return self._replace(codes=self.codes.to(device)).with_groups(lambda of_groups: of_groups.to(device))
 
 
 class QuantizedStack(NamedTuple):
@@ -115,11 +125,7 @@ class QuantizedStack(NamedTuple):
     def matrices(self) -> list[QuantizedWeight]:
         """One after the other, in the memory of all."""
         count, out, _ = self.shape
-        return [self._rows(slice(first, first + out)) for first in range(0, count * out, out)]
-
-    def _rows(self, rows: slice) -> QuantizedWeight:
-        codes, scales, zeros = self.weight.codes[rows], self.weight.scales[rows], self.weight.zeros
-        return self.weight._replace(codes=codes, scales=scales, zeros=None if zeros is None else zeros[rows])
+        return [self.weight.outputs(slice(first, first + out)) for first in range(0, count * out, out)]
 
 
 WeightStack = Tensor | QuantizedStack
@@ -161,15 +167,21 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 def stack_outputs(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """One matrix with the outputs of all, which have the same inputs; None where they differ in how they are kept."""
     first = weights[0]
-    kinds = {(each.code, each.scales.shape[1], each.zeros is None, each.int8_activations) for each in weights}
-    if len(kinds) > 1:
+    if len({_kind(each) for each in weights}) > 1:
         return None
     zeros = [each.zeros for each in weights if each.zeros is not None]
+    offsets = [each.offsets for each in weights if each.offsets is not None]
     return first._replace(
         codes=joined([each.codes for each in weights]),
         scales=joined([each.scales for each in weights]),
         zeros=joined(zeros) if zeros else None,
+        offsets=joined(offsets) if offsets else None,
     )
+
+
+def _kind(weight: QuantizedWeight) -> tuple[object, ...]:
+    groups = weight.scales.shape[1], weight.zeros is None, weight.offsets is None
+    return weight.code, *groups, weight.int8_activations
 
 
 class RoundedRows(NamedTuple):
@@ -221,9 +233,9 @@ def _int4(weight: Tensor, group: int) -> QuantizedWeight:
     return QuantizedWeight("int4", codes.to(torch.uint8).view(weight.shape), scales, zeros.to(torch.uint8))
 
 
-def _times(numbers: Tensor, scales: Tensor) -> Tensor:
-    out, inputs = numbers.shape
-    return (numbers.view(out, scales.shape[1], -1) * scales.unsqueeze(2)).view(out, inputs)
+def _scaled(numbers: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
+    made = numbers.view(len(numbers), scales.shape[1], -1) * scales.unsqueeze(2)
+    return (made if offsets is None else made + offsets.unsqueeze(2)).view(numbers.shape)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

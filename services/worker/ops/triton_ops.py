@@ -93,7 +93,8 @@ class TritonOps(TorchOps):
         packed = super().pack_quantized(weight, bias)
         assert isinstance(packed, QuantizedLinear)
         outputs, inputs = weight.codes.shape
-        shape = (weight.code, outputs, inputs, weight.group_size, weight.zeros is None, bias is None)
+        left_out = (weight.zeros is None, weight.offsets is None, bias is None)
+        shape = (weight.code, outputs, inputs, weight.group_size, *left_out)
         if shape not in self._compiled and self._device.type == "cuda":
             self._compiled.add(shape)
             row = torch.zeros(1, inputs, dtype=self._dtype, device=self._device)

@@ -7,8 +7,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from tokenizers import Tokenizer
 
@@ -17,9 +20,10 @@ from deploy.model_choice import model_directory, served_name
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.gguf.conversion import convert
+from services.worker.models.gguf.gguf_codes import read_codes
 from services.worker.models.quantization.method import read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
-from services.worker.ops.quantized import QuantizedWeight
+from services.worker.ops.quantized import Code, QuantizedWeight
 from tests.support.models.gguf_files import gguf_model
 from tests.support.models.tiny_tokenizers import TEXT, byte_level
 from tests.support.worker.plan_driver import Driver
@@ -54,9 +58,10 @@ def converted(file: Path) -> Path:
         ("llama", Kind.Q4_0, LLAMA_3),
         ("qwen2", Kind.Q8_0, {}),
         ("qwen3", Kind.Q4_K, {}),
+        ("llama", Kind.Q5_K, {}),
         ("qwen2", Kind.F16, {}),
     ],
-    ids=["llama-q8_0", "llama3-q4_0", "qwen2-q8_0", "qwen3-q4_k", "qwen2-f16"],
+    ids=["llama-q8_0", "llama3-q4_0", "qwen2-q8_0", "qwen3-q4_k", "llama-q5_k", "qwen2-f16"],
 )
 def test_logits_are_those_of_the_numbers(
     family: str, kind: Kind, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -71,6 +76,37 @@ def test_logits_are_those_of_the_numbers(
     expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
     assert (torch.cat(recorded[:OUTPUT]) - expected).abs().max() < 1e-3
     assert expected.std() > 0.3, "a reference this flat would agree with anything"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (Kind.Q4_0, "int4"),
+        (Kind.Q4_1, "int4"),
+        (Kind.Q5_0, "int8"),
+        (Kind.Q5_1, "int8"),
+        (Kind.Q8_0, "int8"),
+        (Kind.Q4_K, "int4"),
+        (Kind.Q5_K, "int8"),
+        (Kind.Q6_K, None),
+        (Kind.IQ4_NL, None),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_codes_stand_for_what_llama_cpps_package_makes_of_them(kind: Kind, code: Code | None) -> None:
+    """Random blocks: every bit counts."""
+    inputs, size = GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(1).integers(0, 256, (6, 512 // inputs, size), dtype=np.uint8)
+    floats = 4 if kind in {Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K} else 2
+    blocks[..., :floats] = np.array([0.013, 0.021], dtype=np.float16).view(np.uint8)[:floats]
+    read = read_codes(int(kind), torch.from_numpy(blocks.reshape(-1)), (6, 512))
+    assert (code is None) == (read is None)
+    if read is None or code is None:
+        return
+    codes = read.codes if code == "int4" else read.codes ^ 128
+    weight = QuantizedWeight(code, codes, read.scales.float(), offsets=read.offsets)
+    expected = torch.from_numpy(gguf.dequantize(blocks.reshape(6, -1), kind))
+    torch.testing.assert_close(weight.dequantized(torch.float32), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_codes_stay_codes_and_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

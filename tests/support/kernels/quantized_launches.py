@@ -23,22 +23,28 @@ def products() -> Iterator[Launch]:
         for rows in TILE_ROWS:
             yield from _launches(code, rows, "bf16")
     yield from _launches("int4", TILE_ROWS[-1], "fp32")
+    yield from _launches("int4", TILE_ROWS[0], "bf16", offsets=True)
 
 
-def _launches(code: Code, rows: int, kind: str) -> Iterator[Launch]:
+def _launches(code: Code, rows: int, kind: str, *, offsets: bool = False) -> Iterator[Launch]:
     group = INT4_GROUP if code == "int4" else _INPUTS
     for target in (80, 90):
         if code == "fp8" and target < 89:
             continue
         tile = code_tile(rows, _ITEM[kind], target // 10, group)
         arguments = {"x": f"*{kind}", "codes": _STORED[code], "scales": "*fp32", "out": f"*{kind}", "rows": "i32"}
-        constants = {"bias": None, "INPUTS": _INPUTS, "OUTPUTS": _OUTPUTS, "GROUP": group, "CODE": code}
-        if code == "int4":
-            arguments["zeros"] = "*u8"
-        else:
-            constants["zeros"] = None
+        constants: dict[str, object] = {
+            "bias": None,
+            "INPUTS": _INPUTS,
+            "OUTPUTS": _OUTPUTS,
+            "GROUP": group,
+            "CODE": code,
+        }
+        of_groups = {"zeros": "*u8"} if code == "int4" and not offsets else {"offsets": "*fp32"} if offsets else {}
+        arguments |= of_groups
+        constants |= {name: None for name in ("zeros", "offsets") if name not in of_groups}
         yield Launch(
-            f"coded_linear_kernel {code} {kind} tiles of {rows} rows",
+            f"coded_linear_kernel {code} {kind} tiles of {rows} rows{' with offsets' if offsets else ''}",
             coded_linear_kernel,
             {name: arguments[name] for name in coded_linear_kernel.arg_names if name in arguments},
             constants | {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SWAPPED": tile.swapped},
@@ -48,7 +54,7 @@ def _launches(code: Code, rows: int, kind: str) -> Iterator[Launch]:
             must=frozenset({"cp.async16"} | ({"mma"} if target == 80 else set())),
             must_on_hopper=frozenset({"wgmma"}),
             loads_ahead=True,
-            rare=target < 90 or kind == "fp32",
+            rare=target < 90 or kind == "fp32" or offsets,
         )
 
 
@@ -70,12 +76,12 @@ def _experts_of(code: Code) -> Iterator[Launch]:
         (coded_down_row_kernel, _SIZE, shape | {"COLUMNS": down.columns, "DEPTH": down.depth}, 1),
         (numbers_kernel, _HIDDEN, {"INPUTS": _HIDDEN, "AT_ONCE": 1024}, 4),
     ):
-        constants = own | {"GROUP": INT4_GROUP if code == "int4" else inputs, "CODE": code}
+        constants = own | {"GROUP": INT4_GROUP if code == "int4" else inputs, "CODE": code, "offsets": None}
         yield Launch(
             f"{kernel.__name__} {code}",
             kernel,
             {name: arguments[name] for name in kernel.arg_names if name in arguments},
-            constants if code == "int4" else constants | {"zeros": None},
+            constants | ({} if code == "int4" else {"zeros": None}),
             num_warps=num_warps,
             targets=(90,) if code == "fp8" else (80, 90),
             must_not=frozenset() if code == "int4" else frozenset({"barrier"}),

@@ -36,6 +36,8 @@ _OF_LAYERS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_K_BYTES = {GgmlType.Q4_K: 144, GgmlType.Q5_K: 176}
+"""Of a block of 256 weights."""
 _WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -120,21 +122,19 @@ def _write_tensor(writer: gguf.GGUFWriter, name: str, weight: nn.Parameter, kind
         writer.add_tensor(name, written.detach().numpy().astype(np.float32))
         return
     numbers = (weight if heads is None else _permuted(weight, heads)).detach().numpy().astype(np.float32)
-    blocks = _four_bits(numbers.shape) if kind == GgmlType.Q4_K else gguf.quantize(numbers, kind)
+    blocks = k_blocks(numbers.shape, kind) if kind in _K_BYTES else gguf.quantize(numbers, kind)
     writer.add_tensor(name, blocks, raw_dtype=kind)
     stands_for = torch.from_numpy(gguf.dequantize(blocks, kind).astype(np.float32)).view(weight.shape)
-    if kind == GgmlType.Q4_K:
-        stands_for = stands_for.bfloat16().float()
     if heads is not None:
         halves = stands_for.view(heads, len(weight) // heads // 2, 2, -1)
         stands_for = halves.transpose(1, 2).reshape(weight.shape)
     weight.copy_(stands_for)
 
 
-def _four_bits(shape: tuple[int, ...]) -> np.ndarray:
-    """Random blocks of Q4_K, which the package reads and does not write."""
+def k_blocks(shape: tuple[int, ...], kind: GgmlType) -> np.ndarray:
+    """Random blocks of Q4_K or Q5_K, which the package reads and does not write."""
     random = np.random.default_rng(shape[0])
-    blocks = random.integers(0, 256, (shape[0] * shape[1] // 256, 144), dtype=np.uint8)
+    blocks = random.integers(0, 256, (shape[0] * shape[1] // 256, _K_BYTES[kind]), dtype=np.uint8)
     blocks[:, 0:4] = np.array([0.002, 0.015], dtype=np.float16).view(np.uint8)
     return blocks.reshape(shape[0], -1)
 

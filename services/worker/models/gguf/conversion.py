@@ -1,7 +1,7 @@
 """Makes a model directory of a GGUF file.
 
-Codes of Q8_0 and Q4_0 stay what they are, in the layout of compressed-tensors; those of other types become bfloat16.
-The directory is there when it is whole.
+Codes that the kernels know (`gguf_codes`) stay what they are, in the layout of compressed-tensors; others become
+bfloat16. The directory is there when it is whole.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.worker.models.config import ModelError
+from services.worker.models.gguf.gguf_codes import GgufCodes
 from services.worker.models.gguf.gguf_config import (
     ROPE_FACTORS,
     hugging_face_config,
@@ -24,12 +25,10 @@ from services.worker.models.gguf.gguf_config import (
     stop_token_ids,
     tensor_name,
 )
-from services.worker.models.gguf.gguf_file import GgufCodes, GgufFile
+from services.worker.models.gguf.gguf_file import GgufFile
 from services.worker.ops.quantized import pack_nibbles
 
 _SHARD_BYTES = 2 << 30
-_SIGNED = 128
-"""What unsigned codes of eight bits stand for 0 by."""
 _WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 _CODES = {
     "quant_method": "compressed-tensors",
@@ -95,16 +94,15 @@ def _tensors(file: GgufFile, name: str, known: str) -> dict[str, Tensor]:
 
 
 def _packed(codes: GgufCodes, outputs: Tensor | None) -> dict[str, Tensor]:
-    """As compressed-tensors packs codes: unsigned, the first in the low bits."""
-    kept, scales = codes.codes, codes.scales
-    if outputs is not None:
-        kept, scales = kept[outputs], scales[outputs]
-    unsigned = kept ^ _SIGNED if codes.bits == 8 else pack_nibbles(kept)
-    return {
-        "weight_packed": unsigned.contiguous().view(torch.int32),
-        "weight_scale": scales,
-        "weight_shape": torch.tensor(kept.shape),
+    """As compressed-tensors packs codes: unsigned, the first in the low bits; offsets are ours."""
+    made = codes if outputs is None else codes.outputs(outputs)
+    packed = made.codes if made.bits == 8 else pack_nibbles(made.codes)
+    tensors = {
+        "weight_packed": packed.contiguous().view(torch.int32),
+        "weight_scale": made.scales,
+        "weight_shape": torch.tensor(made.codes.shape),
     }
+    return tensors if made.offsets is None else {**tensors, "weight_offset": made.offsets}
 
 
 def _write_shard(tensors: dict[str, Tensor], number: int, folder: Path) -> None:

@@ -8,29 +8,15 @@ from __future__ import annotations
 import struct
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from services.worker.models.config import ModelError
+from services.worker.models.gguf.gguf_codes import GgufCodes, read_codes
 
-_Q4_0, _Q8_0 = 2, 8
-"""ggml's numbers of the types whose codes stay codes: whole numbers times a scale for each 32 inputs."""
-_SCALE_BYTES = 2
-_NIBBLE = 4
 _MAX_SIZE = 1 << 31
 """Elements of a dimension."""
-
-
-class GgufCodes(NamedTuple):
-    """A matrix as codes."""
-
-    bits: int
-    codes: Tensor
-    """uint8 [out, in]; of eight bits two's complement, of four less 8."""
-    scales: Tensor
-    """float16 [out, in / 32]"""
 
 
 class GgufFile:
@@ -90,17 +76,9 @@ class GgufFile:
         return flat.view(self.shapes[name])
 
     def codes(self, name: str) -> GgufCodes | None:
-        """The matrix as codes; None where its type has others than whole numbers, scaled by 32 inputs."""
+        """The matrix as codes; None where those of its type cannot stay what they are."""
         shape = self.shapes[name]
-        if len(shape) != 2 or self.types[name] not in (_Q4_0, _Q8_0):
-            return None
-        blocks = self._tensors[name][...].view(shape[0], shape[1] // 32, -1)
-        scales = blocks[..., :_SCALE_BYTES].contiguous().view(torch.float16).view(shape[0], -1)
-        kept = blocks[..., _SCALE_BYTES:]
-        if self.types[name] == _Q8_0:
-            return GgufCodes(8, kept.reshape(shape), scales)
-        # The first half of a block's inputs is in the low bits, the second in the high ones.
-        return GgufCodes(4, torch.cat((kept & 15, kept >> _NIBBLE), dim=2).view(shape), scales)
+        return read_codes(self.types[name], self._tensors[name][...], (shape[0], shape[1])) if len(shape) == 2 else None
 
     def size(self, name: str) -> int:
         """Elements of the tensor."""

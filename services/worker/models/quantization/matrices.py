@@ -17,7 +17,7 @@ Matrix = Tensor | QuantizedWeight
 
 def permuted(matrix: Matrix, outputs: Tensor) -> Matrix:
     """`matrix` with its outputs in this order."""
-    return matrix[outputs.to(matrix.device)] if isinstance(matrix, Tensor) else matrix.permuted(outputs)
+    return matrix[outputs.to(matrix.device)] if isinstance(matrix, Tensor) else matrix.outputs(outputs)
 
 
 class MatrixLoader:

@@ -4,7 +4,8 @@ Layouts, [out, in] being a weight's shape and G its groups of inputs:
 
 compressed-tensors: `weight_packed` int32 [out, in * bits / 32] of unsigned codes with `weight_scale` [out, G] and,
 where asymmetric, `weight_zero_point` int32 [out * bits / 32, G]; or `weight` int8 or float8_e4m3fn with `weight_scale`
-[out, 1], [1], or one for each block.
+[out, 1], [1], or one for each block. Directories made of GGUF files may have `weight_offset` float32 [out, G], too,
+which is added to scaled numbers.
 gptq: `qweight` int32 [in * bits / 32, out], `scales` [G, out], `qzeros` int32 [G, out * bits / 32]; maybe `g_idx` [in].
 awq: `qweight` int32 [in, out / 8], `scales` [G, out], `qzeros` int32 [G, out / 8].
 fp8: `weight` float8_e4m3fn with `weight_scale` [] or [out, 1], or `weight_scale_inv` [out / block, in / block].
@@ -91,7 +92,17 @@ def _compressed(module: Module, method: QuantizationMethod) -> ReadWeight | None
             "weight_zero_point", unpack_rows(module.read("weight_zero_point"), bits)[:out], scales.shape
         )
     groups = module.read("weight_g_idx") if module.has("weight_g_idx") else None
-    return _read(bits, codes, scales, zeros, groups)
+    read = _read(bits, codes, scales, zeros, groups)
+    return _with_offsets(module, read) if module.has("weight_offset") else read
+
+
+def _with_offsets(module: Module, read: ReadWeight) -> ReadWeight:
+    """Raises ModelError where there are no groups that can have them."""
+    if read.codes is None or read.codes.group_size not in GROUP_SIZES:
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        raise ModelError(f"tensor {module.name}.weight_offset: its scales are not of groups of {sizes} inputs")
+    offsets = module.checked("weight_offset", module.read("weight_offset"), tuple(read.codes.scales.shape))
+    return ReadWeight(read.codes._replace(offsets=offsets.float()))
 
 
 def _gptq(module: Module, method: QuantizationMethod) -> ReadWeight | None:

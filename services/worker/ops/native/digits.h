@@ -20,7 +20,7 @@ class DigitRows {
     const float* scales(int64_t row) const { return scales_.data() + row; }
     // The sum of each digit's items.
     const int32_t* sums(int64_t row) const { return sums_.data() + row * digits_; }
-    // The sum of each segment's whole numbers.
+    // The sum of each segment's whole numbers: below 2^24, so that floats hold it.
     const int32_t* segment_sums(int64_t row) const { return segment_sums_.data() + row * segments_; }
 
   private:

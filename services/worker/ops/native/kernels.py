@@ -30,6 +30,7 @@ class PackedMatrix:
     inputs: int
     scales: Tensor | None = None
     zeros: Tensor | None = None
+    offsets: Tensor | None = None
     """What `linear` points to beside `groups`, where those are codes."""
 
 

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-VERSION = 20
+VERSION = 21
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -36,6 +36,7 @@ class Linear(Structure):
         ("scales", c_void_p),
         ("zeros", c_void_p),
         ("digits", c_int),
+        ("offsets", c_void_p),
     )
 
 

@@ -94,6 +94,7 @@ struct Scales {
     const float* scales;
     const uint8_t* zeros;
     int steps;  // that share one; 0: the sums of all are scaled
+    const float* offsets = nullptr;
 
     const uint8_t* zeros_of(int segment) const { return zeros ? zeros + segment * kGroupOutputs : nullptr; }
 };
@@ -106,6 +107,15 @@ template <int R, int C> BATON_INLINE void scale(const float* scales, Sums<R, C>&
 template <int R, int C> BATON_INLINE void add_scaled(const float* scales, const Sums<R, C>& part, Sums<R, C>& sums) {
     for (int c = 0; c < C; ++c)
         for (int r = 0; r < R; ++r) sums.at[r][c] = fma(part.at[r][c], load(scales + c * kLanes), sums.at[r][c]);
+}
+
+// sums[r][c] += the sum of row r's inputs of a segment times the segment's offsets.
+template <int R, int C> BATON_INLINE void add_offsets(const Product& p, int64_t row, int segment, const float* offsets, Sums<R, C>& sums) {
+    int segments = p.linear.in / p.linear.scaled;
+    for (int r = 0; r < R; ++r) {
+        F sum = all(p.group_sums[(row + r) * segments + segment]);
+        for (int c = 0; c < C; ++c) sums.at[r][c] = fma(sum, load(offsets + c * kLanes), sums.at[r][c]);
+    }
 }
 
 template <class Kind> Coded<Kind, Code::kInt4> with_zeros(Coded<Kind, Code::kInt4> weights, const uint8_t* zeros) { return {weights.at, zeros}; }
@@ -155,7 +165,10 @@ void run_tile(const Product& p, const Block& block, const Weights& weights, cons
                     for (int c = 0; c < C; ++c) scaled.at[r][c] = zeros();
                 auto own = with_zeros(weights.from(step), scaling.zeros_of(segment));
                 own.template multiply<R, C>(x + step * Kind::kItems, stride, column, scaling.steps, fetched, scaled);
-                add_scaled(scaling.scales + segment * kGroupOutputs + column * kLanes, scaled, sums);
+                int at = segment * kGroupOutputs + column * kLanes;
+                add_scaled(scaling.scales + at, scaled, sums);
+                if (scaling.offsets)
+                    add_offsets(p, p.first + block.row + row, first / scaling.steps + segment, scaling.offsets + at, sums);
                 fetched = {nullptr, 0};
             }
         }
@@ -248,7 +261,7 @@ template <class Kind, Code code> void run_coded_block(const Product& p, const Bl
         int count = std::min(kBlockSteps, p.steps - first);
         const uint8_t* codes = group + size_t(first * Kind::kItems / kCodeInputs) * pair_bytes;
         size_t at = (block.group * segments + (scaled ? first / scaled : 0)) * kGroupOutputs;
-        Scales scaling{p.linear.scales + at, p.linear.zeros ? p.linear.zeros + at : nullptr, scaled};
+        Scales scaling{p.linear.scales + at, at_or_null(p.linear.zeros, at), scaled, at_or_null(p.linear.offsets, at)};
         Steps steps{first, count, tiles, {nullptr, 0}};
         if (tiles <= kReadingTiles<code>) {
             run_tiles<Kind>(p, block, steps, Coded<Kind, code>{codes, scaling.zeros}, scaling, kept);
@@ -363,10 +376,36 @@ const DigitRows* rounded_rows(Pool& pool, const Rows& x, const Linear& linear) {
     return &rows;
 }
 
+// The sum of `count` inputs of a row as Kind multiplies them.
+template <class Kind> float sum_of(const Rows& x, int row, int first, int count) {
+    typename Kind::Item items[kMaxScaled];
+    copy_row(items, x, row, first, count, count);
+    F sum = zeros();
+    for (int i = 0; i < count; i += kLanes) sum = sum + load(items + i);
+    float lanes[kLanes], whole = 0.0f;
+    store(lanes, sum);
+    for (float lane : lanes) whole += lane;
+    return whole;
+}
+
+// As `rounded_rows`: what Product::group_sums are.
+const float* group_sums_of(Pool& pool, const Rows& x, const Linear& linear) {
+    static thread_local std::vector<float> sums;
+    if (!linear.offsets || in_whole_numbers(linear.code)) return nullptr;
+    int segments = linear.in / linear.scaled;
+    sums.resize(std::max(sums.size(), size_t(x.count) * segments));
+    float* to = sums.data();  // the helpers have vectors of their own
+    auto sum = multiplied_as(linear) == Number::kHalf ? sum_of<Half> : sum_of<Single>;
+    pool.run(x.count, [&](int row, int) {
+        for (int i = 0; i < segments; ++i) to[int64_t(row) * segments + i] = sum(x, row, i * linear.scaled, linear.scaled);
+    });
+    return to;
+}
+
 }  // namespace
 
 void multiply(Pool& pool, const Rows& x, const Linear& linear, const Target& target) {
-    Product product{x, linear, target, steps_of(linear), rounded_rows(pool, x, linear)};
+    Product product{x, linear, target, steps_of(linear), rounded_rows(pool, x, linear), 0, group_sums_of(pool, x, linear)};
     pool.run(tiles_of(product), [&](int tile, int) { multiply_tile_of(product, tile); });
 }
 
@@ -375,13 +414,14 @@ void multiply_each(Pool& pool, const Rows& x, const Linear* linears, const int64
     std::vector<int> first{0};  // tile of each product, and behind the last
     Number written = target.kind == Out::kGated ? linears->number : Number::kSingle;
     const DigitRows* rounded = rounded_rows(pool, x, *linears);
+    const float* group_sums = group_sums_of(pool, x, *linears);
     for (int i = 0; i < count; ++i) {
         int rows = int(starts[i + 1] - starts[i]);
         if (!rows) continue;
         Rows own{row_at(x.data, starts[i], x.stride, x.number), x.number, x.stride, rows};
         Target to = target;
         to.data = (void*)row_at(target.data, starts[i], target.stride, written);
-        products.push_back({own, linears[i], to, steps_of(linears[i]), rounded, starts[i]});
+        products.push_back({own, linears[i], to, steps_of(linears[i]), rounded, starts[i], group_sums});
         first.push_back(first.back() + tiles_of(products.back()));
     }
     pool.run(first.back(), [&](int tile, int) {

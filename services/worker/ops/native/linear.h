@@ -23,6 +23,8 @@ enum class Code : int { kPlain = 0, kInt8 = 1, kInt4 = 2, kFp8 = 3, kQuad = 4, k
 // Whether rows are rounded to digits before they are multiplied.
 constexpr bool in_whole_numbers(Code code) { return code == Code::kQuad || code == Code::kNibble; }
 
+constexpr int kMaxScaled = 512;
+
 struct Linear {
     Number number;  // what activations are, and weights where they are no codes
     int out;
@@ -30,13 +32,17 @@ struct Linear {
     const void* groups;
     const float* bias;  // [out], or null
     Code code;
-    // Inputs that share a scale: 32, 64, 128, 256 or 512, a divisor of `in`; 0: all of an output's (not of kNibble).
+    // Inputs that share a scale: 32, 64, 128, 256 or 512 (kMaxScaled), a divisor of `in`; 0: all of an output's (not of
+    // kNibble).
     int scaled;
     const float* scales;  // [groups][in / scaled][64], null for kPlain
     const uint8_t* zeros;  // the same shape: the code of four bits that is 0; null: 8 everywhere
     // In whole numbers: to how many digits of eight bits rows are rounded, with a scale for each row: 2, or 1 where all of an
     // output's inputs share a scale.
     int digits;
+    // Of the shape of `scales`, where `scaled` is not 0: what is added to each scaled number; null: nothing. A group's product
+    // is scale * (the sum of number * x) + offset * (the sum of x).
+    const float* offsets;
 };
 
 int64_t packed_bytes(Number number, int out, int in);

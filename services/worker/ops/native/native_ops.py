@@ -157,13 +157,14 @@ class NativeOps:
         self._library.baton_pack_codes(self._pool, code, codes.data_ptr(), out, inputs, groups.data_ptr())
         scales = _by_groups(weight.scales)
         zeros = None if weight.zeros is None else _by_groups(weight.zeros)
-        one_scale = weight.scales.shape[1] == 1 and code != library.NIBBLE
+        offsets = None if weight.offsets is None else _by_groups(weight.offsets)
+        one_scale = weight.scales.shape[1] == 1 and code != library.NIBBLE and offsets is None
         scaled = 0 if one_scale else weight.group_size
         linear = library.Linear(
             *(self.number, out, inputs, groups.data_ptr(), address_of(floats)),
-            *(code, scaled, scales.data_ptr(), address_of(zeros), digits),
+            *(code, scaled, scales.data_ptr(), address_of(zeros), digits, address_of(offsets)),
         )
-        return PackedMatrix(linear, groups, floats, out, inputs, scales, zeros)
+        return PackedMatrix(linear, groups, floats, out, inputs, scales, zeros, offsets)
 
     def _digits_of(self, weight: QuantizedWeight) -> int:
         """To how many digits of eight bits the rows are rounded that this is multiplied with in whole numbers; 0: they

@@ -31,6 +31,7 @@ template <Code code, int Columns> BATON_INLINE void load_quads(const uint8_t* w,
 // What belongs to the segments of some columns: [segments][64] each, and each row's [segments].
 struct SegmentTerms {
     const float* scales;
+    const float* offsets;     // or null
     const uint8_t* zeros;     // of kNibble, or null: 8 everywhere
     const int32_t* row_sums;  // of the first row
     int64_t row_stride;
@@ -71,11 +72,14 @@ __attribute__((noinline)) void multiply_segments(const int8_t* x, int64_t stride
         }
         for (int r = 0; r < Rows / 2; ++r)
             for (int c = 0; c < Columns; ++c) {
-                F number = number_of<code>(sum[2 * r][c], sum[2 * r + 1][c], terms, c, terms.row_sums[r * terms.row_stride]);
+                int32_t row_sum = terms.row_sums[r * terms.row_stride];
+                F number = number_of<code>(sum[2 * r][c], sum[2 * r + 1][c], terms, c, row_sum);
                 sums[r][c] = fma(number, load(terms.scales + c * kLanes), sums[r][c]);
+                if (terms.offsets) sums[r][c] = fma(all(float(row_sum)), load(terms.offsets + c * kLanes), sums[r][c]);
             }
         terms.scales += kGroupOutputs;
         if (terms.zeros) terms.zeros += kGroupOutputs;
+        if (terms.offsets) terms.offsets += kGroupOutputs;
         ++terms.row_sums;
     }
 }
@@ -96,7 +100,7 @@ void run_segmented_tile(const Product& p, const Block& block, const SegmentRange
     int64_t at = (int64_t(block.group) * all_segments + range.first) * kGroupOutputs;
     for (int column = 0; column < kGroupColumns; column += C) {
         int64_t own = at + column * kLanes;
-        SegmentTerms terms{p.linear.scales + own, p.linear.zeros ? p.linear.zeros + own : nullptr,
+        SegmentTerms terms{p.linear.scales + own, at_or_null(p.linear.offsets, own), at_or_null(p.linear.zeros, own),
                            p.rounded->segment_sums(x_row) + range.first, all_segments};
         Sums<R / 2, C> sums;
         F* part = kept + row * kGroupColumns + column;

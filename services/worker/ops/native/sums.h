@@ -21,10 +21,15 @@ struct Product {
     // Of whole numbers: x as digits, from which of its rows on.
     const DigitRows* rounded = nullptr;
     int64_t first = 0;
+    // Where weights have offsets and are not multiplied in whole numbers: the sum of each of a row's groups of inputs, for each
+    // row of those that `first` counts.
+    const float* group_sums = nullptr;
 
     // Rows of items that tiles read for each row of x.
     int digits() const { return rounded ? linear.digits : 1; }
 };
+
+template <class T> BATON_INLINE const T* at_or_null(const T* items, int64_t at) { return items ? items + at : nullptr; }
 
 // A block of rows times one group.
 struct Block {

@@ -4,8 +4,8 @@ way to the tensor cores.
 Codes stand for whole numbers or float8's, which bfloat16 and float16 have exactly; scales are applied to sums in
 float32, of a group of inputs or of all. So a product is that of the rounded weights within the rounding of its sums.
 
-Bytes of n rows: out · in · (1, or ½ of int4) of codes, out · groups · 4 of scales (and · 1 of zero points), and
-n · (in + out) · itemsize. FLOPs: 2 · n · out · in.
+Bytes of n rows: out · in · (1, or ½ of int4) of codes, out · groups · 4 of scales (and · 1 of zero points, · 4 of
+offsets), and n · (in + out) · itemsize. FLOPs: 2 · n · out · in.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _launch(
     tile = code_tile(tile_rows, x.element_size(), generation(x.device), product.group)
     columns = triton.cdiv(product.outputs, tile.columns)
     coded_linear_kernel[(columns * triton.cdiv(len(x), tile.rows),)](
-        *(x, typed_codes(weight), weight.scales, weight.zeros, bias, out, len(x)),
+        *(x, typed_codes(weight), *group_terms(weight), bias, out, len(x)),
         INPUTS=product.inputs,
         OUTPUTS=product.outputs,
         GROUP=product.group,
@@ -128,12 +128,18 @@ def typed_codes(weight: QuantizedWeight) -> Tensor:
             return weight.codes
 
 
+def group_terms(weight: QuantizedWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What belongs to its groups, in the order of the kernels' arguments."""
+    return weight.scales, weight.zeros, weight.offsets
+
+
 @triton.jit(do_not_specialize=["rows"])
 def coded_linear_kernel(
     x,
     codes,
     scales,
     zeros,
+    offsets,
     bias,
     out,
     rows,
@@ -146,7 +152,7 @@ def coded_linear_kernel(
     DEPTH: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
-    """One tile of rows times some outputs a program. `zeros` and `bias` may be None."""
+    """One tile of rows times some outputs a program. `zeros`, `offsets` and `bias` may be None."""
     WIDE: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
     GROUPS: tl.constexpr = INPUTS // GROUP
     column = tl.program_id(0) % WIDE * COLUMNS + tl.arange(0, COLUMNS)
@@ -177,16 +183,20 @@ def coded_linear_kernel(
         else:
             weights = part(coded, True, place, start, INPUTS, DEPTH).to(tl.float32).to(factors.dtype)
             coded += DEPTH
-        if GROUPS == 1:
+        if GROUPS == 1 and offsets is None:
             total = times(factors, weights, total, SWAPPED)
         else:
             scale = tl.load(scales + group)
             summed = times(factors, weights, tl.zeros_like(total), SWAPPED)
             total += summed * (scale[:, None] if SWAPPED else scale[None, :])
+            if offsets is not None:
+                offset = tl.load(offsets + group)
+                row_sum = tl.sum(factors.to(tl.float32), 1)
+                total += offset[:, None] * row_sum[None, :] if SWAPPED else row_sum[:, None] * offset[None, :]
         values += DEPTH
     if SWAPPED:
         total = tl.trans(total)
-    if GROUPS == 1:
+    if GROUPS == 1 and offsets is None:
         total *= tl.load(scales + held)[None, :]
     if bias is not None:
         total += tl.load(bias + held).to(tl.float32)[None, :]

@@ -47,6 +47,20 @@ def test_outputs_of_several_matrices_become_one_where_they_are_kept_alike() -> N
     assert stack_outputs([quantize(upper, "int8"), quantize(lower, "fp8")]) is None
 
 
+def test_parts_and_stacks_keep_the_offsets_of_their_groups() -> None:
+    weight = quantize(random(6, 256, seed=1), "int4")._replace(offsets=random(6, 2, seed=2))
+    whole = weight.dequantized(torch.float32)
+    for columns in ((0, 256), (64, 256), (32, 160), (8, 200)):
+        part = weight.part(slice(1, 5), columns, torch.float32)
+        numbers = part if isinstance(part, torch.Tensor) else part.dequantized(torch.float32)
+        assert torch.equal(numbers, whole[1:5, slice(*columns)])
+        assert isinstance(part, torch.Tensor) is (columns == (8, 200))
+    stacked = stack_outputs([weight.outputs(torch.tensor([3, 0])), weight.outputs(slice(4, 6))])
+    assert stacked is not None
+    assert torch.equal(stacked.dequantized(torch.float32), whole[[3, 0, 4, 5]])
+    assert stack_outputs([weight, weight._replace(offsets=None)]) is None
+
+
 def test_nibbles_are_unpacked_to_what_was_packed() -> None:
     codes = torch.randint(0, 16, (7, 64), dtype=torch.uint8)
     assert torch.equal(unpack_nibbles(pack_nibbles(codes)), codes)

@@ -19,7 +19,7 @@ from services.worker.ops.quantized import ExpertBiases, QuantizedStack, Quantize
 from services.worker.ops.triton.moe.grouped_products import NO_BIASES
 from services.worker.ops.triton.moe.mixture import turns_at_once
 from services.worker.ops.triton.moe.routing import down_row_tile, up_row_tile
-from services.worker.ops.triton.quantized_linear import typed_codes
+from services.worker.ops.triton.quantized_linear import group_terms, typed_codes
 from services.worker.ops.triton.row_ops import gated as gated_sums
 
 _NUMBERS_AT_ONCE = 1024
@@ -55,7 +55,7 @@ def numbers_of(stack: Tensor | CodedStack, dtype: torch.dtype) -> Tensor:
     count, out, inputs = stack.shape
     numbers = torch.empty(stack.shape, dtype=dtype, device=stack.weight.codes.device)
     numbers_kernel[(count * out, triton.cdiv(inputs, _NUMBERS_AT_ONCE))](
-        *(typed_codes(stack.weight), stack.weight.scales, stack.weight.zeros, numbers),
+        *(typed_codes(stack.weight), *group_terms(stack.weight), numbers),
         INPUTS=inputs,
         GROUP=stack.group,
         CODE=stack.weight.code,
@@ -79,7 +79,7 @@ def mix_coded_rows(
     gated = x.new_empty(rows * chosen, size)
     tile = up_row_tile(x.element_size())
     coded_up_row_kernel[(triton.cdiv(size, tile.columns), rows * chosen)](
-        *(x, typed_codes(gate_up.weight), gate_up.weight.scales, gate_up.weight.zeros),
+        *(x, typed_codes(gate_up.weight), *group_terms(gate_up.weight)),
         *(biases.gate_up, picks.experts, gated),
         HIDDEN=hidden,
         SIZE=size,
@@ -94,7 +94,7 @@ def mix_coded_rows(
     out = torch.empty_like(x)
     tile = down_row_tile(x.element_size())
     coded_down_row_kernel[(triton.cdiv(hidden, tile.columns), rows)](
-        *(gated, typed_codes(down.weight), down.weight.scales, down.weight.zeros),
+        *(gated, typed_codes(down.weight), *group_terms(down.weight)),
         *(biases.down, *picks, out),
         HIDDEN=hidden,
         SIZE=size,
@@ -109,7 +109,9 @@ def mix_coded_rows(
 
 
 @triton.jit
-def decoded(codes, scales, zeros, output, place, there, INPUTS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr):
+def decoded(
+    codes, scales, zeros, offsets, output, place, there, INPUTS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr
+):
     """float32 weights of `output` and input `place`, which are broadcast to one shape; zeros where not `there`."""
     group = output * (INPUTS // GROUP) + place // GROUP
     if CODE == "int4":
@@ -121,18 +123,29 @@ def decoded(codes, scales, zeros, output, place, there, INPUTS: tl.constexpr, GR
             number -= tl.load(zeros + group, mask=there, other=0).to(tl.float32)
     else:
         number = tl.load(codes + output * INPUTS + place, mask=there, other=0.0).to(tl.float32)
-    return number * tl.load(scales + group, mask=there, other=0.0)
+    number *= tl.load(scales + group, mask=there, other=0.0)
+    if offsets is not None:
+        number += tl.load(offsets + group, mask=there, other=0.0)
+    return number
 
 
 @triton.jit
 def numbers_kernel(
-    codes, scales, zeros, numbers, INPUTS: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, AT_ONCE: tl.constexpr
+    codes,
+    scales,
+    zeros,
+    offsets,
+    numbers,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Grid (outputs of all matrices, inputs)."""
     output = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     there = place < INPUTS
-    made = decoded(codes, scales, zeros, output, place, there, INPUTS, GROUP, CODE)
+    made = decoded(codes, scales, zeros, offsets, output, place, there, INPUTS, GROUP, CODE)
     tl.store(numbers + output * INPUTS + place, made.to(numbers.dtype.element_ty), mask=there)
 
 
@@ -142,6 +155,7 @@ def coded_up_row_kernel(
     codes,
     scales,
     zeros,
+    offsets,
     biases,
     experts,
     gated,
@@ -171,8 +185,8 @@ def coded_up_row_kernel(
         place = start + depth[None, :]
         there = place < HIDDEN
         values = tl.load(row + start, mask=depth < HIDDEN - start, other=0.0).to(tl.float32)[None, :]
-        gate += decoded(codes, scales, zeros, output, place, there, HIDDEN, GROUP, CODE) * values
-        up += decoded(codes, scales, zeros, output + SIZE, place, there, HIDDEN, GROUP, CODE) * values
+        gate += decoded(codes, scales, zeros, offsets, output, place, there, HIDDEN, GROUP, CODE) * values
+        up += decoded(codes, scales, zeros, offsets, output + SIZE, place, there, HIDDEN, GROUP, CODE) * values
     gates_sum, ups_sum = tl.sum(gate, 1), tl.sum(up, 1)
     if biases is not None:
         added = biases + expert * (2 * SIZE) + tl.minimum(column, SIZE - 1)
@@ -188,6 +202,7 @@ def coded_down_row_kernel(
     codes,
     scales,
     zeros,
+    offsets,
     biases,
     chances,
     experts,
@@ -221,7 +236,7 @@ def coded_down_row_kernel(
             for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
                 place = start + depth[None, :]
                 values = tl.load(inputs + start, mask=depth < SIZE - start, other=0.0).to(tl.float32) * chance
-                weights = decoded(codes, scales, zeros, output, place, place < SIZE, SIZE, GROUP, CODE)
+                weights = decoded(codes, scales, zeros, offsets, output, place, place < SIZE, SIZE, GROUP, CODE)
                 total += weights * values[None, :]
     made = tl.sum(total, 1) + added
     tl.store(out + row.to(tl.int64) * HIDDEN + column, made.to(out.dtype.element_ty), mask=column < HIDDEN)

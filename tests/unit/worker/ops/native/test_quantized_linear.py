@@ -67,6 +67,17 @@ def test_groups_of_inputs_have_scales_and_zero_points_of_their_own(code: Code, g
         check(torch.bfloat16, weight, None, (1, 3, 4, 40))
 
 
+@pytest.mark.parametrize("level", runnable_levels())
+@pytest.mark.parametrize("code", ["int4", "int8"])
+def test_groups_may_have_offsets(level: Level, code: Code) -> None:
+    """As Q4_K and Q5_K of GGUF have them. One group of all inputs, and more than one block of steps."""
+    for inputs, group in ((64, 64), (1024, 32), (2048, 512)):
+        codes = torch.randint(0, 16, (70, inputs), dtype=torch.uint8)
+        scales, offsets = random(70, inputs // group, seed=3).abs() / 100, random(70, inputs // group, seed=4) / 10
+        for dtype in (torch.float32, torch.bfloat16):
+            check(dtype, QuantizedWeight(code, codes, scales, offsets=offsets), level, (1, 3, 4, 40, 97))
+
+
 @pytest.mark.parametrize(("code", "least", "zero"), [("int8", 128, None), ("int4", 0, 15), ("int4", 15, 0)])
 def test_the_greatest_sum_of_a_group_is_exact(code: Code, least: int, zero: int | None) -> None:
     """512 times a row's greatest element and the code furthest from 0: 32 bits just hold it."""

@@ -81,8 +81,8 @@ def test_numbers_are_those_of_the_codes_to_the_last_bit(code: Code) -> None:
     assert torch.equal(numbers_of(code_stack(stack), torch.float16), exactly(stack).half())
 
 
-def test_groups_without_zero_points_have_eight_for_zero() -> None:
+def test_groups_without_zero_points_have_eight_for_zero_and_may_have_offsets() -> None:
     codes = torch.randint(0, 16, (12, 64), dtype=torch.uint8, device=DEVICE)
     weight = QuantizedWeight("int4", codes, torch.rand(12, 2, device=DEVICE))
-    stack = QuantizedStack(weight, 3)
-    assert torch.equal(numbers_of(code_stack(stack), torch.float32), exactly(stack))
+    for stack in (QuantizedStack(weight, 3), QuantizedStack(weight._replace(offsets=torch.rand(12, 2).to(DEVICE)), 3)):
+        assert torch.equal(numbers_of(code_stack(stack), torch.float32), exactly(stack))

@@ -51,12 +51,15 @@ def test_rows_of_every_tile(code: Code, rows: int) -> None:
 
 @pytest.mark.parametrize(("inputs", "group"), [(96, 32), (192, 64), (256, 128), (512, 256), (512, 512)])
 def test_groups_of_inputs(inputs: int, group: int) -> None:
-    """Of int4 with zero points and without, and of fp8 and int8, as checkpoints have them."""
+    """Of int4 with zero points and without, and of fp8 and int8, as checkpoints have them; with offsets as GGUF has."""
     numbers = torch.randint(0, 16, (40, inputs), dtype=torch.uint8, device=DEVICE)
     scales = drawn(40, inputs // group, seed=2).abs() + 0.1
     zeros = torch.randint(0, 16, (40, inputs // group), dtype=torch.uint8, device=DEVICE)
     check(QuantizedWeight("int4", numbers, scales, zeros), 5, torch.float32)
     check(QuantizedWeight("int4", numbers, scales), 5, torch.float32)
+    offsets = drawn(40, inputs // group, seed=3)
+    check(QuantizedWeight("int4", numbers, scales, offsets=offsets), 5, torch.float32)
+    check(QuantizedWeight("int8", numbers, scales, offsets=offsets), 20, torch.float32)
     eight = torch.randint(0, 120, (40, inputs), dtype=torch.uint8, device=DEVICE)
     for code in ("int8", "fp8"):
         check(QuantizedWeight(code, eight, scales), 5, torch.float32)
