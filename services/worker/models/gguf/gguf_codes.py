@@ -117,7 +117,7 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [out, groups] of both, of blocks of eight groups: six bits of each, times a float for all. The first four
     are the low bits of four bytes each; the upper two bits of the others are the high ones of those."""
-    low_scales, low_minima, others = blocks[..., 4:16].split(4, dim=2)
+    low_scales, low_minima, others = (blocks[..., first : first + 4] for first in (4, 8, 12))
     scales = torch.cat((low_scales & 63, (others & 15) | (low_scales >> 2 & 48)), dim=2)
     minima = torch.cat((low_minima & 63, (others >> 4) | (low_minima >> 2 & 48)), dim=2)
     times, least = (_halves(blocks, first).float().unsqueeze(2) for first in (0, 2))
