@@ -24,7 +24,7 @@ from tests.support.worker.tiny_backend import tiny_backend
 
 CONCURRENCIES = (1, 16)
 PROMPT, STEPS, ROUNDS = 16, 14, 2
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 768,
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
