@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from kvstore.connectors.installed import ConnectorExtraConfig, ConnectorName, ConnectorRole, open_connector
 from kvstore.connectors.interface import KVConnectorBase
 from services.worker.distributed.lockstep import GroupTopology
-from services.worker.expert_config import ExpertConfig
 from services.worker.guided.limits import GrammarBackendName, GrammarLimits
 from services.worker.kv.layer_groups import HybridKvCache
+from services.worker.parallel_config import ParallelConfig
 from services.worker.rank_identity import RankIdentity
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
 from shared.ids import EngineId, Incarnation, ModelName
@@ -23,7 +23,7 @@ from shared.models.generation_config import GenerationConfigError, read_override
 from shared.settings import ByteSize, ContainerVariable, UpOption
 
 
-class WorkerConfig(ExpertConfig, frozen=True, kw_only=True):
+class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
     """Every setting of a worker rank, with its unit and bounds."""
 
     engine: Annotated[str, Meta(min_length=1, description="Id of the engine: its scheduler's instance name.")]
@@ -309,6 +309,7 @@ class WorkerConfig(ExpertConfig, frozen=True, kw_only=True):
         if self.pp > 1 and self.device == "sim":
             raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
         self.check_experts(self.device)
+        self.check_shared_rows(self.device, self.world_size // self.pp)
         self._check_group()
         for each in self.lora:
             name, _, folder = each.partition("=")
@@ -349,6 +350,7 @@ class WorkerConfig(ExpertConfig, frozen=True, kw_only=True):
         drafts = None if self.speculative is None else read_speculation(self.speculative).method
         for name, refused in (
             (f"pp = {self.pp}", self.pp > 1),
+            ("enable_sp", self.enable_sp),
             (f"device = {self.device}", self.device not in ("auto", "cpu")),
             (f"kv_connector = {self.kv_connector}", self.kv_connector is not None),
             (f"speculative: method {drafts}", drafts not in (None, "ngram")),

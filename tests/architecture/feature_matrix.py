@@ -45,6 +45,7 @@ FEATURES = (
     "encoder-decoder",
     "expert parallel",
     "data parallel",
+    "sequence parallel",
 )
 UNTESTED = tuple(
     tuple(sorted((one, other), key=FEATURES.index))

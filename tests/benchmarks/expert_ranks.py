@@ -39,10 +39,14 @@ PICKS, SET = CHOSEN * (4 + 4), 8
 REQUEST_STEPS = OUTPUT - 1
 """Decodes of a request: its first token comes of its prompt."""
 
-Kind = Literal["TP", "TP + EP", "DP + EP, all", "DP + EP, low latency", "DP + EP, high throughput"]
+Kind = Literal[
+    "TP", "TP, SP", "TP + EP", "TP + EP, SP", "DP + EP, all", "DP + EP, low latency", "DP + EP, high throughput"
+]
 _OPTIONS: dict[Kind, str] = {
     "TP": "--tp={}",
+    "TP, SP": "--tp={} --enable-sp",
     "TP + EP": "--tp={} --enable-expert-parallel",
+    "TP + EP, SP": "--tp={} --enable-expert-parallel --enable-sp",
     "DP + EP, all": "--data-parallel-size={} --enable-expert-parallel --all2all-backend=allgather_reducescatter",
     "DP + EP, low latency": "--data-parallel-size={} --enable-expert-parallel --all2all-backend=low_latency",
     "DP + EP, high throughput": "--data-parallel-size={} --enable-expert-parallel --all2all-backend=high_throughput",
@@ -59,6 +63,11 @@ class Way(NamedTuple):
     def is_group(self) -> bool:
         """Whether its ranks are a data-parallel group."""
         return self.kind.startswith("DP")
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether each rank has a share of the rows between products."""
+        return self.kind.endswith("SP")
 
     @property
     def instances(self) -> list[str]:
@@ -94,6 +103,8 @@ def mixing_bytes(way: Way) -> float:
     """What a token's row costs in a layer that mixes, by theory, received by all ranks together, where any experts are
     picked as often as others."""
     others = way.ranks - 1
+    if way.shares_rows:  # a reduce-scatter, and a gather before
+        return others * (ROW + COMBINED_ROW + (PICKS if "EP" in way.kind else 0))
     if not way.is_group:  # a sum, of which each rank reads every other's
         return way.ranks * others * COMBINED_ROW
     there_and_back = others * (ROW + COMBINED_ROW + PICKS)
@@ -102,6 +113,13 @@ def mixing_bytes(way: Way) -> float:
     nowhere = math.comb(EXPERTS - EXPERTS // way.ranks, CHOSEN) / math.comb(EXPERTS, CHOSEN)
     said = others * SET if way.kind == "DP + EP, low latency" else 0
     return said + (1 - nowhere) * there_and_back
+
+
+def bytes_beside_mixtures(way: Way, computed: float, requests: int) -> float:
+    """What rows that are shared cost elsewhere, by theory, received by all ranks together."""
+    wanted = requests * OUTPUT
+    summed = LAYERS * computed + wanted  # the embedding, and attention; in the last layer of the rows that are wanted
+    return (way.ranks - 1) * (summed * COMBINED_ROW + (LAYERS * computed + wanted) * ROW)
 
 
 def rows_that_mix(computed: float, requests: int) -> float:
@@ -119,6 +137,9 @@ async def measure(stack: RunningStack, way: Way) -> Round:
     moved |= {kind: after.received[kind] - before.received[kind] for kind in after.received}
     if way.is_group:
         mixing = sum(moved[kind] for kind in ("all_gather", "reduce_scatter", "dispatch", "combine", "all_to_all"))
+    elif way.shares_rows:
+        computed = after.computed - before.computed
+        mixing = moved["all_gather"] + moved["reduce_scatter"] - bytes_beside_mixtures(way, computed, STREAMS)
     else:  # of the sums of a step, one is of the embedding, and one in each layer behind attention
         computed = after.computed - before.computed
         attention = (LAYERS - 1) * computed + STREAMS * OUTPUT

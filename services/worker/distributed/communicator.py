@@ -16,6 +16,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from services.worker.distributed.host_memory import HostExchange
+
 
 class Communicator(Protocol):
     """Collectives over the ranks of one stage; every rank calls them in the same order."""
@@ -27,6 +29,10 @@ class Communicator(Protocol):
     @property
     def world_size(self) -> int:
         """Ranks of the stage."""
+
+    @property
+    def in_memory(self) -> HostExchange | None:
+        """By which the ranks of the stage exchange tensors in memory of their host; None where they do not."""
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, on every rank; may overwrite `x`."""
@@ -49,6 +55,7 @@ class SingleRank:
 
     rank = 0
     world_size = 1
+    in_memory: HostExchange | None = None
 
     def sum(self, x: Tensor) -> Tensor:
         """Returns `x` itself."""

@@ -213,9 +213,9 @@ class TorchCommunicator:
         self._exchange = exchange
 
     @property
-    def exchanges_in_memory(self) -> bool:
-        """Whether the ranks of the stage share memory for what they exchange."""
-        return self._exchange is not None
+    def in_memory(self) -> HostExchange | None:
+        """See `Communicator.in_memory`."""
+        return self._exchange
 
     def sum(self, x: Tensor) -> Tensor:
         """See `Communicator.sum`; `x` is overwritten."""

@@ -122,6 +122,7 @@ def _load_settings(
         trust_remote_code=config.trust_remote_code,
         experts=config.expert_settings(config.engine),
         group=group,
+        shared_rows=config.shared_rows,
     )
 
 

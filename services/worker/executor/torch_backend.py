@@ -188,6 +188,7 @@ def _check_combinations(settings: BackendSettings) -> None:
         "tp": wanted.communicator.world_size > 1,
         "pp": wanted.pipeline.stages > 1,
         "data_parallel_size": wanted.group is not None,
+        "enable_sp": wanted.shared_rows is not None,
         "enable_expert_parallel": wanted.experts.parallel,
         "load_format dummy": wanted.load_format == "dummy",
         "speculative": settings.speculation is not None,

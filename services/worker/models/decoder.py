@@ -10,18 +10,32 @@ import torch
 from torch import Tensor
 
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
+from services.worker.distributed.residual_rows import ResidualRows
+from services.worker.distributed.row_exchange import RowExchange
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import LayerGroups, allocate_caches, distinct
 from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.expert_parallel.local_experts import count_picks
 from services.worker.models.expert_parallel.rearrangement import ExpertRearranger
 from services.worker.models.latent.attention import LatentAttention
 from services.worker.models.native_decoder import NativeDecoder, native_decoder
 from services.worker.models.rope import rotations
 from services.worker.models.sharding import LayerShard
 from services.worker.models.states.checkpoint_pages import CheckpointPages, checkpoint_pages
-from services.worker.models.weights import DecoderWeights, ForwardPass, KvCaches, LayerWeights, Mlp, apply_mlp
-from services.worker.ops.interface import BatchMeta, Ops, StateCache, StateMixer, cached_head_dim
+from services.worker.models.weights import (
+    DecoderWeights,
+    ForwardPass,
+    KvCaches,
+    LayerWeights,
+    MixtureMlp,
+    Mlp,
+    apply_mlp,
+    dispatch_rows,
+    mixed_arrivals,
+    shared_expert_rows,
+)
+from services.worker.ops.interface import BatchMeta, InputRows, Ops, StateCache, StateMixer, cached_head_dim
 from shared.messages.kvstore import KvLayout
 
 
@@ -47,6 +61,8 @@ class Decoder:
         self._taps: tuple[int, ...] = ()
         self.rearranger: ExpertRearranger | None = None
         """Where experts are moved while it computes."""
+        self._rows = ResidualRows(communicator)
+        self._routed: RowExchange | None = None
         self._compute_by(ops)
 
     def _compute_by(self, ops: Ops) -> None:
@@ -114,7 +130,7 @@ class Decoder:
     @property
     def wire(self) -> str:
         """How rows pass between ranks; all ranks must say the same."""
-        rows = f"rows of {self._ops.empty_rows(1, 1).dtype}"
+        rows = f"rows of {self._ops.empty_rows(1, 1).dtype}{self._rows}"
         return f"{rows}, experts {self._share.experts_digest}" if self._share.placements else rows
 
     @property
@@ -127,6 +143,11 @@ class Decoder:
         self._groups = groups
         if self._native is not None:
             self._native.use_groups(groups.group_of)
+
+    def share_rows(self, rows: ResidualRows, routed: RowExchange | None) -> None:
+        """From here on this rank has its share of a step's rows between products, by sequence parallelism. `routed`: of
+        the stage's ranks, by which rows reach whole experts; None: ranks have shares of all experts."""
+        self._rows, self._routed = rows, routed
 
     def use_taps(self, layers: tuple[int, ...]) -> None:
         """From here on features are what goes into the layers of these numbers, side by side in their order; the number
@@ -241,30 +262,30 @@ class Decoder:
         if self._native is not None:
             return self._native.forward(ids, meta, caches, features)
         layers, step = self._weights.layers, meta
-        residual = self.input_rows(ids)
-        if meta.inputs is not None and self._weights.embedding is not None:
-            residual = meta.inputs.put_into(residual, self._embedding_scale if self._config.scales_inputs else None)
+        self._rows.begin(len(ids))
+        residual, given = self._first_rows(ids, meta)
         x = self._ops.rms_norm(residual, layers[0].input_norm, self._config.norm_eps)
         self._tap(features, 0, residual)
         for number, (layer, following, cache) in enumerate(zip(layers[:-1], layers[1:], caches[:-1], strict=True)):
             meta = step if self._groups is None else step.of_group(self._groups.group_of[number])
-            x = self.attend(layer, self.queries(layer, x, meta, cache), meta, cache)
+            x = self.attend(layer, self.queries(layer, self._rows.gathered(x), meta, cache), meta, cache)
             x, residual = self.mlp_output(layer, x, residual)
-            if step.inputs is not None:
-                residual = step.inputs.add_level(residual, self._weights.first_layer + number)
+            if given is not None:
+                residual = given.add_level(residual, self._weights.first_layer + number)
             x, residual = self._ops.add_rms_norm(x, residual, following.input_norm, self._config.norm_eps)
             self._tap(features, number + 1, residual)
         last, cache = layers[-1], caches[-1]
         meta = step if self._groups is None else step.of_group(self._groups.group_of[-1])
-        queries = self.queries(last, x, meta, cache)
+        queries = self.queries(last, self._rows.gathered(x), meta, cache)
         if self._weights.final_norm is None:
             x, residual = self.mlp_output(last, self.attend(last, queries, meta, cache), residual)
-            if step.inputs is not None:
-                residual = step.inputs.add_level(residual, self._weights.first_layer + len(layers) - 1)
+            if given is not None:
+                residual = given.add_level(residual, self._weights.first_layer + len(layers) - 1)
             self._pipeline.send(residual.add_(x))
             return None
         if features is not None and self.ends_every_row:
             x, residual = self._mlp(last, self.attend(last, queries, meta, cache), residual, self._weights.final_norm)
+            x = self._rows.gathered(x)
             if self._taps:
                 self._tap(features, len(layers), residual)
             else:
@@ -272,11 +293,21 @@ class Decoder:
             return self.logits(x.index_select(0, meta.logits_rows)) if len(meta.logits_rows) else None
         if not len(meta.logits_rows):
             return None
-        x = self.attend(last, queries, meta, cache, meta.logits_rows)
         if len(meta.logits_rows) < len(ids):
-            residual = residual.index_select(0, meta.logits_rows)
+            residual = self._rows.select(residual, meta.logits_rows)
+        x = self.attend(last, queries, meta, cache, meta.logits_rows)
         x, _ = self._mlp(last, x, residual, self._weights.final_norm)
-        return self.logits(x)
+        return self.logits(self._rows.gathered(x))
+
+    def _first_rows(self, ids: Tensor, meta: BatchMeta) -> tuple[Tensor, InputRows | None]:
+        """This rank's rows that this stage's layers begin with, and those of them that a client has given."""
+        given, own, residual = meta.inputs, self._rows.own, self.input_rows(ids)
+        if given is not None and own is not None:
+            here = (given.rows >= own.first) & (given.rows < own.end)
+            given = InputRows(given.rows[here] - own.first, given.values[here])
+        if given is not None and self._weights.embedding is not None:
+            residual = given.put_into(residual, self._embedding_scale if self._config.scales_inputs else None)
+        return residual, given
 
     @property
     def ends_every_row(self) -> bool:
@@ -287,15 +318,17 @@ class Decoder:
         """Keeps what goes into a layer where it is asked for."""
         if features is None or layer not in self._taps:
             return
+        residual = self._rows.gathered(residual)
         columns = features.view(len(residual), len(self._taps), -1)
         for number in (number for number, tapped in enumerate(self._taps) if tapped == layer):
             columns[:, number].copy_(residual)
 
     def input_rows(self, ids: Tensor) -> Tensor:
-        """[n, hidden] that this stage's layers begin with."""
+        """[n, hidden] that this stage's layers begin with; of these, this rank's rows."""
         embedding = self._weights.embedding
         if embedding is None:
-            return self._pipeline.receive(self._ops.empty_rows(len(ids), self._config.hidden_size))
+            own = self._rows.count(len(ids))
+            return self._pipeline.receive(self._ops.empty_rows(own, self._config.hidden_size))
         x = self._embed(ids, embedding)
         return x if self._embedding_scale is None else x * self._embedding_scale
 
@@ -306,7 +339,7 @@ class Decoder:
         own = ids - self._share.vocab[0]
         inside = (own >= 0) & (own < self._share.vocab[1] - self._share.vocab[0])
         x = self._ops.embed(own.clamp_(0, len(embedding) - 1), embedding)
-        return self._communicator.sum(x.mul_(inside.unsqueeze(1)))
+        return self._rows.summed(x.mul_(inside.unsqueeze(1)))
 
     def queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
         """x [n, hidden] → queries [n, H, D]; keys and values, or latents, are in the cache then. Where
@@ -350,7 +383,7 @@ class Decoder:
         cache: tuple[Tensor, Tensor],
         rows: Tensor | None = None,
     ) -> Tensor:
-        """What `queries` gave → the block's output [n, hidden], or that of `rows` only."""
+        """What `queries` gave → the block's output [n, hidden], or that of `rows` only; of these, this rank's rows."""
         if layer.mixer is not None:
             mixed = queries
         elif self._latent is not None:
@@ -361,7 +394,7 @@ class Decoder:
             mixed = self._attention(layer, queries, meta, cache)
         if rows is not None and len(rows) < len(mixed):
             mixed = mixed.index_select(0, rows)
-        x = self._communicator.sum(self._ops.linear(mixed, layer.output))
+        x = self._rows.summed(self._ops.linear(mixed, layer.output))
         if layer.attention_post_norm is not None:
             x = self._ops.rms_norm(x, layer.attention_post_norm, self._config.norm_eps)
         return self._scaled(x)
@@ -399,8 +432,18 @@ class Decoder:
         return self._scaled(x), residual
 
     def _mlp_sum(self, layer: LayerWeights, mlp: Mlp, x: Tensor) -> Tensor:
-        """x [n, hidden], normed → what the layer's MLP makes of it, that of all ranks."""
-        return self._communicator.sum(apply_mlp(self._ops, mlp, x, self._config.activation))
+        """x, this rank's rows, normed → what the layer's MLP makes of them, that of all ranks."""
+        activation, shares = self._config.activation, self._rows.shares
+        if self._routed is None or shares is None or not isinstance(mlp, MixtureMlp):
+            return self._rows.summed(apply_mlp(self._ops, mlp, self._rows.gathered(x), activation))
+        counts = [share.end - share.first for share in shares]
+        dispatch_rows(self._ops, mlp, x, self._routed, counts, counted=False)
+        met, mixed = mixed_arrivals(self._ops, mlp, self._routed, activation)
+        if mlp.counts is not None and mlp.experts.local is not None:
+            count_picks(mlp.counts, mlp.experts.local.experts_of(met.picks))
+        if mlp.shared is not None:
+            mixed.add_(shared_expert_rows(self._ops, mlp.shared, met.rows, activation))
+        return self._routed.combine(mixed)
 
     def logits(self, x: Tensor) -> Tensor | None:
         """x [R, hidden], normed → [R, vocab] on rank 0, else None."""

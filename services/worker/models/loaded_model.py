@@ -99,6 +99,8 @@ class LoadSettings:
     experts: ExpertSettings = NO_EXPERT_PARALLEL
     group: RankGroup | None = None
     """The data-parallel group whose ranks share experts; None: those of the stage do."""
+    shared_rows: int | None = None
+    """Rows of the smallest step of which each rank has a share between products; None: all ranks have all rows."""
 
     @property
     def device(self) -> torch.device:

@@ -7,6 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from services.worker.distributed.communicator import Communicator
+from services.worker.distributed.lockstep import GroupTopology
+from services.worker.distributed.residual_rows import ResidualRows
+from services.worker.distributed.row_exchange import row_exchange
 from services.worker.models.checkpoint import (
     NOWHERE,
     Checkpoint,
@@ -148,6 +152,8 @@ def _decoder(
         )
         head = _head_of(settings, tensors, config, pooling) if stage.is_last else None
     decoder = _decoder_of(settings, config, weights, share, ops, plugin)
+    if settings.shared_rows is not None:
+        _share_rows(settings.shared_rows, decoder, settings.communicator)
     if packer is not None:
         pace = ThreadPace()
         read_beside = _tensors(settings, config, dtype, method, None, pace.rest)
@@ -172,6 +178,16 @@ def _decoder_of(
     if settings.on_layer is not None:
         return LayerwiseDecoder(*parts, settings.pipeline, settings.on_layer)
     return Decoder(*parts, settings.pipeline)
+
+
+def _share_rows(min_rows: int, decoder: Decoder, communicator: Communicator) -> None:
+    """Raises ModelError where ranks cannot exchange rows in memory."""
+    exchange = communicator.in_memory
+    if exchange is None or not exchange.takes(decoder.ops.empty_rows(1, 1)):
+        raise ModelError("enable_sp: the ranks need the C++ library, CPUs and /dev/shm of one host, and no float16")
+    alone = GroupTopology(communicator.rank, communicator.world_size, 1, 0)
+    routed = row_exchange("auto", alone, exchange) if decoder.share.placements else None
+    decoder.share_rows(ResidualRows(communicator, exchange, min_rows), routed)
 
 
 def _packer(settings: LoadSettings, ops: Ops, plugin: PluginModel | None) -> ExpertPacker:
@@ -279,7 +295,11 @@ def _check_plugin(settings: LoadSettings, plugin: PluginModel, method: Quantizat
         raise ModelError(f"a layer-wise KV connector is not told of the layers of a model of {plugin.where}")
     if method is not None:
         raise ModelError(f"quantization_config: a model of {plugin.where} is read from weights that are not quantised")
-    asked = (("classifier_from_token", settings.classifier_from_token), ("data_parallel_size", settings.group))
+    asked = (
+        ("classifier_from_token", settings.classifier_from_token),
+        ("data_parallel_size", settings.group),
+        ("enable_sp", settings.shared_rows),
+    )
     for name in (name for name, value in asked if value):
         raise ModelError(f"{name}: not allowed for a model of {plugin.where}")
 

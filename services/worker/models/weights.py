@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, assert_never
 
 from torch import Tensor
 
+from services.worker.distributed.row_exchange import RoutedRows, RowExchange
 from services.worker.models.expert_parallel.local_experts import RankExperts, count_picks
 from services.worker.ops.interface import (
     Activation,
@@ -174,11 +175,37 @@ def mixed_rows(ops: Ops, mixture: MixtureMlp, x: Tensor, activation: Activation)
 
 def route(ops: Ops, mixture: MixtureMlp, x: Tensor) -> tuple[Tensor, Picks]:
     """x [n, hidden] → the router's logits [n, E] and what it picks, which is counted where picks are."""
-    logits = ops.linear(x, mixture.router)
-    picks = ops.choose_experts(logits, mixture.routing)
+    logits, picks = _choices(ops, mixture, x)
     if mixture.counts is not None:
-        count_picks(mixture.counts, picks)
+        count_picks(mixture.counts, picks.experts)
     return logits, picks
+
+
+def _choices(ops: Ops, mixture: MixtureMlp, x: Tensor) -> tuple[Tensor, Picks]:
+    logits = ops.linear(x, mixture.router)
+    return logits, ops.choose_experts(logits, mixture.routing)
+
+
+def dispatch_rows(
+    ops: Ops, mixture: MixtureMlp, x: Tensor, exchange: RowExchange, counts: Sequence[int], *, counted: bool = True
+) -> None:
+    """x [n, hidden], this rank's or engine's rows, on their way to whole experts; `counts` as `RowExchange.start` takes
+    them. What they pick is counted unless not `counted`."""
+    logits, picks = (route if counted else _choices)(ops, mixture, x)
+    local = mixture.experts.local
+    assert local is not None, "experts are spread over ranks"
+    places = local.places(picks, logits)
+    exchange.start(RoutedRows(x, places, picks.chances), local.holders_of(places), counts)
+
+
+def mixed_arrivals(
+    ops: Ops, mixture: MixtureMlp, exchange: RowExchange, activation: Activation
+) -> tuple[RoutedRows, Tensor]:
+    """The rows that have come, and what this rank's experts make of them: for `RowExchange.combine`."""
+    met, local = exchange.arrived(), mixture.experts.local
+    assert local is not None, "experts are spread over ranks"
+    here = Picks(met.chances, local.own_numbers(met.picks.long()).to(met.picks.dtype))
+    return met, ops.mixture(met.rows, here, mixture.experts.packed, kind=activation)
 
 
 def shared_expert_rows(ops: Ops, shared: SharedExpert, x: Tensor, activation: Activation) -> Tensor:

@@ -39,6 +39,7 @@ WORDS = 159
 SEEDED = SamplingOptions(seed=77, temperature=0.8, top_p=0.9)
 SILENT = 1.0
 """Seconds in which a rank that computes would have answered."""
+MOVING = ExpertSettings(parallel=True, balanced=True, redundant=2, window=3, interval=2)
 PREEMPTING = 10
 """Blocks in which the requests below do not fit together."""
 
@@ -54,9 +55,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyModel]
     """Family and KV heads → a checkpoint of three layers, made once."""
 
     @cache
-    def make(family: str, kv_heads: int = 2) -> TinyModel:
+    def make(family: str, kv_heads: int = 2, **more: int) -> TinyModel:
         folder = tmp_path_factory.mktemp(family)
-        return make_model(family, folder, vocab_size=WORDS, num_key_value_heads=kv_heads)
+        return make_model(family, folder, vocab_size=WORDS, num_key_value_heads=kv_heads, **more)
 
     return make
 
@@ -80,7 +81,7 @@ def say_what_the_reference_says(engine: EngineOfRanks, model: TinyModel) -> None
     engine.run()
     assert [request.tokens for request in requests] == [model.greedy(tokens, OUTPUT) for tokens in PROMPTS]
     size = engine.serving[0].card.block_size
-    assert requests[3].cached >= len(COMMON) // size * size
+    assert requests[3].cached >= len(COMMON) // size * size or engine.serving[0].state_bytes
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,35 @@ def test_ranks_may_have_unlike_numbers_of_experts(
     parallel = ExpertSettings(parallel=True)
     engine = ranks.serve(model.path, tp=tp, stages=stages, ops="native", limits=limits, experts=parallel)
     say_what_the_reference_says(engine, model)
+
+
+@pytest.mark.features("sequence parallel", "tensor parallel", "expert parallel", "chunked prefill", "prefix cache")
+@pytest.mark.features("sequence parallel", "states")
+@pytest.mark.features("sequence parallel", "hybrid KV cache")
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("gemma2", {"tp": 2}),
+        ("qwen3-moe", {"tp": 4, "experts": ExpertSettings(parallel=True)}),
+        ("granite-hybrid-moe", {"tp": 2}),
+        ("deepseek-v3", {"tp": 2, "experts": MOVING}),
+        ("mixtral", {"tp": 2, "stages": 2, "hybrid": "on"}),
+    ],
+)
+def test_ranks_that_share_rows_say_the_same(
+    ranks: RankProcesses, models: Callable[..., TinyModel], family: str, how: dict[str, Any]
+) -> None:
+    """Steps of 1 to 48 rows, which seldom divide over ranks, or are fewer. Where experts stay, to the last bit what all
+    say that have all rows, whether all steps are shared or only larger ones."""
+    model = models(family, **({"sliding_window": 24} if "hybrid" in how else {}))
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
+    logits = []
+    for shared_rows in (1,) if "hybrid" in how or how.get("experts") is MOVING else (1, 4, None):
+        engine = ranks.serve(model.path, ops="native", limits=limits, shared_rows=shared_rows, **how)
+        say_what_the_reference_says(engine, model)
+        logits.append(engine.logits)
+        assert how.get("experts") is not MOVING or engine.moves[0] > 0
+    assert all(each == logits[0] for each in logits)
 
 
 @pytest.mark.features("tensor parallel", "preemption")
@@ -258,6 +288,7 @@ def test_rows_of_clients_are_what_the_first_stage_begins_with(
         kv_memory=PREEMPTING * alone // (tp * stages),
         drafts=drafts,
         prompt_embeds=True,
+        shared_rows=1 if tp > 1 else None,
     )
     common = random_rows(model.reference, 33, 1)
     rows = [torch.cat((common, random_rows(model.reference, count, count))) for count in (4, 20)]
@@ -288,10 +319,14 @@ def test_rows_of_clients_are_what_the_first_stage_begins_with(
 @pytest.mark.features("images", "expert parallel")
 @pytest.mark.features("images", "speculative")
 @pytest.mark.features("images", "hybrid KV cache")
+@pytest.mark.features("images", "sequence parallel")
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ("qwen3-moe", {"tp": 2, "stages": 2, "layers": (1, 2), "experts": ExpertSettings(parallel=True)}),
+        (
+            "qwen3-moe",
+            {"tp": 2, "stages": 2, "layers": (1, 2), "experts": ExpertSettings(parallel=True), "shared_rows": 1},
+        ),
         ("qwen2.5", {"launched": True, "drafts": 2}),
         ("gemma3", {"hybrid": "on", "ops": "native"}),
     ],
@@ -369,7 +404,9 @@ def test_drafters_of_two_ranks_are_those_of_one(
         speculation = SpeculationSettings(method=method, model=str(folder))
         accepted = []
         for tp, launched in ((1, False), (2, False), (2, True)):
-            engine = ranks.serve(model.path, tp=tp, limits=limits, speculation=speculation, launched=launched)
+            shared_rows = 1 if tp > 1 and not launched else None
+            how: dict[str, Any] = {"launched": launched, "shared_rows": shared_rows, "speculation": speculation}
+            engine = ranks.serve(model.path, tp=tp, limits=limits, **how)
             requests = [engine.ask(tokens, OUTPUT_OF_DRAFTS) for tokens in prompts]
             engine.run()
             assert [request.tokens for request in requests] == expected, method

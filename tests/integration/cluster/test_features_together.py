@@ -300,6 +300,7 @@ INT8 = "--quantization=int8"
 PROCESSES = "--logits-processors=begin_with"
 TAKES_EMBEDDINGS = "--enable-prompt-embeds"
 EXPERTS = "--enable-expert-parallel"
+SHARED_ROWS = "--enable-sp"
 GROUP = "--data-parallel-size=2"
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
 
@@ -311,6 +312,7 @@ NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
     "prefix cache",
     "chunked prefill",
     "tensor parallel",
+    "sequence parallel",
     "preemption",
     "n > 1",
     "logprobs",
@@ -326,7 +328,7 @@ NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
 async def test_two_ranks_that_draft_in_small_steps_and_little_memory(
     plain: Answers, more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    own = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *connector(tmp_path), "--block-size=32"]
+    own = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *connector(tmp_path), "--block-size=32", SHARED_ROWS]
     with running_stack(tmp_path, tp=2, more=[*own, *more]) as stack:
         async with asyncio.TaskGroup() as both:
             both.create_task(crowd(stack, 10))
@@ -345,6 +347,7 @@ async def test_two_ranks_that_draft_in_small_steps_and_little_memory(
     "chunked prefill",
     "pipeline parallel",
     "tensor parallel",
+    "sequence parallel",
     "n > 1",
     "logprobs",
     "prompt logprobs",
@@ -361,7 +364,7 @@ async def test_two_ranks_that_draft_in_small_steps_and_little_memory(
 async def test_two_stages_of_two_ranks_with_whole_experts(
     rounded: Answers, more: tuple[str, ...], mixture: Path, tmp_path: Path
 ) -> None:
-    own = [*SMALL_STEPS, NGRAM, *connector(tmp_path), *more, INT8, EXPERTS]
+    own = [*SMALL_STEPS, NGRAM, *connector(tmp_path), *more, INT8, EXPERTS, SHARED_ROWS]
     with running_stack(tmp_path, model=mixture, tp=2, pp=2, more=own) as stack:
         assert await all_at_once(stack) == rounded
 
@@ -482,6 +485,7 @@ def federated(folder: Path, more: Sequence[str], **shape: Any) -> Iterator[Feder
     "chunked prefill",
     "prefill/decode",
     "tensor parallel",
+    "sequence parallel",
     "re-dispatch",
     "preemption",
     "n > 1",
@@ -500,7 +504,7 @@ def test_another_clusters_pools_and_a_decoding_engine_that_dies(
     plain: Answers, more: tuple[str, ...], mixture: Path, tmp_path: Path
 ) -> None:
     settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
-    own = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=4MiB", NGRAM, "--tp-decode=2", EXPERTS]
+    own = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=4MiB", NGRAM, "--tp=2", EXPERTS, SHARED_ROWS]
     with federated(
         tmp_path, [*more, f"--model={mixture}"], prefill=1, decode=1, kvstore="64MiB", settings=settings, own=own
     ) as clusters:

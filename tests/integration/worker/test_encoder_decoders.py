@@ -94,6 +94,7 @@ def test_a_longer_context_than_there_are_positions_is_refused(tmp_path: Path) ->
 @pytest.mark.features("encoder-decoder", "pipeline parallel", refused=True)
 @pytest.mark.features("encoder-decoder", "data parallel", refused=True)
 @pytest.mark.features("encoder-decoder", "expert parallel", refused=True)
+@pytest.mark.features("encoder-decoder", "sequence parallel", refused=True)
 @pytest.mark.features("encoder-decoder", "speculative", refused=True)
 @pytest.mark.features("encoder-decoder", "KV connector", refused=True)
 @pytest.mark.features("encoder-decoder", "LoRA", refused=True)
@@ -108,6 +109,7 @@ def test_what_they_are_not_combined_with_is_refused_at_start(tmp_path: Path) -> 
         "tp": {"communicator": several_ranks},
         "pp": {"pipeline": several_stages},
         "data_parallel_size": {"group": SimpleNamespace()},
+        "enable_sp": {"shared_rows": 1},
         "enable_expert_parallel": {"experts": ExpertSettings(parallel=True)},
         "load_format dummy": {"load_format": "dummy"},
         "kv_connector": {"kv_connector": True},

@@ -140,6 +140,7 @@ class FirstOfTwo:
     """A place among ranks that nobody joins: what cannot be had is found before."""
 
     rank, world_size = 0, 2
+    in_memory = None
 
     def all_gather(self, value: str) -> list[str]:
         return [value, value]
@@ -164,6 +165,9 @@ def test_what_cannot_be_had_says_why(models: Callable[[str], TinyModel], tmp_pat
     library_model("Cohere2", tmp_path / "dense")
     said = "enable_expert_parallel: transformers has no plan for Cohere2ForCausalLM (tp_plan) with experts"
     assert refusal(tmp_path / "dense", PARALLEL) == said
+    shares = {"communicator": FirstOfTwo(), "shared_rows": 1}
+    assert refusal(tmp_path / "dense", ExpertSettings(), **shares).startswith("enable_sp: only for architectures that")
+    assert refusal(models("llama").path, ExpertSettings(), **shares).startswith("enable_sp: the ranks need the C++")
     uneven = ExpertSettings(parallel=True, balanced=True, redundant=1, load_dir=tmp_path)
     complaint = "num_redundant_experts 1: 8 experts and these do not divide over 2 ranks"
     assert refusal(models("deepseek-v2").path, uneven, **two) == complaint

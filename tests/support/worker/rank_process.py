@@ -74,6 +74,7 @@ class Serve(Struct, frozen=True, tag=True):
     model_impl: ModelImpl = "auto"
     engines: int = 1
     """Of a data-parallel group: the first ranks are those of the first of them."""
+    shared_rows: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -135,7 +136,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
             RankTopology(rank, asked.world_size, asked.stages),
             rendezvous=f"file://{asked.rendezvous}",
             timeout=JOIN_DEADLINE,
-            shared=shared_exchange(asked.tp) if asked.ops == "native" else None,
+            shared=shared_exchange(asked.tp) if asked.ops == "native" or asked.shared_rows else None,
         )
     return tiny_backend(
         Path(asked.model),
@@ -155,6 +156,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
         experts=asked.experts,
         model_impl=asked.model_impl,
         group=group,
+        shared_rows=asked.shared_rows,
         speculation=asked.speculation
         or (SpeculationSettings(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None),
     )

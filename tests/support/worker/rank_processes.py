@@ -89,6 +89,7 @@ class RankProcesses:
         prompt_embeds: bool = False,
         experts: ExpertSettings = NO_EXPERT_PARALLEL,
         model_impl: ModelImpl = "auto",
+        shared_rows: int | None = None,
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces those before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
@@ -103,6 +104,7 @@ class RankProcesses:
             prompt_embeds=prompt_embeds,
             experts=experts,
             model_impl=model_impl,
+            shared_rows=shared_rows,
         )
         (engine,) = self._serve(asked, limits)
         return engine
@@ -119,6 +121,7 @@ class RankProcesses:
         drafts: int = 0,
         experts: ExpertSettings = WHOLE_EXPERTS,
         model_impl: ModelImpl = "auto",
+        shared_rows: int | None = None,
     ) -> list[EngineOfRanks]:
         """A data-parallel group of engines of `tp` ranks, which replaces the engines before."""
         asked = Serve(
@@ -128,6 +131,7 @@ class RankProcesses:
             drafts=drafts,
             experts=experts,
             model_impl=model_impl,
+            shared_rows=shared_rows,
         )
         return self._serve(asked, limits)
 

@@ -92,6 +92,20 @@ def test_engines_of_a_group_have_no_connector() -> None:
         told(*GROUP, "--kv-connector=shared-memory")
 
 
+@pytest.mark.features("sequence parallel", "data parallel", refused=True)
+def test_rows_that_would_not_be_shared_are_refused() -> None:
+    for argv, said in (
+        (["--sp-min-token-num=8"], "sp_min_token_num = 8: needs enable_sp"),
+        (["--enable-sp"], "enable_sp: needs two tensor-parallel ranks or more"),
+        (["--enable-sp", "--world-size=2", "--pp=2", "--rendezvous=file:///r"], "enable_sp: needs two tensor-parallel"),
+        (["--enable-sp", "--world-size=2", "--device=sim"], "enable_sp: the simulated device has no rows"),
+        ([*GROUP, "--enable-sp", "--world-size=2"], "enable_sp: not possible with data_parallel_size = 2"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            told(*argv)
+    assert told("--enable-sp", "--world-size=2", "--rendezvous=file:///r").shared_rows == 1
+
+
 def test_experts_move_as_vllm_s_object_says() -> None:
     wanted = {"window_size": 50, "step_interval": 200, "num_redundant_experts": 4, "log_balancedness": True}
     found = told(*EPLB, f"--eplb-config={json.dumps(wanted)}").expert_settings("e")

@@ -7,7 +7,6 @@ from torch import Tensor
 from services.worker.distributed.all2all import All2AllBackend
 from services.worker.distributed.communicator import Communicator
 from services.worker.distributed.lockstep import LockstepMember, StepRows
-from services.worker.distributed.row_exchange import RoutedRows
 from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
@@ -18,10 +17,11 @@ from services.worker.models.weights import (
     LayerWeights,
     MixtureMlp,
     Mlp,
-    route,
+    dispatch_rows,
+    mixed_arrivals,
     shared_expert_rows,
 )
-from services.worker.ops.interface import BatchMeta, Ops, Picks
+from services.worker.ops.interface import BatchMeta, Ops
 
 
 class GroupDecoder(LockstepMember, Decoder):
@@ -45,7 +45,7 @@ class GroupDecoder(LockstepMember, Decoder):
         super().__init__(config, weights, share, ops, communicator)
         self.group = group
         self.lockstep = group.lockstep
-        self._all2all, self._rows = all2all, group.row_exchange(all2all)
+        self._all2all, self._exchange = all2all, group.row_exchange(all2all)
         self._step = StepRows((), ())
 
     @property
@@ -86,15 +86,11 @@ class GroupDecoder(LockstepMember, Decoder):
         counts = self._step.last if layer is self._weights.layers[-1] else self._step.rows
         if not sum(counts):
             return x
-        local, activation = mixture.experts.local, self._config.activation
-        assert local is not None, "experts are spread over the group's ranks"
-        logits, picks = route(self._ops, mixture, x)
-        places = local.places(picks, logits)
-        self._rows.start(RoutedRows(x, places, picks.chances), local.holders_of(places), counts)
+        activation = self._config.activation
+        dispatch_rows(self._ops, mixture, x, self._exchange, counts)
         shared: Tensor | None = None
         if mixture.shared is not None and len(x):
             shared = self._communicator.sum(shared_expert_rows(self._ops, mixture.shared, x, activation))
-        met = self._rows.arrived()
-        here = Picks(met.chances, local.own_numbers(met.picks.long()).to(picks.experts.dtype))
-        mixed = self._rows.combine(self._ops.mixture(met.rows, here, mixture.experts.packed, kind=activation))
+        _, computed = mixed_arrivals(self._ops, mixture, self._exchange, activation)
+        mixed = self._exchange.combine(computed)
         return mixed if shared is None else mixed.add_(shared)

@@ -56,6 +56,10 @@ class LocalExperts(NamedTuple):
         word = experts.sum(dim=1, keepdim=True) + logits.argmin(dim=1, keepdim=True)
         return experts + word % self.replicas[experts] * self.holders.shape[1]
 
+    def experts_of(self, places: Tensor) -> Tensor:
+        """The expert of each of these `places`."""
+        return places % self.holders.shape[1]
+
     def holders_of(self, places: Tensor) -> Tensor:
         """The rank of each of these `places`."""
         return self.holders.view(-1)[places]
@@ -74,7 +78,7 @@ class RankExperts:
     """Expert parallelism: which experts they are; None: all."""
 
 
-def count_picks(counts: Tensor, picks: Picks) -> None:
-    """Adds to `counts` (int64 [E]) how often each expert is picked. Does not wait for the device."""
-    experts = picks.experts.flatten().long()
+def count_picks(counts: Tensor, picks: Tensor) -> None:
+    """Adds to `counts` (int64 [E]) how often each expert is among `picks`. Does not wait for the device."""
+    experts = picks.flatten().long()
     counts.scatter_add_(0, experts, counts.new_ones(1).expand(len(experts)))

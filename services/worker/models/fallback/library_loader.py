@@ -45,6 +45,8 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         raise ModelError("classifier_from_token: only for architectures that Baton computes itself, not transformers")
     if encoder_type(settings.folder) is not None:
         return _library_encoder(settings)
+    if settings.shared_rows is not None:
+        raise ModelError("enable_sp: only for architectures that Baton computes itself, not transformers")
     library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code)
     config = library.config
     check_library_experts(settings.experts, config)

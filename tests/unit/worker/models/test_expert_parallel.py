@@ -144,7 +144,7 @@ def load_of(counts: dict[int, list[int]], path: Path | None, **different: object
 def test_picks_are_counted_and_each_rank_s_share_of_them() -> None:
     counts = torch.zeros(4, dtype=torch.int64)
     for _ in range(2):
-        count_picks(counts, Picks(torch.ones(3, 2), torch.tensor([[0, 1], [0, 3], [0, 1]], dtype=torch.int32)))
+        count_picks(counts, torch.tensor([[0, 1], [0, 3], [0, 1]], dtype=torch.int32))
     assert counts.tolist() == [6, 4, 0, 2]
     load = ExpertLoad({1: counts}, [spread_evenly(4, 2), ExpertPlacement(((0, 1, 3), (0, 2, 3)))])
     assert load.by_rank() == {1: [8.0, 4.0]}

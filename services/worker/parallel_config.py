@@ -1,4 +1,4 @@
-"""What a worker is told at its start of experts and how they are spread over ranks. Imports no torch."""
+"""What a worker is told at its start of how ranks share a model: its experts, and rows between products. No torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from services.worker.sim.settings import SimulatedDeviceConfig
 from shared.settings import UpOption
 
 
-class ExpertConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
-    """The settings of mixtures, with their bounds."""
+class ParallelConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
+    """The settings of mixtures and of rows that ranks share, with their bounds."""
 
     enable_expert_parallel: Annotated[
         bool,
@@ -59,6 +59,34 @@ class ExpertConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
         Meta(description="Directory of files that say how often each expert was picked; each engine writes its own."),
         UpOption("How many"),
     ] = None
+
+    enable_sp: Annotated[
+        bool,
+        Meta(
+            description="Sequence parallelism: of a step's rows each of the --tp ranks has a share between products, "
+            "whose norms and residuals it alone computes. On CPUs of one host; text is the same."
+        ),
+        UpOption("How many"),
+    ] = False
+    sp_min_token_num: Annotated[
+        int | None,
+        Meta(ge=1, description="With enable_sp: steps of fewer tokens leave all rows on all ranks; default: 1."),
+        UpOption("How many"),
+    ] = None
+
+    def check_shared_rows(self, device: str, ranks: int) -> None:
+        """Raises ValueError where sequence parallelism is asked for and can have no effect. `ranks`: of a stage."""
+        if self.sp_min_token_num is not None and not self.enable_sp:
+            raise ValueError(f"sp_min_token_num = {self.sp_min_token_num}: needs enable_sp")
+        if self.enable_sp and device == "sim":
+            raise ValueError("enable_sp: the simulated device has no rows")
+        if self.enable_sp and ranks == 1:
+            raise ValueError("enable_sp: needs two tensor-parallel ranks or more (--tp)")
+
+    @property
+    def shared_rows(self) -> int | None:
+        """Tokens of the smallest step whose rows ranks share; None: all ranks have all rows."""
+        return (self.sp_min_token_num or 1) if self.enable_sp else None
 
     def check_experts(self, device: str) -> None:
         """Raises ValueError where what is asked for can have no effect."""
