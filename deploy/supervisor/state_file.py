@@ -9,13 +9,14 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from deploy.supervisor.core.members import State, SupervisedProcess
 from deploy.supervisor.core.plan import Pool, ProcessSpec, Scalable
@@ -66,7 +67,8 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
     """See `ProcessSpec.colocated`."""
     group: EngineId | None = None
     """None, too, where the supervisor before this one knew of no groups."""
-    group_size: int = 1
+    group_size: int | None = None
+    """None where the supervisor before this one wrote down groups without their sizes; read files have one."""
     group_index: int = 0
     superseded: bool = False
     """Its engine ends once others are ready in its place."""
@@ -77,7 +79,7 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
             *(self.service, self.instance, self.number, self.kind, self.engine, self.pool, self.rank, self.model),
             colocated=self.colocated,
             group=self.group or self.engine,
-            group_size=self.group_size,
+            group_size=self.group_size or 1,
             group_index=self.group_index,
         )
         return SupervisedProcess(
@@ -232,7 +234,7 @@ def write_state(run_dir: Path, state: StackState) -> str | None:
         _replace(run_dir / STATE, state)
     except OSError as error:
         problem = f"{run_dir / STATE} cannot be written ({error.strerror}); it lies in shared memory"
-        _replace(_fallback(run_dir), msgspec.structs.replace(state, problems=(*state.problems, problem)))
+        _replace(_fallback(run_dir), replace(state, problems=(*state.problems, problem)))
         return problem
     with contextlib.suppress(OSError):
         _fallback(run_dir).unlink(missing_ok=True)
@@ -276,9 +278,21 @@ def _read(path: Path) -> StackState | None:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_uid != os.getuid():  # anybody may write into shared memory
                 return None
-            return msgspec.json.decode(file.read(), type=StackState, dec_hook=_decoded)
+            state = msgspec.json.decode(file.read(), type=StackState, dec_hook=_decoded)
     except (OSError, msgspec.DecodeError):
         return None
+    return replace(state, members=tuple(_with_group_size(record, state.members) for record in state.members))
+
+
+def _with_group_size(record: MemberRecord, members: Iterable[MemberRecord]) -> MemberRecord:
+    """The supervisor that wrote no sizes had all engines of a group in its file, those that waited too."""
+    if record.group_size is not None:
+        return record
+    same = record.group, record.pool, record.model
+    engines = {each.number for each in members if (each.group, each.pool, each.model) == same}
+    if record.group is None:
+        return replace(record, group_size=1)
+    return replace(record, group_size=len(engines), group_index=sorted(engines).index(record.number))
 
 
 def _encoded(value: Any) -> str:

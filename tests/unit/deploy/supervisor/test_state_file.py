@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -56,6 +57,20 @@ def test_a_state_is_read_as_it_was_written_with_all_that_a_successor_needs(tmp_p
     write_state(tmp_path, state)
     assert last_state(tmp_path) == state
     assert [record.member() for record in state.members] == members
+
+
+def test_groups_of_a_supervisor_that_wrote_no_sizes_have_those_of_their_engines(tmp_path: Path) -> None:
+    counts = Counts(engines=6, ranks=2, data_parallel=3)
+    members = [SupervisedProcess(process) for process in all_process_specs(counts)]
+    write_state(tmp_path, msgspec.structs.replace(STATE, members=tuple(map(recorded, members))))
+    old = json.loads((tmp_path / "state.json").read_text())
+    for record in old["members"]:
+        del record["group_size"], record["group_index"]
+    (tmp_path / "state.json").write_text(json.dumps(old))
+    state = last_state(tmp_path)
+    assert state is not None
+    assert [record.member() for record in state.members] == members
+    assert {record.group_size for record in state.members if record.pool} == {3}
 
 
 def test_so_is_that_of_several_models(tmp_path: Path) -> None:
