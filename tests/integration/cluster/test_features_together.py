@@ -312,7 +312,6 @@ NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
     "prefix cache",
     "chunked prefill",
     "tensor parallel",
-    "sequence parallel",
     "preemption",
     "n > 1",
     "logprobs",
@@ -328,7 +327,7 @@ NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
 async def test_two_ranks_that_draft_in_small_steps_and_little_memory(
     plain: Answers, more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    own = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *connector(tmp_path), "--block-size=32", SHARED_ROWS]
+    own = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *connector(tmp_path), "--block-size=32"]
     with running_stack(tmp_path, tp=2, more=[*own, *more]) as stack:
         async with asyncio.TaskGroup() as both:
             both.create_task(crowd(stack, 10))
