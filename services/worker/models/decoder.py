@@ -16,7 +16,6 @@ from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import LayerGroups, allocate_caches, distinct
 from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.config import ModelConfig, ModelError
-from services.worker.models.expert_parallel.local_experts import count_picks
 from services.worker.models.expert_parallel.rearrangement import ExpertRearranger
 from services.worker.models.latent.attention import LatentAttention
 from services.worker.models.native_decoder import NativeDecoder, native_decoder
@@ -31,9 +30,7 @@ from services.worker.models.weights import (
     MixtureMlp,
     Mlp,
     apply_mlp,
-    dispatch_rows,
-    mixed_arrivals,
-    shared_expert_rows,
+    mix_shared_rows,
 )
 from services.worker.ops.interface import BatchMeta, InputRows, Ops, StateCache, StateMixer, cached_head_dim
 from shared.messages.kvstore import KvLayout
@@ -437,13 +434,7 @@ class Decoder:
         if self._routed is None or shares is None or not isinstance(mlp, MixtureMlp):
             return self._rows.summed(apply_mlp(self._ops, mlp, self._rows.gathered(x), activation))
         counts = [share.end - share.first for share in shares]
-        dispatch_rows(self._ops, mlp, x, self._routed, counts, counted=False)
-        met, mixed = mixed_arrivals(self._ops, mlp, self._routed, activation)
-        if mlp.counts is not None and mlp.experts.local is not None:
-            count_picks(mlp.counts, mlp.experts.local.experts_of(met.picks))
-        if mlp.shared is not None:
-            mixed.add_(shared_expert_rows(self._ops, mlp.shared, met.rows, activation))
-        return self._routed.combine(mixed)
+        return mix_shared_rows(self._ops, mlp, x, self._routed, counts, activation)
 
     def logits(self, x: Tensor) -> Tensor | None:
         """x [R, hidden], normed → [R, vocab] on rank 0, else None."""

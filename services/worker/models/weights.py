@@ -208,6 +208,25 @@ def mixed_arrivals(
     return met, ops.mixture(met.rows, here, mixture.experts.packed, kind=activation)
 
 
+def mix_shared_rows(
+    ops: Ops,
+    mixture: MixtureMlp,
+    x: Tensor,
+    exchange: RowExchange,
+    counts: Sequence[int],
+    activation: Activation,
+) -> Tensor:
+    """x [n, hidden], this rank's rows of a step that all ranks of a stage share → what the mixture makes of them.
+    `exchange` brings all rows to all, and `counts` are each rank's. What all rows pick is counted."""
+    dispatch_rows(ops, mixture, x, exchange, counts, counted=False)
+    met, mixed = mixed_arrivals(ops, mixture, exchange, activation)
+    if mixture.counts is not None and mixture.experts.local is not None:
+        count_picks(mixture.counts, mixture.experts.local.experts_of(met.picks))
+    if mixture.shared is not None:
+        mixed.add_(shared_expert_rows(ops, mixture.shared, met.rows, activation))
+    return exchange.combine(mixed)
+
+
 def shared_expert_rows(ops: Ops, shared: SharedExpert, x: Tensor, activation: Activation) -> Tensor:
     """x [n, hidden] → this rank's part of what the expert of all rows makes of them, [n, hidden]."""
     output = apply_mlp(ops, shared.mlp, x, activation)
