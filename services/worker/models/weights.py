@@ -117,6 +117,10 @@ class DecoderWeights:
     """Which of the model's layers the first of `layers` is."""
 
 
+Rows = tuple[int, int] | Tensor
+"""Outputs of a module that a rank has: from and to, or the index of each, in its order."""
+
+
 class NamedProduct(NamedTuple):
     """A matrix that adapters may change, of a model whose modules are known by their names."""
 
@@ -124,9 +128,10 @@ class NamedProduct(NamedTuple):
     outputs: int
     inputs: int
     """Of the whole module."""
-    rows: tuple[int, int]
+    rows: Rows
+    """Its outputs that this rank has."""
     columns: tuple[int, int]
-    """Its outputs and inputs that this rank has, from and to."""
+    """Its inputs that this rank has, from and to."""
 
 
 class NamedModules(NamedTuple):

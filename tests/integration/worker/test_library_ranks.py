@@ -55,7 +55,9 @@ def test_two_ranks_say_what_the_library_does(architecture: str, ranks: RankProce
     assert sizes[1] == sizes[0] // (1 if architecture == "Olmo2" else 2)
 
 
-@pytest.mark.parametrize(("architecture", "code"), [("GPTNeoX", "int8"), ("Olmo2", "int4")])
+@pytest.mark.parametrize(
+    ("architecture", "code"), [("GPTNeoX", "int8"), ("Olmo2", "int4"), ("Phi3", "int8"), ("GPT2", "int4")]
+)
 def test_two_ranks_share_the_weights_that_one_would_have_rounded(
     architecture: str, code: Code, ranks: RankProcesses, tmp_path: Path
 ) -> None:

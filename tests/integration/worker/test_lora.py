@@ -349,13 +349,13 @@ def test_ranks_have_their_rows_and_layers_of_each_adapter(
 
 
 @pytest.mark.features("LoRA", "tensor parallel", "pipeline parallel")
-@pytest.mark.parametrize(("architecture", "tp", "stages"), [("Starcoder2", 2, 1), ("Olmo2", 1, 2)])
+@pytest.mark.parametrize(("architecture", "tp", "stages"), [("Starcoder2", 2, 1), ("Phi3", 2, 1), ("Olmo2", 1, 2)])
 def test_ranks_of_what_transformers_computes_have_their_share_of_each_adapter(
     ranks: RankProcesses, tmp_path: Path, architecture: str, tp: int, stages: int
 ) -> None:
     """Some of a layer's outputs or inputs; layers of one stage, and the head of the last."""
     model = library_model(architecture, tmp_path / "model")
-    every = linear_layers(model) if architecture == "Starcoder2" else (*linear_layers(model), "lm_head")
+    every = (*linear_layers(model), "lm_head") if architecture == "Olmo2" else linear_layers(model)
     made = {name: write_adapter(model, tmp_path / name, modules=every, r=r, seed=r) for name, r in (("a", 4), ("b", 9))}
     folders = tuple((name, str(each.path)) for name, each in made.items())
     limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=6)

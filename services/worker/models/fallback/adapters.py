@@ -157,7 +157,9 @@ def _bloom_forward(
     module: Any, slopes: Tensor, hidden_states: Tensor, residual: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
     query, key, value = module._reshape(module.query_key_value(hidden_states))
-    mixed = attended(module, query, key, value, scale=module.inv_norm_factor, alibi_slopes=slopes)
+    first = getattr(module, "baton_rank", 0) * module.num_heads  # of ranks that share the heads
+    own = slopes[first : first + module.num_heads]
+    mixed = attended(module, query, key, value, scale=module.inv_norm_factor, alibi_slopes=own)
     return module.dense(_merged(mixed)) + residual, None
 
 

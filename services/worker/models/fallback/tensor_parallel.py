@@ -1,4 +1,5 @@
-"""A model of `transformers` shared among the ranks of a stage, by the plan that the library has for it (`tp_plan`).
+"""A model of `transformers` shared among the ranks of a stage, by the plan that the library has for it (`tp_plan`), or
+by one of ours.
 
 Its styles are those of Megatron-LM (arXiv:1909.08053): `colwise` layers compute a share of their outputs, `rowwise`
 ones a share of the sum over their inputs. Layers whose plan gathers their outputs, or splits their inputs, stay whole
@@ -9,13 +10,16 @@ one tensor for all, each rank has some columns of every one; what it adds up for
 from __future__ import annotations
 
 import re
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from services.worker.distributed.communicator import Communicator
 from services.worker.models.config import ModelError
+from services.worker.models.weights import Rows
 from services.worker.ops.interface import Ops, PackedLinear
 from services.worker.ops.quantized import QuantizedWeight, Scheme, quantize
 
@@ -44,9 +48,27 @@ PARTIAL = ".partial"
 """Behind the name of a layer that is split by its inputs: what a rank has of it."""
 _OF_FIRST = "first_rank"
 """A style of ours: what is added once."""
+_FUSED = ("qkv_colwise", "packed_colwise")
+"""Styles of linear layers that compute several matrices' outputs, one behind the other, of each of which a rank has a
+share: queries, keys and values (a style of ours), or gates and ups."""
 
-_PLANS = {
-    "gpt_oss": {
+
+class _Plan(NamedTuple):
+    """How one family's layers are split."""
+
+    styles: dict[str, str]
+    """By the names of modules and tensors in a layer."""
+    layers: str = "layers"
+    """What the library calls the list of them."""
+    counts: tuple[str, ...] = ()
+    """Attributes of attention modules that count heads, or elements of all heads: they become a rank's. `config` stands
+    for `num_attention_heads` of the module's configuration."""
+    attention: str = "self_attn"
+    """The name of these modules."""
+
+
+_GPT_OSS = _Plan(
+    {
         "self_attn.q_proj": "colwise",
         "self_attn.k_proj": "colwise",
         "self_attn.v_proj": "colwise",
@@ -59,11 +81,44 @@ _PLANS = {
         "mlp.experts.down_proj": "colwise",
         "mlp.experts.down_proj_bias": _OF_FIRST,
         "mlp.experts": _SUMMED,
+    }
+)
+_PHI_3 = _Plan(
+    {
+        "self_attn.qkv_proj": "qkv_colwise",
+        "self_attn.o_proj": "rowwise",
+        "mlp.gate_up_proj": "packed_colwise",
+        "mlp.down_proj": "rowwise",
     },
-}
-"""By `model_type`, of layers of families that the library has no plan for."""
+    counts=("num_key_value_heads", "config"),
+)
+_GPT_2 = _Plan(
+    {
+        "attn.c_attn": "qkv_colwise",
+        "attn.c_proj": "rowwise",
+        "mlp.c_fc": "colwise",
+        "mlp.c_proj": "rowwise",
+    },
+    layers="h",
+    counts=("num_heads", "split_size"),
+    attention="attn",
+)
+_BLOOM = _Plan(
+    {
+        # A head's query, key and value lie behind each other.
+        "self_attention.query_key_value": "colwise",
+        "self_attention.dense": "rowwise",
+        "mlp.dense_h_to_4h": "colwise",
+        "mlp.dense_4h_to_h": "rowwise",
+    },
+    layers="h",
+    counts=("num_heads",),
+    attention="self_attention",
+)
+_PLANS = {"gpt_oss": _GPT_OSS, "phi3": _PHI_3, "gpt2": _GPT_2, "bloom": _BLOOM}
+"""By `model_type`, of families whose layers the library has no plan for, or one that splits none."""
 
-_KEYS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
+_KEYS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj", "c_attn")
 """Names of layers that compute keys, alone or with others."""
 
 
@@ -76,13 +131,15 @@ def shard_model(model: nn.Module, communicator: Communicator, quantization: Sche
     plan, name, ranks = _plan_of(model), type(model).__name__, communicator.world_size
     if not any(style in ("colwise", "rowwise") for style in plan.values()):
         raise ModelError(f"tp {ranks}: transformers has no plan for {name} (tp_plan) that splits layers")
-    _check_heads(own.config.get_text_config(decoder=True), ranks)
+    config = own.config.get_text_config(decoder=True)
+    _check_heads(config, ranks)
+    _straighten(model)
     split_keys = False
     for path, module in list(model.named_modules()):
         style = plan.get(re.sub(r"\d+", "*", path))
-        if style == "colwise":
+        if style == "colwise" or style in _FUSED:
             _check_linear(path, style, module)
-            _split_outputs(path, module, communicator)
+            _split_outputs(path, module, communicator, _matrices_of(style, module.out_features, config))
             split_keys |= path.endswith(_KEYS)
         elif style == "rowwise":
             _check_linear(path, style, module)
@@ -103,6 +160,7 @@ def shard_model(model: nn.Module, communicator: Communicator, quantization: Sche
         if plan.get(re.sub(r"\d+", "*", owner)) not in (_SUMMED, "local_params"):
             raise ModelError(f"tp {ranks}: {path} is to be split by {style!r}, which is not supported")
         setattr(model.get_submodule(owner), last, _own(_split_tensor(path, style, weight, communicator)))
+    _count_own_heads(model, communicator)
     return split_keys
 
 
@@ -116,18 +174,57 @@ def _plan_of(model: nn.Module) -> dict[str, str]:
     """Styles by the names of modules and tensors, with a star for numbers."""
     own: Any = model
     plan = dict(getattr(own, "_tp_plan", None) or {})
-    layers = {
-        f"{own.base_model_prefix}.layers.*.{name}": style
-        for name, style in _PLANS.get(own.config.model_type, {}).items()
-    }
-    return layers | plan
+    ours = _PLANS.get(own.config.model_type)
+    if ours is None:
+        return plan
+    return plan | {f"{own.base_model_prefix}.{ours.layers}.*.{name}": style for name, style in ours.styles.items()}
+
+
+def _matrices_of(style: str, outputs: int, config: Any) -> list[int]:
+    """The outputs of each matrix that a linear layer of this style is made of."""
+    if style == "packed_colwise":
+        return [outputs // 2, outputs // 2]
+    if style != "qkv_colwise":
+        return [outputs]
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = outputs // (heads + 2 * kv_heads)
+    return [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+
+
+def _straighten(model: nn.Module) -> None:
+    """Makes linear layers of what has their weights transposed, as GPT-2 has."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            inputs, outputs = module.weight.shape
+            made = nn.Linear(inputs, outputs, device="meta")
+            made.weight, made.bias = _own(module.weight.T), module.bias
+            parent, _, last = path.rpartition(".")
+            setattr(model.get_submodule(parent), last, made)
+
+
+def _count_own_heads(model: nn.Module, communicator: Communicator) -> None:
+    """Has attention modules that cut what they compute by numbers of heads count this rank's."""
+    own: Any = model
+    plan, ranks = _PLANS.get(own.config.model_type), communicator.world_size
+    if plan is None or not plan.counts:
+        return
+    modules: list[Any] = [each for path, each in model.named_modules() if path.rpartition(".")[2] == plan.attention]
+    for module in modules:
+        for name in plan.counts:
+            if name == "config":
+                module.config = copy(module.config)
+                module.config.num_attention_heads //= ranks
+            else:
+                setattr(module, name, getattr(module, name) // ranks)
+        module.baton_rank = communicator.rank
 
 
 class LinearShare(NamedTuple):
     """What a rank has of a linear layer; None: all."""
 
-    rows: tuple[int, int] | None = None
-    """Outputs, from and to."""
+    rows: Rows | None = None
+    """Outputs."""
     outputs: int | None = None
     """Of the whole layer, as `inputs`."""
     columns: tuple[int, int] | None = None
@@ -201,13 +298,20 @@ def _part(path: str, size: int, communicator: Communicator) -> slice:
     return slice(communicator.rank * share, (communicator.rank + 1) * share)
 
 
-def _split_outputs(path: str, module: Any, communicator: Communicator) -> None:
-    part = _part(path, module.out_features, communicator)
-    module.baton_share = LinearShare(rows=(part.start, part.stop), outputs=module.out_features)
-    module.out_features = part.stop - part.start
-    module.weight = _own(module.weight[part])
+def _split_outputs(path: str, module: Any, communicator: Communicator, matrices: list[int]) -> None:
+    """`matrices`: the outputs of each, one behind the other."""
+    parts, first = list[Tensor](), 0
+    for outputs in matrices:
+        part = _part(path, outputs, communicator)
+        parts.append(torch.arange(first + part.start, first + part.stop))
+        first += outputs
+    own = torch.cat(parts)
+    rows = (int(own[0]), int(own[-1]) + 1) if len(parts) == 1 else own
+    module.baton_share = LinearShare(rows=rows, outputs=module.out_features)
+    module.out_features = len(own)
+    module.weight = _own(module.weight[own])
     if module.bias is not None:
-        module.bias = _own(module.bias[part])
+        module.bias = _own(module.bias[own])
 
 
 def _split_inputs(path: str, module: Any, communicator: Communicator, quantization: Scheme | None) -> nn.Module:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
-from services.worker.models.lora.adapted_modules import Rows, modules_of_layer
+from services.worker.models.lora.adapted_modules import modules_of_layer
 from services.worker.models.lora.adapter_files import HEAD, LoraAdapter, LoraPair
+from services.worker.models.weights import Rows
 from services.worker.ops.interface import PackedLinear
 from services.worker.ops.low_rank import LowRankPart, LowRankProducts, LowRankShape
 

@@ -184,7 +184,8 @@ class AdaptedLibraryModel:
 
 
 def _named_matrix(name: str, product: NamedProduct, ops: Ops, slots: int, max_rank: int) -> AdaptedMatrix:
-    (first, end), (first_column, end_column) = product.rows, product.columns
-    shape = LowRankShape(slots, max_rank, end_column - first_column, (end - first,))
-    projection = Projection(0, name, product.columns, product.rows, end - first)
+    rows, (first, end) = product.rows, product.columns
+    outputs = len(rows) if isinstance(rows, Tensor) else rows[1] - rows[0]
+    shape = LowRankShape(slots, max_rank, end - first, (outputs,))
+    projection = Projection(0, name, product.columns, rows, outputs)
     return AdaptedMatrix(product.packed, (projection,), ops.low_rank_products(shape))

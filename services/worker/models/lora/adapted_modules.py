@@ -17,11 +17,8 @@ from services.worker.models.sharding import LayerShard, MixerShard
 from services.worker.models.states.delta_loading import input_parts
 from services.worker.models.states.gated_attention import gated_outputs
 from services.worker.models.states.mamba_loading import own_outputs
-from services.worker.models.weights import DenseMlp, LayerWeights, MixtureMlp
+from services.worker.models.weights import DenseMlp, LayerWeights, MixtureMlp, Rows
 from services.worker.ops.interface import PackedLinear
-
-Rows = tuple[int, int] | Tensor
-"""Outputs of a module that a rank has: from and to, or each in its order."""
 
 KEYS_AND_VALUES = "self_attn.kv_b_proj"
 """The module that makes them of latents. It stands on the other side of attention here: see `LatentAttention`."""
