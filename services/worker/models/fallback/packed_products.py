@@ -32,7 +32,8 @@ class PackedProduct(nn.Module):
 
     def named(self) -> NamedProduct:
         """For adapters."""
-        rows, outputs = self.share.rows or (0, self.outputs), self.share.outputs or self.outputs
+        rows = (0, self.outputs) if self.share.rows is None else self.share.rows
+        outputs = self.share.outputs or self.outputs
         columns, inputs = self.share.columns or (0, self.inputs), self.share.inputs or self.inputs
         return NamedProduct(self.packed, outputs, inputs, rows, columns)
 
