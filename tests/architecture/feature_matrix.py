@@ -2,6 +2,7 @@
 
     @pytest.mark.features("guided", "speculative")                   covers every pair of what it names
     @pytest.mark.features("beam search", "guided", refused=True)     the combination is a clear error
+    @pytest.mark.refuses("latent attention", "--kv-cache-dtype fp8") settings that are an error with a kind of model
 
 `python -m tests.architecture.feature_matrix` prints the page; a test compares it with the one in docs/.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -63,6 +65,14 @@ What a test runs together (✓, its name below), what is refused with a clear er
 Written by `python -m tests.architecture.feature_matrix > docs/features.md` from the tests' marks; a test keeps it true.
 
 """
+REFUSALS = """\
+## Settings that a kind of model refuses
+
+An error at start that names the setting and says why.
+
+| model | settings | test |
+|---|---|---|
+"""
 
 
 class Marked(NamedTuple):
@@ -73,23 +83,47 @@ class Marked(NamedTuple):
     refused: bool
 
 
-def marked_tests() -> list[Marked]:
-    """Every test with the mark, by name. Raises ValueError for a feature that is not in the list."""
-    files = sorted(TESTS.rglob("test_*.py"))
-    return sorted(marked for file in files for marked in _marked_in(file))
+class Refusal(NamedTuple):
+    """A kind of model, and settings that are an error at start with it."""
+
+    model: str
+    settings: tuple[str, ...]
+    test: str
 
 
-def _marked_in(file: Path) -> Iterator[Marked]:
+class Marks(NamedTuple):
+    """What all tests are marked with, by name."""
+
+    features: list[Marked]
+    refusals: list[Refusal]
+
+
+@cache
+def marks() -> Marks:
+    """Raises ValueError for a feature that is not in the list."""
+    found = Marks([], [])
+    for file in sorted(TESTS.rglob("test_*.py")):
+        for test, mark, names, keywords in _marks_in(file):
+            if mark == "refuses":
+                found.refusals.append(Refusal(names[0], names[1:], test))
+            elif unknown := set(names) - set(FEATURES):
+                raise ValueError(f"{test}: {sorted(unknown)} are no features")
+            else:
+                found.features.append(Marked(test, frozenset(names), bool(keywords.get("refused"))))
+    return Marks(sorted(found.features), sorted(found.refusals))
+
+
+def _marks_in(file: Path) -> Iterator[tuple[str, str, tuple[str, ...], dict[str, object]]]:
+    """A test, one of its marks of the two kinds, and that mark's arguments."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for decorator in node.decorator_list:
-            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.features":
-                named = frozenset(ast.literal_eval(each) for each in decorator.args)
-                if unknown := named - set(FEATURES):
-                    raise ValueError(f"{file.name}::{node.name}: {sorted(unknown)} are no features")
-                refused = any(k.arg == "refused" and ast.literal_eval(k.value) for k in decorator.keywords)
-                yield Marked(f"{file.relative_to(TESTS.parent)}::{node.name}", named, refused)
+            mark = ast.unparse(decorator.func) if isinstance(decorator, ast.Call) else ""
+            if isinstance(decorator, ast.Call) and mark in ("pytest.mark.features", "pytest.mark.refuses"):
+                names = tuple(ast.literal_eval(each) for each in decorator.args)
+                keywords = {str(each.arg): ast.literal_eval(each.value) for each in decorator.keywords}
+                yield f"{file.relative_to(TESTS.parent)}::{node.name}", mark.rpartition(".")[2], names, keywords
 
 
 def cell(one: str, other: str, tests: list[Marked]) -> str:
@@ -102,7 +136,7 @@ def cell(one: str, other: str, tests: list[Marked]) -> str:
 
 def page() -> str:
     """The whole document."""
-    tests = marked_tests()
+    tests, refusals = marks()
     lines = ["| |" + "|".join(FEATURES[:-1]) + "|", "|---|" + ":-:|" * (len(FEATURES) - 1)]
     for row, one in enumerate(FEATURES[1:], start=1):
         cells = [cell(one, other, tests) if column < row else "" for column, other in enumerate(FEATURES[:-1])]
@@ -112,12 +146,14 @@ def page() -> str:
         + (" (refused)" if marked.refused else "")
         for marked in tests
     ]
-    return HEADING + "\n".join(lines) + "\n\n## Tests\n\n" + "\n".join(listed) + "\n"
+    refused = [f"| {each.model} | `{'`, `'.join(each.settings)}` | `{each.test}` |" for each in refusals]
+    sections = (HEADING + "\n".join(lines), REFUSALS + "\n".join(refused), "## Tests\n\n" + "\n".join(listed))
+    return "\n\n".join(sections) + "\n"
 
 
 def untested() -> list[tuple[str, str]]:
     """Pairs with neither a test nor a refusal."""
-    tests = marked_tests()
+    tests = marks().features
     return [pair for pair in combinations(FEATURES, 2) if cell(*pair, tests) == "·"]
 
 

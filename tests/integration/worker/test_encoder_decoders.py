@@ -101,6 +101,7 @@ def test_a_longer_context_than_there_are_positions_is_refused(tmp_path: Path) ->
 @pytest.mark.features("encoder-decoder", "pooling", refused=True)
 @pytest.mark.features("encoder-decoder", "prompt embeds", refused=True)
 @pytest.mark.features("encoder-decoder", "hybrid KV cache", refused=True)
+@pytest.mark.refuses("encoder-decoders (BART, T5, …)", "--load-format dummy")
 def test_what_they_are_not_combined_with_is_refused_at_start(tmp_path: Path) -> None:
     path = make_encoder_decoder(tmp_path, "t5").path
     several_ranks, several_stages = SimpleNamespace(world_size=2), SimpleNamespace(stages=2)

@@ -77,6 +77,12 @@ def test_a_token_is_cached_as_one_latent_and_one_rotated_key(tmp_path: Path, ops
     assert library.rank.decoder.kv_block_bytes > 3 * native.rank.decoder.kv_block_bytes, "keys and values of four heads"
 
 
+@pytest.mark.refuses(
+    "latent attention (MLA)",
+    "--kv-cache-dtype fp8",
+    "--kv-cache-dtype int8_per_token_head",
+    "--attention flash-attn",
+)
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [

@@ -83,6 +83,7 @@ class SecondOfThree:
     rank, world_size = 1, 3
 
 
+@pytest.mark.refuses("of transformers, without a tp_plan (Falcon, MPT, …)", "--tp 2")
 @pytest.mark.parametrize(
     ("architecture", "complaint"),
     [

@@ -200,6 +200,7 @@ def test_a_model_without_positions_is_as_long_as_is_asked(mamba2: TinyModel) -> 
 
 @pytest.mark.features("states", "KV connector", refused=True)
 @pytest.mark.features("states", "hybrid KV cache", refused=True)
+@pytest.mark.refuses("layers with states (Mamba-2, Bamba, …)", "--kv-connector", "--hybrid-kv-cache on")
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [

@@ -150,6 +150,15 @@ class Engine:
             self.send(StepFinished(epoch=plan.epoch, step=plan.step, sampled=output.sampled, timing=TIMING))
 
 
+@pytest.mark.refuses(
+    "Whisper",
+    "--speculative",
+    "--load-format dummy",
+    "--kv-connector",
+    "--enable-prompt-embeds",
+    "--lora",
+    "--pooling-type",
+)
 @pytest.mark.parametrize(
     ("setting", "different"),
     [

@@ -113,7 +113,7 @@ def activated(gate, KIND: tl.constexpr):
 
 
 @triton.jit
-def gated(gate, up, KIND: tl.constexpr):
+def gated_sums(gate, up, KIND: tl.constexpr):
     """What an MLP makes of gates and ups, float32; see `Activation`."""
     if KIND == "swigluoai":
         gate = tl.minimum(gate, 7.0)
@@ -122,6 +122,12 @@ def gated(gate, up, KIND: tl.constexpr):
     else:
         made = activated(gate, KIND) * up
     return made
+
+
+@triton.jit
+def biases_of(biases, expert, column, WIDTH: tl.constexpr):
+    """Those of an expert's outputs `column`, of biases [E, WIDTH]. Beyond the last they are the last one's."""
+    return tl.load(biases + expert * WIDTH + tl.minimum(column, WIDTH - 1))
 
 
 @triton.jit
@@ -136,7 +142,7 @@ def gated_act_kernel(
     gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     if KIND == "swigluoai":
-        made = gated(gate, up, KIND)
+        made = gated_sums(gate, up, KIND)
     else:
         made = activated(gate, KIND).to(out.dtype.element_ty).to(tl.float32) * up
     tl.store(out + row * WIDTH + column, made.to(out.dtype.element_ty), mask=inside)

@@ -21,7 +21,7 @@ from services.worker.ops.quantized import ExpertBiases
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from services.worker.ops.triton.moe.routing import expert_tile, most_tiles, sort_picks, tile_rows
 from services.worker.ops.triton.products import dot
-from services.worker.ops.triton.row_ops import gated as gated_sums
+from services.worker.ops.triton.row_ops import biases_of, gated_sums
 
 SUMMED_AT_ONCE = 1024
 NO_BIASES = ExpertBiases(None, None)
@@ -125,9 +125,8 @@ def up_tile_kernel(
         gates += DEPTH
         ups += DEPTH
     if biases is not None:
-        added = biases + expert * (2 * SIZE) + tl.minimum(column, SIZE - 1)
-        gate += along_columns(tl.load(added), SWAPPED)
-        up += along_columns(tl.load(added + SIZE), SWAPPED)
+        gate += along_columns(biases_of(biases, expert, column, 2 * SIZE), SWAPPED)
+        up += along_columns(biases_of(biases, expert, column + SIZE, 2 * SIZE), SWAPPED)
     made = gated_sums(gate, up, KIND).to(gated.dtype.element_ty)
     if SWAPPED:
         made = tl.trans(made)
@@ -174,7 +173,7 @@ def down_tile_kernel(
         rows += DEPTH
         weights += DEPTH
     if biases is not None:
-        total += along_columns(tl.load(biases + expert * HIDDEN + tl.minimum(column, HIDDEN - 1)), SWAPPED)
+        total += along_columns(biases_of(biases, expert, column, HIDDEN), SWAPPED)
     if SWAPPED:
         total = tl.trans(total)
     chance = tl.load(chances + pick, mask=pick < picks, other=0.0)

@@ -36,7 +36,7 @@ from services.worker.ops.triton.moe.routing import (
     sort_picks,
     up_row_tile,
 )
-from services.worker.ops.triton.row_ops import gated as gated_sums
+from services.worker.ops.triton.row_ops import biases_of, gated_sums
 
 MAX_TURNS = tl.constexpr(4)
 """Turns of a loop over a row's elements whose loads are on their way together, at most."""
@@ -120,9 +120,8 @@ def up_row_kernel(
         up += tl.load(gates + SIZE * HIDDEN + start, mask=there[None, :], other=0.0).to(tl.float32) * values
     gates_sum, ups_sum = tl.sum(gate, 1), tl.sum(up, 1)
     if biases is not None:
-        added = biases + expert * (2 * SIZE) + tl.minimum(column, SIZE - 1)
-        gates_sum += tl.load(added)
-        ups_sum += tl.load(added + SIZE)
+        gates_sum += biases_of(biases, expert, column, 2 * SIZE)
+        ups_sum += biases_of(biases, expert, column + SIZE, 2 * SIZE)
     made = gated_sums(gates_sum, ups_sum, KIND)
     tl.store(gated + pick.to(tl.int64) * SIZE + column, made.to(gated.dtype.element_ty), mask=column < SIZE)
 
@@ -159,7 +158,7 @@ def down_row_kernel(
             chance = tl.load(chances + pick)
             weights = columns + expert * (HIDDEN * SIZE)
             if biases is not None:
-                added += tl.load(biases + expert * HIDDEN + tl.minimum(column, HIDDEN - 1)) * chance
+                added += biases_of(biases, expert, column, HIDDEN) * chance
             inputs = gated + pick.to(tl.int64) * SIZE + depth
             for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
                 there = depth < SIZE - start
