@@ -172,9 +172,21 @@ class _RawConfig(RawLatent, kw_only=True):
     input_levels: int = 0
 
 
-class _RawArchitectures(Struct, kw_only=True):
+MAX_LAYERS = 10_000
+"""Of a model."""
+
+
+class _RawLayers(Struct, kw_only=True):
+    num_hidden_layers: int | None = None
+    n_layer: int | None = None
+    n_layers: int | None = None
+    num_layers: int | None = None
+
+
+class _RawArchitectures(_RawLayers, kw_only=True):
     architectures: list[str] = field(default_factory=list)
     use_bidirectional_attention: bool | None = None
+    text_config: _RawLayers | None = None
 
 
 class _RawGenerationConfig(Struct, kw_only=True):
@@ -244,8 +256,12 @@ def stop_tokens(model_dir: Path, own: int | list[int] | None) -> tuple[int, ...]
 
 def is_native(model_dir: Path) -> bool:
     """Whether the model is of an architecture that is read here, as a decoder. Raises ModelError where there is no
-    configuration."""
+    configuration, or one with more layers than any model has: each takes memory before a weight is read."""
     raw = _decode(model_dir / "config.json", _RawArchitectures)
+    for part in (raw, raw.text_config):
+        for key in _RawLayers.__struct_fields__:
+            if (count := getattr(part, key, None)) is not None and count > MAX_LAYERS:
+                raise ModelError(f"{model_dir / 'config.json'}: {key} {count} is more than {MAX_LAYERS}")
     known = (*_FAMILIES, *_BASES, *_STATEFUL, *IMAGE_ARCHITECTURES)
     return not raw.use_bidirectional_attention and any(each in known for each in raw.architectures)
 

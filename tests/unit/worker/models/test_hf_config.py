@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import ModelConfig, ModelError
-from services.worker.models.hf_config import read_model_config
+from services.worker.models.hf_config import is_native, read_model_config
 from services.worker.models.rope import LinearRope, Llama3Rope, PlainRope, YarnRope
 from services.worker.models.sharding import shard_of
 
@@ -118,6 +118,17 @@ def test_qwen_2_slides_only_where_it_says_so(tmp_path: Path) -> None:
 def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     assert read(tmp_path, eos_token_id=9).eos_token_ids == (7, 2, 9)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"num_hidden_layers": 1 << 31}, {"n_layer": 1 << 31}, {"text_config": {"num_hidden_layers": 1 << 31}}],
+    ids=str,
+)
+def test_more_layers_than_any_model_has_are_refused_at_once(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], **config}))
+    with pytest.raises(ModelError, match=r"config\.json: \w+ 2147483648 is more than 10000"):
+        is_native(tmp_path)
 
 
 @pytest.mark.parametrize(
