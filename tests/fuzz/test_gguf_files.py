@@ -74,7 +74,7 @@ def outcome(file: Path, folder: Path) -> str:
     try:
         convert(file, folder)
         driver = Driver(tiny_backend(folder, dtype="float32", kv_memory_bytes=4 << 20, max_model_len=64))
-        sequence = driver.add([3, 5, 7], 2)
+        sequence = driver.add([0, 0, 0], 2)
         driver.run()
     except ModelError as error:
         return "wrong" if "\n" in str(error) else "refused"

@@ -173,6 +173,10 @@ def test_what_cannot_be_read_is_refused_and_leaves_nothing(tmp_path: Path) -> No
         (said(whole, offset=1 << 40), "cut short: its tensors end at byte"),
         (whole.replace(b"</s>", b"\xff/s>"), "no tokenizer can be made of it"),
         (whole.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "tensor blk.0.attn_x.weight is not known"),
+        (
+            whole.replace(b"ggml.tokens", b"ggml.tokenz"),
+            "tokenizer.ggml.tokens None tokens; a row for each",
+        ),
         (whole.replace(b"qwen2.block_count", b"qwen2.block_cound"), "qwen2.block_count: one number is expected"),
         ((mamba.path.parent / "llama.gguf").read_bytes(), "architecture 'mamba'; supported: llama, qwen2, qwen3"),
     ):

@@ -67,7 +67,7 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
         raise ModelError(f"{file.path}: mixtures of experts are not read from GGUF")
     if "token_embd.weight" not in file.shapes:
         raise ModelError(f"{file.path}: there is no tensor token_embd.weight")
-    vocabulary, hidden = file.shapes["token_embd.weight"]
+    vocabulary, hidden = _embedding(file)
     heads = _number(file, "attention.head_count")
     theta = float(_value(file, "rope.freq_base", 10_000.0))
     head_dim = int(_value(file, "attention.key_length", hidden // heads))
@@ -93,6 +93,18 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     }
     scaling = _scaling(file, theta, head_dim)
     return config if scaling is None else config | {"rope_scaling": scaling}
+
+
+def _embedding(file: GgufFile) -> tuple[int, int]:
+    """Its shape. Raises ModelError where it has not a row for each token."""
+    shape = file.shapes["token_embd.weight"]
+    tokens = file.metadata.get("tokenizer.ggml.tokens")  # how many
+    if len(shape) != 2 or not isinstance(tokens, int) or tokens > shape[0]:
+        raise ModelError(
+            f"{file.path}: tensor token_embd.weight has shape {list(shape)}, tokenizer.ggml.tokens {tokens} tokens; "
+            "a row for each token is expected"
+        )
+    return shape[0], shape[1]
 
 
 def stop_token_ids(file: GgufFile) -> list[int]:
