@@ -9,6 +9,7 @@ import pytest
 
 COMMANDS = {
     "tests/integration/deploy/test_compose.py": "make test-compose",
+    "tests/fuzz/test_gguf_files.py": "make fuzz",
     "tests/fuzz/test_hostile_bus.py": "make fuzz",
     "tests/fuzz/test_http_api.py": "make fuzz",
     "tests/fuzz/test_message_decoders.py": "make fuzz",
