@@ -12,7 +12,15 @@ import msgspec
 from msgspec.structs import replace
 
 from deploy.cli.up.assignments import Settings, check_journal, merged, parsed_settings
-from deploy.cli.up.counts import check_hand_overs, counts_of, cpu_share, encoders, layer_split
+from deploy.cli.up.counts import (
+    check_hand_overs,
+    check_pools,
+    counts_of,
+    cpu_share,
+    encoders,
+    hands_over,
+    layer_split,
+)
 from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.models import ChosenModel, check_names, check_together, chosen_models, first_of, own_settings
@@ -22,7 +30,7 @@ from deploy.cli.up.store import node_name, ssd_settings, store_choice, with_conn
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder, served_name
 from deploy.supervisor.adoption import LeftStack, left_stack
-from deploy.supervisor.core.plan import process_specs
+from deploy.supervisor.core.plan import Counts, process_specs
 from deploy.supervisor.launch import LaunchContext, secret_settings, service_command
 from deploy.supervisor.servers.arenas import clear_leftovers
 from deploy.supervisor.settings import StackSettings
@@ -75,7 +83,7 @@ def stack_spec(
     check_journal(assigned, counts.all_engines)
     model = model_folder(dealt["model"], values.get("load_format"), run_dir)
     dummy, simulated = _without_weights(values, assigned)
-    counts = replace(counts, encoder=encoders(stack, model, has_weights=not dummy and not simulated))
+    counts = _with_model(counts, stack, model, has_weights=not dummy and not simulated)
     federation = federation_choice(
         stack, values, model, dummy_weights=dummy, simulated=simulated, is_running=left is not None
     )
@@ -192,6 +200,12 @@ def _of_several(
     )
 
 
+def _with_model(counts: Counts, stack: StackSettings, model: Path, *, has_weights: bool) -> Counts:
+    """With what the model decides of them. Raises CommandError for pools that it cannot have."""
+    check_pools(stack, model)
+    return replace(counts, encoder=encoders(stack, model, has_weights=has_weights), hands_over=hands_over(model))
+
+
 def _model_spec(
     run_dir: Path, chosen: ChosenModel, values: Mapping[str, Any], assigned: Settings, own: Sequence[str]
 ) -> ModelSpec:
@@ -208,7 +222,7 @@ def _model_spec(
     return ModelSpec(
         name=chosen.name,
         model=model,
-        counts=replace(counts, encoder=encoders(stack, model, has_weights=not dummy and not simulated)),
+        counts=_with_model(counts, stack, model, has_weights=not dummy and not simulated),
         pp_layers=layer_split(values.get("pp_layers"), counts),
         settings=merged(service_settings(values), drafted, settings),
     )

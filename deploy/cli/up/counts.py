@@ -104,15 +104,24 @@ def check_hand_overs(values: Mapping[str, Any], *, prefill: int, decode: int, ha
             raise CommandError(f"{option}: hands over through a KV store: --kvstore-memory SIZE", status=2)
 
 
-def encoders(stack: StackSettings, model: Path, *, has_weights: bool) -> int:
-    """How many processes encode images, sounds or prompts: none for a model that has nothing encoded, or of which
-    nobody reads weights. Raises CommandError for pools of a model whose engines hand nothing over."""
-    attended = read_audio_model(model) or read_encoder_decoder(model)
-    if attended is not None and (stack.prefill or stack.decode):
+def check_pools(stack: StackSettings, model: Path) -> None:
+    """Raises CommandError for pools of a model whose engines hand nothing over."""
+    if (stack.prefill or stack.decode) and not hands_over(model):
         option = f"--prefill {stack.prefill}" if stack.prefill else f"--decode {stack.decode}"
         why = f"the decoder of {model} attends to an encoder's rows, which are not handed over"
         raise CommandError(f"{option}: {why}; allowed: --engines N", status=2)
-    return stack.encoders if has_weights and (attended or read_image_model(model)) else 0
+
+
+def hands_over(model: Path) -> bool:
+    """Whether engines of a model may hand requests over to others: not what attends to rows beside its own tokens."""
+    return read_audio_model(model) is None and read_encoder_decoder(model) is None
+
+
+def encoders(stack: StackSettings, model: Path, *, has_weights: bool) -> int:
+    """How many processes encode images, sounds or prompts: none for a model that has nothing encoded, or of which
+    nobody reads weights."""
+    encodes = not hands_over(model) or read_image_model(model)
+    return stack.encoders if has_weights and encodes else 0
 
 
 def layer_split(text: str | None, counts: Counts) -> tuple[int, ...]:

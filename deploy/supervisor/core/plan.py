@@ -57,6 +57,8 @@ class Counts(Struct, frozen=True, kw_only=True):
     decode: int = 0
     decode_ranks: int = 1
     decode_stages: int = 1
+    hands_over: bool = True
+    """Whether engines may hand requests over: not where the model attends to an encoder's rows beside its tokens."""
     standby: int = 0
     """Engines of each pool that has any which are kept loaded beside those that serve."""
     kvstore: int = 0
@@ -80,6 +82,12 @@ class Counts(Struct, frozen=True, kw_only=True):
     def of(self, what: Scalable) -> int:
         """The number of instances of a light service, or of engines of a pool."""
         return int(getattr(self, what))
+
+    def pool_refusal(self, what: Scalable) -> str | None:
+        """Why there can be no such pool; None where there can."""
+        if self.hands_over or what not in ("prefill", "decode"):
+            return None
+        return f"{what}: the model attends to an encoder's rows, which are not handed over; engines can be scaled"
 
     def ranks_of(self, pool: Pool) -> int:
         """Worker processes per engine."""

@@ -385,7 +385,8 @@ class Supervisor:
             return ReplyToScale(ScaleRefusal(f"{service}: cannot be scaled; {', '.join(SCALABLE)} can"))
         if what in POOLS and self._counts.hosts > 1:
             return ReplyToScale(ScaleRefusal(f"{service}: engines over several hosts cannot be scaled"))
-        if (refused := self._model_refusal(what, model)) is not None:
+        refused = self._model_refusal(what, model) or (what in POOLS and self._plans[model].pool_refusal(what))
+        if refused:
             return ReplyToScale(ScaleRefusal(refused))
         group = _ScaledProcesses(what, model)
         least = self._least(group)

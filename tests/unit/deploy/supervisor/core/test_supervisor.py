@@ -423,6 +423,19 @@ def test_what_cannot_be_scaled_is_refused(service: str, count: int) -> None:
     assert stack.present() == before
 
 
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_engines_that_hand_nothing_over_have_no_pools(pool: str) -> None:
+    models = [Counts(model=ModelName("writer"), hands_over=False), Counts(model=ModelName("chat"))]
+    alone, several = Simulation(Counts(hands_over=False)).all_ready(), Simulation(models=models).all_ready()
+    for stack, model in ((alone, None), (several, ModelName("writer"))):
+        refused = answer(stack.handle(ScaleRequested(pool, 1, model)))
+        assert refused == ScaleRefusal(
+            f"{pool}: the model attends to an encoder's rows, which are not handed over; engines can be scaled"
+        )
+        assert isinstance(answer(stack.handle(ScaleRequested("engines", 2, model))), ScaleResult)
+    assert isinstance(answer(several.handle(ScaleRequested(pool, 1, ModelName("chat")))), ScaleResult)
+
+
 # ---- the end
 
 
