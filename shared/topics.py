@@ -60,9 +60,9 @@ def tokenizer_requests(model: ModelName) -> Topic[tokenizer.TokenizerRequest]:
     return Topic(f"tokenizer.{subject_token(model)}.ask", tokenizer.TokenizerRequest, queue="tokenizers")
 
 
-def image_requests(model: ModelName) -> Topic[encoder.EncodeImage]:
+def image_requests(model: ModelName) -> Topic[encoder.EncodeInput]:
     """gateway → one encoder of that model, answered with an `EncoderReply`."""
-    return Topic(f"encoder.{subject_token(model)}.ask", encoder.EncodeImage, queue="encoders")
+    return Topic(f"encoder.{subject_token(model)}.ask", encoder.EncodeInput, queue="encoders")
 
 
 def rows_leases(model: ModelName) -> Topic[encoder.RenewRows]:

@@ -23,11 +23,11 @@ from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus
 from shared.ids import InstanceId, ModelName
 from shared.messages.encoder import (
-    EncodeImage,
+    EncodeInput,
     EncoderReply,
     EncoderReport,
-    ImageRefusal,
-    ImageRows,
+    InputRefusal,
+    InputRows,
     ReadRows,
     RenewRows,
     RowsPiece,
@@ -50,7 +50,7 @@ AT_ONCE = 2
 
 
 class _PendingImage(NamedTuple):
-    question: EncodeImage
+    question: EncodeInput
     reply: asyncio.Future[EncoderReply]
 
 
@@ -100,27 +100,27 @@ class EncoderActor(Actor):
             case Tick():
                 self._rows.tick()
                 for image in self._queue.expire(time.monotonic()):
-                    self._answer(image, ImageRefusal("nobody asked for the image any more", "overloaded"))
+                    self._answer(image, InputRefusal("nobody asked for the image any more", "overloaded"))
             case RenewRows(names):
                 self._rows.renew(names)
             case _:
                 raise TypeError(f"an encoder takes no {type(message).__name__}")
 
-    async def respond(self, request: EncodeImage | ReadRows) -> EncoderReply | RowsPiece | asyncio.Future[EncoderReply]:
+    async def respond(self, request: EncodeInput | ReadRows) -> EncoderReply | RowsPiece | asyncio.Future[EncoderReply]:
         """Where the rows of an image are, or a future of that; a piece of rows."""
         if isinstance(request, ReadRows):
             return self._rows.piece(request)
-        image, now = image_hash(request.image, request.salt, request.frames, request.written), time.monotonic()
-        if (rows := self._rows.find(image)) is not None:
+        image, now = image_hash(request.content, request.salt, request.frames, request.written), time.monotonic()
+        if request.written is None and (rows := self._rows.find(image)) is not None:
             self._count_hit()
-            return ImageRows(rows)
+            return InputRows(rows)
         if (pending := self._pending.get(image)) is not None:
             self._count_hit()
             self._queue.renew(image, now)
             return asyncio.shield(pending.reply)
         if len(self._pending) >= MAX_PENDING or self._queue.count(request.turn) >= MAX_OF_A_CLIENT:
             limit = f"{MAX_PENDING} images wait to be encoded, or {MAX_OF_A_CLIENT} of this client, which is the limit"
-            return ImageRefusal(limit, "overloaded")
+            return InputRefusal(limit, "overloaded")
         pending = self._pending[image] = _PendingImage(request, asyncio.get_running_loop().create_future())
         self._queue.add(image, request.turn, now)
         self._arrived.set()
@@ -146,7 +146,7 @@ class EncoderActor(Actor):
         self._pending.pop(image).reply.set_result(reply)
         metrics.PENDING.set(len(self._pending))
 
-    async def _encode(self, image: ImageHash, question: EncodeImage) -> EncoderReply:
+    async def _encode(self, image: ImageHash, question: EncodeInput) -> EncoderReply:
         began = time.monotonic()
         assert self._tower is not None, "set up"
         try:
@@ -159,7 +159,7 @@ class EncoderActor(Actor):
             metrics.IMAGES.labels("refused").inc()
             log.info("refused", extra={"image": image.hex(), "why": str(error)})
             later = isinstance(error, RowsUnkept) and error.ever
-            return ImageRefusal(str(error), "overloaded" if later else "invalid_request")
+            return InputRefusal(str(error), "overloaded" if later else "invalid_request")
         self._encoded += 1
         metrics.IMAGES.labels("encoded").inc()
         metrics.SECONDS.observe(time.monotonic() - began)
@@ -172,7 +172,7 @@ class EncoderActor(Actor):
                 "ms": round((time.monotonic() - began) * 1e3, 1),
             },
         )
-        return ImageRows(kept)
+        return InputRows(kept)
 
     async def _align(self, window: Any, written: WrittenTokens) -> TokenTimes:
         """Raises TowerUnusable."""

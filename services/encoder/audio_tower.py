@@ -13,7 +13,7 @@ from torch import Tensor
 from services.encoder.image_decoder import ImageRefused
 from services.encoder.token_aligner import TokenAligner
 from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, load_part, own_dtype, packed_rows
-from shared.messages.encoder import EncodeImage, WrittenTokens
+from shared.messages.encoder import EncodeInput, WrittenTokens
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
 from shared.messages.model_card import AudioModel, SoundModel
 from shared.models.audio_models import SAMPLE_BYTES, read_audio_model
@@ -39,9 +39,9 @@ class SampleReader:
     def __init__(self, audio: AudioModel | SoundModel) -> None:
         self._most = audio.window_s * audio.sample_rate
 
-    async def decode(self, question: EncodeImage) -> Samples:
+    async def decode(self, question: EncodeInput) -> Samples:
         """The samples. Raises ImageRefused where these are none, or more than a window."""
-        file = question.image
+        file = question.content
         count, rest = divmod(len(file), SAMPLE_BYTES)
         if rest or not 0 < count <= self._most:
             raise ImageRefused(f"{len(file)} bytes of samples are not allowed; {self._most} of {SAMPLE_BYTES} are")

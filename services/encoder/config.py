@@ -28,7 +28,7 @@ class EncoderConfig(ModelServiceConfig, frozen=True, kw_only=True):
         ByteSize,
         Meta(
             description="Bytes of shared memory that rows may take, those that open requests need and those that are "
-            "kept; images wait a minute for room, then 503."
+            "kept; images wait a minute for room, then 429."
         ),
     ] = 2**30
     rows_dir: Annotated[

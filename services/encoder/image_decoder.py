@@ -13,7 +13,7 @@ from services.encoder import metrics
 from services.encoder.image_process import DecodedImage, DecodingRefusal, DecodingReply
 from shared.machine.helper_pipes import LENGTH_BYTES
 from shared.machine.helper_process import end_helper, read_reply, start_helper
-from shared.messages.encoder import EncodeImage, FramePair
+from shared.messages.encoder import EncodeInput, FramePair
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +60,11 @@ class ImageDecoder:
         """Of the process; None where there is none just now."""
         return None if self._process is None else self._process.pid
 
-    async def decode(self, question: EncodeImage) -> DecodedImage | DecodedFrames:
+    async def decode(self, question: EncodeInput) -> DecodedImage | DecodedFrames:
         """The pixels of an image, or of frames, which a gateway has decoded (ADR 118). Raises ImageRefused."""
         if question.frames is not None:
-            return DecodedFrames.of(question.frames, question.image)
-        return await self._decoded(question.image)
+            return DecodedFrames.of(question.frames, question.content)
+        return await self._decoded(question.content)
 
     async def _decoded(self, file: bytes) -> DecodedImage:
         async with self._busy:

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from services.encoder.image_decoder import ImageRefused
 from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, load_part, own_dtype, packed_rows
-from shared.messages.encoder import EncodeImage
+from shared.messages.encoder import EncodeInput
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
 from shared.messages.model_card import EncoderDecoderModel
 from shared.models.encoder_decoder_models import read_encoder_decoder
@@ -36,12 +36,12 @@ class TokenReader:
     def __init__(self, model: EncoderDecoderModel) -> None:
         self._most = model.rows
 
-    async def decode(self, question: EncodeImage) -> PromptTokens:
+    async def decode(self, question: EncodeInput) -> PromptTokens:
         """The tokens. Raises ImageRefused where these are none, or more than the model takes."""
-        count, rest = divmod(len(question.image), TOKEN_BYTES)
+        count, rest = divmod(len(question.content), TOKEN_BYTES)
         if rest or not 0 < count <= self._most:
             raise ImageRefused(f"{count} tokens are not allowed; 1 to {self._most} are")
-        return PromptTokens(question.image)
+        return PromptTokens(question.content)
 
     async def close(self) -> None:
         """Nothing is open."""

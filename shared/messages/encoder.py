@@ -1,4 +1,5 @@
-"""Messages to an encoder: images that are to become rows in place of tokens' embeddings."""
+"""Messages to an encoder: images, sounds, frames and prompts that are to become rows, in place of tokens' embeddings or
+beside them. On the wire they have the names that they had when there were images alone."""
 
 from __future__ import annotations
 
@@ -41,32 +42,32 @@ class WrittenTokens(Struct, frozen=True, array_like=True):
     """How many of them the answer was drawn behind."""
 
 
-class EncodeImage(Struct, frozen=True, array_like=True, tag=True):
-    """Requests the rows of an image. Answered by `ImageRows` or `ImageRefusal`; the same image is answered the same.
+class EncodeInput(Struct, frozen=True, array_like=True, tag="EncodeImage"):
+    """Requests the rows of an input. Answered by `InputRows` or `InputRefusal`; the same input is answered the same.
     Of a window with `written`, by `TokenTimes` in place of rows."""
 
-    image: Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES)]
-    """The file, as the client gave it: nothing of it has been looked at. Of a model that hears, a window of a sound in
-    its place: samples in float32, little-endian, of one channel and the model's rate. Of a model whose encoder reads
+    content: Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES)]
+    """An image's file, as the client gave it: nothing of it has been looked at. Of a model that hears, a window of a
+    sound: samples in float32, little-endian, of one channel and the model's rate. Of a model whose encoder reads
     prompts, the tokens of one, packed as uint32."""
     salt: str | None = None
     """Rows are shared from a cache with requests of the same salt only: see `Generation.cache_salt`."""
     turn: str = ""
-    """Whose it is: an API key, or a request where there are none. One image of each is encoded in turn."""
+    """Whose it is: an API key, or a request where there are none. One input of each is encoded in turn."""
     frames: FramePair | None = None
-    """Of two frames of a video, whose pixels `image` is; None: it is a file."""
+    """Of two frames of a video, whose pixels `content` is; None: it is a file."""
     written: WrittenTokens | None = None
-    """What was written down of the window that `image` is, of whose tokens the times are asked for."""
+    """What was written down of the window that `content` is, of whose tokens the times are asked for."""
 
 
-class ImageRows(Struct, frozen=True, array_like=True, tag=True):
-    """Reply to `EncodeImage`: a row for each token that the image takes in a prompt. The encoder keeps them, for
+class InputRows(Struct, frozen=True, array_like=True, tag="ImageRows"):
+    """Reply to `EncodeInput`: a row for each token that the input takes in a prompt. The encoder keeps them, for
     ROWS_LEASE seconds at least."""
 
     rows: PromptEmbeds
 
 
-class ImageRefusal(Struct, frozen=True, array_like=True, tag=True):
+class InputRefusal(Struct, frozen=True, array_like=True, tag="ImageRefusal"):
     """No rows: `message` says why, and what is allowed."""
 
     message: str
@@ -74,12 +75,12 @@ class ImageRefusal(Struct, frozen=True, array_like=True, tag=True):
 
 
 class TokenTimes(Struct, frozen=True, array_like=True, tag=True):
-    """Reply to `EncodeImage` with `written`: when each token of the answer ends, in seconds from the window's start."""
+    """Reply to `EncodeInput` with `written`: when each token of the answer ends, in seconds from the window's start."""
 
     times: tuple[float, ...]
 
 
-EncoderReply = ImageRows | ImageRefusal | TokenTimes
+EncoderReply = InputRows | InputRefusal | TokenTimes
 
 ROWS_LEASE = 150.0
 """Seconds that rows are kept once they were asked for, or somebody said that they are needed: as long as the images of

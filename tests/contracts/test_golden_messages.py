@@ -497,9 +497,9 @@ MESSAGES: list[Any] = [
     worker.WakeRank(Incarnation(5)),
     kvstore.FindAny(layout="f", owner=OWNER, lease=LeaseId(4), hashes=HASH),
     kvstore.FindAnyReply(b"\1"),
-    encoder.EncodeImage(b"GIF"),
-    encoder.ImageRows(generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<")),
-    encoder.ImageRefusal("no"),
+    encoder.EncodeInput(b"GIF"),
+    encoder.InputRows(generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<")),
+    encoder.InputRefusal("no"),
     lifecycle.Lifecycle(
         service="encoder",
         instance=InstanceId("encoder-1"),
@@ -513,13 +513,13 @@ MESSAGES: list[Any] = [
     gateway.PromptKept(request=R, attempt=A, blocks=2, engine=E, node=NODE),
     scheduler.ReleaseKept(R),
     generation.KeptPrompt(E, R, NODE),
-    encoder.ImageRows(
+    encoder.InputRows(
         generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<" * 6, runs=((0, 6),), grids=((1, 2, 3),))
     ),
-    encoder.ImageRows(
+    encoder.InputRows(
         generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<" * 2, runs=((0, 2),), mutual=(True,))
     ),
-    encoder.ImageRows(
+    encoder.InputRows(
         generation.PromptEmbeds(
             dtype="float16",
             size=1,
@@ -532,7 +532,7 @@ MESSAGES: list[Any] = [
     encoder.ReadRows(RowsName(HASH), 7),
     encoder.RowsPiece(b"rows"),
     gateway.RowsMissing(R),
-    encoder.ImageRows(generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<" * 2, runs=((0, 2),), encoded=True)),
+    encoder.InputRows(generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<" * 2, runs=((0, 2),), encoded=True)),
     model_card.AudioModel(
         row_size=4,
         rows=100,
@@ -549,7 +549,7 @@ MESSAGES: list[Any] = [
         max_first_timestamp=50,
     ),
     worker.PingRank(),
-    encoder.EncodeImage(b"\0" * 6, frames=encoder.FramePair(1, 1, 4)),
+    encoder.EncodeInput(b"\0" * 6, frames=encoder.FramePair(1, 1, 4)),
     tokenizer.Encode(
         tokenizer.ChatPrompt(
             messages=b"[]",
@@ -560,7 +560,7 @@ MESSAGES: list[Any] = [
     model_card.VideoModel(positions_per_second=2.0),
     model_card.SoundModel(64, 16_000, 30),
     model_card.EncoderDecoderModel(row_size=64, rows=1024, start=2, forced_first=0),
-    encoder.EncodeImage(b"\0" * 4, written=encoder.WrittenTokens(b"\x02\0\0\0\x01\0\0\0", 1)),
+    encoder.EncodeInput(b"\0" * 4, written=encoder.WrittenTokens(b"\x02\0\0\0\x01\0\0\0", 1)),
     encoder.TokenTimes((0.5,)),
 ]
 

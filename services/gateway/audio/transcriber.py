@@ -24,7 +24,7 @@ from services.gateway.api.response import ChoiceState, GenerationResponse, Respo
 from services.gateway.audio.audio_decoder import AudioDecoder
 from services.gateway.audio.audio_process import DecodedAll, DecodedWindow
 from services.gateway.request_table import RequestTable
-from shared.messages.encoder import EncodeImage, WrittenTokens
+from shared.messages.encoder import EncodeInput, WrittenTokens
 from shared.messages.gateway import Delta, PositionLogprobs
 from shared.messages.generation import PromptEmbeds, SamplingOptions, StopConditions
 from shared.messages.tokenizer import Encode, EncodeReply, TextPrompt, TokenPrompt
@@ -175,13 +175,13 @@ class Transcriber:
         answer = [each.chosen.token_id for each in drawn if each.chosen.token_id != self._request.audio.end]
         written, generation = WrittenTokens(pack(prompt + answer), len(prompt)), self._generation
         turn = generation.key or self._header.id
-        question = EncodeImage(decoded.samples, generation.cache_salt, turn, written=written)
+        question = EncodeInput(decoded.samples, generation.cache_salt, turn, written=written)
         return await self._table.images.times("file", question, generation.model.name)
 
     async def _rows(self, decoded: DecodedWindow) -> PromptEmbeds:
         """Raises RequestError. Behind the first window a crowd at the encoders is waited for."""
         images, generation = self._table.images, self._generation
-        question = EncodeImage(decoded.samples, generation.cache_salt, generation.key or self._header.id)
+        question = EncodeInput(decoded.samples, generation.cache_salt, generation.key or self._header.id)
         if decoded.start:
             return await images.awaited("file", question, generation.model.name)
         rows = await images.encoded("file", question, generation.model.name)

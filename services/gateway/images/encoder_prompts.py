@@ -11,7 +11,7 @@ from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.images.image_rows import MAX_AT_ONCE, ImageRowsClient
 from services.gateway.tokenizer_client import TokenizerClient
-from shared.messages.encoder import EncodeImage
+from shared.messages.encoder import EncodeInput
 from shared.messages.model_card import EncoderDecoderModel
 from shared.messages.tokenizer import Encode, EncodeReply, Prompt, TokenPrompt
 from shared.packing import pack, unpack
@@ -37,7 +37,7 @@ async def read_by_encoder(
             async with slots:
                 ids = await tokenizer.prompt_ids(generation, prompt)
                 _check_length(ids, model)
-                question = EncodeImage(pack(ids), generation.cache_salt, turn)
+                question = EncodeInput(pack(ids), generation.cache_salt, turn)
                 return TokenPrompt(begin, await images.awaited(FIELD, question, generation.model.name))
         except RequestError as error:
             return error

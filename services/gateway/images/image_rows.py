@@ -19,7 +19,7 @@ from services.gateway.videos.video_rows import MediaEmbeds, video_embeds
 from shared import topics
 from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout
 from shared.ids import ModelName
-from shared.messages.encoder import EncodeImage, EncoderReply, FramePair, ImageRefusal, ImageRows, TokenTimes
+from shared.messages.encoder import EncodeInput, EncoderReply, FramePair, InputRefusal, InputRows, TokenTimes
 from shared.messages.generation import MAX_MEDIA_BYTES, PromptEmbeds
 from shared.messages.model_card import SoundModel
 from shared.messages.tokenizer import ChatPrompt, VideoParts
@@ -80,7 +80,7 @@ class ImageRowsClient:
         """An error is returned, so that which of several is raised depends on no clock."""
 
         async def encode(source: MediaSource, file: bytes, frames: FramePair | None) -> PromptEmbeds:
-            question, model = EncodeImage(file, generation.cache_salt, turn, frames), generation.model.name
+            question, model = EncodeInput(file, generation.cache_salt, turn, frames), generation.model.name
             rows = await self.encoded(source.field, question, model)
             self.open_rows.add(rows, question, model)
             return rows
@@ -103,26 +103,26 @@ class ImageRowsClient:
         except RequestError as error:
             return error
 
-    async def awaited(self, field: str, question: EncodeImage, model: ModelName) -> PromptEmbeds:
+    async def awaited(self, field: str, question: EncodeInput, model: ModelName) -> PromptEmbeds:
         """As `encoded`, kept as rows of an open request; a crowd at the encoders is waited for."""
         rows = await _patiently(lambda: self.encoded(field, question, model))
         self.open_rows.add(rows, question, model)
         return rows
 
-    async def times(self, field: str, question: EncodeImage, model: ModelName) -> tuple[float, ...]:
+    async def times(self, field: str, question: EncodeInput, model: ModelName) -> tuple[float, ...]:
         """When each token ends that was written down of a window; a crowd at the encoders is waited for. Raises
         RequestError."""
         reply = await _patiently(lambda: self._answered(field, question, model))
         assert isinstance(reply, TokenTimes), "what was written is answered by its times"
         return reply.times
 
-    async def encoded(self, field: str, question: EncodeImage, model: ModelName) -> PromptEmbeds:
+    async def encoded(self, field: str, question: EncodeInput, model: ModelName) -> PromptEmbeds:
         """What stands for the rows of an image, which are kept from now on. Raises RequestError, see `filled`."""
         reply = await self._answered(field, question, model)
-        assert isinstance(reply, ImageRows), "images are answered by their rows"
+        assert isinstance(reply, InputRows), "images are answered by their rows"
         return reply.rows
 
-    async def _answered(self, field: str, question: EncodeImage, model: ModelName) -> ImageRows | TokenTimes:
+    async def _answered(self, field: str, question: EncodeInput, model: ModelName) -> InputRows | TokenTimes:
         topic, loop = topics.image_requests(model), asyncio.get_running_loop()
         last, end = "", loop.time() + ENCODE_TIMEOUT
         while (left := end - loop.time()) > 0:
@@ -134,7 +134,7 @@ class ImageRowsClient:
                 last = type(error).__name__
                 await asyncio.sleep(RETRY_INTERVAL)
                 continue
-            if isinstance(reply, ImageRefusal):
+            if isinstance(reply, InputRefusal):
                 again = 1.0 if reply.kind == "overloaded" else None
                 raise RequestError(STATUS[reply.kind], f"{field}: {reply.message}", param=field, retry_after=again)
             return reply

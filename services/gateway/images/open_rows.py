@@ -16,7 +16,7 @@ from shared import topics
 from shared.bus import Bus, BusError
 from shared.ids import ModelName, RequestId, RowsName
 from shared.media.rows_reader import RowsLost, RowsReleased, read_rows
-from shared.messages.encoder import ROWS_LEASE, EncodeImage, RenewRows
+from shared.messages.encoder import ROWS_LEASE, EncodeInput, RenewRows
 from shared.messages.generation import MAX_PROMPT_EMBEDS_BYTES, PromptEmbeds
 from shared.messages.tokenizer import Tokenize, embeds_of, kept_rows, rows_bytes, with_embeds
 
@@ -30,7 +30,7 @@ FIELD = "messages"
 
 
 class _ImageFile(NamedTuple):
-    question: EncodeImage
+    question: EncodeInput
     model: ModelName
     since: float
 
@@ -38,7 +38,7 @@ class _ImageFile(NamedTuple):
 class OpenRows:
     """Owns the files of images of open requests, for as long as somebody might want their rows again."""
 
-    def __init__(self, bus: Bus, encode: Callable[[str, EncodeImage, ModelName], Awaitable[PromptEmbeds]]) -> None:
+    def __init__(self, bus: Bus, encode: Callable[[str, EncodeInput, ModelName], Awaitable[PromptEmbeds]]) -> None:
         """`encode`: has an image encoded; it raises RequestError."""
         self._bus, self._encode = bus, encode
         self._files: OrderedDict[RowsName, _ImageFile] = OrderedDict()
@@ -48,12 +48,12 @@ class OpenRows:
         """Requests whose rows are lost, until their next attempt."""
         self._to_remake: asyncio.Queue[tuple[Tokenize, Callable[[Tokenize], Awaitable[None]]]] = asyncio.Queue()
 
-    def add(self, rows: PromptEmbeds, question: EncodeImage, model: ModelName) -> None:
+    def add(self, rows: PromptEmbeds, question: EncodeInput, model: ModelName) -> None:
         """An image whose rows a request has that will be open."""
         for each in rows.kept:
             self._remove(each.name)
             self._files[each.name] = _ImageFile(question, model, time.monotonic())
-            self._bytes += len(question.image)
+            self._bytes += len(question.content)
         while self._bytes > MAX_FILES_BYTES and self._files:
             self._remove(next(iter(self._files)))
 
@@ -131,4 +131,4 @@ class OpenRows:
 
     def _remove(self, name: RowsName) -> None:
         if (file := self._files.pop(name, None)) is not None:
-            self._bytes -= len(file.question.image)
+            self._bytes -= len(file.question.content)

@@ -14,7 +14,7 @@ from services.gateway.images.image_rows import ImageRowsClient, _with_rows
 from services.gateway.videos.video_rows import MediaEmbeds
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import InstanceId, ModelName, RowsName
-from shared.messages.encoder import EncodeImage
+from shared.messages.encoder import EncodeInput
 from shared.messages.generation import (
     MAX_MEDIA_BYTES,
     EmbeddingDtype,
@@ -78,10 +78,10 @@ async def test_what_another_process_has_read_is_what_it_is() -> None:
     """As large bodies are: an image stays an image, a video a video."""
     bus, video_model = MemoryBus(), VideoModel()
     read = [MediaSource(field=FIELD, number=0, data=b"file"), MediaSource(field=FIELD, number=0, data=b"x", kind=VIDEO)]
-    asked: list[EncodeImage] = []
+    asked: list[EncodeInput] = []
 
     class Encoding(ImageRowsClient):
-        async def encoded(self, field: str, question: EncodeImage, model: ModelName) -> PromptEmbeds:
+        async def encoded(self, field: str, question: EncodeInput, model: ModelName) -> PromptEmbeds:
             asked.append(question)
             return rows("float32", 8)
 
@@ -104,4 +104,4 @@ async def test_what_another_process_has_read_is_what_it_is() -> None:
                 await client.filled(generation)
         else:
             await client.filled(generation)
-    assert [each.image for each in asked] == [b"file"]
+    assert [each.content for each in asked] == [b"file"]

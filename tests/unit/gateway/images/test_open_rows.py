@@ -13,13 +13,13 @@ from services.gateway.images.open_rows import OpenRows
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, GatewayId, InstanceId, ModelName, RequestId, RowsName
-from shared.messages.encoder import EncodeImage, ReadRows, RenewRows, RowsPiece
+from shared.messages.encoder import EncodeInput, ReadRows, RenewRows, RowsPiece
 from shared.messages.generation import MAX_PROMPT_EMBEDS_BYTES, MediaRows, PromptEmbeds, SamplingOptions, StopConditions
 from shared.messages.tokenizer import ChatPrompt, Tokenize
 
 MODEL, ENCODER = ModelName("seer"), InstanceId("encoder-1")
 LOST, MADE = RowsName(bytes(16)), RowsName(bytes([1] * 16))
-FILE = EncodeImage(b"file")
+FILE = EncodeInput(b"file")
 
 
 def image(name: RowsName, count: int = 3) -> PromptEmbeds:
@@ -44,7 +44,7 @@ class Encoder:
 
     refuses = False
 
-    async def encode(self, field: str, question: EncodeImage, model: ModelName) -> PromptEmbeds:
+    async def encode(self, field: str, question: EncodeInput, model: ModelName) -> PromptEmbeds:
         assert (field, question, model) == ("messages", FILE, MODEL)
         if self.refuses:
             raise RequestError(503, "no encoder answered")
