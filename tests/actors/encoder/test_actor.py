@@ -8,6 +8,7 @@ import signal
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -16,7 +17,6 @@ import pytest
 import torch
 
 from services.encoder import actor as actor_module
-from services.encoder import image_process
 from services.encoder.actor import EncoderActor
 from services.encoder.audio_tower import AudioTower, SampleReader
 from services.encoder.image_decoder import ImageDecoder, ImageRefused
@@ -28,9 +28,10 @@ from shared.actor import ActorRuntime
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import InstanceId, ModelName
 from shared.media.rows_reader import read_rows
-from shared.messages.encoder import EncodeImage, EncoderReply, ImageRefusal, ImageRows
+from shared.messages.encoder import EncodeInput, EncoderReply, InputRefusal, InputRows
 from shared.messages.generation import PromptEmbeds
 from shared.models.audio_models import read_audio_model
+from tests.fuzz.image_files import spoilt, valid_files
 from tests.support.gateway.fake_services import eventually
 from tests.support.models.sounds import sweep
 from tests.support.models.tiny_gemma import TOKENS, make_gemma_model
@@ -66,18 +67,18 @@ class Encoder:
 
     async def ask(self, image: bytes, salt: str | None = None) -> EncoderReply:
         reply: EncoderReply = await self.bus.request(
-            topics.image_requests(MODEL), EncodeImage(image, salt), EncoderReply, 60.0
+            topics.image_requests(MODEL), EncodeInput(image, salt), EncoderReply, 60.0
         )
         return reply
 
     async def rows(self, image: bytes) -> torch.Tensor:
         reply = await self.ask(image)
-        assert isinstance(reply, ImageRows)
+        assert isinstance(reply, InputRows)
         return await read(self.bus, reply.rows)
 
     async def why(self, image: bytes) -> str:
         reply = await self.ask(image)
-        assert isinstance(reply, ImageRefusal)
+        assert isinstance(reply, InputRefusal)
         return reply.message
 
 
@@ -126,7 +127,7 @@ async def test_images_are_as_large_as_their_rows_say(memory_bus: MemoryBus, tmp_
     async with running(memory_bus, model) as encoder:
         for image in (small, flat, large):
             reply = await encoder.ask(image)
-            assert isinstance(reply, ImageRows)
+            assert isinstance(reply, InputRows)
             # PyTorch splits a large product by how many threads it gets at the moment, so the last bits may differ.
             torch.testing.assert_close(await read(memory_bus, reply.rows), model.rows(image))
             assert reply.rows.grids == (model.grid(image),)
@@ -142,7 +143,7 @@ async def test_rows_say_which_tokens_see_each_other(memory_bus: MemoryBus, tmp_p
     model = make_gemma_model(tmp_path)
     async with running(memory_bus, model) as encoder:
         reply = await encoder.ask(picture(0))
-        assert isinstance(reply, ImageRows)
+        assert isinstance(reply, InputRows)
         assert torch.equal(await read(memory_bus, reply.rows), model.rows(picture(0)))
     assert (reply.rows.runs, reply.rows.mutual) == (((0, TOKENS),), (True,))
 
@@ -177,7 +178,7 @@ async def test_what_cannot_be_an_image_is_refused(
         assert await encoder.why(picture(0)[:200]) == "the image is broken: image file is truncated"
         monkeypatch.setattr(actor_module, "MAX_PENDING", 0)
         full = await encoder.ask(picture(0))
-        assert isinstance(full, ImageRefusal)
+        assert isinstance(full, InputRefusal)
         assert full.kind == "overloaded"
         monkeypatch.undo()
         assert len(await encoder.rows(picture(0))) == IMAGE_TOKENS
@@ -186,11 +187,11 @@ async def test_what_cannot_be_an_image_is_refused(
 async def test_a_decoder_that_is_killed_is_replaced(model: ImageModel) -> None:
     decoder = ImageDecoder(60.0)
     try:
-        await decoder.decode(EncodeImage(picture(0)))
+        await decoder.decode(EncodeInput(picture(0)))
         first = decoder.pid
         assert first is not None
         os.kill(first, signal.SIGSTOP)
-        waiting = asyncio.create_task(decoder.decode(EncodeImage(picture(0))))
+        waiting = asyncio.create_task(decoder.decode(EncodeInput(picture(0))))
         await asyncio.sleep(0.05)
         os.kill(first, signal.SIGKILL)
         assert (await waiting).width == 40
@@ -202,16 +203,16 @@ async def test_a_decoder_that_is_killed_is_replaced(model: ImageModel) -> None:
 async def test_a_decoder_that_takes_too_long_is_ended(model: ImageModel) -> None:
     decoder = ImageDecoder(60.0)
     try:
-        await decoder.decode(EncodeImage(picture(0)))
+        await decoder.decode(EncodeInput(picture(0)))
         slow = decoder.pid
         assert slow is not None
         os.kill(slow, signal.SIGSTOP)
         decoder._timeout = 0.2
         with pytest.raises(ImageRefused, match=r"decoding the image takes more than 0.2 s"):
-            await decoder.decode(EncodeImage(picture(0)))
+            await decoder.decode(EncodeInput(picture(0)))
         assert decoder.pid is None
         decoder._timeout = 60.0
-        assert (await decoder.decode(EncodeImage(picture(0)))).height == 30
+        assert (await decoder.decode(EncodeInput(picture(0)))).height == 30
     finally:
         await decoder.close()
 
@@ -220,54 +221,44 @@ async def test_an_image_that_kills_its_decoder_every_time_is_refused(monkeypatch
     monkeypatch.setattr("services.encoder.image_decoder.MODULE", "this.module.is.missing")
     decoder = ImageDecoder(60.0)
     with pytest.raises(ImageRefused, match="the process that did died of it"):
-        await decoder.decode(EncodeImage(picture(0)))
+        await decoder.decode(EncodeInput(picture(0)))
     await decoder.close()
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-async def test_spoilt_files_are_images_or_refused(count: int) -> None:
-    """In the process that decodes; it lives through all of them."""
-    random, decoder = Random(7), ImageDecoder(60.0)
-    whole = [picture(0, kind=kind, mode=mode) for kind, mode in KINDS]
-    refused = 0
+async def test_files_that_are_spoilt_leave_the_process_that_decodes_alive() -> None:
+    """What becomes of each: tests/fuzz/test_image_files.py."""
+    random, decoder, files = Random(7), ImageDecoder(60.0), valid_files()
+    refused, count = 0, 100
     try:
-        await decoder.decode(EncodeImage(whole[0]))
+        await decoder.decode(EncodeInput(files[0]))
         pid = decoder.pid
         for _ in range(count):
             try:
-                found = await decoder.decode(EncodeImage(spoilt(random, random.choice(whole))))
+                await decoder.decode(EncodeInput(spoilt(files, random)))
             except ImageRefused:
                 refused += 1
-            else:
-                assert len(found.pixels) == 3 * found.width * found.height <= 3 * image_process.MAX_PIXELS
         assert decoder.pid == pid
         assert 0 < refused < count
     finally:
         await decoder.close()
 
 
-KINDS = (("PNG", "RGB"), ("PNG", "RGBA"), ("JPEG", "RGB"), ("JPEG", "L"), ("WEBP", "RGB"), ("GIF", "P"))
-
-
-def spoilt(random: Random, file: bytes) -> bytes:
-    """Cut, or with bytes that were changed, taken out or put in."""
-    made = bytearray(file)
-    match random.randrange(5):
-        case 0:
-            return file[: random.randrange(len(file))]
-        case 1:
-            for _ in range(random.randrange(1, 30)):
-                made[random.randrange(len(made))] = random.randrange(256)
-        case 2:  # in the header, where sizes stand
-            for _ in range(random.randrange(1, 6)):
-                made[random.randrange(min(64, len(made)))] = random.choice((0, 1, 127, 128, 255))
-        case 3:
-            first = random.randrange(len(made))
-            del made[first : first + random.randrange(1, 200)]
-        case _:
-            first = random.randrange(len(made))
-            made[first:first] = random.randbytes(random.randrange(1, 200))
-    return bytes(made)
+async def test_a_crowd_of_one_client_leaves_room_for_another(memory_bus: MemoryBus, model: ImageModel) -> None:
+    """What bounds a burst of images: of one client so many wait, and no more; who asks then has its turn next."""
+    async with running(memory_bus, model) as encoder:
+        ask = partial(memory_bus.request, topics.image_requests(MODEL))
+        crowd = [
+            asyncio.create_task(ask(EncodeInput(picture(seed), turn="crowd"), EncoderReply, 60.0)) for seed in range(90)
+        ]
+        await eventually(lambda: encoder.actor.load() >= actor_module.MAX_OF_A_CLIENT)
+        other = await ask(EncodeInput(picture(99), turn="other"), EncoderReply, 60.0)
+        waiting = sum(not each.done() for each in crowd)
+        replies = await asyncio.gather(*crowd)
+    assert isinstance(other, InputRows)
+    refused = [each for each in replies if isinstance(each, InputRefusal)]
+    assert {each.kind for each in refused} == {"overloaded"}
+    assert len(refused) > 90 / 3
+    assert waiting > 0, "the other client had its turn before the crowd was through"
 
 
 def test_a_model_without_images_or_with_a_torn_tower_is_refused(model: ImageModel, tmp_path: Path) -> None:
@@ -304,22 +295,22 @@ async def test_a_sounds_rows_are_the_librarys(memory_bus: MemoryBus, tmp_path: P
 
         async def ask(samples: bytes) -> EncoderReply:
             topic = topics.image_requests(MODEL)
-            reply: EncoderReply = await memory_bus.request(topic, EncodeImage(samples), EncoderReply, 60.0)
+            reply: EncoderReply = await memory_bus.request(topic, EncodeInput(samples), EncoderReply, 60.0)
             return reply
 
         sound = sweep(0)
         reply = await ask(sound.tobytes())
-        assert isinstance(reply, ImageRows)
+        assert isinstance(reply, InputRows)
         assert reply.rows.encoded
         expected = whisper.rows(sound)
         wanted = torch.frombuffer(bytearray(expected.rows), dtype=torch.float32).view(-1, expected.size)
         assert torch.equal(await read(memory_bus, reply.rows), wanted)
         for samples in (b"", b"abc", bytes(4 * (2 * 16_000 + 1))):
             refused = await ask(samples)
-            assert isinstance(refused, ImageRefusal)
+            assert isinstance(refused, InputRefusal)
             assert "bytes of samples are not allowed; 32000 of 4 are" in refused.message
         noise = await ask(struct.pack("<f", float("nan")) * 1600)
-        assert isinstance(noise, ImageRefusal)
+        assert isinstance(noise, InputRefusal)
         assert "are none" in noise.message
     finally:
         runtime.stop()

@@ -16,6 +16,7 @@ from shared.messages.model_card import ModelCard
 MAX_URL_CHARS = 2048
 _DATA = re.compile(r"data:(?P<type>[^;,]*)(?P<parameters>[^,]*),", re.IGNORECASE)
 _PORTS = {"http": 80, "https": 443}
+_ALSO_CALLED = {"image/jpg": "image/jpeg"}
 _FIELDS = {IMAGE: ("url", "detail"), VIDEO: ("url",)}
 
 
@@ -86,7 +87,8 @@ def _data(kind: MediaKind, url: str, name: str) -> bytes:
     head = _DATA.match(url[:256])
     if head is None:
         raise not_allowed(name, url, f"data:{kind.media_types[0]};base64,… is")
-    if (given := head["type"].lower()) not in kind.media_types:
+    given = head["type"].lower()
+    if _ALSO_CALLED.get(given, given) not in kind.media_types:
         raise not_allowed(name, given, f"of media types {', '.join(kind.media_types)} are")
     content, in_base64 = url[head.end() :], head["parameters"].lower().endswith(";base64")
     return _decoded(kind, content, name, "a data URI in base64 is", in_percent=not in_base64)

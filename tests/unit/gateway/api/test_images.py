@@ -71,7 +71,11 @@ def test_images_stand_as_parts_in_the_order_of_the_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    "uri", ["data:image/PNG;base64,aW1hZ2U=", "DATA:image/png;a=b;BASE64,aW1hZ2U=", "data:image/webp,image"]
+    "uri",
+    [
+        *("data:image/PNG;base64,aW1hZ2U=", "DATA:image/png;a=b;BASE64,aW1hZ2U=", "data:image/webp,image"),
+        "data:image/jpg;base64,aW1hZ2U=",
+    ],
 )
 def test_data_uris_are_read_as_they_may_be_written(uri: str) -> None:
     assert chat(image(uri)).media[0].data == b"image"
