@@ -47,8 +47,8 @@ RETRY_AFTER = 1.0
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
-LINGER_SECONDS = 2.0
-LINGER_BYTES = 64 * 2**20
+LINGER_SECONDS = 5.0
+LINGER_BYTES = 256 * 2**20
 """How long, and how much of, a refused body is still read."""
 
 Headers = Iterable[tuple[bytes, bytes]]
