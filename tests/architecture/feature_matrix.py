@@ -49,19 +49,15 @@ FEATURES = (
     "data parallel",
     "sequence parallel",
 )
-UNTESTED = tuple(
-    tuple(sorted((one, other), key=FEATURES.index))
-    for one, others in {
-        "images": ("KV connector", "federation", "data parallel"),
-        "encoder-decoder": ("federation", "states"),
-    }.items()
-    for other in others
-)
+UNTESTED: tuple[tuple[str, str], ...] = ()
 """Pairs that no test runs yet, each a debt. What is new is tested, or stands here."""
+IMPOSSIBLE = {("states", "encoder-decoder"): "no model with an encoder of prompts has a decoder with states"}
+"""Pairs that no model can have, and why."""
 HEADING = """\
 # Features together
 
-What a test runs together (✓, its name below), what is refused with a clear error (✗), what no test runs together (·).
+What a test runs together (✓, its name below), what is refused with a clear error (✗), what no test runs together (·),
+what there cannot be (–).
 Written by `python -m tests.architecture.feature_matrix > docs/features.md` from the tests' marks; a test keeps it true.
 
 """
@@ -128,6 +124,8 @@ def _marks_in(file: Path) -> Iterator[tuple[str, str, tuple[str, ...], dict[str,
 
 def cell(one: str, other: str, tests: list[Marked]) -> str:
     """How the two stand to each other."""
+    if (one, other) in IMPOSSIBLE or (other, one) in IMPOSSIBLE:
+        return "–"
     both = [marked for marked in tests if {one, other} <= marked.features]
     if any(marked.refused for marked in both):
         return "✗"
@@ -146,8 +144,14 @@ def page() -> str:
         + (" (refused)" if marked.refused else "")
         for marked in tests
     ]
+    impossible = [f"- {' and '.join(pair)}: {why}" for pair, why in IMPOSSIBLE.items()]
     refused = [f"| {each.model} | `{'`, `'.join(each.settings)}` | `{each.test}` |" for each in refusals]
-    sections = (HEADING + "\n".join(lines), REFUSALS + "\n".join(refused), "## Tests\n\n" + "\n".join(listed))
+    sections = (
+        HEADING + "\n".join(lines),
+        "## What there cannot be\n\n" + "\n".join(impossible),
+        REFUSALS + "\n".join(refused),
+        "## Tests\n\n" + "\n".join(listed),
+    )
     return "\n\n".join(sections) + "\n"
 
 

@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
 
+from tests.integration.cluster.test_features_together import federated
+from tests.support.cluster.batches import batch_of
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.models.tiny_encoder_decoders import END, POSITIONS, EncoderDecoder, make_encoder_decoder
@@ -98,11 +101,46 @@ async def test_what_cannot_be_had_of_it_is_a_400(client: AsyncOpenAI, stack: Run
     ):
         with pytest.raises(openai.BadRequestError, match=why):
             await client.completions.create(model=NAME, prompt="Hello", extra_body=fields)
+    for pool in ("prefill", "decode"):
+        refused = await asyncio.to_thread(stack.baton, "scale", f"{pool}=1")
+        assert refused.returncode != 0
+        assert f"{pool}: the model attends to an encoder's rows, which are not handed over" in refused.stderr
+        async with httpx2.AsyncClient(base_url=stack.url, timeout=60) as http:
+            answer = await http.post("/admin/scale", json={"service": pool, "count": 1})
+        assert answer.status_code == 409
+        assert "which are not handed over" in answer.json()["error"]["message"]
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
     for content, more in (("Hello", {}), ([image], {}), ("Hello", {"tools": [tool]})):
         with pytest.raises(openai.BadRequestError):
             await client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": content}], **more)
+
+
+async def test_lines_of_a_batch_are_answered_as_by_the_library(
+    stack: RunningStack, model: EncoderDecoder, tmp_path: Path
+) -> None:
+    lines = [
+        {"custom_id": prompt, "method": "POST", "url": "/v1/completions", "body": greedy(prompt=prompt)}
+        for prompt in PROMPTS
+    ]
+    answers = await batch_of(stack, lines, tmp_path)
+    said = {name: body["choices"][0]["text"] for name, body in answers.items()}
+    assert said == {each: model.text(model.generated(model.ids(each), OUTPUT)) for each in PROMPTS}
+
+
+@pytest.mark.slow
+@pytest.mark.features("encoder-decoder", "federation")
+def test_another_cluster_writes_what_is_read_here(model: EncoderDecoder, tmp_path: Path) -> None:
+    """Read by the encoder here, as engines here are drained, and written there."""
+
+    async def asked(stack: RunningStack) -> list[str]:
+        async with client_of(stack.url) as client:
+            answer = await client.completions.create(**greedy(prompt=PROMPTS))
+        return [each.text for each in answer.choices]
+
+    with federated(tmp_path, [f"--served-model-name={NAME}", f"--model={model.path}"]) as clusters:
+        said = asyncio.run(asked(clusters.home))
+    assert said == [model.text(model.generated(model.ids(each), OUTPUT)) for each in PROMPTS]
 
 
 @pytest.mark.features("encoder-decoder", "re-dispatch")

@@ -460,13 +460,13 @@ class Federated(NamedTuple):
 
 
 @contextlib.contextmanager
-def federated(folder: Path, more: Sequence[str], **shape: Any) -> Iterator[Federated]:
-    """`more`: options of both; `shape`: of the other cluster's stack."""
+def federated(folder: Path, more: Sequence[str], own: Sequence[str] = (), **shape: Any) -> Iterator[Federated]:
+    """`more`: options of both; `own` and `shape`: of the other cluster's stack."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     secret = {"BATON_FEDERATION_SECRET": "known to both clusters and to nobody else"}
     home = ["--cluster=home", f"--federation-address={addresses[0]}", *more]
     other = ["--cluster=other", f"--federation-address={addresses[1]}", f"--federate={addresses[0]}", *more]
-    other += shape.pop("own")
+    other += own
     with (
         running_stack(folder / "home", kvstore="0", more=home, environment=secret) as first,
         running_stack(folder / "other", more=other, environment=secret, **shape) as second,

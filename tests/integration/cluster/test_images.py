@@ -18,6 +18,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from deploy.supervisor.state_file import directory_of
+from tests.integration.cluster.test_features_together import federated
+from tests.support.cluster.batches import batch_of
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.gateway.fake_services import eventually
@@ -224,19 +226,8 @@ async def test_what_is_said_of_an_image_follows_a_schema(client: AsyncOpenAI) ->
 async def test_lines_of_a_batch_may_have_images(stack: RunningStack, model: ImageModel, tmp_path: Path) -> None:
     body = {"model": NAME, "messages": [user(B, "What?")], "temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
     line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    (tmp_path / "lines.jsonl").write_text(json.dumps(line) + "\n")
-    done = await asyncio.to_thread(
-        stack.baton,
-        "batch",
-        str(tmp_path / "lines.jsonl"),
-        "-o",
-        str(tmp_path / "answers.jsonl"),
-        "--base-url",
-        stack.url,
-    )
-    assert done.returncode == 0, done.stderr
-    answer = json.loads((tmp_path / "answers.jsonl").read_text())
-    assert answer["response"]["body"]["choices"][0]["message"]["content"] == wanted(model, user(B, "What?"))
+    answers = await batch_of(stack, [line], tmp_path)
+    assert answers["one"]["choices"][0]["message"]["content"] == wanted(model, user(B, "What?"))
 
 
 async def test_every_api_says_the_same_of_an_image(stack: RunningStack, client: AsyncOpenAI, model: ImageModel) -> None:
@@ -283,6 +274,24 @@ async def test_every_api_says_the_same_of_an_image(stack: RunningStack, client: 
     )
     talk = (user(A, question), {"role": "assistant", "content": said}, {"role": "user", "content": "And now?"})
     assert again.output_text == wanted(model, *talk)
+
+
+@pytest.mark.slow
+@pytest.mark.features("images", "federation")
+def test_another_cluster_is_shown_images(model: ImageModel, tmp_path: Path) -> None:
+    """Encoded here, as engines here are drained, and sent there."""
+    chat = user(A, "Compare it with", B)
+    with federated(tmp_path, [f"--served-model-name={NAME}", f"--model={model.path}"]) as clusters:
+        answer = asyncio.run(ask_at(clusters.home, chat))
+        heard = asyncio.run(clusters.home.ps())["encoder-1"].encoder
+    assert answer.choices[0].message.content == wanted(model, chat)
+    assert heard is not None
+    assert heard.encoded == 2
+
+
+async def ask_at(stack: RunningStack, message: dict[str, Any]) -> Any:
+    async with client_of(stack.url) as client:
+        return await ask(client, message)
 
 
 @pytest.mark.features("prompt embeds", "images", "prefill/decode", "tensor parallel")

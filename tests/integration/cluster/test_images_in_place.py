@@ -17,6 +17,7 @@ import pytest
 
 from services.gateway.videos.video_decoder import MODULE as VIDEO_MODULE
 from shared.messages.lifecycle import Lifecycle
+from tests.support.cluster.batches import batch_of
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.gateway.fake_services import eventually
@@ -64,6 +65,7 @@ async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path
             assert [each.message.content for each in again.choices] == [said[0], said[0]]
             assert again.usage.prompt_tokens_details.cached_tokens >= 32
             await _a_video_outlives_its_encoder(model, pools, create, how)
+            await _a_line_of_a_batch_has_a_video(model, pools, tmp_path)
             text, pid = "", None
             async for chunk in await create(messages=[chats[0][1]], stream=True, **how):
                 text += chunk.choices[0].delta.content or ""
@@ -95,6 +97,17 @@ async def _a_video_outlives_its_encoder(model: ImageModel, pools: RunningStack, 
     assert again.choices[0].message.content == said
     assert again.usage.prompt_tokens_details.cached_tokens >= 16
     await pools.until_heard(lambda lives: hits_of(lives) == before.hits + before.encoded)
+
+
+async def _a_line_of_a_batch_has_a_video(model: ImageModel, pools: RunningStack, folder: Path) -> None:
+    film = video(noise(5, (40, 160), seed=3))
+    question = {"role": "user", "content": [text_part("And this?"), video_part(film)]}
+    body = {"model": NAME, "messages": [question], "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    line = {"custom_id": "film", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    answers = await batch_of(pools, [line], folder)
+    tokens = VideoReference(model, "qwen2.5").greedy([question], [], [film], 12)
+    said = model.processor.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert answers["film"]["choices"][0]["message"]["content"] == said
 
 
 def hits_of(lives: Mapping[str, Lifecycle]) -> int:

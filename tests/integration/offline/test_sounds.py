@@ -1,17 +1,20 @@
-"""`LLM.chat` with sounds: what `transformers` generates of them with a Qwen2-Audio."""
+"""`LLM.chat` and `baton batch` with sounds: what `transformers` generates of them with a Qwen2-Audio."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from deploy.cli.batch.own_engine import offline_engine
+from deploy.cli.batch.run import answer_batch
 from services.offline.errors import InvalidRequest
 from services.offline.llm import LLM
 from services.offline.requests import SamplingParams
 from tests.support.models.sounds import in_sixteen_bits, sweep, wav
 from tests.support.models.tiny_images import image_part, picture, text_part
-from tests.support.models.tiny_qwen_audio import WINDOW_S, make_sound_model, sound_part
+from tests.support.models.tiny_qwen_audio import WINDOW_S, SoundChatModel, make_sound_model, sound_part
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -44,3 +47,15 @@ def test_chats_with_sounds_say_what_the_library_says(tmp_path: Path) -> None:
         ):
             with pytest.raises(InvalidRequest, match=why):
                 llm.chat([{"role": "user", "content": [part]}], GREEDY)
+    _a_line_of_a_batch_has_a_sound(tmp_path, model)
+
+
+def _a_line_of_a_batch_has_a_sound(folder: Path, model: SoundChatModel) -> None:
+    sound, given, answered = sweep(2, 0.9), folder / "lines.jsonl", folder / "answers.jsonl"
+    messages = [{"role": "user", "content": [sound_part(wav(sound)), text_part("And this?")]}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    given.write_text(json.dumps(line) + "\n")
+    answer_batch(given, answered, offline_engine(str(folder), {}), 1)
+    (choice,) = json.loads(answered.read_text())["response"]["body"]["choices"]
+    assert choice["token_ids"] == model.greedy(messages, [in_sixteen_bits(sound)], 12)

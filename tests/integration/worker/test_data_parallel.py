@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from services.scheduler.core.limits import EngineLimits
 from services.worker.distributed.all2all import All2AllBackend
 from services.worker.models.expert_parallel.settings import ExpertSettings
+from tests.support.models.tiny_images import picture
 from tests.support.models.tiny_models import TinyModel, make_model
+from tests.support.models.tiny_qwen_vl import make_qwen_model
+from tests.support.worker.image_chats import ImageChat
 from tests.support.worker.library_situations import prompt
 from tests.support.worker.rank_processes import EngineOfRanks, RankProcesses, rank_processes
 
@@ -120,6 +124,25 @@ def test_layers_with_states_are_beside_experts(ranks: RankProcesses, models: Cal
     run(first, second)
     expected = [model.greedy(tokens, OUTPUT) for tokens in PROMPTS[2:] for _ in range(2)]
     assert [request.tokens for request in requests] == expected
+
+
+@pytest.mark.features("data parallel", "expert parallel", "images", "chunked prefill", "prefix cache")
+def test_engines_of_a_group_are_shown_images(ranks: RankProcesses, tmp_path: Path) -> None:
+    """One has images while the other has none; then the other what the first has seen, which is no prefix of its."""
+    model = make_qwen_model(tmp_path, "qwen3-moe")
+    seen = ImageChat("Compare ", picture(1, (40, 160)), " with ", picture(0, (150, 40)))
+    plain = ImageChat("No image at all, only a question.")
+    first, second = ranks.serve_group(model.path, engines=2, limits=LIMITS)
+    chats = [(first, seen), (second, plain), (second, seen), (first, seen)]
+    asked = []
+    for engine, chat in chats:
+        ids, embeds = chat.prompt(model)
+        asked.append(engine.ask(ids, OUTPUT, embeds=embeds))
+        if engine is second:
+            run(first, second)
+    run(first, second)
+    assert [each.tokens for each in asked] == [chat.expected(model, OUTPUT) for _, chat in chats]
+    assert asked[2].cached == 0 < asked[3].cached
 
 
 @pytest.mark.features("data parallel", "expert parallel", "speculative", "hybrid KV cache", "chunked prefill")

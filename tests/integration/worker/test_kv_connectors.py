@@ -25,7 +25,9 @@ from shared.packing import pack
 from tests.support.engines.connector_engine import COUNT, PROMPT, Make, ask, at_rest, saved
 from tests.support.engines.connector_engine import connector_engine as engine
 from tests.support.engines.engine_on_a_bus import EngineOnABus
+from tests.support.models.tiny_images import make_image_model, picture
 from tests.support.models.tiny_models import TinyModel, make_model
+from tests.support.worker.image_chats import ImageChat
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,21 @@ async def test_what_one_engine_saved_a_second_one_loads_and_says_the_same(
         assert await ask(b, "second") == (expected, 128)
         assert await ask(b, "other", PROMPT[:40] + [9] * 30) == (model.greedy(PROMPT[:40] + [9] * 30, COUNT), 32)
         assert b.scheduler.core.counters.blocks_loaded == 128 // size
+        await at_rest(b)
+
+
+@pytest.mark.features("KV connector", "images", "prefix cache", "chunked prefill")
+async def test_what_was_computed_of_an_image_is_loaded_with_the_same_image_alone(tmp_path: Path) -> None:
+    model = make_image_model(tmp_path / "model")
+    one, other = (ImageChat(picture(seed), "What is to be seen in it? Tell all that you can.") for seed in (0, 1))
+    (ids, embeds), folder = one.prompt(model), tmp_path / "kept"
+    async with engine(model, shared_memory(folder)) as (a, _):
+        assert await ask(a, "first", ids, embeds) == (one.expected(model, COUNT), 0)
+        await saved(a, len(ids) // 16)
+    async with engine(model, shared_memory(folder)) as (b, _):
+        assert await ask(b, "other", *other.prompt(model)) == (other.expected(model, COUNT), 0)
+        assert await ask(b, "again", ids, embeds) == (one.expected(model, COUNT), len(ids) // 16 * 16)
+        assert b.scheduler.core.counters.blocks_loaded == len(ids) // 16
         await at_rest(b)
 
 

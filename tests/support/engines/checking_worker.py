@@ -27,7 +27,14 @@ from shared.ids import (
     SequenceId,
 )
 from shared.kv_groups import NULL_BLOCK, KvCacheGroup, StateRecords
-from shared.messages.generation import Generation, Grammar, PoolingOptions, SamplingOptions, StopConditions
+from shared.messages.generation import (
+    Generation,
+    Grammar,
+    PoolingOptions,
+    PromptEmbeds,
+    SamplingOptions,
+    StopConditions,
+)
 from shared.messages.model_card import LoraCard, ModelCard, PoolingCard
 from shared.messages.scheduler import (
     GenerateRequest,
@@ -83,6 +90,7 @@ def generate(
     suspect_until: int | None = None,
     block_size: int = BLOCK_SIZE,
     lora: LoraId | None = None,
+    embeds: PromptEmbeds | None = None,
     **stopping: object,
 ) -> GenerateRequest:
     """A request as the coordinator sends it; `stopping` are fields of StopParams."""
@@ -94,7 +102,7 @@ def generate(
         model=ModelName("m"),
         tokens=tokens,
         prompt_length=len(prompt),
-        block_hashes=b"".join(hash_chain(tokens, cache_salt, block_size, lora)) if prefix_caching else b"",
+        block_hashes=b"".join(hash_chain(tokens, cache_salt, block_size, lora, embeds)) if prefix_caching else b"",
         sampling=SamplingOptions(seed=0),
         stopping=StopConditions(**stopping),  # type: ignore[arg-type]
         priority=priority,
@@ -105,6 +113,7 @@ def generate(
         prefix_caching=prefix_caching,
         suspect_until=suspect_until,
         lora=lora,
+        prompt_embeds=embeds,
     )
     return GenerateRequest(generation, detokenizer, decode_on)
 

@@ -14,8 +14,10 @@ from services.scheduler.connector_host import ConnectorHalf
 from services.scheduler.core.limits import ConnectorUse, EngineLimits
 from services.worker.kv.connector_thread import ConnectorThread
 from shared.bus.memory_bus import MemoryBus
+from shared.messages.generation import PromptEmbeds
 from tests.support.engines.checking_worker import generate
 from tests.support.engines.engine_on_a_bus import EngineOnABus, engine_on_a_bus
+from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_models import TinyModel
 from tests.support.worker.plan_driver import GREEDY
 from tests.support.worker.tiny_backend import tiny_backend
@@ -40,7 +42,11 @@ Make = Callable[[int | None], KVConnectorBase]
 
 @asynccontextmanager
 async def connector_engine(
-    model: TinyModel, make: Make, role: KVRole = "kv_both", ops: str = "torch", limits: EngineLimits = LIMITS
+    model: TinyModel | ImageModel,
+    make: Make,
+    role: KVRole = "kv_both",
+    ops: str = "torch",
+    limits: EngineLimits = LIMITS,
 ) -> AsyncIterator[tuple[EngineOnABus, Halves]]:
     """Scheduler and rank are the real ones."""
     halves = Halves(make(None), make(0))
@@ -65,12 +71,14 @@ async def connector_engine(
         yield running, halves
 
 
-async def ask(engine: EngineOnABus, name: str, prompt: list[int] = PROMPT) -> tuple[list[int], int]:
+async def ask(
+    engine: EngineOnABus, name: str, prompt: list[int] = PROMPT, embeds: PromptEmbeds | None = None
+) -> tuple[list[int], int]:
     """(output, prompt tokens that were not computed)."""
     epoch = engine.scheduler.core.epoch_state
     assert epoch is not None
     size = epoch.memory.block_size
-    request = generate(name, prompt, max_tokens=COUNT, ignore_eos=True, block_size=size)
+    request = generate(name, prompt, max_tokens=COUNT, ignore_eos=True, block_size=size, embeds=embeds)
     await engine.generate(replace(request, generation=replace(request.generation, sampling=GREEDY)))
     await engine.finished(name)
     (opened,) = [each for each in engine.notes.opened if each.request == name]
