@@ -24,10 +24,10 @@ from shared.bus import Bus
 from shared.ids import InstanceId, ModelName
 from shared.messages.encoder import (
     EncodeInput,
+    EncoderRefusal,
     EncoderReply,
     EncoderReport,
-    InputRefusal,
-    InputRows,
+    EncoderRows,
     ReadRows,
     RenewRows,
     RowsPiece,
@@ -100,7 +100,7 @@ class EncoderActor(Actor):
             case Tick():
                 self._rows.tick()
                 for image in self._queue.expire(time.monotonic()):
-                    self._answer(image, InputRefusal("nobody asked for the image any more", "overloaded"))
+                    self._answer(image, EncoderRefusal("nobody asked for the image any more", "overloaded"))
             case RenewRows(names):
                 self._rows.renew(names)
             case _:
@@ -113,14 +113,14 @@ class EncoderActor(Actor):
         image, now = image_hash(request.content, request.salt, request.frames, request.written), time.monotonic()
         if request.written is None and (rows := self._rows.find(image)) is not None:
             self._count_hit()
-            return InputRows(rows)
+            return EncoderRows(rows)
         if (pending := self._pending.get(image)) is not None:
             self._count_hit()
             self._queue.renew(image, now)
             return asyncio.shield(pending.reply)
         if len(self._pending) >= MAX_PENDING or self._queue.count(request.turn) >= MAX_OF_A_CLIENT:
             limit = f"{MAX_PENDING} images wait to be encoded, or {MAX_OF_A_CLIENT} of this client, which is the limit"
-            return InputRefusal(limit, "overloaded")
+            return EncoderRefusal(limit, "overloaded")
         pending = self._pending[image] = _PendingImage(request, asyncio.get_running_loop().create_future())
         self._queue.add(image, request.turn, now)
         self._arrived.set()
@@ -159,7 +159,7 @@ class EncoderActor(Actor):
             metrics.IMAGES.labels("refused").inc()
             log.info("refused", extra={"image": image.hex(), "why": str(error)})
             later = isinstance(error, RowsUnkept) and error.ever
-            return InputRefusal(str(error), "overloaded" if later else "invalid_request")
+            return EncoderRefusal(str(error), "overloaded" if later else "invalid_request")
         self._encoded += 1
         metrics.IMAGES.labels("encoded").inc()
         metrics.SECONDS.observe(time.monotonic() - began)
@@ -172,7 +172,7 @@ class EncoderActor(Actor):
                 "ms": round((time.monotonic() - began) * 1e3, 1),
             },
         )
-        return InputRows(kept)
+        return EncoderRows(kept)
 
     async def _align(self, window: Any, written: WrittenTokens) -> TokenTimes:
         """Raises TowerUnusable."""

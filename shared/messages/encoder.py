@@ -43,7 +43,7 @@ class WrittenTokens(Struct, frozen=True, array_like=True):
 
 
 class EncodeInput(Struct, frozen=True, array_like=True, tag="EncodeImage"):
-    """Requests the rows of an input. Answered by `InputRows` or `InputRefusal`; the same input is answered the same.
+    """Requests the rows of an input. Answered by `EncoderRows` or `EncoderRefusal`; the same input is answered alike.
     Of a window with `written`, by `TokenTimes` in place of rows."""
 
     content: Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES)]
@@ -60,14 +60,14 @@ class EncodeInput(Struct, frozen=True, array_like=True, tag="EncodeImage"):
     """What was written down of the window that `content` is, of whose tokens the times are asked for."""
 
 
-class InputRows(Struct, frozen=True, array_like=True, tag="ImageRows"):
+class EncoderRows(Struct, frozen=True, array_like=True, tag="ImageRows"):
     """Reply to `EncodeInput`: a row for each token that the input takes in a prompt. The encoder keeps them, for
     ROWS_LEASE seconds at least."""
 
     rows: PromptEmbeds
 
 
-class InputRefusal(Struct, frozen=True, array_like=True, tag="ImageRefusal"):
+class EncoderRefusal(Struct, frozen=True, array_like=True, tag="ImageRefusal"):
     """No rows: `message` says why, and what is allowed."""
 
     message: str
@@ -80,7 +80,7 @@ class TokenTimes(Struct, frozen=True, array_like=True, tag=True):
     times: tuple[float, ...]
 
 
-EncoderReply = InputRows | InputRefusal | TokenTimes
+EncoderReply = EncoderRows | EncoderRefusal | TokenTimes
 
 ROWS_LEASE = 150.0
 """Seconds that rows are kept once they were asked for, or somebody said that they are needed: as long as the images of

@@ -498,8 +498,8 @@ MESSAGES: list[Any] = [
     kvstore.FindAny(layout="f", owner=OWNER, lease=LeaseId(4), hashes=HASH),
     kvstore.FindAnyReply(b"\1"),
     encoder.EncodeInput(b"GIF"),
-    encoder.InputRows(generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<")),
-    encoder.InputRefusal("no"),
+    encoder.EncoderRows(generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<")),
+    encoder.EncoderRefusal("no"),
     lifecycle.Lifecycle(
         service="encoder",
         instance=InstanceId("encoder-1"),
@@ -513,13 +513,13 @@ MESSAGES: list[Any] = [
     gateway.PromptKept(request=R, attempt=A, blocks=2, engine=E, node=NODE),
     scheduler.ReleaseKept(R),
     generation.KeptPrompt(E, R, NODE),
-    encoder.InputRows(
+    encoder.EncoderRows(
         generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<" * 6, runs=((0, 6),), grids=((1, 2, 3),))
     ),
-    encoder.InputRows(
+    encoder.EncoderRows(
         generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<" * 2, runs=((0, 2),), mutual=(True,))
     ),
-    encoder.InputRows(
+    encoder.EncoderRows(
         generation.PromptEmbeds(
             dtype="float16",
             size=1,
@@ -532,7 +532,9 @@ MESSAGES: list[Any] = [
     encoder.ReadRows(RowsName(HASH), 7),
     encoder.RowsPiece(b"rows"),
     gateway.RowsMissing(R),
-    encoder.InputRows(generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<" * 2, runs=((0, 2),), encoded=True)),
+    encoder.EncoderRows(
+        generation.PromptEmbeds(dtype="float16", size=1, rows=b"\0<" * 2, runs=((0, 2),), encoded=True)
+    ),
     model_card.AudioModel(
         row_size=4,
         rows=100,

@@ -19,7 +19,7 @@ from services.gateway.videos.video_rows import MediaEmbeds, video_embeds
 from shared import topics
 from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout
 from shared.ids import ModelName
-from shared.messages.encoder import EncodeInput, EncoderReply, FramePair, InputRefusal, InputRows, TokenTimes
+from shared.messages.encoder import EncodeInput, EncoderRefusal, EncoderReply, EncoderRows, FramePair, TokenTimes
 from shared.messages.generation import MAX_MEDIA_BYTES, PromptEmbeds
 from shared.messages.model_card import SoundModel
 from shared.messages.tokenizer import ChatPrompt, VideoParts
@@ -119,10 +119,10 @@ class ImageRowsClient:
     async def encoded(self, field: str, question: EncodeInput, model: ModelName) -> PromptEmbeds:
         """What stands for the rows of an image, which are kept from now on. Raises RequestError, see `filled`."""
         reply = await self._answered(field, question, model)
-        assert isinstance(reply, InputRows), "images are answered by their rows"
+        assert isinstance(reply, EncoderRows), "images are answered by their rows"
         return reply.rows
 
-    async def _answered(self, field: str, question: EncodeInput, model: ModelName) -> InputRows | TokenTimes:
+    async def _answered(self, field: str, question: EncodeInput, model: ModelName) -> EncoderRows | TokenTimes:
         topic, loop = topics.image_requests(model), asyncio.get_running_loop()
         last, end = "", loop.time() + ENCODE_TIMEOUT
         while (left := end - loop.time()) > 0:
@@ -134,7 +134,7 @@ class ImageRowsClient:
                 last = type(error).__name__
                 await asyncio.sleep(RETRY_INTERVAL)
                 continue
-            if isinstance(reply, InputRefusal):
+            if isinstance(reply, EncoderRefusal):
                 again = 1.0 if reply.kind == "overloaded" else None
                 raise RequestError(STATUS[reply.kind], f"{field}: {reply.message}", param=field, retry_after=again)
             return reply

@@ -28,7 +28,7 @@ from shared.actor import ActorRuntime
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import InstanceId, ModelName
 from shared.media.rows_reader import read_rows
-from shared.messages.encoder import EncodeInput, EncoderReply, InputRefusal, InputRows
+from shared.messages.encoder import EncodeInput, EncoderRefusal, EncoderReply, EncoderRows
 from shared.messages.generation import PromptEmbeds
 from shared.models.audio_models import read_audio_model
 from tests.fuzz.image_files import spoilt, valid_files
@@ -73,12 +73,12 @@ class Encoder:
 
     async def rows(self, image: bytes) -> torch.Tensor:
         reply = await self.ask(image)
-        assert isinstance(reply, InputRows)
+        assert isinstance(reply, EncoderRows)
         return await read(self.bus, reply.rows)
 
     async def why(self, image: bytes) -> str:
         reply = await self.ask(image)
-        assert isinstance(reply, InputRefusal)
+        assert isinstance(reply, EncoderRefusal)
         return reply.message
 
 
@@ -127,7 +127,7 @@ async def test_images_are_as_large_as_their_rows_say(memory_bus: MemoryBus, tmp_
     async with running(memory_bus, model) as encoder:
         for image in (small, flat, large):
             reply = await encoder.ask(image)
-            assert isinstance(reply, InputRows)
+            assert isinstance(reply, EncoderRows)
             # PyTorch splits a large product by how many threads it gets at the moment, so the last bits may differ.
             torch.testing.assert_close(await read(memory_bus, reply.rows), model.rows(image))
             assert reply.rows.grids == (model.grid(image),)
@@ -143,7 +143,7 @@ async def test_rows_say_which_tokens_see_each_other(memory_bus: MemoryBus, tmp_p
     model = make_gemma_model(tmp_path)
     async with running(memory_bus, model) as encoder:
         reply = await encoder.ask(picture(0))
-        assert isinstance(reply, InputRows)
+        assert isinstance(reply, EncoderRows)
         assert torch.equal(await read(memory_bus, reply.rows), model.rows(picture(0)))
     assert (reply.rows.runs, reply.rows.mutual) == (((0, TOKENS),), (True,))
 
@@ -178,7 +178,7 @@ async def test_what_cannot_be_an_image_is_refused(
         assert await encoder.why(picture(0)[:200]) == "the image is broken: image file is truncated"
         monkeypatch.setattr(actor_module, "MAX_PENDING", 0)
         full = await encoder.ask(picture(0))
-        assert isinstance(full, InputRefusal)
+        assert isinstance(full, EncoderRefusal)
         assert full.kind == "overloaded"
         monkeypatch.undo()
         assert len(await encoder.rows(picture(0))) == IMAGE_TOKENS
@@ -254,8 +254,8 @@ async def test_a_crowd_of_one_client_leaves_room_for_another(memory_bus: MemoryB
         other = await ask(EncodeInput(picture(99), turn="other"), EncoderReply, 60.0)
         waiting = sum(not each.done() for each in crowd)
         replies = await asyncio.gather(*crowd)
-    assert isinstance(other, InputRows)
-    refused = [each for each in replies if isinstance(each, InputRefusal)]
+    assert isinstance(other, EncoderRows)
+    refused = [each for each in replies if isinstance(each, EncoderRefusal)]
     assert {each.kind for each in refused} == {"overloaded"}
     assert len(refused) > 90 / 3
     assert waiting > 0, "the other client had its turn before the crowd was through"
@@ -300,17 +300,17 @@ async def test_a_sounds_rows_are_the_librarys(memory_bus: MemoryBus, tmp_path: P
 
         sound = sweep(0)
         reply = await ask(sound.tobytes())
-        assert isinstance(reply, InputRows)
+        assert isinstance(reply, EncoderRows)
         assert reply.rows.encoded
         expected = whisper.rows(sound)
         wanted = torch.frombuffer(bytearray(expected.rows), dtype=torch.float32).view(-1, expected.size)
         assert torch.equal(await read(memory_bus, reply.rows), wanted)
         for samples in (b"", b"abc", bytes(4 * (2 * 16_000 + 1))):
             refused = await ask(samples)
-            assert isinstance(refused, InputRefusal)
+            assert isinstance(refused, EncoderRefusal)
             assert "bytes of samples are not allowed; 32000 of 4 are" in refused.message
         noise = await ask(struct.pack("<f", float("nan")) * 1600)
-        assert isinstance(noise, InputRefusal)
+        assert isinstance(noise, EncoderRefusal)
         assert "are none" in noise.message
     finally:
         runtime.stop()

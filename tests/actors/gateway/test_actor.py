@@ -14,7 +14,7 @@ from starlette.routing import Route
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, GatewayId, InstanceId
-from shared.messages.encoder import EncodeInput, InputRefusal
+from shared.messages.encoder import EncodeInput, EncoderRefusal
 from shared.messages.lifecycle import Drain, SleepReport, Undrain
 from shared.messages.scheduler import Probe
 from shared.messages.tokenizer import Tokenize
@@ -171,8 +171,8 @@ async def test_images_make_bodies_of_chats_larger_and_nothing_else_does(memory_b
     ring = FakeRing(memory_bus)
     ring.images = 8
 
-    async def encoder(question: EncodeInput) -> InputRefusal:
-        return InputRefusal(f"{len(question.content)} bytes")
+    async def encoder(question: EncodeInput) -> EncoderRefusal:
+        return EncoderRefusal(f"{len(question.content)} bytes")
 
     await memory_bus.serve(topics.image_requests(MODEL), encoder)
     async with gateway_stack(memory_bus, ring=ring, max_body=1000, max_media_body=4000) as stack:

@@ -15,7 +15,7 @@ import pytest
 from services.gateway.metrics import AUDIO_FILES
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
-from shared.messages.encoder import EncodeInput, EncoderReply, InputRefusal, InputRows
+from shared.messages.encoder import EncodeInput, EncoderRefusal, EncoderReply, EncoderRows
 from shared.messages.gateway import Delta, LogprobText, PositionLogprobs, RequestPlaced, StreamOpened
 from shared.messages.generation import PromptEmbeds
 from shared.messages.tokenizer import Tokenize, TokenPrompt
@@ -45,13 +45,13 @@ class HearingRing(FakeRing):
 
     async def _encode(self, question: EncodeInput) -> EncoderReply:
         if self.refusal:
-            return InputRefusal(self.refusal)
+            return EncoderRefusal(self.refusal)
         if self.windows and self.crowds:
             self.crowds -= 1
-            return InputRefusal("64 images wait", "overloaded")
+            return EncoderRefusal("64 images wait", "overloaded")
         self.windows.append(question.content)
         rows = struct.pack("<8f", *([len(question.content) / 4] * 8))
-        return InputRows(PromptEmbeds(dtype="float32", size=8, rows=rows, runs=((0, 1),), encoded=True))
+        return EncoderRows(PromptEmbeds(dtype="float32", size=8, rows=rows, runs=((0, 1),), encoded=True))
 
     async def _serve(self, message: Tokenize) -> None:
         prompt = message.prompt
