@@ -54,7 +54,7 @@ COMMANDS: Mapping[str, Listed] = {
     "bench": Listed(
         USE,
         "deploy.cli.bench",
-        "Measure: baton bench serve|latency|throughput|interference|hops|startup|profile|prefixes|kv|idle|"
+        "Measure: baton bench serve|latency|throughput|interference|hops|ring|startup|profile|prefixes|kv|idle|"
         "speculation|perplexity|roofline|kernels|routing|peers|gpu.",
         PASSED_ON,
     ),

@@ -23,6 +23,7 @@ from shared.bus.nats_bus import NatsOptions
 from shared.config import ServiceConfig
 from shared.ids import MAX_ID, ClusterName, GatewayId, Incarnation, relay_id
 from shared.messages.dialects import REASONING_ALIASES, TOOL_ALIASES, ReasoningFormat, ToolFormat
+from shared.messages.generation import StreamInterval
 from shared.settings import ByteSize, ContainerVariable, Port, UpOption
 
 if TYPE_CHECKING:  # `baton up` reads the settings and serves nobody: what they are for is imported where it is made
@@ -202,6 +203,11 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         Seconds, Meta(description="Seconds for which a request is refused, after processes died of an equal one.")
     ] = 600.0
     keep_alive_s: Annotated[Seconds, Meta(description="Seconds of silence after which a stream gets a comment.")] = 15.0
+    stream_interval: Annotated[
+        StreamInterval,
+        Meta(description="Steps whose tokens a stream gets together, behind the first; requests may say another."),
+        UpOption("Capacity"),
+    ] = 1
     unread_limit: Annotated[
         ByteSize, Meta(description="Bytes that a streaming client may leave unread before it is disconnected.")
     ] = 2**20
@@ -462,6 +468,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             allow_prefix_caching=self.enable_prefix_caching,
             force_usage=self.enable_force_include_usage,
             max_body=self.max_body,
+            stream_interval=self.stream_interval,
             max_images=self.max_images,
             max_videos=self.max_videos,
             max_sounds=self.max_sounds,

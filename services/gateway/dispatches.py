@@ -91,4 +91,5 @@ def first_dispatch(
         trace=generation.trace,
         keep=generation.kv_transfer.keep,
         kept=generation.kv_transfer.kept,
+        stream_interval=generation.stream_interval,
     )

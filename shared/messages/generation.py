@@ -292,6 +292,11 @@ class KeptPrompt(Struct, frozen=True, array_like=True):
     """The node whose KV store has them."""
 
 
+StreamInterval = Annotated[int, Meta(ge=1, le=1024)]
+"""Steps whose tokens are sent together, as far as they are fast; the first token is sent at once, as is the last. Each
+step's at once where there are stop strings, which only the detokenizer finds."""
+
+
 class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     """One sequence to generate: tokenized, hashed, on its way to an engine."""
 
@@ -347,6 +352,7 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     kept: KeptPrompt | None = None
     """Where its prompt's blocks are kept. What is not there is computed: a promise to nobody, and a proof of nothing,
     as blocks are looked for by the hashes of this request's own tokens."""
+    stream_interval: StreamInterval = 1
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):

@@ -17,6 +17,7 @@ from shared.messages.generation import (
     PromptEmbeds,
     SamplingOptions,
     StopConditions,
+    StreamInterval,
 )
 
 TruncationSide = Literal["left", "right"]
@@ -181,6 +182,7 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """See `Generation.keep`."""
     kept: KeptPrompt | None = None
     """See `Generation.kept`."""
+    stream_interval: StreamInterval = 1
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):

@@ -74,6 +74,8 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
     """Hosts that images and videos may be fetched from: `HOST` or `HOST:PORT`."""
     force_usage: bool = False
     """Whether every chunk of every stream has the usage, whatever it asks for."""
+    stream_interval: int = 1
+    """Of requests that do not say theirs."""
 
 
 class StreamOptions(NamedTuple):
@@ -180,6 +182,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """See `Generation.trace`."""
     kv_transfer: KvTransfer = NO_TRANSFER
     """What the client conducts itself of a hand-over."""
+    stream_interval: int = 1
+    """Steps whose tokens come together, behind the first one."""
 
     @property
     def served_name(self) -> ModelName:
@@ -251,6 +255,7 @@ RANGES = {
     "priority": AllowedRange(-(2**31), 2**31 - 1),
     "thinking_token_budget": AllowedRange(-1, INT64 - 1),
     "length_penalty": AllowedRange(-10, 10),
+    "stream_interval": AllowedRange(1, 1024),
 }
 
 
@@ -289,6 +294,7 @@ class CommonFields(Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
+    stream_interval: int | None = None
     cache_salt: str | None = None
     enable_prefix_caching: bool | None = None
     user: str | None = None
@@ -327,7 +333,6 @@ class CommonFields(Struct, kw_only=True):
     store: bool | None = None
     # Those of which only the value that changes nothing is taken.
     service_tier: str | None = None
-    stream_interval: int | None = None
     verbosity: str | None = None
     # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
     ec_transfer_params: Any = None
@@ -348,7 +353,6 @@ WITHOUT_EFFECT = frozenset(
 """What clients may send, and no answer depends on."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
-    "stream_interval": (1,),
     "verbosity": ("medium",),
 }
 """Fields of which only these values are taken, as they change nothing."""

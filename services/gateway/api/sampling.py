@@ -106,6 +106,7 @@ def generation_request(
         request_id=fields.request_id,
         skip_special_tokens=fields.skip_special_tokens is not False,
         priority=fields.priority or 0,
+        stream_interval=fields.stream_interval or limits.stream_interval,
         cache_salt=fields.cache_salt,
         prefix_caching=limits.allow_prefix_caching and fields.enable_prefix_caching is not False,
         kv_transfer=read_kv_transfer(fields.kv_transfer_params),

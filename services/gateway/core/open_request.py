@@ -279,7 +279,7 @@ class OpenRequest:
     def record_death(self, reached: int, policy: RetryPolicy) -> None:
         """Counts a process that died with it, when it had `reached` output tokens as far as is known (else 0). It is a
         suspect from now on."""
-        margin = policy.suspect_tokens * 4**self.deaths
+        margin = policy.suspect_tokens * 4**self.deaths + self.tokenize.stream_interval - 1
         self.deaths += 1
         self.suspect_until = max(len(self.tokens) + margin, reached + 1)
 

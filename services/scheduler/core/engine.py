@@ -210,12 +210,12 @@ class EngineCore:
         return self._sender.takes_over(engine)
 
     def probe(self, request: RequestId, attempt: Attempt) -> ProbeReply:
-        """The state of the attempt, and how many output tokens it has."""
+        """The state of the attempt, and how many output tokens of it were sent."""
         sequence = self.requests.get(request)
         if sequence is None or sequence.generation.attempt != attempt:
             return ProbeReply("unknown", 0)
         running = sequence.phase in ("loading", "prefilling", "decoding", "handing")
-        return ProbeReply("running" if running else "waiting", sequence.tokens.produced)
+        return ProbeReply("running" if running else "waiting", sequence.sent)
 
     def pause_state(self) -> PauseState:
         """Whether it is paused, and what it still computes."""
@@ -393,6 +393,7 @@ class EngineCore:
         if state is not None:
             state.remote.expire(now)
             state.keeper.expire(now)
+            self._outbox.streams.release(now)
         if state is not None and state.grammars.compiling:
             state.requests.record_grammars(state.grammars.expire(now))
         if state is not None and self.role.connector is not None:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from shared.blocks import BlockHash, next_hash, root_hash, split_hashes
 from shared.ids import DetokenizerId, EngineId, NodeId, SequenceId
+from shared.messages.detokenizer import NewTokens
 from shared.messages.generation import FinishReason
 from shared.messages.scheduler import GenerateRequest
 from shared.messages.worker import MAX_POOLED_BYTES_PER_PLAN, GrammarRef, SequenceWork
@@ -265,6 +266,12 @@ class StreamState:
 
     opened: bool
     """Whether `OpenStream` was sent."""
+    interval: int = 1
+    """Steps whose tokens are sent together."""
+    begun: bool = False
+    """Whether tokens of it were sent from here: the first ones are sent at once."""
+    held: NewTokens | None = None
+    """Its tokens that are not sent yet."""
     cached_tokens: int = 0
     """Prompt tokens that a cache held, as reported to the client."""
 
@@ -310,7 +317,9 @@ class Sequence:
         self.tokens = TokenState(generate, limit, stops, block_size)
         self.blocks = BlockTable()
         self.transfer = TransferState(generate)
-        self.stream = StreamState(opened=generate.handed is not None)
+        # Stop strings are found by the detokenizer: what is drawn until then is drawn for nothing.
+        interval = 1 if generation.stopping.stop else generation.stream_interval
+        self.stream = StreamState(opened=generate.handed is not None, interval=interval)
         self.acceptance = AcceptanceRate()
         """The acceptance rate of its own drafts; written by `SpeculationBudget`."""
         self.prompt_waits = 0
@@ -325,6 +334,12 @@ class Sequence:
         """Enters `phase`. Raises IllegalTransition if it may not follow the present one."""
         self.history = extend_history(NEXT_PHASES, self.history, phase, self.generation.request)
         self.phase = phase
+
+    @property
+    def sent(self) -> int:
+        """Output tokens that its detokenizer was sent, those of earlier attempts included."""
+        held = self.stream.held
+        return self.tokens.produced - (0 if held is None else len(held.tokens))
 
     @property
     def suspected(self) -> bool:

@@ -161,6 +161,7 @@ class PromptEncoder:
                 trace=message.trace,
                 keep=message.keep,
                 kept=message.kept,
+                stream_interval=message.stream_interval,
             )
         )
 

@@ -71,6 +71,19 @@ async def chunks_of(answer: Any) -> list[Any]:
 # Completions.
 
 
+async def test_tokens_of_several_steps_come_together_where_the_client_wants_that(client: AsyncOpenAI) -> None:
+    fields = {"max_tokens": 48, "stream": True, "stream_options": USAGE}
+    each = await chunks_of(await complete(client, body={"ignore_eos": True}, **fields))
+    together = await chunks_of(await complete(client, body={"ignore_eos": True, "stream_interval": 16}, **fields))
+
+    def text(chunks: list[Any]) -> str:
+        return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+
+    assert text(together) == text(each)
+    assert together[-1].usage.completion_tokens == each[-1].usage.completion_tokens == 48
+    assert 2 < len(together) < len(each)
+
+
 async def test_a_single_completion(client: AsyncOpenAI, tokenizer: Any) -> None:
     answer = await complete(client)
     (choice,) = answer.choices

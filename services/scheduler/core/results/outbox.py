@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from services.scheduler.core.events import Output, SendHandOver, SendToGateway, SendTokens
 from services.scheduler.core.sequence import Sequence
-from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, RequestId
+from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, RequestId, SequenceId
 from shared.messages.detokenizer import (
     AbandonStream,
     NewTokens,
@@ -32,6 +32,8 @@ CONTEXT_TOKENS = 8
 """Prompt tokens sent along, so that the first output token is decoded with the text before it."""
 MAX_OPENED_CHARS = 2**20
 """Characters of stop strings in the openings of one message, or one opening with more: a message must fit the bus."""
+MAX_HELD_SECONDS = 0.1
+"""Tokens are held back for no longer, whatever their request's interval: it is meant for steps that are fast."""
 MAX_FENCED = 8192
 """Requests whose ended attempts are remembered. A message is late by seconds, not by thousands of requests."""
 
@@ -56,6 +58,11 @@ class TokenStreams:
         self._engine = engine
         self._epoch = epoch
         self._numbers: dict[DetokenizerId, int] = {}
+        self._steps = 0
+        """Whose results were taken in: tokens of all streams of an interval are sent at the same ones, in one
+        message."""
+        self._holding: dict[SequenceId, tuple[Sequence, float]] = {}
+        """Sequences with tokens that are not sent yet, and since when, the oldest first."""
         self.pending: defaultdict[DetokenizerId, PendingBatch] = defaultdict(PendingBatch)
         """What the next message to each detokenizer will hold, to be appended to."""
 
@@ -100,6 +107,49 @@ class TokenStreams:
         vector = PooledPrompt(generation.request, generation.attempt, pooled.vector)
         self.pending[sequence.detokenizer].pooled.append(vector)
 
+    # Tokens that are held back (`Generation.stream_interval`).
+
+    def begin_step(self) -> None:
+        """Tokens of a step follow."""
+        self._steps += 1
+
+    def pace(self, sequence: Sequence, entry: NewTokens, now: float) -> NewTokens | None:
+        """Returns what of the sequence's tokens is to be sent now that it has these, in one entry; None: they are held
+        back."""
+        stream = sequence.stream
+        if stream.held is not None:
+            entry = _joined(stream.held, entry)
+        if entry.finish is None and stream.begun and self._steps % stream.interval:
+            if stream.held is None:
+                self._holding[sequence.id] = sequence, now
+            stream.held = entry
+            return None
+        stream.begun = True
+        self.drop_held(sequence)
+        return entry
+
+    def release(self, now: float) -> None:
+        """Has tokens sent that were held back for MAX_HELD_SECONDS."""
+        due = []
+        for sequence, since in self._holding.values():
+            if now - since < MAX_HELD_SECONDS:
+                break
+            due.append(sequence)
+        for sequence in due:
+            self.send_held(sequence)
+
+    def send_held(self, sequence: Sequence) -> None:
+        """Has the sequence's tokens sent that were held back, if there are some."""
+        if (held := sequence.stream.held) is not None:
+            self.pending[sequence.detokenizer].entries.append(held)
+            self.drop_held(sequence)
+
+    def drop_held(self, sequence: Sequence) -> None:
+        """Its tokens that were held back are sent already, or of no use any more."""
+        if sequence.stream.held is not None:
+            sequence.stream.held = None
+            del self._holding[sequence.id]
+
     def abandon(self, sequence: Sequence) -> None:
         """Ends a stream that was opened without a final answer."""
         if sequence.stream.opened:
@@ -111,6 +161,7 @@ class TokenStreams:
 
     def move(self, sequence: Sequence, engine: EngineId) -> None:
         """Informs the detokenizer that the stream continues from `engine`."""
+        self.send_held(sequence)
         generation = sequence.generation
         self.pending[sequence.detokenizer].moved.append(StreamMoved(generation.request, generation.attempt, engine))
 
@@ -239,6 +290,13 @@ def token_entry(
     asked_to_stop = finish == "stop" and tokens[-1] in generation.stopping.stop_token_ids
     stop_token = tokens[-1] if asked_to_stop else None
     return NewTokens(generation.request, generation.attempt, position, tokens, finish, stop_token, logprobs)
+
+
+def _joined(first: NewTokens, then: NewTokens) -> NewTokens:
+    """Tokens of two steps of a sequence as one entry."""
+    logprobs = None if first.logprobs is None or then.logprobs is None else first.logprobs + then.logprobs
+    tokens = first.tokens + then.tokens
+    return NewTokens(first.request, first.attempt, first.position, tokens, then.finish, then.stop_token, logprobs)
 
 
 def _parts(opened: list[OpenStream]) -> list[tuple[OpenStream, ...]]:

@@ -271,6 +271,7 @@ class EngineRequests:
             self._connector.finish_request(sequence)
         self._queues.remove(sequence)
         self._outbox.fence.close(sequence.generation.request, sequence.generation.attempt)
+        self._outbox.streams.drop_held(sequence)
         if tell_detokenizer:
             self._outbox.streams.abandon(sequence)
 

@@ -93,6 +93,7 @@ class StepResults:
         sequence may have more than one."""
         by_id, streams, counters = self._queues.by_id, self._outbox.streams, self._counters
         detokenizer, entries, counted = None, [], True
+        streams.begin_step()
         same, since = 0, now  # so many in a row have the token before this one from the same moment
         for sampled in result.sampled:
             sequence = by_id.get(sampled.sequence)
@@ -119,7 +120,9 @@ class StepResults:
                 entries = streams.pending[detokenizer].entries
                 counted = detokenizer != CANARY_DETOKENIZER
             entry = token_entry(sequence, tokens, finish, logprobs)
-            entries.append(entry)
+            sent = entry if sequence.stream.interval == 1 else streams.pace(sequence, entry, now)
+            if sent is not None:
+                entries.append(sent)
             if counted:
                 if not entry.position:
                     counters.record_first_token(now - sequence.last_token_at)
@@ -140,3 +143,4 @@ class StepResults:
             elif sequence.phase == "returning" and not state.in_flight:  # all its tokens are known now
                 self._queues.requeue(sequence)
         counters.record_later_tokens(same, now - since)
+        streams.release(now)
