@@ -56,7 +56,7 @@ def rank(number: str) -> None:
 
 def main(model: str, tp: str, stages: str, experts: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
-        ranks = RankProcesses(int(tp) * int(stages), Path(folder), "tests.benchmarks.collective_bytes")
+        ranks = RankProcesses(int(tp) * int(stages), Path(folder), rank)
         try:
             limits = EngineLimits(run_ahead=0, max_batch_tokens=PROMPT, max_running=DECODES)
             placed = ExpertSettings(parallel=bool(experts))
@@ -70,7 +70,4 @@ def main(model: str, tp: str, stages: str, experts: str = "") -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        rank(sys.argv[1])
-    else:
-        main(*sys.argv[1:])
+    main(*sys.argv[1:])

@@ -1,7 +1,8 @@
-"""One rank of engines of several, as a process of its own: `python -m tests.support.worker.rank_process RANK`.
+"""One rank of engines of several, as a process of its own.
 
 Hears `Serve`, and then plans, from standard input; says `Serving` and, where it draws, `Drew` on standard output. Both
-are MessagePack, each message behind its length. `tests/support/worker/rank_processes.py` is the other end.
+are MessagePack, each message behind its length. `tests/support/worker/rank_processes.py` starts it, and is the other
+end.
 """
 
 from __future__ import annotations
@@ -281,7 +282,3 @@ def main(rank: str) -> None:
             write(sys.stdout.buffer, this.serve(decoder.decode(payload)))
         else:
             this.step(plans.decode(payload))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

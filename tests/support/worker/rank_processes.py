@@ -10,15 +10,16 @@ with rank_processes(4, folder) as ranks:
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import select
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -38,9 +39,12 @@ from shared.messages.scheduler import GenerateRequest, StepFinished
 from shared.packing import pack
 from tests.support.engines.checking_worker import DETOKENIZER, GATEWAY, TIMING
 from tests.support.worker.plan_driver import GREEDY
-from tests.support.worker.rank_process import Drew, Serve, Serving, read, write
+from tests.support.worker.rank_process import Drew, Serve, Serving, main, read, write
 
 _rendezvous = count()
+_FORKING = multiprocessing.get_context("forkserver")
+"""Ranks are forked from a process that has imported what they need: that takes most of the processor time of a rank."""
+_FORKING.set_forkserver_preload([main.__module__])
 WHOLE_EXPERTS = ExpertSettings(parallel=True)
 
 
@@ -53,20 +57,37 @@ class Request:
     over: bool = False
 
 
+class _Process(NamedTuple):
+    process: multiprocessing.process.BaseProcess
+    stdin: BinaryIO
+    stdout: BinaryIO
+
+
+def _run(rank: int, program: Callable[[str], None], stdin: Connection, stdout: Connection) -> None:
+    """Becomes a rank."""
+    for source, target in ((stdin, 0), (stdout, 1)):
+        os.dup2(source.fileno(), target)
+        source.close()
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    program(str(rank))
+
+
+def _started(rank: int, program: Callable[[str], None]) -> _Process:
+    its_stdin, stdin = _FORKING.Pipe(duplex=False)
+    stdout, its_stdout = _FORKING.Pipe(duplex=False)
+    process = _FORKING.Process(target=_run, args=(rank, program, its_stdin, its_stdout))
+    process.start()
+    its_stdin.close()
+    its_stdout.close()
+    return _Process(process, os.fdopen(os.dup(stdin.fileno()), "wb"), os.fdopen(os.dup(stdout.fileno()), "rb"))
+
+
 class RankProcesses:
     """Owns the processes. The ranks of an engine are the first of them."""
 
-    def __init__(self, size: int, folder: Path, module: str = "tests.support.worker.rank_process") -> None:
+    def __init__(self, size: int, folder: Path, program: Callable[[str], None] = main) -> None:
         self._folder = folder
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", module, str(rank)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(size)
-        ]
+        self._processes = [_started(rank, program) for rank in range(size)]
 
     def serve(
         self,
@@ -137,7 +158,7 @@ class RankProcesses:
 
     def _serve(self, asked: Serve, limits: EngineLimits | None) -> list[EngineOfRanks]:
         for process in self._processes:
-            write(_pipe(process.stdin), asked)
+            write(process.stdin, asked)
         answers = [msgspec.msgpack.decode(self.read(rank), type=Serving | None) for rank in range(len(self))]
         serving = [answer for answer in answers if answer is not None]
         size = asked.world_size
@@ -150,8 +171,8 @@ class RankProcesses:
         return len(self._processes)
 
     def read(self, rank: int) -> bytes:
-        payload = read(_pipe(self._processes[rank].stdout))
-        assert payload is not None, f"rank {rank} has ended: {self._processes[rank].wait()}"
+        payload = read(self._processes[rank].stdout)
+        assert payload is not None, f"rank {rank} has ended: {self.exit_status(rank, 60)}"
         return payload
 
     def tell(self, ranks: int, message: msgspec.Struct, first: int = 0) -> None:
@@ -159,30 +180,33 @@ class RankProcesses:
             self.tell_one(rank, message)
 
     def tell_one(self, rank: int, message: msgspec.Struct) -> None:
-        write(_pipe(self._processes[rank].stdin), message)
+        write(self._processes[rank].stdin, message)
 
     def says_something(self, rank: int, within: float) -> bool:
         """Whether it answers in so many seconds, or ends."""
-        return bool(select.select([_pipe(self._processes[rank].stdout)], [], [], within)[0])
+        return bool(select.select([self._processes[rank].stdout], [], [], within)[0])
 
     def kill(self, rank: int) -> None:
         """It ends, as where its watchdog has found that a step does not."""
-        self._processes[rank].kill()
-        self._processes[rank].wait()
+        process = self._processes[rank].process
+        process.kill()
+        process.join()
 
     def exit_status(self, rank: int, within: float) -> int:
-        """Of a rank that ends by itself. Raises TimeoutExpired."""
-        return self._processes[rank].wait(within)
+        """Of a rank that ends by itself, in so many seconds."""
+        process = self._processes[rank].process
+        process.join(within)
+        assert process.exitcode is not None
+        return process.exitcode
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.communicate()
-
-
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    return stream
+        for each in self._processes:
+            each.process.kill()
+            each.process.join()
+            each.process.close()
+            for stream in (each.stdin, each.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
 
 
 class EngineOfRanks:
