@@ -136,9 +136,11 @@ class CommandExecutor:
     def make_templates(self, notify: Callable[[], None]) -> None:
         """Has processes forked from now on, of the services that are planned now. `notify` is called when a template
         has said something."""
-        services = {process.service for process in self._spec.planned() if not process.colocated} - {"worker"}
-        workers = [COLOCATED if self._spec.counts.colocate else module_of("worker")]
-        self.templates = Templates(workers, [module_of(service) for service in services], notify)
+        planned = [process for process in self._spec.planned() if not process.colocated]
+        with_torch = {module_of(process.service) for process in planned if process.imports_torch}
+        with_torch.add(COLOCATED if self._spec.counts.colocate else module_of("worker"))
+        services = {module_of(process.service) for process in planned if not process.imports_torch}
+        self.templates = Templates(with_torch, services, notify)
 
     def start_service_template(self) -> None:
         """Starts what forks services, where there is none and there may be one. Needs a running event loop."""
@@ -200,7 +202,6 @@ class CommandExecutor:
         if order.new_rendezvous and process.group is not None and self._spec.counts.leads:
             self.rendezvous[process.group] = self._new_rendezvous(process.group)
         where = self._where(process, gateway_port, order.device, standby=order.standby)
-        forked_as = "worker" if process.colocated else process.service
         argv = self._launch(self._spec, process, where)
         try:
             pid = self._children.start(
@@ -208,7 +209,7 @@ class CommandExecutor:
                 argv,
                 self._logs.of(process.instance),
                 self._environment(process, where),
-                None if self.templates is None else self.templates.of(forked_as),
+                None if self.templates is None else self.templates.of(process.imports_torch),
             )
         except OSError as error:
             log.error("not started", extra={"child": process.instance, "error": str(error)})

@@ -19,10 +19,10 @@ def preload(flags: Sequence[str]) -> None:
     config = load_config("worker", WorkerConfig, flags)
     folder = Path(config.model).expanduser()
     with read_ahead(folder) if config.reads_all_weights_here and folder.is_dir() else nullcontext():
-        _import_all(config)
+        _import_all(config, folder)
 
 
-def _import_all(config: WorkerConfig) -> None:
+def _import_all(config: WorkerConfig, folder: Path) -> None:
     with suppress(ImportError):
         import uvloop  # noqa: F401
     if config.device == "sim":
@@ -30,3 +30,17 @@ def _import_all(config: WorkerConfig) -> None:
     else:
         from services.worker.executor.torch_backend import create_backend  # noqa: F401
         from services.worker.platforms.installed import open_platform  # noqa: F401
+
+        if computed_by_the_library(config, folder):
+            with suppress(ImportError):  # the worker says so
+                from services.worker.models.fallback import library_decoder, library_encoder  # noqa: F401
+
+
+def computed_by_the_library(config: WorkerConfig, folder: Path) -> bool:
+    """Whether transformers computes the model: importing that takes longer than all else."""
+    from services.worker.models.config import ModelError
+    from services.worker.models.hf_config import is_native
+
+    with suppress(ModelError):
+        return config.model_impl == "transformers" or (config.model_impl == "auto" and not is_native(folder))
+    return False

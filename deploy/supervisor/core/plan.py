@@ -170,6 +170,11 @@ class ProcessSpec(NamedTuple):
     """The number of its engine in the group, from 0."""
 
     @property
+    def imports_torch(self) -> bool:
+        """Whether it is forked from what has PyTorch, which no other process is to carry about."""
+        return self.service in ("worker", "encoder") or self.colocated
+
+    @property
     def hosted(self) -> tuple[ProcessSpec, ...]:
         """What else runs in this process: the engine's rank, and a coordinator and a detokenizer of its own. None of
         them is started, ended or counted by itself."""

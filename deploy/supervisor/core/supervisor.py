@@ -92,8 +92,8 @@ class Supervisor:
         gpus: GpuTopology | None = None,
         models: Sequence[Counts] = (),
     ) -> None:
-        """`holds_workers`: no worker starts before `WorkersReleased`. `gpus`: how those of this host are joined; None:
-        not known. `models`: what each of several models has; `counts` is then what they share."""
+        """`holds_workers`: nothing that imports PyTorch starts before `WorkersReleased`. `gpus`: how those of this host
+        are joined; None: not known. `models`: what each of several models has; `counts` is then what they share."""
         self._policy = policy or RestartPolicy()
         self._deadlines = deadlines or StopDeadlines()
         self._counts = counts
@@ -295,7 +295,7 @@ class Supervisor:
     def _may_start(self, member: SupervisedProcess, now: float) -> bool:
         """The ranks of an engine start together, and with those that share experts with it, once the last of the former
         ones is gone."""
-        if self.holds_workers and (member.process.service == "worker" or member.process.colocated):
+        if self.holds_workers and member.process.imports_torch:
             return False
         if member.process.service != "worker":
             return True

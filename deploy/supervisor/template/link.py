@@ -31,7 +31,7 @@ from shared.private_files import private_opener
 log = logging.getLogger(__name__)
 
 TEMPLATE = "template"
-"""Forks workers."""
+"""Forks what needs PyTorch: workers and encoders."""
 SERVICE_TEMPLATE = "service-template"
 """Forks all that needs no PyTorch, and does not carry it about."""
 FORK_TIMEOUT = 5.0

@@ -1,4 +1,4 @@
-"""The templates of one host: one forks workers and carries PyTorch about, the other one forks all other services."""
+"""The templates of one host: one forks what needs PyTorch, workers and encoders, the other one all other services."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Collection
 
 from deploy.supervisor.template.link import SERVICE_TEMPLATE, TEMPLATE, TemplateProcess
-from shared.messages.lifecycle import Service
 
 
 class Templates:
@@ -18,9 +17,9 @@ class Templates:
         self.workers = TemplateProcess(TEMPLATE, workers, notify)
         self.services = TemplateProcess(SERVICE_TEMPLATE, services, notify)
 
-    def of(self, service: Service) -> TemplateProcess:
-        """Which one forks this service."""
-        return self.workers if service == "worker" else self.services
+    def of(self, imports_torch: bool) -> TemplateProcess:
+        """Which one forks a process that imports PyTorch, or one that does not."""
+        return self.workers if imports_torch else self.services
 
     async def services_settled(self) -> None:
         """Returns once no service needs to wait, after WARM_TIMEOUT at the latest."""

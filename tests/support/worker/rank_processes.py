@@ -44,7 +44,7 @@ from tests.support.worker.rank_process import Drew, Serve, Serving, main, read, 
 _rendezvous = count()
 _FORKING = multiprocessing.get_context("forkserver")
 """Ranks are forked from a process that has imported what they need: that takes most of the processor time of a rank."""
-_FORKING.set_forkserver_preload([main.__module__])
+_FORKING.set_forkserver_preload([main.__module__, "transformers.modeling_utils"])
 WHOLE_EXPERTS = ExpertSettings(parallel=True)
 
 

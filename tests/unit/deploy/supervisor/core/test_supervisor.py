@@ -105,11 +105,11 @@ def test_everybody_starts_at_once_engines_first() -> None:
     ]
 
 
-def test_workers_wait_for_what_they_are_forked_from_and_nobody_else_does() -> None:
-    stack = Simulation(Counts(ranks=2))
-    stack.supervisor = Supervisor(Counts(ranks=2), holds_workers=True)
+def test_workers_and_encoders_wait_for_what_they_are_forked_from_and_nobody_else_does() -> None:
+    stack = Simulation(Counts(ranks=2, encoder=1))
+    stack.supervisor = Supervisor(Counts(ranks=2, encoder=1), holds_workers=True)
     assert started(stack.tick()) == {"engine-1", "gateway-1", "tokenizer-1", "coordinator-1", "detokenizer-1"}
-    assert started(stack.handle(WorkersReleased())) == {"engine-1-rank0", "engine-1-rank1"}
+    assert started(stack.handle(WorkersReleased())) == {"engine-1-rank0", "engine-1-rank1", "encoder-1"}
     assert started(stack.tick()) == set()
 
 

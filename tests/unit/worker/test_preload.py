@@ -1,0 +1,21 @@
+"""What is imported before workers are forked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from services.worker.config import WorkerConfig
+from services.worker.preload import computed_by_the_library
+from tests.support.paths import DEMO_MODEL
+
+
+def test_transformers_is_imported_where_it_computes_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["WhisperForConditionalGeneration"]}))
+    config = WorkerConfig(engine="engine-1", model=str(tmp_path))
+    assert computed_by_the_library(config, tmp_path)
+    assert not computed_by_the_library(config, DEMO_MODEL)
+    assert computed_by_the_library(
+        WorkerConfig(engine="engine-1", model=str(DEMO_MODEL), model_impl="transformers"), DEMO_MODEL
+    )
+    assert not computed_by_the_library(config, tmp_path / "nowhere"), "the worker says what is wrong"
