@@ -440,11 +440,18 @@ def check_token_ids(name: str, ids: list[int], card: ModelCard) -> None:
             raise invalid(name, f"{token} at {position} is not allowed; token ids are 0 to {card.vocab_size - 1}")
 
 
+POOLING_ENDPOINTS: dict[Literal["embeddings", "labels"], str] = {
+    "embeddings": "/v1/embeddings, /pooling, /score and /rerank",
+    "labels": "/classify and /pooling; with one label /score and /rerank, too",
+}
+"""Where models that make vectors, and classifiers, are asked."""
+
+
 def check_generates(card: ModelCard) -> ModelCard:
     """Returns the card. Raises RequestError 400 where the model makes vectors only."""
     if card.generates:
         return card
-    serves = "/classify" if card.pooling is not None and card.pooling.labels else "/v1/embeddings"
+    serves = POOLING_ENDPOINTS["labels" if card.pooling is not None and card.pooling.labels else "embeddings"]
     raise invalid("model", f"{card.name} has no language model head and generates no text; it serves {serves}")
 
 

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from services.gateway.api.errors import RequestError, invalid, not_allowed, unsupported
 from services.gateway.api.generation import (
+    POOLING_ENDPOINTS,
     RANGES,
     GenerationKind,
     GenerationRequest,
@@ -27,11 +28,6 @@ from shared.messages.tokenizer import Prompt, TruncationSide
 
 Serves = Literal["embeddings", "labels"]
 """What a model's vectors are."""
-
-_ENDPOINTS = {
-    "embeddings": "/v1/embeddings, /pooling, /score and /rerank",
-    "labels": "/classify and /pooling; with one label /score and /rerank, too",
-}
 
 
 class PooledFields(Struct, kw_only=True):
@@ -89,7 +85,7 @@ def pooling_of(card: ModelCard, serves: Serves | None = None) -> PoolingCard:
     own: Serves = "labels" if card.pooling.labels else "embeddings"
     if serves not in (None, own):
         what = "is a classifier" if own == "labels" else "makes embeddings and has no labels"
-        text = f"model: {card.name} {what}; it serves {_ENDPOINTS[own]}"
+        text = f"model: {card.name} {what}; it serves {POOLING_ENDPOINTS[own]}"
         raise RequestError(400, text, param="model", code="unsupported_parameter")
     return card.pooling
 
