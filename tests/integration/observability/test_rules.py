@@ -19,11 +19,13 @@ def test_alerts_come_when_they_should_and_only_then() -> None:
 
 
 def test_an_alert_that_never_comes_would_be_noticed(tmp_path: Path) -> None:
-    """The unit tests of rules can fail."""
+    """The unit tests of rules can fail: those of one, as all of them take long."""
+    alert = "BatonKvMemoryFull"
     (tmp_path / "rules.yml").write_text(RULES.read_text().replace("> 0.95", "> 1.95"))
-    tests = yaml.safe_load((HERE / "rules_test.yml").read_text())
-    (tmp_path / "tests.yml").write_text(yaml.safe_dump({**tests, "rule_files": ["rules.yml"]}))
-    with pytest.raises(AssertionError, match="BatonKvMemoryFull"):
+    file = yaml.safe_load((HERE / "rules_test.yml").read_text())
+    own = [each for each in file["tests"] if any(one["alertname"] == alert for one in each.get("alert_rule_test", ()))]
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump({**file, "tests": own, "rule_files": ["rules.yml"]}))
+    with pytest.raises(AssertionError, match=alert):
         promtool("test", "rules", "tests.yml", folder=tmp_path)
 
 

@@ -13,7 +13,7 @@ from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.config import load_config
 
-LOAD = ("--duration", "2", "--request-rate", "20", "--output-len", "12", "--goodput", "ttft:150")
+LOAD = ("--duration", "1", "--request-rate", "20", "--output-len", "12", "--goodput", "ttft:150")
 
 
 def tuned(capsys: pytest.CaptureFixture[str], out: Path, *argv: str) -> str:
