@@ -152,10 +152,21 @@ class BodyLimits(NamedTuple):
     stall_timeout: float
     """Seconds that may pass without any byte."""
     budget: BodyBudget
+    media: bool = False
+    """Whether it may have any of these."""
 
-    def with_media(self) -> BodyLimits:
-        """Those of bodies that may have images, videos or sounds in them."""
-        return self._replace(max_bytes=self.max_media_bytes)
+    @property
+    def most(self) -> int:
+        """Bytes that it may have."""
+        return self.max_media_bytes if self.media else self.max_bytes
+
+    def leased(self, size: int, length: int | None) -> int:
+        """Bytes that a body leases before more is read of it than `size`: as many as that may be; all that it may still
+        have once it is larger than bodies are without media, so that several which have come far do not wait for each
+        other. `length`: as it was declared."""
+        end = self.most if length is None else length
+        wanted = min(size + READ_BYTES, end)
+        return end if wanted > self.max_bytes else wanted
 
 
 @dataclass(slots=True)
@@ -261,7 +272,7 @@ class Call:
         assert not self._released, "nobody asks for a body behind its release"
         if self._body is not None:
             return self._body
-        limits, most, loop = self._limits, self._limits.max_bytes, asyncio.get_running_loop()
+        limits, most, loop = self._limits, self._limits.most, asyncio.get_running_loop()
         declared = self.headers.get(b"content-length", b"")
         length = min(int(declared[:20]), most + 1) if declared.isdigit() else None
         if length is not None and length > most:
@@ -269,7 +280,7 @@ class Call:
         parts = io.BytesIO()  # it gives what it holds without a copy, during which nobody else had a turn
         size, left = 0, limits.timeout
         while not self._body_read:
-            await limits.budget.take(self._lease, min(size + READ_BYTES, most if length is None else length))
+            await limits.budget.take(self._lease, limits.leased(size, length))
             began = loop.time()
             try:
                 async with asyncio.timeout(min(left, limits.stall_timeout)):

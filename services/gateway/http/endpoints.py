@@ -66,7 +66,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, as ASGI defines it."""
-        limits = self._limits.with_media() if self._takes_media() else self._limits
+        limits = self._limits._replace(media=self._takes_media())
         call, began = Call(scope, receive, send, limits, self._error_body), time.monotonic()
         if self._scope == "inference" and self._counted:
             call.span = TRACING.request(f"{scope['method']} {self._path}", call.headers.get(b"traceparent"))

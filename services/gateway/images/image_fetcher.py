@@ -7,6 +7,7 @@ name that means something else a moment later leads nowhere else. Redirects are 
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
 from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
@@ -116,12 +117,12 @@ class ImageFetcher:
 
 async def _body(answer: aiohttp.ClientResponse, name: str, kind: MediaKind) -> bytes:
     """What was answered, as far as it may be long."""
-    found = bytearray()
+    found = io.BytesIO()  # it gives what it holds without a copy
     async for chunk in answer.content.iter_chunked(CHUNK_BYTES):
-        found += chunk
-        if len(found) > kind.max_bytes:
+        found.write(chunk)
+        if found.tell() > kind.max_bytes:
             raise invalid(name, f"{kind.a_noun} of more than {kind.max_bytes} bytes is not allowed")
-    return bytes(found)
+    return found.getvalue()
 
 
 def _pinned(addresses: list[str]) -> Any:
