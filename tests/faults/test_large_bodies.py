@@ -127,7 +127,7 @@ async def test_a_body_waits_for_room_and_then_goes_on(shared_nats: NatsServer) -
 
 
 async def test_bodies_with_media_do_not_wait_for_each_other_half_read(shared_nats: NatsServer) -> None:
-    """Of the first a megabyte is read, and it has room for all; then the others have in turn. Six are three quarters."""
+    """Of the first a megabyte is read, and it has room for all; then the others in turn. Six are three quarters."""
     flags = ["--max-body", "1MiB", "--max-media-body", "4MiB", "--max-bodies", "8MiB", "--body-stall-s", "600"]
     async with gateway_process(shared_nats, *flags) as (http, _, ring):
         ring.images = 8
