@@ -172,6 +172,7 @@ def test_what_cannot_be_read_is_refused_and_leaves_nothing(tmp_path: Path) -> No
         (said(whole, shape=(257, 255)), "tensor blk.0.attn_q.weight: "),
         (said(whole, offset=1 << 40), "cut short: its tensors end at byte"),
         (whole.replace(b"</s>", b"\xff/s>"), "no tokenizer can be made of it"),
+        (whole.replace(b"blk.0.attn_q.weight", b"blk.0.attn\n_.weight"), r"tensor 'blk.0.attn\\n_.weight': a name of"),
         (whole.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "tensor blk.0.attn_x.weight is not known"),
         (
             whole.replace(b"ggml.tokens", b"ggml.tokenz"),

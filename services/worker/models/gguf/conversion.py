@@ -25,7 +25,7 @@ from services.worker.models.gguf.gguf_config import (
     stop_token_ids,
     tensor_name,
 )
-from services.worker.models.gguf.gguf_file import GgufFile
+from services.worker.models.gguf.gguf_file import GgufFile, one_line
 from services.worker.ops.quantized import pack_nibbles
 
 _SHARD_BYTES = 2 << 30
@@ -68,7 +68,7 @@ def _write_weights(file: GgufFile, names: dict[str, str], folder: Path) -> bool:
         try:
             made = _tensors(file, name, known)
         except RuntimeError as error:  # of PyTorch, where elements do not come in the blocks of their type
-            raise ModelError(f"{file.path}: tensor {name}: {error}") from None
+            raise ModelError(f"{file.path}: tensor {name}: {one_line(error)}") from None
         coded |= len(made) > 1
         if held > _SHARD_BYTES:
             _write_shard(shards[-1], len(shards), folder)

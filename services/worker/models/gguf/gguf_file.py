@@ -34,11 +34,13 @@ class GgufFile:
             header = GgufHeader.from_file(str(path))
             self.metadata: dict[str, Any] = read_gguf_metadata(str(path))[0]
         except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, struct.error) as error:
-            raise ModelError(f"{path}: no GGUF file that can be read: {error}") from None
+            raise ModelError(f"{path}: no GGUF file that can be read: {one_line(error)}") from None
         self.architecture: str = header.architecture
         self.types: dict[str, int] = header.ggml_types
         self.shapes: dict[str, tuple[int, ...]] = {each.name: each.shape for each in header.tensors}
         for name, shape in self.shapes.items():
+            if not name.isprintable():
+                raise ModelError(f"{path}: tensor {name!r}: a name of printable characters is expected")
             if not all(0 < size < _MAX_SIZE for size in shape):
                 raise ModelError(
                     f"{path}: tensor {name} has shape {list(shape)}; sizes from 1 to {_MAX_SIZE - 1} can be read"
@@ -63,7 +65,7 @@ class GgufFile:
             architecture, parts, settings = get_gguf_tokenizer(str(self.path))
             made, _ = convert_gguf_tokenizer(architecture, parts)
         except Exception as error:  # tokenizers raises nothing more specific
-            raise ModelError(f"{self.path}: no tokenizer can be made of it: {error}") from None
+            raise ModelError(f"{self.path}: no tokenizer can be made of it: {one_line(error)}") from None
         return made.to_str(), {key: value for key, value in settings.items() if value is not None}
 
     def numbers(self, name: str) -> Tensor:
@@ -86,3 +88,8 @@ class GgufFile:
 
     def _is_blocks(self, name: str) -> bool:
         return self._tensors[name].data.nbytes < 2 * self.size(name)
+
+
+def one_line(error: Exception) -> str:
+    """What it says, which may hold what a spoilt file says."""
+    return " ".join(str(error).split())
