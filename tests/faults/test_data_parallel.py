@@ -1,12 +1,15 @@
-"""Engines that share experts, which move between their ranks: a rank of one is killed or stands still, and streams of
-all end as they would; one of them is drained, and the others go on; a group of another size takes their place."""
+"""Engines that share experts, which move between their ranks: a rank of one is killed, in the middle of a move too, or
+stands still, and streams of all end as they would; one of them is drained, and the others go on; a group of another
+size takes their place."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx2
 import psutil
@@ -16,12 +19,14 @@ from deploy.supervisor.state_file import StackState
 from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, blocks_in_use, client_of, stream_chat
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.models.demo_mixture import write_demo_mixture
+from tests.support.paths import REPOSITORY
 
 STREAMS = 6
 TOKENS = 150
 SCALE_DEADLINE = 240.0
 """Seconds for a group to start beside another one that is busy."""
 RANKS = ["engine-1-rank0", "engine-2-rank0"]
+CHANGEOVER = REPOSITORY / "tests/support/cluster/changeover"
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +34,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_demo_mixture(tmp_path_factory.mktemp("model") / "demo")
 
 
+class Strike(NamedTuple):
+    """Whoever changes a layer's experts while the file is there takes it away and dies."""
+
+    file: Path
+
+    def prepare(self) -> None:
+        self.file.touch()
+
+    @property
+    def is_to_come(self) -> bool:
+        return self.file.exists()
+
+
 @pytest.fixture(scope="module")
-def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+def strike(tmp_path_factory: pytest.TempPathFactory) -> Strike:
+    return Strike(tmp_path_factory.mktemp("changeover") / "strike")
+
+
+@pytest.fixture(scope="module")
+def stack(model: Path, strike: Strike, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     moving = '--eplb-config={"window_size": 2, "step_interval": 4}'  # nearly always
     how = ["--data-parallel-size=2", "--enable-expert-parallel", "--enable-eplb", moving]
     with running_stack(
@@ -39,6 +62,10 @@ def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         kvstore="0",
         settings=["worker.threads=1", "scheduler.canary_interval_s=0"],
         more=how,
+        environment={
+            "CHANGEOVER_STRIKE": str(strike.file),
+            "PYTHONPATH": os.pathsep.join((str(CHANGEOVER), str(REPOSITORY))),
+        },
     ) as stack:
         yield stack
 
@@ -100,6 +127,21 @@ async def test_streams_of_all_engines_survive_what_happens_to_a_rank_of_one(
     seen = await disturbed
     assert [each.text for each in seen] == undisturbed
     assert [(each.finishes, each.completion_tokens) for each in seen] == [(["length"], TOKENS)] * STREAMS
+    for rank in RANKS:
+        await asyncio.to_thread(stack.replaced, rank, before[rank])
+    assert await blocks_in_use(stack) == 0
+
+
+@pytest.mark.features("data parallel", "expert parallel", "re-dispatch")
+async def test_streams_survive_a_death_in_the_middle_of_a_changeover(
+    stack: RunningStack, undisturbed: list[str], strike: Strike
+) -> None:
+    """Of a rank that has a layer's new experts already, by their old numbers. Streams come until one dies."""
+    before = {rank: stack.pid(rank) for rank in RANKS}
+    strike.prepare()
+    async with asyncio.timeout(DEADLINE):
+        while strike.is_to_come:
+            assert [each.text for each in await streams(stack)] == undisturbed
     for rank in RANKS:
         await asyncio.to_thread(stack.replaced, rank, before[rank])
     assert await blocks_in_use(stack) == 0
