@@ -448,7 +448,9 @@ POOLING_ENDPOINTS: dict[Literal["embeddings", "labels"], str] = {
 
 
 def check_generates(card: ModelCard) -> ModelCard:
-    """Returns the card. Raises RequestError 400 where the model makes vectors only."""
+    """Returns the card. Raises RequestError 400 where the model makes vectors only, or only hears."""
+    if card.audio is not None:
+        raise invalid("model", f"{card.name} writes down what is said, by /v1/audio/transcriptions alone")
     if card.generates:
         return card
     serves = POOLING_ENDPOINTS["labels" if card.pooling is not None and card.pooling.labels else "embeddings"]

@@ -171,6 +171,8 @@ async def test_what_is_no_sound_is_a_400_and_nobody_dies(client: AsyncOpenAI, st
         await client.audio.transcriptions.create(model=NAME, file=("a.wav", bytes(26 * 2**20)))
     with pytest.raises(openai.BadRequestError, match="/v1/audio/transcriptions alone"):
         await client.completions.create(model=NAME, prompt="Hello")
+    with pytest.raises(openai.BadRequestError, match="/v1/audio/transcriptions alone"):
+        await client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "Hello"}])
     async with httpx.AsyncClient() as plain:
         for fields, why in (
             ({"language": "xx"}, "language: 'xx' is not allowed; de, en, fr are"),

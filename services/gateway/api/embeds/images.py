@@ -53,9 +53,9 @@ def _sound(given: Any, name: str, number: int) -> MediaSource:
 
 
 def check_detail(detail: Any, name: str, model: str = "the model") -> None:
-    """Raises RequestError 400 for a resolution that the client wants: models have one."""
-    if detail not in (None, "auto"):
-        raise not_allowed(name, detail, f"only 'auto' is: {model} has one resolution")
+    """Raises RequestError 400 for an image coarser than the model reads it; `high` is what models do."""
+    if detail not in (None, "auto", "high"):
+        raise not_allowed(name, detail, f"only 'auto' and 'high' are: {model} reads an image as finely as it can")
 
 
 def foreign_image(field: str, *, url: str | None = None, encoded: str | None = None) -> dict[str, Any]:

@@ -97,7 +97,7 @@ BLIND = replace(CARD, images=None)
         (lambda: messages(based(), card=BLIND), "messages[0].content[0].source.data", "seer takes no images"),
         (lambda: responses(sent(None)), "input[0].content[0].image_url", "a data URI, or an address"),
         (lambda: responses(sent(file_id="f")), "input[0].content[0].file_id", "a file of the server's"),
-        (lambda: responses(sent(detail="high")), "input[0].content[0].detail", "only 'auto' is"),
+        (lambda: responses(sent(detail="low")), "input[0].content[0].detail", "only 'auto' and 'high' are"),
         (lambda: responses(sent("data:text/html,x")), "input[0].content[0].image_url", "media types"),
         (lambda: responses(sent(), card=BLIND), "input[0].content[0].image_url", "seer takes no images"),
         (lambda: ollama("?", "é"), "messages[1].images[0]", "base64 of an image's file is"),

@@ -51,7 +51,7 @@ def refusal(*parts: Any, card: ModelCard = CARD, **fields: Any) -> RequestError:
 
 def test_images_stand_as_parts_in_the_order_of_the_messages() -> None:
     generation = chat(
-        image(), "and", image("https://pictures.example/a.png", detail="auto"), {"type": "text", "text": "?"}
+        image(), "and", image("https://pictures.example/a.png", detail="high"), {"type": "text", "text": "?"}
     )
     (prompt,) = generation.prompts
     assert isinstance(prompt, ChatPrompt)
@@ -101,7 +101,7 @@ def test_data_uris_are_read_as_they_may_be_written(uri: str) -> None:
         (image("http://other.pictures.example/a"), "url", "may not be fetched from 'other.pictures.example:80'"),
         (image("http://pictures.example/" + 2100 * "a"), "url", "addresses of 2048 at most are allowed"),
         (image(7), "", r"{\"url\": \"…\"} is"),
-        (image(detail="low"), "detail", "'low' is not allowed; only 'auto' is: seer has one resolution"),
+        (image(detail="low"), "detail", "'low' is not allowed; only 'auto' and 'high' are"),
         (image(uuid="x"), "uuid", "'uuid' of an image is not supported"),
         ({"type": "image_url", "image_url": URI}, "", r"{\"url\": \"…\"} is"),
         ({"type": "image_url"}, "", "None is not allowed"),
