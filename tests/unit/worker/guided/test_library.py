@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -169,7 +170,12 @@ def test_a_sequence_whose_grammar_gets_slow_fails_and_the_others_go_on(
 
 
 def processes_of_this() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if "fork_server" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile, or is not yet waited for
+            if "fork_server" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def test_a_process_that_is_killed_loses_its_sequences_and_nobody_elses(guided: Guided) -> None:
