@@ -7,15 +7,11 @@ Python imports this at its start, long before the class exists; a finder wraps i
 from __future__ import annotations
 
 import contextlib
-import importlib.abc
-import importlib.util
 import os
 import signal
-import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
+
+from tests.support.imported_modules import change_when_imported
 
 MODULE = "services.worker.models.expert_parallel.local_experts"
 
@@ -36,23 +32,5 @@ def strike(module: Any) -> None:
     experts.packed = property(packed.__get__, replaced)
 
 
-class ChangeoverFinder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            strike(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 if "CHANGEOVER_STRIKE" in os.environ:
-    sys.meta_path.insert(0, ChangeoverFinder())
+    change_when_imported({MODULE: strike})

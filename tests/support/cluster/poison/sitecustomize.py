@@ -6,14 +6,11 @@ Python imports this at its start, long before the classes exist; a finder wraps 
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import os
-import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
+
+from tests.support.imported_modules import change_when_imported
 
 
 def die(service: str) -> None:
@@ -51,23 +48,5 @@ POISONED: dict[str, Callable[[Any], None]] = {
 }
 
 
-class PoisonFinder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in POISONED:
-            return None
-        poison = POISONED.pop(name)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            poison(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 if "POISON_DEATHS" in os.environ:
-    sys.meta_path.insert(0, PoisonFinder())
+    change_when_imported(POISONED)

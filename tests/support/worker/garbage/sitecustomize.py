@@ -7,16 +7,12 @@ long before the model's classes exist; a finder wraps them when they are importe
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import os
-import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from tests.support.imported_modules import change_when_imported
 
 DECODER = "services.worker.models.native_decoder"
 
@@ -58,24 +54,9 @@ def spoilt(forward: Any) -> Any:
     return spoiling
 
 
-class SpoilingDecoder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != DECODER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            decoder: Any = module.NativeDecoder  # type: ignore[attr-defined]
-            decoder.forward = spoilt(decoder.forward)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+def spoil(module: Any) -> None:
+    module.NativeDecoder.forward = spoilt(module.NativeDecoder.forward)
 
 
 if "GARBAGE_WHEN_THERE" in os.environ:
-    sys.meta_path.insert(0, SpoilingDecoder())
+    change_when_imported({DECODER: spoil})

@@ -5,15 +5,11 @@ Python imports this at its start, long before the model's classes exist; a finde
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import os
-import sys
 import time
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
+
+from tests.support.imported_modules import change_when_imported
 
 DECODER = "services.worker.models.native_decoder"
 
@@ -30,24 +26,9 @@ def hang_when_there(forward: Any) -> Any:
     return hanging
 
 
-class HangingDecoder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != DECODER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            decoder: Any = module.NativeDecoder  # type: ignore[attr-defined]
-            decoder.forward = hang_when_there(decoder.forward)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+def hang(module: Any) -> None:
+    module.NativeDecoder.forward = hang_when_there(module.NativeDecoder.forward)
 
 
 if "HANG_WHEN_THERE" in os.environ:
-    sys.meta_path.insert(0, HangingDecoder())
+    change_when_imported({DECODER: hang})
