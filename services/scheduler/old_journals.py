@@ -63,6 +63,8 @@ GRIDS_IN_EMBEDS, KEEP_IN_GENERATION = 4, 26
 """Where embeddings say how tokens lie in images, and requests that their prompts are kept, since version 9."""
 MEDIA_IN_EMBEDS, ENCODED_IN_NEW = 6, 12
 """Where embeddings say where rows are kept, and new sequences of rows beside their prompts, since version 10."""
+POOLING_IN_NEW, STEP_TAG_IN_POOLING = 9, 4
+"""Where messages say which tokens end the steps that are judged, since version 11."""
 GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_PLACED_FIELDS = 6
@@ -95,14 +97,29 @@ class JournalNames:
         return name, content
 
 
-class RowsInMessages(JournalNames):
+class Stepless(JournalNames):
+    """Version 10: no prompt was judged step by step."""
+
+    def output(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """Plans without their newest field; other outputs as they are: what is pooled is never handed over."""
+        if name != "SendPlan":
+            return name, content
+        output = _decode(content)
+        for new in output["plan"][NEW_IN_PLAN]:
+            for pooling in new[POOLING_IN_NEW : POOLING_IN_NEW + 1]:
+                if isinstance(pooling, list):
+                    del pooling[STEP_TAG_IN_POOLING:]
+        return name, _encode(output)
+
+
+class RowsInMessages(Stepless):
     """Version 9: all rows of a prompt were in its messages, in place of its tokens."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
         """Plans and hand-overs without their newest fields; other outputs as they are."""
         if name not in ("SendPlan", "SendHandOver"):
             return name, content
-        output = _decode(content)
+        output = _decode(super().output(name, content)[1])
         for each in _embeds(output):
             del each[MEDIA_IN_EMBEDS:]
         if name == "SendPlan":
@@ -336,5 +353,7 @@ def names_of(version: int) -> JournalNames:
             return PlainPositions()
         case 9:
             return RowsInMessages()
+        case 10:
+            return Stepless()
         case _:
             return JournalNames()

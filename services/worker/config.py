@@ -88,15 +88,35 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
         ContainerVariable(),
     ] = "auto"
     pooling_type: Annotated[
-        Literal["auto", "none", "last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean"],
+        Literal["auto", "none", "last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean", "step"],
         Meta(
             description="Which hidden states of a prompt make its embedding: the last token's, their mean, the first "
-            "token's (cls), or others of sentence-transformers' poolings. auto: what the checkpoint's "
-            "sentence-transformers files say; without these, and with none, /v1/embeddings is not served."
+            "token's (cls), or others of sentence-transformers' poolings. step: those of the tokens that end a "
+            "solution's steps are judged. auto: what the checkpoint says; where it says nothing, and with none, "
+            "/v1/embeddings is not served."
         ),
         UpOption("Model"),
         ContainerVariable(),
     ] = "auto"
+    pooling_step_tag_id: Annotated[
+        int | None,
+        Meta(
+            ge=0,
+            description="With --pooling-type step: the token that ends each step. Without it every token is judged, "
+            "or those that the model itself says.",
+        ),
+        UpOption("Model"),
+        ContainerVariable(),
+    ] = None
+    pooling_returned_token_ids: Annotated[
+        tuple[int, ...],
+        Meta(
+            description="With --pooling-type step: the tokens, e.g. 648,387, whose logits a language model judges a step "
+            "by, a softmax over them.",
+        ),
+        UpOption("Model"),
+        ContainerVariable(),
+    ] = ()
     classifier_from_token: Annotated[
         tuple[str, ...],
         Meta(

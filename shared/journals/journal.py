@@ -20,7 +20,7 @@ from msgspec import Struct
 from shared.private_files import private_opener
 
 FORMAT = "baton-journal"
-JOURNAL_VERSION = 10
+JOURNAL_VERSION = 11
 """1: before message classes were renamed (docs/adr/0015)."""
 BUFFER_BYTES = 64 * 1024
 """The most bytes that are buffered before they are written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from hashlib import blake2b
 from math import prod
 from typing import Annotated, Literal
@@ -113,6 +114,15 @@ class PoolingOptions(Struct, frozen=True, array_like=True, kw_only=True):
     """Whether the vector is divided by its Euclidean norm."""
     whole: bool = False
     """Whether the prompt is computed in one step, as each of its tokens sees those behind it, too."""
+    step_tag_id: TokenId | None = None
+    """With "all": only the tokens that are this one become vectors (step pooling: it ends each step of a solution);
+    None: every token does."""
+
+    def vectors(self, prompt: Sequence[int]) -> int:
+        """How many vectors the tokens of a prompt become."""
+        if self.pooling != "all":
+            return 1
+        return len(prompt) if self.step_tag_id is None else prompt.count(self.step_tag_id)
 
     @property
     def computes_all(self) -> bool:

@@ -7,11 +7,15 @@ from typing import Literal
 from msgspec import Struct
 
 from shared.blocks import DEFAULT_BLOCK_SIZE
-from shared.ids import LoraId, ModelName
+from shared.ids import LoraId, ModelName, TokenId
 from shared.messages.generation import PoolingType
 
 LogitActivation = Literal["sigmoid", "softmax", "none"]
 """What makes probabilities of a classifier's logits, or leaves them as they are."""
+
+
+PooledKind = Literal["embeddings", "labels", "steps"]
+"""What vectors are: embeddings, a classifier's logits, or its logits of each step of a solution."""
 
 
 class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
@@ -30,6 +34,18 @@ class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
     """What a classifier's logits go through where a request does not say."""
     whole: bool = False
     """Whether each prompt is computed in one step, as encoders do; see `PoolingOptions.whole`."""
+    step_tag_id: TokenId | None = None
+    """The token that steps of a solution end with where a request does not say, if `pooling` is "all"; None: every
+    token has a vector."""
+    token_ids: tuple[TokenId, ...] = ()
+    """The tokens of a language model whose logits those of the labels are; none: labels have a head of their own."""
+
+    @property
+    def makes(self) -> PooledKind:
+        """What its vectors are."""
+        if self.pooling == "all":
+            return "steps"
+        return "labels" if self.labels else "embeddings"
 
 
 FrameSampling = Literal["steps", "ends"]

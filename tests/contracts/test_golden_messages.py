@@ -64,7 +64,15 @@ CARD = model_card.ModelCard(
     dtype="float32",
     created=1,
     pooling=model_card.PoolingCard(
-        pooling="last", normalize=True, size=4, matryoshka=(2, 4), labels=("x",), activation="sigmoid", whole=True
+        pooling="last",
+        normalize=True,
+        size=4,
+        matryoshka=(2, 4),
+        labels=("x",),
+        activation="sigmoid",
+        whole=True,
+        step_tag_id=9,
+        token_ids=(7,),
     ),
     loras=(model_card.LoraCard(name=ModelName("poet"), id=LoraId(bytes(16)), rank=8),),
 )
@@ -192,7 +200,7 @@ MESSAGES: list[Any] = [
                 blocks=b"\2\0\0\0",
                 sampling=SAMPLING,
                 grammar=worker.GrammarRef(GrammarKey(HASH), "</think>"),
-                pooling=generation.PoolingOptions(pooling="mean", dimensions=4, whole=True),
+                pooling=generation.PoolingOptions(pooling="all", dimensions=4, whole=True, step_tag_id=9),
             ),
         ),
         work=(worker.SequenceWork(SequenceId(0), 1, b"", True),),

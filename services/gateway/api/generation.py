@@ -21,7 +21,7 @@ from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import ModelName
 from shared.messages.gateway import MAX_STREAM_CHOICES
 from shared.messages.generation import PoolingOptions, SamplingOptions, StopConditions
-from shared.messages.model_card import LoraCard, ModelCard
+from shared.messages.model_card import LoraCard, ModelCard, PooledKind
 from shared.messages.tokenizer import Prompt, TextPrompt, TokenPrompt, TruncationSide
 
 INT64 = 2**63
@@ -440,9 +440,10 @@ def check_token_ids(name: str, ids: list[int], card: ModelCard) -> None:
             raise invalid(name, f"{token} at {position} is not allowed; token ids are 0 to {card.vocab_size - 1}")
 
 
-POOLING_ENDPOINTS: dict[Literal["embeddings", "labels"], str] = {
+POOLING_ENDPOINTS: dict[PooledKind, str] = {
     "embeddings": "/v1/embeddings, /pooling, /score and /rerank",
     "labels": "/classify and /pooling; with one label /score and /rerank, too",
+    "steps": "/pooling",
 }
 """Where models that make vectors, and classifiers, are asked."""
 
@@ -453,7 +454,7 @@ def check_generates(card: ModelCard) -> ModelCard:
         raise invalid("model", f"{card.name} writes down what is said, by /v1/audio/transcriptions alone")
     if card.generates:
         return card
-    serves = POOLING_ENDPOINTS["labels" if card.pooling is not None and card.pooling.labels else "embeddings"]
+    serves = POOLING_ENDPOINTS["embeddings" if card.pooling is None else card.pooling.makes]
     raise invalid("model", f"{card.name} has no language model head and generates no text; it serves {serves}")
 
 

@@ -107,7 +107,7 @@ def read_invocation(body: bytes, cards: list[ModelCard]) -> InvocationKind:
     (kind,) = kinds
     if kind == "embedding":
         pooling = choose_model(fields.model, cards).pooling
-        return "classification" if pooling is not None and pooling.labels else kind
+        return "classification" if pooling is not None and pooling.makes == "labels" else kind
     return kind
 
 

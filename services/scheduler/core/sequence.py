@@ -378,7 +378,7 @@ class Sequence:
         pooling = self.generation.pooling
         if pooling is None:
             return 0
-        vectors = self.generation.prompt_length if pooling.pooling == "all" else 1
+        vectors = pooling.vectors(self.tokens.known)
         return min(vectors * pooling.dimensions * FLOAT_BYTES, MAX_POOLED_BYTES_PER_PLAN)
 
     @property

@@ -32,11 +32,13 @@ class PromptPool:
     """Owns what is pooled of one sequence's prompt so far. Used in the order in which steps are launched."""
 
     def __init__(
-        self, sequence: SequenceId, prompt_length: int, options: PoolingOptions, head: PooledHead | None = None
+        self, sequence: SequenceId, prompt: Int32s, options: PoolingOptions, head: PooledHead | None = None
     ) -> None:
-        """`head`: a classifier's, which makes logits of the pooled state."""
-        self.sequence, self.prompt_length, self.options = sequence, prompt_length, options
+        """`prompt` [tokens]; `head`: a classifier's, which makes logits of the pooled state."""
+        self.sequence, self.prompt_length, self.options = sequence, len(prompt), options
         self._head = head
+        self._step_ends = None if options.step_tag_id is None else np.flatnonzero(prompt == options.step_tag_id)
+        """Which tokens end steps; None: each has a vector."""
         self._state: Tensor | None = None
         self._tokens: list[Tensor] = []
         """The vectors of tokens so far, where each has one."""
@@ -58,7 +60,7 @@ class PromptPool:
             case "cls" if computed == 0:
                 self._state = hidden[0].float()
             case "all":
-                self._tokens.append(self._judged(hidden.float()))
+                self._tokens.append(self._judged(self._ends_of(hidden, computed).float()))
         if computed + len(hidden) < self.prompt_length:
             return None
         if self.options.pooling == "all":
@@ -68,10 +70,19 @@ class PromptPool:
         assert state is not None, "nothing of a prompt whose tokens are all pooled comes from a cache"
         return self._judged((state / self._divisor()).unsqueeze(0))
 
+    def _ends_of(self, hidden: Tensor, computed: int) -> Tensor:
+        """hidden [n, size] of the tokens behind the `computed` first ones → those that have vectors"""
+        if self._step_ends is None:
+            return hidden
+        first, end = np.searchsorted(self._step_ends, (computed, computed + len(hidden)))
+        return hidden[(self._step_ends[first:end] - computed).tolist()]
+
     def _judged(self, states: Tensor) -> Tensor:
         """states [k, size] → what the head makes of each. A copy: what they lie in is written to again."""
         if self._head is None:
             return states.clone()
+        if not len(states):
+            return states.new_empty((0, self.options.dimensions))
         return torch.stack([self._head(state) for state in states])
 
     def _sum(self, chunk: Tensor) -> None:

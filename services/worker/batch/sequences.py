@@ -133,7 +133,8 @@ class SequenceTable:
         if new.sampling.prompt_logprobs is not None:
             self._scored[seq_index] = ScoredPrompt(new.sequence, new.prompt_length, new.sampling.prompt_logprobs)
         if new.pooling is not None:
-            self._pooled[seq_index] = PromptPool(new.sequence, new.prompt_length, new.pooling, self._classifier)
+            prompt = self.tokens[seq_index, : new.prompt_length]
+            self._pooled[seq_index] = PromptPool(new.sequence, prompt, new.pooling, self._classifier)
         if self.encoded is not None:
             self.encoded.add(seq_index, new)
         if new.prompt_embeds is not None and not new.prompt_embeds.encoded:

@@ -98,6 +98,7 @@ def _load_settings(
     on_layer: Callable[[int], None] | None,
 ) -> LoadSettings:
     from services.worker.models.loaded_model import LoadSettings
+    from services.worker.models.pooling.step_pooling import StepPooling
 
     communicator, pipeline, group = ranks
     return LoadSettings(
@@ -116,6 +117,7 @@ def _load_settings(
         on_layer=on_layer,
         model_impl=config.model_impl,
         pooling_type=config.pooling_type,
+        steps=StepPooling(config.pooling_step_tag_id, config.pooling_returned_token_ids),
         classifier_from_token=config.classifier_from_token,
         quantization=config.quantization,
         max_batch_tokens=config.max_batch_tokens,

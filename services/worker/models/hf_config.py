@@ -109,6 +109,7 @@ _BASES = {
     "MistralForSequenceClassification": "MistralForCausalLM",
     "MixtralForSequenceClassification": "MixtralForCausalLM",
     "Qwen2ForSequenceClassification": "Qwen2ForCausalLM",
+    "Qwen2ForProcessRewardModel": "Qwen2ForCausalLM",
     "Qwen3ForSequenceClassification": "Qwen3ForCausalLM",
     "Qwen2MoeForSequenceClassification": "Qwen2MoeForCausalLM",
     "Qwen3MoeForSequenceClassification": "Qwen3MoeForCausalLM",

@@ -27,7 +27,7 @@ from services.worker.models.checkpoint import (
 )
 from services.worker.models.config import Dtype, ModelConfig, ModelDescription, ModelError
 from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
-from services.worker.models.hf_config import has_head
+from services.worker.models.hf_config import architectures_of, has_head
 from services.worker.models.pooling.classification import (
     DECODER_HEAD,
     ClassifierHead,
@@ -35,6 +35,13 @@ from services.worker.models.pooling.classification import (
     token_card,
 )
 from services.worker.models.pooling.sentence_transformers import PoolingChoice, read_pooling, read_projections
+from services.worker.models.pooling.step_pooling import (
+    NO_STEPS,
+    PROCESS_REWARD_MODEL,
+    StepPooling,
+    read_process_reward_head,
+    step_card,
+)
 from services.worker.models.quantization.method import rounding_ops
 from services.worker.models.sharding import PipelineStage
 from services.worker.models.states.checkpoint_pages import CheckpointPages
@@ -89,6 +96,8 @@ class LoadSettings:
     model_impl: ModelImpl = "auto"
     pooling_type: PoolingChoice = "auto"
     """How prompts become vectors."""
+    steps: StepPooling = NO_STEPS
+    """What a prompt's steps end with, and are judged by."""
     classifier_from_token: tuple[str, ...] = ()
     """The one or two tokens whose logits judge a prompt; none: the model judges by a head of its own, or not at all."""
     quantization: QuantizationChoice = "auto"
@@ -287,16 +296,23 @@ def create_ops(settings: LoadSettings, dtype: torch.dtype) -> Ops:
     return rounding_ops(settings.platform.create_ops(choice), settings.quantization)
 
 
-def pooling_of(settings: LoadSettings, hidden_size: int, head_reads: PoolingType = "last") -> PoolingCard | None:
+def pooling_of(
+    settings: LoadSettings, config: ModelDescription, head_reads: PoolingType = "last"
+) -> PoolingCard | None:
     """How prompts become vectors, a classifier's by what its head reads; None where they do not. Raises ModelError."""
+    chosen = settings.pooling_type
     labels = read_classifier(settings.folder, head_reads)
+    steps = chosen == "step" or (chosen == "auto" and labels is not None and labels.pooling == "all")
+    settings.steps.check(config.vocab_size, pools_steps=steps)
     if settings.classifier_from_token:
         return _token_labels(settings, labels)
-    if labels is None or settings.pooling_type == "none":
-        return read_pooling(settings.folder, settings.pooling_type, hidden_size)
-    if settings.pooling_type not in ("auto", labels.pooling):
+    if steps:
+        return step_card(settings.steps, labels, generates=has_head(settings.folder))
+    if labels is None or chosen == "none":
+        return read_pooling(settings.folder, chosen, config.hidden_size)
+    if chosen not in ("auto", labels.pooling):
         raise ModelError(
-            f"{settings.folder}: pooling_type {settings.pooling_type} is not allowed for a classifier; its head reads "
+            f"{settings.folder}: pooling_type {chosen} is not allowed for a classifier; its head reads "
             f"the hidden state that {labels.pooling} gives"
         )
     return labels
@@ -320,4 +336,6 @@ def read_classifier_head(
         return None
     if not pooling.labels:
         return read_projections(settings.folder, hidden_size, settings.device)
+    if PROCESS_REWARD_MODEL in architectures_of(settings.folder):
+        return read_process_reward_head(tensors, hidden_size, settings.device)
     return partial(torch.mv, tensors.read(DECODER_HEAD, (len(pooling.labels), hidden_size)).float())

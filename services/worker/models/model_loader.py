@@ -52,6 +52,7 @@ from services.worker.models.pooling.classification import (
     ClassifierHead,
     read_token_head,
 )
+from services.worker.models.pooling.step_pooling import read_token_rows
 from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.quantization.method import QuantizationMethod, read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
@@ -87,7 +88,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     dtype = dtype_of(settings.dtype, config)
     length = model_len(config, settings.max_model_len)
     generates = plugin is not None or has_head(settings.folder)
-    pooling = pooling_of(settings, config.hidden_size)
+    pooling = pooling_of(settings, config)
     if pooling is None and not generates:
         raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
     stage_bytes = _weight_bytes(settings, config, stage, dtype, method)
@@ -259,6 +260,8 @@ def _head_of(
 ) -> ClassifierHead | None:
     if settings.classifier_from_token:
         return read_token_head(tensors, config, settings.folder, settings.classifier_from_token)
+    if pooling is not None and pooling.token_ids:
+        return read_token_rows(tensors, config, pooling.token_ids)
     return read_classifier_head(settings, tensors, pooling, config.hidden_size)
 
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForSequenceClassification
 from services.worker.executor.host_runner import HostRunner
 from services.worker.models.config import ModelError
 from services.worker.models.pooling.classification import token_card
+from services.worker.models.pooling.step_pooling import PROCESS_REWARD_MODEL, StepPooling, step_card
 from services.worker.ops.interface import OpsName, OpsUnavailable
 from shared.messages.generation import PoolingOptions, PoolingType
 from shared.models.tokenizer_files import load_tokenizer
@@ -254,6 +255,98 @@ def test_tokens_judge_as_the_librarys_logits_say(family: str, tiny: Callable[[st
     ):
         with pytest.raises(ModelError, match=said):
             tiny_backend(tmp_path, classifier_from_token=tokens, **more)
+
+
+def test_ends_of_steps_are_judged_as_the_librarys_logits_say(
+    tiny: Callable[[str], TinyModel], how: str, tmp_path: Path
+) -> None:
+    """In chunks, beside each other and a prompt that generates, after preemption, without any step."""
+    model = tiny("gemma2")  # tied embeddings, and logits with a cap
+    backend = tiny_backend(
+        model.path, ops="native" if how == "native" else "torch", pooling_type="step", steps=StepPooling(9, (20, 30, 7))
+    )
+    assert backend.card.pooling == step_card(StepPooling(9, (20, 30, 7)), None, generates=True)
+    driver = DriverAhead(launching(backend), budget=24) if how == "launched" else Driver(backend, budget=24)
+    options = PoolingOptions(pooling="all", dimensions=3, normalize=False, step_tag_id=9)
+    prompts = [[9 if i % k == k - 1 else 10 + i % 100 for i in range(n)] for k, n in ((5, 77), (13, 40), (60, 30))]
+    asked = [driver.add(prompt, 0, pooling=options) for prompt in prompts]
+    beside = driver.add([5, 6, 7], 6)
+    driver.step()
+    driver.preempt(asked[0])
+    driver.run()
+    with torch.inference_mode():
+        for sequence, prompt in zip(asked, prompts, strict=True):
+            logits = model.reference(torch.tensor([prompt])).logits[0]
+            wanted = logits[torch.tensor(prompt) == 9][:, [20, 30, 7]].flatten()
+            torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+    assert len(driver.vectors[asked[0].id]) == 3 * 15
+    assert driver.vectors[asked[2].id] == []
+    assert beside.output == model.greedy([5, 6, 7], 6)
+
+
+def test_a_process_reward_model_judges_by_its_own_head(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """As in `modeling_qwen2_rm.py` of Qwen2.5-Math-PRM: two layers with a ReLU, for each token."""
+    folder, reference = make_process_reward_model(tmp_path)
+    backend = tiny_backend(folder, steps=StepPooling(tag_id=9))
+    card = backend.card.pooling
+    assert card is not None
+    assert (card.makes, card.labels, card.step_tag_id, backend.card.generates) == (
+        *("steps", ("LABEL_0", "LABEL_1")),
+        *(9, False),
+    )
+    driver = Driver(backend, budget=24)
+    prompt = [9 if i % 7 == 6 else 10 + i for i in range(50)]
+    options = PoolingOptions(pooling="all", dimensions=2, normalize=False, step_tag_id=9)
+    sequence = driver.add(prompt, 0, pooling=options)
+    driver.run()
+    torch.testing.assert_close(
+        torch.tensor(driver.vectors[sequence.id]), reference(prompt)[6::7].flatten(), rtol=1e-4, atol=1e-4
+    )
+    with pytest.raises(ModelError, match="with a head of its own"):
+        tiny_backend(folder, steps=StepPooling(9, (1, 2)))
+    by_default = tiny_backend(folder).card.pooling
+    assert by_default is not None
+    assert by_default.step_tag_id == 151651  # <extra_0>
+
+
+@pytest.mark.parametrize(
+    ("steps", "more", "said"),
+    [
+        (StepPooling(9), {"pooling_type": "step"}, "needs pooling_returned_token_ids"),
+        (StepPooling(9, (1, 1)), {"pooling_type": "step"}, "each token may be there once"),
+        (StepPooling(9, (VOCABULARY,)), {"pooling_type": "step"}, f"{VOCABULARY} is no token of the model"),
+        (StepPooling(VOCABULARY, (1,)), {"pooling_type": "step"}, f"{VOCABULARY} is no token of the model"),
+        (StepPooling(9), {"pooling_type": "last"}, "pooling_step_tag_id is for pooling_type step alone"),
+        (StepPooling(9, (1,)), {"pooling_type": "step", "model_impl": "transformers"}, "not transformers"),
+        (StepPooling(9, (1,)), {"pooling_type": "step", "classifier_from_token": ("a",)}, "not allowed beside"),
+    ],
+)
+def test_what_says_of_steps_what_cannot_be_is_refused_at_start(
+    steps: StepPooling, more: dict[str, Any], said: str, tiny: Callable[[str], TinyModel]
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        tiny_backend(tiny("llama").path, steps=steps, **more)
+
+
+def make_process_reward_model(folder: Path) -> tuple[Path, Callable[[list[int]], Tensor]]:
+    """Writes a tiny one; what gives the logits [tokens, 2] of a prompt by the library's layers."""
+    model = make_model("qwen2", folder)
+    torch.manual_seed(0)
+    head = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.ReLU(), torch.nn.Linear(SIZE, 2))
+    tensors = load_file(model.path / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    save_file(
+        tensors | {f"score.{name}": each for name, each in head.state_dict().items()}, folder / "model.safetensors"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [PROCESS_REWARD_MODEL]}))
+
+    @torch.inference_mode()
+    def logits(prompt: list[int]) -> Tensor:
+        judged: Tensor = head(hidden_states(model.reference, prompt))
+        return judged
+
+    return folder, logits
 
 
 def test_a_classifier_has_one_way_to_pool_and_needs_its_head(tmp_path: Path) -> None:

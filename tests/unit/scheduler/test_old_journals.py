@@ -47,6 +47,15 @@ def test_todays_journals_are_read_as_they_are() -> None:
     assert names_of(JOURNAL_VERSION).output("SendPlan", b"\x90") == ("SendPlan", b"\x90")
 
 
+def test_version_10_says_nothing_of_steps() -> None:
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    today, then = ["all", 2, False, False, 9], ["all", 2, False, False]
+    news = [[*range(9), each, 10, None, b"", False] for each in (today, None)]
+    _, plan = names_of(10).output("SendPlan", encode({"plan": [1, 0, [], news]}))
+    assert decode(plan) == {"plan": [1, 0, [], [[*range(9), each, 10, None, b"", False] for each in (then, None)]]}
+    assert names_of(10).output("SendHandOver", b"\x90") == ("SendHandOver", b"\x90")
+
+
 def test_version_7_says_not_of_which_tokens_embeddings_are() -> None:
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
     today, then = ["float32", 8, b"", [[3, 1]]], ["float32", 8, b""]

@@ -142,6 +142,20 @@ def test_vectors_of_all_tokens_count_by_their_number_and_are_refused_where_no_pl
     assert (len(ring.vectors), max(sizes)) == (2, 1)
 
 
+def test_only_the_ends_of_steps_count_where_these_alone_are_judged() -> None:
+    """A prompt longer than a plan has room for, of which few tokens end steps, is computed; with too many it is not."""
+    ring = PoolingRing()
+    most = MAX_POOLED_BYTES_PER_PLAN // (4 * 2**15)
+    options = PoolingOptions(pooling="all", dimensions=2**15, step_tag_id=9)
+    prompt = [5, 9] * most
+    ring.send(generate("fits", [*prompt, 5], pooling=options, max_tokens=0))
+    (answer,) = told(ring.send(generate("more", [*prompt, 9], pooling=options, max_tokens=0)))
+    assert isinstance(answer, RequestRejected)
+    assert answer.message.startswith(f"input: vectors of {most + 1} tokens are not allowed")
+    ring.finish()
+    assert list(ring.vectors) == ["fits"]
+
+
 def test_a_prompt_may_fill_the_context_and_no_more() -> None:
     ring = PoolingRing(max_model_len=64)
     ring.send(embed("whole", [5] * 64))

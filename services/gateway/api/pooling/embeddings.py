@@ -24,7 +24,7 @@ from services.gateway.api.pooling.pooled_request import (
     pooling_of,
 )
 from services.gateway.api.response import ChoiceState, ResponseHeader
-from shared.messages.model_card import LogitActivation, ModelCard
+from shared.messages.model_card import LogitActivation, ModelCard, PoolingCard
 
 EncodingFormat = Literal["float", "base64"]
 
@@ -47,9 +47,10 @@ class PoolingFields(EmbeddingFields, kw_only=True):
     """The JSON fields of `POST /pooling`: vLLM's."""
 
     task: str | None = None
-    # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
     step_tag_id: int | None = None
+    """Which tokens are judged, of a model that judges steps; by default those that its settings or files say."""
     returned_token_ids: list[int] | None = None
+    """What such a model judges by: tokens of a language model, else numbers of labels. By default all that it has."""
 
 
 class EmbeddingRequest(NamedTuple):
@@ -59,8 +60,8 @@ class EmbeddingRequest(NamedTuple):
     encoding: EncodingFormat
     activation: LogitActivation = "none"
     """What the elements of each vector go through."""
-    each_token: bool = False
-    """Whether an input has a vector for each of its tokens."""
+    columns: tuple[int, ...] | None = None
+    """The elements of each vector that are returned, and are put through `activation`; None: all."""
 
     @property
     def prompt_field(self) -> str:
@@ -78,10 +79,13 @@ class EmbeddingRequest(NamedTuple):
         pooling = self.generation.pooling
         assert pooling is not None, "that is what was asked for"
         width, whole = pooling.dimensions, vector_of(choice)
-        vectors = [activated(whole[at : at + width], self.activation) for at in range(0, len(whole), width)]
-        data: Any = vectors if self.each_token else vectors[0]
+        parts: list[Sequence[float]] = [whole[at : at + width] for at in range(0, len(whole), width)]
+        if self.columns is not None:
+            parts = [[part[column] for column in self.columns] for part in parts]
+        vectors = [activated(part, self.activation) for part in parts]
+        data: Any = vectors if pooling.pooling == "all" else vectors[0]
         if self.encoding == "base64":
-            plain = self.activation == "none"
+            plain = self.activation == "none" and self.columns is None
             data = base64.b64encode(choice.vector if plain else b"".join(map(packed_floats, vectors))).decode()
         kind, field = ("embedding", "embedding") if self.generation.kind == "embedding" else ("pooling", "data")
         return msgspec.json.encode({"object": kind, "index": choice.index, field: data})
@@ -112,12 +116,13 @@ def read_pooling_request(body: bytes, cards: list[ModelCard], limits: RequestLim
     fields = decode_body(body, _pooling_decoder)
     card = choose_model(fields.model, cards)
     pooling = pooling_of(card)
-    tasks = ("classify", "token_classify") if pooling.labels else ("embed", "token_embed")
+    tasks = _pooling_tasks(pooling)
     if fields.task not in (None, *tasks):
-        raise not_allowed("task", fields.task, f"this model serves {tasks[0]!r} and {tasks[1]!r}")
-    for name in ("step_tag_id", "returned_token_ids"):
-        if getattr(fields, name) is not None:
-            raise unsupported(name, "pooling by steps")
+        raise not_allowed("task", fields.task, f"this model serves {' and '.join(map(repr, tasks))}")
+    if pooling.makes != "steps":
+        for name in ("step_tag_id", "returned_token_ids"):
+            if getattr(fields, name) is not None:
+                raise unsupported(name, "pooling by steps, without --pooling-type step,")
     prompts = input_prompts(fields, card, limits)
     if pooling.labels:
         for name in ("dimensions", "normalize"):
@@ -128,7 +133,32 @@ def read_pooling_request(body: bytes, cards: list[ModelCard], limits: RequestLim
     else:
         normalize = fields.use_activation if fields.normalize is None else fields.normalize
         options, activation = embedding_options(fields.dimensions, normalize, pooling), "none"
-    if fields.task == tasks[1]:
+    if fields.task in ("token_classify", "token_embed"):
         options = replace(options, pooling="all")
+    if fields.step_tag_id is not None:
+        options = replace(options, step_tag_id=_step_tag(fields.step_tag_id, card))
+    columns = None if fields.returned_token_ids is None else _columns(fields.returned_token_ids, pooling)
     generation = pooled_generation("pooling", prompts, options, fields, card, limits)
-    return EmbeddingRequest(generation, fields.encoding_format or "float", activation, fields.task == tasks[1])
+    return EmbeddingRequest(generation, fields.encoding_format or "float", activation, columns)
+
+
+def _pooling_tasks(pooling: PoolingCard) -> tuple[str, ...]:
+    """What `task` may be, without which it is the first."""
+    if pooling.makes == "steps":
+        return ("token_classify",)
+    return ("classify", "token_classify") if pooling.labels else ("embed", "token_embed")
+
+
+def _step_tag(given: int, card: ModelCard) -> int:
+    if not 0 <= given < card.vocab_size:
+        raise not_allowed("step_tag_id", given, f"{card.name} has the tokens 0 to {card.vocab_size - 1}")
+    return given
+
+
+def _columns(given: list[int], pooling: PoolingCard) -> tuple[int, ...]:
+    """Where a vector has what is said of these tokens, or of labels by their numbers."""
+    allowed = pooling.token_ids or tuple(range(pooling.size))
+    if not given or len(set(given)) != len(given) or not set(given) <= set(allowed):
+        text = f"this model judges by {', '.join(map(str, allowed))}; some of these, each once, may be asked for"
+        raise not_allowed("returned_token_ids", given, text)
+    return tuple(map(allowed.index, given))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -23,11 +23,14 @@ from services.gateway.api.prompts import completion_prompts
 from services.gateway.api.response import ChoiceState, ResponseHeader, prompt_tokens
 from services.gateway.api.sampling import kept_prompt_tokens
 from shared.messages.generation import PoolingOptions, SamplingOptions, StopConditions
-from shared.messages.model_card import LogitActivation, ModelCard, PoolingCard
+from shared.messages.model_card import LogitActivation, ModelCard, PooledKind, PoolingCard
 from shared.messages.tokenizer import Prompt, TruncationSide
 
-Serves = Literal["embeddings", "labels"]
-"""What a model's vectors are."""
+_MAKERS: dict[PooledKind, str] = {
+    "embeddings": "makes embeddings and has no labels",
+    "labels": "is a classifier",
+    "steps": "judges the steps of solutions",
+}
 
 
 class PooledFields(Struct, kw_only=True):
@@ -77,15 +80,15 @@ class PooledRequest(Protocol):
         """The JSON of the response; `elements`: all that `element` has returned."""
 
 
-def pooling_of(card: ModelCard, serves: Serves | None = None) -> PoolingCard:
-    """Returns how the model makes vectors. Raises RequestError 400 where it makes none, or others than `serves`."""
+def pooling_of(card: ModelCard, *serves: PooledKind) -> PoolingCard:
+    """Returns how the model makes vectors. Raises RequestError 400 where it makes none, or others than `serves`; with
+    none of these any are."""
     if card.pooling is None:
         text = f"{card.name} is not served for embeddings; its worker needs --pooling-type"
         raise RequestError(400, f"model: {text}", param="model", code="unsupported_parameter")
-    own: Serves = "labels" if card.pooling.labels else "embeddings"
-    if serves not in (None, own):
-        what = "is a classifier" if own == "labels" else "makes embeddings and has no labels"
-        text = f"model: {card.name} {what}; it serves {POOLING_ENDPOINTS[own]}"
+    makes = card.pooling.makes
+    if serves and makes not in serves:
+        text = f"model: {card.name} {_MAKERS[makes]}; it serves {POOLING_ENDPOINTS[makes]}"
         raise RequestError(400, text, param="model", code="unsupported_parameter")
     return card.pooling
 
@@ -116,7 +119,13 @@ def embedding_options(dimensions: int | None, normalize: bool | None, pooling: P
 
 def logit_options(pooling: PoolingCard) -> PoolingOptions:
     """Returns how a classifier's logits are made."""
-    return PoolingOptions(pooling=pooling.pooling, dimensions=pooling.size, normalize=False, whole=pooling.whole)
+    return PoolingOptions(
+        pooling=pooling.pooling,
+        dimensions=pooling.size,
+        normalize=False,
+        whole=pooling.whole,
+        step_tag_id=pooling.step_tag_id,
+    )
 
 
 def chosen_activation(use_activation: bool | None, pooling: PoolingCard) -> LogitActivation:

@@ -223,7 +223,7 @@ def _pair_scores(
             raise unsupported(name, "choosing parts of documents")
     if len(others) > limits.max_embeddings:
         raise invalid(field, f"{len(others)} texts are not allowed; at most {limits.max_embeddings} are")
-    pooling = pooling_of(card)
+    pooling = pooling_of(card, "embeddings", "labels")
     prompts: tuple[Prompt, ...]
     if pooling.labels:
         if len(pooling.labels) > 1:

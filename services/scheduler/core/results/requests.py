@@ -129,7 +129,7 @@ class RequestValidator:
     def _limit(self, generation: Generation) -> int:
         prompt, wanted = generation.prompt_length, generation.stopping.max_tokens
         if generation.pooling is not None:
-            return self._pooled_limit(prompt, generation.pooling)
+            return self._pooled_limit(generation, generation.pooling)
         if prompt >= self.context:
             raise _InvalidRequest(
                 "prompt",
@@ -146,8 +146,9 @@ class RequestValidator:
             )
         return prompt + wanted
 
-    def _pooled_limit(self, prompt: int, pooling: PoolingOptions) -> int:
+    def _pooled_limit(self, generation: Generation, pooling: PoolingOptions) -> int:
         """One more than the prompt: planning takes the vector for the one token that is drawn behind it."""
+        prompt = generation.prompt_length
         if self.card.pooling is None:
             raise _InvalidRequest("model", "model: this engine makes no embeddings")
         if pooling.dimensions > self.card.pooling.size:
@@ -157,8 +158,8 @@ class RequestValidator:
             message = f"{self._bound}; the prompt has {prompt}"
             raise _InvalidRequest("prompt", message, "context_length_exceeded")
         most = MAX_POOLED_BYTES_PER_PLAN // (FLOAT_BYTES * pooling.dimensions)
-        if pooling.pooling == "all" and prompt > most:
-            allowed = f"vectors of {prompt} tokens are not allowed; of {pooling.dimensions} numbers each, {most} are"
+        if (vectors := pooling.vectors(unpack(generation.tokens))) > most:
+            allowed = f"vectors of {vectors} tokens are not allowed; of {pooling.dimensions} numbers each, {most} are"
             raise _InvalidRequest("input", f"input: {allowed}")
         return prompt + 1
 

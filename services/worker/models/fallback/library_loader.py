@@ -41,8 +41,12 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
 
     if settings.on_layer is not None:
         raise ModelError("a layer-wise KV connector is not told of the layers of a model that transformers computes")
-    if settings.classifier_from_token:
-        raise ModelError("classifier_from_token: only for architectures that Baton computes itself, not transformers")
+    for name, asked in (
+        ("classifier_from_token", settings.classifier_from_token),
+        ("pooling_returned_token_ids", settings.steps.returned_token_ids),
+    ):
+        if asked:
+            raise ModelError(f"{name}: only for architectures that Baton computes itself, not transformers")
     if encoder_type(settings.folder) is not None:
         return _library_encoder(settings)
     if settings.shared_rows is not None:
@@ -52,7 +56,7 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
     check_library_experts(settings.experts, config)
     if library.has_codes and settings.quantization != "auto":
         raise already_quantized(settings, "mxfp4")
-    pooling = pooling_of(settings, config.hidden_size)
+    pooling = pooling_of(settings, config)
     dtype = dtype_of(settings.dtype, config)
     length = model_len(config, settings.max_model_len)
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
@@ -98,7 +102,7 @@ def _library_encoder(settings: LoadSettings) -> LoadedModel:
     library = LibraryEncoderModel(settings.folder)
     config = library.config
     check_experts(settings.experts, config)
-    pooling = pooling_of(settings, config.hidden_size, library.head_pooling)
+    pooling = pooling_of(settings, config, library.head_pooling)
     if pooling is None:
         raise ModelError(f"{settings.folder}: an encoder generates no text, so it needs a pooling_type to serve")
     dtype = dtype_of(settings.dtype, config)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import torch
 from msgspec import Struct, field
 from torch import Tensor
 
 from services.worker.models.checkpoint import TensorSource
 from services.worker.models.config import ModelConfig, ModelError, plain_json
+from services.worker.models.pooling.step_pooling import PROCESS_REWARD_MODEL, process_reward_card, read_token_rows
 from shared.messages.generation import PoolingType
 from shared.messages.model_card import LogitActivation, PoolingCard
 from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
@@ -61,6 +61,8 @@ def read_classifier(folder: Path, pooling: PoolingType = "last") -> PoolingCard 
         raise ModelError(f"{path} does not exist: a Hugging Face model directory is expected") from None
     except msgspec.MsgspecError as error:
         raise ModelError(f"{path}: {error}") from None
+    if PROCESS_REWARD_MODEL in raw.architectures:
+        return process_reward_card()
     if not any(each.endswith(SUFFIX) for each in raw.architectures):
         return None
     labels = _labels(path, raw)
@@ -112,17 +114,11 @@ def read_token_head(
     """The logit of the one of `tokens` as the next token, or by how much that of the second exceeds that of the first:
     its sigmoid is the second's probability among both, as vLLM's `classifier_from_token` and Qwen3-Reranker have it.
     Raises ModelError where a token is none of the model's."""
-    name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
-    shape = (config.vocab_size, config.hidden_size)
-    ids = [_token_id(folder, token, config.vocab_size) for token in tokens]
-    rows = torch.cat([tensors.read(name, shape, rows=(number, number + 1)).float() for number in ids])
-    cap = config.logits_softcap
+    logits = read_token_rows(tensors, config, tuple(_token_id(folder, token, config.vocab_size) for token in tokens))
 
     def head(state: Tensor) -> Tensor:
-        logits = torch.mv(rows.to(state.device), state)
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits[-1:] if len(logits) == 1 else logits[1:] - logits[:1]
+        found = logits(state)
+        return found[-1:] if len(found) == 1 else found[1:] - found[:1]
 
     return head
 

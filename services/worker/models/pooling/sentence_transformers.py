@@ -17,7 +17,7 @@ from services.worker.models.pooling.classification import ClassifierHead
 from shared.messages.generation import PoolingType
 from shared.messages.model_card import PoolingCard
 
-PoolingChoice = Literal["auto", "none", "last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean"]
+PoolingChoice = Literal["auto", "none", "last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean", "step"]
 """auto: what the checkpoint says; where it says nothing it makes no vectors, as with none."""
 
 MODULES = "modules.json"
@@ -101,6 +101,7 @@ _NAMES = {
 def read_pooling(folder: Path, choice: PoolingChoice, hidden_size: int) -> PoolingCard | None:
     """How prompts become vectors, which are normalized where the checkpoint does not say; None where they do not.
     Raises ModelError for files of sentence-transformers that ask for more than we do."""
+    assert choice != "step", "a head judges steps"
     if choice == "none":
         return None
     described = folder / MODULES

@@ -43,6 +43,18 @@ ONE = replace(
     EMBEDDINGS,
     pooling=PoolingCard(pooling="last", normalize=False, size=1, labels=("LABEL_0",), activation="sigmoid"),
 )
+STEPS = replace(
+    EMBEDDINGS,
+    pooling=PoolingCard(
+        pooling="all",
+        normalize=False,
+        size=3,
+        labels=("LABEL_0", "LABEL_1", "LABEL_2"),
+        activation="softmax",
+        step_tag_id=9,
+        token_ids=(20, 30, 40),
+    ),
+)
 NEITHER = replace(EMBEDDINGS, pooling=None)
 Reader = Callable[[bytes, list[ModelCard], RequestLimits], PooledRequest]
 
@@ -203,8 +215,47 @@ def test_what_a_refusal_names(reader: Reader, card: ModelCard, fields: dict[str,
     assert text in error.value.message
 
 
-@pytest.mark.parametrize("fields", [{"step_tag_id": 3}, {"returned_token_ids": [1]}])
-def test_pooling_by_steps_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="pooling by steps is not supported") as error:
-        read(read_pooling_request, EMBEDDINGS, input="a", **fields)
-    assert error.value.param == next(iter(fields))
+def test_steps_have_the_probabilities_of_the_tokens_that_are_asked_for() -> None:
+    options = PoolingOptions(pooling="all", dimensions=3, normalize=False, step_tag_id=9)
+    asked = read(read_pooling_request, STEPS, input=["a", "b"])
+    assert asked.generation.pooling == options
+    data = answer(asked, [0.0, 0.0, 0.0, 0.0, math.log(2), 0.0], [])["data"]
+    assert data[0]["data"] == [pytest.approx([1 / 3] * 3), pytest.approx([0.25, 0.5, 0.25])]
+    assert data[1]["data"] == []  # no step ends in this one
+
+    fields: dict[str, Any] = {"input": "a", "step_tag_id": 4, "returned_token_ids": [40, 20], "task": "token_classify"}
+    asked = read(read_pooling_request, STEPS, **fields)
+    assert asked.generation.pooling == replace(options, step_tag_id=4)
+    assert answer(asked, [math.log(3), 50.0, 0.0])["data"][0]["data"] == [pytest.approx([0.25, 0.75])]
+    bare = read(read_pooling_request, STEPS, **fields, use_activation=False, encoding_format="base64")
+    packed = base64.b64decode(answer(bare, [1.0, 2.0, 3.0])["data"][0]["data"])
+    assert struct.unpack("<2f", packed) == (3.0, 1.0)
+
+    assert STEPS.pooling is not None
+    own_head = replace(STEPS, pooling=replace(STEPS.pooling, token_ids=()))  # asked for labels by their numbers
+    assert answer(read(read_pooling_request, own_head, input="a", returned_token_ids=[1]), [0.0, 1.0, 2.0])["data"][0][
+        "data"
+    ] == [[1.0]]
+
+
+@pytest.mark.parametrize(
+    ("reader", "card", "fields", "param", "text"),
+    [
+        (read_pooling_request, "EMBEDDINGS", {"input": "a", "step_tag_id": 3}, "step_tag_id", "--pooling-type step"),
+        (read_pooling_request, "THREE", {"input": "a", "returned_token_ids": [1]}, "returned_token_ids", "--pooling"),
+        (read_pooling_request, "STEPS", {"input": "a", "returned_token_ids": [20, 21]}, "returned_token_ids", "20, 30"),
+        (read_pooling_request, "STEPS", {"input": "a", "returned_token_ids": []}, "returned_token_ids", "[] is not"),
+        (read_pooling_request, "STEPS", {"input": "a", "step_tag_id": 100}, "step_tag_id", "the tokens 0 to 99"),
+        (read_pooling_request, "STEPS", {"input": "a", "task": "classify"}, "task", "'token_classify'"),
+        (read_classification, "STEPS", {"input": "a"}, "model", "judges the steps of solutions; it serves /pooling"),
+        (read_score, "STEPS", {"text_1": "a", "text_2": "b"}, "model", "judges the steps of solutions"),
+        (read_embedding, "STEPS", {"input": "a"}, "model", "judges the steps of solutions"),
+    ],
+)
+def test_what_a_refusal_of_steps_names(
+    reader: Reader, card: str, fields: dict[str, Any], param: str, text: str
+) -> None:
+    with pytest.raises(RequestError) as error:
+        read(reader, globals()[card], **fields)
+    assert (error.value.status, error.value.param) == (400, param)
+    assert text in error.value.message
