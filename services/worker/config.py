@@ -111,8 +111,8 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
     pooling_returned_token_ids: Annotated[
         tuple[int, ...],
         Meta(
-            description="With --pooling-type step: the tokens, e.g. 648,387, whose logits a language model judges a step "
-            "by, a softmax over them.",
+            description="With --pooling-type step: the tokens, e.g. 648,387, whose logits a language model judges a "
+            "step by, a softmax over them.",
         ),
         UpOption("Model"),
         ContainerVariable(),
