@@ -39,7 +39,7 @@ from services.worker.platforms.interface import Platform
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.plugins.request_processors import RequestProcessors
-from services.worker.sampling.races import race_of
+from services.worker.sampling.races import draw_of
 from services.worker.sampling.sampler import SamplerOutput, sample, undefined_rows
 from services.worker.speculation.drafted_states import DraftedStates
 from services.worker.speculation.proposer import NO_DRAFTS, DraftSettings, Proposer
@@ -280,7 +280,7 @@ class StepRunner:
         self.max_loras = 0 if rank.loras is None else rank.loras.max_loras
         self.max_speculate = rank.drafting.settings.max_tokens
         self.max_jump_ahead = rank.drafting.max_jump_ahead
-        self._race = race_of(rank.decoder.ops)
+        self._draw = draw_of(rank.decoder.ops)
 
     def compute_context(self) -> AbstractContextManager[object]:
         """Gradients are needed by nobody."""
@@ -298,7 +298,7 @@ class StepRunner:
         if choices is None or logits is None:
             drawn = SamplerOutput(torch.empty(len(batch.drawn_rows), dtype=torch.int64, device=self.rank.device))
         else:
-            drawn = sample(logits, choices, history, self._race)
+            drawn = sample(logits, choices, history, self._draw)
             drawn = replace(drawn, undefined=undefined_rows(logits, drawn.tokens))
         if choices is None or communicator.world_size == 1:
             return drawn

@@ -22,30 +22,40 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-Race = Callable[[Tensor, Tensor], Tensor]
-"""(weights float32 [R, W], zeros where there is no token and W a multiple of `filters.CHUNK`; keys int64 [R], see
-`random_numbers.race_keys`) → the winners, int64 [R]; some token for a row of NaNs, or with no weight at all."""
+Draw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Draws by one kernel, which leaves logits as they are: of logits [R, vocab], and for each row key (int64, see
+`random_numbers.race_keys`), temperature (float32; 0: the first of the greatest logits, whatever else is said), top_k
+(int64; the vocabulary's size or more keeps all), top_p (float32; 1 keeps all) and min_p (float32; 0 keeps all) → the
+tokens, int64 [R].
+
+The same tokens as `sampler` draws by PyTorch's operations, but where rounding decides: the two best quotients of weight
+and time are a few millionths apart, or a sum of weights is as near to the share that top_p asks for. A row without any
+finite logit gives some token."""
 
 _STEP = 0x9E3779B1
 _FACTORS = (0x7FEB352D, 0x846CA68B)
 
 
 @runtime_checkable
-class HasRace(Protocol):
-    """Operations that bring a race of their own."""
+class HasDraw(Protocol):
+    """Operations that draw by a kernel of their own."""
 
-    def race(self, weights: Tensor, keys: Tensor) -> Tensor:
-        """See `Race`."""
+    @property
+    def draw(self) -> Draw:
+        """See `Draw`."""
 
 
-def race_of(ops: object) -> Race:
-    """The fastest race that there is for what `ops` compute on."""
-    return ops.race if isinstance(ops, HasRace) else race_by_torch
+def draw_of(ops: object) -> Draw | None:
+    """The kernel that `ops` draw by; None: they have none."""
+    return ops.draw if isinstance(ops, HasDraw) else None
 
 
 def race_by_torch(weights: Tensor, keys: Tensor) -> Tensor:
-    """On any device, without waiting for it. Times are of double precision: then no winner depends on how a logarithm
-    is computed, and kernels may take fewer of them."""
+    """weights [R, W], zeros of which cannot win, and keys int64 [R] (see `random_numbers.race_keys`) → the winners, int64
+    [R]; some token for a row of NaNs, or with no weight at all.
+
+    On any device, without waiting for it. Times are of double precision: then no winner depends on how a logarithm is
+    computed, and kernels may take fewer of them."""
     times = torch.log1p(race_uniforms(keys, weights.shape[1]).double().neg_()).neg_()
     return (weights / times).argmax(dim=1)
 

@@ -23,7 +23,7 @@ from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.logits_processors import LOGITS_FEATURES, process_logits
 from services.worker.sampling.logprobs import RowLogprobs, token_logprobs, top_logprobs
 from services.worker.sampling.parameters import Feature, SamplingBatch
-from services.worker.sampling.races import Race, race_by_torch
+from services.worker.sampling.races import Draw, race_by_torch
 
 _CACHED = 1 << 18
 """Logits worked on at once by a CPU: 1 MiB, as larger buffers are fetched from memory, page by page, at every step."""
@@ -49,16 +49,18 @@ class SamplerOutput:
         return SamplerOutput(tokens, logprobs, None if self.undefined is None else flags)
 
 
-def sample(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, race: Race = race_by_torch) -> SamplerOutput:
-    """Draws one token for each row of `logits` [R, vocab]."""
+def sample(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, kernel: Draw | None = None) -> SamplerOutput:
+    """Draws one token for each row of `logits` [R, vocab]. `kernel`: what draws where they are; None: a Triton kernel, if
+    they are on a GPU, or PyTorch's operations."""
     if not choices.features & (_CHANGES | Feature.LOGPROBS):
         return SamplerOutput(_argmax(logits))
-    if runs_triton(logits.device) and not choices.features & (LOGITS_FEATURES | Feature.LOGPROBS):
-        return SamplerOutput(_draw(logits, choices, race))
+    kernel = _kernel_for(logits, kernel)
+    if kernel is not None and not choices.features & (LOGITS_FEATURES | Feature.LOGPROBS):
+        return SamplerOutput(_draw(logits, choices, kernel))
     tokens: list[Tensor] = []
     logprobs: list[RowLogprobs] = []
     for first, last in _row_blocks(logits):
-        drawn = _sample_rows(logits[first:last], choices.part(first, last), history, race)
+        drawn = _sample_rows(logits[first:last], choices.part(first, last), history, kernel)
         tokens.append(drawn.tokens)
         logprobs += [RowLogprobs(rows + first, part) for rows, part in drawn.logprobs]
     return SamplerOutput(tokens[0] if len(tokens) == 1 else torch.cat(tokens), tuple(logprobs))
@@ -70,12 +72,19 @@ def undefined_rows(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isnan()
 
 
-def sample_draft(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, race: Race = race_by_torch) -> Tensor:
+def sample_draft(
+    logits: Tensor, choices: SamplingBatch, history: HistoryLookup, kernel: Draw | None = None
+) -> Tensor:
     """[R] int64 tokens, drawn from a drafter's logits [R, vocab] as `sample` draws from the model's, by the same
     keys."""
+    kernel = _kernel_for(logits, kernel)
     if choices.features & LOGITS_FEATURES:
-        return _draw(process_logits(logits.float().clone(), choices, history), choices, race)
-    return _draw(logits if runs_triton(logits.device) else logits.float().clone(), choices, race)
+        return _draw(process_logits(logits.float().clone(), choices, history), choices, kernel)
+    return _draw(logits if kernel is not None else logits.float().clone(), choices, kernel)
+
+
+def _kernel_for(logits: Tensor, kernel: Draw | None) -> Draw | None:
+    return draw_by_triton if runs_triton(logits.device) else kernel
 
 
 def _row_blocks(logits: Tensor) -> list[tuple[int, int]]:
@@ -85,54 +94,60 @@ def _row_blocks(logits: Tensor) -> list[tuple[int, int]]:
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def _sample_rows(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, race: Race) -> SamplerOutput:
+def _sample_rows(
+    logits: Tensor, choices: SamplingBatch, history: HistoryLookup, kernel: Draw | None
+) -> SamplerOutput:
     wants_logprobs = bool(choices.features & Feature.LOGPROBS)
     raw = logits.float()
     if choices.features & _CHANGES:
-        untouched = raw is logits or wants_logprobs
-        tokens = _draw(process_logits(raw.clone() if untouched else raw, choices, history), choices, race)
+        overwritten = kernel is None or bool(choices.features & LOGITS_FEATURES)
+        copied = overwritten and (raw is logits or wants_logprobs)
+        tokens = _draw(process_logits(raw.clone() if copied else raw, choices, history), choices, kernel)
     else:
         tokens = _argmax(raw)
     return SamplerOutput(tokens, tuple(_row_logprobs(raw, tokens, choices)) if wants_logprobs else ())
 
 
-def _draw(logits: Tensor, choices: SamplingBatch, race: Race) -> Tensor:
+def _draw(logits: Tensor, choices: SamplingBatch, kernel: Draw | None) -> Tensor:
     """[R] tokens: the likeliest of greedy rows, a random one of the others. Overwrites `logits`, but by kernels."""
     if not choices.features & Feature.RANDOM:
         return _argmax(logits)
-    if runs_triton(logits.device):
-        return sample_by_kernel(logits, choices)
+    if kernel is not None:
+        return _draw_by(kernel, logits, choices)
     random = choices.rows_with(Feature.RANDOM)
     if len(random) == len(logits):
-        return _draw_random(logits, choices, random, None, race)
+        return _draw_random(logits, choices, random, None)
     tokens = _argmax(logits)
     rows = to_device(random, logits.device)
-    return tokens.index_copy_(0, rows, _draw_random(logits.index_select(0, rows), choices, random, rows, race))
+    return tokens.index_copy_(0, rows, _draw_random(logits.index_select(0, rows), choices, random, rows))
 
 
-def sample_by_kernel(logits: Tensor, choices: SamplingBatch) -> Tensor:
-    """[R] int64 tokens: the likeliest of greedy rows, a random one of the others; `logits` stay as they are."""
-    from services.worker.ops.triton.sampling import DrawParameters, draw
-
+def _draw_by(kernel: Draw, logits: Tensor, choices: SamplingBatch) -> Tensor:
     table, seq_indices = choices.table, choices.seq_indices
     greedy = choices.by_row & int(Feature.RANDOM) == 0
-    keys, top_k, temperature, top_p, min_p = to_device_together(
+    keys, *parameters = to_device_together(
         [
             choices.candidate_keys(),
-            table.top_k[seq_indices],
             np.where(greedy, np.float32(0.0), table.temperature[seq_indices]),
+            table.top_k[seq_indices],
             table.top_p[seq_indices],
             table.min_p[seq_indices],
         ],
         logits.device,
     )
-    keys = choices.select_keys(keys)
+    return kernel(logits, choices.select_keys(keys), *parameters)
+
+
+def draw_by_triton(
+    logits: Tensor, keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """See `races.Draw`."""
+    from services.worker.ops.triton.sampling import DrawParameters, draw
+
     return draw(logits.contiguous(), DrawParameters(temperature, top_k, top_p, min_p, keys))
 
 
-def _draw_random(
-    logits: Tensor, choices: SamplingBatch, rows: NDArray[np.intp], there: Tensor | None, race: Race
-) -> Tensor:
+def _draw_random(logits: Tensor, choices: SamplingBatch, rows: NDArray[np.intp], there: Tensor | None) -> Tensor:
     """A random token of each of the `rows`, whose logits these are, and will be overwritten; `there`: the same numbers
     on the device, None: all rows."""
     table, seq_indices = choices.table, choices.seq_indices[rows]
@@ -148,7 +163,7 @@ def _draw_random(
         weights = zero_below(weights, min_p_threshold(weights, min_p.unsqueeze(1)))
     if choices.features & Feature.TOP:
         weights = zero_below(weights, top_threshold(weights, top_k.unsqueeze(1), top_p.unsqueeze(1)))
-    return race(weights, choices.select_keys(keys, there))
+    return race_by_torch(weights, choices.select_keys(keys, there))
 
 
 def _weights(logits: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import to_device
 from services.worker.sampling.logits_processors import LOGITS_FEATURES
 from services.worker.sampling.parameters import Feature, SamplingBatch
-from services.worker.sampling.races import Race, race_by_torch
+from services.worker.sampling.races import Draw
 from services.worker.sampling.random_numbers import RejectedDrafts
 from services.worker.sampling.sampler import sample_draft
 from services.worker.speculation.proposer import SequenceHistories
@@ -100,13 +100,13 @@ class DraftSampler:
         seq_indices: Indices,
         histories: SequenceHistories,
         rejected: RejectedDrafts | None = None,
-        race: Race = race_by_torch,
+        draw: Draw | None = None,
     ) -> None:
         """`rejected` [P]: see `DraftRequest`."""
         self._seq_indices = seq_indices
         self._histories = histories
         self._rejected = rejected
-        self._race = race
+        self._draw = draw
         self._first = self._choices(0)
         self.greedy = not self._first.features & (Feature.RANDOM | LOGITS_FEATURES)
         """Then every position is drawn in the same way, from logits as they are."""
@@ -115,7 +115,7 @@ class DraftSampler:
         """Draws the draft behind those `drafted` ([P] each): logits [P, vocab] → [P] int32."""
         choices = self._choices(len(drafted)) if drafted and not self.greedy else self._first
         history = partial(self._history, drafted)
-        return sample_draft(logits, choices, history, self._race).to(torch.int32)
+        return sample_draft(logits, choices, history, self._draw).to(torch.int32)
 
     def tokens(self, logits: list[Tensor]) -> Tensor:
         """Draws all drafts; `logits` are those of the first draft, of the second, … → [P, K] int32."""
@@ -130,7 +130,7 @@ class DraftSampler:
             ahead = np.repeat(np.arange(len(logits), dtype=np.int32), len(self._seq_indices))
             choices = self._choices(ahead, times=len(logits))
         every = logits[0] if len(logits) == 1 else torch.cat(logits)
-        drawn = sample_draft(every, choices, partial(self._history, []), self._race)
+        drawn = sample_draft(every, choices, partial(self._history, []), self._draw)
         return drawn.view(len(logits), -1).t().to(torch.int32)
 
     def _choices(self, ahead: Int32s | int, times: int = 1) -> SamplingBatch:

@@ -26,7 +26,7 @@ from services.worker.models.loading import load_weights
 from services.worker.models.sharding import shard_of
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.transfer import to_device
-from services.worker.sampling.races import race_of
+from services.worker.sampling.races import draw_of
 from services.worker.speculation.chain import DraftSampler, draft_chain
 from services.worker.speculation.drafter import TargetModel
 from services.worker.speculation.proposer import ComputedStep, DraftRequest, Indices, Int32s, SequenceHistories
@@ -90,7 +90,7 @@ class DraftModelProposer:
         self._most = most
         self._caches = decoder.allocate_kv(num_blocks)
         self._block_size = decoder.ops.block_size
-        self._race = race_of(decoder.ops)
+        self._draw = draw_of(decoder.ops)
         self._forward: ForwardPass = decoder.fastest_pass
         self._replays = False
         self._read = np.zeros(max_sequences, dtype=np.int32)
@@ -165,7 +165,7 @@ class DraftModelProposer:
 
     def _draft(self, logits: Tensor, seq_indices: Indices, most: Int32s, histories: SequenceHistories) -> Tensor:
         """[T, the greatest of most] drafts behind `logits`."""
-        draws = DraftSampler(seq_indices, histories, race=self._race)
+        draws = DraftSampler(seq_indices, histories, draw=self._draw)
         tokens = [draws.token(logits, [])]
         steps = int(most.max()) - 1
         if steps:

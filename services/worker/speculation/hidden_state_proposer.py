@@ -24,7 +24,7 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.weights import KvCaches
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import on_this_device, to_device
-from services.worker.sampling.races import race_of
+from services.worker.sampling.races import draw_of
 from services.worker.sampling.random_numbers import RejectedDrafts
 from services.worker.speculation.chain import DraftSampler, draft_chain
 from services.worker.speculation.drafter import TargetModel
@@ -108,7 +108,7 @@ class HiddenStateProposer:
     def __init__(self, drafter: HiddenStateDrafter, num_blocks: int, max_sequences: int) -> None:
         self._head = drafter.head
         self._device = drafter.target.device
-        self._race = race_of(drafter.target.ops)
+        self._draw = draw_of(drafter.target.ops)
         self._most = drafter.most
         self._caches = self._head.allocate_kv(num_blocks)
         self._predicted: Tensor = drafter.target.ops.empty_rows(max_sequences, self._head.hidden_size).zero_()
@@ -132,7 +132,7 @@ class HiddenStateProposer:
         self, seq_indices: Indices, most: Int32s, histories: SequenceHistories, rejected: RejectedDrafts | None
     ) -> Tensor:
         """[P, the greatest of most]"""
-        draws = DraftSampler(seq_indices, histories, rejected, self._race)
+        draws = DraftSampler(seq_indices, histories, rejected, self._draw)
         features = self._predicted.index_select(0, to_device(seq_indices, self._device))
         tokens = [draws.token(self._head.logits(features), [])]
         steps = int(most.max()) - 1

@@ -19,7 +19,7 @@ from services.worker.batch.batch import DraftTokens
 from services.worker.models.config import ModelError
 from services.worker.ops.interface import Ops, PackedLinear
 from services.worker.ops.transfer import on_this_device, to_device
-from services.worker.sampling.races import race_of
+from services.worker.sampling.races import draw_of
 from services.worker.speculation.chain import DraftSampler
 from services.worker.speculation.drafter import DrafterCheckpoint, TargetModel, read_drafter
 from services.worker.speculation.proposer import ComputedStep, DraftRequest, Int32s, SequenceHistories
@@ -136,7 +136,7 @@ class MedusaProposer:
             return DraftTokens.none(len(request.seq_indices))
         features = self._features.index_select(0, to_device(request.seq_indices, self._device))
         wanted = min(self._most, int(request.limits.max()))
-        draws = DraftSampler(request.seq_indices, request.histories, request.rejected, race_of(self._ops))
+        draws = DraftSampler(request.seq_indices, request.histories, request.rejected, draw_of(self._ops))
         tokens = draws.tokens(self._logits(features, wanted))
         return DraftTokens(tokens, np.minimum(request.limits, wanted).astype(np.int32))
 

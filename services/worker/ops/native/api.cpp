@@ -1,13 +1,13 @@
 // The library's C interface; services/worker/ops/native/library.py mirrors it field by field.
 #include "attention.h"
 #include "decoder.h"
+#include "draw.h"
 #include "exchange.h"
 #include "kv_copy.h"
 #include "latent.h"
 #include "linear.h"
 #include "low_rank.h"
 #include "probe.h"
-#include "race.h"
 #include "rows.h"
 #include "states.h"
 #include "threads.h"
@@ -15,7 +15,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 21; }
+int baton_version() { return 22; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -106,8 +106,9 @@ void baton_show(Exchange* exchange, uint64_t shown) { show(*exchange, shown); }
 uint64_t baton_shown_by(const Exchange* exchange, int rank) { return shown_by(*exchange, rank); }
 float baton_probe_reading(Pool* pool, const void* from, int64_t bytes) { return probe_reading(*pool, from, bytes); }
 int64_t baton_probe_multiplying(Pool* pool, int number, int64_t steps) { return probe_multiplying(*pool, Number(number), steps); }
-void baton_race(Pool* pool, const float* weights, int width, int count, const uint32_t* keys, int64_t* winners) {
-    run_race(*pool, {weights, width, count, keys}, winners);
+void baton_draw(Pool* pool, const float* logits, int vocab, int count, const uint32_t* keys, const float* temperature,
+                const int64_t* top_k, const float* top_p, const float* min_p, int64_t* tokens) {
+    draw(*pool, {logits, vocab, count, keys, temperature, top_k, top_p, min_p}, tokens);
 }
 int baton_decoder_run(Decoder* decoder, const Forward* forward) { return decoder->run(*forward); }
 int baton_decoder_draft_on(Decoder* decoder, const Forward* forward, int steps, int64_t stride, int* ids) {

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-VERSION = 21
+VERSION = 22
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -405,7 +405,7 @@ _SIGNATURES = {
     "baton_shown_by": (c_uint64, (POINTER(Exchange), c_int)),
     "baton_probe_reading": (c_float, (c_void_p, c_void_p, c_int64)),
     "baton_probe_multiplying": (c_int64, (c_void_p, c_int, c_int64)),
-    "baton_race": (None, (c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p)),
+    "baton_draw": (None, (c_void_p, c_void_p, c_int, c_int, *[c_void_p] * 6)),
     "baton_decoder_run": (c_int, (c_void_p, POINTER(Forward))),
     "baton_decoder_draft_on": (c_int, (c_void_p, POINTER(Forward), c_int, c_int64, c_void_p)),
 }

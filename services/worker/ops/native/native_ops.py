@@ -367,12 +367,18 @@ class NativeOps:
         """By NumPy, see `torch_ops.verify_drafts`."""
         return verify_drafts(attempt)
 
-    def race(self, weights: Tensor, keys: Tensor) -> Tensor:
-        """See `sampling.races`: what PyTorch's way finds, from the same numbers."""
-        rows, width = weights.shape
-        weights, keys, winners = weights.contiguous(), keys.contiguous(), torch.empty(rows, dtype=torch.int64)
-        self._library.baton_race(self._pool, weights.data_ptr(), width, rows, keys.data_ptr(), winners.data_ptr())
-        return winners
+    def draw(
+        self, logits: Tensor, keys: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    ) -> Tensor:
+        """See `sampling.races.Draw`. A row's token depends on that row alone, and is the same with any instructions
+        that multiply and add in one."""
+        logits, rows = logits.float().contiguous(), len(logits)
+        tokens = torch.empty(rows, dtype=torch.int64)
+        how = (keys.contiguous(), temperature, top_k, top_p, min_p, tokens)
+        self._library.baton_draw(
+            self._pool, logits.data_ptr(), logits.shape[1], rows, *(each.data_ptr() for each in how)
+        )
+        return tokens
 
     def _padded_head_dim(self, head_dim: int) -> int:
         return -(-cached_head_dim(self.cache_dtype, head_dim) // _LANES) * _LANES

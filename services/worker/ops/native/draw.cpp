@@ -1,0 +1,237 @@
+// Logits become weights (probabilities up to a factor), those that are cut off become zero, and the tokens that are left
+// race: each one's time is exponential, from a hash of the row's key and the token; the greatest weight / time wins.
+//
+// A time is never shorter than the uniform number v that it is made of, -log(1 - v) >= v, so weight / v bounds what a
+// token can reach. Logarithms are taken of the few tokens only whose bound exceeds the best one so far, and these in
+// double precision: so the winner of the same weights is the one that PyTorch's way finds, whatever the instructions are.
+#include "draw.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "lanes.h"
+
+namespace {
+
+constexpr uint32_t kStep = 0x9E3779B1u;
+// Products in single precision are off by less than this: nothing that could win is passed over.
+constexpr float kSlack = 1.0f - 1e-6f;
+// How far the lower bound of the weights that are kept is moved until it is one, as a share.
+constexpr float kBand = 1.0f / 16;
+// So few weights are sorted.
+constexpr int kFew = 64;
+
+BATON_INLINE RegU hashed(RegU x, RegU second) {
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x += second;
+    x *= 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+// In (0, 1): of 31 bits, as near to 1 as a float comes.
+BATON_INLINE F uniforms(U hashes) {
+    F v;
+    BATON_EACH {
+        RegI low = (RegI)(hashes.part[i_] & 0x7FFFFFFFu);
+        v.part[i_] = (__builtin_convertvector(low, RegF) + 0.5f) * 4.656612873077393e-10f;
+    }
+    return smaller(v, all(0.99999994f));
+}
+
+BATON_INLINE bool any_greater(F a, F b) {
+#if defined(BATON_AVX512)
+    return _mm512_cmp_ps_mask((__m512)a.part[0], (__m512)b.part[0], _CMP_GT_OQ) != 0;
+#elif defined(BATON_AVX2)
+    __m256 either = _mm256_or_ps(_mm256_cmp_ps((__m256)a.part[0], (__m256)b.part[0], _CMP_GT_OQ),
+                                 _mm256_cmp_ps((__m256)a.part[1], (__m256)b.part[1], _CMP_GT_OQ));
+    return _mm256_movemask_ps(either) != 0;
+#else
+    int32_t any = 0;
+    BATON_EACH {
+        RegI greater = a.part[i_] > b.part[i_];
+        for (int lane = 0; lane < kLanes / kParts; ++lane) any |= greater[lane];
+    }
+    return any != 0;
+#endif
+}
+
+int64_t winner_of(const float* weights, int width, uint32_t first, uint32_t second) {
+    U token;
+    BATON_EACH {
+        for (int lane = 0; lane < kLanes / kParts; ++lane)
+            token.part[i_][lane] = uint32_t(i_ * (kLanes / kParts) + lane) * kStep + first;
+    }
+    double best = 0.0;
+    F bound = zeros();
+    int64_t winner = 0;
+    for (int i = 0; i < width; i += kLanes) {
+        U hashes;
+        BATON_EACH hashes.part[i_] = hashed(token.part[i_], second + RegU{});
+        BATON_EACH token.part[i_] += uint32_t(kLanes) * kStep;
+        F v = uniforms(hashes);
+        if (!any_greater(load(weights + i), bound * v)) continue;
+        float each[kLanes];
+        store(each, v);
+        for (int lane = 0; lane < kLanes; ++lane) {
+            double reached = double(weights[i + lane]) / -std::log1p(-double(each[lane]));
+            if (reached > best) {
+                best = reached;
+                winner = i + lane;
+            }
+        }
+        bound = all(float(best) * kSlack);
+    }
+    return winner;
+}
+
+// As they are in `logits`, and behind the last one what cannot be drawn.
+BATON_INLINE F logits_at(const float* logits, int first, int vocab) {
+    if (first + kLanes <= vocab) return load(logits + first);
+    float lane[kLanes];
+    for (int i = 0; i < kLanes; ++i) lane[i] = first + i < vocab ? logits[first + i] : -std::numeric_limits<float>::infinity();
+    return load(lane);
+}
+
+float greatest_of(const float* logits, int vocab) {
+    F most = all(-std::numeric_limits<float>::infinity());
+    for (int i = 0; i < vocab; i += kLanes) most = larger(most, logits_at(logits, i, vocab));
+    return greatest(most);
+}
+
+int64_t first_of(const float* logits, int vocab, float value) {
+    for (int i = 0; i < vocab; ++i)
+        if (logits[i] == value) return i;
+    return 0;
+}
+
+BATON_INLINE F zero_below(F x, F least) {
+    BATON_EACH x.part[i_] = x.part[i_] >= least.part[i_] ? x.part[i_] : RegF{};
+    return x;
+}
+
+// e^((logit - greatest logit) / temperature), zeros for what is below min_p; their sum.
+float weigh(const float* logits, int vocab, float most, float temperature, float min_p, float* weights) {
+    F divisor = all(temperature), peak = all(most) / divisor, least = all(min_p), total = zeros();
+    for (int i = 0; i < vocab; i += kLanes) {
+        F x = logits_at(logits, i, vocab);
+        if (temperature != 1.0f) x = x / divisor;
+        x = zero_below(exp(x - peak), least);  // the greatest weight is 1
+        store(weights + i, x);
+        total = total + x;
+    }
+    return sum(total);
+}
+
+// How many weights are greater than something, and what these sum up to.
+struct Tally {
+    int64_t count;
+    double mass;
+
+    bool reaches(const Tally& wanted) const { return count >= wanted.count || mass >= wanted.mass; }
+};
+
+Tally above(const float* weights, int width, float least) {
+    const F bound = all(least);
+    F total = zeros(), count = zeros();  // a lane's count is exact up to 2^24
+    for (int i = 0; i < width; i += kLanes) {
+        F x = load(weights + i);
+        BATON_EACH {
+            total.part[i_] += x.part[i_] > bound.part[i_] ? x.part[i_] : RegF{};
+            count.part[i_] += x.part[i_] > bound.part[i_] ? RegF{} + 1.0f : RegF{};
+        }
+    }
+    return {int64_t(sum(count)), double(sum(total))};
+}
+
+// Where the greatest weights end that are kept, and what these sum up to.
+struct Cut {
+    float least;
+    double mass;
+};
+
+// Of `weights` in (low, 1], of which those above `high` are `passed`: the least of the fewest greatest that reach `wanted`.
+Cut walk(const float* weights, int width, float low, float high, Tally passed, const Tally& wanted) {
+    float band[kFew];
+    int size = 0;
+    for (int i = 0; i < width; i += kLanes) {
+        if (!any_greater(load(weights + i), all(low))) continue;
+        for (int lane = i; lane < i + kLanes; ++lane)
+            if (weights[lane] > low && weights[lane] <= high) band[size++] = weights[lane];
+    }
+    std::sort(band, band + size, std::greater<float>());
+    for (int i = 0; i < size; ++i) {
+        passed = {passed.count + 1, passed.mass + band[i]};
+        if (passed.reaches(wanted)) return {band[i], passed.mass};
+    }
+    return {band[size - 1], passed.mass};  // sums in another order may just miss it
+}
+
+// The least of the fewest greatest weights that reach `wanted`, zero where all together do not. Bounds are drawn nearer from
+// both sides, passing over all weights each time, until few lie between them: positive floats are ordered as their bits are.
+Cut cut_off(const float* weights, int width, const Tally& wanted) {
+    float low = 1.0f, high = 1.0f;
+    Tally passed{0, 0.0}, reached{0, 0.0};
+    do {
+        high = low, passed = reached;
+        if (low == 0.0f) return {0.0f, reached.mass};
+        low = low < 1e-36f ? 0.0f : low * kBand;
+        reached = above(weights, width, low);
+    } while (!reached.reaches(wanted));
+    while (reached.count - passed.count > kFew) {
+        uint32_t from, to;
+        memcpy(&from, &low, 4);
+        memcpy(&to, &high, 4);
+        if (to - from <= 1) {  // they are all the same
+            int64_t equal = std::min(wanted.count, reached.count) - passed.count;
+            return {high, passed.mass + double(equal) * high};
+        }
+        uint32_t middle = from + (to - from) / 2;
+        float bound;
+        memcpy(&bound, &middle, 4);
+        Tally tally = above(weights, width, bound);
+        if (tally.reaches(wanted))
+            low = bound, reached = tally;
+        else
+            high = bound, passed = tally;
+    }
+    return walk(weights, width, low, high, passed, wanted);
+}
+
+// What is kept of the weights, whose sum is `mass`: the top_k greatest, and of these the fewest that have a share of top_p.
+float least_kept(const float* weights, int width, int64_t top_k, float top_p, double mass) {
+    constexpr double kUnlimited = std::numeric_limits<double>::infinity();
+    Cut cut{0.0f, mass};
+    if (top_k < width) cut = cut_off(weights, width, {top_k, kUnlimited});
+    if (top_p < 1.0f) cut = cut_off(weights, width, {top_k, double(top_p) * cut.mass});
+    return cut.least;
+}
+
+int64_t draw_row(const Draws& draws, int row, std::vector<float>& scratch) {
+    const float* logits = draws.logits + int64_t(row) * draws.vocab;
+    const int width = (draws.vocab + kLanes - 1) / kLanes * kLanes;
+    const float most = greatest_of(logits, draws.vocab);
+    if (draws.temperature[row] == 0.0f) return first_of(logits, draws.vocab, most);
+    if (int(scratch.size()) < width) scratch.resize(width);
+    float* weights = scratch.data();
+    float mass = weigh(logits, draws.vocab, most, draws.temperature[row], draws.min_p[row], weights);
+    if (draws.top_k[row] < draws.vocab || draws.top_p[row] < 1.0f) {
+        F least = all(least_kept(weights, width, draws.top_k[row], draws.top_p[row], mass));
+        for (int i = 0; i < width; i += kLanes) store(weights + i, zero_below(load(weights + i), least));
+    }
+    return winner_of(weights, width, draws.keys[2 * row], draws.keys[2 * row + 1]);
+}
+
+}  // namespace
+
+void draw(Pool& pool, const Draws& draws, int64_t* tokens) {
+    pool.run(draws.count, [&](int row, int) {
+        // Kept, as memory that is returned has to be fetched again page by page.
+        static thread_local std::vector<float> scratch;
+        tokens[row] = draw_row(draws, row, scratch);
+    });
+}

@@ -1,0 +1,20 @@
+// Draws of tokens from logits, for CPUs; services/worker/sampling/sampler.py says what a draw is, races.py how it is decided.
+#pragma once
+#include <cstdint>
+
+#include "threads.h"
+
+// How each of `count` rows is drawn.
+struct Draws {
+    const float* logits;  // [count, vocab]
+    int vocab;
+    int count;
+    const uint32_t* keys;      // [count, 2]
+    const float* temperature;  // [count] 0: the first of the greatest logits, whatever else is said
+    const int64_t* top_k;      // [count] vocab or more keeps all
+    const float* top_p;        // [count] 1 keeps all
+    const float* min_p;        // [count] 0 keeps all
+};
+
+// tokens [count]: 0 for a row of NaNs.
+void draw(Pool& pool, const Draws& draws, int64_t* tokens);
