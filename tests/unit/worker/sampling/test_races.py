@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.ops.native.build import Level, runnable_levels
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.torch_ops import TorchOps
-from services.worker.sampling.races import Race, race_by_torch, race_of, race_uniforms
+from services.worker.sampling.races import draw_of, race_by_torch, race_uniforms
 from services.worker.sampling.random_numbers import race_keys
 
 CPU = torch.device("cpu")
-LEVELS: list[Level | None] = [None, *runnable_levels()]
 
 
 def keys_of(rows: int, seed: int = 0) -> Tensor:
@@ -24,10 +22,6 @@ def keys_of(rows: int, seed: int = 0) -> Tensor:
 def weights_of(rows: int, width: int, spread: float, seed: int) -> Tensor:
     logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * spread
     return (logits - logits.amax(dim=1, keepdim=True)).exp()
-
-
-def race_at(level: Level | None) -> Race:
-    return race_by_torch if level is None else NativeOps(CPU, torch.float32, threads=2, level=level).race
 
 
 def hashed(key: int, width: int) -> np.ndarray:  # type: ignore[type-arg]
@@ -41,32 +35,30 @@ def hashed(key: int, width: int) -> np.ndarray:  # type: ignore[type-arg]
     return np.array(numbers) / 2**31
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_winner_is_the_one_of_the_definition(level: Level | None) -> None:
+def test_the_winner_is_the_one_of_the_definition() -> None:
     keys = keys_of(40)
     for spread in (0.0, 1.0, 4.0):
         weights = weights_of(40, 544, spread, seed=int(spread))
         weights[::3] = torch.where(weights[::3] > 0.1, weights[::3], 0.0)
         times = -np.log1p(-np.stack([hashed(key, 544) for key in keys.tolist()]))
         expected = (weights.double().numpy() / times).argmax(axis=1)
-        assert race_at(level)(weights, keys).tolist() == expected.tolist()
+        assert race_by_torch(weights, keys).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_what_weighs_nothing_never_wins_and_rows_of_nothing_have_some_winner(level: Level | None) -> None:
+def test_what_weighs_nothing_never_wins_and_rows_of_nothing_have_some_winner() -> None:
     weights = torch.zeros(60, 64)
     weights[:, 41] = 1.0
     weights[1::2, 3] = 1e-30
     weights[-2:] = torch.tensor([[torch.nan], [0.0]])
-    winners = race_at(level)(weights, keys_of(60)).tolist()
+    winners = race_by_torch(weights, keys_of(60)).tolist()
     assert winners[:-2] == [41] * 58
     assert all(0 <= winner < 64 for winner in winners[-2:])
 
 
-def test_operations_race_by_their_own_kernels_where_they_have_any() -> None:
+def test_operations_draw_by_their_own_kernel_where_they_have_one() -> None:
     native = NativeOps(CPU, torch.float32, threads=1)
-    assert race_of(native) == native.race
-    assert race_of(TorchOps(CPU, torch.float32)) is race_by_torch
+    assert draw_of(native) == native.draw
+    assert draw_of(TorchOps(CPU, torch.float32)) is None
 
 
 def shared_winners(p: Tensor, q: Tensor) -> float:

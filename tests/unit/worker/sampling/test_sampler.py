@@ -11,8 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.ops.native.native_ops import NativeOps
 from services.worker.sampling.filters import greatest_weights, top_threshold
 from services.worker.sampling.parameters import ParameterTable
+from services.worker.sampling.races import Draw
 from services.worker.sampling.random_numbers import philox, race_keys
 from services.worker.sampling.sampler import sample
 from shared.ids import SequenceId
@@ -24,6 +26,7 @@ from tests.support.worker.drawn_tokens import DrawnInLists, in_lists
 VOCABULARY = 600
 """Several chunks of the inverse distribution function, and more than the candidates of a nucleus."""
 DRAWS = 2500
+NATIVE = NativeOps(torch.device("cpu"), torch.float32, threads=2)
 
 
 def logits_of(spread: float, seed: int = 0) -> Tensor:
@@ -49,6 +52,7 @@ def draw(
     positions: list[int] | None = None,
     tokens: list[int] | None = None,
     prompt_length: int = 1,
+    kernel: Draw | None = None,
     **more: Any,
 ) -> DrawnInLists:
     """One draw for each row of `logits` [R, vocab], every sequence holding `tokens`."""
@@ -69,7 +73,7 @@ def draw(
 
     at = positions if positions is not None else [len(held) - prompt_length] * len(params)
     choices = table.sampling_batch(np.arange(len(params)), np.array(at, dtype=np.int32))
-    return in_lists(sample(logits, choices, history))
+    return in_lists(sample(logits, choices, history, kernel))
 
 
 def draws(logits: Tensor, params: dict[str, Any], **more: Any) -> list[int]:
@@ -129,9 +133,10 @@ def chi_squared_is_plausible(tokens: list[int], expected: Tensor) -> bool:
     ids=str,
 )
 @pytest.mark.parametrize("spread", [0.5, 2.5], ids=["flat", "peaked"])
-def test_draws_follow_the_exact_distribution(params: dict[str, Any], spread: float) -> None:
+@pytest.mark.parametrize("kernel", [None, NATIVE.draw], ids=["PyTorch", "native"])
+def test_draws_follow_the_exact_distribution(params: dict[str, Any], spread: float, kernel: Draw | None) -> None:
     logits = logits_of(spread)
-    assert chi_squared_is_plausible(draws(logits, params), expected_distribution(logits, **params))
+    assert chi_squared_is_plausible(draws(logits, params, kernel=kernel), expected_distribution(logits, **params))
 
 
 def test_the_chi_squared_test_can_tell_distributions_apart() -> None:

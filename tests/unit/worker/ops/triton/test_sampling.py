@@ -16,7 +16,7 @@ from services.worker.ops.triton.sampling import CHUNK, DrawParameters, draw
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
 from services.worker.sampling.races import race_uniforms
 from services.worker.sampling.random_numbers import race_keys
-from services.worker.sampling.sampler import sample_by_kernel, sample_draft
+from services.worker.sampling.sampler import draw_by_triton, sample_draft
 from shared.ids import SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence
@@ -120,7 +120,7 @@ def test_what_is_drawn_is_what_pytorch_draws(dtype: torch.dtype) -> None:
     logits = _logits(len(MIXED), 700, scale=4.0, seed=3, dtype=dtype)
     choices = _choices([SamplingOptions(seed=7 * i, **one) for i, one in enumerate(MIXED)], 700)
     untouched = logits.clone()
-    drawn = sample_by_kernel(logits, choices).tolist()
+    drawn = sample_draft(logits, choices, _no_history, draw_by_triton).tolist()
     assert drawn == sample_draft(logits.cpu(), choices, _no_history).tolist()
     assert torch.equal(logits, untouched)
 
