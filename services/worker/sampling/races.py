@@ -51,8 +51,8 @@ def draw_of(ops: object) -> Draw | None:
 
 
 def race_by_torch(weights: Tensor, keys: Tensor) -> Tensor:
-    """weights [R, W], zeros of which cannot win, and keys int64 [R] (see `random_numbers.race_keys`) → the winners, int64
-    [R]; some token for a row of NaNs, or with no weight at all.
+    """weights [R, W], zeros of which cannot win, and keys int64 [R] (see `random_numbers.race_keys`) → the winners,
+    int64 [R]; some token for a row of NaNs, or with no weight at all.
 
     On any device, without waiting for it. Times are of double precision: then no winner depends on how a logarithm is
     computed, and kernels may take fewer of them."""

@@ -50,8 +50,8 @@ class SamplerOutput:
 
 
 def sample(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, kernel: Draw | None = None) -> SamplerOutput:
-    """Draws one token for each row of `logits` [R, vocab]. `kernel`: what draws where they are; None: a Triton kernel, if
-    they are on a GPU, or PyTorch's operations."""
+    """Draws one token for each row of `logits` [R, vocab]. `kernel`: what draws on the logits' device; None: a Triton
+    kernel on a GPU, PyTorch's operations elsewhere."""
     if not choices.features & (_CHANGES | Feature.LOGPROBS):
         return SamplerOutput(_argmax(logits))
     kernel = _kernel_for(logits, kernel)
@@ -72,9 +72,7 @@ def undefined_rows(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isnan()
 
 
-def sample_draft(
-    logits: Tensor, choices: SamplingBatch, history: HistoryLookup, kernel: Draw | None = None
-) -> Tensor:
+def sample_draft(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, kernel: Draw | None = None) -> Tensor:
     """[R] int64 tokens, drawn from a drafter's logits [R, vocab] as `sample` draws from the model's, by the same
     keys."""
     kernel = _kernel_for(logits, kernel)
@@ -94,9 +92,7 @@ def _row_blocks(logits: Tensor) -> list[tuple[int, int]]:
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def _sample_rows(
-    logits: Tensor, choices: SamplingBatch, history: HistoryLookup, kernel: Draw | None
-) -> SamplerOutput:
+def _sample_rows(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, kernel: Draw | None) -> SamplerOutput:
     wants_logprobs = bool(choices.features & Feature.LOGPROBS)
     raw = logits.float()
     if choices.features & _CHANGES:

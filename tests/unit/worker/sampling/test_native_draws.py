@@ -1,4 +1,4 @@
-"""Draws by the native kernel: the tokens that PyTorch's operations draw, at every level of instructions, and its edges."""
+"""Draws by the native kernel are what PyTorch's operations draw, at every level of instructions; and its edges."""
 
 from __future__ import annotations
 
