@@ -9,7 +9,7 @@ from services.worker.executor import runner
 from services.worker.executor.host_runner import HostRunner
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
-from services.worker.sampling.races import Race
+from services.worker.sampling.races import Draw
 from services.worker.sampling.sampler import SamplerOutput, sample
 from tests.support.worker.plan_driver import Driver
 
@@ -18,9 +18,9 @@ def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The logits of every step from here on, before anything is done to them."""
     record: list[Tensor] = []
 
-    def recording(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, race: Race) -> SamplerOutput:
+    def recording(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, kernel: Draw | None) -> SamplerOutput:
         record.append(logits.clone())
-        return sample(logits, choices, history, race)
+        return sample(logits, choices, history, kernel)
 
     monkeypatch.setattr(runner, "sample", recording)
     return record
