@@ -13,6 +13,9 @@ from msgspec import Struct
 
 _SWAP = sys.byteorder == "big"
 TOKEN_BYTES = 4
+NOT_DECODED = (msgspec.DecodeError, UnicodeError, RecursionError)
+"""What msgspec raises for bytes that are not of the expected type. Its own error is not all: text that is no UTF-8 and
+what is nested without end have Python's."""
 
 
 def pack(ids: Iterable[int]) -> bytes:

@@ -29,6 +29,7 @@ from shared.ids import EngineId, InstanceId
 from shared.journals.journal import Journal, JournalError
 from shared.journals.traffic import KIND as TRAFFIC
 from shared.journals.traffic import RecordedMessage, TrafficJournal, TrafficStart, recorded_messages
+from shared.packing import NOT_DECODED
 from shared.settings import parse_bytes
 
 SHOW_EVERY = 0.25
@@ -259,7 +260,7 @@ def _rows(journal: Journal) -> Iterator[dict[str, Any]]:
 def _row(number: int, when: float, what: str, content: bytes) -> dict[str, Any]:
     try:
         message = msgspec.to_builtins(msgspec.msgpack.decode(content))
-    except msgspec.DecodeError:
+    except NOT_DECODED:
         message = content.hex()
     return {"number": number, "time": when, "what": what, "bytes": len(content), "message": message}
 

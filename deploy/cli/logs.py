@@ -17,6 +17,7 @@ import typer
 from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, run_dir_of
 from deploy.errors import CommandError
 from deploy.supervisor.log_files import log_files
+from shared.packing import NOT_DECODED
 
 
 class LogQuery(NamedTuple):
@@ -44,7 +45,7 @@ def parsed(instance: str, text: str, before: str) -> LogLine:
     before it."""
     try:
         fields = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except NOT_DECODED:
         return LogLine(before, instance, text, None)
     if not isinstance(fields, dict) or not isinstance(fields.get("time"), str):
         return LogLine(before, instance, text, None)

@@ -21,6 +21,7 @@ from msgspec import Meta, Struct
 
 from deploy.simulation.prompts import PromptSegment, SimRequest
 from deploy.simulation.workloads import LOAD, UNSHARED
+from shared.packing import NOT_DECODED
 from shared.settings import UpOption
 
 TraceFormat = Literal["auto", "mooncake", "azure"]
@@ -132,7 +133,7 @@ def _mooncake(first: str, file: TextIO, complaint: _Complaint) -> Iterator[Trace
             continue
         try:
             read = decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except NOT_DECODED as error:
             raise complaint(number, error) from None
         expected = -(-read.input_length // MOONCAKE_BLOCK)
         if read.hash_ids and len(read.hash_ids) != expected:

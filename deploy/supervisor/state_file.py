@@ -24,6 +24,7 @@ from deploy.supervisor.processes import ProcessIdentity, start_time
 from deploy.supervisor.spec import StackSpec
 from shared.ids import EngineId, InstanceId, ModelName
 from shared.messages.lifecycle import Service
+from shared.packing import NOT_DECODED
 from shared.private_files import private_opener, replace_private
 from shared.supervision import supervisor_lives
 
@@ -279,7 +280,7 @@ def _read(path: Path) -> StackState | None:
             if os.fstat(file.fileno()).st_uid != os.getuid():  # anybody may write into shared memory
                 return None
             state = msgspec.json.decode(file.read(), type=StackState, dec_hook=_decoded)
-    except (OSError, msgspec.DecodeError):
+    except (*NOT_DECODED, OSError):
         return None
     return replace(state, members=tuple(_with_group_size(record, state.members) for record in state.members))
 

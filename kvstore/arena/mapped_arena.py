@@ -30,6 +30,7 @@ from kvstore.core.layout import (
 from shared.blocks import BlockHash
 from shared.ids import ArenaId
 from shared.messages.kvstore import KvLayout
+from shared.packing import NOT_DECODED
 
 
 class ArenaError(Exception):
@@ -196,7 +197,7 @@ def _read_file_header(path: Path, file: int) -> tuple[ArenaId, KvLayout, Geometr
     try:
         layout = msgspec.msgpack.decode(start[FILE_HEADER.size :][:layout_bytes], type=KvLayout)
         shape = geometry(layout, slots)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (*NOT_DECODED, ValueError) as error:
         raise ArenaUnreadable(f"{path}: {error}") from None
     if (size := os.fstat(file).st_size) != shape.file_bytes:
         raise ArenaUnreadable(f"{path}: {size} bytes, {shape.file_bytes} expected")

@@ -31,6 +31,7 @@ from kvstore.arena.in_flight_block import BLOCK_MAGIC, ENVELOPE, BlockShape, InF
 from kvstore.core.layout import CHECKSUM, PAGE
 from kvstore.core.segments import FOOTER_BYTES, Segment
 from shared.blocks import HASH_BYTES, BlockHash, split_hashes
+from shared.packing import NOT_DECODED
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class SegmentFiles:
             return
         try:
             found = msgspec.json.decode(marker.read_bytes() or b"{}", type=_Marker)
-        except msgspec.DecodeError as error:
+        except NOT_DECODED as error:
             raise FolderRefused(f"{marker}: {error}; remove the folder or name another") from None
         if found != _Marker():
             raise FolderRefused(f"{marker}: {found} is not {_Marker()}; remove the folder or name another")

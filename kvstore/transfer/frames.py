@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared.blocks import HASH_BYTES, BlockHash, split_hashes
+from shared.packing import NOT_DECODED
 
 MAGIC = b"BKV1"
 """Another number, when frames change such that an older store would not understand them."""
@@ -103,5 +104,5 @@ def decode_frame(body: bytes | bytearray) -> Frame:
     """The message. Raises BadFrame."""
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DECODED as error:
         raise BadFrame(str(error)) from None

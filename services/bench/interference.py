@@ -22,6 +22,7 @@ from services.bench.options import LoadOptions, load_options, natural, parse, pa
 from services.bench.report import INCHES, blank_figure, check_plot, line, rule, save
 from services.bench.session import finish, measured, of_the_server, prompt_writer, session, warm_up
 from services.bench.statistics import BenchResult, RequestOutcome, spread, spread_names
+from shared.packing import NOT_DECODED
 
 PROMPTS_PER_STREAM = 8
 """Different prompts first, then the same again: short prompts that are cached do not disturb the streams."""
@@ -203,7 +204,7 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
     for path in paths:
         try:
             result = msgspec.json.decode(path.read_bytes())
-        except (OSError, msgspec.DecodeError) as error:
+        except (*NOT_DECODED, OSError) as error:
             raise BenchError(f"--beside {path}: {error}") from None
         if not isinstance(result, dict) or not all(key in result for key in NEEDED):
             raise BenchError(f"--beside {path}: no result of bench interference")

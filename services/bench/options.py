@@ -17,6 +17,7 @@ from services.bench.datasets.multi_turn import TurnsShape
 from services.bench.datasets.single_turn import PrefixShape
 from services.bench.report import OutputOptions, command_line
 from services.bench.statistics import Metric, parse_goodput
+from shared.packing import NOT_DECODED
 
 OptionsT = TypeVar("OptionsT", bound="LoadOptions")
 
@@ -70,7 +71,7 @@ def checked(convert: Callable[[str], Any], allowed: Callable[[Any], bool], expec
     def parse(text: str) -> Any:
         try:
             value = convert(text)
-        except (ValueError, msgspec.DecodeError):
+        except (*NOT_DECODED, ValueError):
             value = None
         if value is None or not allowed(value):
             raise argparse.ArgumentTypeError(f"{text!r}: {expected} is expected")

@@ -13,6 +13,7 @@ from services.scheduler.core.events import Event
 from services.scheduler.journal import EVENTS, KIND, Decision, EngineStart, RecordedOutput, record_outputs
 from services.scheduler.old_journals import JournalNames, names_of
 from shared.journals.journal import Journal, JournalError
+from shared.packing import NOT_DECODED
 
 MAX_SHOWN = 4000
 """Characters of an output in a report."""
@@ -66,7 +67,7 @@ def _read(journal: Journal, names: JournalNames, number: int, record: bytes) -> 
         decision = msgspec.msgpack.decode(record, type=Decision)
         name, content = names.event(decision.event, decision.content)
         event: Event = msgspec.msgpack.decode(content, type=EVENTS[name])
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, IndexError) as error:
+    except (*NOT_DECODED, KeyError, IndexError) as error:
         raise JournalError(f"{journal.path}: event {number} is none of this release's ({error!r})") from None
     return decision, event
 

@@ -18,6 +18,7 @@ from services.tokenizer.core.chat_template import ChatTemplate
 from services.tokenizer.core.refusal import PromptRefused
 from shared.machine.helper_process import end_helper, start_helper
 from shared.messages.tokenizer import ChatPrompt
+from shared.packing import NOT_DECODED
 
 MAX_TEMPLATE_CHARS = 65_536
 CPU_TIMEOUT = 1
@@ -61,7 +62,7 @@ class ClientTemplates:
             output = await _run(request)
         try:
             rendered = msgspec.msgpack.decode(output, type=RenderedChat)
-        except msgspec.DecodeError:
+        except NOT_DECODED:
             raise PromptRefused(
                 "chat_template",
                 f"chat_template: not rendered within {CPU_TIMEOUT} s of CPU time and {MAX_MEMORY // 2**20} MiB",

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from shared.packing import NOT_DECODED
 from shared.telemetry.metrics import UNDECODABLE
 from shared.topics import Topic
 
@@ -15,9 +16,6 @@ log = logging.getLogger(__name__)
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
-
-NOT_DECODED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not of the expected type."""
 
 
 class Undecodable(Exception):

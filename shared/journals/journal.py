@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 from msgspec import Struct
 
+from shared.packing import NOT_DECODED
 from shared.private_files import private_opener
 
 FORMAT = "baton-journal"
@@ -129,7 +130,7 @@ class Journal:
         try:
             body = _body(self._file)
             header = None if body is None else msgspec.msgpack.decode(body, type=Header)
-        except msgspec.DecodeError:
+        except NOT_DECODED:
             header = None
         if header is None or header.format != FORMAT:
             self._file.close()
@@ -147,7 +148,7 @@ class Journal:
             raise JournalError(f"{self.path}: holds {self.header.kind}, not {kind}")
         try:
             return msgspec.msgpack.decode(translate(bytes(self.header.about)), type=type_)
-        except msgspec.DecodeError as error:
+        except NOT_DECODED as error:
             raise JournalError(f"{self.path}: its header is of another release ({error})") from None
 
     def __enter__(self) -> Journal:

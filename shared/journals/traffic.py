@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.journals.journal import Journal, JournalError, JournalWriter
+from shared.packing import NOT_DECODED
 
 KIND = "traffic"
 
@@ -87,5 +88,5 @@ def recorded_messages(journal: Journal) -> Iterator[RecordedMessage]:
     for number, record in enumerate(journal):
         try:
             yield msgspec.msgpack.decode(record, type=RecordedMessage)
-        except msgspec.DecodeError as error:
+        except NOT_DECODED as error:
             raise JournalError(f"{journal.path}: record {number} is no message ({error})") from None

@@ -14,6 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from shared.packing import NOT_DECODED
+
 FORMAT = "baton-engine-profile"
 VERSION = 1
 
@@ -104,7 +106,7 @@ def read_profile(path: Path) -> ProfileFile:
         raise ProfileError(f"{path}: {error.strerror}") from None
     try:
         head = msgspec.json.decode(data, type=_Version)
-    except msgspec.DecodeError as error:
+    except NOT_DECODED as error:
         raise ProfileError(f"{path}: is no profile of baton bench profile ({error})") from None
     if head.format != FORMAT:
         raise ProfileError(f"{path}: format {head.format!r}: {FORMAT!r} is expected")
@@ -112,5 +114,5 @@ def read_profile(path: Path) -> ProfileFile:
         raise ProfileError(f"{path}: version {head.version}: this release reads version {VERSION}; profile it again")
     try:
         return msgspec.json.decode(data, type=ProfileFile)
-    except msgspec.DecodeError as error:  # what a struct itself refuses is one of these, too
+    except NOT_DECODED as error:  # what a struct itself refuses is one of these, too
         raise ProfileError(f"{path}: {error}") from None

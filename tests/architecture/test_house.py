@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,12 @@ def test_a_class_name_means_one_thing(house: House) -> None:
 
 def test_sibling_packages_import_each_other_one_way_only(house: House) -> None:
     assert house.package_cycles() == []
+
+
+def test_whoever_catches_what_cannot_be_decoded_catches_all_of_it(house: House) -> None:
+    """msgspec's own error is not all: text that is no UTF-8 has Python's."""
+    alone = re.compile(r"except [^:\n]*\bmsgspec\.DecodeError")
+    assert [module.path for module in house.modules if alone.search(module.text)] == []
 
 
 def made(folder: Path, **texts: str) -> House:

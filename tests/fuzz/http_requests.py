@@ -51,7 +51,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 }
 """Fields that only mean something beside others."""
 WEIGHTS = {"/v1/chat/completions": 8, "/v1/completions": 6}
-FIELD = re.compile(r"[\w.\[\]-]+: |.*: this field is not known$", re.DOTALL)
+FIELD = re.compile(r"[\w.\[\]-]+: |'max_tokens' |.*: this field is not known$", re.DOTALL)
 """How the text of an error begins that names a field."""
 ROLES = ("system", "user", "assistant", "tool", "developer")
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "BREW", "get")

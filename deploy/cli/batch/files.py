@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from deploy.errors import CommandError
+from shared.packing import NOT_DECODED
 
 
 class WrittenLine(Struct, frozen=True):
@@ -26,7 +27,7 @@ def written_id(line: bytes) -> str | None:
     """The id of an existing output line; None if this command did not write the line."""
     try:
         return _written.decode(line).id
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except NOT_DECODED:
         return None
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from shared.packing import NOT_DECODED
+
 PLACEHOLDER = "(removed)"
 MIN_SECRET = 6
 """Characters below which a value is too short to be looked for everywhere."""
@@ -80,7 +82,7 @@ def redacted_line(text: str) -> str:
     """A line of a service's log, without what may be of a request."""
     try:
         fields = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except NOT_DECODED:
         return redacted_trace(text)
     if not isinstance(fields, dict):
         return _gone(text)

@@ -22,6 +22,7 @@ from deploy.supervisor.servers.federation import FederationFolder
 from deploy.supervisor.settings import StackSettings
 from deploy.supervisor.spec import FederationSpec
 from shared.ids import ClusterName
+from shared.packing import NOT_DECODED
 
 FEDERATION_PORT = 7222
 MIN_SECRET_LENGTH = 16
@@ -149,7 +150,7 @@ async def _check_other(other: str, context: ssl.SSLContext) -> None:
     try:
         line = await reader.readline()
         info = msgspec.json.decode(line.removeprefix(b"INFO "), type=_ServerInfo)
-    except (msgspec.DecodeError, OSError):
+    except (*NOT_DECODED, OSError):
         raise CommandError(f"--federate {other}: no cluster answers there") from None
     finally:
         writer.close()

@@ -19,6 +19,7 @@ from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.stack import Stack
+from shared.packing import NOT_DECODED
 from shared.telemetry.startup import STAGE_BEGUN
 
 REFRESH = 0.1
@@ -57,7 +58,7 @@ class StartStages:
             if STAGE_BEGUN.encode() in line:
                 try:
                     said = msgspec.json.decode(line)
-                except msgspec.DecodeError:
+                except NOT_DECODED:
                     continue
                 if isinstance(said, dict) and said.get("event") == STAGE_BEGUN:
                     self._stage[instance] = str(said.get("stage"))

@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from shared.packing import NOT_DECODED
+
 CHUNK_BYTES = 4 << 20
 """What is checked, and fetched again, as a whole."""
 DIGEST_BYTES = 32
@@ -77,7 +79,7 @@ def read_manifest(data: bytes) -> CheckpointManifest:
     """Raises BadManifest: a name must be one of a file of the folder itself, digests those of all its chunks."""
     try:
         manifest = msgspec.msgpack.decode(data, type=CheckpointManifest)
-    except msgspec.DecodeError as error:
+    except NOT_DECODED as error:
         raise BadManifest(f"no manifest: {error}") from None
     names = [each.name for each in manifest.files]
     if not 0 < len(names) <= MAX_FILES or len(set(names)) != len(names):
@@ -128,7 +130,7 @@ def manifest_of(folder: Path, keep: Path, *, weights: bool) -> CheckpointManifes
         kept = msgspec.msgpack.decode(keep.read_bytes(), type=_KeptManifest)
         if kept.stamps == stamps:
             return read_manifest(kept.manifest)
-    except (OSError, msgspec.DecodeError, BadManifest):
+    except (*NOT_DECODED, OSError, BadManifest):
         pass  # made anew
     files = tuple(
         CheckpointFile(path.name, stamps[path.name][0], b"".join(chunk_digests(path, stamps[path.name][0])))

@@ -14,6 +14,7 @@ from deploy.supervisor.cluster.messages import HostMembership
 from deploy.supervisor.cluster.tokens import DEFAULT_LIFETIME, JoinToken, TokenFile
 from deploy.supervisor.spec import TlsFiles
 from shared.ids import NodeId
+from shared.packing import NOT_DECODED
 from shared.private_files import PRIVATE_FOLDER, replace_private
 
 NAME = "cluster"
@@ -95,7 +96,7 @@ class ClusterFolder:
             return msgspec.json.decode(self._members.read_bytes(), type=dict[NodeId, ClusterMember])
         except FileNotFoundError:
             return {}
-        except msgspec.DecodeError as error:
+        except NOT_DECODED as error:
             raise OSError(f"{self._members}: {error}") from None
 
     def add_member(self, node: NodeId, member: ClusterMember) -> None:
@@ -119,7 +120,7 @@ class ClusterFolder:
             return msgspec.json.decode(self._membership.read_bytes(), type=HostMembership)
         except FileNotFoundError:
             raise NotAMember(f"{self.path} names no stack") from None
-        except (OSError, msgspec.DecodeError) as error:
+        except (*NOT_DECODED, OSError) as error:
             raise NotAMember(f"{self._membership}: {error}") from None
 
     def _write(self, path: Path, content: bytes) -> None:

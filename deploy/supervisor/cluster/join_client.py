@@ -29,6 +29,7 @@ from deploy.supervisor.cluster.messages import (
 )
 from deploy.supervisor.cluster.model_fingerprint import ModelFingerprint
 from deploy.supervisor.cluster.tokens import JoinToken
+from shared.packing import NOT_DECODED
 from shared.protocol import MIN_PROTOCOL, PROTOCOL
 
 CONNECT_SECONDS = 10.0
@@ -140,7 +141,7 @@ async def _ask(token: JoinToken, authority: bytes | None, message: JoinMessage, 
         raise JoinFailed(_unreachable(token, "it ended the connection"))
     try:
         answer = msgspec.json.decode(line, type=JoinAnswer)
-    except msgspec.DecodeError as error:
+    except NOT_DECODED as error:
         raise JoinFailed(f"release: {_place(token)} answers in another form ({error}); use its release here") from None
     if isinstance(answer, JoinRefusal):
         raise JoinFailed(str(answer))

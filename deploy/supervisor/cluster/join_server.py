@@ -42,6 +42,7 @@ from deploy.supervisor.cluster.model_fingerprint import model_fingerprint
 from deploy.supervisor.launch import EVERY_SERVICE, configured_block_size
 from deploy.supervisor.spec import ClusterSpec, OutsideRedis, StackSpec
 from shared.ids import NodeId
+from shared.packing import NOT_DECODED
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class JoinServer:
     async def _answer(self, line: bytes) -> JoinAnswer:
         try:
             message = msgspec.json.decode(line, type=JoinMessage)
-        except msgspec.DecodeError as error:
+        except NOT_DECODED as error:
             return JoinRefusal("release", str(error), "what a host says to join has another form here")
         match message:
             case AuthorityRequest():

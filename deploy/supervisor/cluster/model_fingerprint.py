@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from shared.packing import NOT_DECODED
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -37,7 +39,7 @@ def model_fingerprint(folder: Path, *, weights: bool) -> ModelFingerprint:
     """Reads a model directory. Without `weights` they are not looked at, as where they are made up. Raises OSError."""
     try:
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except NOT_DECODED as error:
         raise OSError(f"{folder / 'config.json'}: {error}") from None
     kept = {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL}
     tokenizer = blake2b(digest_size=DIGEST_BYTES)
@@ -75,6 +77,6 @@ def _samples(path: Path) -> dict[str, bytes]:
                 first = file.read(size)
                 file.seek(end - size)
                 found[name] = f"{entry['dtype']}{entry['shape']}".encode() + first + file.read(size)
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (*NOT_DECODED, KeyError, TypeError, ValueError, AttributeError) as error:
             raise OSError(f"{path}: no safetensors file ({error})") from None
     return found

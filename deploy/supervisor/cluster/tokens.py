@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from shared.packing import NOT_DECODED
 from shared.private_files import private_opener
 
 PREFIX = "baton1."
@@ -57,7 +58,7 @@ class JoinToken(Struct, frozen=True, array_like=True):
             if not text.strip().startswith(PREFIX) or check != _check(packed):
                 raise BadToken("it is none that `baton token` printed, or a part is missing")
             return msgspec.msgpack.decode(packed, type=cls)
-        except (ValueError, msgspec.DecodeError):
+        except (*NOT_DECODED, ValueError):
             raise BadToken("it is none that `baton token` printed, or a part is missing") from None
 
 
@@ -129,7 +130,7 @@ class TokenFile:
 def _decoded(content: bytes) -> dict[str, IssuedToken]:
     try:
         return msgspec.json.decode(content or b"{}", type=dict[str, IssuedToken])
-    except msgspec.DecodeError:  # being written just now, or spoilt: nobody is let in by what cannot be read
+    except NOT_DECODED:  # being written just now, or spoilt: nobody is let in by what cannot be read
         return {}
 
 

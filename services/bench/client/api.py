@@ -11,6 +11,7 @@ from services.bench.client.http_client import HttpClient, HttpClientError, Respo
 from services.bench.client.stream import FrameScanner, StreamError
 from services.bench.errors import BenchError
 from services.bench.statistics import RequestOutcome
+from shared.packing import NOT_DECODED
 
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -141,7 +142,7 @@ def _prompt_fields(body: PromptBody) -> dict[str, Any]:
 def _object(response: Response) -> dict[str, Any]:
     try:
         answer = msgspec.json.decode(response.body)
-    except msgspec.DecodeError as error:
+    except NOT_DECODED as error:
         raise BenchError(f"the answer is no JSON: {error}") from None
     if not isinstance(answer, dict):
         raise BenchError("the answer is no JSON object")
@@ -152,7 +153,7 @@ def _error_of(status: int, body: bytes) -> str:
     try:
         error = msgspec.json.decode(body)["error"]
         text = error["message"] if isinstance(error, dict) else str(error)
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (*NOT_DECODED, KeyError, TypeError):
         text = body.decode(errors="replace")
     return f"HTTP {status}: {text[:ERROR_SHOWN]}"
 

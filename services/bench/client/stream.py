@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from shared.packing import NOT_DECODED
+
 TAIL = 4
 """Frames kept from the end: last text, finish, usage, `[DONE]`."""
 HEAD = 2
@@ -106,7 +108,7 @@ def _decoded(frame: bytes) -> dict[str, Any] | None:
         return None
     try:
         event = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
+    except NOT_DECODED as error:
         raise StreamError(f"an event that is no JSON: {error}") from None
     if not isinstance(event, dict):
         raise StreamError("an event that is no JSON object")

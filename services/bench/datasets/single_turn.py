@@ -12,6 +12,7 @@ import msgspec
 from services.bench.client.api import BenchRequest, PromptBody
 from services.bench.datasets.writers import Count, PromptWriter
 from services.bench.errors import BenchError
+from shared.packing import NOT_DECODED
 
 
 def drawn_length(length: int, ratio: float, random: Random) -> int:
@@ -76,7 +77,7 @@ def read_conversations(path: Path) -> list[tuple[str, str]]:
     """(question, answer) of each conversation that has both. Raises BenchError where the file is not of the format."""
     try:
         entries = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except (*NOT_DECODED, OSError) as error:
         raise BenchError(f"{path}: {error}") from None
     if not isinstance(entries, list):
         raise BenchError(f"{path}: a JSON array of conversations is expected")

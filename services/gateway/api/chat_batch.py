@@ -49,7 +49,7 @@ def read_chat_batch(
     if not 1 <= len(fields.messages) <= limits.max_choices:
         count = len(fields.messages)
         raise invalid("messages", f"{count} conversations are not allowed; 1 to {limits.max_choices} are")
-    shared = _fields_decoder.decode(body)
+    shared = decode_body(body, _fields_decoder)  # where names that are not known are read, too
     chats = []
     for i, messages in enumerate(fields.messages):
         try:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from shared.messages.gateway import ErrorKind
+from shared.packing import NOT_DECODED
 
 STATUS: dict[ErrorKind, int] = {
     "invalid_request": 400,
@@ -112,7 +113,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _mistyped(body, str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DECODED as error:
         raise _malformed(body, error) from None
 
 
@@ -175,7 +176,7 @@ def _value_at(body: bytes, path: str) -> tuple[Any] | None:
     """The value at msgspec's `path`, in a tuple; None where the path cannot be followed."""
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_DECODED:
         return None
     position = 0
     for step in _STEP.finditer(path):

@@ -19,6 +19,7 @@ from services.gateway.api.completions import CompletionFields
 from services.gateway.api.generation import NEUTRAL, WITHOUT_EFFECT
 from services.gateway.core.overflow import ModelNames, NotForwardable, ProviderDialect
 from shared.messages.generation import StopConditions
+from shared.packing import NOT_DECODED
 
 MAX_FORWARDED_BYTES = 2 * 2**20
 """A larger body would be read on the event loop for too long: 8 ns a byte."""
@@ -132,7 +133,7 @@ def _check_values(fields: Mapping[str, Raw]) -> None:
     if "prompt" in fields:
         try:
             msgspec.json.decode(fields["prompt"], type=str | list[str])
-        except msgspec.DecodeError:
+        except NOT_DECODED:
             raise NotForwardable("prompt: token ids say something else to another model") from None
 
 
@@ -158,7 +159,7 @@ def _expected_output(fields: Mapping[str, Raw]) -> int:
 def _decoded(raw: Raw | bytes, wanted: Any, field: str) -> Any:
     try:
         return msgspec.json.decode(raw, type=wanted)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_DECODED:
         raise NotForwardable(f"{field}: not valid") from None
 
 
@@ -196,7 +197,7 @@ def usage_of_body(body: bytes) -> ProviderUsage:
     """Returns what a body says that it has cost; nothing where it does not say."""
     try:
         return _answers.decode(body).usage or NO_USAGE
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except NOT_DECODED:
         return NO_USAGE
 
 
@@ -243,7 +244,7 @@ class ForwardedStream:
             return True
         try:
             fields = _answers.decode(event[5:].strip())
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except NOT_DECODED:
             return True
         if first and fields.error is not None:
             self.failed = True

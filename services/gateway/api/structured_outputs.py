@@ -16,6 +16,7 @@ from services.gateway.api.errors import check_depth, invalid, not_allowed, unsup
 from shared.messages.generation import Grammar
 from shared.models.structural_tags import Format, tagged
 from shared.models.structural_tags import tag as structural_part
+from shared.packing import NOT_DECODED
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 """Size limit of a schema, an expression, a grammar or all choices together: it travels with the request and its
@@ -214,7 +215,7 @@ _READERS: dict[str, Callable[[Any, str], OutputGrammar]] = {
 def _parsed(text: str, field: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except NOT_DECODED as error:
         raise invalid(field, f"not valid JSON ({str(error)[:120]})") from None
 
 

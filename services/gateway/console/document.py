@@ -156,7 +156,7 @@ def _identity(life: Lifecycle) -> JsonObject:
         "device": None if worker is None else worker.device,
         "node": None if report is None else report.node,
         "role": None if life.engine is None else life.engine.role,
-        "model": None if life.engine is None else life.engine.model.name,
+        "model": life.model,
     }
 
 

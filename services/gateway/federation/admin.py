@@ -14,6 +14,7 @@ from services.gateway.federation.federation import Federation
 from shared.bus import BusError, Endpoint, EndpointError
 from shared.ids import ClusterName
 from shared.messages.federation import SwitchCluster
+from shared.packing import NOT_DECODED
 from shared.topics import CLUSTERS_ADMIN
 
 ADMIN_NAME, ADMIN_VERSION = "baton-clusters", "1.0.0"
@@ -61,7 +62,7 @@ class ClusterAdmin:
     async def _switch(self, body: bytes, *, drained: bool) -> bytes:
         try:
             request = msgspec.json.decode(body, type=ClusterSwitchRequest)
-        except msgspec.DecodeError as error:
+        except NOT_DECODED as error:
             raise EndpointError(400, str(error)) from None
         if not drained and request.move_after is not None:
             raise EndpointError(400, "move_after: of admin.clusters.drain only")

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from shared.packing import NOT_DECODED
 from shared.private_files import replace_private
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class DrainFile:
             return msgspec.json.decode(self._path.read_bytes(), type=DrainState)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError) as error:
+        except (*NOT_DECODED, OSError) as error:
             log.warning("drain not remembered", extra={"path": str(self._path), "error": str(error)})
             return None
 

@@ -20,6 +20,7 @@ from services.tokenizer.core.sandbox import ENVIRONMENT
 from shared.messages.dialects import Dialect, ReasoningFormat, ThinkingControl, ToolFormat
 from shared.messages.tokenizer import ChatPrompt
 from shared.models.tokenizer_files import TokenizerUnusable
+from shared.packing import NOT_DECODED
 
 Message = dict[str, Any]
 
@@ -229,7 +230,7 @@ def read_json_list(payload: bytes, field: str) -> list[Any]:
     """A JSON array. Raises PromptRefused. Strict: no NaN, and no lone surrogates, which are no text."""
     try:
         value = msgspec.json.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DECODED as error:
         raise PromptRefused(field, f"{field}: {error}") from None
     if not isinstance(value, list):
         raise PromptRefused(field, f"{field}: an array is expected")
@@ -317,7 +318,7 @@ def _arguments(arguments: Any) -> dict[str, Any]:
     if isinstance(arguments, str) and arguments:
         try:
             arguments = msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
+        except NOT_DECODED:
             return {}
     return arguments if isinstance(arguments, dict) else {}
 

@@ -162,7 +162,9 @@ def test_pools_are_scaled_by_model(models: Models) -> None:
     refused = stack.baton("scale", "engines=2")
     assert refused.returncode != 0
     assert "engines are of one model each; there are org/demo, tiny" in refused.stderr
-    less = json.loads(stack.baton("scale", "engines=1", "--model=tiny", "--json").stdout)
+    wanted = {"service": "engines", "count": 1}
+    assert "engines are of one model each" in httpx2.post(f"{stack.url}/admin/scale", json=wanted).text
+    less = httpx2.post(f"{stack.url}/admin/scale", json={**wanted, "model": TINY}).raise_for_status().json()
     assert sorted(less["stopping"]) == ["tiny-engine-2", "tiny-engine-2-rank0"]
     stack.until(lambda state: "tiny-engine-2" not in {member.instance for member in state.members})
     assert json.loads(stack.baton("ps", "--json").stdout)["models"] == [DEMO, TINY]

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from shared.ids import ModelName
+
 MAX_ABORTED = 10_000
 """Ids that one request may name."""
 InstanceName = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -40,6 +42,10 @@ class ScalePoolFields(Struct, frozen=True, forbid_unknown_fields=True):
     """Instances that there shall be."""
     host: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     """In a stack of several; None: the first."""
+    model: ModelName | None = None
+    """Whose tokenizers, encoders or engines, in a stack that serves several models."""
+    data_parallel_size: Annotated[int, Meta(ge=1, le=256)] | None = None
+    """With engines that share experts: engines of each group from now on; None: as many as before."""
 
 
 class StrikeFields(Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 from msgspec import Struct
 
+from shared.packing import NOT_DECODED
+
 BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 URLS: tuple[BatchEndpoint, ...] = get_args(BatchEndpoint)
 
@@ -17,10 +19,6 @@ class _Line(Struct, frozen=True):
     method: str
     url: str
     body: msgspec.Raw
-
-
-class _Body(Struct, frozen=True):
-    stream: Any = None
 
 
 class BatchRequest(NamedTuple):
@@ -52,7 +50,9 @@ class BatchAnswer(NamedTuple):
 
 
 _line = msgspec.json.Decoder(_Line)
-_body = msgspec.json.Decoder(_Body)
+_body = msgspec.json.Decoder(dict[str, msgspec.Raw])
+"""Names that are not known are read, too: whoever adds a field later finds nothing there that cannot be decoded."""
+_stream = msgspec.json.Decoder(Any)
 
 
 def line_id(number: int, line: bytes) -> str:
@@ -65,7 +65,7 @@ def read_line(number: int, line: bytes) -> BatchRequest | BadLine:
     id_ = line_id(number, line)
     try:
         request = _line.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DECODED as error:
         return BadLine(id_, _custom_id(line), "invalid_line", f"line {number}: {error}")
     problem = _problem(request)
     if problem is not None:
@@ -77,7 +77,7 @@ def _custom_id(line: bytes) -> str | None:
     """The `custom_id` of an otherwise invalid line, so that its owner can find it; None if it has none."""
     try:
         found = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_DECODED:
         return None
     custom_id = found.get("custom_id") if isinstance(found, dict) else None
     return custom_id if isinstance(custom_id, str) else None
@@ -91,10 +91,10 @@ def _problem(request: _Line) -> str | None:
     if request.url not in URLS:
         return f"url: {request.url!r} is not allowed; one of {', '.join(URLS)}"
     try:
-        body = _body.decode(request.body)
-    except msgspec.DecodeError as error:
+        stream = _stream.decode(_body.decode(request.body).get("stream", b"null"))
+    except NOT_DECODED as error:
         return f"body: {error}"
-    return "body.stream: true is not allowed in a batch" if body.stream else None
+    return "body.stream: true is not allowed in a batch" if stream else None
 
 
 def answered_line(request: BatchRequest, answer: BatchAnswer) -> bytes:
@@ -102,7 +102,7 @@ def answered_line(request: BatchRequest, answer: BatchAnswer) -> bytes:
     page, becomes an error entry."""
     try:
         msgspec.json.decode(answer.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_DECODED:
         message = f"the server's answer, with status {answer.status}, is not JSON"
         return _entry(request.id, request.custom_id, None, {"code": "invalid_answer", "message": message})
     response = {

@@ -27,6 +27,7 @@ from services.gateway.api.structured_outputs import ResponseFormat, StructuredOu
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
 from shared.messages.model_card import ModelCard
+from shared.packing import NOT_DECODED
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -175,14 +176,14 @@ def previous_response(body: bytes) -> str | None:
         return None
     try:
         found = _previous_decoder.decode(body).previous_response_id
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_DECODED:
         return None
     return found if isinstance(found, str) else None
 
 
 def job_body(body: bytes) -> str:
     """Returns a checked body without its input, for `again`."""
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields = _object_decoder.decode(body)
     for name in ("input", "previous_response_id"):
         fields.pop(name, None)
     return msgspec.json.encode(fields).decode()
@@ -190,7 +191,7 @@ def job_body(body: bytes) -> str:
 
 def again(body: str, items: bytes) -> bytes:
     """Returns a body that asks for the same once more; `items`: all that it goes on from."""
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields = _object_decoder.decode(body)
     return msgspec.json.encode({**fields, "input": msgspec.Raw(items)})
 
 

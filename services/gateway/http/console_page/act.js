@@ -5,7 +5,8 @@ import { duration, number } from "./format.js";
 import { Empty, Phase, Section } from "./parts.js";
 import { refusal } from "./stream.js";
 
-const SCALABLE = ["engines", "prefill", "decode", "tokenizer", "detokenizer", "coordinator", "gateway"];
+const SCALABLE = ["engines", "prefill", "decode", "tokenizer", "encoder", "detokenizer", "coordinator", "gateway"];
+const OF_A_MODEL = ["engines", "prefill", "decode", "tokenizer", "encoder"];
 const DRAINABLE = ["gateway", "tokenizer", "coordinator", "scheduler", "detokenizer"];
 
 export function Act({ state, headers }) {
@@ -37,10 +38,10 @@ export function Act({ state, headers }) {
     });
   const undrain = (instance) => ask(instance, "admin/undrain", { instance }, () => `${instance} takes requests again.`);
   const cancel = (id) => ask(id, "abort_requests", { request_ids: [id] }, (answer) => (answer.aborted.length ? `${id} is cancelled.` : `${id} had ended.`));
-  const scale = (service, count) =>
-    ask("scale", "admin/scale", { service, count }, ({ started, stopping }) => {
+  const scale = (service, count, model) =>
+    ask("scale", "admin/scale", { service, count, model }, ({ started, stopping }) => {
       const parts = [started.length && `starting ${started.join(", ")}`, stopping.length && `draining and stopping ${stopping.join(", ")}`];
-      return `${service} = ${count}: ${parts.filter(Boolean).join("; ") || "nothing to change"}.`;
+      return `${service} = ${count}${model ? ` of ${model}` : ""}: ${parts.filter(Boolean).join("; ") || "nothing to change"}.`;
     });
 
   const strike = (instance, fault, seconds) =>
@@ -76,21 +77,33 @@ function Instances({ state, busy, onDrain, onUndrain }) {
     </table></div>`;
 }
 
+/** How many of a pool there are to be; where several models are served, of which of them. */
 function Scale({ state, busy, onScale }) {
   const [service, setService] = useState("engines");
+  const [chosen, setChosen] = useState("");
   const [count, setCount] = useState("");
   const roles = { engines: "mixed", prefill: "prefill", decode: "decode" };
-  const there = Object.values(state.instances ?? {}).filter(
-    (each) => each.phase !== "gone" && (roles[service] ? each.role === roles[service] : each.service === service),
+  const all = Object.values(state.instances ?? {});
+  const models = [...new Set(all.map((each) => each.model).filter(Boolean))].sort();
+  const ofAModel = models.length > 1 && OF_A_MODEL.includes(service);
+  const model = ofAModel ? (models.includes(chosen) ? chosen : models[0]) : null;
+  const there = all.filter(
+    (each) =>
+      each.phase !== "gone" &&
+      (roles[service] ? each.role === roles[service] : each.service === service) &&
+      (model === null || each.model === model),
   ).length;
   const submit = (event) => {
     event.preventDefault();
-    onScale(service, Number(count === "" ? there : count));
+    onScale(service, Number(count === "" ? there : count), model);
   };
   return html`<form class="panel row" onSubmit=${submit}>
     <label>Pool <select value=${service} onChange=${(event) => { setService(event.target.value); setCount(""); }}>
       ${SCALABLE.map((name) => html`<option value=${name} selected=${name === service}>${name}</option>`)}
     </select></label>
+    ${ofAModel && html`<label>Model <select value=${model} onChange=${(event) => { setChosen(event.target.value); setCount(""); }}>
+      ${models.map((name) => html`<option value=${name} selected=${name === model}>${name}</option>`)}
+    </select></label>`}
     <label>Instances <input type="number" min="0" max="256" value=${count === "" ? there : count} onInput=${(event) => setCount(event.target.value)} /></label>
     <button type="submit" disabled=${busy}>Scale</button>
     <span class="faint">${there} there now</span>

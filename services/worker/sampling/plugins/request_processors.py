@@ -23,6 +23,7 @@ from services.worker.sampling.plugins.processor_batch import ProcessorBatch, Req
 from shared.ids import SequenceId
 from shared.messages.scheduler import SequenceFailed
 from shared.messages.worker import NewSequence
+from shared.packing import NOT_DECODED
 from shared.plugins.entry_points import PluginError, described, find_plugin, load_class
 
 _decoder = msgspec.json.Decoder(dict[str, Any])
@@ -93,7 +94,7 @@ class RequestProcessors:
         """A new sequence that has `extra_args`; it fails where they are not what the processors take."""
         try:
             params = ProcessorParams(_decoder.decode(new.sampling.extra_args), new.sampling)
-        except msgspec.DecodeError as error:
+        except NOT_DECODED as error:
             self._failed.append(SequenceFailed(new.sequence, f"vllm_xargs: {error}", "invalid_args"))
             return
         known = argument_names(self._classes)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from services.gateway.api.chat import read_chat
+from services.gateway.api.chat_batch import read_chat_batch
 from services.gateway.api.completions import read_completion
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
@@ -434,3 +435,9 @@ def test_integers_of_64_bits_reach_the_chat_template() -> None:
     [prompt] = chat(chat_template_kwargs={"most": 2**64 - 1, "least": -(2**63)}).prompts
     assert isinstance(prompt, ChatPrompt)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(prompt), type=ChatPrompt) == prompt
+
+
+def test_a_batch_of_chats_whose_fields_are_no_text_is_refused() -> None:
+    body = b'{"messages": [[{"role": "user", "content": "x"}]], "\xa6": 1}'
+    with pytest.raises(RequestError, match="not valid JSON"):
+        read_chat_batch(body, [CARD], RequestLimits(), None)
