@@ -100,7 +100,7 @@ class EncoderActor(Actor):
             case Tick():
                 self._rows.tick()
                 for image in self._queue.expire(time.monotonic()):
-                    self._answer(image, EncoderRefusal("nobody asked for the image any more", "overloaded"))
+                    self._answer(image, EncoderRefusal("nobody asked for it any more", "overloaded"))
             case RenewRows(names):
                 self._rows.renew(names)
             case _:
@@ -119,7 +119,7 @@ class EncoderActor(Actor):
             self._queue.renew(image, now)
             return asyncio.shield(pending.reply)
         if len(self._pending) >= MAX_PENDING or self._queue.count(request.turn) >= MAX_OF_A_CLIENT:
-            limit = f"{MAX_PENDING} images wait to be encoded, or {MAX_OF_A_CLIENT} of this client, which is the limit"
+            limit = f"{MAX_PENDING} inputs wait to be encoded, or {MAX_OF_A_CLIENT} of this client, which is the limit"
             return EncoderRefusal(limit, "overloaded")
         pending = self._pending[image] = _PendingImage(request, asyncio.get_running_loop().create_future())
         self._queue.add(image, request.turn, now)
