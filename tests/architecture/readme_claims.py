@@ -87,6 +87,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
         "tests/integration/offline/test_videos.py",
         "tests/integration/offline/test_sounds.py",
         "tests/integration/clients/test_audio.py",
+        "tests/integration/clients/test_encoder_decoders.py",
         "tests/integration/worker/test_library_models.py",
         "tests/integration/worker/test_gguf.py",
         "tests/integration/worker/test_quantized_checkpoints.py",
@@ -119,6 +120,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
         "tests/unit/scheduler/planning/test_prefill.py",
         "tests/integration/worker/test_speculation.py",
         "tests/integration/cluster/test_engines_of_several_ranks.py::test_greedy_output_is_the_reference_s",
+        "tests/integration/worker/test_data_parallel.py",
     ),
     "KV cache": (
         "tests/integration/shared_stacks/test_shared_prefixes.py",
