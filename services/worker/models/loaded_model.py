@@ -42,7 +42,6 @@ from services.worker.models.pooling.step_pooling import (
     read_process_reward_head,
     step_card,
 )
-from services.worker.models.quantization.method import rounding_ops
 from services.worker.models.sharding import PipelineStage
 from services.worker.models.states.checkpoint_pages import CheckpointPages
 from services.worker.models.weights import ForwardPass, KvCaches
@@ -289,11 +288,11 @@ def digest_of(settings: LoadSettings, config: Struct) -> str:
 
 
 def create_ops(settings: LoadSettings, dtype: torch.dtype) -> Ops:
-    """Raises ModelError for what these operations do not round, and OpsUnavailable."""
+    """Raises OpsUnavailable."""
     choice = OpsChoice(
         settings.ops, settings.device, dtype, settings.kv_cache_dtype, settings.attention, settings.block_size
     )
-    return rounding_ops(settings.platform.create_ops(choice), settings.quantization)
+    return settings.platform.create_ops(choice)
 
 
 def pooling_of(

@@ -87,8 +87,8 @@ class TorchOps:
         return "torch"
 
     @property
-    def rounds_activations(self) -> bool:
-        """They do, and multiply whole numbers as floats."""
+    def rounds_expert_rows(self) -> bool:
+        """They are, and are multiplied as floats."""
         return True
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:

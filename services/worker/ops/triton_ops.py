@@ -30,7 +30,7 @@ from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.quantized import ExpertBiases, QuantizedStack, QuantizedWeight, WeightStack
 from services.worker.ops.torch_latent import LatentAttentionStep
 from services.worker.ops.torch_ops import PlainLinear, QuantizedLinear, TorchLatents, TorchOps
-from services.worker.ops.triton import few_rows
+from services.worker.ops.triton import few_rows, rounded_linear
 from services.worker.ops.triton.attention.latent_decode import latent_decode, latent_tile
 from services.worker.ops.triton.attention.paged_attention import create_attention
 from services.worker.ops.triton.attention.tiles import decode_splits
@@ -83,28 +83,32 @@ class TritonOps(TorchOps):
         return "triton"
 
     @property
-    def rounds_activations(self) -> bool:
-        """There is no kernel for it: activations stay more exact than such a weight expects."""
+    def rounds_expert_rows(self) -> bool:
+        """There is no kernel for it: what experts multiply stays more exact than such weights expect."""
         return False
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
         """The codes. Compiles the kernels of all sizes of tiles when a shape of weight is first seen on a GPU."""
-        weight = weight._replace(int8_activations=False)
         packed = super().pack_quantized(weight, bias)
         assert isinstance(packed, QuantizedLinear)
         outputs, inputs = weight.codes.shape
         left_out = (weight.zeros is None, weight.offsets is None, bias is None)
-        shape = (weight.code, outputs, inputs, weight.group_size, *left_out)
+        shape = (weight.code, outputs, inputs, weight.group_size, weight.int8_activations, *left_out)
         if shape not in self._compiled and self._device.type == "cuda":
             self._compiled.add(shape)
             row = torch.zeros(1, inputs, dtype=self._dtype, device=self._device)
-            if multiplies(row, packed.weight):
+            if weight.int8_activations:
+                rounded_linear.compile_tiles(row, packed.weight, bias)
+            elif multiplies(row, packed.weight):
                 compile_tiles(row, packed.weight, bias)
         return packed
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """Few rows in one launch; else by cuBLAS, codes as numbers that are made first."""
+        """Few rows in one launch; else by cuBLAS, codes as numbers that are made first. Where rows are rounded, too, in
+        two launches, however many there are."""
         if isinstance(packed, QuantizedLinear):
+            if packed.weight.int8_activations:
+                return rounded_linear.rounded_linear(x, packed.weight, packed.bias)
             if multiplies(x, packed.weight):
                 return quantized_linear(x, packed.weight, packed.bias)
         elif isinstance(packed, PlainLinear) and few_rows.multiplies(x, packed.weight):

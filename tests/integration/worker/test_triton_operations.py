@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.worker.backend import Backend
 from services.worker.ops.interface import CacheDtype, OpsName, OpsUnavailable
-from services.worker.ops.quantized import Code
+from services.worker.ops.quantized import Scheme
 from services.worker.ops.selector import OpsChoice
 from services.worker.ops.triton_ops import TritonOps
 from services.worker.platforms.installed import built_in_platform
@@ -73,11 +73,11 @@ def test_models_on_triton_generate_what_the_reference_does(
     assert_near(mixed[1], model.logits(PROMPTS[1])[-1])
 
 
-@pytest.mark.parametrize("code", ["int8", "int4"])
+@pytest.mark.parametrize("code", ["int8", "int4", "w8a8_int8"])
 def test_weights_of_few_bits_on_triton_are_the_references_rounded_ones(
-    code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every product by the kernel that reads codes."""
+    """Every product by the kernel that reads codes; rows are rounded as the reference's are."""
     model = make_model("qwen2", tmp_path, num_hidden_layers=1, **SIZES)
     rounded(model.reference, code)
     logits = record_logits(monkeypatch)

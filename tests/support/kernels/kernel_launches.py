@@ -179,9 +179,10 @@ def _draws() -> Iterator[Launch]:
 
 
 def _quantized() -> Iterator[Launch]:
-    from tests.support.kernels.quantized_launches import experts, products
+    from tests.support.kernels.quantized_launches import experts, products, rounded
 
     yield from products()
+    yield from rounded()
     yield from experts()
 
 

@@ -9,6 +9,9 @@ from services.worker.ops.quantized import INT4_GROUP, Code
 from services.worker.ops.triton.moe.coded_experts import coded_down_row_kernel, coded_up_row_kernel, numbers_kernel
 from services.worker.ops.triton.moe.routing import down_row_tile, up_row_tile
 from services.worker.ops.triton.quantized_linear import TILE_ROWS, code_tile, coded_linear_kernel
+from services.worker.ops.triton.rounded_linear import TILE_ROWS as ROUNDED_TILE_ROWS
+from services.worker.ops.triton.rounded_linear import round_rows_kernel, rounded_linear_kernel, rounded_tile
+from services.worker.ops.triton.row_ops import norm_shape
 from tests.support.kernels.kernel_launches import Launch
 
 _STORED = {"int8": "*i8", "fp8": "*fp8e4nv", "int4": "*u8"}
@@ -56,6 +59,37 @@ def _launches(code: Code, rows: int, kind: str, *, offsets: bool = False) -> Ite
             loads_ahead=True,
             rare=target < 90 or kind == "fp32" or offsets,
         )
+
+
+def rounded() -> Iterator[Launch]:
+    """Products of whole numbers, and what rounds rows for them."""
+    block, warps = norm_shape(_INPUTS)
+    yield Launch(
+        "round_rows_kernel",
+        round_rows_kernel,
+        {"x": "*bf16", "codes": "*i8", "scales": "*fp32"},
+        {"INPUTS": _INPUTS, "BLOCK": block},
+        num_warps=warps,
+        must=frozenset({"load16"}),
+    )
+    for rows in ROUNDED_TILE_ROWS:
+        for target in (80, 90):
+            tile = rounded_tile(rows, target // 10)
+            pointers = {"codes": "*i8", "row_scales": "*fp32", "weights": "*i8", "scales": "*fp32", "out": "*bf16"}
+            sizes = {"INPUTS": _INPUTS, "OUTPUTS": _OUTPUTS, "ROWS": tile.rows, "COLUMNS": tile.columns}
+            yield Launch(
+                f"rounded_linear_kernel tiles of {rows} rows",
+                rounded_linear_kernel,
+                pointers | {"rows": "i32"},
+                sizes | {"DEPTH": tile.depth, "SWAPPED": tile.swapped, "bias": None},
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                targets=(target,),
+                must=frozenset({"cp.async16"} | ({"mma"} if target == 80 else set())),
+                must_on_hopper=frozenset({"wgmma"}),
+                loads_ahead=True,
+                rare=target < 90 or rows == ROUNDED_TILE_ROWS[1],
+            )
 
 
 def experts() -> Iterator[Launch]:

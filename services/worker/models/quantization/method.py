@@ -88,14 +88,13 @@ def read_method(model_dir: Path) -> QuantizationMethod | None:
         raise ModelError(f"{path}: quantization_config: {error}") from None
 
 
-def rounding_ops(ops: Ops, quantization: str) -> Ops:
-    """`ops`. Raises ModelError where these do not round what `quantization` says is to be rounded."""
-    if quantization == "w8a8_int8" and not ops.rounds_activations:
+def check_rounding(ops: Ops, quantization: str) -> None:
+    """Raises ModelError where `ops` do not round what a mixture's experts multiply and `quantization` says so."""
+    if quantization == "w8a8_int8" and not ops.rounds_expert_rows:
         raise ModelError(
-            f"quantization w8a8_int8: {ops.name} operations leave activations as they are; "
+            f"quantization w8a8_int8: {ops.name} operations leave what experts multiply as it is; "
             "int8 rounds weights alone, and ops native (on CPUs) and torch round both"
         )
-    return ops
 
 
 def _method(raw: _RawQuantization) -> QuantizationMethod:

@@ -102,7 +102,7 @@ class NativeOps:
         return f"native ({self.kernels.instructions}, {self.kernels.threads} threads)"
 
     @property
-    def rounds_activations(self) -> bool:
+    def rounds_expert_rows(self) -> bool:
         """At every level of instructions, with the same bits."""
         return True
 

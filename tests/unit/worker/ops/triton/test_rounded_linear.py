@@ -1,0 +1,80 @@
+"""Rows rounded to int8 and their products, as Triton kernels: equal to what PyTorch rounds, and sums exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+from services.worker.ops import quantized
+from services.worker.ops.quantized import QuantizedWeight, multiply_rounded, quantize
+from services.worker.ops.triton.rounded_linear import round_rows, rounded_linear
+from services.worker.ops.triton_ops import TritonOps
+from tests.support.kernels.kernel_device import DEVICE
+
+DTYPES = {torch.float32: 2e-7, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
+"""How far the nearest may be, as a part; the interpreter cuts the digits of bfloat16 off."""
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.mark.parametrize(("inputs", "dtype"), [(16, torch.float16), (100, torch.float32), (4096, torch.bfloat16)])
+def test_rows_are_rounded_to_the_same_bits_as_elsewhere(inputs: int, dtype: torch.dtype) -> None:
+    """Rows of all sizes, zeros, ties, and one whose greatest counts as nothing."""
+    x = drawn(9, inputs, seed=3) * torch.tensor([1.0, 1e-3, 30.0, 0.0, 1e-31, 7.0, 1.0, 2.0, 3.0]).to(DEVICE)[:, None]
+    x[5] = torch.arange(inputs, device=DEVICE) % 255 / 2 - 63.5  # times two: each other number is a tie
+    x = x.to(dtype)
+    found, expected = round_rows(x), quantized.round_rows(x)
+    assert torch.equal(found.codes.float(), expected.codes)
+    assert torch.equal(found.scales, expected.scales.flatten())
+    assert found.codes[3].count_nonzero() == found.codes[4].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_a_row_with_a_number_that_is_none_shows_it(odd: float) -> None:
+    x = drawn(3, 64)
+    x[1, 5] = odd
+    product = rounded_linear(x, quantize(drawn(20, 64, seed=1), "w8a8_int8"), None)
+    assert product[1].isnan().all()
+    assert product[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 70, 256), (16, 33, 100), (17, 5, 16), (64, 96, 300), (130, 70, 256)]
+)
+def test_sums_are_whole_numbers_that_lose_nothing(rows: int, outputs: int, inputs: int) -> None:
+    """With scales of 1 they come out as they are: rows and outputs that fill no tile, inputs that fill no step."""
+    draw = torch.Generator().manual_seed(rows)
+    codes = torch.randint(-127, 128, (rows, inputs), generator=draw).to(DEVICE)
+    codes[:, 0] = 127  # so that each row's scale is 1
+    weights = torch.randint(-127, 128, (outputs, inputs), generator=draw).to(DEVICE)
+    weight = QuantizedWeight(
+        "int8", weights.to(torch.int8).view(torch.uint8), torch.ones(outputs, 1, device=DEVICE), int8_activations=True
+    )
+    assert torch.equal(rounded_linear(codes.float(), weight, None).double(), codes.double() @ weights.double().T)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(3, torch.float32), (40, torch.float16), (3, torch.bfloat16)])
+def test_products_are_those_of_the_cpus_operations(rows: int, dtype: torch.dtype) -> None:
+    """And, within a rounding of what comes out, of float64."""
+    weight = quantize(drawn(70, 512, seed=1), "w8a8_int8")
+    x, bias = drawn(rows, 512, seed=2).to(dtype), drawn(70, seed=4).to(dtype)
+    found = rounded_linear(x, weight, bias)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, multiply_rounded(x, weight, bias), rtol=2 * DTYPES[dtype], atol=1e-5)
+    each = quantized.round_rows(x)
+    exact = each.codes.double() * each.scales.double() @ weight.dequantized(torch.float64).T + bias.double()
+    torch.testing.assert_close(found.double(), exact, rtol=2 * DTYPES[dtype], atol=1e-4)
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+    """Whatever tile it is in."""
+    ops = TritonOps(DEVICE, torch.float32)
+    packed = ops.pack_quantized(quantize(drawn(48, 160, seed=1), "w8a8_int8"), None)
+    x = drawn(130, 160, seed=2)
+    whole = ops.linear(x, packed)
+    for rows in (1, 64):
+        assert torch.equal(ops.linear(x[:rows], packed), whole[:rows])
