@@ -52,6 +52,8 @@ ARCHITECTURES = (
     Architecture("GPT-2", False, "GPT2"),
     Architecture("GPT-NeoX", False, "GPTNeoX"),
     Architecture("Bloom", False, "Bloom"),
+    Architecture("Falcon", False, "Falcon (grouped)"),
+    Architecture("MPT", False, "Mpt"),
     Architecture("Cohere2", False, "Cohere2"),
     Architecture("Phi-3", False, "Phi3"),
     Architecture("GLM-4 MoE", False, "Glm4Moe"),

@@ -40,23 +40,28 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
         yield ranks
 
 
-@pytest.mark.parametrize("architecture", ["Cohere2", "GPTNeoX", "Olmo2", "Starcoder2"])
+@pytest.mark.parametrize(
+    "architecture", ["Cohere2", "Falcon", "Falcon (ALiBi)", "Falcon (grouped)", "GPTNeoX", "Mpt", "Olmo2", "Starcoder2"]
+)
 def test_two_ranks_say_what_the_library_does(architecture: str, ranks: RankProcesses, tmp_path: Path) -> None:
-    """All heads split; queries, keys and values in one product; attention whole and the rest split; biases."""
+    """All heads split; queries, keys and values in one product, by heads, by groups, with a key that all have, or one
+    behind the other; attention whole and the rest split; biases, those of positions too."""
     model = library_model(architecture, tmp_path)
     limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
     sizes = []
+    whole_keys = ("Olmo2", "Falcon")
     for tp in (1, 2):
         engine = ranks.serve(model.path, tp=tp, ops="native", limits=limits)
         requests = [engine.ask(tokens, OUTPUT) for tokens in PROMPTS]
         engine.run()
         assert [request.tokens for request in requests] == [model.greedy(tokens, OUTPUT) for tokens in PROMPTS]
         sizes.append(engine.serving[-1].block_bytes)
-    assert sizes[1] == sizes[0] // (1 if architecture == "Olmo2" else 2)
+    assert sizes[1] == sizes[0] // (1 if architecture in whole_keys else 2)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "code"), [("GPTNeoX", "int8"), ("Olmo2", "int4"), ("Phi3", "int8"), ("GPT2", "int4")]
+    ("architecture", "code"),
+    [("GPTNeoX", "int8"), ("Olmo2", "int4"), ("Phi3", "int8"), ("GPT2", "int4"), ("Falcon", "int8")],
 )
 def test_two_ranks_share_the_weights_that_one_would_have_rounded(
     architecture: str, code: Code, ranks: RankProcesses, tmp_path: Path
@@ -83,12 +88,12 @@ class SecondOfThree:
     rank, world_size = 1, 3
 
 
-@pytest.mark.refuses("of transformers, without a tp_plan (Falcon, MPT, …)", "--tp 2")
+@pytest.mark.refuses("of transformers, without a tp_plan (GPT-J, OPT, …)", "--tp 2")
 @pytest.mark.parametrize(
     ("architecture", "complaint"),
     [
         ("Cohere2", "num_attention_heads 4 does not divide over 3 tensor-parallel ranks"),
-        ("Falcon", "transformers has no plan for FalconForCausalLM"),
+        ("OPT", "transformers has no plan for OPTForCausalLM"),
     ],
 )
 def test_what_cannot_be_split_says_why(architecture: str, complaint: str, tmp_path: Path) -> None:

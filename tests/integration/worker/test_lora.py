@@ -349,7 +349,9 @@ def test_ranks_have_their_rows_and_layers_of_each_adapter(
 
 
 @pytest.mark.features("LoRA", "tensor parallel", "pipeline parallel")
-@pytest.mark.parametrize(("architecture", "tp", "stages"), [("Starcoder2", 2, 1), ("Phi3", 2, 1), ("Olmo2", 1, 2)])
+@pytest.mark.parametrize(
+    ("architecture", "tp", "stages"), [("Starcoder2", 2, 1), ("Phi3", 2, 1), ("Falcon", 2, 1), ("Olmo2", 1, 2)]
+)
 def test_ranks_of_what_transformers_computes_have_their_share_of_each_adapter(
     ranks: RankProcesses, tmp_path: Path, architecture: str, tp: int, stages: int
 ) -> None:

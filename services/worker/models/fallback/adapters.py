@@ -88,6 +88,12 @@ def _merged(mixed: Tensor) -> Tensor:
     return mixed.flatten(2)
 
 
+def _own_slopes(module: Any, slopes: Tensor, heads: int) -> Tensor:
+    """Those of this rank's `heads`, where ranks share the heads. slopes [all heads]"""
+    first = getattr(module, "baton_rank", 0) * heads
+    return slopes[first : first + heads]
+
+
 # GPT-J, CodeGen, GPT-Neo: they rotate by positions that they are given, and leave the rest to `_attn`.
 
 
@@ -141,7 +147,8 @@ def _falcon_forward(
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     if slopes is None:
         query, key = _of(module).apply_rotary_pos_emb(query, key, *(position_embeddings or ()))
-    mixed = attended(module, query, key, value, scale=module.inv_norm_factor, alibi_slopes=slopes)
+    own = None if slopes is None else _own_slopes(module, slopes, heads)
+    mixed = attended(module, query, key, value, scale=module.inv_norm_factor, alibi_slopes=own)
     return module.dense(_merged(mixed)), None
 
 
@@ -157,8 +164,7 @@ def _bloom_forward(
     module: Any, slopes: Tensor, hidden_states: Tensor, residual: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
     query, key, value = module._reshape(module.query_key_value(hidden_states))
-    first = getattr(module, "baton_rank", 0) * module.num_heads  # of ranks that share the heads
-    own = slopes[first : first + module.num_heads]
+    own = _own_slopes(module, slopes, module.num_heads)
     mixed = attended(module, query, key, value, scale=module.inv_norm_factor, alibi_slopes=own)
     return module.dense(_merged(mixed)) + residual, None
 
@@ -174,7 +180,8 @@ def _mpt_forward(module: Any, slopes: Tensor, hidden_states: Tensor, **_: Any) -
     if module.clip_qkv:
         fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     query, key, value = (_heads(each, module.n_heads) for each in fused.chunk(3, dim=2))
-    mixed = attended(module, query, key, value, scale=module.softmax_scale, alibi_slopes=slopes)
+    own = _own_slopes(module, slopes, module.n_heads)
+    mixed = attended(module, query, key, value, scale=module.softmax_scale, alibi_slopes=own)
     return module.out_proj(_merged(mixed)), None
 
 

@@ -48,7 +48,9 @@ PARTIAL = ".partial"
 """Behind the name of a layer that is split by its inputs: what a rank has of it."""
 _OF_FIRST = "first_rank"
 """A style of ours: what is added once."""
-_FUSED = ("qkv_colwise", "packed_colwise")
+_ONE_KEY = "q_colwise"
+"""A style of ours: queries of which a rank has a share, behind them the only key and value, which all ranks have."""
+_FUSED = ("qkv_colwise", "packed_colwise", _ONE_KEY)
 """Styles of linear layers that compute several matrices' outputs, one behind the other, of each of which a rank has a
 share: queries, keys and values (a style of ours), or gates and ups."""
 
@@ -65,6 +67,8 @@ class _Plan(NamedTuple):
     for `num_attention_heads` of the module's configuration."""
     attention: str = "self_attn"
     """The name of these modules."""
+    kv_heads: str = "num_key_value_heads"
+    """What the configuration calls the key heads that are split; where it has none, there is one for each head."""
 
 
 _GPT_OSS = _Plan(
@@ -115,10 +119,34 @@ _BLOOM = _Plan(
     counts=("num_heads",),
     attention="self_attention",
 )
-_PLANS = {"gpt_oss": _GPT_OSS, "phi3": _PHI_3, "gpt2": _GPT_2, "bloom": _BLOOM}
+_MPT = _Plan(
+    {
+        "attn.Wqkv": "qkv_colwise",
+        "attn.out_proj": "rowwise",
+        "ffn.up_proj": "colwise",
+        "ffn.down_proj": "rowwise",
+    },
+    layers="blocks",
+    counts=("n_heads",),
+    attention="attn",
+)
+_FALCON = _Plan(
+    {
+        # A head's query, key and value lie behind each other; or a key head's queries, it and its value.
+        "self_attention.query_key_value": "colwise",
+        "self_attention.dense": "rowwise",
+        "mlp.dense_h_to_4h": "colwise",
+        "mlp.dense_4h_to_h": "rowwise",
+    },
+    layers="h",
+    counts=("num_heads",),
+    attention="self_attention",
+    kv_heads="num_attention_heads",
+)
+_PLANS = {"gpt_oss": _GPT_OSS, "phi3": _PHI_3, "gpt2": _GPT_2, "bloom": _BLOOM, "mpt": _MPT, "falcon": _FALCON}
 """By `model_type`, of families whose layers the library has no plan for, or one that splits none."""
 
-_KEYS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj", "c_attn")
+_KEYS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj", "c_attn", "Wqkv")
 """Names of layers that compute keys, alone or with others."""
 
 
@@ -132,15 +160,16 @@ def shard_model(model: nn.Module, communicator: Communicator, quantization: Sche
     if not any(style in ("colwise", "rowwise") for style in plan.values()):
         raise ModelError(f"tp {ranks}: transformers has no plan for {name} (tp_plan) that splits layers")
     config = own.config.get_text_config(decoder=True)
-    _check_heads(config, ranks)
+    _check_heads(config, ranks, _own_plan(own.config))
     _straighten(model)
     split_keys = False
     for path, module in list(model.named_modules()):
         style = plan.get(re.sub(r"\d+", "*", path))
         if style == "colwise" or style in _FUSED:
             _check_linear(path, style, module)
-            _split_outputs(path, module, communicator, _matrices_of(style, module.out_features, config))
-            split_keys |= path.endswith(_KEYS)
+            whole = 2 if style == _ONE_KEY else 0
+            _split_outputs(path, module, communicator, _matrices_of(style, module.out_features, config), whole)
+            split_keys |= path.endswith(_KEYS) and style != _ONE_KEY
         elif style == "rowwise":
             _check_linear(path, style, module)
             parent, _, last = path.rpartition(".")
@@ -174,20 +203,30 @@ def _plan_of(model: nn.Module) -> dict[str, str]:
     """Styles by the names of modules and tensors, with a star for numbers."""
     own: Any = model
     plan = dict(getattr(own, "_tp_plan", None) or {})
-    ours = _PLANS.get(own.config.model_type)
+    ours = _own_plan(own.config)
     if ours is None:
         return plan
     return plan | {f"{own.base_model_prefix}.{ours.layers}.*.{name}": style for name, style in ours.styles.items()}
+
+
+def _own_plan(config: Any) -> _Plan | None:
+    """None: the library's is enough."""
+    plan = _PLANS.get(config.model_type)
+    if plan is _FALCON and config.new_decoder_architecture:
+        return plan._replace(counts=(*plan.counts, "num_kv_heads"), kv_heads="num_kv_heads")
+    if plan is _FALCON and config.multi_query:
+        return plan._replace(styles={**plan.styles, "self_attention.query_key_value": _ONE_KEY})
+    return plan
 
 
 def _matrices_of(style: str, outputs: int, config: Any) -> list[int]:
     """The outputs of each matrix that a linear layer of this style is made of."""
     if style == "packed_colwise":
         return [outputs // 2, outputs // 2]
-    if style != "qkv_colwise":
+    if style not in _FUSED:
         return [outputs]
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = 1 if style == _ONE_KEY else getattr(config, "num_key_value_heads", None) or heads
     head_dim = outputs // (heads + 2 * kv_heads)
     return [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
 
@@ -206,7 +245,7 @@ def _straighten(model: nn.Module) -> None:
 def _count_own_heads(model: nn.Module, communicator: Communicator) -> None:
     """Has attention modules that cut what they compute by numbers of heads count this rank's."""
     own: Any = model
-    plan, ranks = _PLANS.get(own.config.model_type), communicator.world_size
+    plan, ranks = _own_plan(own.config), communicator.world_size
     if plan is None or not plan.counts:
         return
     modules: list[Any] = [each for path, each in model.named_modules() if path.rpartition(".")[2] == plan.attention]
@@ -275,12 +314,9 @@ class SummedProduct(nn.Module):
         return self._communicator.sum(self.partial(x).contiguous())
 
 
-def _check_heads(config: Any, ranks: int) -> None:
-    heads = config.num_attention_heads
-    for key, count in (
-        ("num_attention_heads", heads),
-        ("num_key_value_heads", getattr(config, "num_key_value_heads", None) or heads),
-    ):
+def _check_heads(config: Any, ranks: int, plan: _Plan | None) -> None:
+    heads, keys = config.num_attention_heads, "num_key_value_heads" if plan is None else plan.kv_heads
+    for key, count in (("num_attention_heads", heads), (keys, getattr(config, keys, None) or heads)):
         if count % ranks:
             raise ModelError(f"{key} {count} does not divide over {ranks} tensor-parallel ranks")
 
@@ -298,11 +334,11 @@ def _part(path: str, size: int, communicator: Communicator) -> slice:
     return slice(communicator.rank * share, (communicator.rank + 1) * share)
 
 
-def _split_outputs(path: str, module: Any, communicator: Communicator, matrices: list[int]) -> None:
-    """`matrices`: the outputs of each, one behind the other."""
+def _split_outputs(path: str, module: Any, communicator: Communicator, matrices: list[int], whole: int) -> None:
+    """`matrices`: the outputs of each, one behind the other, of which the last `whole` are not split."""
     parts, first = list[Tensor](), 0
-    for outputs in matrices:
-        part = _part(path, outputs, communicator)
+    for number, outputs in enumerate(matrices):
+        part = _part(path, outputs, communicator) if number < len(matrices) - whole else slice(0, outputs)
         parts.append(torch.arange(first + part.start, first + part.stop))
         first += outputs
     own = torch.cat(parts)
