@@ -185,6 +185,7 @@ def _rank(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[s
         "world_size": str(ranks),
         "rendezvous": where.rendezvous,
         **_pipeline(spec, process),
+        **_context(spec, process),
         **group,
     }
 
@@ -207,6 +208,11 @@ def _pipeline(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:
         return {}
     layers = {"pp_layers": ",".join(map(str, spec.pp_layers))} if spec.pp_layers else {}
     return {"pp": str(stages), **layers}
+
+
+def _context(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:
+    size = spec.counts.context_parallel_of(process.pool) if process.pool else 1
+    return {} if size == 1 else {"prefill_context_parallel_size": str(size)}
 
 
 def _role(pool: Pool | None) -> dict[str, str]:

@@ -168,7 +168,12 @@ class StackSettings(Struct, frozen=True, kw_only=True):
         """Pipeline stages of an engine that does everything, of one that computes prompts, and of one that decodes."""
         return pp, self.pp_prefill or pp, self.pp_decode or pp
 
-    def ranks(self, pp: int) -> tuple[int, int, int]:
-        """Worker processes of an engine of each kind, in the same order."""
+    def ranks(self, pp: int, context_parallel: int = 1) -> tuple[int, int, int]:
+        """Worker processes of an engine of each kind, in the same order. `context_parallel`: ranks that share the rows
+        of prompts; none does where an engine only decodes."""
         plain, prefill, decode = self.stages(pp)
-        return self.tp * plain, (self.tp_prefill or self.tp) * prefill, (self.tp_decode or self.tp) * decode
+        return (
+            self.tp * plain * context_parallel,
+            (self.tp_prefill or self.tp) * prefill * context_parallel,
+            (self.tp_decode or self.tp) * decode,
+        )

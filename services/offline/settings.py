@@ -68,6 +68,7 @@ class EngineArguments(TypedDict, total=False):
     block_size: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    prefill_context_parallel_size: int
     enable_prefix_caching: bool
 
 
@@ -93,7 +94,8 @@ def service_configs(
         raise TypeError(f"LLM() got an unexpected keyword argument {min(unknown)!r}")
     own = _by_service(settings or {})
     given: dict[str, Any] = dict(arguments)
-    sizes = {name: given.pop(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    names_of_sizes = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+    sizes = {name: given.pop(name, 1) for name in names_of_sizes}
     for name, size in sizes.items():
         if size < 1:
             raise InvalidRequest(f"{name}: {size} is not allowed; it must be at least 1", name)
@@ -107,6 +109,7 @@ def service_configs(
         "engine": ENGINE,
         "world_size": world_size,
         "pp": sizes["pipeline_parallel_size"],
+        "prefill_context_parallel_size": sizes["prefill_context_parallel_size"],
         "rendezvous": rendezvous_file(Path(tempfile.gettempdir()), "baton") if world_size > 1 else None,
     }
     scheduler = {

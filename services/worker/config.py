@@ -329,7 +329,16 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
         if self.pp > 1 and self.device == "sim":
             raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
         self.check_experts(self.device)
-        self.check_shared_rows(self.device, self.world_size // self.pp)
+        self.check_context_parallel(
+            self.world_size,
+            self.pp,
+            {
+                f"device = {self.device}": self.device == "sim",
+                f"data_parallel_size = {self.data_parallel_size}": self.data_parallel_size > 1,
+                f"kv_connector = {self.kv_connector}": self.kv_connector is not None,
+            },
+        )
+        self.check_shared_rows(self.device, self.world_size // (self.pp * self.prefill_context_parallel_size))
         self._check_group()
         for each in self.lora:
             name, _, folder = each.partition("=")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,9 @@ from services.worker.distributed.all2all import All2AllBackend
 from services.worker.models.expert_parallel.settings import ExpertSettings, read_eplb_config
 from services.worker.sim.settings import SimulatedDeviceConfig
 from shared.settings import UpOption
+
+MIN_CONTEXT_ROWS = 64
+"""A step of fewer is not worth an exchange of each layer: every rank computes all of it."""
 
 
 class ParallelConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
@@ -73,6 +77,41 @@ class ParallelConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
         Meta(ge=1, description="With enable_sp: steps of fewer tokens leave all rows on all ranks; default: 1."),
         UpOption("How many"),
     ] = None
+
+    prefill_context_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=32,
+            description="Ranks that share the rows of prompts in each step (context parallelism), of which each has "
+            "all weights and the whole KV cache: for a first token sooner behind long prompts. On CPUs of one host.",
+        ),
+        UpOption("How many", placed=True),
+    ] = 1
+
+    def check_context_parallel(self, world_size: int, stages: int, refused: Mapping[str, object]) -> None:
+        """Raises ValueError where an engine of `world_size` ranks in `stages` cannot share rows by context. `refused`:
+        settings that do not go with it, each true where it is set."""
+        size = f"prefill_context_parallel_size = {self.prefill_context_parallel_size}"
+        if self.prefill_context_parallel_size == 1:
+            return
+        ranks = world_size // (stages * self.prefill_context_parallel_size)
+        if ranks * stages * self.prefill_context_parallel_size != world_size:
+            raise ValueError(f"{size}: world_size, which is {world_size}, must be a multiple of it")
+        asked = {
+            f"{ranks} tensor-parallel ranks": ranks > 1,
+            f"pp = {stages}": stages > 1,
+            "enable_expert_parallel": self.enable_expert_parallel,
+            "expert_load_dir": self.expert_load_dir,
+            **refused,
+        }
+        if name := next((name for name, value in asked.items() if value), None):
+            raise ValueError(f"{name}: not possible with {size}")
+
+    @property
+    def context_rows(self) -> int | None:
+        """Rows of the smallest step that ranks with all weights each share; None: they share each layer."""
+        return MIN_CONTEXT_ROWS if self.prefill_context_parallel_size > 1 else None
 
     def check_shared_rows(self, device: str, ranks: int) -> None:
         """Raises ValueError where sequence parallelism is asked for and can have no effect. `ranks`: of a stage."""

@@ -48,6 +48,7 @@ FEATURES = (
     "expert parallel",
     "data parallel",
     "sequence parallel",
+    "context parallel",
 )
 UNTESTED: tuple[tuple[str, str], ...] = ()
 """Pairs that no test runs yet, each a debt. What is new is tested, or stands here."""

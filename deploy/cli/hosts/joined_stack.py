@@ -168,6 +168,7 @@ def _counts(
         pp = int(values.get("pp", 1))
         for kind in ("", "prefill_", "decode_"):
             shape |= {f"{kind}ranks": stack.tp * pp, f"{kind}stages": pp}
+        shape["context_parallel"] = 1
     engines = stack.engines if stack.engines is not None else int(not stack.prefill and not stack.decode)
     of_services: dict[str, int] = {str(service): count for service, count in light.items()}
     pools = {

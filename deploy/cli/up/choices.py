@@ -75,7 +75,13 @@ def stack_spec(
     left = left_stack(run_dir)
     cluster = cluster_choice(stack, node_name(dealt["node"]), is_running=left is not None)
     store = _store(stack, values, dealt, left, has_hosts=hosts is not None)
-    counts = counts_of(stack, pp, has_store=store is not None, data_parallel=dealt["data_parallel_size"])
+    counts = counts_of(
+        stack,
+        pp,
+        has_store=store is not None,
+        data_parallel=dealt["data_parallel_size"],
+        context_parallel=dealt["prefill_context_parallel_size"],
+    )
     check_hand_overs(values, prefill=stack.prefill, decode=stack.decode, has_store=store is not None)
     ray = ray_choice(stack, values, assigned, runs_here=cluster is not None or hosts is not None)
     if ray is not None:
@@ -212,8 +218,10 @@ def _model_spec(
     """`values` and `assigned` are of all models, `own` of this one, and wins. Raises CommandError."""
     options, assignments = own_settings(chosen.name, own)
     values = {**values, **options}
-    stack, pp = stack_settings(values), placed(values)["pp"]
-    counts = replace(counts_of(stack, pp, has_store=False), gateway=0, coordinator=0, model=chosen.name)
+    stack, dealt = stack_settings(values), placed(values)
+    pp, context = dealt["pp"], dealt["prefill_context_parallel_size"]
+    counts = counts_of(stack, pp, has_store=False, context_parallel=context)
+    counts = replace(counts, gateway=0, coordinator=0, model=chosen.name)
     drafts = drafting(values.get("speculative"), device=values.get("device"), stages=max(stack.stages(pp)))
     drafted = {} if drafts is None else {"worker": {"speculative": drafts}}
     model = model_folder(chosen.source, values.get("load_format"), run_dir)

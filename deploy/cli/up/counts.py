@@ -16,9 +16,13 @@ from shared.models.encoder_decoder_models import read_encoder_decoder
 from shared.models.image_models import read_image_model
 
 
-def counts_of(stack: StackSettings, pp: int, *, has_store: bool, data_parallel: int = 1) -> Counts:
-    """How many processes of each kind. Raises CommandError where no engine would decode, or no group can be."""
-    stages, ranks = stack.stages(pp), stack.ranks(pp)
+def counts_of(
+    stack: StackSettings, pp: int, *, has_store: bool, data_parallel: int = 1, context_parallel: int = 1
+) -> Counts:
+    """How many processes of each kind. Raises CommandError where no engine would decode, no group can be, or ranks
+    cannot share the rows of prompts."""
+    stages, ranks = stack.stages(pp), stack.ranks(pp, context_parallel)
+    check_context(stack, context_parallel, stages, data_parallel)
     if stack.colocate:
         check_colocation(stack, ranks)
     engines = engines_of_groups(data_parallel, stack, pp)
@@ -30,6 +34,7 @@ def counts_of(stack: StackSettings, pp: int, *, has_store: bool, data_parallel: 
         colocate=stack.colocate,
         engines=mixed_engines(engines, stack.prefill, stack.decode),
         data_parallel=data_parallel,
+        context_parallel=context_parallel,
         ranks=ranks[0],
         stages=stages[0],
         prefill=stack.prefill,
@@ -60,6 +65,22 @@ def check_colocation(stack: StackSettings, ranks: tuple[int, int, int]) -> None:
     if what := [each for each, is_given in refused.items() if is_given]:
         allowed = "engines of one rank on this machine alone, each with a coordinator and a detokenizer of its own"
         raise CommandError(f"--colocate: not with {', '.join(what)}, but for {allowed}", status=2)
+
+
+def check_context(stack: StackSettings, size: int, stages: tuple[int, int, int], data_parallel: int) -> None:
+    """Raises CommandError for what `--prefill-context-parallel-size` cannot be combined with: ranks would say so only
+    one by one."""
+    refused = {
+        f"--tp {stack.tp}": stack.tp > 1,
+        f"--tp-prefill {stack.tp_prefill}": (stack.tp_prefill or 1) > 1,
+        f"--pp {stages[0]}": stages[0] > 1,
+        f"--pp-prefill {stages[1]}": stages[1] > 1,
+        f"--nodes {stack.nodes}": stack.nodes > 1,
+        f"--data-parallel-size {data_parallel}": data_parallel > 1,
+    }
+    if size > 1 and (what := [each for each, is_given in refused.items() if is_given]):
+        why = "its ranks have all weights each, on one host"
+        raise CommandError(f"--prefill-context-parallel-size {size}: {why}; not with {', '.join(what)}", status=2)
 
 
 def mixed_engines(engines: int | None, prefill: int, decode: int) -> int:

@@ -51,6 +51,8 @@ class Counts(Struct, frozen=True, kw_only=True):
     """Pipeline stages of each engine of the pool `engines`."""
     data_parallel: int = 1
     """So many engines of the pool `engines` are a data-parallel group each: those whose numbers follow each other."""
+    context_parallel: int = 1
+    """So many ranks of each engine that computes prompts share their rows, and have all weights each."""
     prefill: int = 0
     prefill_ranks: int = 1
     prefill_stages: int = 1
@@ -112,6 +114,10 @@ class Counts(Struct, frozen=True, kw_only=True):
     def group_size_of(self, pool: Pool) -> int:
         """Engines of each data-parallel group of a pool as the stack is started; 1: each shares nothing with others."""
         return self.data_parallel if pool == "engines" else 1
+
+    def context_parallel_of(self, pool: Pool) -> int:
+        """Ranks of each engine of a pool that share the rows of prompts; 1: each shares layers, or is alone."""
+        return 1 if pool == "decode" else self.context_parallel
 
     def ranks_here(self, pool: Pool) -> range:
         """The ranks of each engine of a pool that run on this host: consecutive, and as evenly spread as possible."""

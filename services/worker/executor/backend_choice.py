@@ -125,6 +125,7 @@ def _load_settings(
         experts=config.expert_settings(config.engine),
         group=group,
         shared_rows=config.shared_rows,
+        context_rows=config.context_rows,
     )
 
 

@@ -185,6 +185,7 @@ def _check_combinations(settings: BackendSettings) -> None:
     wanted, loras = settings.model, settings.loras
     asked: dict[str, object] = {
         "device": not wanted.platform.in_main_memory,
+        "prefill_context_parallel_size": wanted.context_rows is not None,
         "tp": wanted.communicator.world_size > 1,
         "pp": wanted.pipeline.stages > 1,
         "data_parallel_size": wanted.group is not None,
@@ -245,7 +246,7 @@ def _parts(model: _RankModel, settings: BackendSettings) -> RunnerParts:
         drafting = draft_settings(speculation, wanted.pipeline)
         target = TargetModel(
             *(wanted.folder, config, loaded.decoder, loaded.decoder.ops, wanted.device),
-            *(loaded.torch_dtype, loaded.max_model_len, communicator.world_size),
+            *(loaded.torch_dtype, loaded.max_model_len, wanted.layer_ranks.world_size),
         )
         drafter = open_drafter(speculation, target) if communicator.rank == 0 else None
     made_for = ProcessorConfig(config.vocab_size, settings.max_num_seqs, wanted.device, wanted.folder)

@@ -109,6 +109,13 @@ class LoadSettings:
     """The data-parallel group whose ranks share experts; None: those of the stage do."""
     shared_rows: int | None = None
     """Rows of the smallest step of which each rank has a share between products; None: all ranks have all rows."""
+    context_rows: int | None = None
+    """Rows of the smallest step that ranks with all weights each share by context; None: they share each layer."""
+
+    @property
+    def layer_ranks(self) -> Communicator:
+        """Those that share each layer with this one."""
+        return self.communicator if self.context_rows is None else SingleRank()
 
     @property
     def device(self) -> torch.device:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from msgspec.structs import replace
 
 from services.worker.distributed.communicator import Communicator
 from services.worker.distributed.lockstep import GroupTopology
@@ -20,6 +21,8 @@ from services.worker.models.checkpoint import (
     takes_images,
 )
 from services.worker.models.config import Dtype, ModelConfig, ModelError
+from services.worker.models.context_parallel.context_decoder import ContextDecoder
+from services.worker.models.context_parallel.shared_ops import ContextRanks
 from services.worker.models.data_parallel.group_decoder import GroupDecoder
 from services.worker.models.decoder import Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
@@ -84,6 +87,8 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     method = _method_of(settings)
     if plugin is not None:
         _check_plugin(settings, plugin, method)
+    if settings.context_rows is not None and config.states is not None:
+        raise ModelError("prefill_context_parallel_size: not for a model with states, which go on from row to row")
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
     dtype = dtype_of(settings.dtype, config)
     length = model_len(config, settings.max_model_len)
@@ -92,7 +97,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     if pooling is None and not generates:
         raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
     stage_bytes = _weight_bytes(settings, config, stage, dtype, method)
-    ranks, free = settings.communicator.world_size, settings.platform.memory().free
+    ranks, free = settings.layer_ranks.world_size, settings.platform.memory().free
 
     def check_fits(placements: tuple[ExpertPlacement, ...]) -> None:
         needed = engine_bytes(settings.experts, config, stage_bytes, placements, settings.group)
@@ -136,9 +141,8 @@ def _decoder(
     experts: tuple[ExpertPlacement, ...],
 ) -> tuple[Decoder, ClassifierHead | None]:
     """With the classification head on the last stage of a classifier."""
-    communicator = settings.communicator
     expert_rank = None if settings.group is None else settings.group.place.in_group
-    share = shard_of(config, communicator.rank, communicator.world_size, experts, expert_rank)
+    share = shard_of(config, settings.layer_ranks.rank, settings.layer_ranks.world_size, experts, expert_rank)
     with STARTUP.stage("kernels"):
         ops = create_ops(settings, dtype)
     if config.mixture is not None:
@@ -173,6 +177,8 @@ def _decoder_of(
     ops: Ops,
     plugin: PluginModel | None,
 ) -> Decoder:
+    if settings.context_rows is not None:
+        return _context_decoder(settings, settings.context_rows, config, weights, share, ops)
     parts = (config, weights, share, ops, settings.communicator)
     if plugin is not None:
         return plugin.decoder(DecoderParts(*parts, settings.pipeline))
@@ -181,6 +187,17 @@ def _decoder_of(
     if settings.on_layer is not None:
         return LayerwiseDecoder(*parts, settings.pipeline, settings.on_layer)
     return Decoder(*parts, settings.pipeline)
+
+
+def _context_decoder(
+    settings: LoadSettings, min_rows: int, config: ModelConfig, weights: DecoderWeights, share: LayerShard, ops: Ops
+) -> ContextDecoder:
+    """Raises ModelError where ranks cannot exchange rows in memory."""
+    exchange, place = settings.communicator.in_memory, settings.communicator
+    if exchange is None or not settings.platform.in_main_memory:
+        raise ModelError("prefill_context_parallel_size: the ranks need the C++ library, CPUs and /dev/shm of one host")
+    writes = replace(share, first_of_kv_heads=place.rank == 0)
+    return ContextDecoder(config, weights, writes, ops, ContextRanks(exchange, place.rank, place.world_size), min_rows)
 
 
 def _share_rows(min_rows: int, decoder: Decoder, communicator: Communicator) -> None:
@@ -304,6 +321,7 @@ def _check_plugin(settings: LoadSettings, plugin: PluginModel, method: Quantizat
         ("classifier_from_token", settings.classifier_from_token),
         ("data_parallel_size", settings.group),
         ("enable_sp", settings.shared_rows),
+        ("prefill_context_parallel_size", settings.context_rows),
     )
     for name in (name for name, value in asked if value):
         raise ModelError(f"{name}: not allowed for a model of {plugin.where}")

@@ -301,6 +301,7 @@ PROCESSES = "--logits-processors=begin_with"
 TAKES_EMBEDDINGS = "--enable-prompt-embeds"
 EXPERTS = "--enable-expert-parallel"
 SHARED_ROWS = "--enable-sp"
+SHARED_PROMPTS = "--prefill-context-parallel-size=2"
 GROUP = "--data-parallel-size=2"
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
 
@@ -507,16 +508,47 @@ def test_another_clusters_pools_and_a_decoding_engine_that_dies(
     with federated(
         tmp_path, [*more, f"--model={mixture}"], prefill=1, decode=1, kvstore="64MiB", settings=settings, own=own
     ) as clusters:
-        asyncio.run(answered_while_an_engine_dies(clusters, plain))
+        asyncio.run(answered_while_one_dies(clusters, plain, "decode-1"))
 
 
-async def answered_while_an_engine_dies(clusters: Federated, plain: Answers) -> None:
+@pytest.mark.slow
+@pytest.mark.features(
+    "context parallel",
+    "guided",
+    "speculative",
+    "prefix cache",
+    "chunked prefill",
+    "prefill/decode",
+    "re-dispatch",
+    "preemption",
+    "n > 1",
+    "logprobs",
+    "prompt logprobs",
+    "beam search",
+    "tool calls",
+    "pooling",
+    "LoRA",
+    "logits processors",
+    "prompt embeds",
+    "federation",
+    "quantization",
+)
+def test_another_clusters_ranks_that_share_prompts_and_one_that_dies(
+    rounded: Answers, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
+    own = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=8MiB", NGRAM, INT8, SHARED_PROMPTS]
+    with federated(tmp_path, more, prefill=1, decode=1, kvstore="64MiB", settings=settings, own=own) as clusters:
+        asyncio.run(answered_while_one_dies(clusters, rounded, "prefill-1-rank1"))
+
+
+async def answered_while_one_dies(clusters: Federated, plain: Answers, dies: str) -> None:
     home, other = clusters
     async with asyncio.TaskGroup() as both:
         async with listening(other, requests_are_handed_to("decode-1")) as listener:
             answers = both.create_task(all_at_once(home))
             await listener.moment()
-        other.kill("decode-1")
+        other.kill(dies)
         both.create_task(crowd(home, 20))
     assert answers.result() == plain
     assert sum([await counted(other, engine, "preemptions_total") for engine in ("prefill-1", "decode-1")]) > 0

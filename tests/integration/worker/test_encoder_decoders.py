@@ -95,6 +95,7 @@ def test_a_longer_context_than_there_are_positions_is_refused(tmp_path: Path) ->
 @pytest.mark.features("encoder-decoder", "data parallel", refused=True)
 @pytest.mark.features("encoder-decoder", "expert parallel", refused=True)
 @pytest.mark.features("encoder-decoder", "sequence parallel", refused=True)
+@pytest.mark.features("encoder-decoder", "context parallel", refused=True)
 @pytest.mark.features("encoder-decoder", "speculative", refused=True)
 @pytest.mark.features("encoder-decoder", "KV connector", refused=True)
 @pytest.mark.features("encoder-decoder", "LoRA", refused=True)
@@ -111,6 +112,7 @@ def test_what_they_are_not_combined_with_is_refused_at_start(tmp_path: Path) -> 
         "pp": {"pipeline": several_stages},
         "data_parallel_size": {"group": SimpleNamespace()},
         "enable_sp": {"shared_rows": 1},
+        "prefill_context_parallel_size": {"context_rows": 1},
         "enable_expert_parallel": {"experts": ExpertSettings(parallel=True)},
         "load_format dummy": {"load_format": "dummy"},
         "kv_connector": {"kv_connector": True},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,11 +18,13 @@ from services.worker.models.expert_parallel.expert_load import ExpertLoadFile, l
 from services.worker.models.expert_parallel.settings import ExpertSettings
 from services.worker.models.hf_config import read_model_config
 from services.worker.ops.interface import OpsName
+from services.worker.speculation.settings import SpeculationSettings
 from tests.integration.worker.test_hybrid_kv_cache import LIMITS as HYBRID
 from tests.integration.worker.test_hybrid_kv_cache import agrees
 from tests.support.models.library_models import library_model
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_models import TinyModel, make_model
+from tests.support.models.tiny_mtp import make_mtp
 from tests.support.worker.library_situations import prompt
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.rank_processes import RankProcesses, rank_processes
@@ -168,9 +171,46 @@ def test_what_cannot_be_had_says_why(models: Callable[[str], TinyModel], tmp_pat
     shares = {"communicator": FirstOfTwo(), "shared_rows": 1}
     assert refusal(tmp_path / "dense", ExpertSettings(), **shares).startswith("enable_sp: only for architectures that")
     assert refusal(models("llama").path, ExpertSettings(), **shares).startswith("enable_sp: the ranks need the C++")
+    prompts = {"communicator": FirstOfTwo(), "context_rows": 1}
+    said = "prefill_context_parallel_size: only for architectures that"
+    assert refusal(tmp_path / "dense", ExpertSettings(), **prompts).startswith(said)
+    said = "prefill_context_parallel_size: the ranks need the C++"
+    assert refusal(models("llama").path, ExpertSettings(), **prompts).startswith(said)
     uneven = ExpertSettings(parallel=True, balanced=True, redundant=1, load_dir=tmp_path)
     complaint = "num_redundant_experts 1: 8 experts and these do not divide over 2 ranks"
     assert refusal(models("deepseek-v2").path, uneven, **two) == complaint
+
+
+@pytest.mark.features("speculative", "sequence parallel", "expert parallel")
+@pytest.mark.features("speculative", "context parallel")
+def test_a_model_s_own_module_drafts_on_ranks_that_share_rows(ranks: RankProcesses, tmp_path: Path) -> None:
+    """It reads hidden states of all rows, which the first rank has whatever rows it computes."""
+    made = make_mtp("deepseek-v3", tmp_path)
+    prompts = [prompt(length, seed) for seed, length in enumerate((70, 9, 33))]
+    expected = [made.model.greedy(tokens, OUTPUT) for tokens in prompts]
+    drafts = SpeculationSettings(method="mtp", num_speculative_tokens=2)
+    limits = EngineLimits(run_ahead=1, speculation="fixed", max_batch_tokens=40, max_running=4)
+    shapes: tuple[dict[str, Any], ...] = (
+        {"tp": 1},
+        {"tp": 2, "shared_rows": 1},
+        {"tp": 2, "shared_rows": 1, "experts": PARALLEL},
+        {"tp": 2, "context_rows": 6},
+    )
+    drafted = []
+    for shape in shapes:
+        engine = ranks.serve(made.model.path, ops="native", limits=limits, speculation=drafts, **shape)
+        requests = [engine.ask(tokens, OUTPUT) for tokens in prompts]
+        engine.run()
+        assert [request.tokens for request in requests] == expected, shape
+        drafted.append((engine.drafted, engine.accepted))
+    assert drafted[0][0] > 0
+    assert drafted == [drafted[0]] * len(shapes)
+
+
+@pytest.mark.features("context parallel", "states", refused=True)
+def test_rows_that_go_on_from_others_states_are_not_shared(models: Callable[[str], TinyModel]) -> None:
+    said = refusal(models("granite-hybrid-moe").path, ExpertSettings(), communicator=FirstOfTwo(), context_rows=1)
+    assert said.startswith("prefill_context_parallel_size: not for a model with states")
 
 
 def test_what_is_picked_is_counted_and_kept(models: Callable[[str], TinyModel], tmp_path: Path) -> None:

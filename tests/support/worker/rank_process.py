@@ -76,10 +76,15 @@ class Serve(Struct, frozen=True, tag=True):
     engines: int = 1
     """Of a data-parallel group: the first ranks are those of the first of them."""
     shared_rows: int | None = None
+    context_rows: int | None = None
 
     @property
     def world_size(self) -> int:
         return self.tp * self.stages
+
+    @property
+    def exchanges_rows(self) -> bool:
+        return self.shared_rows is not None or self.context_rows is not None
 
     @property
     def draws(self) -> int:
@@ -137,7 +142,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
             RankTopology(rank, asked.world_size, asked.stages),
             rendezvous=f"file://{asked.rendezvous}",
             timeout=JOIN_DEADLINE,
-            shared=shared_exchange(asked.tp) if asked.ops == "native" or asked.shared_rows else None,
+            shared=shared_exchange(asked.tp) if asked.ops == "native" or asked.exchanges_rows else None,
         )
     return tiny_backend(
         Path(asked.model),
@@ -158,6 +163,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
         model_impl=asked.model_impl,
         group=group,
         shared_rows=asked.shared_rows,
+        context_rows=asked.context_rows,
         speculation=asked.speculation
         or (SpeculationSettings(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None),
     )

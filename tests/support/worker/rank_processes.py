@@ -111,6 +111,7 @@ class RankProcesses:
         experts: ExpertSettings = NO_EXPERT_PARALLEL,
         model_impl: ModelImpl = "auto",
         shared_rows: int | None = None,
+        context_rows: int | None = None,
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces those before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
@@ -126,6 +127,7 @@ class RankProcesses:
             experts=experts,
             model_impl=model_impl,
             shared_rows=shared_rows,
+            context_rows=context_rows,
         )
         (engine,) = self._serve(asked, limits)
         return engine

@@ -106,6 +106,32 @@ def test_rows_that_would_not_be_shared_are_refused() -> None:
     assert told("--enable-sp", "--world-size=2", "--rendezvous=file:///r").shared_rows == 1
 
 
+@pytest.mark.features("context parallel", "tensor parallel", refused=True)
+@pytest.mark.features("context parallel", "pipeline parallel", refused=True)
+@pytest.mark.features("context parallel", "expert parallel", refused=True)
+@pytest.mark.features("context parallel", "data parallel", refused=True)
+@pytest.mark.features("context parallel", "sequence parallel", refused=True)
+@pytest.mark.features("context parallel", "KV connector", refused=True)
+def test_what_ranks_that_share_prompts_do_not_have_is_refused() -> None:
+    size = "prefill_context_parallel_size = 2"
+    two = ["--prefill-context-parallel-size=2", "--rendezvous=file:///r"]
+    for argv, said in (
+        ([], f"{size}: world_size, which is 1, must be a multiple of it"),
+        (["--world-size=4"], f"2 tensor-parallel ranks: not possible with {size}"),
+        (["--world-size=4", "--pp=2"], f"pp = 2: not possible with {size}"),
+        (["--world-size=2", PARALLEL], f"enable_expert_parallel: not possible with {size}"),
+        (["--world-size=2", FILES], f"expert_load_dir: not possible with {size}"),
+        (["--world-size=2", "--data-parallel-size=2"], f"data_parallel_size = 2: not possible with {size}"),
+        (["--world-size=2", "--kv-connector=shared-memory"], f"kv_connector = shared-memory: not possible with {size}"),
+        (["--world-size=2", "--device=sim"], f"device = sim: not possible with {size}"),
+        (["--world-size=2", "--enable-sp"], "enable_sp: needs two tensor-parallel"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            told(*two, *argv)
+    assert told(*two, "--world-size=2").context_rows is not None
+    assert told("--world-size=2", "--rendezvous=file:///r").context_rows is None
+
+
 def test_experts_move_as_vllm_s_object_says() -> None:
     wanted = {"window_size": 50, "step_interval": 200, "num_redundant_experts": 4, "log_balancedness": True}
     found = told(*EPLB, f"--eplb-config={json.dumps(wanted)}").expert_settings("e")

@@ -44,13 +44,13 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
     for name, asked in (
         ("classifier_from_token", settings.classifier_from_token),
         ("pooling_returned_token_ids", settings.steps.returned_token_ids),
+        ("enable_sp", settings.shared_rows),
+        ("prefill_context_parallel_size", settings.context_rows),
     ):
         if asked:
             raise ModelError(f"{name}: only for architectures that Baton computes itself, not transformers")
     if encoder_type(settings.folder) is not None:
         return _library_encoder(settings)
-    if settings.shared_rows is not None:
-        raise ModelError("enable_sp: only for architectures that Baton computes itself, not transformers")
     library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code)
     config = library.config
     check_library_experts(settings.experts, config)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from deploy.cli.ps import duration
 from deploy.cli.up.assignments import parsed_settings
 from deploy.cli.up.choices import check_gateway
+from deploy.cli.up.counts import counts_of
 from deploy.cli.up.data_parallel import engines_of_groups
 from deploy.errors import CommandError
 from deploy.model_choice import DEMO_MODEL, model_directory, model_folder, served_name
@@ -215,6 +216,19 @@ def test_a_data_parallel_group_is_so_many_engines_unless_there_are_several() -> 
     assert engines_of_groups(2, StackSettings(), 1) == 2
     assert engines_of_groups(2, StackSettings(engines=4), 1) == 4
     assert engines_of_groups(1, StackSettings(), 1) is None
+
+
+def test_ranks_share_prompts_where_any_are_computed() -> None:
+    stack = StackSettings(engines=1, prefill=1, decode=1)
+    counts = counts_of(stack, 1, has_store=True, context_parallel=2)
+    assert (counts.ranks, counts.prefill_ranks, counts.decode_ranks) == (2, 2, 1)
+    told = commands(spec(counts=counts))
+    for engine in ("engine-1", "prefill-1"):
+        assert {"--prefill-context-parallel-size=2", "--world-size=2"} <= set(told[f"{engine}-rank1"])
+    assert not any(flag.startswith("--prefill-context") for flag in told["decode-1-rank0"])
+    for refused, size in (({"tp": 2}, 1), ({"tp_prefill": 2}, 1), ({"pp_prefill": 2}, 1), ({"nodes": 2}, 1), ({}, 2)):
+        with pytest.raises(CommandError, match="--prefill-context-parallel-size 2: its ranks have all weights each"):
+            counts_of(StackSettings(**refused), 1, has_store=True, data_parallel=size, context_parallel=2)
 
 
 def test_ranks_are_told_their_place_in_their_group() -> None:

@@ -1,0 +1,1 @@
+"""Rows of a step shared by ranks that have all weights each."""
