@@ -230,6 +230,10 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
     ops: Annotated[
         Literal["auto", "torch", "native", "triton"], Meta(description="Implementation of the model's operations.")
     ] = "auto"
+    instructions: Annotated[
+        Literal["auto", "amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2", "neon", "portable"],
+        Meta(description="CPU instructions of the native operations; auto: the best that this machine has."),
+    ] = "auto"
     attention: Annotated[
         Literal["auto", "triton", "flash-attn"], Meta(description="Attention kernels on a GPU; auto: triton.")
     ] = "auto"

@@ -46,6 +46,7 @@ from services.worker.models.sharding import PipelineStage
 from services.worker.models.states.checkpoint_pages import CheckpointPages
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import AttentionName, BatchMeta, CacheDtype, Ops, OpsName
+from services.worker.ops.native.build import Level
 from services.worker.ops.quantized import Scheme
 from services.worker.ops.selector import OpsChoice
 from services.worker.platforms.interface import Platform
@@ -82,6 +83,8 @@ class LoadSettings:
     max_model_len: int | None = None
     load_format: LoadFormat = "auto"
     ops: OpsName = "auto"
+    instructions: Level | None = None
+    """Of native operations; None: the best of the machine."""
     kv_cache_dtype: CacheDtype = "auto"
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens of a block of keys and values."""
@@ -297,7 +300,8 @@ def digest_of(settings: LoadSettings, config: Struct) -> str:
 def create_ops(settings: LoadSettings, dtype: torch.dtype) -> Ops:
     """Raises OpsUnavailable."""
     choice = OpsChoice(
-        settings.ops, settings.device, dtype, settings.kv_cache_dtype, settings.attention, settings.block_size
+        *(settings.ops, settings.device, dtype, settings.kv_cache_dtype, settings.attention, settings.block_size),
+        instructions=settings.instructions,
     )
     return settings.platform.create_ops(choice)
 

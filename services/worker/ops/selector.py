@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple, assert_never
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 import torch
 
 from services.worker.ops.interface import CACHE_DTYPES, AttentionName, CacheDtype, Ops, OpsName, OpsUnavailable
 from services.worker.ops.torch_ops import TorchOps
 from shared.blocks import DEFAULT_BLOCK_SIZE
+
+if TYPE_CHECKING:
+    from services.worker.ops.native.build import Level
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +30,8 @@ class OpsChoice(NamedTuple):
     """Whose attention Triton's operations use."""
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens of a block of keys and values."""
+    instructions: Level | None = None
+    """Of native operations; None: the best of the machine."""
 
     @property
     def cache_dtype(self) -> torch.dtype | None:
@@ -40,10 +45,14 @@ class OpsChoice(NamedTuple):
     def native(self) -> Ops:
         """C++ for CPUs. Raises OpsUnavailable."""
         try:
+            from services.worker.ops.native.build import runnable_levels
             from services.worker.ops.native.native_ops import NativeOps
         except ImportError as error:
             raise OpsUnavailable(f"the native operations are not part of this installation ({error})") from None
-        return NativeOps(self.device, self.dtype, block_size=self.block_size, cache_dtype=self.cache_dtype)
+        level = self.instructions
+        if level is not None and level not in runnable_levels():
+            raise OpsUnavailable(f"instructions = {level}: this machine has {', '.join(runnable_levels())}")
+        return NativeOps(self.device, self.dtype, level=level, block_size=self.block_size, cache_dtype=self.cache_dtype)
 
     def triton(self) -> Ops:
         """Triton's kernels. Raises OpsUnavailable."""
@@ -69,6 +78,10 @@ def create_ops(choice: OpsChoice, *, best: OpsName) -> Ops:
         raise OpsUnavailable(f"kv_cache_dtype = {choice.cache}: {whose} operations read no such keys and values")
     if choice.attention != "auto" and ops.name != "triton":
         raise OpsUnavailable(f"attention = {choice.attention}: {ops.name} operations have an attention of their own")
+    if choice.instructions is not None and ops.name in ("torch", "triton"):
+        raise OpsUnavailable(
+            f"instructions = {choice.instructions}: only native operations have a choice, not {ops.name}"
+        )
     return ops
 
 
@@ -89,7 +102,7 @@ def _best(choice: OpsChoice, best: OpsName) -> Ops:
     try:
         return _ops_called(best, choice)
     except OpsUnavailable as reason:
-        if choice.cache != "auto" or (best == "triton" and choice.attention != "auto"):
-            raise  # PyTorch's have neither, whatever the reason; and that reason is what can be mended
+        if choice.cache != "auto" or (best == "triton" and choice.attention != "auto") or choice.instructions:
+            raise  # PyTorch's have none of these, whatever the reason; and that reason is what can be mended
         _log.info("only PyTorch's own operations are available: %s", reason)
         return choice.torch()

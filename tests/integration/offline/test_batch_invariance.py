@@ -20,13 +20,14 @@ from services.worker.ops.native import native_ops
 from services.worker.ops.native.build import Level, runnable_levels
 from tests.support.models.tiny_models import VOCABULARY, make_model, write_word_tokenizer
 from tests.support.paths import DEMO_MODEL
+from tests.support.tiles.emulated_tiles import tile_instructions
 
 NEW_TOKENS = 12
 WHOLE, CHUNKED = 2048, 48
 """Tokens of the largest step: more than any prompt has, and fewer than most have."""
 LENGTHS = (3, 48, 130, 523)
 """Of prompts: the longest is attended to in three chunks of 256 tokens."""
-LEVELS = [level for level in ("avx512-bf16", "avx2", "neon") if level in runnable_levels()]
+LEVELS = [level for level in ("amx", "avx512-bf16", "avx2", "neon") if level in runnable_levels()]
 """Of those with instructions of their own for products; the sums of others run through the same code."""
 
 
@@ -124,6 +125,16 @@ def test_a_stream_is_the_same_however_its_steps_are_made_up(
 )
 def test_so_it_is_with_rounded_weights_and_caches(settings: dict[str, str]) -> None:
     assert_invariant(DEMO_MODEL, 2048, lengths=(3, 300), new_tokens=4, dtype="bfloat16", **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"quantization": "w8a8_int8"}], ids=["bfloat16", "w8a8_int8"])
+def test_so_it_is_in_tiles(settings: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of AMX, emulated where the processor has none."""
+    with tile_instructions(tmp_path) as emulated:
+        monkeypatch.setattr(native_ops, "best_level", lambda: "amx")
+        assert_invariant(DEMO_MODEL, 2048, lengths=(3, 130), new_tokens=4, dtype="bfloat16", **settings)
+        assert emulated is None or emulated() > 0
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "bamba", "qwen3-next"])

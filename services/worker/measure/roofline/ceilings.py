@@ -17,6 +17,7 @@ import torch
 from services.worker.measure.roofline.wire import Ceilings, Timing
 from services.worker.ops.interface import OpsUnavailable
 from services.worker.ops.native.kernels import NativeKernels
+from services.worker.ops.native.library import HALF
 from services.worker.ops.native.native_ops import NativeOps
 
 _COPIED_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
@@ -70,9 +71,14 @@ def _reading(watch: Stopwatch, kernels: NativeKernels, budget: float) -> float:
 
 
 def _registers(watch: Stopwatch, native: NativeOps, budget: float) -> float:
-    probe, pool = native.kernels.library.baton_probe_multiplying, native.kernels.pool
-    operations = probe(pool, native.number, _PROBED_STEPS)
-    return float(operations / watch.timed(lambda: probe(pool, native.number, _PROBED_STEPS), budget).best)
+    loaded, pool = native.kernels.library, native.kernels.pool
+
+    def probe() -> float:
+        if native.kernels.tiles and native.number == HALF:
+            return float(loaded.baton_probe_tiles(pool, _PROBED_STEPS))
+        return float(loaded.baton_probe_multiplying(pool, native.number, _PROBED_STEPS))
+
+    return probe() / watch.timed(probe, budget).best
 
 
 # Times work on a device: by events where it queues work, by the clock where it does not.

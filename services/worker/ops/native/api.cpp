@@ -11,11 +11,12 @@
 #include "rows.h"
 #include "states.h"
 #include "threads.h"
+#include "tiles.h"
 
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 22; }
+int baton_version() { return 23; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -31,6 +32,8 @@ const char* baton_instructions() {
     return "portable";
 #endif
 }
+
+int baton_allow_tiles() { return allow_tiles(); }
 
 Pool* baton_pool(int threads) { return new Pool(threads - 1); }
 void baton_pool_free(Pool* pool) { delete pool; }
@@ -106,6 +109,7 @@ void baton_show(Exchange* exchange, uint64_t shown) { show(*exchange, shown); }
 uint64_t baton_shown_by(const Exchange* exchange, int rank) { return shown_by(*exchange, rank); }
 float baton_probe_reading(Pool* pool, const void* from, int64_t bytes) { return probe_reading(*pool, from, bytes); }
 int64_t baton_probe_multiplying(Pool* pool, int number, int64_t steps) { return probe_multiplying(*pool, Number(number), steps); }
+int64_t baton_probe_tiles(Pool* pool, int64_t steps) { return probe_tiles(*pool, steps); }
 void baton_draw(Pool* pool, const float* logits, int vocab, int count, const uint32_t* keys, const float* temperature,
                 const int64_t* top_k, const float* top_p, const float* min_p, int64_t* tokens) {
     draw(*pool, {logits, vocab, count, keys, temperature, top_k, top_p, min_p}, tokens);

@@ -27,8 +27,8 @@ from typing import Literal, get_args
 
 from shared.config import process_environment
 
-Level = Literal["avx512-bf16", "avx512-vnni", "avx512", "avx2", "neon", "portable"]
-"""Instructions that a library may use; on x86 each level needs all that come after it there."""
+Level = Literal["amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2", "neon", "portable"]
+"""Instructions that kernels may use; on x86 each level needs all that come after it there."""
 
 COMPILE_SECONDS = 300.0
 """A compiler that takes longer is stopped (a loaded machine takes 30)."""
@@ -48,8 +48,10 @@ _FLAGS = (
     # Vectors wider than the instructions' are passed in memory: only a matter between libraries.
     "-Wno-psabi",
 )
+_TILE_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
+"""No compiler makes such instructions of its own accord: a library that has them runs on any machine of its level."""
 _LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
-    "avx512-bf16": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    "avx512-bf16": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", *_TILE_FLAGS),
     "avx512-vnni": ("-march=x86-64-v4", "-mavx512vnni"),
     "avx512": ("-march=x86-64-v4",),
     "avx2": ("-march=x86-64-v3",),
@@ -57,17 +59,21 @@ _LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
     "portable": (),
 }
 _ZIG_LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
-    "avx512-bf16": ("-mcpu=x86_64_v4+avx512vnni+avx512bf16",),
+    "avx512-bf16": ("-mcpu=x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_bf16+amx_int8",),
     "avx512-vnni": ("-mcpu=x86_64_v4+avx512vnni",),
     "avx512": ("-mcpu=x86_64_v4",),
     "avx2": ("-mcpu=x86_64_v3",),
     "neon": ("-mcpu=baseline",),
     "portable": ("-mcpu=baseline",),
 }
-_X86_LEVELS: tuple[Level, ...] = ("avx512-bf16", "avx512-vnni", "avx512", "avx2", "portable")
+_X86_LEVELS: tuple[Level, ...] = ("amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2", "portable")
+_LIBRARIES: dict[Level, Level] = {"amx": "avx512-bf16"}
+"""Levels whose kernels are in another one's library: what is multiplied in tiles is marked so, matrix by matrix."""
 _AVX512 = frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
+_AVX512_BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _NEEDED: tuple[tuple[Level, frozenset[str]], ...] = (
-    ("avx512-bf16", _AVX512 | {"avx512_vnni", "avx512_bf16"}),
+    ("amx", _AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}),
+    ("avx512-bf16", _AVX512_BF16),
     ("avx512-vnni", _AVX512 | {"avx512_vnni"}),
     ("avx512", _AVX512),
     ("avx2", frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"))),
@@ -100,6 +106,7 @@ def library_path(level: Level) -> Path:
 
     Raises BuildError.
     """
+    level = _LIBRARIES.get(level, level)
     target = _cache_folder() / f"kernels-{level}-{_key(level)}.so"
     if not target.exists():
         with _alone(target.parent):
@@ -236,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--level", choices=get_args(Level), help="one level, whatever this machine has")
     options = parser.parse_args(arguments)
     arm = best_level() == "neon"
-    every: tuple[Level, ...] = ("neon",) if arm else _X86_LEVELS
+    every: tuple[Level, ...] = ("neon",) if arm else tuple(level for level in _X86_LEVELS if level not in _LIBRARIES)
     levels = every if options.all else (options.level or best_level(),)
     try:
         for level in levels:

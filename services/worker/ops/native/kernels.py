@@ -14,6 +14,7 @@ from torch import Tensor
 from services.worker.ops.interface import Activation, BatchMeta, OpsUnavailable
 from services.worker.ops.native import library
 from services.worker.ops.native.build import BuildError, Level, library_path
+from services.worker.ops.native.tile_check import tiles_work
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}
 """The values of `Activation` in linear.h."""
@@ -42,23 +43,31 @@ class NativeKernels:
 
     def __init__(self, threads: int, level: Level) -> None:
         try:
-            self.library = library.load(library_path(level))
+            path = library_path(level)
+            self.library = library.load(path)
         except (BuildError, OSError, AttributeError) as error:
             raise OpsUnavailable(str(error)) from None
+        self.tiles = level == "amx" and tiles_work(path)
+        """Whether matrices may be marked as multiplied in tiles."""
         self.pool: int = self.library.baton_pool(threads)
         self.threads = threads
         self.level = level
 
     @property
     def instructions(self) -> str:
-        """What the library was compiled for."""
+        """What the library was compiled for, or tiles, which it uses where they are asked for."""
         name: bytes = self.library.baton_instructions()
-        return name.decode()
+        return "amx" if self.tiles else name.decode()
+
+    @property
+    def multiplies_halves(self) -> bool:
+        """Whether one instruction sums products of two bf16 numbers."""
+        return self.instructions in ("amx", "avx512-bf16")
 
     @property
     def multiplies_bytes(self) -> bool:
         """Whether one instruction sums four products of bytes (AVX512-VNNI)."""
-        return self.instructions in ("avx512-bf16", "avx512-vnni")
+        return self.multiplies_halves or self.instructions == "avx512-vnni"
 
     def __del__(self) -> None:
         if getattr(self, "pool", None):

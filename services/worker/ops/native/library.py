@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-VERSION = 22
+VERSION = 23
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -37,6 +37,7 @@ class Linear(Structure):
         ("zeros", c_void_p),
         ("digits", c_int),
         ("offsets", c_void_p),
+        ("tiled", c_int),
     )
 
 
@@ -358,6 +359,7 @@ class KvBlocks(Structure):
 _SIGNATURES = {
     "baton_version": (c_int, ()),
     "baton_instructions": (ctypes.c_char_p, ()),
+    "baton_allow_tiles": (c_int, ()),
     "baton_pool": (c_void_p, (c_int,)),
     "baton_pool_free": (None, (c_void_p,)),
     "baton_packed_bytes": (c_int64, (c_int, c_int, c_int)),
@@ -405,6 +407,7 @@ _SIGNATURES = {
     "baton_shown_by": (c_uint64, (POINTER(Exchange), c_int)),
     "baton_probe_reading": (c_float, (c_void_p, c_void_p, c_int64)),
     "baton_probe_multiplying": (c_int64, (c_void_p, c_int, c_int64)),
+    "baton_probe_tiles": (c_int64, (c_void_p, c_int64)),
     "baton_draw": (None, (c_void_p, c_void_p, c_int, c_int, *[c_void_p] * 6)),
     "baton_decoder_run": (c_int, (c_void_p, POINTER(Forward))),
     "baton_decoder_draft_on": (c_int, (c_void_p, POINTER(Forward), c_int, c_int64, c_void_p)),

@@ -5,8 +5,10 @@
 #include <vector>
 
 #include "codes.h"
+#include "row_copies.h"
 #include "segments.h"
 #include "sums.h"
+#include "tiled.h"
 
 namespace {
 
@@ -34,34 +36,6 @@ template <class Kind> struct Copied {
     static constexpr int kStride = (kBlockSteps + 16) * Kind::kItems;
     alignas(64) Item items[kTileRows * kStride];
 };
-
-template <class To, class From> void convert(To* to, const From* from, int count) {
-    int i = 0;
-    for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
-    for (; i < count; ++i) {
-        if constexpr (sizeof(To) == 2) to[i] = bf16_of(from[i]);
-        else to[i] = float_of(from[i]);
-    }
-}
-
-template <class Item> void copy_row(Item* to, const Rows& x, int row, int first, int count, int padded) {
-    using Other = std::conditional_t<sizeof(Item) == 2, float, Bf16>;
-    int64_t at = row * x.stride + first;
-    if ((x.number == Number::kHalf) == (sizeof(Item) == 2)) memcpy(to, (const Item*)x.data + at, size_t(count) * sizeof(Item));
-    else convert(to, (const Other*)x.data + at, count);
-    for (int i = count; i < padded; ++i) to[i] = 0;
-}
-
-// Whether tiles may read x where it lies.
-template <class Kind> bool readable(const Product& p) {
-    constexpr int item = sizeof(typename Kind::Item);
-    bool aliased = p.x.count > 4 && p.x.stride * item % 1024 == 0;
-    int items = p.linear.code == Code::kPlain ? Kind::kItems : kCodeInputs;
-    return (p.x.number == Number::kHalf) == (item == 2) && !aliased && p.linear.in % items == 0;
-}
-
-// Whether a kind multiplies rows that were rounded to its items.
-template <class Kind> constexpr bool kRounds = std::is_same_v<Kind, Quad>;
 
 // The weights of a block of steps as they are multiplied: numbers where they lie, or where codes were turned into them.
 template <class Kind> struct Numbers {
@@ -120,25 +94,6 @@ template <int R, int C> BATON_INLINE void add_offsets(const Product& p, int64_t 
 
 template <class Kind> Coded<Kind, Code::kInt4> with_zeros(Coded<Kind, Code::kInt4> weights, const uint8_t* zeros) { return {weights.at, zeros}; }
 template <class Weights> Weights with_zeros(Weights weights, const uint8_t*) { return weights; }
-
-// What the sums of whole numbers stand for: `row` is the first in x, R its digits and those of the rows behind it.
-template <int Digits, int R, int C>
-BATON_INLINE Sums<R / Digits, C> numbers_of(const Product& p, int64_t row, const float* weight_scales, const Sums<R, C>& sums) {
-    Sums<R / Digits, C> numbers;
-    for (int r = 0; r < R / Digits; ++r)
-        for (int c = 0; c < C; ++c) {
-            F number = zeros();
-            for (int digit = 0; digit < Digits; ++digit) {
-                // Weights are 128 more than what they stand for.
-                U excess = all_bits(uint32_t(p.rounded->sums(row + r)[digit]) << 7), sum = bits_of(sums.at[r * Digits + digit][c]);
-                Sixteen<RegI> whole;
-                BATON_EACH whole.part[i_] = (RegI)(sum.part[i_] - excess.part[i_]);
-                number = digit ? fma(number, all(256.0f), floats_of(whole)) : floats_of(whole);
-            }
-            numbers.at[r][c] = number * (all(*p.rounded->scales(row + r)) * load(weight_scales + c * kLanes));
-        }
-    return numbers;
-}
 
 // One tile over one block of steps; sums wait in `kept` [rows][kGroupColumns] for the next one.
 template <class Kind, int R, class Weights>
@@ -294,13 +249,25 @@ template <class Run> void multiply_tile(const Product& p, int tile, Run run) {
     run(p, {row, end - row, groups + group, gates, nullptr});
 }
 
+using BlockRun = void (*)(const Product&, const Block&);
+
+// What multiplies plain numbers, or bytes with one scale for all of an output's inputs. Bytes give the same bits in both ways,
+// and few rows are one register tile, which reads weights in the order they lie in.
+template <class Kind> BlockRun block_run_of(const Product& p) {
+#if defined(BATON_TILES)
+    if constexpr (!std::is_same_v<Kind, Single>)
+        if (p.linear.tiled && (!kRounds<Kind> || p.x.count * p.digits() > kTileRows)) return run_tiled_block<Kind>;
+#endif
+    return run_block<Kind>;
+}
+
 template <class Kind> void multiply_tile_as(const Product& p, int tile) {
     switch (p.linear.code) {
-        case Code::kPlain: return multiply_tile(p, tile, run_block<Kind>);
+        case Code::kPlain: return multiply_tile(p, tile, block_run_of<Kind>(p));
         case Code::kInt8: return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt8>);
         case Code::kInt4: return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt4>);
         case Code::kFp8: return multiply_tile(p, tile, run_coded_block<Kind, Code::kFp8>);
-        case Code::kQuad: return multiply_tile(p, tile, p.linear.scaled ? run_segmented_block<Code::kQuad> : run_block<Quad>);
+        case Code::kQuad: return multiply_tile(p, tile, p.linear.scaled ? run_segmented_block<Code::kQuad> : block_run_of<Quad>(p));
         case Code::kNibble: return multiply_tile(p, tile, run_segmented_block<Code::kNibble>);
     }
 }

@@ -7,7 +7,8 @@ and what linears give are float32; what goes into a linear, and the keys and val
 rows of the batch, nor on the cutting of a prompt into steps, nor on the number of threads. Sums over a linear's inputs
 run in ascending order in one accumulator, whatever the number of rows; softmax runs over chunks of the context whose
 bounds are fixed. So 64 concurrent streams equal their 64 sequential runs, and a stream dispatched again goes on as it
-would have. (It does depend on the machine's instructions: AVX512-BF16 rounds otherwise than AVX2 does.)
+would have. (It does depend on the machine's instructions: AVX512-BF16 rounds otherwise than AVX2 does, and AMX adds up
+32 inputs at a time.)
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ class NativeOps:
             raise OpsUnavailable(f"the native operations know no {dtype}")
         self.block_size = block_size
         self.kernels = kernels or NativeKernels(threads or torch.get_num_threads(), level or best_level())
+        if level is not None and self.kernels.instructions != level:
+            raise OpsUnavailable(f"instructions = {level}: they cannot be used here; a warning before this says why")
         self.number = library.HALF if dtype == torch.bfloat16 else library.SINGLE
         self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         self._cache_dtype = cache_dtype
@@ -109,7 +112,7 @@ class NativeOps:
     def for_drafts(self) -> NativeOps:
         """Operations that drafters are fastest with: in bfloat16 where this machine multiplies it, on the same threads;
         else these."""
-        if self.number == library.HALF or not self.kernels.instructions.endswith("bf16"):
+        if self.number == library.HALF or not self.kernels.multiplies_halves:
             return self
         return NativeOps(
             torch.device("cpu"),
@@ -140,7 +143,9 @@ class NativeOps:
         floats = None if bias is None else bias.float().contiguous()
         groups = self._arena.take(self._library.baton_packed_bytes(self.number, out, inputs))
         self._library.baton_pack(self._pool, self.number, weight.data_ptr(), out, inputs, groups.data_ptr())
-        linear = library.Linear(self.number, out, inputs, groups.data_ptr(), address_of(floats))
+        linear = library.Linear(
+            *(self.number, out, inputs, groups.data_ptr(), address_of(floats)), tiled=self.kernels.tiles
+        )
         return PackedMatrix(linear, groups, floats, out, inputs)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
@@ -162,7 +167,7 @@ class NativeOps:
         scaled = 0 if one_scale else weight.group_size
         linear = library.Linear(
             *(self.number, out, inputs, groups.data_ptr(), address_of(floats)),
-            *(code, scaled, scales.data_ptr(), address_of(zeros), digits, address_of(offsets)),
+            *(code, scaled, scales.data_ptr(), address_of(zeros), digits, address_of(offsets), self.kernels.tiles),
         )
         return PackedMatrix(linear, groups, floats, out, inputs, scales, zeros, offsets)
 

@@ -2,6 +2,7 @@
 #include "probe.h"
 
 #include "tile.h"
+#include "tiles.h"
 
 namespace {
 
@@ -63,4 +64,24 @@ int64_t probe_multiplying(Pool& pool, Number number, int64_t steps) {
     });
     int items_of_step = number == Number::kHalf ? Half::kItems : Single::kItems;
     return int64_t(threads) * 8 * (steps / 8) * kTileRows * kTileColumns * kLanes * items_of_step * 2;
+}
+
+int64_t probe_tiles(Pool& pool, int64_t steps) {
+#if defined(BATON_TILES)
+    int threads = pool.threads();
+    pool.run(8 * threads, [&](int, int) {
+        shape_tiles(kTileHeight);
+        for (int64_t step = 0; step < steps / 8; ++step) {
+            add_half_tiles<0, 4, 6>();
+            add_half_tiles<1, 4, 7>();
+            add_half_tiles<2, 5, 6>();
+            add_half_tiles<3, 5, 7>();
+        }
+        release_tiles();
+    });
+    constexpr int kProducts = 4, kInputs = kTileRowBytes / int(sizeof(Bf16));
+    return int64_t(threads) * 8 * (steps / 8) * kProducts * kTileHeight * kLanes * kInputs * 2;
+#else
+    return 0;
+#endif
 }

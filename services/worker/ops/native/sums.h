@@ -1,5 +1,7 @@
 // What a product is made of, and how its sums leave the registers. Knows no weights and no threads.
 #pragma once
+#include <type_traits>
+
 #include "activation.h"
 #include "digits.h"
 #include "linear.h"
@@ -92,6 +94,28 @@ template <int R, int C> BATON_INLINE void write_floats(const Product& p, int row
             F sum = bias ? sums.at[r][c] + load(bias + at) : sums.at[r][c];
             store(to + c * kLanes, added ? load(to + c * kLanes) + sum : sum);
         }
+}
+
+// Whether a kind multiplies rows that were rounded to its items.
+template <class Kind> constexpr bool kRounds = std::is_same_v<Kind, Quad>;
+
+// What the sums of whole numbers stand for: `row` is the first in x, R its digits and those of the rows behind it.
+template <int Digits, int R, int C>
+BATON_INLINE Sums<R / Digits, C> numbers_of(const Product& p, int64_t row, const float* weight_scales, const Sums<R, C>& sums) {
+    Sums<R / Digits, C> numbers;
+    for (int r = 0; r < R / Digits; ++r)
+        for (int c = 0; c < C; ++c) {
+            F number = zeros();
+            for (int digit = 0; digit < Digits; ++digit) {
+                // Weights are 128 more than what they stand for.
+                U excess = all_bits(uint32_t(p.rounded->sums(row + r)[digit]) << 7), sum = bits_of(sums.at[r * Digits + digit][c]);
+                Sixteen<RegI> whole;
+                BATON_EACH whole.part[i_] = (RegI)(sum.part[i_] - excess.part[i_]);
+                number = digit ? fma(number, all(256.0f), floats_of(whole)) : floats_of(whole);
+            }
+            numbers.at[r][c] = number * (all(*p.rounded->scales(row + r)) * load(weight_scales + c * kLanes));
+        }
+    return numbers;
 }
 
 // Has the lines that will be written brought near while the tile is computed.

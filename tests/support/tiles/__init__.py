@@ -1,0 +1,1 @@
+"""Tile instructions (AMX) for processors that have none."""
