@@ -14,7 +14,7 @@ zeros in the others. So a row's result has the same bits in all of them, and doe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -63,7 +63,8 @@ def shares_of(rows: Sequence[int]) -> list[RowRange]:
 
 
 class _Layout(NamedTuple):
-    """A row as bytes: the ranks it goes to where it says so, its picks, their chances, and itself, to whole words."""
+    """A row as bytes: the ranks it goes to where it says so, its picks, their chances, and itself, to whole numbers of
+    eight bytes."""
 
     hidden: int
     dtype: torch.dtype
@@ -74,23 +75,50 @@ class _Layout(NamedTuple):
     def of(cls, routed: RoutedRows, head: int) -> _Layout:
         return cls(routed.rows.shape[1], routed.rows.dtype, routed.picks.shape[1], head)
 
-    def pack(self, routed: RoutedRows, ranks: Tensor | None) -> Tensor:
-        """uint8 [n, width]"""
-        parts = [] if ranks is None else [ranks.unsqueeze(1)]
-        parts += [routed.picks.to(torch.int32), routed.chances.float(), routed.rows]
-        count, gap = len(routed.rows), -(self.hidden * self.dtype.itemsize) % 4
-        words = [each.contiguous().view(torch.uint8).view(count, each.shape[1] * each.itemsize) for each in parts]
-        return torch.cat((*words, *((words[0].new_zeros(count, gap),) if gap else ())), dim=1)
+    @property
+    def width(self) -> int:
+        wanted = self.head + 8 * self.picks + self.hidden * self.dtype.itemsize
+        return wanted + -wanted % 8
 
-    def unpack(self, packed: Tensor) -> RoutedRows:
-        ends = list(accumulate((self.head, 4 * self.picks, 4 * self.picks, self.hidden * self.dtype.itemsize)))
-        picks, chances, rows = (packed[:, begin:end].contiguous() for begin, end in pairwise(ends))
-        shape = (len(packed), -1) if len(packed) else None
+    def parts(self, packed: Tensor) -> RoutedRows:
+        """packed uint8 [n, width] → its parts, where they lie in it."""
+        words, first = packed.view(torch.int32), self.head // 4
+        begin = (self.head + 8 * self.picks) // self.dtype.itemsize
         return RoutedRows(
-            rows.view(self.dtype).view(shape or (0, self.hidden)),
-            picks.view(torch.int32).view(shape or (0, self.picks)),
-            chances.view(torch.float32).view(shape or (0, self.picks)),
+            rows=packed.view(self.dtype)[:, begin : begin + self.hidden],
+            picks=words[:, first : first + self.picks],
+            chances=packed.view(torch.float32)[:, first + self.picks : first + 2 * self.picks],
         )
+
+
+class _Packed:
+    """Memory of so many rows, of which a share is this rank's, with views of all parts. It serves all mixtures of all
+    steps that have as many: at few rows making views takes longer than copying does, and fresh memory costs a page
+    fault for each 4 kB."""
+
+    def __init__(self, layout: _Layout, count: int, share: RowRange) -> None:
+        self.layout, self.made_for = layout, (layout, count, share)
+        self.bytes = torch.zeros(count, layout.width, dtype=torch.uint8)
+        own = self.bytes[slice(*share)]
+        self.all, self._own = layout.parts(self.bytes), layout.parts(own)
+        self._own_sets = own.view(torch.int64)[:, 0]
+
+    def put(self, routed: RoutedRows, sets: Tensor | None = None) -> None:
+        """The rows of this rank's share. `sets`: what each begins with where there is a head."""
+        for part, given in zip(self._own, routed, strict=True):
+            part.copy_(given)
+        if sets is not None:
+            self._own_sets.copy_(sets)
+
+
+def _packed(
+    before: _Packed | None, routed: RoutedRows, count: int, share: RowRange, sets: Tensor | None = None
+) -> _Packed:
+    """What `routed` is packed in: the memory of `before` where that suits."""
+    wanted = (_Layout.of(routed, 0 if sets is None else _SET_BYTES), count, share)
+    packed = before if before is not None and before.made_for == wanted else _Packed(*wanted)
+    packed.put(routed, sets)
+    return packed
 
 
 def _goes_to(holders: Tensor, ranks: int) -> Tensor:
@@ -103,28 +131,26 @@ class GatheredRows:
 
     def __init__(self, place: GroupTopology, exchange: HostExchange) -> None:
         self._place, self._exchange = place, exchange
-        self._counts: Sequence[int] = ()
-        self._arrived: RoutedRows | None = None
+        self._shares: Sequence[RowRange] = ()
+        self._packed: _Packed | None = None
 
     def start(self, own: RoutedRows, holders: Tensor, counts: Sequence[int]) -> None:
         """See `RowExchange.start`; rows are there when this returns."""
-        layout, self._counts = _Layout.of(own, 0), counts
-        packed = layout.pack(own, None)
-        together, shares = packed.new_empty(sum(counts), packed.shape[1]), shares_of(counts)
-        together[slice(*shares[self._place.engine])] = packed
-        self._exchange.all_gather(together, given_by_first(self._place, shares))
-        self._arrived = layout.unpack(together)
+        self._shares = shares = shares_of(counts)
+        self._packed = _packed(self._packed, own, sum(counts), shares[self._place.engine])
+        self._exchange.all_gather(self._packed.bytes, given_by_first(self._place, shares))
 
     def arrived(self) -> RoutedRows:
         """The rows of all engines."""
-        assert self._arrived is not None, "rows are on their way"
-        return self._arrived
+        assert self._packed is not None, "rows are on their way"
+        rows, picks, chances = self._packed.all
+        return RoutedRows(rows.contiguous(), picks, chances.contiguous())
 
     def combine(self, computed: Tensor) -> Tensor:
         """See `RowExchange.combine`."""
-        shares, added = shares_of(self._counts), computed.float().contiguous()
-        self._exchange.reduce_scatter(added, read_by_all(self._place, shares))
-        return added[slice(*shares[self._place.engine])]
+        added = computed.float().contiguous()
+        self._exchange.reduce_scatter(added, read_by_all(self._place, self._shares))
+        return added[slice(*self._shares[self._place.engine])]
 
 
 class LowLatencyRows:
@@ -133,36 +159,33 @@ class LowLatencyRows:
     def __init__(self, place: GroupTopology, exchange: HostExchange) -> None:
         self._place, self._exchange = place, exchange
         self._bits = torch.tensor([1 << rank for rank in range(place.group_size)])
-        self._counts: Sequence[int] = ()
-        self._layout: _Layout | None = None
-        self._together = self._holders = self._mine = torch.empty(0)
+        self._shares: Sequence[RowRange] = ()
+        self._packed: _Packed | None = None
+        self._holders = self._mine = torch.empty(0)
         self._finish: Callable[[], None] | None = None
 
     def start(self, own: RoutedRows, holders: Tensor, counts: Sequence[int]) -> None:
         """See `RowExchange.start`."""
         sets = (_goes_to(holders, self._place.group_size) * self._bits).sum(1)
-        self._layout, self._counts = _Layout.of(own, _SET_BYTES), counts
-        packed, shares = self._layout.pack(own, sets), shares_of(counts)
-        self._together = packed.new_empty(sum(counts), packed.shape[1])
-        self._together[slice(*shares[self._place.engine])] = packed
-        self._finish = self._exchange.dispatch(self._together, given_by_first(self._place, shares))
+        self._shares = shares = shares_of(counts)
+        self._packed = _packed(self._packed, own, sum(counts), shares[self._place.engine], sets)
+        self._finish = self._exchange.dispatch(self._packed.bytes, given_by_first(self._place, shares))
 
     def arrived(self) -> RoutedRows:
         """See `RowExchange.arrived`."""
-        assert self._layout is not None, "rows are on their way"
+        assert self._packed is not None, "rows are on their way"
         assert self._finish is not None, "rows are on their way"
         self._finish()
-        self._holders = self._together[:, :_SET_BYTES].contiguous().view(torch.int64).view(-1)
-        self._mine = (self._holders & (1 << self._place.in_group)).nonzero().view(-1)
-        return self._layout.unpack(self._together.index_select(0, self._mine))
+        self._holders = self._packed.bytes.view(torch.int64)[:, 0].contiguous()
+        self._mine = mine = (self._holders & (1 << self._place.in_group)).nonzero().view(-1)
+        return RoutedRows(*(part.index_select(0, mine) for part in self._packed.all))
 
     def combine(self, computed: Tensor) -> Tensor:
         """See `RowExchange.combine`."""
-        shares = shares_of(self._counts)
-        added = torch.empty(sum(self._counts), computed.shape[1])
+        added = torch.empty(self._shares[-1].end, computed.shape[1])
         added.index_copy_(0, self._mine, computed.float())
-        self._exchange.combine(added, read_by_all(self._place, shares), self._holders)
-        return added[slice(*shares[self._place.engine])]
+        self._exchange.combine(added, read_by_all(self._place, self._shares), self._holders)
+        return added[slice(*self._shares[self._place.engine])]
 
 
 class HighThroughputRows:
@@ -172,9 +195,9 @@ class HighThroughputRows:
     def __init__(self, place: GroupTopology) -> None:
         self._place = place
         self._goes = torch.empty(0, 0, dtype=torch.bool)
-        self._layout: _Layout | None = None
+        self._packed: _Packed | None = None
         self._came: list[int] = []
-        self._packed = torch.empty(0)
+        self._together = torch.empty(0)
         self._work: dist.Work | None = None
 
     def start(self, own: RoutedRows, holders: Tensor, counts: Sequence[int]) -> None:
@@ -185,19 +208,20 @@ class HighThroughputRows:
         sent = self._goes[first:end].sum(0)
         came = torch.empty_like(sent)
         dist.all_to_all_single(came, sent)
-        self._came, self._layout = came.tolist(), _Layout.of(own, 0)
-        packed = self._layout.pack(own, None)
+        self._came, rows = came.tolist(), len(own.rows)
+        self._packed = _packed(self._packed, own, rows, RowRange(0, rows))
         places = self._goes[first:end].t().nonzero()[:, 1] + first  # by rank, then by row
-        going = packed.index_select(0, places)
-        self._packed = packed.new_empty(sum(self._came), packed.shape[1])
-        self._work = self._send(self._packed, going, self._came, sent.tolist(), later=True)
+        going = self._packed.bytes.index_select(0, places)
+        self._together = going.new_empty(sum(self._came), going.shape[1])
+        self._work = self._send(self._together, going, self._came, sent.tolist(), later=True)
 
     def arrived(self) -> RoutedRows:
         """See `RowExchange.arrived`."""
-        assert self._layout is not None, "rows are on their way"
+        assert self._packed is not None, "rows are on their way"
         if self._work is not None:
             self._work.wait()
-        return self._layout.unpack(self._packed)
+        rows, picks, chances = self._packed.layout.parts(self._together)
+        return RoutedRows(rows.contiguous(), picks, chances.contiguous())
 
     def combine(self, computed: Tensor) -> Tensor:
         """See `RowExchange.combine`."""
