@@ -13,6 +13,7 @@ from deploy.errors import CommandError
 from services.worker.measure.roofline.wire import shape_file, shape_names
 from shared.config import process_environment
 from shared.ids import ModelName
+from shared.models.gguf_header import GgufError, check_gguf
 from shared.models.model_files import ModelNotFound, is_gguf, resolve_model
 
 DEMO_MODEL = Path(__file__).with_name("demo") / "model"
@@ -61,6 +62,10 @@ def _converted(file: Path) -> Path:
     cache = (Path(base) if base else Path.home() / ".cache") / "baton" / "gguf"
     folder = cache / f"{file.stem}-{blake2b(state.encode(), digest_size=8).hexdigest()}"
     if not folder.is_dir():
+        try:
+            check_gguf(file)
+        except (GgufError, OSError) as error:
+            raise CommandError(str(error)) from None
         # In a process of its own: here, nothing imports torch.
         command = [sys.executable, "-m", "services.worker.models.gguf", str(file), str(folder)]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
