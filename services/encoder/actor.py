@@ -110,7 +110,7 @@ class EncoderActor(Actor):
         """Where the rows of an image are, or a future of that; a piece of rows."""
         if isinstance(request, ReadRows):
             return self._rows.piece(request)
-        image, now = image_hash(request.content, request.salt, request.frames, request.written), time.monotonic()
+        image, now = image_hash(request), time.monotonic()
         if request.written is None and (rows := self._rows.find(image)) is not None:
             self._count_hit()
             return EncoderRows(rows)

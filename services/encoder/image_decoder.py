@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from services.encoder import metrics
-from services.encoder.image_process import DecodedImage, DecodingRefusal, DecodingReply
+from services.encoder.image_process import DecodedImage, DecodingRefusal, DecodingReply, DecodingRequest
 from shared.machine.helper_pipes import LENGTH_BYTES
 from shared.machine.helper_process import end_helper, read_reply, start_helper
 from shared.messages.encoder import EncodeInput, FramePair
@@ -64,15 +64,16 @@ class ImageDecoder:
         """The pixels of an image, or of frames, which a gateway has decoded (ADR 118). Raises ImageRefused."""
         if question.frames is not None:
             return DecodedFrames.of(question.frames, question.content)
-        return await self._decoded(question.content)
+        return await self._decoded(DecodingRequest(question.content, question.max_side))
 
-    async def _decoded(self, file: bytes) -> DecodedImage:
+    async def _decoded(self, request: DecodingRequest) -> DecodedImage:
+        asked = msgspec.msgpack.encode(request)
         async with self._busy:
             for _ in range(ATTEMPTS):
                 process = self._process or await self._start()
                 try:
                     async with asyncio.timeout(self._timeout):
-                        reply = await _ask(process, file)
+                        reply = await _ask(process, asked)
                 except TimeoutError:
                     await self._end("took too long")
                     raise ImageRefused(f"decoding the image takes more than {self._timeout:g} s") from None
@@ -103,10 +104,10 @@ class ImageDecoder:
         await self.close()
 
 
-async def _ask(process: Process, file: bytes) -> DecodingReply:
+async def _ask(process: Process, request: bytes) -> DecodingReply:
     """Raises OSError or IncompleteReadError where the process dies."""
     assert process.stdin is not None
-    process.stdin.write(len(file).to_bytes(LENGTH_BYTES, "little"))
-    process.stdin.write(file)
+    process.stdin.write(len(request).to_bytes(LENGTH_BYTES, "little"))
+    process.stdin.write(request)
     await process.stdin.drain()
     return _decoder.decode(await read_reply(process))

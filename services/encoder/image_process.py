@@ -1,7 +1,7 @@
 """Decodes images: `python -m services.encoder.image_process`, a process that may die of what strangers send.
 
-It has no network of its own making, no model and no secrets; its memory is limited by the kernel. It reads files from
-standard input and writes pixels to standard output until its input ends, so it never outlives the encoder.
+It has no network of its own making, no model and no secrets; its memory is limited by the kernel. It reads requests
+from standard input and writes pixels to standard output until its input ends, so it never outlives the encoder.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ MAX_MEMORY = 2**30
 """Bytes of address space."""
 
 
+class DecodingRequest(Struct, frozen=True, array_like=True):
+    """An image's file."""
+
+    file: bytes
+    max_side: int | None = None
+    """Pixels of the longer side, to which a larger image is scaled down; None: none is."""
+
+
 class DecodedImage(Struct, frozen=True, array_like=True, tag=True):
     """Pixels in three bytes each, red, green and blue, row by row."""
 
@@ -49,16 +57,19 @@ class DecodingRefusal(Struct, frozen=True, array_like=True, tag=True):
 DecodingReply = DecodedImage | DecodingRefusal
 
 
-def decode_image(file: bytes) -> DecodingReply:
-    """What `load_image` of `transformers` makes of a file: turned as it asks to be shown, without transparency."""
+def decode_image(request: DecodingRequest) -> DecodingReply:
+    """What `load_image` of `transformers` makes of a file: turned as it asks to be shown, without transparency. In its
+    own proportions, where it is scaled down."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of broken metadata, which is not looked at
-            image = Image.open(io.BytesIO(file), formats=FORMATS)
+            image = Image.open(io.BytesIO(request.file), formats=FORMATS)
             if (wrong := _wrong_size(*image.size)) is not None:
                 return DecodingRefusal(wrong)
             image.load()
             turned = ImageOps.exif_transpose(image).convert("RGB")
+            if request.max_side is not None:
+                turned.thumbnail((request.max_side, request.max_side), Image.Resampling.LANCZOS)
     except UnidentifiedImageError:
         return DecodingRefusal(f"not an image; {', '.join(FORMATS)} are allowed")
     except Image.DecompressionBombError:
@@ -83,8 +94,9 @@ def main() -> None:
     confine(MAX_MEMORY)
     Image.init()  # decoders are imported before anything is read
     given, taken = sys.stdin.buffer, sys.stdout.buffer
-    while (file := read_message(given)) is not None:
-        write_message(taken, msgspec.msgpack.encode(decode_image(file)))
+    decoder = msgspec.msgpack.Decoder(DecodingRequest)
+    while (request := read_message(given)) is not None:
+        write_message(taken, msgspec.msgpack.encode(decode_image(decoder.decode(request))))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,8 @@ class EncodeInput(Struct, frozen=True, array_like=True, tag="EncodeImage"):
     """Of two frames of a video, whose pixels `content` is; None: it is a file."""
     written: WrittenTokens | None = None
     """What was written down of the window that `content` is, of whose tokens the times are asked for."""
+    max_side: Annotated[int, Meta(ge=1)] | None = None
+    """Pixels of the longer side of an image, to which a larger one is scaled down; None: it is taken as it is."""
 
 
 class EncoderRows(Struct, frozen=True, array_like=True, tag="ImageRows"):

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from services.encoder.image_process import MAX_ASPECT, MAX_MEMORY, MAX_PIXELS, DecodedImage, decode_image
+from services.encoder.image_process import (
+    MAX_ASPECT,
+    MAX_MEMORY,
+    MAX_PIXELS,
+    DecodedImage,
+    DecodingRequest,
+    decode_image,
+)
 from services.encoder.tower import ImageTower
 from tests.fuzz.image_files import spoilt, valid_files
 from tests.fuzz.test_audio_files import outcomes
@@ -24,7 +31,7 @@ SHALLOW = ("not an image", "pixels are not allowed")
 
 def seen(file: bytes) -> str:
     """One word for what came of it."""
-    reply = decode_image(file)
+    reply = decode_image(DecodingRequest(file))
     if not isinstance(reply, DecodedImage):
         return "header" if any(each in reply.message for each in SHALLOW) else "broken"
     size = reply.width * reply.height
@@ -56,7 +63,7 @@ def test_ten_thousand_spoilt_files_are_decoded_or_refused() -> None:
 @pytest.mark.slow
 def test_what_is_decoded_of_spoilt_files_becomes_rows(tmp_path: Path) -> None:
     tower, files, rng = ImageTower(make_qwen_model(tmp_path).path), valid_files(), random.Random(3)
-    replies = [decode_image(spoilt(files, rng)) for _ in range(SHARE)]
+    replies = [decode_image(DecodingRequest(spoilt(files, rng))) for _ in range(SHARE)]
     images = [each for each in replies if isinstance(each, DecodedImage)]
     assert len(images) > SHARE / 4
     assert all(tower.encode(each).count > 0 for each in images)

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import NewType
 
 from shared.ids import RowsName
-from shared.messages.encoder import FramePair, WrittenTokens
+from shared.messages.encoder import EncodeInput
 from shared.messages.generation import PromptEmbeds
 
 ImageHash = NewType("ImageHash", bytes)
@@ -17,17 +17,18 @@ ImageHash = NewType("ImageHash", bytes)
 HASH_BYTES = 16
 
 
-def image_hash(
-    file: bytes, salt: str | None = None, frames: FramePair | None = None, written: WrittenTokens | None = None
-) -> ImageHash:
-    """Names an image: BLAKE2b-128 of its file, keyed by the salt. Two files of the same picture are two images. Of
-    frames, that of their pixels, their size and how many the video has; of what was written down, its tokens', too."""
-    key = b"" if salt is None else blake2b(salt.encode(), digest_size=HASH_BYTES).digest()
-    named = blake2b(file, digest_size=HASH_BYTES, key=key)
-    if frames is not None:
+def image_hash(asked: EncodeInput) -> ImageHash:
+    """Names an image: BLAKE2b-128 of its file, keyed by the salt. Two files of the same picture are two images, and so
+    are two sizes of it. Of frames, that of their pixels, their size and how many the video has; of what was written
+    down, its tokens', too."""
+    key = b"" if asked.salt is None else blake2b(asked.salt.encode(), digest_size=HASH_BYTES).digest()
+    named = blake2b(asked.content, digest_size=HASH_BYTES, key=key)
+    if (frames := asked.frames) is not None:
         named.update(b"frames %d %d %d" % (frames.width, frames.height, frames.frames))
-    if written is not None:
+    if (written := asked.written) is not None:
         named.update(b"written %d " % written.begin + written.tokens)
+    if asked.max_side is not None:
+        named.update(b"side %d" % asked.max_side)
     return ImageHash(named.digest())
 
 

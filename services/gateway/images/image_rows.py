@@ -80,7 +80,8 @@ class ImageRowsClient:
         """An error is returned, so that which of several is raised depends on no clock."""
 
         async def encode(source: MediaSource, file: bytes, frames: FramePair | None) -> PromptEmbeds:
-            question, model = EncodeInput(file, generation.cache_salt, turn, frames), generation.model.name
+            model = generation.model.name
+            question = EncodeInput(file, generation.cache_salt, turn, frames, max_side=source.max_side)
             rows = await self.encoded(source.field, question, model)
             self.open_rows.add(rows, question, model)
             return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import struct
@@ -65,10 +66,9 @@ class Encoder:
         self.actor = EncoderActor(bus, INSTANCE, MODEL, lambda: ImageTower(model.path), rows, ImageDecoder(decode_s))
         self.runtime = ActorRuntime(self.actor, drain_timeout=10)
 
-    async def ask(self, image: bytes, salt: str | None = None) -> EncoderReply:
-        reply: EncoderReply = await self.bus.request(
-            topics.image_requests(MODEL), EncodeInput(image, salt), EncoderReply, 60.0
-        )
+    async def ask(self, image: bytes, salt: str | None = None, max_side: int | None = None) -> EncoderReply:
+        asked, topic = EncodeInput(image, salt, max_side=max_side), topics.image_requests(MODEL)
+        reply: EncoderReply = await self.bus.request(topic, asked, EncoderReply, 60.0)
         return reply
 
     async def rows(self, image: bytes) -> torch.Tensor:
@@ -92,6 +92,22 @@ async def running(bus: MemoryBus, model: ImageModel) -> AsyncIterator[Encoder]:
     yield encoder
     encoder.runtime.stop()
     await task
+
+
+async def test_a_large_image_of_which_little_is_wanted_is_that_image_made_smaller(
+    memory_bus: MemoryBus, model: ImageModel
+) -> None:
+    from PIL import Image
+
+    large, small = picture(0, (900, 450)), picture(1, (30, 60))
+    scaled, file = Image.open(io.BytesIO(large)), io.BytesIO()
+    scaled.thumbnail((512, 512), Image.Resampling.LANCZOS)
+    assert scaled.size == (512, 256)
+    scaled.save(file, "PNG")
+    async with running(memory_bus, model) as encoder:
+        whole, low, as_scaled = await encoder.ask(large), await encoder.ask(large, max_side=512), file.getvalue()
+        assert low == await encoder.ask(as_scaled) != whole
+        assert await encoder.ask(small, max_side=512) == await encoder.ask(small)
 
 
 async def test_an_image_becomes_the_rows_that_the_library_makes_of_it(memory_bus: MemoryBus, model: ImageModel) -> None:

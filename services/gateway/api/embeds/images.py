@@ -14,6 +14,8 @@ from services.gateway.api.media.source import IMAGE, SOUND, VIDEO, MediaKind, Me
 from shared.messages.model_card import ModelCard
 
 MAX_URL_CHARS = 2048
+LOW_DETAIL_SIDE = 512
+"""Pixels of the longer side of an image that is asked for with `detail` `low`, as OpenAI has it."""
 _DATA = re.compile(r"data:(?P<type>[^;,]*)(?P<parameters>[^,]*),", re.IGNORECASE)
 _PORTS = {"http": 80, "https": 443}
 _ALSO_CALLED = {"image/jpg": "image/jpeg"}
@@ -36,8 +38,8 @@ def read_media(
     for key in given:
         if key not in _FIELDS[kind]:
             raise unsupported(f"{name}.{key}", f"{abbreviated(key)} of {kind.a_noun}")
-    check_detail(given.get("detail"), f"{name}.detail", card.name)
-    return _of_url(kind, url, f"{name}.url", number, limits)
+    max_side = read_detail(given.get("detail"), f"{name}.detail")
+    return _of_url(kind, url, f"{name}.url", number, limits)._replace(max_side=max_side)
 
 
 def _sound(given: Any, name: str, number: int) -> MediaSource:
@@ -52,16 +54,20 @@ def _sound(given: Any, name: str, number: int) -> MediaSource:
     return MediaSource(number, f"{name}.data", data=decoded, kind=SOUND)
 
 
-def check_detail(detail: Any, name: str, model: str = "the model") -> None:
-    """Raises RequestError 400 for an image coarser than the model reads it; `high` is what models do."""
-    if detail not in (None, "auto", "high"):
-        raise not_allowed(name, detail, f"only 'auto' and 'high' are: {model} reads an image as finely as it can")
+def read_detail(detail: Any, name: str) -> int | None:
+    """Returns how long the longer side of an image may be, in pixels; None: as long as it is, which `auto` and `high`
+    ask for. Raises RequestError 400."""
+    if detail not in (None, "auto", "low", "high"):
+        raise not_allowed(name, detail, "'auto', 'low' and 'high' are")
+    return LOW_DETAIL_SIDE if detail == "low" else None
 
 
-def foreign_image(field: str, *, url: str | None = None, encoded: str | None = None) -> dict[str, Any]:
+def foreign_image(
+    field: str, *, url: str | None = None, encoded: str | None = None, max_side: int | None = None
+) -> dict[str, Any]:
     """The part of a chat's message that stands for an image of another API. `field`: the client's name of it;
-    `encoded`: its file in base64, where it has no URL."""
-    return {"type": IMAGE.part, "field": field, "url": url, "encoded": encoded}
+    `encoded`: its file in base64, where it has no URL; `max_side`: as `MediaSource` has it."""
+    return {"type": IMAGE.part, "field": field, "url": url, "encoded": encoded, "max_side": max_side}
 
 
 def read_foreign_image(part: dict[str, Any], number: int, card: ModelCard, limits: RequestLimits) -> MediaSource:
@@ -71,7 +77,7 @@ def read_foreign_image(part: dict[str, Any], number: int, card: ModelCard, limit
         reason = f"an image is not supported: {card.name} takes no images"
         raise RequestError(400, f"{field}: {reason}", param=field, code="unsupported_parameter")
     if url is not None:
-        return _of_url(IMAGE, url, field, number, limits)
+        return _of_url(IMAGE, url, field, number, limits)._replace(max_side=part["max_side"])
     data = _decoded(IMAGE, part["encoded"], field, "base64 of an image's file is")
     return MediaSource(number, field, data=data)
 

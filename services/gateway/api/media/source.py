@@ -51,3 +51,5 @@ class MediaSource(NamedTuple):
     """Its file."""
     kind: MediaKind = IMAGE
     """One that is equal: large bodies are read in another process, which has objects of its own."""
+    max_side: int | None = None
+    """Pixels of the longer side of an image, to which a larger one is scaled down; None: it is taken as it is."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from services.gateway.api.embeds.images import check_detail, foreign_image
+from services.gateway.api.embeds.images import foreign_image, read_detail
 from services.gateway.api.errors import abbreviated, invalid, not_allowed, unsupported
 from services.gateway.api.responses.tools import input_call
 
@@ -149,10 +149,10 @@ def _is_image(part: Any) -> bool:
 def _image(part: dict[str, Any], where: str) -> dict[str, Any]:
     if part.get("file_id") is not None:
         raise unsupported(f"{where}.file_id", "an image that is a file of the server's")
-    check_detail(part.get("detail"), f"{where}.detail")
+    max_side = read_detail(part.get("detail"), f"{where}.detail")
     if not isinstance(url := part.get("image_url"), str):
         raise not_allowed(f"{where}.image_url", url, "a data URI, or an address of an image, is")
-    return foreign_image(f"{where}.image_url", url=url)
+    return foreign_image(f"{where}.image_url", url=url, max_side=max_side)
 
 
 def _call_output(item: Item, where: str) -> Message:

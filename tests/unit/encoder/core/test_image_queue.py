@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from services.encoder.core.image_queue import ImageQueue
 from services.encoder.core.row_table import image_hash
+from shared.messages.encoder import EncodeInput
 
-IMAGES = {name: image_hash(name.encode()) for name in ("a1", "a2", "a3", "b1", "c1", "c2")}
+IMAGES = {name: image_hash(EncodeInput(name.encode())) for name in ("a1", "a2", "a3", "b1", "c1", "c2")}
 NAMES = {image: name for name, image in IMAGES.items()}
 
 

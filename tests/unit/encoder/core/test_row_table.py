@@ -6,9 +6,10 @@ from msgspec.structs import replace
 
 from services.encoder.core.row_table import RowTable, image_hash, rows_name
 from shared.ids import InstanceId, RowsName
+from shared.messages.encoder import EncodeInput
 from shared.messages.generation import MediaRows, PromptEmbeds
 
-A, B, C = map(image_hash, (b"a", b"b", b"c"))
+A, B, C = (image_hash(EncodeInput(file)) for file in (b"a", b"b", b"c"))
 LEASE = 10.0
 
 
@@ -68,8 +69,8 @@ def test_what_a_former_process_left_is_found_when_it_is_made_again() -> None:
     assert (rows.find(A, 1.0), rows.bytes_used) == ((name, answer), 4)
 
 
-def test_an_image_is_named_by_its_bytes() -> None:
-    assert image_hash(b"a") == A != B
-    salted = {image_hash(b"a", salt) for salt in (None, "", "alice", "bob")}
-    assert len(salted) == 4
+def test_an_image_is_named_by_its_bytes_and_its_size() -> None:
+    assert image_hash(EncodeInput(b"a", turn="bob")) == A != B
+    salted = {image_hash(EncodeInput(b"a", salt)) for salt in (None, "", "alice", "bob")}
+    assert len(salted | {image_hash(EncodeInput(b"a", max_side=side)) for side in (256, 512)}) == 6
     assert len(A) == 16

@@ -109,7 +109,12 @@ def test_images_that_a_tool_brings_are_shown_behind_its_text() -> None:
     image = {"type": "image", "source": {"type": "url", "url": "https://example.org/cat.png"}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "A screen"}, image]}
     found = chat_messages(None, [MessageFields(role="user", content=[result, {"type": "text", "text": "Where?"}])])
-    shown = {"type": "image_url", "field": "messages[0].content[0].content[1].source.url", "encoded": None}
+    shown = {
+        "type": "image_url",
+        "field": "messages[0].content[0].content[1].source.url",
+        "encoded": None,
+        "max_side": None,
+    }
     assert found == [
         {"role": "tool", "tool_call_id": "t", "content": "A screen"},
         {

@@ -67,8 +67,9 @@ def test_they_become_parts_of_the_same_chat() -> None:
     text, image = {"type": "text", "text": "?"}, {"type": "image"}
     anthropic = messages(based(), {"type": "text", "text": "?"}, addressed())
     assert content(anthropic) == [image, text, image]
-    response = responses(sent(), {"type": "input_text", "text": "?"}, sent(ADDRESS, detail="auto"))
+    response = responses(sent(), {"type": "input_text", "text": "?"}, sent(ADDRESS, detail="low"))
     assert content(response) == [image, text, image]
+    assert [each.max_side for each in response.media] == [None, 512]
     assert content(ollama("?", DATA, DATA)) == [image, image, text]
     body = {"model": CARD.name, "prompt": "?", "images": [DATA]}
     generated = read_ollama_generate(msgspec.json.encode(body), [CARD], LIMITS, dialect_of)
@@ -97,7 +98,7 @@ BLIND = replace(CARD, images=None)
         (lambda: messages(based(), card=BLIND), "messages[0].content[0].source.data", "seer takes no images"),
         (lambda: responses(sent(None)), "input[0].content[0].image_url", "a data URI, or an address"),
         (lambda: responses(sent(file_id="f")), "input[0].content[0].file_id", "a file of the server's"),
-        (lambda: responses(sent(detail="low")), "input[0].content[0].detail", "only 'auto' and 'high' are"),
+        (lambda: responses(sent(detail="fine")), "input[0].content[0].detail", "'auto', 'low' and 'high' are"),
         (lambda: responses(sent("data:text/html,x")), "input[0].content[0].image_url", "media types"),
         (lambda: responses(sent(), card=BLIND), "input[0].content[0].image_url", "seer takes no images"),
         (lambda: ollama("?", "é"), "messages[1].images[0]", "base64 of an image's file is"),

@@ -51,7 +51,7 @@ def refusal(*parts: Any, card: ModelCard = CARD, **fields: Any) -> RequestError:
 
 def test_images_stand_as_parts_in_the_order_of_the_messages() -> None:
     generation = chat(
-        image(), "and", image("https://pictures.example/a.png", detail="high"), {"type": "text", "text": "?"}
+        image(), "and", image("https://pictures.example/a.png", detail="low"), {"type": "text", "text": "?"}
     )
     (prompt,) = generation.prompts
     assert isinstance(prompt, ChatPrompt)
@@ -62,10 +62,11 @@ def test_images_stand_as_parts_in_the_order_of_the_messages() -> None:
         {"type": "text", "text": "?"},
     ]
     assert prompt.images == (0, 1)
-    assert [(each.number, each.data, each.url) for each in generation.media] == [
-        (0, b"image", None),
-        (1, b"", "https://pictures.example/a.png"),
+    assert [(each.number, each.data, each.url, each.max_side) for each in generation.media] == [
+        (0, b"image", None, None),
+        (1, b"", "https://pictures.example/a.png", 512),
     ]
+    assert [chat(image(detail=detail)).media[0].max_side for detail in ("auto", "high")] == [None, None]
     assert generation.media[1].field == "messages[0].content[2].image_url.url"
     assert chat({"type": "text", "text": "?"}).media == ()
 
@@ -101,7 +102,7 @@ def test_data_uris_are_read_as_they_may_be_written(uri: str) -> None:
         (image("http://other.pictures.example/a"), "url", "may not be fetched from 'other.pictures.example:80'"),
         (image("http://pictures.example/" + 2100 * "a"), "url", "addresses of 2048 at most are allowed"),
         (image(7), "", r"{\"url\": \"…\"} is"),
-        (image(detail="low"), "detail", "'low' is not allowed; only 'auto' and 'high' are"),
+        (image(detail="fine"), "detail", "'fine' is not allowed; 'auto', 'low' and 'high' are"),
         (image(uuid="x"), "uuid", "'uuid' of an image is not supported"),
         ({"type": "image_url", "image_url": URI}, "", r"{\"url\": \"…\"} is"),
         ({"type": "image_url"}, "", "None is not allowed"),
