@@ -383,7 +383,8 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
         drafts = None if self.speculative is None else read_speculation(self.speculative).method
         for name, refused in (
             (f"pp = {self.pp}", self.pp > 1),
-            ("enable_sp", self.enable_sp),
+            (f"sp_min_token_num = {self.sp_min_token_num}", self.sp_min_token_num is not None),
+            (f"enable_sp and all2all_backend = {self.all2all_backend}", self.enable_sp and self.sends_some_rows),
             (f"device = {self.device}", self.device not in ("auto", "cpu")),
             (f"kv_connector = {self.kv_connector}", self.kv_connector is not None),
             (f"speculative: method {drafts}", drafts not in (None, "ngram")),

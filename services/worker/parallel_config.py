@@ -123,6 +123,11 @@ class ParallelConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
             raise ValueError("enable_sp: needs two tensor-parallel ranks or more (--tp)")
 
     @property
+    def sends_some_rows(self) -> bool:
+        """Whether rows of a group's engines go only to ranks of the experts that they pick."""
+        return self.all2all_backend not in ("auto", "allgather_reducescatter")
+
+    @property
     def shared_rows(self) -> int | None:
         """Tokens of the smallest step whose rows ranks share; None: all ranks have all rows."""
         return (self.sp_min_token_num or 1) if self.enable_sp else None

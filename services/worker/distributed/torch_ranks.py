@@ -285,6 +285,10 @@ class RankGroup:
         """How rows go to the ranks of their experts and back; all ranks must ask for the same."""
         return row_exchange(backend, self.place, self._exchange)
 
+    def shared_row_exchange(self) -> RowExchange:
+        """How rows go to all ranks and back where each rank has some of its engine's; `counts` are each rank's."""
+        return row_exchange("auto", GroupTopology(self.place.in_group, self.place.group_size, 1, 0), self._exchange)
+
     def all_gather(self, value: str) -> list[str]:
         """The `value` of every rank of the group, in their order."""
         said: list[str] = [""] * self.place.group_size

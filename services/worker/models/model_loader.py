@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from services.worker.distributed.communicator import Communicator
 from services.worker.distributed.lockstep import GroupTopology
 from services.worker.distributed.residual_rows import ResidualRows
-from services.worker.distributed.row_exchange import row_exchange
+from services.worker.distributed.row_exchange import RowExchange, row_exchange
+from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.models.checkpoint import (
     NOWHERE,
     Checkpoint,
@@ -160,7 +161,7 @@ def _decoder(
         head = _head_of(settings, tensors, config, pooling) if stage.is_last else None
     decoder = _decoder_of(settings, config, weights, share, ops, plugin)
     if settings.shared_rows is not None:
-        _share_rows(settings.shared_rows, decoder, settings.communicator)
+        _share_rows(settings.shared_rows, decoder, settings.communicator, settings.group)
     if packer is not None:
         pace = ThreadPace()
         read_beside = _tensors(settings, config, dtype, method, None, pace.rest)
@@ -200,13 +201,16 @@ def _context_decoder(
     return ContextDecoder(config, weights, writes, ops, ContextRanks(exchange, place.rank, place.world_size), min_rows)
 
 
-def _share_rows(min_rows: int, decoder: Decoder, communicator: Communicator) -> None:
+def _share_rows(min_rows: int, decoder: Decoder, communicator: Communicator, group: RankGroup | None) -> None:
     """Raises ModelError where ranks cannot exchange rows in memory."""
     exchange = communicator.in_memory
     if exchange is None or not exchange.takes(decoder.ops.empty_rows(1, 1)):
         raise ModelError("enable_sp: the ranks need the C++ library, CPUs and /dev/shm of one host, and no float16")
     alone = GroupTopology(communicator.rank, communicator.world_size, 1, 0)
-    routed = row_exchange("auto", alone, exchange) if decoder.share.placements else None
+    if group is not None:
+        routed: RowExchange | None = group.shared_row_exchange()
+    else:
+        routed = row_exchange("auto", alone, exchange) if decoder.share.placements else None
     decoder.share_rows(ResidualRows(communicator, exchange, min_rows), routed)
 
 

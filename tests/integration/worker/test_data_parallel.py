@@ -44,15 +44,24 @@ def run(*engines: EngineOfRanks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "tp"), [("mixtral", 1), ("qwen2-moe", 2), ("qwen3-moe", 1), ("deepseek-v2", 1), ("deepseek-v3", 2)]
+    ("family", "tp", "shared_rows"),
+    [
+        ("mixtral", 1, None),
+        ("qwen2-moe", 2, None),
+        ("qwen2-moe", 2, 1),
+        ("qwen3-moe", 1, None),
+        ("deepseek-v2", 1, None),
+        ("deepseek-v3", 2, 1),
+    ],
 )
 @pytest.mark.features("data parallel", "expert parallel", "tensor parallel", "chunked prefill", "prefix cache")
+@pytest.mark.features("sequence parallel", "data parallel")
 def test_engines_of_a_group_say_what_the_library_does(
-    family: str, tp: int, ranks: RankProcesses, models: Callable[[str], TinyModel]
+    family: str, tp: int, shared_rows: int | None, ranks: RankProcesses, models: Callable[[str], TinyModel]
 ) -> None:
     """Both work, then the first alone, then the second joins it in the middle; none has the other's blocks."""
     model = models(family)
-    first, second = ranks.serve_group(model.path, engines=2, tp=tp, limits=LIMITS)
+    first, second = ranks.serve_group(model.path, engines=2, tp=tp, limits=LIMITS, shared_rows=shared_rows)
     together = [first.ask(tokens, OUTPUT) for tokens in PROMPTS[::2]]
     together += [second.ask(tokens, OUTPUT) for tokens in PROMPTS[1::2]]
     run(first, second)
@@ -117,13 +126,16 @@ def test_four_engines_of_two_ranks_say_what_the_library_does(
 
 
 @pytest.mark.features("data parallel", "expert parallel", "prefix cache")
+@pytest.mark.parametrize("shared_rows", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_experts_move_in_a_group_while_one_of_its_engines_is_idle(
-    ranks: RankProcesses, models: Callable[[str], TinyModel]
+    shared_rows: int | None, ranks: RankProcesses, models: Callable[[str], TinyModel]
 ) -> None:
     """Its ranks change over in steps that are others'; it says the same when it works again."""
     model = models("deepseek-v3")
     moving = ExpertSettings(parallel=True, balanced=True, redundant=4, window=3, interval=2)
-    first, second = ranks.serve_group(model.path, engines=2, tp=2, limits=LIMITS, experts=moving)
+    first, second = ranks.serve_group(
+        model.path, engines=2, tp=2, limits=LIMITS, experts=moving, shared_rows=shared_rows
+    )
     asked = [(tokens, engine.ask(tokens, OUTPUT)) for tokens in PROMPTS[2:] for engine in (first, second)]
     run(first, second)
     for seed in range(4):

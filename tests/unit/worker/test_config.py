@@ -59,6 +59,7 @@ def test_experts_that_would_not_be_placed_so_are_refused(argv: list[str], said: 
         told(*argv)
 
 
+SHARING = ["--enable-sp", "--world-size=2"]
 GROUP = [PARALLEL, "--data-parallel-size=2", "--rendezvous=file:///r"]
 
 
@@ -92,18 +93,21 @@ def test_engines_of_a_group_have_no_connector() -> None:
         told(*GROUP, "--kv-connector=shared-memory")
 
 
-@pytest.mark.features("sequence parallel", "data parallel", refused=True)
 def test_rows_that_would_not_be_shared_are_refused() -> None:
     for argv, said in (
         (["--sp-min-token-num=8"], "sp_min_token_num = 8: needs enable_sp"),
         (["--enable-sp"], "enable_sp: needs two tensor-parallel ranks or more"),
         (["--enable-sp", "--world-size=2", "--pp=2", "--rendezvous=file:///r"], "enable_sp: needs two tensor-parallel"),
         (["--enable-sp", "--world-size=2", "--device=sim"], "enable_sp: the simulated device has no rows"),
-        ([*GROUP, "--enable-sp", "--world-size=2"], "enable_sp: not possible with data_parallel_size = 2"),
+        ([*GROUP, *SHARING, "--sp-min-token-num=8"], "sp_min_token_num = 8: not possible with data_parallel_size = 2"),
+        (
+            [*GROUP, *SHARING, "--all2all-backend=low_latency"],
+            "enable_sp and all2all_backend = low_latency: not possible with data_parallel_size = 2",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             told(*argv)
-    assert told("--enable-sp", "--world-size=2", "--rendezvous=file:///r").shared_rows == 1
+    assert told(*SHARING, "--rendezvous=file:///r").shared_rows == told(*GROUP, *SHARING).shared_rows == 1
 
 
 @pytest.mark.features("context parallel", "tensor parallel", refused=True)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from services.worker.distributed.all2all import All2AllBackend
 from services.worker.distributed.communicator import Communicator
 from services.worker.distributed.lockstep import LockstepMember, StepRows
+from services.worker.distributed.residual_rows import even_shares
+from services.worker.distributed.row_exchange import RowExchange, shares_of
 from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
+from services.worker.models.expert_parallel.local_experts import count_picks
 from services.worker.models.sharding import LayerShard
 from services.worker.models.weights import (
     DecoderWeights,
@@ -86,6 +91,8 @@ class GroupDecoder(LockstepMember, Decoder):
         counts = self._step.last if layer is self._weights.layers[-1] else self._step.rows
         if not sum(counts):
             return x
+        if self._routed is not None:
+            return self._mix_shares(mixture, x, self._routed, counts)
         activation = self._config.activation
         dispatch_rows(self._ops, mixture, x, self._exchange, counts)
         shared: Tensor | None = None
@@ -94,3 +101,18 @@ class GroupDecoder(LockstepMember, Decoder):
         _, computed = mixed_arrivals(self._ops, mixture, self._exchange, activation)
         mixed = self._exchange.combine(computed)
         return mixed if shared is None else mixed.add_(shared)
+
+    def _mix_shares(self, mixture: MixtureMlp, x: Tensor, routed: RowExchange, counts: Sequence[int]) -> Tensor:
+        """The same by sequence parallelism: x is this rank's rows of its engine's, and so is what comes of them.
+        `counts`: each engine's rows, all of which come to all ranks."""
+        place, activation = self.group.place, self._config.activation
+        shares = [share for rows in counts for share in even_shares(rows, place.tp)]
+        dispatch_rows(self._ops, mixture, x, routed, [share.end - share.first for share in shares], counted=False)
+        met, computed = mixed_arrivals(self._ops, mixture, routed, activation)
+        own = slice(*shares_of(counts)[place.engine])
+        if mixture.counts is not None and mixture.experts.local is not None:
+            count_picks(mixture.counts, mixture.experts.local.experts_of(met.picks[own]))
+        mixed = routed.combine(computed)
+        if mixture.shared is None or not counts[place.engine]:
+            return mixed
+        return mixed.add_(self._rows.summed(shared_expert_rows(self._ops, mixture.shared, met.rows[own], activation)))
