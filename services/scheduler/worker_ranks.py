@@ -141,6 +141,7 @@ class WorkerRanks:
             kv_groups=reports[0].kv_groups,
             state_checkpoints=_least(report.state_checkpoints for report in reports),
             state_records=reports[0].state_records,
+            rows_per_draft=max(report.rows_per_draft for report in reports),
         )
 
     def loras(self) -> LorasChanged:

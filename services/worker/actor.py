@@ -277,6 +277,7 @@ class WorkerActor(Actor):
             layout=None if self._backend.kv is None else self._backend.kv.layout,
             transfers=self._ledger.report(),
             max_speculate=self._backend.max_speculate,
+            rows_per_draft=self._backend.rows_per_draft,
             max_jump_ahead=self._backend.max_jump_ahead,
             sums=self._sums,
             cache_format="" if self._connector is None else self._connector.layout.name,

@@ -180,6 +180,10 @@ class Backend(Protocol):
         """The largest `SequenceWork.speculate` that a plan may contain; 0 if nothing drafts."""
 
     @property
+    def rows_per_draft(self) -> int:
+        """Rows at the most that a step has for each of `SequenceWork.speculate`."""
+
+    @property
     def max_loras(self) -> int:
         """How many different adapters a step may have; 0 where none is served."""
 

@@ -304,6 +304,9 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Engines over whose ranks the model's experts are spread."""
     experts: ExpertReport | None = None
     """Of the first of the ranks that share experts; None of others, and before the first picks."""
+    rows_per_draft: int = 1
+    """Rows that a step computes at the most for each of `SequenceWork.speculate`: more than 1 where trees are drafted,
+    of which one path is accepted."""
 
 
 class SleepReport(Struct, frozen=True, array_like=True):

@@ -96,7 +96,9 @@ class EpochState:
         self.hand_overs = HandOvers(self.saves, self.memory)
         self.keeper = PromptKeeper(outbox.engine, self.saves, self.memory, store, workers)
         self.grammars = Grammars(limits.compile_timeout, limits.max_grammars, store.counters)
-        speculation = SpeculationBudget(workers.max_speculate, workers.max_jump_ahead, limits.speculation)
+        speculation = SpeculationBudget(
+            workers.max_speculate, workers.max_jump_ahead, limits.speculation, workers.rows_per_draft
+        )
         self._prefill_budget = PrefillBudget(self.limits.itl_target, self.limits.prefill_target)
         self.planner = StepPlanner(
             self.limits,

@@ -56,6 +56,8 @@ class WorkersReady:
     """See `WorkerReport.state_checkpoints`; the least of all ranks."""
     state_records: StateRecords | None = None
     """See `WorkerReport.state_records`; equal on all ranks."""
+    rows_per_draft: int = 1
+    """See `WorkerReport.rows_per_draft`; the most of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.batch.draft_trees import DraftTrees
 from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledRows
 from services.worker.batch.prompt_rows import LogitsRows, PromptRows
 from services.worker.batch.rows import Indices, Int32s, Rows
@@ -52,7 +53,9 @@ class DraftTokens:
     tokens: Int32s | Tensor
     """[P, K] what lies behind a row's count means nothing. A tensor where the host does not know them yet."""
     counts: Int32s
-    """[P] number of drafts of each sequence, never more than requested."""
+    """[P] number of drafts of each sequence; of a path, never more than requested."""
+    parents: Int32s | None = None
+    """[P, K] of trees the row that each draft follows, see `TreeRows`; None: each follows the one before."""
 
     @classmethod
     def none(cls, sequences: int) -> DraftTokens:
@@ -65,20 +68,57 @@ class DraftTokens:
 
     def on_host(self) -> DraftTokens:
         """These drafts with their tokens on the host; see `known`."""
-        return DraftTokens(self.known(), self.counts)
+        return replace(self, tokens=self.known())
 
-    def message(self, width: int) -> Int32s:
-        """[P, 1 + width] counts and tokens, to be sent to other ranks."""
-        numbers = np.zeros((len(self.counts), 1 + width), dtype=np.int32)
+    def followed(self) -> Int32s:
+        """[P, K] the row that each draft follows, of trees or not."""
+        if self.parents is not None:
+            return self.parents
+        return np.broadcast_to(np.arange(self.tokens.shape[1], dtype=np.int32), self.tokens.shape)
+
+    def without_branches(self, which: NDArray[np.bool_]) -> DraftTokens:
+        """Only the first path of these [P] sequences."""
+        if self.parents is None:
+            return self
+        straight = self.parents == np.arange(self.parents.shape[1])
+        first = np.minimum(np.logical_and.accumulate(straight, axis=1).sum(axis=1), self.counts)
+        return replace(self, counts=np.where(which, first, self.counts).astype(np.int32))
+
+    def among(self, sequences: int, which: Indices) -> DraftTokens:
+        """The same of the sequences of these numbers [P], among so many that have no other drafts."""
+        tokens, parents = np.zeros((2, sequences, self.tokens.shape[1]), dtype=np.int32)
+        counts = np.zeros(sequences, dtype=np.int32)
+        tokens[which], parents[which], counts[which] = self.known(), self.followed(), self.counts
+        return DraftTokens(tokens, counts, None if self.parents is None else parents)
+
+    def beside(self, other: DraftTokens) -> DraftTokens:
+        """The drafts of both; no sequence has drafts in both."""
+        width = max(self.tokens.shape[1], other.tokens.shape[1])
+        tokens = np.zeros((len(self.counts), width), dtype=np.int32)
+        parents = np.zeros_like(tokens)
+        for drafts in (self, other):
+            rows, each = drafts.counts > 0, drafts.tokens.shape[1]
+            tokens[rows, :each] = drafts.known()[rows]
+            parents[rows, :each] = drafts.followed()[rows]
+        straight = self.parents is None and other.parents is None
+        return DraftTokens(tokens, self.counts + other.counts, None if straight else parents)
+
+    def message(self, width: int, *, trees: bool) -> Int32s:
+        """[P, 1 + width] counts and tokens, to be sent to other ranks; where there are `trees` [P, 1 + 2 * width],
+        parents behind them."""
+        numbers = np.zeros((len(self.counts), 1 + width * (1 + trees)), dtype=np.int32)
         numbers[:, 0] = self.counts
         most = min(width, self.tokens.shape[1])
         numbers[:, 1 : 1 + most] = self.known()[:, :most]
+        if trees:
+            numbers[:, 1 + width : 1 + width + most] = self.followed()[:, :most]
         return numbers
 
     @classmethod
-    def from_message(cls, numbers: Int32s) -> DraftTokens:
+    def from_message(cls, numbers: Int32s, *, trees: bool) -> DraftTokens:
         """Out of what `message` made."""
-        return cls(numbers[:, 1:], numbers[:, 0])
+        width = (numbers.shape[1] - 1) // (1 + trees)
+        return cls(numbers[:, 1 : 1 + width], numbers[:, 0], numbers[:, 1 + width :] if trees else None)
 
 
 class StateCopies(NamedTuple):
@@ -121,7 +161,8 @@ class Batch:
     sampled_indices: Indices
     """[Q]"""
     drafted: Int32s
-    """[Q] drafts of each, beside its last token: it has one more row of logits than that."""
+    """[Q] drafts of each, beside its last token: it has one more row of logits than that. With `trees` those of all
+    branches."""
     choices: SamplingBatch | None
     """Of the R rows of logits that are drawn from, each sequence's together. None where nothing is sampled."""
     drawn_rows: Int32s
@@ -141,6 +182,13 @@ class Batch:
     """Rows that begin as the client gave them, on the host; None: there are none."""
     encoded: EncodedRows | None = None
     """What its rows attend to beside their sequences, on the host; None: the model has no such layers."""
+    trees: DraftTrees | None = None
+    """None: all drafts of a sequence follow each other."""
+
+    @property
+    def levels(self) -> Int32s:
+        """[Q] drafts that may be accepted of each."""
+        return self.drafted if self.trees is None else self.trees.levels
 
     @property
     def first_drawn(self) -> Int32s:

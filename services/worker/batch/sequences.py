@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.batch.batch import NO_COPIES, Batch, BrokenPlan, DraftTokens, ScheduledWork, StateCopies
+from services.worker.batch.draft_trees import NO_DRAFTS, BranchBlocks, TreeRows, lay_out, place_trees
 from services.worker.batch.encoded_rows import EncodedTables
 from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledHead, PromptPool, pooled_rows
 from services.worker.batch.prompt_inputs import EmbeddedPrompt, input_rows, last_seen
@@ -40,10 +41,12 @@ class SequenceTable:
         block_size: int,
         classifier: PooledHead | None = None,
         groups: tuple[KvCacheGroup, ...] = (),
+        branches: BranchBlocks | None = None,
     ) -> None:
         """`classifier`: makes logits of what is pooled of a prompt. `groups`: of layers with block tables of their
-        own; empty: all layers have one."""
+        own; empty: all layers have one. `branches`: of trees of drafts, where there are any."""
         self._classifier = classifier
+        self._branches = branches
         self._indices: dict[SequenceId, int] = {}
         self._free = list(range(max_sequences - 1, -1, -1))
         # One token more than the context: the last one drawn is remembered, though never computed. Untouched pages
@@ -207,12 +210,18 @@ class SequenceTable:
         """
         self._check_work(scheduled)
         drafted = np.zeros(len(scheduled.seq_indices), dtype=np.int32)
-        if drafts is not None:
+        laid_out = None
+        if drafts is not None and drafts.parents is not None:
+            laid_out = self._lay_out(scheduled, drafts)
+            drafted[:] = [tree.drafts for tree in laid_out]
+        elif drafts is not None:
             drafted[scheduled.speculating] = drafts.counts
             if isinstance(drafts.tokens, np.ndarray):
                 self._put_drafts(scheduled.seq_indices[scheduled.speculating], drafts.tokens, drafts.counts)
         # Each share is one run of rows; but each draft is one of its own, as all of them are decodes then.
         share, ahead = expand_drafts(drafted)
+        if laid_out is not None:
+            ahead = np.concatenate([tree.depths for tree in laid_out], dtype=np.int32)
         seq_indices = scheduled.seq_indices[share]
         units = RowRuns(share, seq_indices, self._computed[seq_indices] + ahead, scheduled.counts[share])
         if self.blocks.windows:
@@ -220,11 +229,10 @@ class SequenceTable:
         rows = rows_of(units, self.block_tables, self.tokens, self.block_size)
         if self.blocks.others:
             rows = in_groups(rows, self.blocks.others)
-        sampling = np.flatnonzero(scheduled.samples)
-        sampled_indices, drafted = scheduled.seq_indices[sampling], drafted[sampling]
-        owner, behind = expand_drafts(drafted)
+        sampling, draws = np.flatnonzero(scheduled.samples), scheduled.samples[share]
+        trees = None if laid_out is None else place_trees(laid_out, rows, scheduled.samples)
         prompts = prompt_rows(self._scored, units, rows.last_rows, self.tokens) if self._scored else PromptRows()
-        drawn = rows.last_rows[scheduled.samples[units.share]]
+        drawn = rows.last_rows[draws]
         union = merge_logits_rows(drawn, prompts.rows()) if prompts.parts else None
         pooled = pooled_rows(self._pooled, units, rows.last_rows) if self._pooled else NO_POOLED_ROWS
         lasts = last_seen(self._embedded, rows) if self._embedded else None
@@ -234,9 +242,9 @@ class SequenceTable:
             rows=rows,
             logits_rows=drawn if union is None else union.rows,
             sampled=tuple(scheduled.work[i].sequence for i in sampling),
-            sampled_indices=sampled_indices,
-            drafted=drafted,
-            choices=self.sampling_batch(sampled_indices[owner], behind) if len(sampling) else None,
+            sampled_indices=scheduled.seq_indices[sampling],
+            drafted=drafted[sampling],
+            choices=self.sampling_batch(seq_indices[draws], ahead[draws]) if len(sampling) else None,
             drawn_rows=drawn,
             prompts=prompts,
             merged=union,
@@ -245,7 +253,25 @@ class SequenceTable:
             shifts=self.shifts.of(rows.seq_indices, rows.positions),
             inputs=inputs,
             encoded=None if self.encoded is None else self.encoded.of(rows.seq_indices),
+            trees=trees,
         )
+
+    def _lay_out(self, scheduled: ScheduledWork, drafts: DraftTokens) -> list[TreeRows]:
+        """The rows of each sequence. What has no branches is put behind its known tokens, too, where masks and
+        penalties look for it."""
+        assert self._branches is not None, "trees are drafted by whoever said so"
+        assert drafts.parents is not None, "the caller has looked"
+        self._branches.begin_step()
+        laid_out = [NO_DRAFTS] * len(scheduled.seq_indices)
+        tokens, counts = drafts.known(), drafts.counts.copy()
+        for number, work in enumerate(scheduled.speculating.tolist()):
+            seq_index, count = scheduled.seq_indices[work], counts[number]
+            parents, position = drafts.parents[number, :count].tolist(), int(self._computed[seq_index])
+            tree = lay_out(parents, position, self.block_tables[seq_index], self.block_size, self._branches)
+            laid_out[work] = tree._replace(tokens=tokens[number, : tree.drafts])
+            counts[number] = 0 if tree.tables else tree.drafts
+        self._put_drafts(scheduled.seq_indices[scheduled.speculating], tokens, counts)
+        return laid_out
 
     def _put_drafts(self, seq_indices: Indices, tokens: Int32s, counts: Int32s) -> None:
         """Behind the known tokens, where those drawn will be written over them."""

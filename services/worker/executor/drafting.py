@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,7 +86,8 @@ class RankDrafting:
         return self.proposer is None or isinstance(self.proposer, DraftsAhead | StatelessProposer)
 
     def propose(self, scheduled: ScheduledWork, rejected: RejectedDrafts | None = None) -> DraftTokens | None:
-        """The drafts of the sequences that may speculate: rank 0's, on every rank. None where no sequence may.
+        """The drafts of the sequences that may speculate: rank 0's, on every rank. None where no sequence may. Those of
+        a sequence with a grammar are no tree.
 
         They may lie on the device alone, unless other ranks or a grammar need them. For `rejected` see
         `DraftRequest`."""
@@ -100,10 +102,14 @@ class RankDrafting:
             drafts = self._drafter.propose(request)
         else:
             drafts = DraftTokens.none(len(speculating))
+        if self._guided:  # a mask follows one path
+            guided = np.isin(request.seq_indices, self._guided.with_grammar(request.seq_indices))
+            drafts = drafts.on_host().without_branches(guided)
         if communicator.world_size == 1:
-            return drafts.on_host() if self._guided else drafts
-        message = to_device(drafts.message(int(limits.max())), self._device)
-        return DraftTokens.from_message(communicator.broadcast(message).cpu().numpy())
+            return drafts
+        trees = self.settings.tree is not None
+        message = to_device(drafts.message(self.settings.width(int(limits.max())), trees=trees), self._device)
+        return DraftTokens.from_message(communicator.broadcast(message).cpu().numpy(), trees=trees)
 
     def observe(
         self,

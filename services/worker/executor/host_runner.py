@@ -20,11 +20,13 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 from torch import Tensor
 
 from services.worker.backend import StepOutput
 from services.worker.batch.batch import NO_COPIES, Batch
 from services.worker.batch.decode_reuse import DecodeReuse
+from services.worker.batch.draft_trees import AcceptedPaths, accepted_rows
 from services.worker.batch.pooled_rows import NO_VECTORS
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.rows import Int32s
@@ -147,7 +149,7 @@ class HostRunner(StepRunner):
             step.timing = StepTiming(wait=0.0, prepare=prepare, forward=0.0, sample=0.0)
             return
         batch, ids, meta, _ = step.inputs
-        if self._on_cpu:
+        if self._on_cpu and step.prepared:
             np.copyto(batch.rows.ids, rank.sequences.tokens[batch.rows.seq_indices, batch.rows.positions])
         guided, choices = rank.guided or None, batch.choices  # None, too, where no sequence has a grammar
         if guided is not None:
@@ -176,19 +178,34 @@ class HostRunner(StepRunner):
             if guided is not None:
                 guided.accept(batch.sampled_indices, step.verdict.counts, step.verdict.tokens)
         if rank.drafting.observes:
-            rank.drafting.observe(batch, meta, features, batch.last_rows((step.verdict or NO_TOKENS).counts))
+            self._observe(step.inputs, features, step.verdict or NO_TOKENS)
         if self.group is not None:
             step.shared = self.group.latest
         over, waited = time.perf_counter(), rank.pipeline.take_waited() if rank.pipeline.stages > 1 else 0.0
         forward = forwarded - begun - waited
         step.timing = StepTiming(wait=waited, prepare=prepare, forward=forward, sample=over - forwarded)
 
+    def _observe(self, inputs: _Inputs, features: Tensor | None, verdict: AcceptedTokens) -> None:
+        batch, _, meta, _ = inputs
+        if batch.trees is None or verdict.rows is None:
+            self.rank.drafting.observe(batch, meta, features, batch.last_rows(verdict.counts))
+            return
+        accepted = AcceptedPaths(verdict.rows, verdict.counts)
+        rows, kept, last_rows = accepted_rows(batch.rows, batch.drawn_rows, batch.trees, accepted)
+        _, meta = rows_in_place(rows, batch.logits_rows[:0])
+        if features is not None:
+            features = features.index_select(0, torch.from_numpy(kept))
+        self.rank.drafting.observe(replace(batch, rows=rows), meta, features, last_rows)
+
     def _accept(self, inputs: _Inputs, drawn: SamplerOutput) -> AcceptedTokens:
         """The next tokens of each sequence that asked for some, which holds them from here on."""
-        rank, tokens, (batch, ids, meta, places) = self.rank, drawn.tokens, inputs
-        trial = None if places is not None else rank.verified(batch, ids, sampled_rows(batch, meta), tokens)
-        outcome = tokens if trial is None else trial.outcome
-        verdict = AcceptedTokens.of(outcome.cpu().numpy().astype(np.int32), batch.drafted, drawn.logprobs)
+        rank, (batch, ids, meta, places) = self.rank, inputs
+        if batch.trees is not None:
+            verdict = rank.accept_trees(batch, drawn)
+        else:
+            trial = None if places is not None else rank.verified(batch, ids, sampled_rows(batch, meta), drawn.tokens)
+            outcome = drawn.tokens if trial is None else trial.outcome
+            verdict = AcceptedTokens.of(outcome.cpu().numpy().astype(np.int32), batch.drafted, drawn.logprobs)
         if rank.pipeline.stages > 1:
             rank.pipeline.send_tokens(verdict.tokens.ravel().tolist())
         rank.accept_states(verdict.counts)

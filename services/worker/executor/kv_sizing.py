@@ -42,7 +42,7 @@ def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: RankGraphs, mo
         total=reading.total,
         free=reading.free,
         held=reading.own,
-        activations=step * -(-max_batch_tokens // rows) + parts.token_bytes,
+        activations=step * -(-max_batch_tokens // rows) + parts.token_bytes + parts.branch_bytes,
         graphs=captured,
     )
 

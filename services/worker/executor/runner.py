@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.worker.backend import ExecutionMode, Step, StepOutput
 from services.worker.batch.batch import Batch, BrokenPlan
+from services.worker.batch.draft_trees import BranchBlocks
 from services.worker.batch.pooled_rows import NO_VECTORS, PooledHead, PooledVectors
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.rows import Int32s
@@ -33,6 +34,7 @@ from services.worker.models.loaded_model import CausalLm
 from services.worker.models.lora.slots import LoraSlots
 from services.worker.models.states.sequence_states import SequenceStates
 from services.worker.models.weights import ForwardPass, KvCaches
+from services.worker.ops.drafts import SlotCopies
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import to_device
 from services.worker.platforms.interface import Platform
@@ -101,7 +103,8 @@ class RankState:
         """Or is of a stage before the last, which is sent later what was drawn."""
         self.grammars = grammars
         self.staging = staging_for(self.device)
-        self.caches: KvCaches = decoder.allocate_kv(num_blocks, max_num_seqs)
+        branches = 0 if drafting.tree is None else drafting.tree.branch_blocks(max_num_seqs)
+        self.caches: KvCaches = decoder.allocate_kv(num_blocks + branches, max_num_seqs)
         """Read and written by steps and copies only, and by measurements without sequences."""
         pages = decoder.checkpoint_pages
         self.states = None if pages is None else SequenceStates(self.caches, state_checkpoints, pages.checkpoint_bytes)
@@ -123,6 +126,7 @@ class RankState:
             block_size=card.block_size,
             classifier=classifier,
             groups=groups,
+            branches=BranchBlocks(num_blocks, branches),
         )
         self.loras = loras
         if loras is not None:
@@ -229,6 +233,9 @@ class RankState:
         if batch is not None and batch.lasts is not None:
             lasts = to_device(batch.lasts, self.device)
             meta = replace(meta, lasts=lasts, others=tuple(replace(each, lasts=lasts) for each in meta.others))
+        if batch is not None and batch.trees is not None:
+            copies = self._slot_copies(*batch.trees.copies)
+            meta = replace(meta, copies=copies if len(copies.sources) else None)
         if self.loras is not None and batch is not None:
             adapted = self.loras.batch(self.sequences.loras[batch.rows.seq_indices], batch.logits_rows)
             if adapted is not None:
@@ -244,6 +251,24 @@ class RankState:
     def verified(self, batch: Batch, ids: Tensor, rows: Tensor | None, drawn: Tensor) -> VerifiedDrafts | None:
         """Which of a step's drafts are accepted, on the device; see `verify_batch`. None where no sequence had any."""
         return verify_batch(self.decoder.ops, batch, ids, rows, drawn) if batch.drafted.any() else None
+
+    def accept_trees(self, batch: Batch, drawn: SamplerOutput) -> AcceptedTokens:
+        """The tokens that a step with trees yields; keys and values of the drafts among them go to the blocks of their
+        sequences."""
+        assert batch.trees is not None, "the caller has looked"
+        verdict = AcceptedTokens.of_trees(batch, drawn.tokens.cpu().numpy().astype(np.int32), drawn.logprobs)
+        assert verdict.rows is not None, "they are of trees"
+        rows = verdict.rows[np.arange(verdict.rows.shape[1]) < verdict.counts[:, None]]
+        sources, targets = batch.rows.kv_slots[batch.drawn_rows[rows]], batch.trees.own_slots[rows]
+        moved = sources != targets
+        if moved.any():
+            copies = self._slot_copies(sources[moved], targets[moved])
+            for keys, values in self.caches:
+                self.decoder.ops.copy_slots(keys, values, copies)
+        return verdict
+
+    def _slot_copies(self, sources: Int32s, targets: Int32s) -> SlotCopies:
+        return SlotCopies(to_device(sources, self.device), to_device(targets, self.device))
 
     def take_failed(self) -> tuple[SequenceFailed, ...]:
         """The sequences that no grammar or no processor goes on with, each once."""
@@ -280,6 +305,7 @@ class StepRunner:
         self.max_loras = 0 if rank.loras is None else rank.loras.max_loras
         self.max_speculate = rank.drafting.settings.max_tokens
         self.max_jump_ahead = rank.drafting.max_jump_ahead
+        self.rows_per_draft = rank.drafting.settings.rows_per_draft
         self._draw = draw_of(rank.decoder.ops)
 
     def compute_context(self) -> AbstractContextManager[object]:
@@ -349,7 +375,7 @@ def step_output(
     nothing. `vectors`: on the host."""
     if batch is None:
         return StepOutput(_complete(plan, ()), timing)
-    drafted, prompts = int(batch.drafted.sum()), scored.messages() if scored.parts else ()
+    drafted, prompts = int(batch.levels.sum()), scored.messages() if scored.parts else ()
     if verdict is None:
         return StepOutput((), timing, drafted, (), prompts, failed)
     pooled, undefined = vectors.messages()

@@ -104,6 +104,15 @@ class RunnerParts:
         return table_bytes(self.max_num_seqs, self.card.max_model_len + 1) if self.launches else 0
 
     @property
+    def branch_bytes(self) -> int:
+        """What keys and values of trees of drafts take, beside all blocks of sequences."""
+        tree = self.drafting.tree
+        if tree is None:
+            return 0
+        drafted = 0 if self.drafter is None else tree.lane_blocks(self.max_num_seqs) * self.drafter.kv_block_bytes
+        return tree.branch_blocks(self.max_num_seqs) * self.decoder.kv_block_bytes + drafted
+
+    @property
     def launches(self) -> bool:
         """Whether the device works by itself, and nobody needs what is drawn in main memory; logits processors do."""
         return self.platform.launches_ahead and self.pipeline.stages == 1 and not self.processed

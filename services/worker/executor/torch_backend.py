@@ -41,7 +41,7 @@ from services.worker.sampling.plugins.request_processors import (
     RequestProcessors,
     argument_names,
 )
-from services.worker.speculation.choice import draft_settings, keep_hidden_states, open_drafter
+from services.worker.speculation.choice import check_trees, draft_settings, keep_hidden_states, open_drafter
 from services.worker.speculation.drafter import TargetModel
 from services.worker.speculation.proposer import NO_DRAFTS
 from services.worker.speculation.settings import SpeculationSettings
@@ -169,6 +169,12 @@ def _load(settings: BackendSettings) -> _RankModel:
             connector=settings.connected,
             grouped=settings.hybrid_kv_cache == "on",
         )
+        if speculation is not None:
+            refused = {
+                "logits_processors": bool(processors),
+                "prefill_context_parallel_size": wanted.context_rows is not None,
+            }
+            check_trees(speculation, loaded.config, wanted.platform, refused)
         if speculation is not None and wanted.pipeline.stages == 1:
             keep_hidden_states(speculation, loaded.decoder, loaded.config, pools=loaded.pooling is not None)
         groups = _layer_groups(loaded, settings) if beside is None else _encoded_groups(loaded, beside.rows)
@@ -314,6 +320,7 @@ def _layer_groups(loaded: LoadedModel, settings: BackendSettings) -> tuple[KvCac
         groups,
         device=settings.model.device.type,
         drafts=None if settings.speculation is None else settings.speculation.method,
+        trees=settings.speculation is not None and settings.speculation.speculative_eagle_topk > 1,
         connector=settings.connected,
     )
     if reason is not None and settings.hybrid_kv_cache == "on":

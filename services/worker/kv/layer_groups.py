@@ -128,12 +128,17 @@ _DRAFTS_WITH_CACHES = ("draft", "eagle", "eagle3", "mtp")
 """Methods that keep keys and values of all tokens in blocks of the first group."""
 
 
-def why_one_group(groups: LayerGroups, *, device: str, drafts: str | None, connector: bool) -> str | None:
-    """Why layers must have one block table; None: they need not. `drafts`: the method of speculation."""
+def why_one_group(
+    groups: LayerGroups, *, device: str, drafts: str | None, trees: bool = False, connector: bool
+) -> str | None:
+    """Why layers must have one block table; None: they need not. `drafts`: the method of speculation; `trees`: whether
+    it drafts any."""
     if device != "cpu":
         return f"groups of layers are not supported on {device}"
     if drafts in _DRAFTS_WITH_CACHES and groups.groups[0].window is not None:
         return f"drafts by {drafts} see all tokens, and no layer of the model does"
+    if trees:
+        return "branches of trees of drafts (speculative_eagle_topk) have one block for all layers"
     if connector:
         return "a KV connector knows one block for all layers"
     return None

@@ -146,7 +146,7 @@ class NativeDecoder:
     def predict_features(
         self, ids: Tensor, given: Tensor, meta: BatchMeta, caches: KvCaches, *, wants_logits: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See `DraftHead.predict` of `services.worker.speculation.hidden_state_proposer`."""
+        """See `DraftHead.predict` of `services.worker.speculation.drafter`."""
         features, given = torch.empty(given.shape), given.float().contiguous()
         return features, self.forward(ids, meta, caches, features, given=given, wants_logits=wants_logits)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, NewType, Protocol, runtim
 import torch
 from torch import Tensor
 
+from services.worker.ops.drafts import DraftAttempt, SlotCopies
 from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.quantized import ExpertBiases, QuantizedWeight, WeightStack
 
@@ -150,6 +151,8 @@ class BatchMeta:
     """On every rank. None: every row begins as its token's embedding."""
     encoded: EncodedInputs | None = None
     """For layers that attend to rows beside prompts; None: there are none."""
+    copies: SlotCopies | None = None
+    """Made in each layer once the rows are stored, before any is read: branches of trees of drafts. On CPUs only."""
 
     def of_group(self, group: int) -> BatchMeta:
         """The step for the layers of this group, counted from 0."""
@@ -264,24 +267,6 @@ class Picks(NamedTuple):
     """float32 [n, chosen]"""
     experts: Tensor
     """Integers [n, chosen]: which of the packed experts each is; -1: none of them, as another rank has it."""
-
-
-class DraftAttempt(NamedTuple):
-    """What a step drew for Q sequences, of which some try drafts: for each a row behind its last token, and one behind
-    every draft, all of a sequence's together, R in all. Tensors are contiguous and on the device."""
-
-    drawn: Tensor
-    """int64 [R]"""
-    ids: Tensor
-    """int32 [n] the tokens of all of the step's rows."""
-    rows: Tensor | None
-    """int32 [R] which of those each was drawn behind; None: the first R."""
-    first: Tensor
-    """int32 [Q] which of the R is the first of each sequence."""
-    counts: Tensor
-    """int32 [Q] drafts of each."""
-    max_drafts: int
-    """The greatest of `counts`, 1 at the least."""
 
 
 class LatentOps(Protocol):
@@ -452,12 +437,16 @@ class Ops(Protocol):
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        """qkv [n, (H + 2 * KV) * D] → rotated queries [n, H, D]; keys and values go to `meta.slots`.
+        """qkv [n, (H + 2 * KV) * D] → rotated queries [n, H, D]; keys and values go to `meta.slots`, and from there to
+        those of `meta.copies`.
 
         Where `q_norm` and `k_norm` (float32 [D]) are given, each head is RMS-normed before it is rotated.
         Rotation pairs element i with i + D/2 (NeoX style). cos_sin: float32 [positions, D], D/2 cosines, then
         D/2 sines. `qkv` may be overwritten.
         """
+
+    def copy_slots(self, k_cache: Tensor, v_cache: Tensor, copies: SlotCopies) -> None:
+        """Makes `copies` of keys and values. On CPUs only."""
 
     def paged_attention(
         self,

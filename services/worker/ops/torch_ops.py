@@ -18,13 +18,13 @@ from torch import Tensor
 from services.worker.kv.copier import KvCopier
 from services.worker.kv.cuda_copier import CudaBlockStream, CudaKvCopier, PlainBlockStream
 from services.worker.kv.plain_copier import PlainKvCopier
+from services.worker.ops.drafts import DraftAttempt, SlotCopies
 from services.worker.ops.gpu import runs_triton
 from services.worker.ops.interface import (
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
     Activation,
     BatchMeta,
-    DraftAttempt,
     LatentCache,
     PackedExperts,
     PackedHeads,
@@ -32,7 +32,7 @@ from services.worker.ops.interface import (
     Picks,
     Routing,
 )
-from services.worker.ops.low_rank import LowRankProducts, LowRankShape
+from services.worker.ops.low_rank import LowRankProducts, LowRankShape, StackedLowRank
 from services.worker.ops.quantized import (
     ExpertBiases,
     QuantizedStack,
@@ -44,7 +44,6 @@ from services.worker.ops.quantized import (
 )
 from services.worker.ops.torch_attention import PagedAttentionStep
 from services.worker.ops.torch_latent import latent_attention, store_latents
-from services.worker.ops.torch_low_rank import StackedLowRank
 from services.worker.ops.torch_routing import route, rows_by_expert
 from services.worker.ops.torch_states import TorchStates
 from shared.blocks import DEFAULT_BLOCK_SIZE
@@ -218,7 +217,17 @@ class TorchOps:
         offset = meta.slots - block * block_size
         k_cache[block, :, offset] = rotate(k, rows)
         v_cache[block, :, offset] = v
+        if meta.copies is not None:
+            self.copy_slots(k_cache, v_cache, meta.copies)
         return rotate(q, rows)
+
+    def copy_slots(self, k_cache: Tensor, v_cache: Tensor, copies: SlotCopies) -> None:
+        """Gathered, then scattered."""
+        (block, offset), (to_block, to_offset) = (
+            (torch.div(slots, self.block_size, rounding_mode="floor"), slots % self.block_size) for slots in copies
+        )
+        for cache in (k_cache, v_cache):
+            cache[to_block, :, to_offset] = cache[block, :, offset]
 
     def paged_attention(
         self,

@@ -13,12 +13,12 @@ from torch import Tensor
 from triton import knobs
 
 from services.worker.kv.copier import KvCopier
+from services.worker.ops.drafts import DraftAttempt
 from services.worker.ops.gpu import sm_count, why_no_triton
 from services.worker.ops.interface import (
     Activation,
     AttentionName,
     BatchMeta,
-    DraftAttempt,
     LatentCache,
     OpsUnavailable,
     PackedExperts,

@@ -56,14 +56,23 @@ def race_by_torch(weights: Tensor, keys: Tensor) -> Tensor:
 
     On any device, without waiting for it. Times are of double precision: then no winner depends on how a logarithm is
     computed, and kernels may take fewer of them."""
-    times = torch.log1p(race_uniforms(keys, weights.shape[1]).double().neg_()).neg_()
-    return (weights / times).argmax(dim=1)
+    tokens = torch.arange(weights.shape[1], dtype=torch.int32, device=keys.device)
+    return (weights / race_times(keys, tokens)).argmax(dim=1)
+
+
+def race_times(keys: Tensor, tokens: Tensor) -> Tensor:
+    """keys int64 [R], tokens [W] or [R, W] → float64 [R, W], the time of each token."""
+    return torch.log1p(_uniforms(keys, tokens).double().neg_()).neg_()
 
 
 def race_uniforms(keys: Tensor, width: int) -> Tensor:
     """keys int64 [R] → float32 [R, width] in (0, 1): the number that each token's time is made of."""
+    return _uniforms(keys, torch.arange(width, dtype=torch.int32, device=keys.device))
+
+
+def _uniforms(keys: Tensor, tokens: Tensor) -> Tensor:
     halves = keys.view(torch.int32).view(-1, 2)
-    x = torch.arange(width, dtype=torch.int32, device=keys.device).mul_(_signed(_STEP)) + halves[:, :1]
+    x = tokens.int() * _signed(_STEP) + halves[:, :1]
     _shifted(x, 16).mul_(_signed(_FACTORS[0]))
     _shifted(x, 15).add_(halves[:, 1:]).mul_(_signed(_FACTORS[1]))
     _shifted(x, 16).bitwise_and_(0x7FFFFFFF)

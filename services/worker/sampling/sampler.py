@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,10 +24,13 @@ from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.logits_processors import LOGITS_FEATURES, process_logits
 from services.worker.sampling.logprobs import RowLogprobs, token_logprobs, top_logprobs
 from services.worker.sampling.parameters import Feature, SamplingBatch
-from services.worker.sampling.races import Draw, race_by_torch
+from services.worker.sampling.races import Draw, race_by_torch, race_times
 
 _CACHED = 1 << 18
 """Logits worked on at once by a CPU: 1 MiB, as larger buffers are fetched from memory, page by page, at every step."""
+
+_RACING = 64
+"""Tokens that draft candidates are chosen among."""
 
 _CHANGES = LOGITS_FEATURES | Feature.RANDOM
 
@@ -143,9 +147,42 @@ def draw_by_triton(
     return draw(logits.contiguous(), DrawParameters(temperature, top_k, top_p, min_p, keys))
 
 
+class DraftCandidates(NamedTuple):
+    """The tokens that are likeliest to be drawn, of R rows."""
+
+    tokens: Tensor
+    """[R, k] int64, the one that a drafter would draft first."""
+    shares: Tensor
+    """[R, k] float32: how sure the drafter is of each, 1 together with all others; 0: it is none."""
+
+
+def draft_candidates(logits: Tensor, choices: SamplingBatch, count: int) -> DraftCandidates:
+    """The `count` best tokens of a drafter's logits [R, vocab], which nothing but temperature and cuts changes. Of
+    greedy rows the likeliest, and a share is a probability. Of others those that win the race, each without those
+    before it, among the `_RACING` likeliest; shares are those of weight / time, which decides it."""
+    shares, tokens = torch.softmax(logits.float(), dim=1).topk(count, dim=1)
+    racing = choices.rows_with(Feature.RANDOM)
+    if len(racing):
+        rows = to_device(racing, logits.device)
+        weights, keys = _random_weights(logits.index_select(0, rows).float(), choices, racing)
+        likeliest = weights.topk(min(_RACING, logits.shape[1]), dim=1)
+        speeds = likeliest.values / race_times(choices.select_keys(keys), likeliest.indices)
+        best = speeds.topk(count, dim=1)
+        shares[rows] = (best.values / speeds.sum(dim=1, keepdim=True)).float()
+        tokens[rows] = likeliest.indices.gather(1, best.indices).clamp_(max=logits.shape[1] - 1)  # of padding
+    return DraftCandidates(tokens, shares)
+
+
 def _draw_random(logits: Tensor, choices: SamplingBatch, rows: NDArray[np.intp], there: Tensor | None) -> Tensor:
     """A random token of each of the `rows`, whose logits these are, and will be overwritten; `there`: the same numbers
     on the device, None: all rows."""
+    weights, keys = _random_weights(logits, choices, rows)
+    return race_by_torch(weights, choices.select_keys(keys, there))
+
+
+def _random_weights(logits: Tensor, choices: SamplingBatch, rows: NDArray[np.intp]) -> tuple[Tensor, Tensor]:
+    """(what the tokens of these rows race with, see `race_by_torch`; the keys of all positions that may be meant).
+    Overwrites the rows' `logits`."""
     table, seq_indices = choices.table, choices.seq_indices[rows]
     keys, top_k, temperature, min_p, top_p = to_device_together(
         [
@@ -159,7 +196,7 @@ def _draw_random(logits: Tensor, choices: SamplingBatch, rows: NDArray[np.intp],
         weights = zero_below(weights, min_p_threshold(weights, min_p.unsqueeze(1)))
     if choices.features & Feature.TOP:
         weights = zero_below(weights, top_threshold(weights, top_k.unsqueeze(1), top_p.unsqueeze(1)))
-    return race_by_torch(weights, choices.select_keys(keys, there))
+    return weights, keys
 
 
 def _weights(logits: Tensor) -> Tensor:

@@ -90,6 +90,7 @@ class SimBackend:
         self._speculation = speculation or SimSpeculation()
         self.max_speculate = self._speculation.most
         self.max_jump_ahead = 0
+        self.rows_per_draft = 1
         self.max_loras = 0
         self.adapters = None
         self.expert_load = None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import assert_never
 
 import torch
 
+from services.worker.batch.draft_trees import TreeShape
 from services.worker.distributed.communicator import Pipeline
 from services.worker.models.config import ModelConfig, ModelDescription, ModelError
 from services.worker.models.decoder import Decoder
 from services.worker.models.loaded_model import CausalLm
+from services.worker.platforms.interface import Platform
 from services.worker.speculation.draft_model import open_draft_model
 from services.worker.speculation.drafter import Drafter, TargetModel
 from services.worker.speculation.eagle import open_eagle
@@ -33,7 +36,32 @@ def draft_settings(settings: SpeculationSettings, pipeline: Pipeline) -> DraftSe
         check_supported(settings, device="", stages=pipeline.stages)
     except SpeculationError as error:
         raise ModelError(str(error)) from None
-    return DraftSettings(settings.most, settings.method in READ_HIDDEN_STATES)
+    return DraftSettings(settings.most, settings.method in READ_HIDDEN_STATES, _tree(settings))
+
+
+def _tree(settings: SpeculationSettings) -> TreeShape | None:
+    if settings.speculative_eagle_topk == 1:
+        return None
+    return TreeShape(settings.speculative_eagle_topk, settings.most, settings.tree_rows - 1)
+
+
+def check_trees(
+    settings: SpeculationSettings, config: ModelDescription, platform: Platform, refused: Mapping[str, bool]
+) -> None:
+    """`refused`: settings that do not go with trees, and which are given. Raises ModelError where a tree of drafts
+    cannot be verified."""
+    topk = settings.speculative_eagle_topk
+    if topk == 1:
+        return
+    if not platform.in_main_memory:
+        reason = f"trees are verified on CPUs, not on {platform}"
+    elif not isinstance(config, ModelConfig) or config.latent is not None or config.states is not None:
+        reason = "trees are verified by models of ours that keep keys and values in all layers"
+    elif given := [name for name, asked in refused.items() if asked]:
+        reason = f"{given[0]} does not go with trees"
+    else:
+        return
+    raise ModelError(f"speculative: speculative_eagle_topk is {topk}, must be 1: {reason}")
 
 
 def keep_hidden_states(
@@ -74,9 +102,9 @@ def open_drafter(settings: SpeculationSettings, target: TargetModel) -> Drafter:
         case "medusa":
             return open_medusa(settings, target, most)
         case "eagle":
-            return open_eagle(settings, target, most)
+            return open_eagle(settings, target, most, _tree(settings))
         case "eagle3":
-            return open_eagle3(settings, target, most)
+            return open_eagle3(settings, target, most, _tree(settings))
         case "mtp":
             return open_mtp(target, most)
         case _:

@@ -20,7 +20,7 @@ from services.worker.models.config import ModelConfig, ModelDescription, ModelEr
 from services.worker.models.decoder import Decoder
 from services.worker.models.loaded_model import CausalLm
 from services.worker.models.weights import ForwardPass, KvCaches
-from services.worker.ops.interface import Ops, PackedLinear
+from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.speculation.proposer import Proposer
 
@@ -34,6 +34,37 @@ class Drafter(Protocol):
 
     def proposer(self, num_blocks: int, max_sequences: int) -> Proposer:
         """A proposer with memory of its own, for a runner of so many blocks and sequences."""
+
+
+class DraftHead(Protocol):
+    """A layer that drafts, with what stands before and behind it."""
+
+    hidden_size: int
+    """Elements of the rows that it goes on from."""
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of a block of its keys and values."""
+
+    def allocate_kv(self, num_blocks: int) -> KvCaches:
+        """The cache of its one layer."""
+
+    def combine(self, features: Tensor) -> Tensor:
+        """features [n, …], what the model keeps of each row → [n, hidden] that the layer begins with."""
+
+    def predict(
+        self, ids: Tensor, given: Tensor, meta: BatchMeta, caches: KvCaches, *, wants_logits: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """ids [n] int32, each behind one of the rows `given` [n, hidden] → (the rows that go on from them [n, hidden],
+        the logits [R, vocab] of `meta.logits_rows` where wanted, until the next call)."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden], as `predict` gives → [R, vocab] of the model's vocabulary; -inf where it drafts none."""
+
+    def draft_chain(
+        self, first: Tensor, meta: BatchMeta, steps: int, stride: int, caches: KvCaches, given: Tensor
+    ) -> Tensor | None:
+        """See `NativeDecoder.draft_chain`; None: no chain is made in one call here."""
 
 
 @runtime_checkable

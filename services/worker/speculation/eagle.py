@@ -14,6 +14,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from services.worker.batch.draft_trees import TreeShape
 from services.worker.models.config import LayerConfig, ModelConfig
 from services.worker.models.loading import load_layer
 from services.worker.models.native_decoder import EagleProjection, native_decoder
@@ -132,7 +133,9 @@ class _RawEagle(Struct):
     rms_norm_eps: float = 1e-6
 
 
-def open_eagle(settings: SpeculationSettings, target: TargetModel, most: int) -> HiddenStateDrafter:
+def open_eagle(
+    settings: SpeculationSettings, target: TargetModel, most: int, tree: TreeShape | None
+) -> HiddenStateDrafter:
     """Reads the layer. Raises ModelError where it does not fit the model."""
     folder = settings.folder()
     raw = read_settings(folder, _RawEagle)
@@ -152,7 +155,7 @@ def open_eagle(settings: SpeculationSettings, target: TargetModel, most: int) ->
         has_input_norm=norm in checkpoint,
         joined=target.ops.pack_linear(joined, bias),
     )
-    return HiddenStateDrafter(EagleHead(config, weights, target.ops), target, most)
+    return HiddenStateDrafter(EagleHead(config, weights, target.ops), target, most, tree)
 
 
 def _layer_config(raw: _RawEagle, target: ModelConfig) -> ModelConfig:

@@ -16,6 +16,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from services.worker.batch.draft_trees import TreeShape
 from services.worker.distributed.communicator import SingleRank
 from services.worker.models.config import LayerConfig, ModelConfig, ModelError
 from services.worker.models.hf_config import read_model_config
@@ -168,7 +169,9 @@ def read_taps(folder: Path, num_layers: int) -> tuple[int, ...]:
     return taps
 
 
-def open_eagle3(settings: SpeculationSettings, target: TargetModel, most: int) -> HiddenStateDrafter:
+def open_eagle3(
+    settings: SpeculationSettings, target: TargetModel, most: int, tree: TreeShape | None
+) -> HiddenStateDrafter:
     """Reads the head. Raises ModelError where it does not fit the model."""
     folder = settings.folder()
     raw, described = _read_raw(folder)
@@ -201,7 +204,7 @@ def open_eagle3(settings: SpeculationSettings, target: TargetModel, most: int) -
         norms_residual=raw.norm_before_residual,
         tokens=None if tokens is None else tokens.to(target.device),
     )
-    return HiddenStateDrafter(Eagle3Head(config, weights, target.ops), target, most)
+    return HiddenStateDrafter(Eagle3Head(config, weights, target.ops), target, most, tree)
 
 
 def _read_raw(folder: Path) -> tuple[_RawEagle3, dict[str, Any]]:

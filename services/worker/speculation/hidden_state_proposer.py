@@ -10,7 +10,7 @@ first. Both cost acceptance only.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,48 +19,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.batch.batch import DraftTokens
+from services.worker.batch.draft_trees import MAX_TREES, TreeShape
 from services.worker.batch.rows import Indices, Int32s
 from services.worker.models.decoder import Decoder
-from services.worker.models.weights import KvCaches
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import on_this_device, to_device
+from services.worker.sampling.logits_processors import LOGITS_FEATURES
 from services.worker.sampling.races import draw_of
 from services.worker.sampling.random_numbers import RejectedDrafts
 from services.worker.speculation.chain import DraftSampler, draft_chain
-from services.worker.speculation.drafter import TargetModel
+from services.worker.speculation.drafter import DraftHead, TargetModel
 from services.worker.speculation.proposer import ComputedStep, DraftRequest, SequenceHistories
+from services.worker.speculation.trees.expansion import TreeExpansion
 from shared.messages.worker import NewSequence
-
-
-class DraftHead(Protocol):
-    """A layer that drafts, with what stands before and behind it."""
-
-    hidden_size: int
-    """Elements of the rows that it goes on from."""
-
-    @property
-    def kv_block_bytes(self) -> int:
-        """Bytes of a block of its keys and values."""
-
-    def allocate_kv(self, num_blocks: int) -> KvCaches:
-        """The cache of its one layer."""
-
-    def combine(self, features: Tensor) -> Tensor:
-        """features [n, …], what the model keeps of each row → [n, hidden] that the layer begins with."""
-
-    def predict(
-        self, ids: Tensor, given: Tensor, meta: BatchMeta, caches: KvCaches, *, wants_logits: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """ids [n] int32, each behind one of the rows `given` [n, hidden] → (the rows that go on from them [n, hidden],
-        the logits [R, vocab] of `meta.logits_rows` where wanted, until the next call)."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden], as `predict` gives → [R, vocab] of the model's vocabulary; -inf where it drafts none."""
-
-    def draft_chain(
-        self, first: Tensor, meta: BatchMeta, steps: int, stride: int, caches: KvCaches, given: Tensor
-    ) -> Tensor | None:
-        """See `NativeDecoder.draft_chain`; None: no chain is made in one call here."""
 
 
 class DraftLayer(Decoder):
@@ -89,6 +60,8 @@ class HiddenStateDrafter(Struct, frozen=True):
     head: DraftHead
     target: TargetModel
     most: int
+    tree: TreeShape | None = None
+    """None: drafts are chains."""
 
     @property
     def kv_block_bytes(self) -> int:
@@ -101,7 +74,8 @@ class HiddenStateDrafter(Struct, frozen=True):
 
 
 class HiddenStateProposer:
-    """Owns the layer's keys and values, and the feature predicted for each sequence's last token."""
+    """Owns the layer's keys and values, lanes of trees among them, and the feature predicted for each sequence's last
+    token."""
 
     drafts_ahead: Literal[True] = True
 
@@ -110,7 +84,10 @@ class HiddenStateProposer:
         self._device = drafter.target.device
         self._draw = draw_of(drafter.target.ops)
         self._most = drafter.most
-        self._caches = self._head.allocate_kv(num_blocks)
+        tree = drafter.tree
+        lanes = 0 if tree is None else tree.lane_blocks(max_sequences)
+        self._caches = self._head.allocate_kv(num_blocks + lanes)
+        self._trees = None if tree is None else TreeExpansion(self._head, tree, self._caches, num_blocks)
         self._predicted: Tensor = drafter.target.ops.empty_rows(max_sequences, self._head.hidden_size).zero_()
         self._ready: NDArray[np.bool_] = np.zeros(max_sequences, dtype=np.bool_)
         """Whether `_predicted` is of the last token: not for sequences that decoded while no drafts were asked for."""
@@ -118,6 +95,31 @@ class HiddenStateProposer:
     def propose(self, request: DraftRequest) -> DraftTokens:
         """No drafts for sequences whose last feature is not known."""
         most = np.where(self._ready[request.seq_indices], np.minimum(request.limits, self._most), 0).astype(np.int32)
+        if self._trees is None:
+            return self._chains(request, most)
+        branches = np.flatnonzero(most)
+        branches = branches[self._may_branch(request, branches)][:MAX_TREES]
+        if not len(branches):
+            return self._chains(request, most)
+        seq_indices = request.seq_indices[branches]
+        drafts = self._trees.draft(seq_indices, most[branches], request.histories, self._features(seq_indices))
+        most[branches] = 0
+        return self._chains(request, most).beside(drafts.among(len(most), branches))
+
+    def _may_branch(self, request: DraftRequest, which: Indices) -> NDArray[np.bool_]:
+        """Of `which` [B] sequences of a request: a tree is drafted where nothing that depends on a path changes what
+        is drawn."""
+        seq_indices, levels = np.repeat(request.seq_indices[which], self._most + 1), np.arange(self._most + 1)
+        ahead = np.tile(levels.astype(np.int32), len(which))
+        by_row = request.histories.sampling_batch(seq_indices, ahead).by_row & int(LOGITS_FEATURES)
+        plain: NDArray[np.bool_] = (by_row.reshape(len(which), self._most + 1) == 0).all(axis=1)
+        return plain
+
+    def _features(self, seq_indices: Indices) -> Tensor:
+        return self._predicted.index_select(0, to_device(seq_indices, self._device))
+
+    def _chains(self, request: DraftRequest, most: Int32s) -> DraftTokens:
+        """As many drafts of each sequence as `most` [P] says."""
         ready = np.flatnonzero(most)
         if not len(ready):
             return DraftTokens.none(len(request.seq_indices))
@@ -133,7 +135,7 @@ class HiddenStateProposer:
     ) -> Tensor:
         """[P, the greatest of most]"""
         draws = DraftSampler(seq_indices, histories, rejected, self._draw)
-        features = self._predicted.index_select(0, to_device(seq_indices, self._device))
+        features = self._features(seq_indices)
         tokens = [draws.token(self._head.logits(features), [])]
         steps = int(most.max()) - 1
         if steps:

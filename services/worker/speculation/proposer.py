@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.batch.batch import DraftTokens
+from services.worker.batch.draft_trees import TreeShape
 from services.worker.ops.interface import BatchMeta
 from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.random_numbers import RejectedDrafts
@@ -95,6 +96,17 @@ class DraftSettings(NamedTuple):
     """Tokens that it drafts in one step at the most."""
     features: bool = False
     """Whether it wants `ComputedStep.features`."""
+    tree: TreeShape | None = None
+    """None: it drafts no trees."""
+
+    @property
+    def rows_per_draft(self) -> int:
+        """See `Backend.rows_per_draft`."""
+        return 1 if self.tree is None else self.tree.rows_per_draft
+
+    def width(self, limit: int) -> int:
+        """Drafts of one sequence at the most, where `limit` is the greatest of a request."""
+        return limit if self.tree is None else max(limit, self.tree.drafts)
 
 
 NO_DRAFTS = DraftSettings()
@@ -169,7 +181,7 @@ class ProposerChain:
             if not left.any():
                 break
             more = proposer.propose(replace(request, limits=left))
-            drafts = _beside(drafts, more) if drafts.tokens.shape[1] else more
+            drafts = drafts.beside(more) if drafts.tokens.shape[1] else more
         return drafts
 
     def observe(self, computed: ComputedStep) -> None:
@@ -196,13 +208,3 @@ class ProposerChain:
         """Every proposer forgets."""
         for proposer in self._proposers:
             proposer.clear()
-
-
-def _beside(first: DraftTokens, second: DraftTokens) -> DraftTokens:
-    """The drafts of both; no sequence has drafts in both."""
-    width = max(first.tokens.shape[1], second.tokens.shape[1])
-    tokens = np.zeros((len(first.counts), width), dtype=np.int32)
-    tokens[:, : first.tokens.shape[1]] = first.known()
-    rows = second.counts > 0
-    tokens[rows, : second.tokens.shape[1]] = second.known()[rows]
-    return DraftTokens(tokens, first.counts + second.counts)

@@ -13,11 +13,17 @@ Method = Literal["ngram", "suffix", "draft", "medusa", "eagle", "eagle3", "mtp"]
 READ_HIDDEN_STATES: tuple[Method, ...] = ("medusa", "eagle", "eagle3", "mtp")
 """Methods that go on from hidden states of the model."""
 
+DRAFT_TREES: tuple[Method, ...] = ("eagle", "eagle3")
+"""Methods that draft trees."""
+
 WITHOUT_MODEL: tuple[Method, ...] = ("ngram", "suffix", "mtp")
 
 MAX_DRAFT_TOKENS = 16
 """Drafts of one step at the most: blocks are reserved for all of them."""
 DEFAULT_DRAFT_TOKENS = 3
+MAX_EAGLE_TOPK = 8
+MAX_TREE_ROWS = 64
+"""Rows of a tree at the most, its sequence's last token among them."""
 
 
 class SpeculationError(ValueError):
@@ -33,6 +39,11 @@ class SpeculationSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model: str | None = None
     """The directory of the draft model, the Medusa heads, EAGLE's layer or EAGLE-3's head. N-grams and suffixes need
     none, and MTP reads the model's own."""
+    speculative_eagle_topk: int = 1
+    """SGLang's: tokens that may follow one in a tree of drafts; 1: drafts are a chain."""
+    speculative_num_draft_tokens: int | None = None
+    """SGLang's: rows of a tree at the most, that of the last token among them; by default 1 + topk * drafts of a
+    path."""
     prompt_lookup_max: int = 5
     """Tokens of the longest match looked for."""
     prompt_lookup_min: int = 2
@@ -51,6 +62,11 @@ class SpeculationSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Drafts of one step and sequence at the most."""
         return self.num_speculative_tokens or (MAX_DRAFT_TOKENS if self.method == "suffix" else DEFAULT_DRAFT_TOKENS)
 
+    @property
+    def tree_rows(self) -> int:
+        """Rows of a tree at the most, that of the last token among them."""
+        return self.speculative_num_draft_tokens or min(MAX_TREE_ROWS, 1 + self.speculative_eagle_topk * self.most)
+
     def folder(self) -> Path:
         """The directory of the method's weights, `~` resolved. Only for methods that have weights."""
         assert self.model is not None, "checked when it was read"
@@ -61,6 +77,10 @@ def check_supported(settings: SpeculationSettings, *, device: str, stages: int) 
     """Raises SpeculationError where `device` drafts nothing, or the method does not go with so many pipeline stages."""
     if device == "sim":
         raise SpeculationError("speculative: the simulated device drafts nothing; see sim_speculate")
+    if (topk := settings.speculative_eagle_topk) > 1 and device not in ("", "auto", "cpu"):
+        raise SpeculationError(
+            f"speculative: speculative_eagle_topk is {topk}, must be 1 on {device}: trees need a CPU"
+        )
     if stages > 1 and settings.method != "ngram":
         # The stages before the last need the drafts when they begin, and only the last one could make them.
         raise SpeculationError(f"speculative: method {settings.method} does not go with pipeline stages; ngram does")
@@ -84,8 +104,8 @@ def _complaint(settings: SpeculationSettings) -> str | None:
         return f"num_speculative_tokens is {most}, must be from 1 to {MAX_DRAFT_TOKENS}"
     if settings.method in WITHOUT_MODEL and settings.model is not None:
         return f"model is {settings.model!r}, but method {settings.method} has none"
-    if (foreign := _foreign(settings)) is not None:
-        return foreign
+    if (wrong := _foreign(settings) or _tree_complaint(settings)) is not None:
+        return wrong
     if settings.method == "suffix":
         return _suffix_complaint(settings)
     if settings.method == "ngram":
@@ -107,6 +127,22 @@ def _foreign(settings: SpeculationSettings) -> str | None:
                 continue
             if (value := getattr(settings, field.name)) != field.default:
                 return f"{field.name} is {value}, which only method {method} has"
+    return None
+
+
+def _tree_complaint(settings: SpeculationSettings) -> str | None:
+    topk, rows, least = settings.speculative_eagle_topk, settings.speculative_num_draft_tokens, settings.most + 1
+    if not 1 <= topk <= MAX_EAGLE_TOPK:
+        return f"speculative_eagle_topk is {topk}, must be from 1 to {MAX_EAGLE_TOPK}"
+    if topk > 1 and settings.method not in DRAFT_TREES:
+        return f"speculative_eagle_topk is {topk}, which only methods {', '.join(DRAFT_TREES)} have"
+    if rows is not None and topk == 1:
+        return f"speculative_num_draft_tokens is {rows}, which only trees have: speculative_eagle_topk above 1"
+    if rows is not None and not least <= rows <= MAX_TREE_ROWS:
+        return (
+            f"speculative_num_draft_tokens is {rows}, must be from {least}, a path of num_speculative_tokens and the "
+            f"last token, to {MAX_TREE_ROWS}"
+        )
     return None
 
 

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from services.worker.batch.batch import Batch
 from services.worker.batch.rows import expand_drafts
+from services.worker.ops.drafts import DraftAttempt
 from services.worker.ops.gpu import runs_triton
-from services.worker.ops.interface import BatchMeta, DraftAttempt, Ops
+from services.worker.ops.interface import BatchMeta, Ops
 from services.worker.ops.transfer import to_device, to_device_together
 from services.worker.sampling.logprobs import RowLogprobs, logprobs_by_row
 from services.worker.sampling.random_numbers import RejectedDrafts
@@ -100,6 +101,15 @@ class AcceptedTokens:
     """[Q] tokens that each sequence gains: its accepted drafts, and one more."""
     logprobs: tuple[RowLogprobs, ...] = ()
     """Log-probabilities of those rows of logits that asked for them."""
+    rows: Int32s | None = None
+    """[Q, K + 1] the row of logits that each token was drawn from; None: a sequence's follow each other."""
+
+    @classmethod
+    def of_trees(cls, batch: Batch, drawn: Int32s, logprobs: tuple[RowLogprobs, ...] = ()) -> AcceptedTokens:
+        """Of a batch with trees, whose rows have `drawn` [R] these tokens."""
+        assert batch.trees is not None, "the caller has looked"
+        rows, counts = batch.trees.accepted(drawn)
+        return cls(drawn[rows], counts, logprobs, rows)
 
     @classmethod
     def of(cls, outcome: Int32s, drafted: Int32s, logprobs: tuple[RowLogprobs, ...] = ()) -> AcceptedTokens:
@@ -111,23 +121,23 @@ class AcceptedTokens:
     def sampled(self, batch: Batch) -> tuple[SampledTokens, ...]:
         """Messages for the scheduler, in the batch's order."""
         by_row = logprobs_by_row(self.logprobs) if self.logprobs else {}
-        first = (np.cumsum(batch.drafted + 1) - (batch.drafted + 1)).tolist()
+        rows = batch.first_drawn[:, None] + np.arange(self.tokens.shape[1]) if self.rows is None else self.rows
         parts = zip(
-            batch.sampled, self.tokens.tolist(), self.counts.tolist(), batch.drafted.tolist(), first, strict=True
+            batch.sampled, self.tokens.tolist(), self.counts.tolist(), batch.levels.tolist(), rows.tolist(), strict=True
         )
         return tuple(
             SampledTokens(
                 sequence,
                 tuple(tokens[:count]),
-                tuple(by_row[row + ahead] for ahead in range(count)) if row in by_row else None,
+                tuple(by_row[row] for row in of[:count]) if of[0] in by_row else None,
                 drafted,
             )
-            for sequence, tokens, count, drafted, row in parts
+            for sequence, tokens, count, drafted, of in parts
         )
 
     def by_position(self, batch: Batch) -> tuple[int, ...]:
         """How many sequences accepted their first draft, their second, and so on, up to the longest draft."""
-        longest = int(batch.drafted.max(initial=0))
+        longest = int(batch.levels.max(initial=0))
         return tuple(int(np.count_nonzero(self.counts > position)) for position in range(1, longest + 1))
 
 

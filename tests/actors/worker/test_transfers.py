@@ -38,6 +38,7 @@ class Memory(StepByStep):
         )
         self.num_blocks, self.device = BLOCKS, "memory"
         self.max_speculate = self.max_jump_ahead = self.max_loras = 0
+        self.rows_per_draft = 1
         self.adapters = self.expert_load = self.group = None
         self.prefix_caching, self.state_checkpoints = True, 0
         self.grammars = None

@@ -416,7 +416,7 @@ def test_drafters_of_two_ranks_are_those_of_one(
     ranks: RankProcesses, models: Callable[..., TinyModel], tmp_path: Path
 ) -> None:
     """Rank 0 drafts with whole weights, and tells the other; run-ahead goes on from lengths that are bounds only. By
-    launches, too."""
+    launches, too. And trees."""
     model = models("llama", 2)
     limits = EngineLimits(run_ahead=2, speculation="fixed")
     prompts = [prompt(5, 1), prompt(17, 2), prompt(30, 3)]
@@ -424,16 +424,17 @@ def test_drafters_of_two_ranks_are_those_of_one(
     medusa, eagle = make_medusa(model, tmp_path / "medusa"), make_eagle(model, tmp_path / "eagle")
     eagle3 = make_eagle3(model, tmp_path / "eagle3")
     folders: dict[Method, Path] = {"draft": model.path, "medusa": medusa, "eagle": eagle, "eagle3": eagle3}
-    for method, folder in folders.items():
-        speculation = SpeculationSettings(method=method, model=str(folder))
-        accepted = []
-        shapes: tuple[dict[str, Any], ...] = (
-            {"tp": 1},
-            {"tp": 2, "shared_rows": 1},
-            {"tp": 2, "context_rows": 8},
-            {"tp": 2, "launched": True},
-        )
-        for shape in shapes:
+    shapes: list[dict[str, Any]] = [
+        {"tp": 1},
+        {"tp": 2, "shared_rows": 1},
+        {"tp": 2, "context_rows": 8},
+        {"tp": 2, "launched": True},
+    ]
+    drafters = [(SpeculationSettings(method=method, model=str(folder)), shapes) for method, folder in folders.items()]
+    drafters.append((SpeculationSettings(method="eagle", model=str(eagle), speculative_eagle_topk=3), shapes[:2]))
+    for speculation, those in drafters:
+        method, accepted = speculation.method, []
+        for shape in those:
             engine = ranks.serve(model.path, limits=limits, speculation=speculation, **shape)
             requests = [engine.ask(tokens, OUTPUT_OF_DRAFTS) for tokens in prompts]
             engine.run()

@@ -12,9 +12,11 @@ import pytest
 from services.worker.guided.schema.keywords import GrammarRefused
 from services.worker.speculation.settings import SpeculationSettings
 from shared.messages.generation import Grammar, SamplingOptions
+from tests.support.models.tiny_drafters import make_eagle
+from tests.support.models.tiny_models import TinyModel
 from tests.support.paths import DEMO_MODEL
 from tests.support.worker.guided_documents import Case, cases, practical
-from tests.support.worker.guided_engine import AT_ONCE, GuidedEngine, guided_backend, tiny_model
+from tests.support.worker.guided_engine import AT_ONCE, GuidedEngine, guided_backend, spelling_model
 from tests.support.worker.plan_driver import Sequence
 
 PROMPT = [5, 17, 31, 8]
@@ -34,8 +36,13 @@ RANDOM = SamplingOptions(seed=11, temperature=1.0)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("guided"))
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return spelling_model(tmp_path_factory.mktemp("guided"))
+
+
+@pytest.fixture(scope="module")
+def path(model: TinyModel) -> Path:
+    return model.path
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +147,23 @@ def test_requests_without_a_grammar_are_not_changed_by_neighbours_with_one(engin
         return [sequence.output for sequence in free]
 
     assert mixed(FORCING) == mixed(None)
+
+
+def test_sequences_with_a_grammar_have_chains_beside_trees(
+    engine: GuidedEngine, model: TinyModel, tmp_path: Path
+) -> None:
+    head = str(make_eagle(model, tmp_path / "eagle"))
+    trees = SpeculationSettings(method="eagle", num_speculative_tokens=4, model=head, speculative_eagle_topk=3)
+    branching, said = GuidedEngine(guided_backend(model.path, trees), speculate=8), []
+    for each in (engine, branching):
+        asked = [
+            each.add([7, 9 + number], FORCING if number % 2 else None, sampling, 30)
+            for number, sampling in enumerate((GREEDY, GREEDY, RANDOM, RANDOM))
+        ]
+        each.run()
+        said.append([one.output for one in asked])
+    assert said[0] == said[1]
+    assert branching.drafted > 0
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])

@@ -10,7 +10,7 @@ from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import GrammarKey
 from shared.messages.generation import Grammar, SamplingOptions
 from shared.messages.worker import StepPlan
-from tests.support.models.tiny_models import make_model
+from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.models.tiny_tokenizers import byte_level, write_model
 from tests.support.worker.compiled_grammars import compile_now, compiler_of
 from tests.support.worker.guided_documents import EOS
@@ -22,13 +22,18 @@ AT_ONCE = 48
 
 def tiny_model(folder: Path) -> Path:
     """Random weights over a byte-level vocabulary."""
+    return spelling_model(folder).path
+
+
+def spelling_model(folder: Path) -> TinyModel:
+    """See `tiny_model`."""
     tokenizer = byte_level()
     size = tokenizer.get_vocab_size(with_added_tokens=True)
-    path = make_model("llama", folder, vocab_size=size, eos_token_id=tokenizer.token_to_id(EOS)).path
-    config = (path / "config.json").read_text()
-    write_model(path, tokenizer)
-    (path / "config.json").write_text(config)
-    return path
+    model = make_model("llama", folder, vocab_size=size, eos_token_id=tokenizer.token_to_id(EOS))
+    config = (model.path / "config.json").read_text()
+    write_model(model.path, tokenizer)
+    (model.path / "config.json").write_text(config)
+    return model
 
 
 def guided_backend(

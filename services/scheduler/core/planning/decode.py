@@ -146,7 +146,8 @@ class DecodePlanner:
         """How many drafts its next step may hold. They take no block that a running sequence needs for certain, and
         nothing beyond the limit: until results say less, all that is in flight counts as accepted."""
         tokens = sequence.tokens
-        wanted = min(self._speculation.drafts_for(sequence), tokens.limit - tokens.length - 1, step.drafts)
+        room = step.drafts // self._speculation.rows_per_draft(sequence)
+        wanted = min(self._speculation.drafts_for(sequence), tokens.limit - tokens.length - 1, room)
         missing = tokens.length + wanted - sequence.blocks.capacity
         if missing > 0:
             self._memory.reclaim(sequence)
@@ -159,6 +160,6 @@ class DecodePlanner:
         if blocks:
             step.filled.append(sequence)
         sequence.tokens.plan_decode(1 + extra)
-        step.drafts -= extra
+        step.drafts -= extra * self._speculation.rows_per_draft(sequence)
         step.extras[sequence.id] = extra
         return SequenceWork(sequence.id, 1, pack(blocks), True, extra)

@@ -146,9 +146,11 @@ def _has_seen_enough(gain: DraftGain) -> bool:
 class SpeculationBudget:
     """Owns the engine's acceptance rate and the cost of drafting; each sequence owns its own acceptance rate."""
 
-    def __init__(self, max_drafts: int, jump_ahead: int, policy: SpeculationPolicy) -> None:
+    def __init__(self, max_drafts: int, jump_ahead: int, policy: SpeculationPolicy, rows_per_draft: int = 1) -> None:
         self.max_drafts = max_drafts
-        """Drafts that the ranks can make for a sequence without a grammar; 0: only grammars force some."""
+        """Drafts that the ranks can make for a sequence without a grammar; 0: only grammars force some. Of trees, those
+        of a path."""
+        self._rows_per_draft = rows_per_draft
         self._jump_ahead = max(max_drafts, jump_ahead)
         self._policy = policy
         self._costs = DraftCosts()
@@ -168,9 +170,9 @@ class SpeculationBudget:
         """Steps without drafts that are not reckoned yet: their sequences and seconds."""
 
     def start_step(self, decodes: int, budget: int, *, guided: bool) -> int:
-        """Plans a step of `decodes` sequences with `budget` tokens left. Returns how many drafts it may hold; 0: no
-        sequence drafts, and `drafts_for` need not be called. `guided`: whether a sequence has a grammar; only those may
-        jump ahead."""
+        """Plans a step of `decodes` sequences with `budget` tokens left. Returns how many rows of drafts it may hold.
+        0: no sequence drafts, and `drafts_for` need not be called. `guided`: whether a sequence has a grammar; only
+        those may jump ahead."""
         if not decodes or not (self._jump_ahead if guided else self.max_drafts) or self._policy == "off":
             return 0
         if self._policy == "dynamic" and not self._choose(decodes, guided):
@@ -200,6 +202,10 @@ class SpeculationBudget:
         if not known:
             return "many" if self._controller.left % 2 else "few"
         return "few" if self._costs.extra.alike > MAX_EQUAL_STEPS else None
+
+    def rows_per_draft(self, sequence: Sequence) -> int:
+        """Rows of a step that each of its drafts may take: those of a sequence with a grammar are no tree."""
+        return 1 if sequence.generation.grammar is not None else self._rows_per_draft
 
     def drafts_for(self, sequence: Sequence) -> int:
         """Number of drafts for the sequence's next step, if there is room for them."""

@@ -45,7 +45,7 @@ class StepBuilder:
     samples: int = 0
     """Sequences that draw in it."""
     drafts: int = 0
-    """Drafts that it may still hold."""
+    """Rows of drafts that it may still hold."""
     extras: dict[SequenceId, int] = field(default_factory=dict)
     """Tokens beyond the first that each sequence may yield."""
     scores: int = MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN

@@ -16,7 +16,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 23; }
+int baton_version() { return 24; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -72,6 +72,7 @@ void baton_gate(Pool* pool, const float* gate_up, int count, int width, int acti
 void baton_rope_and_store(Pool* pool, const RopeAndStore* what, const Batch* batch, const Cache* cache) {
     rope_and_store(*pool, *what, *batch, *cache);
 }
+void baton_copy_slots(Pool* pool, const Cache* cache, const SlotCopies* copies) { copy_slots(*pool, *cache, *copies); }
 void baton_attend(Pool* pool, const Attention* what, const Batch* batch, const Cache* cache) {
     attend(*pool, *what, *batch, *cache, plan_attention(*batch, pool->threads(), what->heads, cache->kv_heads, what->window));
 }

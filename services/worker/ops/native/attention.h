@@ -42,6 +42,13 @@ struct Cache {
     }
 };
 
+// Slots whose keys and values go to others, too: services.worker.ops.drafts.SlotCopies.
+struct SlotCopies {
+    int count;
+    const int* sources;
+    const int* targets;
+};
+
 // How rows fall into sequences: services.worker.ops.interface.BatchMeta.
 struct Batch {
     int rows;
@@ -54,6 +61,7 @@ struct Batch {
     const int* positions;
     const int* lasts;  // [rows] or null: the last position that each row sees, where that is not its own
     const float* rotations;  // [rows, head_dim] or null: cosines and sines of each row, not those at its position
+    SlotCopies copies;       // made once the rows are stored, before any is read
 
     int last_seen(int row) const { return lasts ? lasts[row] : positions[row]; }
 };
@@ -70,8 +78,11 @@ struct RopeAndStore {
     int64_t query_stride;
 };
 
-// Norms and rotates queries and keys, writes keys and values to the rows' slots.
+// Norms and rotates queries and keys, writes keys and values to the rows' slots; then makes the batch's copies.
 void rope_and_store(Pool& pool, const RopeAndStore& what, const Batch& batch, const Cache& cache);
+
+// Copies the keys and values of slots to others, those of all heads.
+void copy_slots(Pool& pool, const Cache& cache, const SlotCopies& copies);
 
 struct Attention {
     const void* queries;  // as RopeAndStore leaves them

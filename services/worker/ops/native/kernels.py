@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.worker.ops.drafts import SlotCopies
 from services.worker.ops.interface import Activation, BatchMeta, OpsUnavailable
 from services.worker.ops.native import library
 from services.worker.ops.native.build import BuildError, Level, library_path
@@ -87,7 +88,13 @@ def batch_of(meta: BatchMeta) -> library.NativeBatch:
         meta.positions.data_ptr(),
         address_of(meta.lasts),
         address_of(meta.rotations),
+        library.NativeSlotCopies() if meta.copies is None else copies_of(meta.copies),
     )
+
+
+def copies_of(copies: SlotCopies) -> library.NativeSlotCopies:
+    """`copies` for the library."""
+    return library.NativeSlotCopies(len(copies.sources), copies.sources.data_ptr(), copies.targets.data_ptr())
 
 
 def address_of(tensor: Tensor | None) -> int | None:

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-VERSION = 23
+VERSION = 24
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -119,6 +119,12 @@ class Cache(Structure):
     )
 
 
+class NativeSlotCopies(Structure):
+    """`SlotCopies` of attention.h."""
+
+    _fields_ = (("count", c_int), ("sources", c_void_p), ("targets", c_void_p))
+
+
 class NativeBatch(Structure):
     """`Batch` of attention.h: how a step's rows fall into sequences, as `BatchMeta`."""
 
@@ -133,6 +139,7 @@ class NativeBatch(Structure):
         ("positions", c_void_p),
         ("lasts", c_void_p),
         ("rotations", c_void_p),
+        ("copies", NativeSlotCopies),
     )
 
 
@@ -382,6 +389,7 @@ _SIGNATURES = {
     "baton_norm": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_float, c_int, c_void_p)),
     "baton_gate": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p)),
     "baton_rope_and_store": (None, (c_void_p, POINTER(RopeAndStore), POINTER(NativeBatch), POINTER(Cache))),
+    "baton_copy_slots": (None, (c_void_p, POINTER(Cache), POINTER(NativeSlotCopies))),
     "baton_attend": (None, (c_void_p, POINTER(Attention), POINTER(NativeBatch), POINTER(Cache))),
     "baton_store_latents": (
         None,

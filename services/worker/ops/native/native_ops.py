@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.worker.ops.drafts import DraftAttempt, SlotCopies
 from services.worker.ops.interface import (
     Activation,
     BatchMeta,
-    DraftAttempt,
     OpsUnavailable,
     PackedExperts,
     PackedLinear,
@@ -44,6 +44,7 @@ from services.worker.ops.native.kernels import (
     WeightArena,
     address_of,
     batch_of,
+    copies_of,
     zeroed,
 )
 from services.worker.ops.native.matrix_stacks import MatrixStack, multiply_each, pack_stack, stack_of
@@ -326,6 +327,12 @@ class NativeOps:
             self._pool, ctypes.byref(what), ctypes.byref(self.batch_of(meta)), ctypes.byref(cache)
         )
         return queries
+
+    def copy_slots(self, k_cache: Tensor, v_cache: Tensor, copies: SlotCopies) -> None:
+        """Shared by the threads. What heads are padded with is copied, too."""
+        stored = k_cache.shape[3]
+        cache = self._cache_of(k_cache, v_cache, stored - cached_head_dim(k_cache.dtype, 0))
+        self._library.baton_copy_slots(self._pool, ctypes.byref(cache), ctypes.byref(copies_of(copies)))
 
     def paged_attention(
         self,

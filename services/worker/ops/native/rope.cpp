@@ -128,6 +128,23 @@ template <class Item, class Cached> void store_row(const RopeAndStore& what, con
     }
 }
 
+// One head's key and value at a slot, as they lie at another. The other half of a pair of values is left as it is: what follows
+// a copied token is stored in the same step, or is there.
+template <class Item> void copy_slot(const Cache& cache, int head, int from, int to) {
+    constexpr int kKeyItems = 4 / int(sizeof(Item)), kPair = sizeof(Item) == 2 ? 2 : 1;
+    auto page = [&](void* items, int slot) {
+        int number = slot / kPageTokens, block = number >> cache.page_bits;
+        return (Item*)items + cache.at(block, head, number - (block << cache.page_bits));
+    };
+    int dim = cache.stored_dim(), padded = cache.padded_stored_dim(), at = from % kPageTokens, goes = to % kPageTokens;
+    const Item* key = page(cache.keys, from) + at * kKeyItems;
+    Item* key_to = page(cache.keys, to) + goes * kKeyItems;
+    for (int d = 0; d < dim; d += kKeyItems) memcpy(key_to + d * kPageTokens, key + d * kPageTokens, 4);
+    const Item* value = page(cache.values, from) + at / kPair * padded * kPair + at % kPair;
+    Item* value_to = page(cache.values, to) + goes / kPair * padded * kPair + goes % kPair;
+    for (int d = 0; d < dim; ++d) value_to[d * kPair] = value[d * kPair];
+}
+
 template <class Item> void store_latent(const StoreLatents& what, const Batch& batch, const LatentCache& cache, int row) {
     int rank = cache.rank, rope = cache.rope_dim;
     const float* cos_sin = what.cos_sin + int64_t(batch.positions[row]) * rope;
@@ -154,6 +171,18 @@ template <class Call> void by_tiles(Pool& pool, int rows, const Call& call) {
 
 }  // namespace
 
+void copy_slots(Pool& pool, const Cache& cache, const SlotCopies& copies) {
+    if (!copies.count) return;
+    by_tiles(pool, copies.count, [&](int index) {
+        for (int h = 0; h < cache.kv_heads; ++h) {
+            int from = copies.sources[index], to = copies.targets[index];
+            if (cache.code != Code::kPlain) copy_slot<uint8_t>(cache, h, from, to);
+            else if (cache.number == Number::kHalf) copy_slot<Bf16>(cache, h, from, to);
+            else copy_slot<float>(cache, h, from, to);
+        }
+    });
+}
+
 void store_latents(Pool& pool, const StoreLatents& what, const Batch& batch, const LatentCache& cache) {
     by_tiles(pool, batch.rows, [&](int row) {
         if (cache.number == Number::kHalf) store_latent<Bf16>(what, batch, cache, row);
@@ -167,4 +196,5 @@ void rope_and_store(Pool& pool, const RopeAndStore& what, const Batch& batch, co
         if (cache.code != Code::kPlain) half ? store_row<Bf16, uint8_t>(what, batch, cache, row) : store_row<float, uint8_t>(what, batch, cache, row);
         else half ? store_row<Bf16, Bf16>(what, batch, cache, row) : store_row<float, float>(what, batch, cache, row);
     });
+    copy_slots(pool, cache, batch.copies);
 }

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.low_rank import AdapterRows, AdapterSpan, LowRankPart, LowRankShape
-from services.worker.ops.torch_low_rank import StackedLowRank
+from services.worker.ops.low_rank import AdapterRows, AdapterSpan, LowRankPart, LowRankShape, StackedLowRank
 from services.worker.ops.transfer import to_device
 from services.worker.ops.triton.moe.grouped_products import part as part_of
 from services.worker.ops.triton.moe.grouped_products import times

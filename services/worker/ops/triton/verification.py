@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.interface import DraftAttempt
+from services.worker.ops.drafts import DraftAttempt
 
 BLOCK = 128
 """Sequences of a program, a lane each: whether a draft is accepted depends on those before it."""

@@ -46,6 +46,7 @@ class Scripted:
         self.burns: str | None = None
         self.kv = self.card = self.grammars = None
         self.num_blocks = self.max_speculate = self.max_jump_ahead = self.max_loras = 0
+        self.rows_per_draft = 1
         self.adapters = self.expert_load = self.group = None
         self.device = "scripted"
         self._gates: dict[str, threading.Event] = {}

@@ -41,6 +41,7 @@ class Scripted(StepByStep):
         )
         self.num_blocks, self.device = BLOCKS, "scripted"
         self.max_speculate = self.max_jump_ahead = self.max_loras = 0
+        self.rows_per_draft = 1
         self.adapters = self.expert_load = self.group = None
         self.grammars = None
         self.kv = RankKvCache(LAYOUT, 0, LAYOUT.kv_heads, True, BLOCKS, self, 0, LAYOUT.layers)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.worker.ops.interface import DraftAttempt
+from services.worker.ops.drafts import DraftAttempt
 from services.worker.ops.torch_ops import _by_torch, verify_drafts
 from services.worker.speculation.verification import AcceptedTokens, accepted_counts, by_sequence
 from tests.support.kernels.kernel_device import DEVICE

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from services.worker.models.rope import PlainRope, cos_sin_table
+from services.worker.ops.drafts import SlotCopies
 from services.worker.ops.interface import OpsUnavailable
 from services.worker.ops.native.build import Level, runnable_levels
 from services.worker.ops.native.native_ops import NativeOps
@@ -66,10 +67,12 @@ class Cached:
         self.blocks = scattered_blocks(contexts, block_size=ops.block_size)
         self.caches = ops.allocate_kv(sum(map(len, self.blocks)) + 1, shape.kv_heads, shape.dim)
 
-    def step(self, counts: dict[int, tuple[int, int]], kind: Kind) -> dict[int, Tensor]:
+    def step(
+        self, counts: dict[int, tuple[int, int]], kind: Kind, copies: SlotCopies | None = None
+    ) -> dict[int, Tensor]:
         """Sequences' (first, end) positions in one step → the attention's rows of each."""
         sequences = [Rows(end - first, end, self.blocks[number]) for number, (first, end) in counts.items()]
-        meta = meta_of(sequences, self.ops.block_size)
+        meta = replace(meta_of(sequences, self.ops.block_size), copies=copies)
         qkv = torch.cat([self.qkv[number][first:end] for number, (first, end) in counts.items()])
         heads, (q_norm, k_norm) = self.shape.heads, self.norms
         queries = self.ops.rope_and_store(
@@ -235,6 +238,35 @@ def test_what_an_earlier_owner_left_in_a_block_does_not_reach_its_next(dtype: to
 
 
 # ---- keys and values in eight bits
+
+
+@pytest.mark.parametrize("position", [38, 39])
+@pytest.mark.parametrize(
+    ("dtype", "codes"),
+    [*((dtype, None) for dtype in DTYPES), (torch.bfloat16, FP8), *((dtype, torch.int8) for dtype in DTYPES)],
+)
+def test_a_branch_sees_what_is_copied_to_its_block(
+    dtype: torch.dtype, codes: torch.dtype | None, position: int
+) -> None:
+    """Two tokens follow a sequence, each in a block of its own, but for the full ones before."""
+    size, ops = 16, native(dtype, cache_dtype=codes)
+    alone, branched = (Cached(ops, Shape(4, 2, 32), [position + 1, position + 1]) for _ in range(2))
+    for cached in (alone, branched):
+        cached.qkv[1][:position] = cached.qkv[0][:position]
+        for cache in cached.caches:
+            cache.fill_(float("nan") if codes is None else 1)
+    before, token = (0, position), dict.fromkeys(range(2), (position, position + 1))
+    alone.step({0: before, 1: before}, Kind())
+    expected = alone.step(token, Kind())
+    branched.step({0: before}, Kind())
+    branched.blocks[1] = (*branched.blocks[0][:2], branched.blocks[1][2])
+    offsets = torch.arange(position % size, dtype=torch.int32)
+    copies = SlotCopies(*(offsets + branched.blocks[number][2] * size for number in range(2)))
+    rows = branched.step(token, Kind(), copies)
+    for number in range(2):
+        assert torch.equal(rows[number], expected[number])
+        exact = alone.expected(number, position, position + 1, Kind())
+        torch.testing.assert_close(rows[number].double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def test_numbers_are_rounded_to_eight_bits_as_pytorch_rounds_them() -> None:
