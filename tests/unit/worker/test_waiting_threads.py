@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 _SPINNING = """
-import ctypes, sys
-import services.worker
+import ctypes, importlib, sys
+importlib.import_module(sys.argv[2])
 assert "torch" not in sys.modules
 ctypes.CDLL(sys.argv[1])  # writes its settings to standard error
 """
@@ -29,18 +29,19 @@ def _libgomp() -> Path:
 
 
 @pytest.mark.parametrize(
-    ("set_by_operator", "spins"),
+    ("service", "set_by_operator", "spins"),
     [
-        ({}, "GOMP_SPINCOUNT = '3000'"),
-        ({"GOMP_SPINCOUNT": "7"}, "GOMP_SPINCOUNT = '7'"),
-        ({"OMP_WAIT_POLICY": "passive"}, "GOMP_SPINCOUNT = '0'"),
+        ("worker", {}, "GOMP_SPINCOUNT = '3000'"),
+        ("worker", {"GOMP_SPINCOUNT": "7"}, "GOMP_SPINCOUNT = '7'"),
+        ("worker", {"OMP_WAIT_POLICY": "passive"}, "GOMP_SPINCOUNT = '0'"),
+        ("encoder", {}, "GOMP_SPINCOUNT = '3000'"),
     ],
-    ids=["default", "count", "policy"],
+    ids=["default", "count", "policy", "encoder"],
 )
-def test_threads_of_pytorch_wait_as_they_are_told(set_by_operator: dict[str, str], spins: str) -> None:
+def test_threads_of_pytorch_wait_as_they_are_told(service: str, set_by_operator: dict[str, str], spins: str) -> None:
     inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     done = subprocess.run(
-        [sys.executable, "-c", _SPINNING, str(_libgomp())],
+        [sys.executable, "-c", _SPINNING, str(_libgomp()), f"services.{service}"],
         env={**inherited, "OMP_DISPLAY_ENV": "VERBOSE", **set_by_operator},
         capture_output=True,
         text=True,
