@@ -58,7 +58,7 @@ from services.worker.models.pooling.classification import (
 )
 from services.worker.models.pooling.step_pooling import read_token_rows
 from services.worker.models.quantization.matrices import MatrixLoader
-from services.worker.models.quantization.method import QuantizationMethod, check_rounding, read_method
+from services.worker.models.quantization.method import QuantizationMethod, read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
 from services.worker.models.weights import DecoderWeights, MixtureMlp
@@ -146,8 +146,6 @@ def _decoder(
     share = shard_of(config, settings.layer_ranks.rank, settings.layer_ranks.world_size, experts, expert_rank)
     with STARTUP.stage("kernels"):
         ops = create_ops(settings, dtype)
-    if config.mixture is not None:
-        check_rounding(ops, settings.quantization)
     with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype, method, plugin) as tensors:
         if isinstance(tensors, Checkpoint | QuantizedCheckpoint):
             load_weights(tensors.headers(), config, share, TorchOps(NOWHERE, dtype), NOWHERE, max_model_len, stage)

@@ -363,10 +363,6 @@ class Ops(Protocol):
     def name(self) -> str:
         """For logs and reports: "torch", "native"."""
 
-    @property
-    def rounds_expert_rows(self) -> bool:
-        """Whether `mixture`, as `linear` does, rounds rows to int8 for weights that ask for it (`int8_activations`)."""
-
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """`weight` [out, in] and `bias` [out] made ready for `linear`. May keep or copy them."""
 

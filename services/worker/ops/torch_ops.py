@@ -85,11 +85,6 @@ class TorchOps:
         """The name of this implementation: "torch"."""
         return "torch"
 
-    @property
-    def rounds_expert_rows(self) -> bool:
-        """They are, and are multiplied as floats."""
-        return True
-
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """In oneDNN's layout on a CPU that has it, else the weight itself."""
         if self._onednn:

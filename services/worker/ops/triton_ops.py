@@ -36,10 +36,16 @@ from services.worker.ops.triton.attention.paged_attention import create_attentio
 from services.worker.ops.triton.attention.tiles import decode_splits
 from services.worker.ops.triton.low_rank import GatheredLowRank, RowTiling
 from services.worker.ops.triton.moe.coded_experts import CodedStack, code_stack, mix_coded_rows, numbers_of
-from services.worker.ops.triton.moe.grouped_products import NO_BIASES
+from services.worker.ops.triton.moe.grouped_products import NO_BIASES, ExpertScales, mix_tiles
 from services.worker.ops.triton.moe.mixture import choose_experts, compile_all, first_row, mixture
 from services.worker.ops.triton.moe.routing import one_by_one
-from services.worker.ops.triton.quantized_linear import compile_tiles, knows_fp8, multiplies, quantized_linear
+from services.worker.ops.triton.quantized_linear import (
+    compile_tiles,
+    knows_fp8,
+    multiplies,
+    quantized_linear,
+    typed_codes,
+)
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
 from services.worker.ops.triton.verification import verify
@@ -81,11 +87,6 @@ class TritonOps(TorchOps):
     def name(self) -> str:
         """The name of this implementation: "triton"."""
         return "triton"
-
-    @property
-    def rounds_expert_rows(self) -> bool:
-        """There is no kernel for it: what experts multiply stays more exact than such weights expect."""
-        return False
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
         """The codes. Compiles the kernels of all sizes of tiles when a shape of weight is first seen on a GPU."""
@@ -154,8 +155,22 @@ class TritonOps(TorchOps):
         """Compiles the kernels of all sizes of tiles when a shape of mixture is first seen on a GPU."""
         assert isinstance(experts, _Experts)
         if isinstance(experts.gate_up, CodedStack) and isinstance(experts.down, CodedStack):
+            if experts.gate_up.weight.int8_activations and experts.down.weight.int8_activations:
+                return self._rounded_mixture(x, picks, experts.gate_up, experts.down, experts.biases, kind)
             return self._coded_mixture(x, picks, experts.gate_up, experts.down, experts.biases, kind)
         return self._plain_mixture(x, picks, experts, kind)
+
+    def _rounded_mixture(
+        self, x: Tensor, picks: Picks, gate_up: CodedStack, down: CodedStack, biases: ExpertBiases, kind: Activation
+    ) -> Tensor:
+        """In whole numbers, by the kernels of many rows however few there are."""
+        first, second = (typed_codes(each.weight).view(each.shape) for each in (gate_up, down))
+        scales = ExpertScales(gate_up.weight.scales, down.weight.scales)
+        shape = (picks.experts.shape[1], kind, "rounded", *down.shape)
+        if shape not in self._compiled and self._device.type == "cuda":
+            self._compiled.add(shape)
+            compile_all(x, picks, first, second, biases, kind=kind, scales=scales)
+        return mix_tiles(x, picks, first, second, biases, kind=kind, scales=scales)
 
     def _coded_mixture(
         self, x: Tensor, picks: Picks, gate_up: CodedStack, down: CodedStack, biases: ExpertBiases, kind: Activation

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.models.config import ModelError
 from services.worker.models.loaded_model import ModelImpl
 from services.worker.ops.interface import OpsName
 from services.worker.ops.quantized import SCHEMES, Code
@@ -110,12 +109,6 @@ def test_activations_are_rounded_as_well(
     prompts = [PROMPT[first : first + 12] for first in range(0, 25, 4)]
     found = [last_logits(backend, prompt, recorded) for prompt in prompts]
     assert_same_steps(found, [model.logits(prompt)[-1] for prompt in prompts])
-
-
-def test_operations_that_leave_what_experts_multiply_as_it_is_say_so(tmp_path: Path) -> None:
-    path = make_model("qwen3-moe", tmp_path).path
-    with pytest.raises(ModelError, match="quantization w8a8_int8: triton operations leave what experts multiply"):
-        tiny_backend(path, ops="triton", quantization="w8a8_int8")
 
 
 def test_keys_and_values_of_rounded_weights_are_nobody_elses(tmp_path: Path) -> None:

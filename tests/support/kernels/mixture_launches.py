@@ -19,7 +19,7 @@ from services.worker.ops.triton.moe.routing import (
 )
 from tests.support.kernels.kernel_launches import Launch
 
-_ITEM = {"bf16": 2, "fp32": 4}
+_ITEM = {"bf16": 2, "fp32": 4, "i8": 1}
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ def _launches() -> Iterator[Launch]:
         for rows in TILE_ROWS:
             yield from _tiles(shape, rows, "bf16")
     yield from _tiles(_QWEN3, TILE_ROWS[-1], "fp32")
+    for rows in TILE_ROWS:
+        yield from _tiles(_QWEN3, rows, "i8")
 
 
 def _routing(shape: _Shape) -> Iterator[Launch]:
@@ -112,10 +114,14 @@ def _few_rows(shape: _Shape) -> Iterator[Launch]:
 
 
 def _tiles(shape: _Shape, rows: int, kind: str) -> Iterator[Launch]:
-    """Of so many rows."""
-    pointers = dict.fromkeys(("x", "gate_up", "gated", "down", "parts"), f"*{kind}")
+    """Of so many rows. `kind`: i8 where rows are rounded, and come out as bfloat16."""
+    whole = kind == "i8"
+    scales = ("row_scales", "scales")
     order = dict.fromkeys(("sorted_picks", "tile_experts", "tiles"), "*i32") | {"picks": "i32", "chances": "*fp32"}
+    order |= dict.fromkeys(scales, "*fp32") if whole else {}
     for gated, kernel in ((True, up_tile_kernel), (False, down_tile_kernel)):
+        pointers = dict.fromkeys(("x", "gate_up", "gated", "down", "parts"), f"*{kind}")
+        pointers |= {"gated" if gated else "parts": "*bf16"} if whole else {}
         for target in (80, 90):
             tile = expert_tile(rows, _ITEM[kind], target // 10, gated=gated)
             looped = (shape.hidden if gated else shape.size) > tile.depth
@@ -125,12 +131,13 @@ def _tiles(shape: _Shape, rows: int, kind: str) -> Iterator[Launch]:
                 {name: word for name, word in (pointers | order).items() if name in kernel.arg_names},
                 shape.constants
                 | {"biases": None}
+                | ({} if whole else dict.fromkeys(scales))
                 | ({"CHOSEN": shape.chosen, "KIND": "silu"} if gated else {})
                 | {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SWAPPED": tile.swapped},
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
                 targets=(target,),
                 must=frozenset({"cp.async16"} if looped else ()) | frozenset({"mma"} if target == 80 else ()),
-                must_on_hopper=frozenset({"wgmma" if kind == "bf16" else "mma"}),
-                rare=shape is not _QWEN3 or kind == "fp32" or rows in TILE_ROWS[1:-1],
+                must_on_hopper=frozenset({"mma" if kind == "fp32" else "wgmma"}),
+                rare=shape is not _QWEN3 or kind == "fp32" or rows in TILE_ROWS[1 - whole : -1],
             )

@@ -10,8 +10,8 @@ from services.worker.ops.triton.moe.coded_experts import coded_down_row_kernel, 
 from services.worker.ops.triton.moe.routing import down_row_tile, up_row_tile
 from services.worker.ops.triton.quantized_linear import TILE_ROWS, code_tile, coded_linear_kernel
 from services.worker.ops.triton.rounded_linear import TILE_ROWS as ROUNDED_TILE_ROWS
-from services.worker.ops.triton.rounded_linear import round_rows_kernel, rounded_linear_kernel, rounded_tile
-from services.worker.ops.triton.row_ops import norm_shape
+from services.worker.ops.triton.rounded_linear import rounded_linear_kernel, rounded_tile
+from services.worker.ops.triton.row_ops import norm_shape, round_rows_kernel
 from tests.support.kernels.kernel_launches import Launch
 
 _STORED = {"int8": "*i8", "fp8": "*fp8e4nv", "int4": "*u8"}

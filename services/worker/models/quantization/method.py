@@ -9,7 +9,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from services.worker.models.config import ModelError, plain_json
-from services.worker.ops.interface import Ops
 
 MethodName = Literal["compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes", "mxfp4"]
 
@@ -86,15 +85,6 @@ def read_method(model_dir: Path) -> QuantizationMethod | None:
         return None if raw is None else _method(raw)
     except ModelError as error:
         raise ModelError(f"{path}: quantization_config: {error}") from None
-
-
-def check_rounding(ops: Ops, quantization: str) -> None:
-    """Raises ModelError where `ops` do not round what a mixture's experts multiply and `quantization` says so."""
-    if quantization == "w8a8_int8" and not ops.rounds_expert_rows:
-        raise ModelError(
-            f"quantization w8a8_int8: {ops.name} operations leave what experts multiply as it is; "
-            "int8 rounds weights alone, and ops native (on CPUs) and torch round both"
-        )
 
 
 def _method(raw: _RawQuantization) -> QuantizationMethod:

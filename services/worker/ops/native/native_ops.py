@@ -105,11 +105,6 @@ class NativeOps:
         """With the instructions that were compiled for, and the number of threads."""
         return f"native ({self.kernels.instructions}, {self.kernels.threads} threads)"
 
-    @property
-    def rounds_expert_rows(self) -> bool:
-        """At every level of instructions, with the same bits."""
-        return True
-
     def for_drafts(self) -> NativeOps:
         """Operations that drafters are fastest with: in bfloat16 where this machine multiplies it, on the same threads;
         else these."""

@@ -11,8 +11,11 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b in float32. Factors of float32 lose nothing that matters: three products of TF32 each."""
-    if INTERPRETED:
+    """acc + a @ b in float32, of int8 in int32. Factors of float32 lose nothing that matters: three products of TF32
+    each."""
+    if a.dtype == tl.int8:
+        acc = tl.dot(a, b, acc, out_dtype=tl.int32)
+    elif INTERPRETED:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     elif a.dtype == tl.float32:
         acc = tl.dot(a, b, acc, input_precision="tf32x3")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,17 +17,12 @@ from torch import Tensor
 from services.worker.ops.gpu import HOPPER, generation
 from services.worker.ops.quantized import QuantizedWeight
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
-from services.worker.ops.triton.moe.grouped_products import part
-from services.worker.ops.triton.row_ops import norm_shape
+from services.worker.ops.triton.moe.grouped_products import part, scaled, times
+from services.worker.ops.triton.quantized_linear import typed_codes
+from services.worker.ops.triton.row_ops import Int8Rows, round_rows
 
 TILE_ROWS = (16, 64, 128)
 """Rows of a tile: of the smallest that holds them all, else of the largest."""
-_INT8_MAX = tl.constexpr(127.0)
-_SMALLEST_ROW = tl.constexpr(1e-30)
-"""As `round_rows` has it."""
-_NEAREST = tl.constexpr(12582912.0)
-"""1.5 · 2²³: what is added to it has no digits behind the point, and is rounded to the nearest, ties to even."""
-_INFINITY = tl.constexpr(0x7F800000)
 
 
 class RoundedTile(NamedTuple):
@@ -56,34 +50,6 @@ def rounded_tile(rows: int, generation: int) -> RoundedTile:
     return RoundedTile(128, 128, depth, False, num_warps=8, num_stages=stages)
 
 
-class Int8Rows(NamedTuple):
-    """Rows as int8, each by a scale of its own."""
-
-    codes: Tensor
-    """int8 [n, in]"""
-    scales: Tensor
-    """float32 [n]; NaN where an element is none, or is infinite."""
-
-
-def round_rows(x: Tensor) -> Int8Rows:
-    """x [n, in] to the nearest, as `quantized.round_rows` does it, with the same bits."""
-    rows, inputs = x.shape
-    rounded = Int8Rows(
-        torch.empty(rows, inputs, dtype=torch.int8, device=x.device),
-        torch.empty(rows, dtype=torch.float32, device=x.device),
-    )
-    block, warps = norm_shape(inputs)
-    round_rows_kernel[(rows,)](
-        *(x, *rounded),
-        INPUTS=inputs,
-        BLOCK=block,
-        num_warps=warps,
-        enable_fp_fusion=False,  # the product is rounded before what rounds it to the nearest is added
-        **launch_options(x.device),
-    )
-    return rounded
-
-
 def rounded_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x [n, in] → x @ weight.T + bias [n, out] in x's dtype, rows rounded first; `bias` is added before it is rounded.
     `weight`: int8 with a scale for each output."""
@@ -104,7 +70,7 @@ def _launch(tile_rows: int, rows: Int8Rows, weight: QuantizedWeight, bias: Tenso
     tile = rounded_tile(tile_rows, generation(out.device))
     grid = (triton.cdiv(len(out), tile.rows) * triton.cdiv(outputs, tile.columns),)
     rounded_linear_kernel[grid](
-        *(*rows, weight.codes.view(torch.int8), weight.scales, bias, out, len(out)),
+        *(*rows, typed_codes(weight), weight.scales, bias, out, len(out)),
         INPUTS=inputs,
         OUTPUTS=outputs,
         ROWS=tile.rows,
@@ -115,27 +81,6 @@ def _launch(tile_rows: int, rows: Int8Rows, weight: QuantizedWeight, bias: Tenso
         num_stages=tile.num_stages,
         **launch_options(out.device),
     )
-
-
-@triton.jit
-def round_rows_kernel(x, codes, scales, INPUTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """One row a program."""
-    wait_for_inputs(DEPENDENT)
-    row = tl.program_id(0)
-    start = row.to(tl.int64) * INPUTS
-    column = tl.arange(0, BLOCK)
-    inside = column < INPUTS
-    values = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
-    # Bits of numbers that are not negative have their order, and those of NaN are the greatest.
-    bits = tl.max(tl.abs(values).to(tl.int32, bitcast=True), 0)
-    most = bits.to(tl.float32, bitcast=True)
-    counts = (most > _SMALLEST_ROW) & (bits < _INFINITY)
-    greatest = tl.full([], _INT8_MAX, tl.float32)
-    inverse = tl.div_rn(greatest, tl.where(counts, most, greatest))
-    scale = tl.where(counts, tl.div_rn(most, greatest), 0.0)
-    whole = tl.where(counts, values, 0.0) * inverse + _NEAREST - _NEAREST
-    tl.store(codes + start + column, whole.to(tl.int8), mask=inside)
-    tl.store(scales + row, tl.where(bits < _INFINITY, scale, float("nan")))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -170,18 +115,12 @@ def rounded_linear_kernel(
     total = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], tl.int32)
     for start in tl.range(0, INPUTS, DEPTH):
         factors = part(values, there, depth, start, INPUTS, DEPTH)
-        numbers = part(matrix, True, depth, start, INPUTS, DEPTH)
-        if SWAPPED:
-            total = tl.dot(numbers, tl.trans(factors), total, out_dtype=tl.int32)
-        else:
-            total = tl.dot(factors, tl.trans(numbers), total, out_dtype=tl.int32)
+        total = times(factors, part(matrix, True, depth, start, INPUTS, DEPTH), total, SWAPPED)
         values += DEPTH
         matrix += DEPTH
-    sums = total.to(tl.float32)
+    made = scaled(total, tl.load(row_scales + row, mask=row < rows, other=0.0), tl.load(scales + held), SWAPPED)
     if SWAPPED:
-        sums = tl.trans(sums)
-    row_scale = tl.load(row_scales + row, mask=row < rows, other=0.0)
-    made = sums * (row_scale[:, None] * tl.load(scales + held)[None, :])
+        made = tl.trans(made)
     if bias is not None:
         made += tl.load(bias + held).to(tl.float32)[None, :]
     tl.store(

@@ -1,13 +1,15 @@
-"""Operations on single rows: RMS norm, alone or fused with the addition of the residual before it, and the gated
-activation of an MLP, act(gate) · up, out of what one product gave both.
+"""Operations on single rows: RMS norm, alone or fused with the addition of the residual before it; the gated activation
+of an MLP, act(gate) · up, out of what one product gave both; and rounding to int8.
 
 Bytes moved, n rows of h elements of b bytes: `rms_norm` 2·n·h·b, `add_rms_norm` 4·n·h·b, and h·4 of weights, which stay
-in the caches; `gated_act` 3·n·I·b for I activations. Each row is read once and held in registers.
+in the caches; `gated_act` 3·n·I·b for I activations; `round_rows` n·h·(b + 1) + n·4. Each row is read once and held in
+registers.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -125,9 +127,9 @@ def gated_sums(gate, up, KIND: tl.constexpr):
 
 
 @triton.jit
-def biases_of(biases, expert, column, WIDTH: tl.constexpr):
-    """Those of an expert's outputs `column`, of biases [E, WIDTH]. Beyond the last they are the last one's."""
-    return tl.load(biases + expert * WIDTH + tl.minimum(column, WIDTH - 1))
+def of_outputs(terms, expert, column, WIDTH: tl.constexpr):
+    """Those of an expert's outputs `column`, of terms [E, WIDTH]. Beyond the last they are the last one's."""
+    return tl.load(terms + expert * WIDTH + tl.minimum(column, WIDTH - 1))
 
 
 @triton.jit
@@ -146,3 +148,61 @@ def gated_act_kernel(
     else:
         made = activated(gate, KIND).to(out.dtype.element_ty).to(tl.float32) * up
     tl.store(out + row * WIDTH + column, made.to(out.dtype.element_ty), mask=inside)
+
+
+_INT8_MAX = tl.constexpr(127.0)
+_SMALLEST_ROW = tl.constexpr(1e-30)
+"""As `round_rows` has it."""
+_NEAREST = tl.constexpr(12582912.0)
+"""1.5 · 2²³: what is added to it has no digits behind the point, and is rounded to the nearest, ties to even."""
+_INFINITY = tl.constexpr(0x7F800000)
+
+
+class Int8Rows(NamedTuple):
+    """Rows as int8, each by a scale of its own."""
+
+    codes: Tensor
+    """int8 [n, in]"""
+    scales: Tensor
+    """float32 [n]; NaN where an element is none, or is infinite."""
+
+
+def round_rows(x: Tensor) -> Int8Rows:
+    """x [n, in] to the nearest, as `quantized.round_rows` does it, with the same bits."""
+    rows, inputs = x.shape
+    rounded = Int8Rows(
+        torch.empty(rows, inputs, dtype=torch.int8, device=x.device),
+        torch.empty(rows, dtype=torch.float32, device=x.device),
+    )
+    block, warps = norm_shape(inputs)
+    round_rows_kernel[(rows,)](
+        *(x, *rounded),
+        INPUTS=inputs,
+        BLOCK=block,
+        num_warps=warps,
+        enable_fp_fusion=False,  # the product is rounded before what rounds it to the nearest is added
+        **launch_options(x.device),
+    )
+    return rounded
+
+
+@triton.jit
+def round_rows_kernel(x, codes, scales, INPUTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """One row a program."""
+    wait_for_inputs(DEPENDENT)
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * INPUTS
+    column = tl.arange(0, BLOCK)
+    inside = column < INPUTS
+    values = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+    # Bits of numbers that are not negative have their order, and those of NaN are the greatest.
+    bits = tl.max(tl.abs(values).to(tl.int32, bitcast=True), 0)
+    most = bits.to(tl.float32, bitcast=True)
+    counts = (most > _SMALLEST_ROW) & (bits < _INFINITY)
+    greatest = tl.full([], _INT8_MAX, tl.float32)
+    most = tl.where(counts, most, greatest)
+    inverse = tl.div_rn(greatest, most)
+    scale = tl.where(counts, tl.div_rn(most, greatest), 0.0)
+    whole = tl.where(counts, values, 0.0) * inverse + _NEAREST - _NEAREST
+    tl.store(codes + start + column, whole.to(tl.int8), mask=inside)
+    tl.store(scales + row, tl.where(bits < _INFINITY, scale, float("nan")))

@@ -20,7 +20,7 @@ from services.worker.ops.triton.moe.grouped_products import NO_BIASES
 from services.worker.ops.triton.moe.mixture import turns_at_once
 from services.worker.ops.triton.moe.routing import down_row_tile, up_row_tile
 from services.worker.ops.triton.quantized_linear import group_terms, typed_codes
-from services.worker.ops.triton.row_ops import biases_of, gated_sums
+from services.worker.ops.triton.row_ops import gated_sums, of_outputs
 
 _NUMBERS_AT_ONCE = 1024
 
@@ -189,8 +189,8 @@ def coded_up_row_kernel(
         up += decoded(codes, scales, zeros, offsets, output + SIZE, place, there, HIDDEN, GROUP, CODE) * values
     gates_sum, ups_sum = tl.sum(gate, 1), tl.sum(up, 1)
     if biases is not None:
-        gates_sum += biases_of(biases, expert, column, 2 * SIZE)
-        ups_sum += biases_of(biases, expert, column + SIZE, 2 * SIZE)
+        gates_sum += of_outputs(biases, expert, column, 2 * SIZE)
+        ups_sum += of_outputs(biases, expert, column + SIZE, 2 * SIZE)
     made = gated_sums(gates_sum, ups_sum, KIND)
     tl.store(gated + pick.to(tl.int64) * SIZE + column, made.to(gated.dtype.element_ty), mask=column < SIZE)
 
@@ -230,7 +230,7 @@ def coded_down_row_kernel(
             chance = tl.load(chances + pick)
             output = expert * HIDDEN + held
             if biases is not None:
-                added += biases_of(biases, expert, column, HIDDEN) * chance
+                added += of_outputs(biases, expert, column, HIDDEN) * chance
             inputs = gated + pick.to(tl.int64) * SIZE + depth
             for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
                 place = start + depth[None, :]

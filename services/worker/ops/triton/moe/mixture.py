@@ -26,7 +26,7 @@ from services.worker.ops.interface import Activation, Picks, Routing
 from services.worker.ops.quantized import ExpertBiases
 from services.worker.ops.torch_routing import route as route_by_torch
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
-from services.worker.ops.triton.moe.grouped_products import NO_BIASES, mix_tiles
+from services.worker.ops.triton.moe.grouped_products import NO_BIASES, NO_SCALES, ExpertScales, mix_tiles
 from services.worker.ops.triton.moe.routing import (
     AT_ONCE,
     TILE_ROWS,
@@ -36,7 +36,7 @@ from services.worker.ops.triton.moe.routing import (
     sort_picks,
     up_row_tile,
 )
-from services.worker.ops.triton.row_ops import biases_of, gated_sums
+from services.worker.ops.triton.row_ops import gated_sums, of_outputs
 
 MAX_TURNS = tl.constexpr(4)
 """Turns of a loop over a row's elements whose loads are on their way together, at most."""
@@ -120,8 +120,8 @@ def up_row_kernel(
         up += tl.load(gates + SIZE * HIDDEN + start, mask=there[None, :], other=0.0).to(tl.float32) * values
     gates_sum, ups_sum = tl.sum(gate, 1), tl.sum(up, 1)
     if biases is not None:
-        gates_sum += biases_of(biases, expert, column, 2 * SIZE)
-        ups_sum += biases_of(biases, expert, column + SIZE, 2 * SIZE)
+        gates_sum += of_outputs(biases, expert, column, 2 * SIZE)
+        ups_sum += of_outputs(biases, expert, column + SIZE, 2 * SIZE)
     made = gated_sums(gates_sum, ups_sum, KIND)
     tl.store(gated + pick.to(tl.int64) * SIZE + column, made.to(gated.dtype.element_ty), mask=column < SIZE)
 
@@ -158,7 +158,7 @@ def down_row_kernel(
             chance = tl.load(chances + pick)
             weights = columns + expert * (HIDDEN * SIZE)
             if biases is not None:
-                added += biases_of(biases, expert, column, HIDDEN) * chance
+                added += of_outputs(biases, expert, column, HIDDEN) * chance
             inputs = gated + pick.to(tl.int64) * SIZE + depth
             for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
                 there = depth < SIZE - start
@@ -191,13 +191,21 @@ def first_row(picks: Picks) -> Picks:
 
 
 def compile_all(
-    x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, biases: ExpertBiases = NO_BIASES, *, kind: Activation
+    x: Tensor,
+    picks: Picks,
+    gate_up: Tensor,
+    down: Tensor,
+    biases: ExpertBiases = NO_BIASES,
+    *,
+    kind: Activation,
+    scales: ExpertScales = NO_SCALES,
 ) -> None:
     """Runs every kernel on x's first row, in all sizes of tiles and of sorting: what is compiled now holds nobody up
-    later."""
+    later. `scales`: see `mix_tiles`."""
     picks = first_row(picks)
-    mix_rows(x[:1], picks, gate_up, down, biases, kind=kind)
+    if scales is NO_SCALES:
+        mix_rows(x[:1], picks, gate_up, down, biases, kind=kind)
     for most in TILE_ROWS:
-        mix_tiles(x[:1], picks, gate_up, down, biases, kind=kind, most=most)
+        mix_tiles(x[:1], picks, gate_up, down, biases, kind=kind, most=most, scales=scales)
         for at_once in AT_ONCE:
             sort_picks(picks.experts, len(down), most, at_once)

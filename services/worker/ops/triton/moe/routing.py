@@ -241,6 +241,9 @@ def tile_rows(picks: int, experts: int) -> int:
 def expert_tile(rows: int, itemsize: int, generation: int, *, gated: bool) -> ExpertTile:
     """The tile of at most `rows` rows. `gated`: two matrices, gates and ups. `generation`: see `attention_tiles`."""
     hopper = generation >= HOPPER
+    if itemsize == 1:
+        tile = expert_tile(rows, 2, generation, gated=gated)
+        return tile._replace(depth=2 * tile.depth)
     if itemsize == 4:
         # Products of float32 are three of TF32 each, out of twice the shared memory: for correctness, not for speed.
         return ExpertTile(min(rows, 32), 64, 32, rows <= 32, num_warps=4, num_stages=3)

@@ -10,17 +10,17 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from services.worker.ops.interface import Routing
-from services.worker.ops.quantized import Code, QuantizedStack, QuantizedWeight, quantize, stack_outputs
+from services.worker.ops.interface import Activation, Routing
+from services.worker.ops.quantized import Code, QuantizedStack, QuantizedWeight, Scheme, quantize, stack_outputs
 from services.worker.ops.triton.moe.coded_experts import code_stack, numbers_of
 from services.worker.ops.triton_ops import TritonOps
 from tests.support.kernels.kernel_device import DEVICE
-from tests.support.models.expert_mixtures import MixedExperts, Shape
+from tests.support.models.expert_mixtures import MixedExperts, Shape, exactly_gated
 
 CODES: tuple[Code, ...] = get_args(Code)
 
 
-def coded(stack: Tensor, code: Code) -> QuantizedStack:
+def coded(stack: Tensor, code: Scheme) -> QuantizedStack:
     together = stack_outputs([quantize(each, code) for each in stack])
     assert together is not None
     return QuantizedStack(together, len(stack))
@@ -41,6 +41,33 @@ def test_a_mixture_of_codes_is_that_of_their_numbers(code: Code, rows: int, dtyp
     ops = TritonOps(DEVICE, dtype)
     packed = ops.pack_experts(gate_up, down)
     mixed.check(ops.mixture(mixed.x, ops.choose_experts(mixed.logits, Routing(2, True)), packed, kind="silu"))
+
+
+@pytest.mark.parametrize(("rows", "kind", "dtype"), [(1, "silu", torch.float32), (12, "swigluoai", torch.float32)])
+def test_a_mixture_in_whole_numbers_rounds_rows_as_its_experts_linear_layers_do(
+    rows: int, kind: Activation, dtype: torch.dtype
+) -> None:
+    """Rows, and what is between an expert's two products; few rows and tiles of many, with biases."""
+    mixed = MixedExperts(Shape(hidden=72, size=40, dtype=dtype, kind=kind, biased=kind != "silu"), rows)
+    gate_up, down = (coded(stack, "w8a8_int8") for stack in (mixed.gate_up, mixed.down))
+    ops = TritonOps(DEVICE, dtype)
+    picks = ops.choose_experts(mixed.logits, Routing(2, True))
+    found = ops.mixture(mixed.x, picks, ops.pack_experts(gate_up, down, mixed.biases), kind=kind)
+    expected, exact = torch.zeros_like(mixed.x), torch.zeros_like(mixed.x)
+    for expert, pair in enumerate(zip(gate_up.matrices, down.matrices, strict=True)):
+        biases = [None if each is None else each[expert] for each in mixed.biases]
+        chances = (picks.chances * (picks.experts == expert)).sum(dim=1, keepdim=True)
+        for total, rounds in ((expected, True), (exact, False)):
+            packed = [
+                ops.pack_quantized(weight._replace(int8_activations=rounds), bias)
+                for weight, bias in zip(pair, biases, strict=True)
+            ]
+            gate, up = ops.linear(mixed.x, packed[0]).double().chunk(2, dim=1)
+            total += chances * ops.linear(exactly_gated(gate, up, kind).to(dtype), packed[1])
+    differences = (found - expected).abs().flatten()
+    # The last bit of what is between may take an element to the next step.
+    assert differences.median() < 1e-6
+    assert differences.max() < 0.1 * (found - exact).abs().max()
 
 
 @pytest.mark.parametrize("code", CODES)

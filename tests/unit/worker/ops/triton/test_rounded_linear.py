@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from services.worker.ops import quantized
 from services.worker.ops.quantized import QuantizedWeight, multiply_rounded, quantize
-from services.worker.ops.triton.rounded_linear import round_rows, rounded_linear
+from services.worker.ops.triton.rounded_linear import rounded_linear
+from services.worker.ops.triton.row_ops import round_rows
 from services.worker.ops.triton_ops import TritonOps
 from tests.support.kernels.kernel_device import DEVICE
 
