@@ -4,7 +4,7 @@
 
 Weights are read from memory: each call has a matrix of its own, more together than caches hold. All three compute the
 same product in one process, by turns; the best of rounds, in microseconds by the wall. oneDNN is PyTorch's, with
-weights in its own layout, as with `ops = torch`; Baton multiplies no int8 by it.
+weights in its own layout, as with `ops = torch`; Baton multiplies no codes by it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHAPES = {"110 M: qkv": (1280, 768), "gate_up": (4096, 768), "down": (768, 2048)
 """(outputs, inputs) of Llama's shapes."""
 ROWS = (1, 4, 16, 17, 32, 64, 128, 512)
 ROUNDS, CACHES = 7, 256 << 20
-SCHEMES: tuple[Scheme, ...] = ("int8", "w8a8_int8")
+SCHEMES: tuple[Scheme, ...] = ("int8", "w8a8_int8", "int4")
 
 Pack = Callable[[Ops, Tensor], PackedLinear]
 

@@ -128,7 +128,7 @@ def test_so_it_is_with_rounded_weights_and_caches(settings: dict[str, str]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"quantization": "w8a8_int8"}], ids=["bfloat16", "w8a8_int8"])
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int4"}], ids=["bfloat16", "int4"])
 def test_so_it_is_in_tiles(settings: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of AMX, emulated where the processor has none."""
     with tile_instructions(tmp_path) as emulated:

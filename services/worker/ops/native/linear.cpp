@@ -9,6 +9,7 @@
 #include "segments.h"
 #include "sums.h"
 #include "tiled.h"
+#include "tiled_segments.h"
 
 namespace {
 
@@ -251,14 +252,27 @@ template <class Run> void multiply_tile(const Product& p, int tile, Run run) {
 
 using BlockRun = void (*)(const Product&, const Block&);
 
-// What multiplies plain numbers, or bytes with one scale for all of an output's inputs. Bytes give the same bits in both ways,
-// and few rows are one register tile, which reads weights in the order they lie in.
+#if defined(BATON_TILES)
+// Whether bytes are multiplied in tiles: both ways give the same bits, and few rows are one register tile, which reads weights
+// in the order they lie in.
+bool tiles_bytes(const Product& p) { return p.linear.tiled && p.x.count * p.digits() > kTileRows; }
+#endif
+
+// What multiplies plain numbers, or bytes with one scale for all of an output's inputs.
 template <class Kind> BlockRun block_run_of(const Product& p) {
 #if defined(BATON_TILES)
     if constexpr (!std::is_same_v<Kind, Single>)
-        if (p.linear.tiled && (!kRounds<Kind> || p.x.count * p.digits() > kTileRows)) return run_tiled_block<Kind>;
+        if (kRounds<Kind> ? tiles_bytes(p) : p.linear.tiled) return run_tiled_block<Kind>;
 #endif
     return run_block<Kind>;
+}
+
+// What multiplies bytes and half bytes where groups of inputs share a scale.
+template <Code code> BlockRun segment_run_of(const Product& p) {
+#if defined(BATON_TILES)
+    if (tiles_bytes(p)) return run_tiled_segments<code>;
+#endif
+    return run_segmented_block<code>;
 }
 
 template <class Kind> void multiply_tile_as(const Product& p, int tile) {
@@ -267,8 +281,8 @@ template <class Kind> void multiply_tile_as(const Product& p, int tile) {
         case Code::kInt8: return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt8>);
         case Code::kInt4: return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt4>);
         case Code::kFp8: return multiply_tile(p, tile, run_coded_block<Kind, Code::kFp8>);
-        case Code::kQuad: return multiply_tile(p, tile, p.linear.scaled ? run_segmented_block<Code::kQuad> : block_run_of<Quad>(p));
-        case Code::kNibble: return multiply_tile(p, tile, run_segmented_block<Code::kNibble>);
+        case Code::kQuad: return multiply_tile(p, tile, p.linear.scaled ? segment_run_of<Code::kQuad>(p) : block_run_of<Quad>(p));
+        case Code::kNibble: return multiply_tile(p, tile, segment_run_of<Code::kNibble>(p));
     }
 }
 

@@ -43,8 +43,8 @@ struct Linear {
     // Of the shape of `scales`, where `scaled` is not 0: what is added to each scaled number; null: nothing. A group's product
     // is scale * (the sum of number * x) + offset * (the sum of x).
     const float* offsets;
-    // Whether bf16, and bytes with one scale for all of an output's inputs, are multiplied in tiles (tiles.h), which the process
-    // must have been allowed to use. Another order of bf16's sums than without, the same whatever the number of rows.
+    // Whether bf16, and what is multiplied in whole numbers, is multiplied in tiles (tiles.h), which the process must have been
+    // allowed to use. Another order of bf16's sums than without, the same whatever the number of rows.
     int tiled;
 };
 

@@ -70,7 +70,7 @@ int64_t probe_tiles(Pool& pool, int64_t steps) {
 #if defined(BATON_TILES)
     int threads = pool.threads();
     pool.run(8 * threads, [&](int, int) {
-        shape_tiles(kTileHeight);
+        shape_tiles(kTileHeight, kTileHeight);
         for (int64_t step = 0; step < steps / 8; ++step) {
             add_half_tiles<0, 4, 6>();
             add_half_tiles<1, 4, 7>();

@@ -51,6 +51,12 @@ template <Code code> BATON_INLINE F number_of(U first, U second, const SegmentTe
     return floats_of(whole);
 }
 
+// What `sum` is with a segment more.
+template <Code code> BATON_INLINE F add_segment(F sum, U first, U second, const SegmentTerms& terms, int column, int32_t row_sum) {
+    sum = fma(number_of<code>(first, second, terms, column, row_sum), load(terms.scales + column * kLanes), sum);
+    return terms.offsets ? fma(all(float(row_sum)), load(terms.offsets + column * kLanes), sum) : sum;
+}
+
 // sums[r][c] += the scaled products of row r and column c over `segments` of `steps` steps each, in ascending order. Rows
 // are those of the digits, `stride` apart.
 template <Code code, int Rows, int Columns>
@@ -71,12 +77,8 @@ __attribute__((noinline)) void multiply_segments(const int8_t* x, int64_t stride
             }
         }
         for (int r = 0; r < Rows / 2; ++r)
-            for (int c = 0; c < Columns; ++c) {
-                int32_t row_sum = terms.row_sums[r * terms.row_stride];
-                F number = number_of<code>(sum[2 * r][c], sum[2 * r + 1][c], terms, c, row_sum);
-                sums[r][c] = fma(number, load(terms.scales + c * kLanes), sums[r][c]);
-                if (terms.offsets) sums[r][c] = fma(all(float(row_sum)), load(terms.offsets + c * kLanes), sums[r][c]);
-            }
+            for (int c = 0; c < Columns; ++c)
+                sums[r][c] = add_segment<code>(sums[r][c], sum[2 * r][c], sum[2 * r + 1][c], terms, c, terms.row_sums[r * terms.row_stride]);
         terms.scales += kGroupOutputs;
         if (terms.zeros) terms.zeros += kGroupOutputs;
         if (terms.offsets) terms.offsets += kGroupOutputs;

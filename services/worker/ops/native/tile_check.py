@@ -16,6 +16,8 @@ _log = logging.getLogger(__name__)
 
 _ROWS, _OUT, _INPUTS = 37, 64, 1128
 """Three tiles of rows, the last two of which overlap; three passes, the last with steps left over."""
+_GROUPED, _GROUP = 1024, 32
+"""Inputs in groups of half a tile."""
 _TOLERANCE = 1e-3
 """Between two orders of sums of `_INPUTS` products of numbers of about 1."""
 
@@ -47,13 +49,14 @@ def _tried(loaded: ctypes.CDLL) -> dict[str, bool]:
     codes = torch.randint(0, 256, (_OUT, _INPUTS), generator=numbers, dtype=torch.uint8)
     trial = _Trial(loaded)
     try:
-        halves, whole = trial.halves(weight), trial.codes(codes)
+        halves, whole, grouped = trial.halves(weight), trial.codes(codes), trial.groups(codes[:, :_GROUPED] % 16)
         tiled = trial.multiply(x, halves, tiled=True)
         alone = torch.cat([trial.multiply(x[row : row + 1], halves, tiled=True) for row in (0, _ROWS - 1)])
         return {
             "bfloat16": torch.allclose(tiled, trial.multiply(x, halves, tiled=False), rtol=0, atol=_TOLERANCE),
             "a row alone": torch.equal(alone, tiled[[0, -1]]),
-            "int8": torch.equal(trial.multiply(x, whole, tiled=True), trial.multiply(x, whole, tiled=False)),
+            "int8": torch.equal(*(trial.multiply(x, whole, tiled=each) for each in (True, False))),
+            "int4": torch.equal(*(trial.multiply(x, grouped, tiled=each) for each in (True, False))),
         }
     finally:
         trial.close()
@@ -65,7 +68,7 @@ class _Trial:
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._library = loaded
         self._pool: int = loaded.baton_pool(1)
-        self._scales = torch.full((_OUT,), 1 / 128)
+        self._scales = torch.full((_GROUPED // _GROUP * _OUT,), 1 / 128)
         self._packed: list[Tensor] = []
 
     def halves(self, weight: Tensor) -> library.Linear:
@@ -75,11 +78,20 @@ class _Trial:
         return library.Linear(library.HALF, *weight.shape, groups)
 
     def codes(self, codes: Tensor) -> library.Linear:
-        """int8 [_OUT, _INPUTS] as uint8, for rows of two digits."""
-        groups = self._memory(self._library.baton_coded_bytes(library.QUAD, *codes.shape))
-        self._library.baton_pack_codes(self._pool, library.QUAD, codes.data_ptr(), *codes.shape, groups)
+        """int8 [_OUT, _INPUTS] as uint8."""
+        return self._coded(library.QUAD, codes)
+
+    def groups(self, codes: Tensor) -> library.Linear:
+        """int4 [_OUT, _GROUPED] as uint8, in groups of `_GROUP`."""
+        linear = self._coded(library.NIBBLE, codes.contiguous())
+        linear.scaled = _GROUP
+        return linear
+
+    def _coded(self, code: int, codes: Tensor) -> library.Linear:
+        groups = self._memory(self._library.baton_coded_bytes(code, *codes.shape))
+        self._library.baton_pack_codes(self._pool, code, codes.data_ptr(), *codes.shape, groups)
         scales = self._scales.data_ptr()
-        return library.Linear(library.HALF, *codes.shape, groups, code=library.QUAD, scales=scales, digits=2)
+        return library.Linear(library.HALF, *codes.shape, groups, code=code, scales=scales, digits=2)
 
     def multiply(self, x: Tensor, linear: library.Linear, *, tiled: bool) -> Tensor:
         """float32 [rows, _OUT]."""

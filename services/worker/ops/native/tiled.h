@@ -86,15 +86,15 @@ __attribute__((noinline)) void multiply_square(const char* x, const char* y, int
 }
 
 // Four sums wait as floats or whole numbers, 256 bytes for each row of a group.
-template <int T> BATON_INLINE void resume_tile(bool begun, const F* kept) {
-    if (begun) load_tile<T>(kept, kStepBytes);
+template <int T> BATON_INLINE void resume_tile(bool resumed, const F* kept) {
+    if (resumed) load_tile<T>(kept, kStepBytes);
     else zero_tile<T>();
 }
-BATON_INLINE void resume_tiles(bool begun, F* const kept[4]) {
-    resume_tile<0>(begun, kept[0]);
-    resume_tile<1>(begun, kept[1]);
-    resume_tile<2>(begun, kept[2]);
-    resume_tile<3>(begun, kept[3]);
+BATON_INLINE void resume_tiles(bool resumed, F* const kept[4]) {
+    resume_tile<0>(resumed, kept[0]);
+    resume_tile<1>(resumed, kept[1]);
+    resume_tile<2>(resumed, kept[2]);
+    resume_tile<3>(resumed, kept[3]);
 }
 BATON_INLINE void keep_tiles(F* const kept[4]) {
     store_tile<0>(kept[0], kStepBytes);
@@ -109,6 +109,8 @@ struct Pass {
     int first;
     int count;
     TileWeights weights;
+    bool resumed;   // whether sums go on from those that were kept
+    bool fetching;  // whether more weights of the same kind lie behind these
 };
 
 // Rows of one or two tiles as tiles read them.
@@ -146,12 +148,12 @@ template <class Kind> TileInputs inputs_of(const Product& p, const Block& block,
 
 template <class Kind> void run_pass(const Product& p, const Block& block, const RowTiles& tiles, const Pass& pass, F* kept) {
     for (int tile = 0; tile < tiles.count; tile += 2) {
-        bool square = tile + 1 < tiles.count, begun = pass.first > 0, fetching = tile == 0;
+        bool square = tile + 1 < tiles.count, fetching = pass.fetching && tile == 0;
         TileInputs x = inputs_of<Kind>(p, block, tiles, pass, tile, square ? 2 : 1);
         F* sums = kept + tile * tiles.height * kGroupColumns;
         if (!square) {
             F* const wide[] = {sums, sums + 1, sums + 2, sums + 3};
-            resume_tiles(begun, wide);
+            resume_tiles(pass.resumed, wide);
             multiply_wide<Kind>(x.at[0], x.stride, pass.weights, fetching);
             keep_tiles(wide);
             continue;
@@ -162,7 +164,7 @@ template <class Kind> void run_pass(const Product& p, const Block& block, const 
             TileWeights half = pass.weights;
             half.at += column * 64;
             if (half.last) half.last += column * 64;
-            resume_tiles(begun, both);
+            resume_tiles(pass.resumed, both);
             multiply_square<Kind>(x.at[0], x.at[1], x.stride, half, fetching && !column);
             keep_tiles(both);
         }
@@ -201,11 +203,11 @@ template <class Kind> void run_tiled_block(const Product& p, const Block& block)
         memcpy(last, group + int64_t(p.steps - left) * kStepBytes, size_t(left) * kStepBytes);
         memset(last + left * kStepBytes, 0, size_t(kTileSteps - left) * kStepBytes);
     }
-    shape_tiles(tiles.height);
+    shape_tiles(tiles.height, kTileSteps);
     for (int first = 0; first < p.steps; first += kPassSteps) {
         int count = std::min(kPassSteps, p.steps - first);
         TileWeights weights{group + int64_t(first) * kStepBytes, count / kTileSteps, count % kTileSteps ? last : nullptr};
-        run_pass<Kind>(p, block, tiles, {first, count, weights}, kept);
+        run_pass<Kind>(p, block, tiles, {first, count, weights, first > 0, true}, kept);
     }
     release_tiles();
     finish_rows<Kind>(p, block, tiles, kept);

@@ -25,12 +25,12 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {};
 };
 
-// Tiles 0 to 3 for sums and 4 and 5 for rows of `height`, 6 and 7 for weights; all are zeros then.
-BATON_INLINE void shape_tiles(int height) {
+// Tiles 0 to 3 for the sums of `height` rows, 4 and 5 for those rows and 6 and 7 for weights, of `steps`; all are zeros then.
+BATON_INLINE void shape_tiles(int height, int steps) {
     TileShapes shapes;
     for (int tile = 0; tile < 8; ++tile) {
-        shapes.row_bytes[tile] = kTileRowBytes;
-        shapes.rows[tile] = uint8_t(tile < 6 ? height : kTileHeight);
+        shapes.row_bytes[tile] = uint16_t(tile == 4 || tile == 5 ? 4 * steps : kTileRowBytes);
+        shapes.rows[tile] = uint8_t(tile < 6 ? height : steps);
     }
     asm volatile("ldtilecfg %0" : : "m"(shapes));
 }

@@ -19,7 +19,7 @@ from services.worker.ops.interface import OpsUnavailable, Routing
 from services.worker.ops.native import build, native_ops, tile_check
 from services.worker.ops.native.build import best_level, library_path
 from services.worker.ops.native.native_ops import NativeOps
-from services.worker.ops.quantized import Scheme, quantize
+from services.worker.ops.quantized import GROUP_SIZES, Code, QuantizedWeight, Scheme, quantize
 from services.worker.ops.selector import OpsChoice, create_ops
 from tests.support.tiles.emulated_tiles import Count, tile_instructions
 from tests.support.worker.native_batches import CPU, random
@@ -101,20 +101,43 @@ def test_what_is_no_number_stays_in_its_row(tiled: NativeOps) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "w8a8_int8"])
-def test_int8_has_the_bits_of_vnni(tiled: NativeOps, plain: NativeOps, scheme: Scheme) -> None:
+def test_int8_has_the_bits_of_vnni(tiled: NativeOps, plain: NativeOps, scheme: Scheme, emulated: Count | None) -> None:
+    before = emulated() if emulated else 0
     for out, inputs in SHAPES:
         weight, bias = quantize(random(out, inputs, seed=1), scheme), random(out, seed=2)
         in_tiles, otherwise = (ops.pack_quantized(weight, bias) for ops in (tiled, plain))
         for rows in ROWS:
             x = random(rows, inputs, seed=rows, dtype=torch.bfloat16)
             assert torch.equal(tiled.linear(x, in_tiles), plain.linear(x, otherwise)), (out, inputs, rows)
+    assert emulated is None or emulated() > before
 
 
-def test_other_codes_are_multiplied_as_without_tiles(tiled: NativeOps, plain: NativeOps) -> None:
-    x = random(40, 128, dtype=torch.bfloat16)
-    for scheme in ("int4", "fp8"):
-        weight = quantize(random(64, 128, seed=1), scheme)
-        assert torch.equal(*(ops.linear(x, ops.pack_quantized(weight, None)) for ops in (tiled, plain)))
+@pytest.mark.parametrize("code", ["int4", "int8"])
+def test_groups_of_inputs_have_the_bits_of_vnni(
+    tiled: NativeOps, plain: NativeOps, code: Code, emulated: Count | None
+) -> None:
+    """Of each size; with zero points and offsets, the codes furthest from 0, and elements that two digits just hold."""
+    before = emulated() if emulated else 0
+    for group in GROUP_SIZES:
+        codes = torch.randint(0, 16 if code == "int4" else 256, (100, 1024), dtype=torch.uint8)
+        codes[7] = 0 if code == "int4" else 128
+        scales, offsets = random(100, 1024 // group, seed=3).abs(), random(100, 1024 // group, seed=4)
+        points = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if code == "int4" else None
+        for weight in (
+            QuantizedWeight(code, codes, scales, points),
+            QuantizedWeight(code, codes, scales, None, offsets),
+        ):
+            in_tiles, otherwise = (ops.pack_quantized(weight, None) for ops in (tiled, plain))
+            for rows in (1, 3, 4, 16, 17, 49):
+                x = random(rows, 1024, seed=rows, dtype=torch.bfloat16)
+                x[0] = 1.0
+                assert torch.equal(tiled.linear(x, in_tiles), plain.linear(x, otherwise)), (group, rows)
+    assert emulated is None or emulated() > before
+
+
+def test_fp8_is_multiplied_as_without_tiles(tiled: NativeOps, plain: NativeOps) -> None:
+    weight, x = quantize(random(64, 128, seed=1), "fp8"), random(40, 128, dtype=torch.bfloat16)
+    assert torch.equal(*(ops.linear(x, ops.pack_quantized(weight, None)) for ops in (tiled, plain)))
 
 
 def test_experts_are_multiplied_in_tiles_of_their_own_rows(tiled: NativeOps, plain: NativeOps) -> None:
@@ -157,7 +180,7 @@ def test_tiles_that_give_something_else_are_left_alone(
         return right(self, *args, tiled=tiled) + 0.01 * tiled  # type: ignore[arg-type]
 
     monkeypatch.setattr(tile_check._Trial, "multiply", wrong)
-    _check_left_alone(monkeypatch, caplog, "other results than by AVX-512 in bfloat16, int8")
+    _check_left_alone(monkeypatch, caplog, "other results than by AVX-512 in bfloat16, int8, int4")
 
 
 def _check_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str) -> None:
