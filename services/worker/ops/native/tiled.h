@@ -171,7 +171,7 @@ template <class Kind> void run_pass(const Product& p, const Block& block, const 
     }
 }
 
-// The sums of R tiles' rows, of a row's digits.
+// The sums of a row, of its R digits.
 template <int R> BATON_INLINE Sums<R, kGroupColumns> kept_sums(const RowTiles& tiles, const F* kept, int row) {
     Sums<R, kGroupColumns> sums;
     for (int r = 0; r < R; ++r)
