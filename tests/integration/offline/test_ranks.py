@@ -17,7 +17,7 @@ from tests.support.models.tiny_models import make_model as make_tiny_model
 from tests.support.models.tiny_models import write_word_tokenizer
 from tests.support.paths import REPOSITORY
 
-PROMPTS = [[3, 5, 8, 13, 21], list(range(3, 40)), [7]]
+PROMPTS = [[3, 5, 8, 13, 21], list(range(3, 100)), [7]]
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
@@ -25,17 +25,23 @@ def _ranks() -> list[psutil.Process]:
     return [each for each in psutil.Process().children() if "services.offline.ranks" in " ".join(each.cmdline())]
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
-def test_greedy_tokens_are_those_of_transformers(tensor: int, pipeline: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "size",
+    [
+        "tensor_parallel_size",
+        pytest.param("pipeline_parallel_size", marks=pytest.mark.slow),
+        pytest.param("prefill_context_parallel_size", marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(size: str, tmp_path: Path) -> None:
     reference = make_tiny_model("llama", tmp_path / "tiny")
     write_word_tokenizer(reference.path)
     with LLM(
         str(reference.path),
         device="cpu",
         kv_memory="8MiB",
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=pipeline,
         settings={"worker.threads": 1},
+        **{size: 2},  # type: ignore[arg-type]
     ) as llm:
         ranks = _ranks()
         assert len(ranks) == 2
