@@ -14,7 +14,7 @@ from services.worker.sim.settings import SimulatedDeviceConfig
 from shared.settings import UpOption
 
 MIN_CONTEXT_ROWS = 64
-"""A step of fewer is not worth an exchange of each layer: every rank computes all of it."""
+"""A step of fewer, of decodes above all, every rank computes whole, and waits for no other in any layer."""
 
 
 class ParallelConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
