@@ -183,10 +183,13 @@ class StoreMachine(EngineMachine):
     @precondition(lambda self: self.engine.epoch_state is not None)
     @rule(rank=st.integers(0, RANKS - 1))
     def a_rank_reports(self, rank: int) -> None:
+        """It has received every plan, of a new epoch, too, of which it has computed none yet: else it is sent them again,
+        and would drop them."""
         report = self.worker.report(rank)
         if report is not None:
             self.tick -= 1  # reports that come often are not compared with each other
-            self.tell(RankProgress(rank, report.epoch, 10**9, 0, report))
+            epoch = self.plans[-1].epoch if self.plans else report.epoch
+            self.tell(RankProgress(rank, epoch, 10**9, 0, report))
 
     def copy_all(self) -> None:
         while self.worker.copies:

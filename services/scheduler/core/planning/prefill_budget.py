@@ -145,7 +145,8 @@ class PrefillBudget:
 
     A chunk is the largest that keeps the targets. So it is below the efficient one only where the first could not be
     kept otherwise; and where the decodes alone take longer than the target, or any efficient step does, nothing is won
-    by small chunks, and it is the efficient one.
+    by small chunks, and it is the efficient one. For the second target prompts get as many tokens as are decoded beside
+    them at least: where decodes alone take about as long, prompts would wait until most of these have ended.
     """
 
     def __init__(self, itl_target: float | None, prefill_target: float | None = None) -> None:
@@ -169,7 +170,7 @@ class PrefillBudget:
             return budget
         chunk = self._beside(planned, budget) if planned else budget
         if self._prefill_target is not None:
-            chunk = min(chunk, self._of_step(self._prefill_target) - planned)
+            chunk = min(chunk, max(planned, self._of_step(self._prefill_target) - planned))
         return int(min(budget, max(MIN_CHUNK, chunk)))
 
     def _beside(self, planned: int, budget: int) -> float:

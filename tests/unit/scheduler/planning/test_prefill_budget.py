@@ -125,7 +125,8 @@ def test_a_step_with_prompts_takes_no_longer_than_the_target_where_that_costs_no
         prefill.record(steps[-1], seconds_of(steps[-1]), prefills=True)
         prefill.record(1, 5.0, prefills=False)
     assert steps[0] == 2048, "nothing is known yet"
-    assert sorted(steps[20:])[60] == pytest.approx(max(settled, decodes + MIN_CHUNK), rel=0.1)
+    wanted = max(settled, 2 * decodes)  # as many tokens of prompts as are decoded, however slow the device is
+    assert sorted(steps[20:])[60] == pytest.approx(wanted, rel=0.1)
     rate = sum(steps) / sum(map(seconds_of, steps))
     assert rate > 0.88 * max(tokens / seconds_of(tokens) for tokens in range(1, 2049))
 
