@@ -183,8 +183,8 @@ class StoreMachine(EngineMachine):
     @precondition(lambda self: self.engine.epoch_state is not None)
     @rule(rank=st.integers(0, RANKS - 1))
     def a_rank_reports(self, rank: int) -> None:
-        """It has received every plan, of a new epoch, too, of which it has computed none yet: else it would be sent them
-        again."""
+        """It has received every plan, of a new epoch, too, of which it has computed none yet: else it would be sent
+        them again."""
         report = self.worker.report(rank)
         if report is not None:
             self.tick -= 1  # reports that come often are not compared with each other
