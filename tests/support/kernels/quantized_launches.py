@@ -88,7 +88,7 @@ def rounded() -> Iterator[Launch]:
                 must=frozenset({"cp.async16"} | ({"mma"} if target == 80 else set())),
                 must_on_hopper=frozenset({"wgmma"}),
                 loads_ahead=True,
-                rare=target < 90 or rows == ROUNDED_TILE_ROWS[1],
+                rare=target < 90 or rows != ROUNDED_TILE_ROWS[-1],
             )
 
 

@@ -158,7 +158,7 @@ class RequestValidator:
             message = f"{self._bound}; the prompt has {prompt}"
             raise _InvalidRequest("prompt", message, "context_length_exceeded")
         most = MAX_POOLED_BYTES_PER_PLAN // (FLOAT_BYTES * pooling.dimensions)
-        if (vectors := pooling.vectors(unpack(generation.tokens))) > most:
+        if pooling.pooling == "all" and (vectors := pooling.vectors(unpack(generation.tokens))) > most:
             allowed = f"vectors of {vectors} tokens are not allowed; of {pooling.dimensions} numbers each, {most} are"
             raise _InvalidRequest("input", f"input: {allowed}")
         return prompt + 1
