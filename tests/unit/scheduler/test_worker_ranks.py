@@ -105,14 +105,14 @@ def test_a_model_that_hears_is_in_no_pool() -> None:
 
 def test_ranks_draft_as_much_as_the_one_that_drafts_least() -> None:
     ranks = WorkerRanks(ENGINE, None)
-    for rank, (drafts, jump) in enumerate([(5, 8), (3, 16)]):
+    for rank, (drafts, jump, rows) in enumerate([(5, 8, 1), (3, 16, 4)]):
         said = life(rank)
         assert said.worker is not None
-        worker = replace(said.worker, max_speculate=drafts, max_jump_ahead=jump)
+        worker = replace(said.worker, max_speculate=drafts, max_jump_ahead=jump, rows_per_draft=rows)
         ranks.record_lifecycle(replace(said, worker=worker), 0.0)
     ready = ranks.assemble()
     assert isinstance(ready, WorkersReady)
-    assert (ready.max_speculate, ready.max_jump_ahead) == (3, 8)
+    assert (ready.max_speculate, ready.max_jump_ahead, ready.rows_per_draft) == (3, 8, 4)
 
 
 def test_a_configured_world_size_is_waited_for() -> None:

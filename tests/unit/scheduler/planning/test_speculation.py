@@ -137,6 +137,20 @@ def test_an_engine_whose_ranks_only_jump_ahead_drafts_for_guided_sequences_alone
     assert drafts == {1: 0, 2: 0 if grammar is None else 4}
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(1, [4, 4]), (3, [4, 1]), (5, [3, 0])])
+def test_rows_of_trees_count_and_levels_are_what_may_be_yielded(rows: int, expected: list[int]) -> None:
+    """Of a budget of 64 tokens a quarter, 16 rows, may be drafts."""
+    ring = Ring(EngineLimits(run_ahead=0, max_batch_tokens=64, max_running=8, speculation="fixed"))
+    ring.worker = HonestWorker(32, accepts=lambda most: most)
+    ring.send(WorkersReady(card(256), 32, max_speculate=4, rows_per_draft=rows))
+    ring.plans.clear()
+    for name in ("a", "b"):
+        ring.send(generate(name, PROMPT, max_tokens=20, ignore_eos=True))
+    while [work.count for work in ring.plans[0].work] != [1, 1]:
+        ring.step()
+    assert [work.speculate for work in ring.plans[0].work] == expected
+
+
 class Engine:
     """Steps of one policy on a device of which a step takes `fixed` + `row` seconds for each row; drafting takes
     `asking` more for the step, and `draft` for each draft."""

@@ -108,6 +108,10 @@ def test_groups_are_few() -> None:
         ({"drafts": "eagle"}, None),
         ({"drafts": "eagle", "windows": [512] * 4}, "drafts by eagle see all tokens, and no layer of the model does"),
         ({"drafts": "medusa", "windows": [512] * 4}, None),
+        (
+            {"drafts": "eagle", "trees": True},
+            "branches of trees of drafts (speculative_eagle_topk) have one block for all layers",
+        ),
         ({"connector": True}, "a KV connector knows one block for all layers"),
     ],
 )

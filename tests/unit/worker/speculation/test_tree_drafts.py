@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,18 +15,22 @@ from torch import Tensor
 
 from services.worker.batch.draft_trees import TreeShape
 from services.worker.batch.rows import Int32s
+from services.worker.models.config import LatentConfig, ModelError
 from services.worker.models.weights import KvCaches
 from services.worker.ops.interface import BatchMeta
+from services.worker.platforms.installed import built_in_platform
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
 from services.worker.sampling.races import race_times
 from services.worker.sampling.random_numbers import race_keys
 from services.worker.sampling.sampler import draft_candidates, sample_draft
+from services.worker.speculation.choice import check_trees
 from services.worker.speculation.settings import SpeculationError, read_speculation
 from services.worker.speculation.trees.expansion import TreeExpansion
 from services.worker.speculation.trees.selection import ROOT, TreeCandidates, best_tree
 from shared.ids import SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence
+from tests.unit.worker.models.test_native_decoder import LLAMA
 
 VOCABULARY, SIZE, BLOCKS = 40, 16, 64
 CACHES: KvCaches = []
@@ -227,3 +232,20 @@ def test_a_trees_rows_are_those_of_all_levels_unless_something_else_is_said() ->
         '{"method": "eagle", "model": "x", "num_speculative_tokens": 5, "speculative_eagle_topk": 4}'
     )
     assert (read.tree_rows, read.most) == (21, 5)
+
+
+def test_trees_are_refused_where_they_cannot_be_verified() -> None:
+    chains, trees = (
+        read_speculation(f'{{"method": "eagle", "model": "x", "speculative_eagle_topk": {topk}}}') for topk in (1, 2)
+    )
+    cpu = built_in_platform("cpu")
+    sizes = LatentConfig(q_rank=None, kv_rank=16, nope_dim=8, rope_dim=8, value_dim=16, interleaved=False)
+    latent = msgspec.structs.replace(LLAMA, latent=sizes)
+    for config, refused, reason in (
+        (latent, {}, "models of ours that keep keys and values in all layers"),
+        (LLAMA, {"logits_processors": True, "other": True}, "logits_processors does not go with trees"),
+    ):
+        check_trees(chains, config, cpu, refused)
+        with pytest.raises(ModelError, match=f"speculative_eagle_topk is 2, must be 1: .*{reason}"):
+            check_trees(trees, config, cpu, refused)
+    check_trees(trees, LLAMA, cpu, {"logits_processors": False})
