@@ -83,7 +83,9 @@ SHARED = Counter(
     "Requests that waited for another request's prefill of the same prompt.",
     registry=METRICS,
 )
-DRAFTED = Counter("baton_scheduler_draft_tokens_total", "Draft tokens that were verified.", registry=METRICS)
+DRAFTED = Counter(
+    "baton_scheduler_draft_tokens_total", "Draft tokens that were verified; of trees, levels.", registry=METRICS
+)
 ACCEPTED = Counter(
     "baton_scheduler_accepted_draft_tokens_total",
     "Draft tokens that were accepted, by their position in the draft.",

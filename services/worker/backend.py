@@ -48,7 +48,7 @@ class StepOutput(Struct, frozen=True):
     """`wait` is for other ranks' rows, `prepare` what could not be prepared beside another step: whoever executes the
     plan knows when it came, and adds its own share to both; and `answer`."""
     drafted: int = 0
-    """Draft tokens that were verified, all sequences together."""
+    """Draft tokens that were verified, all sequences together; of a tree those of its longest path."""
     accepted: tuple[int, ...] = ()
     """How many sequences accepted their first draft token, their second, and so on."""
     scored: tuple[SequencePromptLogprobs, ...] = ()

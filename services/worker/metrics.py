@@ -81,7 +81,9 @@ class _HostTrafficCollector(Collector):
 METRICS.register(_HostTrafficCollector())
 MISSED = Counter("baton_worker_missed_steps_total", "Gaps found in the numbering of plans.", registry=METRICS)
 
-DRAFTED = Counter("baton_worker_drafted_tokens_total", "Draft tokens that were verified.", registry=METRICS)
+DRAFTED = Counter(
+    "baton_worker_drafted_tokens_total", "Draft tokens that were verified; of trees, levels.", registry=METRICS
+)
 ACCEPTED = Counter(
     "baton_worker_accepted_tokens_total",
     "Draft tokens that were accepted, by their position in the draft.",

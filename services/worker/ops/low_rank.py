@@ -71,8 +71,8 @@ class _Columns(NamedTuple):
 
 
 class StackedLowRank:
-    """See `LowRankProducts`. Memory for every slot is taken at once; on a CPU the
-    system gives it as it is first written to, and an adapter of a low rank writes to the start of its slot only."""
+    """See `LowRankProducts`. Memory for every slot is taken at once; on a CPU the system gives it as it is first
+    written to, and an adapter of a low rank writes to the start of its slot only."""
 
     def __init__(self, shape: LowRankShape, device: torch.device, dtype: torch.dtype) -> None:
         self.shape = shape
