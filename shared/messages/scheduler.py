@@ -286,8 +286,8 @@ class SampledTokens(Struct, frozen=True, array_like=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One entry for each token; None if the request wants none."""
     drafted: int = 0
-    """How many of `SequenceWork.speculate` tokens were verified, drafted or forced by the grammar, of a tree those of its
-    longest path; `len(tokens) - 1` of them were accepted."""
+    """How many of `SequenceWork.speculate` tokens were verified, drafted or forced by the grammar; of a tree those of
+    its longest path. `len(tokens) - 1` of them were accepted."""
 
 
 class SequencePromptLogprobs(Struct, frozen=True, array_like=True):

@@ -36,7 +36,9 @@ def speculation_options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--drafters", type=Path, help="Folder of medusa, eagle, eagle3 and draft; by default the demo's."
     )
     parser.add_argument(
-        "--methods", default="ngram,suffix,draft,medusa,eagle,eagle3", help="Those to compare with none."
+        "--methods",
+        default="ngram,suffix,draft,medusa,eagle,eagle3",
+        help="Those to compare with none; eagle3:4 drafts trees of topk 4, and eagle3:4:8 of 8 rows at the most.",
     )
     parser.add_argument("--tokens", type=int, default=3, help="Drafts of a step at the most.")
     parser.add_argument("--policy", choices=["dynamic", "fixed"], default="dynamic", help="The scheduler's.")
@@ -104,7 +106,9 @@ def _prompts(path: Path, tokenizer: Path, count: int) -> list[list[int]]:
 
 
 def _settings(method: str, drafters: Path, tokens: int) -> str:
+    method, *tree = method.split(":")
     settings: dict[str, object] = {"method": method, "num_speculative_tokens": tokens}
+    settings |= zip(("speculative_eagle_topk", "speculative_num_draft_tokens"), map(int, tree), strict=False)
     if method not in ("ngram", "suffix", "mtp"):
         settings["model"] = str((drafters / method).absolute())
     return msgspec.json.encode(settings).decode()
