@@ -10,6 +10,7 @@ path is copied to the sequence's blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -34,6 +35,13 @@ class TreeShape(NamedTuple):
     """Drafts of a path at the most."""
     drafts: int
     """Drafts of a tree at the most."""
+    min_prob: float = 0.0
+    """How likely a draft's path must be to be accepted, as the drafter sees it."""
+
+    @property
+    def least_value(self) -> float:
+        """The logarithm of that."""
+        return math.log(self.min_prob) if self.min_prob else -math.inf
 
     def of_depth(self, limit: int) -> int:
         """Drafts of a tree whose paths have no more than `limit`: in proportion."""

@@ -42,7 +42,8 @@ def draft_settings(settings: SpeculationSettings, pipeline: Pipeline) -> DraftSe
 def _tree(settings: SpeculationSettings) -> TreeShape | None:
     if settings.speculative_eagle_topk == 1:
         return None
-    return TreeShape(settings.speculative_eagle_topk, settings.most, settings.tree_rows - 1)
+    topk, least = settings.speculative_eagle_topk, settings.speculative_eagle_min_path_prob
+    return TreeShape(topk, settings.most, settings.tree_rows - 1, least)
 
 
 def check_trees(

@@ -44,6 +44,8 @@ class SpeculationSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     speculative_num_draft_tokens: int | None = None
     """SGLang's: rows of a tree at the most, that of the last token among them; by default 1 + topk * drafts of a
     path."""
+    speculative_eagle_min_path_prob: float = 0.05
+    """How likely a path of a tree must be, as the head sees it, to be verified."""
     prompt_lookup_max: int = 5
     """Tokens of the longest match looked for."""
     prompt_lookup_min: int = 2
@@ -136,6 +138,8 @@ def _tree_complaint(settings: SpeculationSettings) -> str | None:
         return f"speculative_eagle_topk is {topk}, must be from 1 to {MAX_EAGLE_TOPK}"
     if topk > 1 and settings.method not in DRAFT_TREES:
         return f"speculative_eagle_topk is {topk}, which only methods {', '.join(DRAFT_TREES)} have"
+    if not 0.0 <= (least_prob := settings.speculative_eagle_min_path_prob) <= 1.0:
+        return f"speculative_eagle_min_path_prob is {least_prob}, must be from 0.0 to 1.0"
     if rows is not None and topk == 1:
         return f"speculative_num_draft_tokens is {rows}, which only trees have: speculative_eagle_topk above 1"
     if rows is not None and not least <= rows <= MAX_TREE_ROWS:

@@ -431,7 +431,8 @@ def test_drafters_of_two_ranks_are_those_of_one(
         {"tp": 2, "launched": True},
     ]
     drafters = [(SpeculationSettings(method=method, model=str(folder)), shapes) for method, folder in folders.items()]
-    drafters.append((SpeculationSettings(method="eagle", model=str(eagle), speculative_eagle_topk=3), shapes[:2]))
+    trees = {"speculative_eagle_topk": 3, "speculative_eagle_min_path_prob": 0.0}
+    drafters.append((SpeculationSettings(method="eagle", model=str(eagle), **trees), shapes[:2]))
     for speculation, those in drafters:
         method, accepted = speculation.method, []
         for shape in those:

@@ -6,7 +6,7 @@ import pytest
 
 from services.worker.executor.host_runner import HostRunner
 from services.worker.speculation.hidden_state_proposer import HiddenStateProposer
-from services.worker.speculation.settings import SpeculationSettings
+from services.worker.speculation.settings import Method, SpeculationSettings
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.messages.generation import SamplingOptions
 from tests.integration.worker.test_speculation import OUTPUT, PROMPTS, prompt, proposed
@@ -41,9 +41,14 @@ def heads(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     }
 
 
-def settings(heads: dict[str, str], method: str = "eagle", topk: int = 3) -> SpeculationSettings:
+def settings(heads: dict[str, str], method: Method = "eagle", topk: int = 3) -> SpeculationSettings:
+    """Trees as large as can be: heads with random weights are sure of nothing."""
     return SpeculationSettings(
-        method=method, num_speculative_tokens=4, model=heads[method], speculative_eagle_topk=topk
+        method=method,
+        num_speculative_tokens=4,
+        model=heads[method],
+        speculative_eagle_topk=topk,
+        speculative_eagle_min_path_prob=0.0,
     )
 
 

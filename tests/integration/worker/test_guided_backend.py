@@ -153,7 +153,13 @@ def test_sequences_with_a_grammar_have_chains_beside_trees(
     engine: GuidedEngine, model: TinyModel, tmp_path: Path
 ) -> None:
     head = str(make_eagle(model, tmp_path / "eagle"))
-    trees = SpeculationSettings(method="eagle", num_speculative_tokens=4, model=head, speculative_eagle_topk=3)
+    trees = SpeculationSettings(
+        method="eagle",
+        num_speculative_tokens=4,
+        model=head,
+        speculative_eagle_topk=3,
+        speculative_eagle_min_path_prob=0.0,
+    )
     branching, said = GuidedEngine(guided_backend(model.path, trees), speculate=8), []
     for each in (engine, branching):
         asked = [

@@ -40,9 +40,9 @@ class TreeExpansion:
     ) -> DraftTokens:
         """Trees of S sequences, no path longer than its `limits` [S]; features [S, hidden], the rows that the head goes
         on from. Nothing but temperature and cuts may change what the sequences draw."""
-        looked_at = self._expand(seq_indices, limits, histories, features)
+        shape, looked_at = self._shape, self._expand(seq_indices, limits, histories, features)
         trees = [
-            best_tree(TreeCandidates(*(part[row] for part in looked_at)), self._shape.of_depth(limit))
+            best_tree(TreeCandidates(*(part[row] for part in looked_at)), shape.of_depth(limit), shape.least_value)
             for row, limit in enumerate(limits.tolist())
         ]
         counts = np.array([len(tree.tokens) for tree in trees], dtype=np.int32)
@@ -65,7 +65,7 @@ class TreeExpansion:
         lanes = DraftLanes(tables, positions, topk, self._first_block, histories.block_size)
         rows, given = np.repeat(seq_indices, topk), features.repeat_interleave(topk, dim=0)
         for level in range(1, int(limits.max())):
-            if search.is_over(self._shape.drafts):
+            if search.is_over(self._shape.drafts, self._shape.least_value):
                 break
             # Those that may draft no further go on at their last position: nothing is read from there.
             meta = lanes.next_level(np.minimum(level, limits) - 1, search.lanes)
@@ -106,12 +106,13 @@ class _Search:
         self._values = np.take_along_axis(values, best, axis=1)
         self._numbers = (number + best).astype(np.int32)
 
-    def is_over(self, drafts: int) -> bool:
-        """Whether so many tokens are worth more than what could follow any path."""
+    def is_over(self, drafts: int, least_value: float) -> bool:
+        """Whether nothing that could follow any path is worth more than that, and than so many tokens that there
+        are."""
         values = np.concatenate([level.values for level in self._levels], axis=1)
-        if values.shape[1] < drafts:
-            return False
-        least = -np.partition(-values, drafts - 1, axis=1)[:, drafts - 1]
+        least = np.full(self._count, least_value)
+        if values.shape[1] >= drafts:
+            least = np.maximum(least, -np.partition(-values, drafts - 1, axis=1)[:, drafts - 1])
         return bool((least >= self._values.max(axis=1)).all())
 
     def looked_at(self) -> TreeCandidates:

@@ -134,12 +134,15 @@ def brute_force(
         level = [one for each in level for one in followed(*each)]
         every += level
     best = sorted(every, key=lambda one: (-one.value, len(one.path)))[: shape.of_depth(limit)]
-    return {one.path for one in best}
+    return {one.path for one in best if one.value >= shape.least_value}
 
 
-@pytest.mark.parametrize(("topk", "depth", "drafts"), [(2, 3, 6), (3, 5, 9), (4, 4, 60), (8, 2, 11)])
-def test_the_best_paths_are_drafted_wherever_their_keys_lie(topk: int, depth: int, drafts: int) -> None:
-    shape = TreeShape(topk, depth, drafts)
+@pytest.mark.parametrize(
+    ("topk", "depth", "drafts", "least"),
+    [(2, 3, 6, 0.0), (3, 5, 9, 0.1), (4, 4, 60, 0.01), (4, 4, 60, 0.0), (8, 2, 11, 0.0)],
+)
+def test_the_best_paths_are_drafted_wherever_their_keys_lie(topk: int, depth: int, drafts: int, least: float) -> None:
+    shape = TreeShape(topk, depth, drafts, least)
     lengths, limits = [1, 15, 16, 17, 30, 47, 64], np.array([depth, depth, 1, depth, 2, depth, depth], dtype=np.int32)
     samplings = [
         SamplingOptions(seed=number, temperature=0.0 if number % 3 == 0 else 0.8, top_p=1.0 if number % 2 else 0.9)
@@ -177,7 +180,7 @@ def test_a_tree_is_the_best_tokens_in_the_order_of_rows() -> None:
             for chosen in itertools.combinations(range(12), 4)
             if all(parents[each] in (ROOT, *chosen) for each in chosen)
         ]
-        tree = best_tree(candidates, 4)
+        tree = best_tree(candidates, 4, -np.inf)
         assert value(tuple(tree.tokens)) == pytest.approx(max(map(value, trees)))
         for row, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=1):
             assert parents[token] == (ROOT if not parent else tree.tokens[parent - 1])
@@ -213,6 +216,10 @@ def no_history(seq_indices: NDArray[np.intp], positions: Int32s) -> tuple[Int32s
     ("keys", "complaint"),
     [
         ('"speculative_eagle_topk": 9', "speculative_eagle_topk is 9, must be from 1 to 8"),
+        (
+            '"speculative_eagle_topk": 2, "speculative_eagle_min_path_prob": 2',
+            "speculative_eagle_min_path_prob is 2.0, must be from 0.0 to 1.0",
+        ),
         ('"speculative_num_draft_tokens": 9', "speculative_num_draft_tokens is 9, which only trees have"),
         (
             '"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 3',
@@ -249,3 +256,10 @@ def test_trees_are_refused_where_they_cannot_be_verified() -> None:
         with pytest.raises(ModelError, match=f"speculative_eagle_topk is 2, must be 1: .*{reason}"):
             check_trees(trees, config, cpu, refused)
     check_trees(trees, LLAMA, cpu, {"logits_processors": False})
+
+
+def test_what_is_hardly_ever_accepted_is_left_out_but_for_the_best() -> None:
+    parents, values = np.array([ROOT, ROOT, 0, 2], dtype=np.int32), np.log([0.5, 0.04, 0.06, 0.03], dtype=np.float32)
+    assert best_tree(TreeCandidates(np.arange(4, dtype=np.int32), parents, values), 4, np.log(0.05)) == ([0, 2], [0, 1])
+    none = TreeCandidates(np.arange(4, dtype=np.int32), parents, values - 9)
+    assert best_tree(none, 4, np.log(0.05)) == ([0], [0])
