@@ -11,6 +11,7 @@ path is copied to the sequence's blocks.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -40,8 +41,8 @@ class TreeShape(NamedTuple):
 
     @property
     def least_value(self) -> float:
-        """The logarithm of that."""
-        return math.log(self.min_prob) if self.min_prob else -math.inf
+        """The logarithm of that; of 0 one above that of what cannot be."""
+        return math.log(max(self.min_prob, sys.float_info.min))
 
     def of_depth(self, limit: int) -> int:
         """Drafts of a tree whose paths have no more than `limit`: in proportion."""

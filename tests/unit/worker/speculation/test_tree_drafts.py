@@ -180,7 +180,7 @@ def test_a_tree_is_the_best_tokens_in_the_order_of_rows() -> None:
             for chosen in itertools.combinations(range(12), 4)
             if all(parents[each] in (ROOT, *chosen) for each in chosen)
         ]
-        tree = best_tree(candidates, 4, -np.inf)
+        tree = best_tree(candidates, 4, TreeShape(2, 12, 4).least_value)
         assert value(tuple(tree.tokens)) == pytest.approx(max(map(value, trees)))
         for row, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=1):
             assert parents[token] == (ROOT if not parent else tree.tokens[parent - 1])
