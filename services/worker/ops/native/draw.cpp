@@ -168,11 +168,12 @@ Cut walk(const float* weights, int width, float low, float high, Tally passed, c
         passed = {passed.count + 1, passed.mass + band[i]};
         if (passed.reaches(wanted)) return {band[i], passed.mass};
     }
-    return {band[size - 1], passed.mass};  // sums in another order may just miss it
+    return {band[size - 1], passed.mass};  // there are some; their sum in another order may just miss it
 }
 
-// The least of the fewest greatest weights that reach `wanted`, zero where all together do not. Bounds are drawn nearer from
-// both sides, passing over all weights each time, until few lie between them: positive floats are ordered as their bits are.
+// The least of the fewest greatest weights that reach `wanted`, whose mass is above zero; zero where all together do not.
+// Bounds are drawn nearer from both sides, passing over all weights each time, until few lie between them: positive floats are
+// ordered as their bits are.
 Cut cut_off(const float* weights, int width, const Tally& wanted) {
     float low = 1.0f, high = 1.0f;
     Tally passed{0, 0.0}, reached{0, 0.0};
@@ -219,6 +220,7 @@ int64_t draw_row(const Draws& draws, int row, std::vector<float>& scratch) {
     if (int(scratch.size()) < width) scratch.resize(width);
     float* weights = scratch.data();
     float mass = weigh(logits, draws.vocab, most, draws.temperature[row], draws.min_p[row], weights);
+    if (!(mass > 0.0f)) return 0;  // no logit is a finite number
     if (draws.top_k[row] < draws.vocab || draws.top_p[row] < 1.0f) {
         F least = all(least_kept(weights, width, draws.top_k[row], draws.top_p[row], mass));
         for (int i = 0; i < width; i += kLanes) store(weights + i, zero_below(load(weights + i), least));
