@@ -408,10 +408,13 @@ class Loads(BlockLoads):
 
     def _usable(self, sequence: Sequence, load: PendingLoad, found: list[FoundBlock]) -> list[FoundBlock]:
         """What the first tokens need of what was found for more of them; nothing where it is not all there. A window
-        before fewer tokens begins earlier, at blocks that were not asked for."""
-        places = {each.place: each for each in found}
+        before fewer tokens begins earlier, at blocks that were not asked for, and a checkpoint behind fewer is another
+        one: with the places that later blocks had, so it is names that tell."""
+        there = {each.hash: each for each in found}
         needed = self._memory.needed(sequence, load.first, load.tokens, None)
-        return [places[each.place] for each in needed] if all(each.place in places for each in needed) else []
+        if not all(each.hash in there for each in needed):
+            return []
+        return [there[each.hash]._replace(place=each.place) for each in needed]
 
     def _ask_any(self, hashes: list[BlockHash]) -> LeaseId:
         return self._store.find_any(hashes, self._limits.store_deadline)
