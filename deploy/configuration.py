@@ -111,7 +111,7 @@ def _variables_of(config: type[ServiceConfig]) -> Iterator[tuple[Setting, str, s
     for setting in settings_of(config).values():
         variable = setting.container_variable
         if variable is not None:
-            unset = "" if setting.plain_type in (str, tuple[str, ...]) else "none"
+            unset = "" if setting.plain_type in (str, tuple[str, ...], tuple[int, ...]) else "none"
             default = variable.default if variable.default is not None else setting.default_text or unset
             yield setting, variable.name or f"{ENVIRONMENT_PREFIX}{setting.name.upper()}", default
 

@@ -129,7 +129,11 @@ async def test_engines_are_scaled_until_they_are_ready(stack: GatewayStack, coor
     [
         ("drain", {"instance": "engine-1"}, {"instance": "engine-1", "force": False}),
         ("undrain", {"instance": "decode"}, {"instance": "decode"}),
-        ("scale", {"service": "engines", "count": 0}, {"service": "engines", "count": 0, "host": None}),
+        (
+            "scale",
+            {"service": "engines", "count": 0, "model": "m"},
+            {"service": "engines", "count": 0, "host": None, "model": "m", "data_parallel_size": None},
+        ),
     ],
 )
 async def test_coordinators_are_asked_as_the_commands_ask_them(
