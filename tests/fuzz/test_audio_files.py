@@ -9,6 +9,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from services.gateway.audio.audio_process import MAX_MEMORY, AudioRefusal, DecodedAll, DecodedWindow, decode_audio
@@ -44,7 +45,7 @@ def spoilt(files: list[bytes], rng: random.Random) -> bytes:
 
 
 def outcomes(files: list[bytes], outcome: Callable[[bytes], str], memory: int) -> Counter[str]:
-    """What came of each, decoded by processes that have so much memory."""
+    """What came of each, decoded by processes that may take so much memory."""
     found: Counter[str] = Counter()
     while files:
         read, write = os.pipe()
@@ -66,8 +67,10 @@ def outcomes(files: list[bytes], outcome: Callable[[bytes], str], memory: int) -
 
 
 def _decode_each(files: list[bytes], outcome: Callable[[bytes], str], memory: int, to: int) -> None:
-    """In a process of its own, which it ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    """In a process of its own, which it ends. It begins with all that other tests have left in the one that it was
+    forked from, and may have `memory` beside that."""
+    limit = psutil.Process().memory_info().vms + memory
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for file in files:
         signal.alarm(SECONDS_OF_A_FILE)
         os.write(to, f"{outcome(file)} ".encode())
