@@ -237,6 +237,14 @@ def default_environment(defaults: Mapping[str, str], *, unless: str) -> None:
             os.environ.setdefault(name, value)
 
 
+def sleep_behind_operations() -> None:
+    """Has PyTorch's threads (GNU OpenMP) wait as long as those of our own kernels do, some 60 µs
+    (`services/worker/ops/native/waiting.h`), and then sleep: by their default they spin for several milliseconds behind
+    every operation, on processors that others are to run on. An operator's own word stands. To be called before PyTorch
+    is imported."""
+    default_environment({"GOMP_SPINCOUNT": "3000"}, unless="OMP_WAIT_POLICY")
+
+
 def inherited_environment(service: str | None = None) -> dict[str, str]:
     """What a process that the supervisor starts inherits of this process's environment: of our own variables only those
     that are settings of its service, so that no service gets another's secrets or the cluster's. None: no service."""
