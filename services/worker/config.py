@@ -13,6 +13,7 @@ from kvstore.connectors.interface import KVConnectorBase
 from services.worker.distributed.lockstep import GroupTopology
 from services.worker.guided.limits import GrammarBackendName, GrammarLimits
 from services.worker.kv.layer_groups import HybridKvCache
+from services.worker.models.pooling.pooler_config import PoolerSettings, PoolingChoice, pooler_settings
 from services.worker.parallel_config import ParallelConfig
 from services.worker.rank_identity import RankIdentity
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
@@ -88,7 +89,7 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
         ContainerVariable(),
     ] = "auto"
     pooling_type: Annotated[
-        Literal["auto", "none", "last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean", "step"],
+        PoolingChoice,
         Meta(
             description="Which hidden states of a prompt make its embedding: the last token's, their mean, the first "
             "token's (cls), or others of sentence-transformers' poolings. step: those of the tokens that end a "
@@ -117,6 +118,14 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
         UpOption("Model"),
         ContainerVariable(),
     ] = ()
+    pooler_config: Annotated[
+        str | None,
+        Meta(
+            description='These three as vLLM has them, e.g. {"pooling_type": "STEP", "step_tag_id": 12902, '
+            '"returned_token_ids": [648, 387]}, and normalize and use_activation, for requests that do not say.'
+        ),
+        UpOption("Model"),
+    ] = None
     classifier_from_token: Annotated[
         tuple[str, ...],
         Meta(
@@ -360,6 +369,7 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
             raise ValueError(f"logits_processors = {names}: the simulated device has no logits")
         if self.speculative is not None:
             check_supported(read_speculation(self.speculative), device=self.device, stages=self.pp)
+        self.pooler()
         if self.override_generation_config is not None:
             try:
                 read_override(self.override_generation_config)
@@ -449,6 +459,11 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
             rank=self.rank,
             block_size=self.block_size,
         )
+
+    def pooler(self) -> PoolerSettings:
+        """How prompts become vectors. Raises ValueError where `pooler_config` cannot be read, or says the same."""
+        single = PoolerSettings(self.pooling_type, self.pooling_step_tag_id, self.pooling_returned_token_ids)
+        return pooler_settings(self.pooler_config, single)
 
     def speculation(self) -> SpeculationSettings | None:
         """How tokens are drafted; None if they are not."""

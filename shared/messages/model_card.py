@@ -31,7 +31,7 @@ class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
     labels: tuple[str, ...] = ()
     """Names of a classifier's labels, for each of which a vector has a logit; empty: vectors are embeddings."""
     activation: LogitActivation = "none"
-    """What a classifier's logits go through where a request does not say."""
+    """What makes probabilities of a classifier's logits."""
     whole: bool = False
     """Whether each prompt is computed in one step, as encoders do; see `PoolingOptions.whole`."""
     step_tag_id: TokenId | None = None
@@ -39,6 +39,8 @@ class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
     token has a vector."""
     token_ids: tuple[TokenId, ...] = ()
     """The tokens of a language model whose logits those of the labels are; none: labels have a head of their own."""
+    activated: bool = True
+    """Whether a classifier's logits go through `activation` where a request does not say."""
 
     @property
     def makes(self) -> PooledKind:

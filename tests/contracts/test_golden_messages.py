@@ -73,6 +73,7 @@ CARD = model_card.ModelCard(
         whole=True,
         step_tag_id=9,
         token_ids=(7,),
+        activated=False,
     ),
     loras=(model_card.LoraCard(name=ModelName("poet"), id=LoraId(bytes(16)), rank=8),),
 )

@@ -101,6 +101,7 @@ def _load_settings(
     from services.worker.models.pooling.step_pooling import StepPooling
 
     communicator, pipeline, group = ranks
+    pooler = config.pooler()
     return LoadSettings(
         folder=folder,
         platform=platform,
@@ -117,8 +118,10 @@ def _load_settings(
         layers=config.pp_layers or None,
         on_layer=on_layer,
         model_impl=config.model_impl,
-        pooling_type=config.pooling_type,
-        steps=StepPooling(config.pooling_step_tag_id, config.pooling_returned_token_ids),
+        pooling_type=pooler.pooling_type,
+        steps=StepPooling(pooler.step_tag_id, pooler.returned_token_ids),
+        normalize=pooler.normalize,
+        use_activation=pooler.use_activation,
         classifier_from_token=config.classifier_from_token,
         quantization=config.quantization,
         max_batch_tokens=config.max_batch_tokens,

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleRank, SingleStage
@@ -34,7 +35,8 @@ from services.worker.models.pooling.classification import (
     read_classifier,
     token_card,
 )
-from services.worker.models.pooling.sentence_transformers import PoolingChoice, read_pooling, read_projections
+from services.worker.models.pooling.pooler_config import PoolingChoice
+from services.worker.models.pooling.sentence_transformers import read_pooling, read_projections
 from services.worker.models.pooling.step_pooling import (
     NO_STEPS,
     PROCESS_REWARD_MODEL,
@@ -100,6 +102,10 @@ class LoadSettings:
     """How prompts become vectors."""
     steps: StepPooling = NO_STEPS
     """What a prompt's steps end with, and are judged by."""
+    normalize: bool | None = None
+    """Whether embeddings are normalized where a request does not say; None: as the files say."""
+    use_activation: bool | None = None
+    """The same, and whether a classifier's logits go through its activation."""
     classifier_from_token: tuple[str, ...] = ()
     """The one or two tokens whose logits judge a prompt; none: the model judges by a head of its own, or not at all."""
     quantization: QuantizationChoice = "auto"
@@ -310,6 +316,20 @@ def pooling_of(
     settings: LoadSettings, config: ModelDescription, head_reads: PoolingType = "last"
 ) -> PoolingCard | None:
     """How prompts become vectors, a classifier's by what its head reads; None where they do not. Raises ModelError."""
+    card = _card_of(settings, config, head_reads)
+    for name, asked in (("normalize", settings.normalize), ("use_activation", settings.use_activation)):
+        if asked is not None and (card is None or (card.labels and name == "normalize")):
+            what = "a model that makes no vectors" if card is None else "a classifier; use_activation is"
+            raise ModelError(f"{settings.folder}: pooler_config: {name} is not allowed for {what}")
+    if card is None:
+        return None
+    if card.labels:
+        return replace(card, activated=settings.use_activation is not False)
+    normalize = settings.use_activation if settings.normalize is None else settings.normalize
+    return card if normalize is None else replace(card, normalize=normalize)
+
+
+def _card_of(settings: LoadSettings, config: ModelDescription, head_reads: PoolingType) -> PoolingCard | None:
     chosen = settings.pooling_type
     labels = read_classifier(settings.folder, head_reads)
     steps = chosen == "step" or (chosen == "auto" and labels is not None and labels.pooling == "all")

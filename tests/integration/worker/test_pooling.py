@@ -363,6 +363,24 @@ def test_a_classifier_has_one_way_to_pool_and_needs_its_head(tmp_path: Path) -> 
         tiny_backend(tmp_path)
 
 
+def test_settings_say_what_becomes_of_vectors_where_requests_do_not(
+    tiny: Callable[[str], TinyModel], tmp_path: Path
+) -> None:
+    folder = tiny("llama").path
+    for more, normalized in (({}, True), ({"use_activation": False}, False), ({"normalize": False}, False)):
+        card = tiny_backend(folder, pooling_type="mean", **more).card.pooling
+        assert card is not None
+        assert (card.normalize, card.activated) == (normalized, True)
+    make_classifier("llama", tmp_path, 1)
+    card = tiny_backend(tmp_path, use_activation=False).card.pooling
+    assert card is not None
+    assert (card.activation, card.activated) == ("sigmoid", False)
+    with pytest.raises(ModelError, match="normalize is not allowed for a classifier; use_activation is"):
+        tiny_backend(tmp_path, normalize=True)
+    with pytest.raises(ModelError, match="use_activation is not allowed for a model that makes no vectors"):
+        tiny_backend(folder, use_activation=True)
+
+
 @pytest.mark.parametrize("family", ["GPT2", "OPT"])
 def test_models_of_the_library_are_pooled(family: str, tmp_path: Path) -> None:
     model = library_model(family, tmp_path)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from services.worker.config import WorkerConfig
+from services.worker.models.pooling.pooler_config import PoolerSettings
 from shared.config import ConfigError, load_config
 
 
@@ -57,6 +59,45 @@ EPLB = [PARALLEL, "--enable-eplb"]
 def test_experts_that_would_not_be_placed_so_are_refused(argv: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         told(*argv)
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "settings"),
+    [
+        (
+            {"pooling_type": "STEP", "step_tag_id": 12, "returned_token_ids": [1, 2], "use_activation": False},
+            [],
+            PoolerSettings("step", 12, (1, 2), use_activation=False),
+        ),
+        ({"tok_pooling_type": "STEP"}, ["--pooling-step-tag-id=7"], PoolerSettings("step", 7)),
+        ({"seq_pooling_type": "CLS", "normalize": True}, [], PoolerSettings("cls", normalize=True)),
+        ({"softmax": True}, ["--pooling-type=last"], PoolerSettings("last", use_activation=True)),
+    ],
+)
+def test_vllms_pooler_config_is_the_settings_that_it_names(
+    config: dict[str, Any], flags: list[str], settings: PoolerSettings
+) -> None:
+    assert told(f"--pooler-config={json.dumps(config)}", *flags).pooler() == settings
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "said"),
+    [
+        ('{"pooling_type": "STEP"', [], "pooler_config = .*: Input data was truncated"),
+        ('{"dimensions": 64}', [], r"unknown field `dimensions`; known are pooling_type, .*, returned_token_ids"),
+        ('{"step_tag_id": "12"}', [], r"Expected `int \| null`, got `str` - at `\$.step_tag_id`"),
+        ('{"pooling_type": "FIRST"}', [], "pooling_type FIRST is not allowed; LAST, MEAN, CLS, .*, STEP are"),
+        ('{"seq_pooling_type": "STEP"}', [], "seq_pooling_type STEP is not allowed; LAST"),
+        ('{"tok_pooling_type": "ALL"}', [], "tok_pooling_type ALL is not needed: .* by task"),
+        ('{"pooling_type": "LAST", "tok_pooling_type": "STEP"}', [], "pooling_type and tok_pooling_type say the same"),
+        ('{"use_activation": true, "softmax": false}', [], "use_activation and softmax say the same"),
+        ('{"pooling_type": "MEAN"}', ["--pooling-type=last"], "pooling_type: pooler_config says pooling_type, too"),
+        ('{"step_tag_id": 1}', ["--pooling-step-tag-id=1"], "pooling_step_tag_id: pooler_config says step_tag_id"),
+    ],
+)
+def test_a_pooler_config_that_cannot_be_followed_is_refused(config: str, flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        told(f"--pooler-config={config}", *flags)
 
 
 SHARING = ["--enable-sp", "--world-size=2"]

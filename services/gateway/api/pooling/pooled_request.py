@@ -129,8 +129,9 @@ def logit_options(pooling: PoolingCard) -> PoolingOptions:
 
 
 def chosen_activation(use_activation: bool | None, pooling: PoolingCard) -> LogitActivation:
-    """Returns what a classifier's logits go through: by default what its files say."""
-    return "none" if use_activation is False else pooling.activation
+    """Returns what a classifier's logits go through; None: what the engine's settings say, or else its files."""
+    activated = pooling.activated if use_activation is None else use_activation
+    return pooling.activation if activated else "none"
 
 
 def pooled_generation(

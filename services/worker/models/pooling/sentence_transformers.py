@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from services.worker.models.config import ModelError
 from services.worker.models.pooling.classification import ClassifierHead
+from services.worker.models.pooling.pooler_config import PoolingChoice
 from shared.messages.generation import PoolingType
 from shared.messages.model_card import PoolingCard
-
-PoolingChoice = Literal["auto", "none", "last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean", "step"]
-"""auto: what the checkpoint says; where it says nothing it makes no vectors, as with none."""
 
 MODULES = "modules.json"
 _T = TypeVar("_T")

@@ -101,6 +101,16 @@ def test_labels_have_probabilities() -> None:
     assert plain["data"][0]["probs"] == [3.0, 1.0, 2.0]
 
 
+def test_logits_stay_as_they_are_where_settings_say_so_and_a_request_does_not() -> None:
+    assert ONE.pooling is not None
+    card = replace(ONE, pooling=replace(ONE.pooling, activated=False))
+    raw, probabilities = (
+        answer(read(read_classification, card, input="a", **more), (3.0,))["data"][0]["probs"]
+        for more in ({}, {"use_activation": True})
+    )
+    assert raw == [3.0] != probabilities == [pytest.approx(1 / (1 + math.exp(-3.0)))]
+
+
 def test_activations_are_pytorchs_at_any_size() -> None:
     assert activated((0.0, 1000.0, -1000.0), "sigmoid") == (0.5, 1.0, 0.0)
     assert activated((1000.0, 1000.0), "softmax") == (0.5, 0.5)
