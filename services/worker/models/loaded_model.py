@@ -28,7 +28,7 @@ from services.worker.models.checkpoint import (
 )
 from services.worker.models.config import Dtype, ModelConfig, ModelDescription, ModelError
 from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
-from services.worker.models.hf_config import architectures_of, has_head
+from services.worker.models.hf_config import architectures_of
 from services.worker.models.pooling.classification import (
     DECODER_HEAD,
     ClassifierHead,
@@ -313,10 +313,11 @@ def create_ops(settings: LoadSettings, dtype: torch.dtype) -> Ops:
 
 
 def pooling_of(
-    settings: LoadSettings, config: ModelDescription, head_reads: PoolingType = "last"
+    settings: LoadSettings, config: ModelDescription, head_reads: PoolingType = "last", *, generates: bool
 ) -> PoolingCard | None:
-    """How prompts become vectors, a classifier's by what its head reads; None where they do not. Raises ModelError."""
-    card = _card_of(settings, config, head_reads)
+    """How prompts become vectors, a classifier's by what its head reads; None where they do not. `generates`: whether a
+    model without labels has the head of a language model. Raises ModelError."""
+    card = _card_of(settings, config, head_reads, generates=generates)
     for name, asked in (("normalize", settings.normalize), ("use_activation", settings.use_activation)):
         if asked is not None and (card is None or (card.labels and name == "normalize")):
             what = "a model that makes no vectors" if card is None else "a classifier; use_activation is"
@@ -329,15 +330,17 @@ def pooling_of(
     return card if normalize is None else replace(card, normalize=normalize)
 
 
-def _card_of(settings: LoadSettings, config: ModelDescription, head_reads: PoolingType) -> PoolingCard | None:
+def _card_of(
+    settings: LoadSettings, config: ModelDescription, head_reads: PoolingType, *, generates: bool
+) -> PoolingCard | None:
     chosen = settings.pooling_type
     labels = read_classifier(settings.folder, head_reads)
     steps = chosen == "step" or (chosen == "auto" and labels is not None and labels.pooling == "all")
     settings.steps.check(config.vocab_size, pools_steps=steps)
     if settings.classifier_from_token:
-        return _token_labels(settings, labels)
+        return _token_labels(settings, labels, generates=generates)
     if steps:
-        return step_card(settings.steps, labels, generates=has_head(settings.folder))
+        return step_card(settings.steps, labels, generates=generates)
     if labels is None or chosen == "none":
         return read_pooling(settings.folder, chosen, config.hidden_size)
     if chosen not in ("auto", labels.pooling):
@@ -348,8 +351,8 @@ def _card_of(settings: LoadSettings, config: ModelDescription, head_reads: Pooli
     return labels
 
 
-def _token_labels(settings: LoadSettings, own: PoolingCard | None) -> PoolingCard:
-    if own is not None or not has_head(settings.folder):
+def _token_labels(settings: LoadSettings, own: PoolingCard | None, *, generates: bool) -> PoolingCard:
+    if own is not None or not generates:
         why = "has a classification head" if own is not None else "has no language model head"
         raise ModelError(f"{settings.folder}: classifier_from_token is not allowed, as the model {why}")
     if settings.pooling_type not in ("auto", "last"):

@@ -54,7 +54,8 @@ from services.worker.models.plugins.architectures import PluginModel, find_plugi
 from services.worker.models.plugins.interface import DecoderParts
 from services.worker.models.pooling.classification import (
     ClassifierHead,
-    read_token_head,
+    label_head,
+    token_ids,
 )
 from services.worker.models.pooling.step_pooling import read_token_rows
 from services.worker.models.quantization.matrices import MatrixLoader
@@ -94,7 +95,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     dtype = dtype_of(settings.dtype, config)
     length = model_len(config, settings.max_model_len)
     generates = plugin is not None or has_head(settings.folder)
-    pooling = pooling_of(settings, config)
+    pooling = pooling_of(settings, config, generates=generates)
     if pooling is None and not generates:
         raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
     stage_bytes = _weight_bytes(settings, config, stage, dtype, method)
@@ -280,7 +281,8 @@ def _head_of(
     settings: LoadSettings, tensors: TensorSource, config: ModelConfig, pooling: PoolingCard | None
 ) -> ClassifierHead | None:
     if settings.classifier_from_token:
-        return read_token_head(tensors, config, settings.folder, settings.classifier_from_token)
+        ids = token_ids(settings.folder, settings.classifier_from_token, config.vocab_size)
+        return label_head(read_token_rows(tensors, config, ids))
     if pooling is not None and pooling.token_ids:
         return read_token_rows(tensors, config, pooling.token_ids)
     return read_classifier_head(settings, tensors, pooling, config.hidden_size)

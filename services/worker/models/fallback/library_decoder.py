@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -34,6 +34,9 @@ from services.worker.models.sharding import PipelineStage
 from services.worker.models.weights import ForwardPass, KvCaches, NamedModules
 from services.worker.ops.interface import BatchMeta, InputRows, Ops, cached_head_dim
 from shared.messages.kvstore import KvLayout
+
+_ROUNDED = 2**-7
+"""How far a product in bfloat16 may be off."""
 
 
 class HeadPlace(NamedTuple):
@@ -79,6 +82,8 @@ class LibraryDecoder:
         """The module whose output the head reads: some heads call a part of the base model."""
         self._named: dict[str, PackedProduct] = {}
         """The products that a pass computes once, of every row or of those whose logits are wanted."""
+        self.token_head: Callable[[Tensor], Tensor] | None = None
+        """A hidden state → the logits of the tokens of `judge_by`, in float32."""
         if not self._stage.is_first:
             self._check_stage()
         self._calls = self._recorded_calls()
@@ -189,6 +194,42 @@ class LibraryDecoder:
         """Has these products computed by `ops`, which can do with them as they are packed."""
         for each in self._named.values():
             each.ops = ops
+
+    @torch.inference_mode()
+    def judge_by(self, weights: Tensor, biases: Tensor) -> None:
+        """Makes `token_head` of some rows of the head: weights [tokens, hidden] and biases [tokens]. Every rank of the
+        last stage must come here. Raises ModelError where the library's logits are not what these rows make of
+        features, or a multiple of it, as Cohere's."""
+        weights, biases, scale = weights.to(self._device), biases.to(self._device), self._logits_scale()
+
+        def head(state: Tensor) -> Tensor:
+            return torch.addmv(biases, weights, state) * scale
+
+        self.token_head = head
+
+    def _logits_scale(self) -> float:
+        """What a pass multiplies the head's outputs by: in a trial pass they are known numbers."""
+        name, owner = type(self._model).__name__, cast(Any, self._model)
+        known: list[Tensor] = []
+        features = self.empty_features(2)
+
+        def say(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if inputs[0].numel() == features.numel() and torch.equal(inputs[0].reshape(features.shape), features):
+                known.append(torch.linspace(-100, 100, output.numel()).to(output).view(output.shape))
+            return known[-1] if known else output
+
+        ids = torch.arange(2, dtype=torch.int32, device=self._device)
+        handle = owner.get_output_embeddings().register_forward_hook(say)
+        try:
+            with self._hidden_states(features):
+                logits = self._run(ids, ids, ids, RecordedLayers(), rows=self._some_rows(2)).flatten().double()
+        finally:
+            handle.remove()
+        given = known[0].flatten().double() if known else logits.new_empty(0)
+        scale = float(logits @ given / (given @ given)) if given.shape == logits.shape else 0.0
+        if not scale or not torch.allclose(logits, given * scale, rtol=_ROUNDED, atol=_ROUNDED * abs(scale)):
+            raise ModelError(f"{name}: its logits are more than a product with its head, so its tokens judge nothing")
+        return scale
 
     @property
     def device(self) -> torch.device:

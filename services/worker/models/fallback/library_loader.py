@@ -28,6 +28,7 @@ from services.worker.models.loaded_model import (
     pooling_of,
     read_classifier_head,
 )
+from services.worker.models.pooling.classification import ClassifierHead, label_head, token_ids
 from services.worker.models.pooling.sentence_transformers import read_projections
 from services.worker.models.sharding import PipelineStage, stage_of
 from shared.telemetry.startup import STARTUP
@@ -42,8 +43,6 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
     if settings.on_layer is not None:
         raise ModelError("a layer-wise KV connector is not told of the layers of a model that transformers computes")
     for name, asked in (
-        ("classifier_from_token", settings.classifier_from_token),
-        ("pooling_returned_token_ids", settings.steps.returned_token_ids),
         ("enable_sp", settings.shared_rows),
         ("prefill_context_parallel_size", settings.context_rows),
     ):
@@ -56,7 +55,10 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
     check_library_experts(settings.experts, config)
     if library.has_codes and settings.quantization != "auto":
         raise already_quantized(settings, "mxfp4")
-    pooling = pooling_of(settings, config)
+    pooling = pooling_of(settings, config, generates=True)
+    judged_by = () if pooling is None else pooling.token_ids
+    if settings.classifier_from_token:
+        judged_by = token_ids(settings.folder, settings.classifier_from_token, config.vocab_size)
     dtype = dtype_of(settings.dtype, config)
     length = model_len(config, settings.max_model_len)
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
@@ -72,11 +74,16 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
             whole_experts=settings.experts.parallel,
             group=settings.group,
             all2all=settings.experts.all2all,
+            judged_by=judged_by,
         )
     if pooling is not None and not decoder.has_features:
         raise ModelError(f"{settings.folder}: pooling_type: {config.architecture} does not show its hidden states")
-    with torch.inference_mode(), _library_tensors(settings, TORCH_DTYPES[dtype]) as tensors:
-        classifier = read_classifier_head(settings, tensors, pooling, config.hidden_size) if stage.is_last else None
+    classifier: ClassifierHead | None = decoder.token_head
+    if classifier is not None and settings.classifier_from_token:
+        classifier = label_head(classifier)
+    if stage.is_last and not judged_by:
+        with torch.inference_mode(), _library_tensors(settings, TORCH_DTYPES[dtype]) as tensors:
+            classifier = read_classifier_head(settings, tensors, pooling, config.hidden_size)
     return LoadedModel(
         settings=settings,
         config=config,
@@ -87,7 +94,7 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         decoder=decoder,
         pooling=pooling,
         classifier=classifier,
-        generates=pooling is None or not pooling.labels,
+        generates=pooling is None or not pooling.labels or bool(judged_by),
     )
 
 
@@ -102,7 +109,7 @@ def _library_encoder(settings: LoadSettings) -> LoadedModel:
     library = LibraryEncoderModel(settings.folder)
     config = library.config
     check_experts(settings.experts, config)
-    pooling = pooling_of(settings, config, library.head_pooling)
+    pooling = pooling_of(settings, config, library.head_pooling, generates=False)
     if pooling is None:
         raise ModelError(f"{settings.folder}: an encoder generates no text, so it needs a pooling_type to serve")
     dtype = dtype_of(settings.dtype, config)

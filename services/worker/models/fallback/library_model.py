@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from services.worker.distributed.all2all import All2AllBackend
@@ -80,11 +80,12 @@ class LibraryModel:
         whole_experts: bool = False,
         group: RankGroup | None = None,
         all2all: All2AllBackend = "auto",
+        judged_by: tuple[int, ...] = (),
     ) -> LibraryDecoder:
         """With this rank's share of the directory's weights, or of random ones where `dummy`. The whole of `stage` is
         read into main memory before, of random ones the whole model; `quantization` is what linear layers are rounded
         to, the head to int8. `whole_experts`: each rank of the stage, or of the `group`, has some experts; `all2all`:
-        how rows travel in a group. Raises
+        how rows travel in a group. `judged_by`: tokens whose logits judge what is read, for `token_head`. Raises
         ModelError for a broken checkpoint, and where its layers are not of a kind that can be served, or not by so many
         ranks."""
         if dummy:
@@ -99,6 +100,7 @@ class LibraryModel:
                 model = _read_model(kind, self._folder, self._own, dtype)
             passing = _stage_of(model)
         adapt(model, self._own)
+        rows = _head_rows(model, judged_by) if judged_by and stage.is_last else None
         meeting = StageMeeting(communicator) if group is None else GroupMeeting(group.row_exchange(all2all))
         mixtures: list[WholeExperts] = []
         if whole_experts:
@@ -121,7 +123,22 @@ class LibraryModel:
             *(StagePlace(stage, pipeline, passing), communicator),
         )
         check_cached_passes(made, self.config.vocab_size, device)
+        if rows is not None and made.has_features:
+            made.judge_by(*rows)
         return made
+
+
+def _head_rows(model: nn.Module, ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Of the whole head, before it is packed or split: weights [ids, hidden] and biases [ids], in float32. Raises
+    ModelError where there is none."""
+    own: Any = model
+    head = own.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        raise ModelError(f"{type(model).__name__} does not show its head, so its tokens judge nothing")
+    rows = weight[list(ids)].float()
+    bias = getattr(head, "bias", None)
+    return rows, rows.new_zeros(len(ids)) if bias is None else bias[list(ids)].float()
 
 
 def _check_blocks(folder: Path, names: set[str]) -> None:

@@ -11,9 +11,8 @@ import msgspec
 from msgspec import Struct, field
 from torch import Tensor
 
-from services.worker.models.checkpoint import TensorSource
-from services.worker.models.config import ModelConfig, ModelError, plain_json
-from services.worker.models.pooling.step_pooling import PROCESS_REWARD_MODEL, process_reward_card, read_token_rows
+from services.worker.models.config import ModelError, plain_json
+from services.worker.models.pooling.step_pooling import PROCESS_REWARD_MODEL, process_reward_card
 from shared.messages.generation import PoolingType
 from shared.messages.model_card import LogitActivation, PoolingCard
 from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
@@ -108,19 +107,21 @@ def token_card() -> PoolingCard:
     return PoolingCard(pooling="last", normalize=False, size=1, labels=("LABEL_0",), activation="sigmoid")
 
 
-def read_token_head(
-    tensors: TensorSource, config: ModelConfig, folder: Path, tokens: tuple[str, ...]
-) -> ClassifierHead:
-    """The logit of the one of `tokens` as the next token, or by how much that of the second exceeds that of the first:
-    its sigmoid is the second's probability among both, as vLLM's `classifier_from_token` and Qwen3-Reranker have it.
-    Raises ModelError where a token is none of the model's."""
-    logits = read_token_rows(tensors, config, tuple(_token_id(folder, token, config.vocab_size) for token in tokens))
+def label_head(logits: ClassifierHead) -> ClassifierHead:
+    """The logit of one token as the next one, or by how much that of a second exceeds that of the first: its sigmoid is
+    the second's probability among both, as vLLM's `classifier_from_token` and Qwen3-Reranker have it. `logits`: of
+    these one or two tokens."""
 
     def head(state: Tensor) -> Tensor:
         found = logits(state)
         return found[-1:] if len(found) == 1 else found[1:] - found[:1]
 
     return head
+
+
+def token_ids(folder: Path, tokens: tuple[str, ...], vocab_size: int) -> tuple[int, ...]:
+    """Of whole `tokens`, by the tokenizer in `folder`. Raises ModelError where one is none of the model's."""
+    return tuple(_token_id(folder, token, vocab_size) for token in tokens)
 
 
 def _token_id(folder: Path, token: str, vocab_size: int) -> int:

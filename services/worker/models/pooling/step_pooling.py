@@ -54,7 +54,7 @@ def step_card(steps: StepPooling, own: PoolingCard | None, *, generates: bool) -
     if own is None:
         ids = steps.returned_token_ids
         if not generates:
-            raise ModelError("pooling_type step: needs an architecture of Baton's that generates, or a classifier")
+            raise ModelError("pooling_type step: needs a model that generates, or a classifier")
         if not ids:
             raise ModelError("pooling_type step: a language model needs pooling_returned_token_ids to judge by")
         own = PoolingCard(
