@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from deploy.simulation.prompts import PromptSegment, SimRequest
-from services.bench.datasets.single_turn import chosen_prefixes, drawn_length
+from services.bench.datasets.lengths import LengthDistribution, drawn_length
+from services.bench.datasets.single_turn import chosen_prefixes
 from shared.settings import UpOption
 
 ArrivalPattern = Literal["steady", "bursty", "diurnal"]
@@ -172,30 +173,18 @@ class ConcurrentLoad(Struct, frozen=True, kw_only=True):
     ] = 1000
     input_len: InputLength = 512
     range_ratio: LengthRange = 0.0
-    output_mean: float = 260.0
-    output_deviation: float = 80.0
-    output_min: int = 20
-    output_max: int = 500
-    """Lengths beyond the bounds are drawn again."""
+    output_len: LengthDistribution = LengthDistribution("normal", 20, 500)
     seed: Seed = 0
 
     @property
     def description(self) -> dict[str, object]:
         """As `Workload` has it."""
-        return {"workload": "concurrent", **{name: getattr(self, name) for name in self.__struct_fields__}}
+        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {"workload": "concurrent", **given, "output_len": str(self.output_len)}
 
     def requests(self) -> Iterator[SimRequest]:
         """As `Workload` has it."""
         random = Random(self.seed)
         for number in range(self.count):
             own = PromptSegment(UNSHARED + number, drawn_length(self.input_len, self.range_ratio, random))
-            yield SimRequest(number, 0.0, (own,), self._output(random))
-
-    def _output(self, random: Random) -> int:
-        while (
-            not self.output_min
-            <= (length := round(random.gauss(self.output_mean, self.output_deviation)))
-            <= (self.output_max)
-        ):
-            pass
-        return length
+            yield SimRequest(number, 0.0, (own,), self.output_len.draw(random))

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from services.bench.client.api import Endpoint
 from services.bench.client.processor_time import parse_pids
+from services.bench.datasets.lengths import LengthDistribution, parse_distribution
 from services.bench.datasets.multi_turn import TurnsShape
 from services.bench.datasets.single_turn import PrefixShape
 from services.bench.report import OutputOptions, command_line
@@ -88,6 +89,9 @@ fraction = checked(float, lambda value: 0 <= value < 1, "a number from 0 up to, 
 
 
 json_object = checked(msgspec.json.decode, lambda value: isinstance(value, dict), "a JSON object")
+distribution = checked(
+    parse_distribution, lambda found: True, "normal:LEAST:MOST or uniform:LEAST:MOST, whole numbers from 1,"
+)
 percent_list = checked(
     lambda text: [float(part) for part in text.split(",")],
     lambda percents: all(0 <= percent <= 100 for percent in percents),
@@ -209,6 +213,8 @@ class ServeOptions(LoadOptions, frozen=True, kw_only=True):
     """Of multi-turn: turns of all conversations."""
     input_len: int
     output_len: int
+    output_distribution: LengthDistribution | None
+    """Of random: in the place of `output_len` and `range_ratio`."""
     range_ratio: float
     prefixes: PrefixShape
     num_conversations: int
@@ -261,6 +267,13 @@ def _add_dataset(made: argparse.ArgumentParser) -> None:
         default=128,
         help="of every dataset but sharegpt; default: %(default)s",
     )
+    data.add_argument(
+        "--output-len-distribution",
+        dest="output_distribution",
+        type=distribution,
+        metavar="KIND:LEAST:MOST",
+        help="lengths of random's answers: normal:20:500 (BladeLLM's benchmark) or uniform:20:500",
+    )
     data.add_argument("--random-range-ratio", dest="range_ratio", type=fraction, default=0.0)
     data.add_argument("--sharegpt-output-len", type=natural, help="default: as long as the real answer")
 
@@ -310,6 +323,8 @@ def _add_load(made: argparse.ArgumentParser) -> None:
 def _check(made: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     if given.dataset == "sharegpt" and given.dataset_path is None:
         made.error("--dataset sharegpt needs --dataset-path")
+    if given.output_distribution is not None and given.dataset != "random":
+        made.error(f"--output-len-distribution: of --dataset random, not of {given.dataset}")
     if given.dataset == "multi-turn" and given.num_prompts is not None:
         made.error("--num-prompts: multi-turn makes --num-conversations × --num-turns requests")
     if given.dataset == "multi-turn" and given.prompt_format == "tokens":

@@ -106,6 +106,7 @@ def _result(options: ServeOptions, api: Api, run: BenchResult, shares: Sequence[
         **of_the_server(api),
         "tokenizer_id": str(options.tokenizer) if options.tokenizer else None,
         "dataset": options.dataset,
+        "output_len_distribution": options.output_distribution and str(options.output_distribution),
         "num_prompts": options.num_prompts,
         "request_rate": "inf" if math.isinf(rate) else rate,
         "burstiness": options.burstiness,
@@ -200,7 +201,12 @@ async def make_work(options: ServeOptions, api: Api) -> Work:
         return await _shared_prefix(options, writer, random)
     warm_up = await random_prompts(writer, options.warmup, options.input_len, options.output_len, 0.0, random)
     measured = await random_prompts(
-        writer, options.num_prompts, options.input_len, options.output_len, options.range_ratio, random
+        writer,
+        options.num_prompts,
+        options.input_len,
+        options.output_distribution or options.output_len,
+        options.range_ratio,
+        random,
     )
     return Work(warm_up, measured)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from services.bench.client.api import BenchRequest, PromptBody
 from services.bench.client.load import Send, Session
-from services.bench.datasets.single_turn import drawn_length
+from services.bench.datasets.lengths import drawn_length
 from services.bench.datasets.writers import TextWriter
 from services.bench.statistics import RequestOutcome
 

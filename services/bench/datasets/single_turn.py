@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil, floor
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -10,22 +9,29 @@ from typing import Any, NamedTuple
 import msgspec
 
 from services.bench.client.api import BenchRequest, PromptBody
+from services.bench.datasets.lengths import LengthDistribution, drawn_length
 from services.bench.datasets.writers import Count, PromptWriter
 from services.bench.errors import BenchError
 from shared.packing import NOT_DECODED
 
 
-def drawn_length(length: int, ratio: float, random: Random) -> int:
-    """Uniform between `length` × (1 - `ratio`) and `length` × (1 + `ratio`), 1 at least, as in vLLM's benchmark."""
-    return max(1, random.randint(floor(length * (1 - ratio)), ceil(length * (1 + ratio))))
-
-
 async def random_prompts(
-    writer: PromptWriter, count: int, input_len: int, output_len: int, ratio: float, random: Random
+    writer: PromptWriter,
+    count: int,
+    input_len: int,
+    output_len: int | LengthDistribution,
+    ratio: float,
+    random: Random,
 ) -> list[BenchRequest]:
-    """`count` prompts whose lengths and output lengths are drawn by `drawn_length`. Raises BenchError where none of a
-    length can be made."""
-    lengths = [(drawn_length(input_len, ratio, random), drawn_length(output_len, ratio, random)) for _ in range(count)]
+    """`count` prompts whose lengths, and output lengths that have no distribution, are drawn by `drawn_length`. Raises
+    BenchError where none of a length can be made."""
+
+    def output() -> int:
+        if isinstance(output_len, LengthDistribution):
+            return output_len.draw(random)
+        return drawn_length(output_len, ratio, random)
+
+    lengths = [(drawn_length(input_len, ratio, random), output()) for _ in range(count)]
     return [BenchRequest(await writer.prompt(tokens, random), tokens, output) for tokens, output in lengths]
 
 

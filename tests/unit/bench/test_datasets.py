@@ -11,11 +11,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from services.bench.client.api import BenchRequest, PromptBody
+from services.bench.datasets.lengths import LengthDistribution, drawn_length, parse_distribution
 from services.bench.datasets.multi_turn import ConversationScript, ConversationTurn, TurnsShape, conversation, scripts
 from services.bench.datasets.single_turn import (
     PrefixShape,
     chosen_prefixes,
-    drawn_length,
     random_prompts,
     read_conversations,
     shared_prefix_prompts,
@@ -23,6 +23,7 @@ from services.bench.datasets.single_turn import (
 )
 from services.bench.datasets.writers import COMMON_WORDS, LocalTokenizer, TokenWriter, seen_vocabulary, text_writer
 from services.bench.errors import BenchError
+from services.bench.options import serve_options
 from services.bench.statistics import RequestOutcome
 
 
@@ -68,6 +69,38 @@ async def test_lengths_vary_by_the_ratio_asked_for() -> None:
     assert (min(drawn), max(drawn)) == (75, 125)
     assert {drawn_length(100, 0.0, random) for _ in range(10)} == {100}
     assert min(drawn_length(1, 0.9, random) for _ in range(99)) == 1
+
+
+async def test_output_lengths_have_the_distribution_asked_for() -> None:
+    writer, normal = TokenWriter(range(50)), parse_distribution("normal:20:500")
+    prompts = await random_prompts(writer, 4000, 10, normal, 0.0, Random(0))
+    lengths = sorted(prompt.output_tokens for prompt in prompts)
+    assert {prompt.tokens for prompt in prompts} == {10}
+    assert lengths[0] >= 20
+    assert lengths[-1] <= 500
+    assert lengths[2000] == pytest.approx(260, abs=5)
+    # 68.3 % within a deviation, which is a sixth of what is between the bounds.
+    assert sum(180 <= length <= 340 for length in lengths) / 4000 == pytest.approx(0.683, abs=0.03)
+    uniform = sorted(parse_distribution("uniform:3:5").draw(random) for random in [Random(1)] for _ in range(3000))
+    assert (uniform[0], uniform[-1]) == (3, 5)
+    assert uniform.count(4) == pytest.approx(1000, abs=100)
+    assert str(normal) == "normal:20:500"
+
+
+@pytest.mark.parametrize(
+    "text", ["normal", "normal:20", "zipf:1:2", "normal:0:5", "normal:9:8", "normal:1:2:3", "normal:a:b"]
+)
+def test_a_distribution_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve_options(["--output-len-distribution", text])
+    assert f"{text!r}: normal:LEAST:MOST or uniform:LEAST:MOST" in capsys.readouterr().err
+
+
+def test_a_distribution_is_of_random_prompts() -> None:
+    given = ["--output-len-distribution", "uniform:3:5"]
+    assert serve_options(given).output_distribution == LengthDistribution("uniform", 3, 5)
+    with pytest.raises(SystemExit):
+        serve_options([*given, "--dataset", "multi-turn"])
 
 
 async def test_text_prompts_are_exact(folder: Path) -> None:

@@ -11,6 +11,7 @@ from deploy.simulation.cell import EngineCell
 from deploy.simulation.front import RequestFront
 from deploy.simulation.simulation import HEAD_START, Simulation, SimulationResult
 from deploy.simulation.workloads import ConcurrentLoad
+from services.bench.datasets.lengths import LengthDistribution
 from services.coordinator.config import CoordinatorConfig, Policy
 from services.scheduler.core.limits import EngineLimits
 from shared.ids import EngineId
@@ -86,7 +87,7 @@ LOAD_WITHOUT_PREFIXES = FixedLoad(tuple(request(number, number / 20) for number 
 
 
 def test_constant_concurrency_is_constant() -> None:
-    load = ConcurrentLoad(concurrency=6, count=40, input_len=50, output_max=60, output_mean=40)
+    load = ConcurrentLoad(concurrency=6, count=40, input_len=50, output_len=LengthDistribution("normal", 20, 60))
     result = run(load, engines=2)
     assert result.peak == 6
     assert len(result.records) == 40
