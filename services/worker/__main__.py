@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
 from shared.error_groups import innermost
+from shared.machine.file_pages import release_file_pages
+from shared.machine.heap import give_back_freed_memory
 from shared.machine.numa import allowed_cpus
 from shared.messages.worker import SleepLevel
 from shared.models.lora_registry import LoraRegistry
@@ -37,9 +40,11 @@ HUNG = 70
 """Exit status after a step that never ended."""
 
 
-async def build(config: WorkerConfig, bus: Bus, sleep: RankSleep | None = None) -> WorkerActor:
+async def build(
+    config: WorkerConfig, bus: Bus, sleep: RankSleep | None = None, when_made: Callable[[], None] = lambda: None
+) -> WorkerActor:
     """The worker's actor, which begins as `sleep` says; its backend is made on the compute thread once the actor
-    starts. Raises BackendError for a KV connector that cannot be had."""
+    starts, and `when_made` called there behind it. Raises BackendError for a KV connector that cannot be had."""
     try:
         half = config.connector()
     except ConnectorRefused as error:
@@ -47,11 +52,17 @@ async def build(config: WorkerConfig, bus: Bus, sleep: RankSleep | None = None) 
     connector = None if half is None else ConnectorThread(half)
     on_layer = connector.layer_stored if connector is not None and connector.layerwise else None
     sleep = sleep or RankSleep()
+
+    def made() -> Backend:
+        backend = make_backend(config.meeting(sleep.met_under), on_layer)
+        when_made()
+        return backend
+
     return WorkerActor(
         bus,
         config.instance_id(),
         config.place(),
-        lambda: make_backend(config.meeting(sleep.met_under), on_layer),
+        made,
         lambda backend: make_meter(config, backend),
         connector,
         None if config.lora_registry is None else LoraWatcher(LoraRegistry(config.lora_registry)),
@@ -87,10 +98,24 @@ def run_rank(config: WorkerConfig, serve: Callable[[RankSleep], None], *program:
         execute_asleep(sleep.next_level, processors, *program)
 
 
+def release_start_memory() -> None:
+    """Has this process let go of what only its start needed: 27 MiB of PyTorch's code, and 7 that malloc kept of the
+    largest step's tensors. On a thread of its own, as the kernel takes 10 to 40 ms to say what is there."""
+
+    def release() -> None:
+        give_back_freed_memory()
+        release_file_pages()
+
+    threading.Thread(target=release, name="release", daemon=True).start()
+
+
 def main() -> None:
     """See `run_rank`."""
     config = load_or_exit("worker", WorkerConfig)
-    run_rank(config, lambda sleep: run_service(config, lambda bus: build(config, bus, sleep), "worker"))
+    run_rank(
+        config,
+        lambda sleep: run_service(config, lambda bus: build(config, bus, sleep, release_start_memory), "worker"),
+    )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ def release_file_pages() -> None:
     the file, as a rule from the system's cache of it. Does nothing where the system has no /proc."""
     with suppress(OSError):
         madvise = ctypes.CDLL(None).madvise
-        for start, end in untouched_mappings(Path("/proc/self/smaps").read_text().splitlines()):
-            madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+        with Path("/proc/self/smaps").open() as lines:
+            for start, end in untouched_mappings(lines):
+                madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
 
 def untouched_mappings(lines: Iterable[str]) -> Iterator[tuple[int, int]]:

@@ -25,7 +25,7 @@ from services.detokenizer.__main__ import load as load_vocabulary
 from services.detokenizer.config import DetokenizerConfig
 from services.scheduler.__main__ import build as build_scheduler
 from services.scheduler.config import SchedulerConfig
-from services.worker.__main__ import CANNOT_SERVE, run_rank
+from services.worker.__main__ import CANNOT_SERVE, release_start_memory, run_rank
 from services.worker.__main__ import build as build_worker
 from services.worker.config import WorkerConfig
 from services.worker.rank_sleep import RankSleep
@@ -127,7 +127,7 @@ async def _build(configs: ColocatedConfigs, buses: Mapping[str, Bus], sleep: Ran
     vocabulary = load_vocabulary(resolve_model(configs.detokenizer.model, weights=False))
     return {
         "scheduler": build_scheduler(configs.scheduler, buses["scheduler"]),
-        "worker": await build_worker(configs.worker, buses["worker"], sleep),
+        "worker": await build_worker(configs.worker, buses["worker"], sleep, release_start_memory),
         "coordinator": build_coordinator(configs.coordinator, buses["coordinator"]),
         "detokenizer": build_detokenizer(configs.detokenizer, vocabulary, buses["detokenizer"]),
     }
