@@ -25,7 +25,7 @@ from torch import Tensor
 
 from services.worker.ops.gpu import HOPPER, generation
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
-from services.worker.ops.triton.moe.grouped_products import part, times
+from services.worker.ops.triton.products import part, times
 
 MAX_ROWS = 16
 """Of more rows, cuBLAS's products are as fast."""

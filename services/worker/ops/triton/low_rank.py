@@ -21,9 +21,8 @@ from torch import Tensor
 
 from services.worker.ops.low_rank import AdapterRows, AdapterSpan, LowRankPart, LowRankShape, StackedLowRank
 from services.worker.ops.transfer import to_device
-from services.worker.ops.triton.moe.grouped_products import part as part_of
-from services.worker.ops.triton.moe.grouped_products import times
-from services.worker.ops.triton.products import dot
+from services.worker.ops.triton.products import dot, times
+from services.worker.ops.triton.products import part as part_of
 
 TILE_ROWS = 16
 """Rows of one adapter that a program multiplies; as few as a tensor core takes."""

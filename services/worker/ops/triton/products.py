@@ -1,4 +1,4 @@
-"""The matrix product of tiles that kernels use."""
+"""Tiles of matrices and their products, as kernels use them."""
 
 from __future__ import annotations
 
@@ -22,3 +22,23 @@ def dot(a, b, acc):
     else:
         acc = tl.dot(a, b, acc)
     return acc
+
+
+@triton.jit
+def part(pointers, there, depth, start, WHOLE: tl.constexpr, DEPTH: tl.constexpr):
+    """A tile [rows, DEPTH] of a matrix with rows of WHOLE elements; zeros beyond them, and in rows not there."""
+    if WHOLE % DEPTH == 0:
+        values = tl.load(pointers, mask=there, other=0.0)
+    else:
+        values = tl.load(pointers, mask=there & (depth < WHOLE - start)[None, :], other=0.0)
+    return values
+
+
+@triton.jit
+def times(values, weights, total, SWAPPED: tl.constexpr):
+    """total + values @ weightsᵀ, or that transposed."""
+    if SWAPPED:
+        total = dot(weights, tl.trans(values), total)
+    else:
+        total = dot(values, tl.trans(weights), total)
+    return total

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from services.worker.ops.gpu import HOPPER, generation
 from services.worker.ops.quantized import Code, QuantizedWeight
-from services.worker.ops.triton.moe.grouped_products import part, times
+from services.worker.ops.triton.products import part, times
 
 TILE_ROWS = (16, 64)
 """Rows of a tile: where there are no more, and where there are."""

@@ -17,7 +17,8 @@ from torch import Tensor
 from services.worker.ops.gpu import HOPPER, generation
 from services.worker.ops.quantized import QuantizedWeight
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
-from services.worker.ops.triton.moe.grouped_products import part, scaled, times
+from services.worker.ops.triton.moe.grouped_products import scaled
+from services.worker.ops.triton.products import part, times
 from services.worker.ops.triton.quantized_linear import typed_codes
 from services.worker.ops.triton.row_ops import Int8Rows, round_rows
 

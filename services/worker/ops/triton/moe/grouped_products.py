@@ -25,7 +25,7 @@ from services.worker.ops.interface import Activation, Picks
 from services.worker.ops.quantized import ExpertBiases
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from services.worker.ops.triton.moe.routing import expert_tile, most_tiles, sort_picks, tile_rows
-from services.worker.ops.triton.products import dot
+from services.worker.ops.triton.products import part, times
 from services.worker.ops.triton.row_ops import gated_sums, of_outputs, round_rows
 
 SUMMED_AT_ONCE = 1024
@@ -242,26 +242,6 @@ def scaled(sums, row_scales, scales, SWAPPED: tl.constexpr):
     else:
         made = sums.to(tl.float32) * (row_scales[:, None] * scales[None, :])
     return made
-
-
-@triton.jit
-def part(pointers, there, depth, start, WHOLE: tl.constexpr, DEPTH: tl.constexpr):
-    """A tile [rows, DEPTH] of a matrix with rows of WHOLE elements; zeros beyond them, and in rows not there."""
-    if WHOLE % DEPTH == 0:
-        values = tl.load(pointers, mask=there, other=0.0)
-    else:
-        values = tl.load(pointers, mask=there & (depth < WHOLE - start)[None, :], other=0.0)
-    return values
-
-
-@triton.jit
-def times(values, weights, total, SWAPPED: tl.constexpr):
-    """total + values @ weightsᵀ, or that transposed."""
-    if SWAPPED:
-        total = dot(weights, tl.trans(values), total)
-    else:
-        total = dot(values, tl.trans(weights), total)
-    return total
 
 
 @triton.jit
