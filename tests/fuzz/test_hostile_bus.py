@@ -18,7 +18,8 @@ from shared.bus.codec import Undecodable, decode, encode
 from shared.bus.nats_bus import NatsBus, NatsOptions, connect
 from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, NodeId
 from shared.messages.lifecycle import Drain, Lifecycle, Standby, Undrain
-from shared.messages.supervisor import RankAssignment, Scale
+from shared.messages.scheduler import PauseGeneration, SleepEngine
+from shared.messages.supervisor import RankAssignment, Scale, StrikeProcess
 from shared.messages.worker import StepPlan
 from shared.topics import Topic
 from tests.contracts.test_golden_messages import MESSAGES
@@ -30,7 +31,10 @@ from tests.support.cluster.stack import RunningStack, running_stack
 EACH = 2000
 """Spoilt messages on each subject."""
 BATCH = 100
-COMMANDS = (Lifecycle, Drain, Undrain, Standby, RankAssignment, Scale, StepPlan)
+COMMANDS = (
+    *(Lifecycle, Drain, Undrain, Standby, RankAssignment, Scale, StrikeProcess, StepPlan),
+    *(PauseGeneration, SleepEngine),
+)
 """Where one that decodes is no spoilt message but an order or a claim, however strange, and is obeyed: a plan of step
 0, for example, begins a new epoch, and a rank that cannot follow it ends. On a stack's own bus only one user may send
 it."""

@@ -14,7 +14,7 @@ from deploy.cli.up.counts import cpu_share, standby_engines
 from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.options import placed, service_settings, stack_settings
 from deploy.cli.up.other_hosts import host_address
-from deploy.cli.up.store import node_name, ssd_settings, store_choice
+from deploy.cli.up.store import check_store_unasked, node_name, ssd_settings, store_choice
 from deploy.errors import CommandError
 from deploy.model_choice import DEMO_NAME, model_folder
 from deploy.supervisor.adoption import left_stack
@@ -61,8 +61,11 @@ def joined_spec(
     stack, dealt, found = stack_settings(values), placed(values), host.stack
     _check_same_host(host, values, stack)
     clear_leftovers(run_dir)
+    if not found.counts.hands_over:
+        check_store_unasked(values, found.model)
+    unused = "kv_connector" in found.settings.get("worker", {}) or not found.counts.hands_over
     store = store_choice(
-        memory="0" if "kv_connector" in found.settings.get("worker", {}) else dealt["kvstore_memory"],
+        memory="0" if unused else dealt["kvstore_memory"],
         left=left_stack(run_dir),
         node=host.node,
         redis=False,

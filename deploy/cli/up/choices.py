@@ -26,7 +26,7 @@ from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.models import ChosenModel, check_names, check_together, chosen_models, first_of, own_settings
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
 from deploy.cli.up.other_hosts import check_certificates, check_outside_bus, cluster_choice, hosts_choice
-from deploy.cli.up.store import node_name, ssd_settings, store_choice, with_connector
+from deploy.cli.up.store import node_name, ssd_settings, store_choice, with_connector, without_unused_store
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder, served_name
 from deploy.supervisor.adoption import LeftStack, left_stack
@@ -125,7 +125,9 @@ def stack_spec(
     )
     if counts.leads:
         check_gateway(spec)
-    return spec if len(chosen) < 2 else _of_several(spec, chosen, values, assigned, own)
+    if len(chosen) > 1:
+        spec = _of_several(spec, chosen, values, assigned, own)
+    return without_unused_store(spec, values)
 
 
 def _store(

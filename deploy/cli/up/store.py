@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from msgspec.structs import replace
+
 from deploy.errors import CommandError
 from deploy.supervisor.adoption import LeftStack
 from deploy.supervisor.servers.arenas import default_memory, fits, free_memory
@@ -50,6 +52,24 @@ def with_connector(values: Mapping[str, Any], memory: str | None) -> bool:
     if memory is not None and memory != "0":
         raise CommandError("--kv-connector takes the place of the KV store: leave --kvstore-memory out", status=2)
     return True
+
+
+def without_unused_store(spec: StackSpec, values: Mapping[str, Any]) -> StackSpec:
+    """`spec` without a KV store where no engine would use one: those of models that attend to an encoder's rows.
+    `values` are those of `given`. Raises CommandError where something was said of the store."""
+    models = [(each.model, each.counts) for each in spec.models] or [(spec.model, spec.counts)]
+    if any(counts.hands_over for _, counts in models):
+        return spec
+    check_store_unasked(values, models[0][0])
+    return replace(spec, store=StoreSpec(), counts=replace(spec.counts, kvstore=0, engine_stores=False))
+
+
+def check_store_unasked(values: Mapping[str, Any], model: Path | str) -> None:
+    """Raises CommandError for an option of the KV store, which engines of `model` do not use."""
+    for name in ("kvstore_memory", "redis", "redis_url", "kv_ssd", "kv_ssd_size", "kv_tier"):
+        if values.get(name) not in (None, "0"):
+            why = f"the decoder of {model} attends to an encoder's rows, and its engines use no KV store"
+            raise CommandError(f"--{name.replace('_', '-')}: {why}; leave it out", status=2)
 
 
 def ssd_settings(values: Mapping[str, Any], *, has_store: bool) -> dict[str, str]:

@@ -193,6 +193,24 @@ def test_ranks_that_share_prompts_say_the_same(
         assert all(each == logits[0] for each in logits)
 
 
+@pytest.mark.features("context parallel", "chunked prefill", "prefix cache")
+def test_ranks_that_share_prompts_have_the_same_bits_in_bfloat16(
+    ranks: RankProcesses, models: Callable[..., TinyModel]
+) -> None:
+    """Products and experts of other kernels than in float32; keys and values go between ranks as they are kept."""
+    model = models("mixtral", 2)
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
+    logits = []
+    for count, context_rows in ((1, None), (2, 1), (4, 6)):
+        how: dict[str, Any] = {"tp": count, "context_rows": context_rows, "dtype": "bfloat16"}
+        engine = ranks.serve(model.path, ops="native", limits=limits, **how)
+        requests = [engine.ask(tokens, OUTPUT) for tokens in PROMPTS]
+        engine.run()
+        assert all(len(request.tokens) == OUTPUT for request in requests)
+        logits.append(engine.logits)
+    assert logits[1] == logits[0] == logits[2]
+
+
 @pytest.mark.features("tensor parallel", "preemption")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_launched_ahead_of_what_is_known_they_say_what_they_would_have_said(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from services.worker.executor.host_runner import HostRunner
+from services.worker.models.lora.slots import LoraSettings
+from services.worker.ops.interface import CacheDtype
 from services.worker.speculation.hidden_state_proposer import HiddenStateProposer
 from services.worker.speculation.settings import Method, SpeculationSettings
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
+from shared.ids import ModelName
 from shared.messages.generation import SamplingOptions
 from tests.integration.worker.test_speculation import OUTPUT, PROMPTS, prompt, proposed
+from tests.support.models.tiny_adapters import write_adapter
 from tests.support.models.tiny_drafters import make_eagle, make_eagle3
 from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.worker.plan_driver import GREEDY, Driver, Sequence
@@ -151,6 +157,45 @@ def test_heads_draft_trees_and_change_nothing(
     sequences, few = run(tree, speculate=2, budget=29)
     assert [one.output for one in sequences] == [one.output for one in expected]
     assert few.drafted > 0
+
+
+@pytest.mark.features("speculative", "LoRA")
+@pytest.mark.parametrize("cache", ["auto", "fp8", "int8_per_token_head"])
+def test_adapters_and_rounded_caches_keep_what_they_say(
+    model: TinyModel, heads: dict[str, str], tmp_path: Path, cache: CacheDtype
+) -> None:
+    """Of a step's trees some have an adapter; keys and values of accepted rows move as they are kept. By an oracle, and
+    by the head."""
+    write_adapter(model, tmp_path / "poet")
+    backend = tiny_backend(
+        model.path,
+        ops="native",
+        speculation=settings(heads),
+        kv_cache_dtype=cache,
+        loras=LoraSettings(((ModelName("poet"), tmp_path / "poet"),), 1, 32),
+    )
+    [adapter] = backend.card.loras
+
+    def said(*, speculate: int) -> tuple[list[Sequence], Driver]:
+        backend.reset()
+        driver = Driver(backend, budget=29, speculate=speculate)
+        sequences = [
+            driver.add(tokens, OUTPUT, sampling=sampling, lora=adapter.id if number % 2 else None)
+            for number, (tokens, sampling) in enumerate(zip(PROMPTS * 2, SAMPLINGS, strict=False))
+        ]
+        driver.run()
+        return sequences, driver
+
+    expected, _ = said(speculate=0)
+    by_head, trees = said(speculate=4)
+    oracle = told(expected)
+    proposed(backend, oracle)
+    by_oracle, driver = said(speculate=4)
+    for sequences in (by_head, by_oracle):
+        assert [one.output for one in sequences] == [one.output for one in expected]
+    assert trees.drafted > 0 < trees.accepted
+    assert 0 < driver.accepted < driver.drafted
+    assert oracle.branched > 10
 
 
 def test_drafts_stop_where_the_context_ends(runner: HostRunner) -> None:

@@ -30,7 +30,7 @@ from services.worker.executor.host_runner import HostRunner
 from services.worker.kv.layer_groups import HybridKvCache
 from services.worker.models.decoder import Decoder
 from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
-from services.worker.models.loaded_model import ModelImpl, QuantizationChoice
+from services.worker.models.loaded_model import DtypeChoice, ModelImpl, QuantizationChoice
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
 from services.worker.ops.native.native_exchange import shared_exchange
@@ -77,6 +77,7 @@ class Serve(Struct, frozen=True, tag=True):
     """Of a data-parallel group: the first ranks are those of the first of them."""
     shared_rows: int | None = None
     context_rows: int | None = None
+    dtype: DtypeChoice = "float32"
 
     @property
     def world_size(self) -> int:
@@ -146,7 +147,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
         )
     return tiny_backend(
         Path(asked.model),
-        dtype="float32",
+        dtype=asked.dtype,
         kv_memory_bytes=asked.kv_memory,
         max_num_seqs=8,
         max_batch_tokens=64,

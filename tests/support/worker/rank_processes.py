@@ -29,7 +29,7 @@ from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits
 from services.worker.kv.layer_groups import HybridKvCache
 from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
-from services.worker.models.loaded_model import ModelImpl, QuantizationChoice
+from services.worker.models.loaded_model import DtypeChoice, ModelImpl, QuantizationChoice
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
 from shared.blocks import hash_chain
@@ -112,6 +112,7 @@ class RankProcesses:
         model_impl: ModelImpl = "auto",
         shared_rows: int | None = None,
         context_rows: int | None = None,
+        dtype: DtypeChoice = "float32",
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces those before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
@@ -128,6 +129,7 @@ class RankProcesses:
             model_impl=model_impl,
             shared_rows=shared_rows,
             context_rows=context_rows,
+            dtype=dtype,
         )
         (engine,) = self._serve(asked, limits)
         return engine

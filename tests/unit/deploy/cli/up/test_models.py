@@ -106,6 +106,22 @@ def test_a_model_whose_engines_hand_nothing_over_has_no_pools(tmp_path: Path, ar
             described(tmp_path, models=models, **typed)
 
 
+@pytest.mark.parametrize("architecture", ["T5ForConditionalGeneration", "WhisperForConditionalGeneration"])
+def test_a_store_that_no_engine_uses_is_not_started(tmp_path: Path, architecture: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "d_model": 8}))
+    hears, beside = (str(tmp_path),), (f"a={tmp_path}", f"b={DEMO_MODEL}")
+    for models, stores in ((hears, 0), (beside, 1), ((f"a={tmp_path}", f"b={tmp_path}"), 0)):
+        assert described(tmp_path, models=models, kvstore_memory=None).counts.kvstore == stores
+    assert described(tmp_path, models=beside, kvstore_memory="32MiB").store.memory == 2**25
+    for typed, named in (
+        ({"kvstore_memory": "32MiB"}, "--kvstore-memory: .* use no KV store"),
+        ({"kvstore_memory": None, "kv_ssd": "cache"}, "--kv-ssd: .* use no KV store"),
+        ({"kvstore_memory": None, "redis": True}, "--redis: .* use no KV store"),
+    ):
+        with pytest.raises(CommandError, match=named):
+            described(tmp_path, models=hears, **typed)
+
+
 @pytest.mark.parametrize(
     ("settings", "typed", "named"),
     [
