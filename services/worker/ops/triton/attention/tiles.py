@@ -81,8 +81,9 @@ def decode_tile(head_dim: int, group: int, cache_itemsize: int) -> Tile:
     width = max(64, padded(head_dim))
     tokens = max(16, min(128, _DECODE_BYTES // (width * max(2, cache_itemsize))))
     rows = packed_rows(group)
-    # Float32 heads of 256 take more registers than four warps have.
-    warps = 8 if width * cache_itemsize > 512 else 2 if rows == 16 and width * cache_itemsize == 256 else 4
+    # Float32 heads of 256 take more registers than four warps have, those of 64 more than two.
+    few = rows == 16 and width * cache_itemsize == 256 and cache_itemsize <= 2
+    warps = 8 if width * cache_itemsize > 512 else 2 if few else 4
     return Tile(rows, tokens, warps, _DEEP_STAGES)
 
 
