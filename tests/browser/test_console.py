@@ -198,6 +198,28 @@ def test_a_pool_is_scaled(page: Any) -> None:
     shown(page, "tokenizer-2", "ready")
 
 
+def test_a_pool_is_scaled_on_the_host_that_is_chosen(browser: Any, stack: RunningStack) -> None:
+    """Of another host the page is told alone: that the order goes there is what the stack answers, which has none."""
+    with httpx2.stream("GET", f"{stack.url}/console/events", timeout=60) as events:
+        state = next(json.loads(line[6:]) for line in events.iter_lines() if line.startswith("data: "))
+    for name in ("detokenizer-1", "tokenizer-1"):
+        state["instances"][f"far-{name}"] = state["instances"][name]
+    told = f"event: snapshot\ndata: {json.dumps(state)}\n\n"
+    watched = WatchedPage(browser, stack.url)
+    page = watched.page
+    page.set_default_timeout(PATIENCE)
+    page.route("**/console/events", lambda route: route.fulfill(content_type="text/event-stream", body=told))
+    page.goto(f"{stack.url}/console#act")
+    page.get_by_label("Pool").select_option("detokenizer")
+    page.get_by_text("1 there now").wait_for()
+    page.get_by_label("Host").select_option("far")
+    page.get_by_text("1 there now").wait_for()
+    page.get_by_label("Instances", exact=True).last.fill("3")
+    page.get_by_role("button", name="Scale").click()
+    page.get_by_text("no supervisor of a host 'far' is there").wait_for()
+    watched.close()
+
+
 def test_a_process_is_killed_by_its_supervisor_and_comes_back(page: Any, stack: RunningStack) -> None:
     view(page, "act")
     before = stack.pid("engine-2-rank0")

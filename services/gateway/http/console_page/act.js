@@ -38,10 +38,10 @@ export function Act({ state, headers }) {
     });
   const undrain = (instance) => ask(instance, "admin/undrain", { instance }, () => `${instance} takes requests again.`);
   const cancel = (id) => ask(id, "abort_requests", { request_ids: [id] }, (answer) => (answer.aborted.length ? `${id} is cancelled.` : `${id} had ended.`));
-  const scale = (service, count, model) =>
-    ask("scale", "admin/scale", { service, count, model }, ({ started, stopping }) => {
+  const scale = (service, count, model, host) =>
+    ask("scale", "admin/scale", { service, count, model, host }, ({ started, stopping }) => {
       const parts = [started.length && `starting ${started.join(", ")}`, stopping.length && `draining and stopping ${stopping.join(", ")}`];
-      return `${service} = ${count}${model ? ` of ${model}` : ""}: ${parts.filter(Boolean).join("; ") || "nothing to change"}.`;
+      return `${service} = ${count}${model ? ` of ${model}` : ""}${host ? ` on ${host}` : ""}: ${parts.filter(Boolean).join("; ") || "nothing to change"}.`;
     });
 
   const strike = (instance, fault, seconds) =>
@@ -77,25 +77,34 @@ function Instances({ state, busy, onDrain, onUndrain }) {
     </table></div>`;
 }
 
-/** How many of a pool there are to be; where several models are served, of which of them. */
+/** The host that joined with this process; "" for the first host's, whose names have no host before them. */
+const hostOf = (name) => name.match(/^(.+)-(?:engine|prefill|decode|tokenizer|encoder|detokenizer|coordinator|gateway|kvstore)-\d+(?:-rank\d+)?$/)?.[1] ?? "";
+
+/** How many of a pool there are to be; where several models are served, of which of them, and of several hosts, on which. */
 function Scale({ state, busy, onScale }) {
   const [service, setService] = useState("engines");
   const [chosen, setChosen] = useState("");
+  const [place, setPlace] = useState("");
   const [count, setCount] = useState("");
   const roles = { engines: "mixed", prefill: "prefill", decode: "decode" };
-  const all = Object.values(state.instances ?? {});
+  const named = Object.entries(state.instances ?? {});
+  const all = named.map(([, each]) => each);
   const models = [...new Set(all.map((each) => each.model).filter(Boolean))].sort();
+  // With several models names begin with these, and there is one host.
+  const hosts = models.length > 1 ? [] : [...new Set(named.map(([name]) => hostOf(name)).filter(Boolean))].sort();
+  const host = hosts.includes(place) ? place : "";
   const ofAModel = models.length > 1 && OF_A_MODEL.includes(service);
   const model = ofAModel ? (models.includes(chosen) ? chosen : models[0]) : null;
-  const there = all.filter(
-    (each) =>
+  const there = named.filter(
+    ([name, each]) =>
+      (!hosts.length || hostOf(name) === host) &&
       each.phase !== "gone" &&
       (roles[service] ? each.role === roles[service] : each.service === service) &&
       (model === null || each.model === model),
   ).length;
   const submit = (event) => {
     event.preventDefault();
-    onScale(service, Number(count === "" ? there : count), model);
+    onScale(service, Number(count === "" ? there : count), model, host || null);
   };
   return html`<form class="panel row" onSubmit=${submit}>
     <label>Pool <select value=${service} onChange=${(event) => { setService(event.target.value); setCount(""); }}>
@@ -103,6 +112,9 @@ function Scale({ state, busy, onScale }) {
     </select></label>
     ${ofAModel && html`<label>Model <select value=${model} onChange=${(event) => { setChosen(event.target.value); setCount(""); }}>
       ${models.map((name) => html`<option value=${name} selected=${name === model}>${name}</option>`)}
+    </select></label>`}
+    ${hosts.length > 0 && html`<label>Host <select value=${host} onChange=${(event) => { setPlace(event.target.value); setCount(""); }}>
+      ${["", ...hosts].map((name) => html`<option value=${name} selected=${name === host}>${name || "the first"}</option>`)}
     </select></label>`}
     <label>Instances <input type="number" min="0" max="256" value=${count === "" ? there : count} onInput=${(event) => setCount(event.target.value)} /></label>
     <button type="submit" disabled=${busy}>Scale</button>
