@@ -157,7 +157,7 @@ def apply_mlp(ops: Ops, mlp: Mlp, x: Tensor, activation: Activation) -> Tensor:
     """x [n, hidden] → [n, hidden], to be summed over the ranks."""
     match mlp:
         case DenseMlp():
-            return ops.linear(ops.gated_act(ops.linear(x, mlp.gate_up), activation), mlp.down)
+            return ops.linear(ops.gated_linear(x, mlp.gate_up, activation), mlp.down)
         case MixtureMlp():
             return _apply_mixture(ops, mlp, x, activation)
         case _:

@@ -372,6 +372,9 @@ class Ops(Protocol):
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """x [n, in] → x @ weight.T + bias [n, out]."""
 
+    def gated_linear(self, x: Tensor, packed: PackedLinear, kind: Activation) -> Tensor:
+        """gated_act(linear(x, packed), kind) → [n, I]."""
+
     def low_rank_products(self, shape: LowRankShape) -> LowRankProducts:
         """Room for adapters of one matrix, all slots empty."""
 

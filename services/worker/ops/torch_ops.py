@@ -109,6 +109,10 @@ class TorchOps:
             return product
         return F.linear(x, packed.weight, packed.bias)
 
+    def gated_linear(self, x: Tensor, packed: PackedLinear, kind: Activation) -> Tensor:
+        """One after the other."""
+        return self.gated_act(self.linear(x, packed), kind)
+
     def low_rank_products(self, shape: LowRankShape) -> LowRankProducts:
         """Adapter after adapter."""
         return StackedLowRank(shape, self._device, self._dtype)

@@ -116,6 +116,12 @@ class TritonOps(TorchOps):
             return few_rows.few_rows_linear(x, packed.weight, packed.bias)
         return super().linear(x, packed)
 
+    def gated_linear(self, x: Tensor, packed: PackedLinear, kind: Activation) -> Tensor:
+        """Few rows in one launch."""
+        if isinstance(packed, PlainLinear) and few_rows.multiplies(x, packed.weight):
+            return few_rows.few_rows_linear(x, packed.weight, packed.bias, kind)
+        return super().gated_linear(x, packed, kind)
+
     def low_rank_products(self, shape: LowRankShape) -> LowRankProducts:
         """All adapters in two launches, which are compiled when a shape is first seen on a GPU."""
         products = GatheredLowRank(shape, self._device, self._dtype, self._tiling)

@@ -11,7 +11,13 @@ from services.worker.ops.triton.attention.decode import decode_kernel
 from services.worker.ops.triton.attention.latent_decode import latent_decode_kernel, latent_tile
 from services.worker.ops.triton.attention.paged_context import merge_kernel, merged_at_once, merged_pad
 from services.worker.ops.triton.attention.prefill import prefill_kernel
-from services.worker.ops.triton.attention.tiles import FEW_DECODE_STAGES, decode_tile, padded, prefill_tile
+from services.worker.ops.triton.attention.tiles import (
+    FEW_DECODE_STAGES,
+    MERGING_WARPS,
+    decode_tile,
+    padded,
+    prefill_tile,
+)
 from tests.support.kernels.kernel_launches import Instruction, Launch
 
 
@@ -41,6 +47,8 @@ def attention() -> Iterator[Launch]:
     ):
         # Few programs split their contexts and have deep loops; many do neither.
         yield from (shape.decode(split, few_stages=not split) for split in (False, True))
+        if not shape.rare:
+            yield shape.decode(split=True, few_stages=True, together=True)
         yield from (
             shape.prefill(rows, split, target)
             for rows, split in ((64, True), (8192, False))
@@ -72,15 +80,19 @@ class AttentionShape:
             return (89, 90)
         return (80, 90, 120) if self.rare and self.kind == "bf16" else (80, 90)
 
-    def decode(self, split: bool, few_stages: bool) -> Launch:
+    def decode(self, split: bool, few_stages: bool, together: bool = False) -> Launch:
+        """`together`: the last program merges."""
         tile = decode_tile(self.dim, self.group, _bytes(self.cache or self.kind))
         return Launch(
-            f"decode attention, split {split}, {self}",
+            f"decode attention, split {split}{', merged' if together else ''}, {self}",
             decode_kernel,
             self._pointers("q", "out")
-            | {"shares": "*fp32", "weights": "*fp32", "width": "i32", "splits": "i32", "scale": "fp32"},
-            self._constants() | {"ROWS": tile.rows, "TILE": tile.tokens, "SPLIT": split},
-            num_warps=tile.num_warps,
+            | {"shares": "*fp32", "weights": "*fp32", "width": "i32", "splits": "i32", "scale": "fp32"}
+            | ({"arrived": "*i32"} if together else {}),
+            self._constants()
+            | {"ROWS": tile.rows, "TILE": tile.tokens, "SPLIT": split}
+            | ({} if together else {"arrived": None}),
+            num_warps=MERGING_WARPS if together else tile.num_warps,
             num_stages=FEW_DECODE_STAGES if few_stages else tile.num_stages,
             targets=self.targets,
             must=frozenset({"mma"}) | self._wide(),
@@ -88,6 +100,7 @@ class AttentionShape:
             loads_ahead=not few_stages,
             rare=self.rare,
             may_spill=self.may_spill,
+            reads_early=True,
         )
 
     def prefill(self, rows: int, split: bool, target: int) -> Launch:

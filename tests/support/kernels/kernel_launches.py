@@ -72,6 +72,8 @@ class Launch:
     must_not: frozenset[Instruction] = frozenset()
     loads_ahead: bool = False
     """Whether its loops must have more on its way from memory than what they wait for."""
+    reads_early: bool = False
+    """Whether it reads, before it has waited, what the kernel before it does not write."""
     may_spill: bool = False
     """Whether some of its registers may go to memory: only if it does not serve requests."""
     rare: bool = False
@@ -92,8 +94,8 @@ class Compiled(msgspec.Struct):
     """Groups of asynchronous copies that may still be on their way when a loop goes on, of any loop the fewest."""
     instructions: dict[Instruction, int]
     """How often each of PATTERNS is in the machine's code."""
-    before_inputs: int | None
-    """Accesses to global memory before the kernel has waited for those before it; None: it does not wait."""
+    before_inputs: list[str] | None
+    """Kinds of accesses to global memory before the kernel has waited for those before it; None: it does not wait."""
 
 
 def compiled(launch: Launch, target: int) -> Compiled:
@@ -125,9 +127,9 @@ def compiled(launch: Launch, target: int) -> Compiled:
     )
 
 
-def _before_inputs(code: str) -> int | None:
+def _before_inputs(code: str) -> list[str] | None:
     before, waited, _ = code.partition("ACQBULK")
-    return len(re.findall(r"\b(LDG|STG|LDGSTS|RED|ATOMG?)\b", before)) if waited else None
+    return sorted(set(re.findall(r"\b(LDG|STG|LDGSTS|RED|ATOMG?)\b", before))) if waited else None
 
 
 def _dumped(cubin: bytes) -> tuple[str, str]:

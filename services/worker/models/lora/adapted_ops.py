@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from services.worker.models.lora.adapted_latents import AdaptedLatentOps, LatentProducts
-from services.worker.ops.interface import Ops, PackedLinear
+from services.worker.ops.interface import Activation, Ops, PackedLinear
 from services.worker.ops.low_rank import AdapterRows, LowRankProducts
 
 
@@ -75,6 +75,13 @@ class AdaptedOps:
         if added is not None and self.batch is not None and (rows := self.batch.of(len(x))).spans:
             added.add(product, x, rows)
         return product
+
+    def gated_linear(self, x: Tensor, packed: PackedLinear, kind: Activation) -> Tensor:
+        """Adapters add to gates and ups before they are activated."""
+        if self.batch is None or id(packed) not in self._products:
+            gated: Tensor = self._ops.gated_linear(x, packed, kind)
+            return gated
+        return self._ops.gated_act(self.linear(x, packed), kind)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """Rows of the table, and what the rows' adapters add to them."""

@@ -195,6 +195,10 @@ class NativeOps:
         )
         return to
 
+    def gated_linear(self, x: Tensor, packed: PackedLinear, kind: Activation) -> Tensor:
+        """One after the other."""
+        return self.gated_act(self.linear(x, packed), kind)
+
     def low_rank_products(self, shape: LowRankShape) -> NativeLowRank:
         """All adapters in one call; a row's result does not depend on the others."""
         return NativeLowRank(self, shape)

@@ -127,6 +127,16 @@ def gated_sums(gate, up, KIND: tl.constexpr):
 
 
 @triton.jit
+def gated_of(gate, up, dtype: tl.constexpr, KIND: tl.constexpr):
+    """Likewise, float32, where act(gate) is rounded to `dtype` between, as PyTorch does it."""
+    if KIND == "swigluoai":
+        made = gated_sums(gate, up, KIND)
+    else:
+        made = activated(gate, KIND).to(dtype).to(tl.float32) * up
+    return made
+
+
+@triton.jit
 def of_outputs(terms, expert, column, WIDTH: tl.constexpr):
     """Those of an expert's outputs `column`, of terms [E, WIDTH]. Beyond the last they are the last one's."""
     return tl.load(terms + expert * WIDTH + tl.minimum(column, WIDTH - 1))
@@ -143,10 +153,7 @@ def gated_act_kernel(
     inside = column < WIDTH
     gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    if KIND == "swigluoai":
-        made = gated_sums(gate, up, KIND)
-    else:
-        made = activated(gate, KIND).to(out.dtype.element_ty).to(tl.float32) * up
+    made = gated_of(gate, up, out.dtype.element_ty, KIND)
     tl.store(out + row * WIDTH + column, made.to(out.dtype.element_ty), mask=inside)
 
 

@@ -3,6 +3,10 @@
 One program takes all query heads of a key head (GQA packed: each key and value is read once) and a share of the
 context; where the context is cut (`splits` > 1), a second kernel merges the shares by their log-sum-exp. A share is
 computed on the device from the real context length, so that a graph captured for a long table is fair to a short one.
+A few shares are merged by the last program of their sequence instead: what a launch takes is more than that.
+
+Lengths and tables are read, and the first keys and values asked for, before the kernel before has ended: what that one
+waited for has written them. They must not be what it writes itself.
 
 Bytes that must move, of S sequences whose contexts (or windows) have T tokens together, see `traffic.decode_bytes`:
 
@@ -12,6 +16,8 @@ and FLOPs: 4 * T * H * D.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -29,8 +35,15 @@ from services.worker.ops.triton.attention.paged_context import (
     share_of,
     with_sinks,
 )
-from services.worker.ops.triton.attention.tiles import decode_stages, decode_tile, padded
-from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
+from services.worker.ops.triton.attention.tiles import (
+    MAX_ARRIVALS,
+    MERGING_WARPS,
+    decode_stages,
+    decode_tile,
+    merges_together,
+    padded,
+)
+from services.worker.ops.triton.dependent_launch import LINE_BYTES, ask_for, launch_options, wait_for_inputs
 from services.worker.ops.triton.products import dot
 
 
@@ -51,6 +64,7 @@ def decode_kernel(
     v_scale,
     sinks,
     slopes,
+    arrived,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -66,9 +80,9 @@ def decode_kernel(
     """Grid (key heads * chunks of their query heads, splits, sequences); heads vary fastest as they lie side by side.
 
     Not SPLIT: writes `out` [S, H, D]. SPLIT: writes normalised `shares` [S, H, splits, D] and their log-sum-exps
-    `weights` [S, H, splits], both float32, of the shares that have tokens.
+    `weights` [S, H, splits], both float32, of the shares that have tokens. Where there are counters `arrived` (zeros
+    before and after, one for each sequence and chunk), the last program of these also merges them to `out`.
     """
-    wait_for_inputs(DEPENDENT)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     CHUNKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     kv_head, split, sequence = tl.program_id(0) // CHUNKS, tl.program_id(1), tl.program_id(2)
@@ -76,19 +90,27 @@ def decode_kernel(
     first, low, share = share_of(length, splits, TILE, WINDOW)
     begin = low + split * share
     end = tl.minimum(begin + share, length)
-    if SPLIT:
-        if begin >= end:
-            return
+    table = tables + sequence.to(tl.int64) * width
+    if DEPENDENT:
+        if begin < end:
+            ask_for_tokens(k_cache, v_cache, table, begin, end, kv_head, KV_HEADS, BLOCK, DIM, PAD)
+    wait_for_inputs(DEPENDENT)
 
     dims = tl.arange(0, PAD)
     of_group = tl.program_id(0) % CHUNKS * ROWS + tl.arange(0, ROWS)
     head = sequence.to(tl.int64) * HEADS + kv_head * GROUP + of_group
     real = (of_group < GROUP)[:, None] & (dims < DIM)[None, :]
+    if SPLIT:
+        if begin >= end:
+            if arrived is not None:
+                if length == 0:
+                    nothing = tl.zeros([ROWS, PAD], out.dtype.element_ty)
+                    tl.store(out + head[:, None] * DIM + dims[None, :], nothing, mask=real)
+            return
     query = queries_for(k_cache, tl.load(q + head[:, None] * DIM + dims[None, :], mask=real, other=0.0))
 
     if k_scale is not None:
         scale = scale * tl.load(k_scale)
-    table = tables + sequence.to(tl.int64) * width
     mixed = tl.zeros([ROWS, PAD], tl.float32)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -126,8 +148,71 @@ def decode_kernel(
         at = head * splits + split
         tl.store(shares + at[:, None] * DIM + dims[None, :], mixed, mask=real)
         tl.store(weights + at, most + tl.log2(total), mask=of_group < GROUP)
+        if arrived is not None:
+            used = tl.cdiv(length - low, share)
+            counter = arrived + sequence * tl.num_programs(0) + tl.program_id(0)
+            tl.debug_barrier()  # all of the program's stores come before its arrival
+            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+                tl.store(counter, 0)
+                mixed = merged(shares, weights, head * splits, used, of_group < GROUP, dims, DIM, ROWS, PAD)
+                tl.store(out + head[:, None] * DIM + dims[None, :], mixed.to(out.dtype.element_ty), mask=real)
     else:
         tl.store(out + head[:, None] * DIM + dims[None, :], mixed.to(out.dtype.element_ty), mask=real)
+
+
+ASKED_TOKENS = tl.constexpr(32)
+"""More of them were slower: the kernel before still reads, too."""
+
+
+@triton.jit
+def ask_for_tokens(
+    k_cache,
+    v_cache,
+    table,
+    begin,
+    end,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """Has the first keys and values of a share on their way. The table may be read before the kernel before has ended:
+    it was written before that one began."""
+    EACH: tl.constexpr = LINE_BYTES * 8 // k_cache.dtype.element_ty.primitive_bitwidth
+    tokens = tl.minimum(begin + tl.arange(0, ASKED_TOKENS), end - 1)
+    rows = cached_rows(table, tokens, None, kv_head, KV_HEADS, BLOCK)
+    lines = tl.minimum(tl.arange(0, (PAD + EACH - 1) // EACH) * EACH, DIM - 1)
+    at = rows[:, None] * DIM + lines[None, :]
+    ask_for(k_cache + at, True)
+    ask_for(v_cache + at, True)
+
+
+@triton.jit
+def merged(shares, weights, first, used, there, dims, DIM: tl.constexpr, ROWS: tl.constexpr, PAD: tl.constexpr):
+    """The `used` shares from `first` [ROWS] on, which other programs have written, weighted by 2 to their log-sum-exps:
+    [ROWS, PAD]. None of them is empty."""
+    mixed = tl.zeros([ROWS, PAD], tl.float32)
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for split in tl.range(0, used):
+        at = first + split
+        real = there[:, None] & (dims < DIM)[None, :]
+        # Past the first-level cache, which knows nothing of what others write.
+        weight = tl.load(weights + at, mask=there, other=0.0, cache_modifier=".cg")
+        share = tl.load(shares + at[:, None] * DIM + dims[None, :], mask=real, other=0.0, cache_modifier=".cg")
+        newest = tl.maximum(most, weight)
+        shrink, factor = tl.exp2(most - newest), tl.exp2(weight - newest)
+        total = total * shrink + factor
+        mixed = mixed * shrink[:, None] + share * factor[:, None]
+        most = newest
+    return mixed / total[:, None]
+
+
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Counters, of all decodes on a device: those follow each other on one stream."""
+    return torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
 
 def decode_attention(
@@ -164,6 +249,8 @@ def decode_attention(
     weights = q.new_empty(sequences, heads, splits, dtype=torch.float32) if split else q
     chunks = -(-heads // kv_heads // tile.rows)
     grid = (kv_heads * chunks, splits, sequences)
+    stages = decode_stages(tile, grid[0] * splits * sequences, sm_count(q.device))
+    together = merges_together(tile, splits, grid[0] * sequences, stages)
     decode_kernel[grid](
         q,
         k_cache,
@@ -180,6 +267,7 @@ def decode_attention(
         v_scale,
         sinks,
         alibi_slopes,
+        _arrivals(q.device) if together else None,
         HEADS=heads,
         KV_HEADS=kv_heads,
         BLOCK=k_cache.shape[2],
@@ -190,10 +278,10 @@ def decode_attention(
         WINDOW=window,
         SOFTCAP=softcap,
         SPLIT=split,
-        num_warps=tile.num_warps,
-        num_stages=decode_stages(tile, grid[0] * splits * sequences, sm_count(q.device)),
+        num_warps=MERGING_WARPS if together else tile.num_warps,
+        num_stages=stages,
         **launch_options(q.device),
     )
-    if split:
+    if split and not together:
         merge_shares(shares, weights, out, context_lens, window=window, tile=tile.tokens)
     return out

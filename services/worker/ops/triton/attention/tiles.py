@@ -28,6 +28,15 @@ _DEEP_STAGES, FEW_DECODE_STAGES = 5, 3
 """Of the loop over a context: fewer of them leave room for more programs (64 sequences of 1,024 tokens with
 Llama-3.1-8B's heads: 83.8 µs with 5, in two waves, 68.5 with 3, in one), while few programs need more on its way."""
 
+_TOGETHER_WARPS, MERGING_WARPS = 2, 4
+"""Warps of the tile (heads of 128 elements in 16 bits) whose few shares are merged by the last program of a sequence,
+and of that: 16 sequences of 1,024 tokens with Llama-3.1-8B's heads take 22.9 µs in four shares, and 23.7 in two with a
+kernel behind them, which is one launch more in a step. Merging many shares so is slower."""
+_FEW_SPLITS = (2, 3)
+_MAX_TOGETHER = 4
+MAX_ARRIVALS = 1024
+"""Key heads of all sequences whose shares are merged so."""
+
 _FULL_ENOUGH = 0.85
 """A cut of the context that keeps this share of the GPU busy is fine enough; finer ones cost merging."""
 
@@ -92,6 +101,13 @@ def decode_stages(tile: Tile, programs: int, sms: int) -> int:
     return tile.num_stages if programs <= sms * _DEEP_DECODES_PER_SM else FEW_DECODE_STAGES
 
 
+def merges_together(tile: Tile, splits: int, programs: int, stages: int) -> bool:
+    """Whether the last of a sequence's programs merges what the others found, instead of a kernel behind them;
+    `programs`: of one share."""
+    few = tile.num_warps == _TOGETHER_WARPS and stages == FEW_DECODE_STAGES
+    return few and 1 < splits <= _MAX_TOGETHER and programs <= MAX_ARRIVALS
+
+
 def decode_splits(sequences: int, heads: int, kv_heads: int, most_tokens: int, tile: Tile, sms: int) -> int:
     """Into how many shares decodes cut their contexts, of which the longest has `most_tokens` (or its window has).
 
@@ -100,7 +116,13 @@ def decode_splits(sequences: int, heads: int, kv_heads: int, most_tokens: int, t
     alone; to cut all for its sake would cost every batch that has none.
     """
     programs = sequences * kv_heads * -(-heads // kv_heads // tile.rows)
-    return _splits(programs, max(1, -(-most_tokens // tile.tokens)), sms)
+    finest = max(1, -(-most_tokens // tile.tokens))
+    splits = _splits(programs, finest, sms)
+    if tile.num_warps == _TOGETHER_WARPS and splits in _FEW_SPLITS:
+        finer = min(_MAX_TOGETHER, finest, sms * _DECODES_PER_SM // programs)
+        if merges_together(tile, finer, programs, decode_stages(tile, programs * finer, sms)):
+            return finer
+    return splits
 
 
 @lru_cache(maxsize=4096)

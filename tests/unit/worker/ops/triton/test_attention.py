@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from services.worker.ops.triton.attention import decode as decode_module
 from services.worker.ops.triton.attention import prefill as prefill_module
 from services.worker.ops.triton.attention.decode import decode_attention
 from services.worker.ops.triton.attention.prefill import prefill_attention
@@ -115,6 +116,23 @@ def test_a_row_of_no_context_is_padding_and_gives_zeros(splits: int, window: int
     assert_rows_close(out[:1], cached.expected()[:1])
 
 
+@pytest.mark.parametrize("window", [None, 70])
+def test_the_last_program_of_a_sequence_merges_what_the_others_found(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU so small that these are many programs; and leaves the counters as they were."""
+    monkeypatch.setattr(decode_module, "sm_count", lambda _: 1)
+    monkeypatch.delattr(decode_module, "merge_shares")
+    shape = Shape(heads=4, kv_heads=1, dim=128, dtype=torch.bfloat16, window=window)
+    cached = Cached(shape, [(1, 1), (1, 200), (1, 64)])
+    meta = cached.meta()
+    monkeypatch.setattr(cached, "meta", lambda: meta)
+    cached.check(_decoded(cached, 3))
+    meta.context_lens[0] = 0
+    assert not _decoded(cached, 3)[0].any(), "a padded row"
+    assert not decode_module._arrivals(DEVICE).any()
+
+
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short sequences have many, with and without masks, and packed heads leave rows over."""
@@ -188,6 +206,8 @@ def test_contexts_are_cut_as_finely_as_fills_the_gpu_and_no_finer() -> None:
     assert [splits(1, tokens) for tokens in (1, tile.tokens, 3 * tile.tokens)] == [1, 1, 3]
     assert splits(1, 32768) * 8 in range(132, 3 * 132 + 1)
     assert [splits(sequences, 4096) for sequences in (32, 128, 256, 512)] == [1, 1, 1, 1]
+    assert splits(16, 4096) == 4, "two shares would do; four are merged by the last of their programs"
+    assert splits(12, 4096) == 3, "four would still need a kernel to merge them"
     assert splits(67, 4096) > 1, "536 programs, 528 at once: the last eight would run alone"
     assert splits(256, 131072) == 1, "graphs are captured for the longest contexts there may be"
 

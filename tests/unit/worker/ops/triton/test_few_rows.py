@@ -8,6 +8,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from services.worker.ops.gpu import HOPPER, generation
+from services.worker.ops.interface import Activation
+from services.worker.ops.torch_ops import TorchOps
 from services.worker.ops.triton.few_rows import MAX_ROWS, few_rows_linear, multiplies, rows_tile
 from tests.support.kernels.kernel_device import DEVICE
 from tests.support.worker.native_batches import random
@@ -30,6 +32,21 @@ def test_products_equal_float64_within_a_rounding(
     wanted = x.double() @ weight.double().T + (added.double() if bias else 0.0)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), wanted, rtol=1.1 * ROUNDING[dtype], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swigluoai"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_gates_and_ups_are_activated_where_they_are_multiplied(rows: int, kind: Activation) -> None:
+    width, inputs = 70, 200
+    x, weight, bias = (
+        random(*shape, seed=seed, dtype=torch.float16).to(DEVICE)
+        for seed, shape in enumerate([(rows, inputs), (2 * width, inputs), (2 * width,)])
+    )
+    found = few_rows_linear(x, weight, bias, kind)
+    sums = x.double() @ weight.double().T + bias.double()
+    wanted = TorchOps(x.device, torch.float64).gated_act(sums, kind)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.double(), wanted, rtol=2.0**-8, atol=2e-3 * float(wanted.abs().max()))
 
 
 def test_many_rows_and_float32_are_left_to_others() -> None:

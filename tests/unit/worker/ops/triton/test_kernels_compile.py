@@ -42,7 +42,8 @@ def _check(*words: str) -> None:
         assert [word for word in must if not result.instructions[word]] == [], result
         assert [word for word in launch.must_not if result.instructions[word]] == [], result
         dependent = result.target >= 90 and "DEPENDENT" in launch.kernel.arg_names
-        assert result.before_inputs == (0 if dependent else None), result
+        assert (result.before_inputs is not None) == dependent, result
+        assert set(result.before_inputs or ()) <= ({"LDG"} if launch.reads_early else set()), result
 
 
 @pytest.mark.timeout(900)
