@@ -18,6 +18,7 @@ from services.gateway.api.pooling.pooled_request import (
     logit_options,
     pooled_generation,
     pooling_of,
+    wants_activation,
 )
 from services.gateway.api.response import ChoiceState, ResponseHeader
 from shared.messages.model_card import LogitActivation, ModelCard
@@ -25,8 +26,6 @@ from shared.messages.model_card import LogitActivation, ModelCard
 
 class ClassificationFields(PooledInputFields, kw_only=True):
     """The JSON fields of `POST /classify`: vLLM's."""
-
-    use_activation: bool | None = None
 
 
 class ClassificationRequest(NamedTuple):
@@ -70,4 +69,4 @@ def read_classification(body: bytes, cards: list[ModelCard], limits: RequestLimi
     pooling = pooling_of(card, "labels")
     prompts = input_prompts(fields, card, limits)
     generation = pooled_generation("classification", prompts, logit_options(pooling), fields, card, limits)
-    return ClassificationRequest(generation, pooling.labels, chosen_activation(fields.use_activation, pooling))
+    return ClassificationRequest(generation, pooling.labels, chosen_activation(wants_activation(fields), pooling))

@@ -22,6 +22,7 @@ from services.gateway.api.pooling.pooled_request import (
     logit_options,
     pooled_generation,
     pooling_of,
+    wants_activation,
 )
 from services.gateway.api.response import ChoiceState, ResponseHeader
 from shared.messages.model_card import LogitActivation, ModelCard, PoolingCard
@@ -35,8 +36,6 @@ class EmbeddingFields(PooledInputFields, kw_only=True):
     encoding_format: EncodingFormat | None = None
     dimensions: int | None = None
     normalize: bool | None = None
-    use_activation: bool | None = None
-    """vLLM's other name of `normalize`."""
     embed_dtype: Literal["float32"] | None = None
     """There is no other one."""
     endianness: Literal["native", "little"] | None = None
@@ -105,7 +104,7 @@ def read_embedding(body: bytes, cards: list[ModelCard], limits: RequestLimits) -
     card = choose_model(fields.model, cards)
     pooling = pooling_of(card, "embeddings")
     prompts = input_prompts(fields, card, limits)
-    normalize = fields.use_activation if fields.normalize is None else fields.normalize
+    normalize = wants_activation(fields) if fields.normalize is None else fields.normalize
     options = embedding_options(fields.dimensions, normalize, pooling)
     generation = pooled_generation("embedding", prompts, options, fields, card, limits)
     return EmbeddingRequest(generation, fields.encoding_format or "float")
@@ -129,9 +128,9 @@ def read_pooling_request(body: bytes, cards: list[ModelCard], limits: RequestLim
             if getattr(fields, name) is not None:
                 raise unsupported(name, "a classifier's vectors")
         options = logit_options(pooling)
-        activation: LogitActivation = chosen_activation(fields.use_activation, pooling)
+        activation: LogitActivation = chosen_activation(wants_activation(fields), pooling)
     else:
-        normalize = fields.use_activation if fields.normalize is None else fields.normalize
+        normalize = wants_activation(fields) if fields.normalize is None else fields.normalize
         options, activation = embedding_options(fields.dimensions, normalize, pooling), "none"
     if fields.task in ("token_classify", "token_embed"):
         options = replace(options, pooling="all")

@@ -33,6 +33,10 @@ _MAKERS: dict[PooledKind, str] = {
 }
 
 
+ACTIVATION_NAMES = ("use_activation", "activation", "softmax")
+"""vLLM's names of one field, the newest first."""
+
+
 class PooledFields(Struct, kw_only=True):
     """The JSON fields that every request for vectors may have. Unknown fields are ignored; null means the default."""
 
@@ -44,6 +48,12 @@ class PooledFields(Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     enable_prefix_caching: bool | None = None
+    use_activation: bool | None = None
+    """Whether logits go through the model's activation, or embeddings are normalized."""
+    activation: bool | None = None
+    """vLLM's older name of `use_activation`."""
+    softmax: bool | None = None
+    """Its oldest."""
     # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
     mm_processor_kwargs: Any = None
     padding: Any = None
@@ -126,6 +136,15 @@ def logit_options(pooling: PoolingCard) -> PoolingOptions:
         whole=pooling.whole,
         step_tag_id=pooling.step_tag_id,
     )
+
+
+def wants_activation(fields: PooledFields) -> bool | None:
+    """Returns what `use_activation` says, by any of its names. Raises RequestError 400 where two of them differ."""
+    said = {name: getattr(fields, name) for name in ACTIVATION_NAMES if getattr(fields, name) is not None}
+    if len(set(said.values())) > 1:
+        *others, last = said
+        raise not_allowed(last, said[last], f"{' and '.join(others)} must say the same")
+    return next(iter(said.values()), None)
 
 
 def chosen_activation(use_activation: bool | None, pooling: PoolingCard) -> LogitActivation:

@@ -17,6 +17,7 @@ from services.gateway.api.errors import RequestError, decode_body, invalid, not_
 from services.gateway.api.generation import GenerationKind, GenerationRequest, RequestLimits, choose_model
 from services.gateway.api.pooling.activation import activated, vector_of
 from services.gateway.api.pooling.pooled_request import (
+    ACTIVATION_NAMES,
     PooledFields,
     chosen_activation,
     embedding_options,
@@ -25,6 +26,7 @@ from services.gateway.api.pooling.pooled_request import (
     pooled_generation,
     pooled_usage,
     pooling_of,
+    wants_activation,
 )
 from services.gateway.api.response import ChoiceState, ResponseHeader
 from shared.messages.model_card import LogitActivation, ModelCard
@@ -34,7 +36,6 @@ from shared.messages.tokenizer import PairPrompt, Prompt, TextPrompt
 class ScoreOptionFields(PooledFields, kw_only=True):
     """The JSON fields that both endpoints have beside the texts."""
 
-    use_activation: bool | None = None
     # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
     max_tokens_per_query: Any = None
     max_tokens_per_doc: Any = None
@@ -235,10 +236,10 @@ def _pair_scores(
         prompts = tuple(PairPrompt(one, other) for one, other in zip(queries, others, strict=True))
         pairs = tuple(_TextPair(number, number) for number in range(len(prompts)))
         options = logit_options(pooling)
-        activation: LogitActivation = chosen_activation(fields.use_activation, pooling)
+        activation: LogitActivation = chosen_activation(wants_activation(fields), pooling)
     else:
-        if fields.use_activation is not None:
-            raise unsupported("use_activation", "an activation of the cosine of two embeddings")
+        for name in (each for each in ACTIVATION_NAMES if getattr(fields, each) is not None):
+            raise unsupported(name, "an activation of the cosine of two embeddings")
         prompts = tuple(TextPrompt(text) for text in (*ones, *others))
         firsts = range(len(ones)) if len(ones) > 1 else [0] * len(others)
         pairs = tuple(_TextPair(one, len(ones) + number) for number, one in enumerate(firsts))

@@ -186,6 +186,7 @@ POOLED: dict[str, Case] = {
     "priority": Case(1),
     "cache_salt": Case("salt"),
     "enable_prefix_caching": Case(False),
+    **{name: Case(False) for name in ("use_activation", "activation", "softmax")},
     "mm_processor_kwargs": Case({"a": 1}),
     "padding": Case("max_length"),
 }
@@ -194,12 +195,10 @@ VECTORS = INPUT | {
     "encoding_format": Case("base64"),
     "dimensions": Case(3),
     "normalize": Case(False),
-    "use_activation": Case(False),
     "embed_dtype": Case("float16"),
     "endianness": Case("big"),
 }
 PAIRS = POOLED | {
-    "use_activation": Case(False),
     **{name: Case(1) for name in ("max_tokens_per_query", "max_tokens_per_doc", "max_chunks_per_doc", "rank_fields")},
 }
 OLLAMA: dict[str, Case] = {
@@ -220,7 +219,7 @@ CASES: dict[type[msgspec.Struct], dict[str, Case]] = {
     DetokenizeFields: {"tokens": Case([5]), "model": Case("other")},
     EmbeddingFields: VECTORS,
     PoolingFields: VECTORS | {"task": Case("token_embed"), "step_tag_id": Case(1), "returned_token_ids": Case([1])},
-    ClassificationFields: INPUT | {"use_activation": Case(False)},
+    ClassificationFields: INPUT,
     MessagesFields: {
         "model": Case("adapter"),
         "messages": Case([{"role": "user", "content": "other"}]),
