@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -196,6 +197,11 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     start_method: StartMethod = "forkserver"
     silence_limit: float = 6.0
     """Seconds without a lifecycle message after which a process that was ready is replaced."""
+
+    @property
+    def forks(self) -> bool:
+        """Whether processes of this host are forked from templates."""
+        return self.start_method == "forkserver" and sys.platform == "linux" and self.ray is None
 
     @property
     def names(self) -> tuple[ModelName, ...]:

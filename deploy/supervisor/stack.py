@@ -102,8 +102,7 @@ class Stack:
     ) -> None:
         """`remote`: what runs processes on other machines; None: all run on this one."""
         self.spec = spec
-        forks = spec.start_method == "forkserver" and launch is service_command and sys.platform == "linux"
-        forks = forks and remote is None
+        forks = spec.forks and launch is service_command and remote is None
         deadlines = StopDeadlines(drain=spec.drain_timeout + 2.0)
         self.supervisor = Supervisor(
             spec.counts, deadlines=deadlines, holds_workers=forks, gpus=spec.gpus, models=spec.model_counts

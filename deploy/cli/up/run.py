@@ -26,6 +26,8 @@ from deploy.supervisor.servers.redis import RedisServerUnavailable
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.stack import Stack, StartFailed
 from deploy.supervisor.state_file import StackRunning
+from deploy.supervisor.template.blanks import blank_processes
+from deploy.supervisor.template.templates import TEMPLATES
 from shared.bus import BusError
 from shared.models.audio_models import read_audio_model
 from shared.models.encoder_decoder_models import read_encoder_decoder
@@ -42,7 +44,7 @@ def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
     begun = time.monotonic()
     console = Console(file=cast(TextIO, LossyOutput(sys.stdout)))
     try:
-        with _remote_processes(spec) as remote:
+        with _remote_processes(spec) as remote, blank_processes(TEMPLATES if spec.forks else 0):
             asyncio.run(_run(Stack(spec, remote=remote), console, begun, ready_fd))
     except StackRunning:
         raise CommandError(

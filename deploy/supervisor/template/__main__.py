@@ -116,8 +116,9 @@ def run_job(job: Job) -> None:
 
 def _warm(modules: Sequence[str], flags: Sequence[str]) -> None:
     """Imports what the modules need: one that has a `preload` says so by these flags. Raises what that raises."""
-    with suppress(ImportError):
-        import_module("uvloop")  # every service does, once it runs
+    for name in ("uvloop", "encodings.idna"):  # every service does, once it runs
+        with suppress(ImportError):
+            import_module(name)
     for module in modules:
         if find_spec(f"{module}.preload") is not None:
             preload: Any = import_module(f"{module}.preload")

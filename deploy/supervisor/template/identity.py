@@ -1,6 +1,7 @@
 """What the kernel shows of a process, `/proc/PID/environ` and `/proc/PID/cmdline`, written anew in a forked one.
 
-Both are ranges of the process's own memory, laid out when the template was executed, so what is written must fit there.
+Both are ranges of the process's own memory, laid out when the template was executed, or by `show_elsewhere` where it
+was forked, so what is written must fit there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ _MARK_ROOM = 256
 """Bytes: above any instance's name."""
 _ARG_START, _ARG_END, _ENV_START, _ENV_END = 45, 46, 47, 48
 """Fields of /proc/self/stat behind the program's name (proc_pid_stat(5))."""
+_START_CODE, _END_CODE, _START_STACK, _START_DATA, _END_DATA, _START_BRK = 23, 24, 25, 42, 43, 44
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_NO_FILE = 2**32 - 1
 
 
 def padded(name: str) -> str:
@@ -68,6 +72,41 @@ class ShownMemory(NamedTuple):
         """Shows another command line, as much of it as there is room for."""
         start, end = self.argv
         _write(start, b"\0".join(word.encode() for word in argv)[: end - start - 1], end - start)
+
+
+class _MemoryMap(ctypes.Structure):
+    """`struct prctl_mm_map` (PR_SET_MM(2const)): all that the kernel remembers of where a process's memory is."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")),
+        *((name, ctypes.c_uint64) for name in ("start_stack", "arg_start", "arg_end", "env_start", "env_end", "auxv")),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    ]
+
+
+_shown_elsewhere: ctypes.Array[ctypes.c_char] | None = None
+"""What the kernel shows of this process, if that is not what it was executed with."""
+
+
+def show_elsewhere(argv: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Shows another command line and environment, of any length, from memory of their own: that of this process may
+    have no room for them. Needs no privilege. Raises OSError where the kernel does not know how (it is built without
+    CONFIG_CHECKPOINT_RESTORE, or is none of Linux')."""
+    global _shown_elsewhere
+    shown = b"".join(word.encode() + b"\0" for word in argv)
+    variables = b"".join(f"{name}={value}".encode() + b"\0" for name, value in environment.items())
+    content = ctypes.create_string_buffer(shown + variables)
+    start = ctypes.addressof(content)
+    middle, end = start + len(shown), start + len(shown) + len(variables)
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sbrk.restype = ctypes.c_void_p
+    kept = (int(fields[number]) for number in (_START_CODE, _END_CODE, _START_DATA, _END_DATA, _START_BRK))
+    place = _MemoryMap(*kept, libc.sbrk(0), int(fields[_START_STACK]), start, middle, middle, end, 0, 0, _NO_FILE)
+    if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(place), ctypes.sizeof(place), 0):
+        raise OSError(ctypes.get_errno(), "another command line cannot be shown")
+    _shown_elsewhere = content
 
 
 def _write(at: int, content: bytes, room: int) -> None:

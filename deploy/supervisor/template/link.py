@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import assert_never
 
+from deploy.supervisor.template.blanks import BlankProcess, next_blank
 from deploy.supervisor.template.identity import NAME_MARK, padded
 from deploy.supervisor.template.protocol import (
     MAX_MESSAGE_BYTES,
@@ -57,7 +58,7 @@ class TemplateProcess:
         self._modules = frozenset(modules)
         self._notify = notify
         self._starts = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | BlankProcess | None = None
         self._control: socket.socket | None = None
         self._began = 0.0
         self._warm = False
@@ -176,8 +177,13 @@ class TemplateProcess:
         self._notify()
 
 
-def launched(argv: Sequence[str], environment: Mapping[str, str], output: int, control: int) -> subprocess.Popen[bytes]:
+def launched(
+    argv: Sequence[str], environment: Mapping[str, str], output: int, control: int
+) -> subprocess.Popen[bytes] | BlankProcess:
     """The template's process, which has the descriptor `control` and writes to `output`. Raises OSError."""
+    blank = next_blank()
+    if blank is not None and blank.become(argv, environment, output, control):
+        return blank
     return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,

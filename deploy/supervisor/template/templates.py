@@ -7,6 +7,9 @@ from collections.abc import Callable, Collection
 
 from deploy.supervisor.template.link import SERVICE_TEMPLATE, TEMPLATE, TemplateProcess
 
+TEMPLATES = 2
+"""Those of one host."""
+
 
 class Templates:
     """Owns both."""

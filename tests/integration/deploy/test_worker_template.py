@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +17,9 @@ import psutil
 import pytest
 
 from deploy.supervisor.processes import ChildProcesses, Exit, marked_processes
+from deploy.supervisor.template.blanks import blank_processes, next_blank
 from deploy.supervisor.template.link import TemplateProcess
+from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="templates are Linux's only")
 MODULE = "tests.support.forked"
@@ -157,3 +161,46 @@ async def test_a_name_that_does_not_fit_is_no_process(tmp_path: Path) -> None:
         argv = [sys.executable, "-m", MODULE, "sleep"]
         pid = made.children.start(name, argv, tmp_path / "long.log", {}, made.template)
         assert psutil.Process(pid).ppid() == os.getpid()
+
+
+def test_a_template_that_is_forked_of_its_supervisor_is_as_one_that_was_executed(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "tests.support.forked.supervisor", str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=DEADLINE, check=True, cwd=REPOSITORY)
+    assert json.loads(done.stdout) == {
+        "marked": ["one", "template"],
+        "argv": ["-m", MODULE, "sleep"],
+        "descriptors": [3, 7],
+        "template is one of them": True,
+        "own session": True,
+        "exits": {"two": 1, "three": 3},
+    }
+    assert done.stderr == "", "what those say that were forked is in logs of theirs"
+    assert json.loads((tmp_path / "one.log").read_text()) == {"argv": ["sleep"], "said": "here", "name": "__main__"}
+    assert (tmp_path / "two.log").read_text().endswith("RuntimeError: a bug of the program\n")
+
+
+BLANKS = """
+import os, subprocess, sys
+from deploy.supervisor.template import blanks
+with blanks.blank_processes(2):
+    too_much = {"BATON_PROCESS_NAME": "x" * blanks.MAX_MESSAGE_BYTES}
+    blank = blanks.next_blank()
+    print(blank.become([sys.executable, "-m", "json"], too_much, 1, 0), os.path.exists(f"/proc/{blank.pid}"))
+    unused = blanks._waiting[0].pid
+print(os.path.exists(f"/proc/{unused}"))
+"""
+
+
+def test_a_blank_process_that_is_of_no_use_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", BLANKS], capture_output=True, text=True, timeout=DEADLINE, check=True)
+    assert done.stdout.split() == ["False", "False", "False"]
+
+
+def test_a_supervisor_with_threads_forks_nothing_of_itself() -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    with blank_processes(1):
+        assert next_blank() is None
+    ended.set()
+    thread.join()
