@@ -198,9 +198,10 @@ def round_rows(x: Tensor) -> RoundedRows:
     compressed-tensors do it. The same bits as digits.cpp."""
     rows = x.float()
     most = rows.abs().amax(dim=1, keepdim=True)
-    # Not `_INT8_MAX / most`, by which PyTorch multiplies with a reciprocal.
-    inverse = torch.where(most > _SMALLEST_ROW, torch.full_like(most, _INT8_MAX) / most, 0.0)
-    return RoundedRows((rows * inverse).round_(), torch.where(most > _SMALLEST_ROW, most / _INT8_MAX, 0.0))
+    # Neither of both a number, for which PyTorch multiplies with a reciprocal, on GPUs `most / number` too.
+    greatest = torch.full_like(most, _INT8_MAX)
+    inverse = torch.where(most > _SMALLEST_ROW, greatest / most, 0.0)
+    return RoundedRows((rows * inverse).round_(), torch.where(most > _SMALLEST_ROW, most / greatest, 0.0))
 
 
 def multiply_rounded(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
@@ -238,11 +239,19 @@ def _scaled(numbers: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
     return (made if offsets is None else made + offsets.unsqueeze(2)).view(numbers.shape)
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 [out, in] below 16 → [out, in / 2], the first of each two in the low bits."""
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+def nibble_run(inputs: int) -> int:
+    """How many inputs in a row lie in low bits in memory, before as many that lie in high bits of the same bytes: both
+    are read as runs of neighbours, where a pair of neighbours in each byte had to be taken apart."""
+    return 16 if inputs % 32 == 0 else 1
 
 
-def unpack_nibbles(packed: Tensor) -> Tensor:
+def pack_nibbles(codes: Tensor, run: int = 1) -> Tensor:
+    """uint8 [out, in] below 16 → [out, in / 2]: of each 2 · `run` the first half in low bits, the others in high."""
+    runs = codes.view(len(codes), -1, 2, run)
+    return (runs[:, :, 0] | (runs[:, :, 1] << 4)).reshape(len(codes), -1)
+
+
+def unpack_nibbles(packed: Tensor, run: int = 1) -> Tensor:
     """The reverse of `pack_nibbles`."""
-    return torch.stack((packed & 15, packed >> 4), dim=2).view(len(packed), -1)
+    runs = packed.view(len(packed), -1, run)
+    return torch.stack((runs & 15, runs >> 4), dim=2).view(len(packed), -1)

@@ -39,6 +39,7 @@ from services.worker.ops.quantized import (
     QuantizedWeight,
     WeightStack,
     multiply_rounded,
+    nibble_run,
     pack_nibbles,
     unpack_nibbles,
 )
@@ -68,7 +69,9 @@ class QuantizedLinear(NamedTuple):
         """[out, in] in `dtype`."""
         if self.weight.code != "int4":
             return self.weight.dequantized(dtype)
-        return self.weight._replace(codes=unpack_nibbles(self.weight.codes)).dequantized(dtype)
+        packed = self.weight.codes
+        codes = unpack_nibbles(packed, nibble_run(2 * packed.shape[1]))
+        return self.weight._replace(codes=codes).dequantized(dtype)
 
 
 class TorchOps:
@@ -94,7 +97,7 @@ class TorchOps:
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
         """The codes; each product makes numbers of them first, in memory of its own."""
         if weight.code == "int4":
-            weight = weight._replace(codes=pack_nibbles(weight.codes))
+            weight = weight._replace(codes=pack_nibbles(weight.codes, nibble_run(weight.codes.shape[1])))
         return PackedLinear(QuantizedLinear(weight, bias))
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from triton import knobs
 
@@ -34,18 +35,13 @@ from services.worker.ops.triton import few_rows, rounded_linear
 from services.worker.ops.triton.attention.latent_decode import latent_decode, latent_tile
 from services.worker.ops.triton.attention.paged_attention import create_attention
 from services.worker.ops.triton.attention.tiles import decode_splits
+from services.worker.ops.triton.codes import CodedStack, code_stack, numbers, numbers_of
 from services.worker.ops.triton.low_rank import GatheredLowRank, RowTiling
-from services.worker.ops.triton.moe.coded_experts import CodedStack, code_stack, mix_coded_rows, numbers_of
-from services.worker.ops.triton.moe.grouped_products import NO_BIASES, ExpertScales, mix_tiles
+from services.worker.ops.triton.moe.coded_experts import mix_coded_rows
+from services.worker.ops.triton.moe.grouped_products import NO_BIASES, mix_tiles
 from services.worker.ops.triton.moe.mixture import choose_experts, compile_all, first_row, mixture
-from services.worker.ops.triton.moe.routing import one_by_one
-from services.worker.ops.triton.quantized_linear import (
-    compile_tiles,
-    knows_fp8,
-    multiplies,
-    quantized_linear,
-    typed_codes,
-)
+from services.worker.ops.triton.moe.routing import one_by_one, reads_codes
+from services.worker.ops.triton.quantized_linear import compile_tiles, multiplies, quantized_linear, readable
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
 from services.worker.ops.triton.verification import verify
@@ -102,6 +98,7 @@ class TritonOps(TorchOps):
                 rounded_linear.compile_tiles(row, packed.weight, bias)
             elif multiplies(row, packed.weight):
                 compile_tiles(row, packed.weight, bias)
+                numbers(packed.weight, self._dtype)
         return packed
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
@@ -112,6 +109,8 @@ class TritonOps(TorchOps):
                 return rounded_linear.rounded_linear(x, packed.weight, packed.bias)
             if multiplies(x, packed.weight):
                 return quantized_linear(x, packed.weight, packed.bias)
+            if readable(packed.weight.code, x.device):
+                return F.linear(x, numbers(packed.weight, x.dtype), packed.bias)
         elif isinstance(packed, PlainLinear) and few_rows.multiplies(x, packed.weight):
             return few_rows.few_rows_linear(x, packed.weight, packed.bias)
         return super().linear(x, packed)
@@ -149,7 +148,7 @@ class TritonOps(TorchOps):
         return PackedExperts(_Experts(self._readable(gate_up), self._readable(down), biases or NO_BIASES))
 
     def _readable(self, stack: WeightStack) -> Tensor | CodedStack:
-        if isinstance(stack, QuantizedStack) and stack.weight.code == "fp8" and not knows_fp8(self._device):
+        if isinstance(stack, QuantizedStack) and not readable(stack.weight.code, self._device):
             return torch.stack([weight.dequantized(self._dtype) for weight in stack.matrices])
         return code_stack(stack)
 
@@ -160,38 +159,29 @@ class TritonOps(TorchOps):
     def mixture(self, x: Tensor, picks: Picks, experts: PackedExperts, *, kind: Activation) -> Tensor:
         """Compiles the kernels of all sizes of tiles when a shape of mixture is first seen on a GPU."""
         assert isinstance(experts, _Experts)
-        if isinstance(experts.gate_up, CodedStack) and isinstance(experts.down, CodedStack):
-            if experts.gate_up.weight.int8_activations and experts.down.weight.int8_activations:
-                return self._rounded_mixture(x, picks, experts.gate_up, experts.down, experts.biases, kind)
-            return self._coded_mixture(x, picks, experts.gate_up, experts.down, experts.biases, kind)
+        gate_up, down = experts.gate_up, experts.down
+        if isinstance(gate_up, CodedStack) and isinstance(down, CodedStack):
+            return self._coded_mixture(x, picks, gate_up, down, experts.biases, kind)
         return self._plain_mixture(x, picks, experts, kind)
-
-    def _rounded_mixture(
-        self, x: Tensor, picks: Picks, gate_up: CodedStack, down: CodedStack, biases: ExpertBiases, kind: Activation
-    ) -> Tensor:
-        """In whole numbers, by the kernels of many rows however few there are."""
-        first, second = (typed_codes(each.weight).view(each.shape) for each in (gate_up, down))
-        scales = ExpertScales(gate_up.weight.scales, down.weight.scales)
-        shape = (picks.experts.shape[1], kind, "rounded", *down.shape)
-        if shape not in self._compiled and self._device.type == "cuda":
-            self._compiled.add(shape)
-            compile_all(x, picks, first, second, biases, kind=kind, scales=scales)
-        return mix_tiles(x, picks, first, second, biases, kind=kind, scales=scales)
 
     def _coded_mixture(
         self, x: Tensor, picks: Picks, gate_up: CodedStack, down: CodedStack, biases: ExpertBiases, kind: Activation
     ) -> Tensor:
-        experts = _Experts(gate_up, down, biases)
-        chosen = picks.experts.shape[1]
-        shape = (chosen, kind, gate_up.weight.code, down.weight.code, *down.shape)
+        """Few rows read the codes of their own experts, more are sorted by them; where rows are rounded, all are."""
+        chosen, rounded = picks.experts.shape[1], gate_up.weight.int8_activations
+        shape = (chosen, kind, gate_up.weight.code, down.weight.code, rounded, *down.shape)
         if shape not in self._compiled and self._device.type == "cuda":
             self._compiled.add(shape)
-            first = first_row(picks)
-            mix_coded_rows(x[:1], first, gate_up, down, biases, kind=kind)
-            self._plain_mixture(x[:1], first, experts, kind)
-        if one_by_one(len(x), chosen, down.shape[0]):
-            return mix_coded_rows(x, picks, gate_up, down, biases, kind=kind)
-        return self._plain_mixture(x, picks, experts, kind)
+            compile_all(x, picks, gate_up, down, biases, kind=kind)
+            if not rounded:
+                first = _Experts(gate_up, down, biases)
+                mix_coded_rows(x[:1], first_row(picks), gate_up, down, biases, kind=kind)
+                self._plain_mixture(x[:1], first_row(picks), first, kind)
+        if rounded or not one_by_one(len(x), chosen, down.shape[0]):
+            if rounded or reads_codes(len(x) * chosen, down.shape[0]):
+                return mix_tiles(x, picks, gate_up, down, biases, kind=kind)
+            return self._plain_mixture(x, picks, _Experts(gate_up, down, biases), kind)
+        return mix_coded_rows(x, picks, gate_up, down, biases, kind=kind)
 
     def _plain_mixture(self, x: Tensor, picks: Picks, experts: _Experts, kind: Activation) -> Tensor:
         """Of numbers, which are made of codes first."""

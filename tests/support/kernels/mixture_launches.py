@@ -131,7 +131,8 @@ def _tiles(shape: _Shape, rows: int, kind: str) -> Iterator[Launch]:
                 {name: word for name, word in (pointers | order).items() if name in kernel.arg_names},
                 shape.constants
                 | {"biases": None}
-                | ({} if whole else dict.fromkeys(scales))
+                | dict.fromkeys(("zeros", "offsets", "CODE", *(() if whole else scales)))
+                | {"GROUP": 1, "RUN": 16}
                 | ({"CHOSEN": shape.chosen, "KIND": "silu"} if gated else {})
                 | {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SWAPPED": tile.swapped},
                 num_warps=tile.num_warps,

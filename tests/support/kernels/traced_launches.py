@@ -25,7 +25,9 @@ from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
 from services.worker.ops.interface import BatchMeta, Routing
 from services.worker.ops.low_rank import AdapterRows, AdapterSpan, LowRankPart, LowRankShape
 from services.worker.ops.quantized import quantize
+from services.worker.ops.triton import rounded_linear
 from services.worker.ops.triton.attention.paged_attention import paged_attention
+from services.worker.ops.triton.codes import numbers
 from services.worker.ops.triton.low_rank import GatheredLowRank, RowTiling
 from services.worker.ops.triton.moe.mixture import choose_experts, compile_all, mixture
 from services.worker.ops.triton.quantized_linear import MAX_ROWS, compile_tiles, quantized_linear
@@ -99,11 +101,14 @@ def layer(meta: BatchMeta) -> None:
     add_rms_norm(x, x.clone(), norm, 1e-5)
     gated_act(torch.empty((rows, 2 * HIDDEN), dtype=torch.bfloat16), "silu")
     through_experts(mixture, rows)
-    numbers = torch.arange(rows, dtype=torch.int32)
-    adapted = AdapterRows(torch.ones_like(numbers), numbers, (AdapterSpan(1, 0, rows),))
+    order = torch.arange(rows, dtype=torch.int32)
+    adapted = AdapterRows(torch.ones_like(order), order, (AdapterSpan(1, 0, rows),))
     ADAPTED.add(torch.empty((rows, 256), dtype=torch.bfloat16), x, adapted)
     if rows <= MAX_ROWS:
         quantized_linear(x, WEIGHT, None)
+    else:
+        numbers(WEIGHT, torch.bfloat16)
+    rounded_linear.rounded_linear(x, WEIGHT, None)
 
 
 def through_experts(way: Callable[..., object], rows: int) -> None:
@@ -117,12 +122,12 @@ def through_experts(way: Callable[..., object], rows: int) -> None:
 def step(*sequences: tuple[int, int]) -> None:
     """Of (rows, context), as a worker packs them."""
     counts, contexts = np.array(sequences, dtype=np.int32).T
-    numbers = np.arange(len(sequences))
+    indices = np.arange(len(sequences))
     tables = np.zeros((len(sequences), CONTEXT // BLOCK_SIZE), dtype=np.int32)
     rows = rows_of(
-        RowRuns(numbers, numbers, contexts - counts, counts),
+        RowRuns(indices, indices, contexts - counts, counts),
         tables,
-        np.zeros((len(numbers), CONTEXT), np.int32),
+        np.zeros((len(indices), CONTEXT), np.int32),
         BLOCK_SIZE,
     )
     together = packed(rows, rows.last_rows)
@@ -133,7 +138,10 @@ def start() -> None:
     """As `torch_backend` does: eagerly first, then captures, then rehearsals of prefills."""
     through_experts(compile_all, 1)
     ADAPTED.compile()
-    compile_tiles(torch.empty((1, HIDDEN), dtype=torch.bfloat16), WEIGHT, None)
+    row = torch.empty((1, HIDDEN), dtype=torch.bfloat16)
+    compile_tiles(row, WEIGHT, None)
+    numbers(WEIGHT, torch.bfloat16)
+    rounded_linear.compile_tiles(row, WEIGHT, None)
     step((1, 1))
     inputs = DecodeInputs(CPU, CAPTURED, CONTEXT // BLOCK_SIZE, CONTEXT, BLOCK_SIZE)
     for size in reversed(capture_sizes(CAPTURED)):

@@ -6,12 +6,22 @@ float32, of a group of inputs or of all. So a product is that of the rounded wei
 
 Bytes of n rows: out · in · (1, or ½ of int4) of codes, out · groups · 4 of scales (and · 1 of zero points, · 4 of
 offsets), and n · (in + out) · itemsize. FLOPs: 2 · n · out · in.
+
+Tiles were chosen by measuring on an H200 (Triton 3.6, 2026-11-27), out of 15 to 30 for each code and number of rows. It
+is not memory that they wait for, but the making of numbers, a turn of a loop after the other: hence many programs. µs
+with Llama-3.1-8B's weights out of the caches (int4 with groups of 128 and zero points), beside bfloat16's:
+
+    out × in       1 row: bf16, int8, fp8, int4    16 rows                      64 rows
+    6144 × 4096    13.9  10.7   9.7  11.0          15.3  13.9  13.1  13.2       16.5  20.7  16.8  25.1
+    4096 × 4096     9.9   8.0   7.9   7.8          10.7   9.4   9.2  10.8       11.2  15.6  13.5  17.1
+    28672 × 4096   54.4  39.3  37.1  44.6          57.5  37.5  38.1  51.3       62.7  65.1  53.7  74.5
+    4096 × 14336   29.3  22.0  22.1  21.8          30.5  26.4  25.7  31.6       35.7  35.0  28.6  44.7
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,13 +29,27 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.gpu import HOPPER, generation
-from services.worker.ops.quantized import Code, QuantizedWeight
-from services.worker.ops.triton.products import part, times
+from services.worker.ops.quantized import Code, QuantizedWeight, nibble_run
+from services.worker.ops.triton.codes import (
+    coded_row_sums,
+    group_terms,
+    low_input,
+    packed_inputs,
+    times_codes,
+    typed_codes,
+)
+from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
+from services.worker.ops.triton.products import part
+from services.worker.ops.triton.splits import split_inputs, split_sums, splits_of, store_split, sum_splits
 
 TILE_ROWS = (16, 64)
-"""Rows of a tile: where there are no more, and where there are."""
+"""Rows of a tile: where there are no more, and where there are. One row alone is multiplied without tensor cores."""
 MAX_ROWS = 64
 """Of more rows, a product of numbers that are made first costs less: each code is read once then, too."""
+_MANY_OUTPUTS = 16384
+"""From so many on there are several programs for each multiprocessor, however wide they are."""
+_MULTIPROCESSORS = 132
+"""Of an H100 and an H200."""
 _FP8_GENERATION = 89
 """Compute capability from which float8 becomes other numbers by an instruction."""
 
@@ -38,9 +62,23 @@ class CodeTile(NamedTuple):
     depth: int
     """Inputs that are summed at a time; of one group."""
     swapped: bool
-    """The weights are the product's first factor: a tensor core wants 64 rows of that, and few of the second."""
+    """The weights are the product's first factor: a tensor core wants 64 rows of that, and few of the second, and takes
+    it from registers, where numbers are made."""
     num_warps: int
     num_stages: int
+    splits: int = 1
+    """Programs that share a tile, each of which sums a part of the inputs."""
+
+
+class CodeRowTile(NamedTuple):
+    """What a program multiplies with one row at a time."""
+
+    columns: int
+    depth: int
+    """Inputs; whole groups, where there are groups."""
+    turns: int
+    """Of the loop whose loads are on their way together."""
+    num_warps: int
 
 
 class CodedProduct(NamedTuple):
@@ -52,21 +90,68 @@ class CodedProduct(NamedTuple):
     group: int
     """Inputs that share a scale."""
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """For the kernels."""
+        names = {"INPUTS": self.inputs, "OUTPUTS": self.outputs, "GROUP": self.group, "CODE": self.code}
+        return names | {"RUN": nibble_run(self.inputs)}
+
+
+def product_of(weight: QuantizedWeight) -> CodedProduct:
+    """That of packed codes."""
+    outputs, groups = weight.scales.shape
+    inputs = packed_inputs(weight)
+    return CodedProduct(weight.code, inputs, outputs, inputs // groups)
+
 
 @cache
-def code_tile(rows: int, itemsize: int, generation: int, group: int) -> CodeTile:
-    """The tile of at most `rows` rows of elements of `itemsize` bytes. Chosen from what the compiler makes of them for
-    sm_80 and sm_90 and by counting; not yet by measuring."""
-    depth = min(32 if itemsize == 4 else 128 if rows <= 16 else 64, group if group % 16 == 0 else 16)
-    depth = max(16, 1 << (depth.bit_length() - 1))
+def code_tile(rows: int, itemsize: int, generation: int, product: CodedProduct) -> CodeTile:
+    """The tile of at most `rows` rows of elements of `itemsize` bytes. Those of two bytes on Hopper were measured on an
+    H200; others were chosen from what the compiler makes of them and by counting."""
+    most = product.group if product.group % 32 == 0 else 32
+    most = 1 << (most.bit_length() - 1)
+    if itemsize == 4 or generation < HOPPER:
+        depth = min(32 if itemsize == 4 else 128 if rows <= 16 else 64, most)
+        if rows <= 16:
+            return CodeTile(16, 64 if generation >= HOPPER else 32, depth, True, num_warps=4, num_stages=3)
+        return CodeTile(64, 64, depth, False, num_warps=4, num_stages=3)
     if rows <= 16:
-        return CodeTile(16, 64 if generation >= HOPPER else 32, depth, True, num_warps=4, num_stages=3)
-    return CodeTile(64, 64, depth, False, num_warps=4, num_stages=3)
+        if product.code == "int4":
+            columns, splits = (128, 2) if product.outputs >= _MANY_OUTPUTS else (64, 4)
+            return CodeTile(16, columns, min(128, most), True, num_warps=4, num_stages=4, splits=splits)
+        if product.group < product.inputs:
+            splits = splits_of(triton.cdiv(product.outputs, 64), 2 * _MULTIPROCESSORS)
+            return CodeTile(
+                16, 64, min(128, most), True, num_warps=4, num_stages=3 if splits == 1 else 4, splits=splits
+            )
+        if product.outputs >= _MANY_OUTPUTS:
+            return CodeTile(16, 32, min(128, most), True, num_warps=2, num_stages=8)
+        return CodeTile(16, 32, min(256, most), True, num_warps=4, num_stages=5)
+    if product.outputs >= _MANY_OUTPUTS:
+        columns = 128 if product.code == "int4" else 64
+        return CodeTile(64, columns, min(128, most), True, num_warps=4, num_stages=4)
+    splits = splits_of(triton.cdiv(product.outputs, 128), _MULTIPROCESSORS)
+    return CodeTile(64, 128, min(128, most), True, num_warps=8, num_stages=3, splits=splits)
+
+
+@cache
+def code_row_tile(product: CodedProduct, *, zeros: bool = False) -> CodeRowTile:
+    """The tile of one row. `zeros`: groups have zero points."""
+    depth = min(2048 if zeros else 1024, triton.next_power_of_2(product.inputs))
+    depth = depth if product.group == product.inputs else max(depth, product.group)
+    if product.code == "int4":
+        return CodeRowTile(2, depth, 2, num_warps=2) if zeros else CodeRowTile(4, depth, 2, num_warps=4)
+    return CodeRowTile(2, depth, 4, num_warps=2)
 
 
 def multiplies(x: Tensor, weight: QuantizedWeight) -> bool:
-    """Whether the kernel does the product of `x` with packed `weight` here, and as fast as any other way."""
-    return len(x) <= MAX_ROWS and (weight.code != "fp8" or knows_fp8(x.device))
+    """Whether the kernels do the product of `x` with packed `weight` here, and as fast as any other way."""
+    return len(x) <= MAX_ROWS and readable(weight.code, x.device)
+
+
+def readable(code: Code, device: torch.device) -> bool:
+    """Whether kernels read such codes there."""
+    return code != "fp8" or knows_fp8(device)
 
 
 @cache
@@ -81,56 +166,83 @@ def knows_fp8(device: torch.device) -> bool:
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x [n, in] → x @ weight.T + bias [n, out] in x's dtype, `bias` added before it is rounded. `weight`: codes
     [out, in], those of int4 two to a byte (`pack_nibbles`)."""
-    rows, inputs = x.shape
-    outputs, groups = weight.scales.shape
-    product = CodedProduct(weight.code, inputs, outputs, inputs // groups)
-    out = x.new_empty(rows, outputs)
-    _launch(product, TILE_ROWS[0] if rows <= TILE_ROWS[0] else TILE_ROWS[1], x, weight, bias, out)
+    out = x.new_empty(len(x), len(weight.scales))
+    if len(x) == 1:
+        _launch_row(x, weight, bias, out)
+    else:
+        _launch(next(rows for rows in TILE_ROWS if len(x) <= rows), x, weight, bias, out)
     return out
 
 
 def compile_tiles(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
-    """Runs the kernel on `x` [1, in] in all sizes of tiles: what is compiled now holds nobody up later."""
-    outputs, groups = weight.scales.shape
-    product = CodedProduct(weight.code, x.shape[1], outputs, x.shape[1] // groups)
+    """Runs the kernels on `x` [1, in] in all sizes of tiles: what is compiled now holds nobody up later."""
+    out = x.new_empty(1, len(weight.scales))
+    _launch_row(x, weight, bias, out)
     for rows in TILE_ROWS:
-        _launch(product, rows, x, weight, bias, x.new_empty(1, outputs))
+        _launch(rows, x, weight, bias, out)
 
 
-def _launch(
-    product: CodedProduct, tile_rows: int, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor
-) -> None:
-    tile = code_tile(tile_rows, x.element_size(), generation(x.device), product.group)
-    columns = triton.cdiv(product.outputs, tile.columns)
-    coded_linear_kernel[(columns * triton.cdiv(len(x), tile.rows),)](
-        *(x, typed_codes(weight), *group_terms(weight), bias, out, len(x)),
-        INPUTS=product.inputs,
-        OUTPUTS=product.outputs,
-        GROUP=product.group,
-        CODE=product.code,
-        ROWS=tile.rows,
+def _launch_row(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+    product = product_of(weight)
+    tile = code_row_tile(product, zeros=weight.zeros is not None)
+    coded_row_kernel[(triton.cdiv(product.outputs, tile.columns),)](
+        *(x, typed_codes(weight), *group_terms(weight), bias, out),
+        **product.constants,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
-        SWAPPED=tile.swapped,
+        TURNS=tile.turns,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **launch_options(x.device),
     )
 
 
-def typed_codes(weight: QuantizedWeight) -> Tensor:
-    """The codes as what they are numbers of."""
-    match weight.code:
-        case "int8":
-            return weight.codes.view(torch.int8)
-        case "fp8":
-            return weight.codes.view(torch.float8_e4m3fn)
-        case "int4":
-            return weight.codes
+def _launch(tile_rows: int, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+    product = product_of(weight)
+    tile = code_tile(tile_rows, x.element_size(), generation(x.device), product)
+    tiles = triton.cdiv(product.outputs, tile.columns) * triton.cdiv(len(x), tile.rows)
+    coded_linear_kernel[(tiles, tile.splits)](
+        *(x, typed_codes(weight), *group_terms(weight), bias, out),
+        *(*split_sums(out, tile.splits, torch.float32), len(x)),
+        **product.constants,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        SPLITS=tile.splits,
+        SWAPPED=tile.swapped,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **launch_options(x.device),
+    )
 
 
-def group_terms(weight: QuantizedWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What belongs to its groups, in the order of the kernels' arguments."""
-    return weight.scales, weight.zeros, weight.offsets
+@triton.jit
+def coded_row_kernel(
+    x,
+    codes,
+    scales,
+    zeros,
+    offsets,
+    bias,
+    out,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODE: tl.constexpr,
+    RUN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TURNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Some outputs of the only row a program. `zeros`, `offsets` and `bias` may be None."""
+    wait_for_inputs(DEPENDENT)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # Outputs beyond the last are computed as the last, and not stored.
+    held = tl.minimum(column, OUTPUTS - 1)
+    made = coded_row_sums(x, codes, scales, zeros, offsets, held.to(tl.int64), INPUTS, GROUP, CODE, RUN, DEPTH, TURNS)
+    if bias is not None:
+        made += tl.load(bias + held).to(tl.float32)
+    tl.store(out + column, made.to(out.dtype.element_ty), mask=column < OUTPUTS)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -142,65 +254,61 @@ def coded_linear_kernel(
     offsets,
     bias,
     out,
+    sums,
+    arrived,
     rows,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     GROUP: tl.constexpr,
     CODE: tl.constexpr,
+    RUN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
     SWAPPED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """One tile of rows times some outputs a program. `zeros`, `offsets` and `bias` may be None."""
-    WIDE: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
+    """Grid (tiles of rows and outputs, splits of the inputs); those that read the same weights run beside each other.
+    `zeros`, `offsets` and `bias` may be None."""
+    wait_for_inputs(DEPENDENT)
     GROUPS: tl.constexpr = INPUTS // GROUP
-    column = tl.program_id(0) % WIDE * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(0) // WIDE * ROWS + tl.arange(0, ROWS)
+    GROUPED: tl.constexpr = GROUPS > 1 or offsets is not None
+    IN_BYTE: tl.constexpr = 2 if CODE == "int4" else 1
+    tall = tl.cdiv(rows, ROWS)
+    row = tl.program_id(0) % tall * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) // tall * COLUMNS + tl.arange(0, COLUMNS)
     there = (row < rows)[:, None]
     # Outputs beyond the last are read as the last, and not stored.
     held = tl.minimum(column, OUTPUTS - 1)
-    depth = tl.arange(0, DEPTH)
-    values = x + row.to(tl.int64)[:, None] * INPUTS + depth[None, :]
+    first, end = split_inputs(INPUTS, DEPTH, SPLITS)
+    place = tl.arange(0, DEPTH // IN_BYTE)
+    depth = place
     if CODE == "int4":
-        place = tl.arange(0, DEPTH // 2)
-        coded = codes + held.to(tl.int64)[:, None] * (INPUTS // 2) + place[None, :]
-    else:
-        place = depth
-        coded = codes + held.to(tl.int64)[:, None] * INPUTS + place[None, :]
+        depth = low_input(place, RUN)
+    coded = codes + held.to(tl.int64)[:, None] * (INPUTS // IN_BYTE) + (first // IN_BYTE + place)[None, :]
+    values = x + row.to(tl.int64)[:, None] * INPUTS + (first + depth)[None, :]
     total = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0, INPUTS, DEPTH):
+    for start in tl.range(first, end, DEPTH):
         factors = part(values, there, depth, start, INPUTS, DEPTH)
-        group = held * GROUPS + start // GROUP
+        highs = factors
         if CODE == "int4":
-            pairs = part(coded, True, place, start // 2, INPUTS // 2, DEPTH // 2)
-            zero = 8
-            if zeros is not None:
-                zero = tl.load(zeros + group).to(tl.int8)[:, None]
-            low, high = (pairs & 15).to(tl.int8) - zero, (pairs >> 4).to(tl.int8) - zero
-            weights = tl.interleave(low, high).to(tl.float32).to(factors.dtype)
-            coded += DEPTH // 2
-        else:
-            weights = part(coded, True, place, start, INPUTS, DEPTH).to(tl.float32).to(factors.dtype)
-            coded += DEPTH
-        if GROUPS == 1 and offsets is None:
-            total = times(factors, weights, total, SWAPPED)
-        else:
-            scale = tl.load(scales + group)
-            summed = times(factors, weights, tl.zeros_like(total), SWAPPED)
-            total += summed * (scale[:, None] if SWAPPED else scale[None, :])
-            if offsets is not None:
-                offset = tl.load(offsets + group)
-                row_sum = tl.sum(factors.to(tl.float32), 1)
-                total += offset[:, None] * row_sum[None, :] if SWAPPED else row_sum[:, None] * offset[None, :]
+            highs = part(values + RUN, there, depth + RUN, start, INPUTS, DEPTH)
+        code = part(coded, True, place, start // IN_BYTE, INPUTS // IN_BYTE, DEPTH // IN_BYTE)
+        group = held * GROUPS + start // GROUP
+        total = times_codes(factors, highs, code, group, scales, zeros, offsets, total, GROUPED, CODE, SWAPPED)
         values += DEPTH
+        coded += DEPTH // IN_BYTE
     if SWAPPED:
         total = tl.trans(total)
-    if GROUPS == 1 and offsets is None:
+    to = row.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
+    inside = there & (column < OUTPUTS)[None, :]
+    if SPLITS > 1:
+        if not store_split(total, sums + to, arrived, inside, rows.to(tl.int64) * OUTPUTS, SPLITS):
+            return
+        total = sum_splits(sums + to, inside, rows.to(tl.int64) * OUTPUTS, SPLITS, total)
+    if not GROUPED:
         total *= tl.load(scales + held)[None, :]
     if bias is not None:
         total += tl.load(bias + held).to(tl.float32)[None, :]
-    made = total.to(out.dtype.element_ty)
-    tl.store(
-        out + row.to(tl.int64)[:, None] * OUTPUTS + column[None, :], made, mask=there & (column < OUTPUTS)[None, :]
-    )
+    tl.store(out + to, total.to(out.dtype.element_ty), mask=inside)

@@ -3,6 +3,15 @@ that are int8; the tensor cores sum in int32, exactly, whatever the order. Scale
 
 Bytes of n rows: rounding reads n · in · itemsize and writes n · (in + 4); the product reads out · (in + 4) of weights
 and n · (in + 4), and writes n · out · itemsize. Operations: 2 · n · out · in, at twice bfloat16's rate.
+
+Tiles were chosen by measuring on an H200 (Triton 3.6, 2026-11-27), out of about 10 for each number of rows. µs of both
+launches with Llama-3.1-8B's weights out of the caches, and of bfloat16's product:
+
+    out × in       1 row         16            64            256           2048
+    6144 × 4096     9.5 / 13.9    9.8 / 15.3   11.6 / 16.5   18.9 / 21.8    85 / 129
+    4096 × 4096     8.1 /  9.9    8.3 / 10.7   10.2 / 11.2   18.2 / 16.5    59 /  86
+    28672 × 4096   32.0 / 54.4   33.4 / 57.5   36.3 / 62.7   62.3 / 89.4   365 / 596
+    4096 × 14336   20.1 / 29.3   20.8 / 30.5   23.2 / 35.7   53.1 / 46.8   200 / 287
 """
 
 from __future__ import annotations
@@ -10,20 +19,26 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.gpu import HOPPER, generation
 from services.worker.ops.quantized import QuantizedWeight
+from services.worker.ops.triton.codes import typed_codes
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from services.worker.ops.triton.moe.grouped_products import scaled
 from services.worker.ops.triton.products import part, times
-from services.worker.ops.triton.quantized_linear import typed_codes
 from services.worker.ops.triton.row_ops import Int8Rows, round_rows
+from services.worker.ops.triton.splits import split_inputs, split_sums, splits_of, store_split, sum_splits
 
-TILE_ROWS = (16, 64, 128)
-"""Rows of a tile: of the smallest that holds them all, else of the largest."""
+TILED_ROWS = (16, 64, 256, 1 << 16)
+"""Numbers of rows up to which tiles are the same."""
+_MANY_OUTPUTS = 16384
+"""From so many on there are several programs for each multiprocessor, however wide they are."""
+_MULTIPROCESSORS = 132
+"""Of an H100 and an H200."""
 
 
 class RoundedTile(NamedTuple):
@@ -37,46 +52,62 @@ class RoundedTile(NamedTuple):
     """The weights are the product's first factor: a tensor core wants 64 rows of that, and few of the second."""
     num_warps: int
     num_stages: int
+    splits: int = 1
+    """Programs that share a tile, each of which sums a part of the inputs."""
 
 
 @cache
-def rounded_tile(rows: int, generation: int) -> RoundedTile:
-    """The tile of at most `rows` rows. Chosen from what the compiler makes of them for sm_80 and sm_90 and by counting;
-    not yet by measuring."""
+def rounded_tile(rows: int, outputs: int, generation: int) -> RoundedTile:
+    """The tile of at most `rows` rows. Those on Hopper were measured on an H200; others were chosen from what the
+    compiler makes of them for sm_80 and by counting."""
+    if generation < HOPPER:
+        if rows <= 16:
+            return RoundedTile(16, 64, 256, True, num_warps=4, num_stages=3)
+        if rows <= 64:
+            return RoundedTile(64, 64, 128, False, num_warps=4, num_stages=4)
+        return RoundedTile(128, 128, 64, False, num_warps=8, num_stages=4)
+    many = outputs >= _MANY_OUTPUTS
     if rows <= 16:
-        return RoundedTile(16, 64, 256, True, num_warps=4, num_stages=3)
+        depth, stages = (128, 8) if many else (256, 6)
+        return RoundedTile(16, 64, depth, True, num_warps=4, num_stages=stages)
     if rows <= 64:
-        return RoundedTile(64, 64, 128, False, num_warps=4, num_stages=4)
-    depth, stages = (128, 4) if generation >= HOPPER else (64, 4)
-    return RoundedTile(128, 128, depth, False, num_warps=8, num_stages=stages)
+        if many:
+            return RoundedTile(64, 64, 128, True, num_warps=4, num_stages=6)
+        splits = splits_of(triton.cdiv(outputs, 64), _MULTIPROCESSORS)
+        return RoundedTile(64, 64, 256, True, num_warps=4, num_stages=4, splits=splits)
+    if rows <= 256 and not many:
+        return RoundedTile(128, 64, 128, False, num_warps=4, num_stages=4)
+    return RoundedTile(128, 128, 128, True, num_warps=4, num_stages=3)
 
 
 def rounded_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x [n, in] → x @ weight.T + bias [n, out] in x's dtype, rows rounded first; `bias` is added before it is rounded.
     `weight`: int8 with a scale for each output."""
     out = x.new_empty(len(x), len(weight.codes))
-    _launch(next((rows for rows in TILE_ROWS if len(x) <= rows), TILE_ROWS[-1]), round_rows(x), weight, bias, out)
+    _launch(next((rows for rows in TILED_ROWS if len(x) <= rows), TILED_ROWS[-1]), round_rows(x), weight, bias, out)
     return out
 
 
 def compile_tiles(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
     """Runs the kernels on `x` [1, in] in all sizes of tiles: what is compiled now holds nobody up later."""
     rounded = round_rows(x)
-    for rows in TILE_ROWS:
+    for rows in TILED_ROWS:
         _launch(rows, rounded, weight, bias, x.new_empty(1, len(weight.codes)))
 
 
-def _launch(tile_rows: int, rows: Int8Rows, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+def _launch(tiled_rows: int, rows: Int8Rows, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
     outputs, inputs = weight.codes.shape
-    tile = rounded_tile(tile_rows, generation(out.device))
-    grid = (triton.cdiv(len(out), tile.rows) * triton.cdiv(outputs, tile.columns),)
+    tile = rounded_tile(tiled_rows, outputs, generation(out.device))
+    grid = (triton.cdiv(len(out), tile.rows) * triton.cdiv(outputs, tile.columns), tile.splits)
     rounded_linear_kernel[grid](
-        *(*rows, typed_codes(weight), weight.scales, bias, out, len(out)),
+        *(*rows, typed_codes(weight), weight.scales, bias, out),
+        *(*split_sums(out, tile.splits, torch.int32), len(out)),
         INPUTS=inputs,
         OUTPUTS=outputs,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
+        SPLITS=tile.splits,
         SWAPPED=tile.swapped,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -92,17 +123,20 @@ def rounded_linear_kernel(
     scales,
     bias,
     out,
+    sums,
+    arrived,
     rows,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
     SWAPPED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One tile of rows times some outputs a program; those that read the same weights run beside each other. `bias` may
-    be None."""
+    """Grid (tiles of rows and outputs, splits of the inputs); those that read the same weights run beside each other.
+    `bias` may be None."""
     wait_for_inputs(DEPENDENT)
     tall = tl.cdiv(rows, ROWS)
     row = tl.program_id(0) % tall * ROWS + tl.arange(0, ROWS)
@@ -110,22 +144,25 @@ def rounded_linear_kernel(
     there = (row < rows)[:, None]
     # Outputs beyond the last are computed as the last, and not stored.
     held = tl.minimum(column, OUTPUTS - 1)
+    first, end = split_inputs(INPUTS, DEPTH, SPLITS)
     depth = tl.arange(0, DEPTH)
-    values = codes + row.to(tl.int64)[:, None] * INPUTS + depth[None, :]
-    matrix = weights + held.to(tl.int64)[:, None] * INPUTS + depth[None, :]
+    values = codes + row.to(tl.int64)[:, None] * INPUTS + (first + depth)[None, :]
+    matrix = weights + held.to(tl.int64)[:, None] * INPUTS + (first + depth)[None, :]
     total = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], tl.int32)
-    for start in tl.range(0, INPUTS, DEPTH):
+    for start in tl.range(first, end, DEPTH):
         factors = part(values, there, depth, start, INPUTS, DEPTH)
         total = times(factors, part(matrix, True, depth, start, INPUTS, DEPTH), total, SWAPPED)
         values += DEPTH
         matrix += DEPTH
-    made = scaled(total, tl.load(row_scales + row, mask=row < rows, other=0.0), tl.load(scales + held), SWAPPED)
     if SWAPPED:
-        made = tl.trans(made)
+        total = tl.trans(total)
+    to = row.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
+    inside = there & (column < OUTPUTS)[None, :]
+    if SPLITS > 1:
+        if not store_split(total, sums + to, arrived, inside, rows.to(tl.int64) * OUTPUTS, SPLITS):
+            return
+        total = sum_splits(sums + to, inside, rows.to(tl.int64) * OUTPUTS, SPLITS, total)
+    made = scaled(total, tl.load(row_scales + row, mask=row < rows, other=0.0), tl.load(scales + held), False)
     if bias is not None:
         made += tl.load(bias + held).to(tl.float32)[None, :]
-    tl.store(
-        out + row.to(tl.int64)[:, None] * OUTPUTS + column[None, :],
-        made.to(out.dtype.element_ty),
-        mask=there & (column < OUTPUTS)[None, :],
-    )
+    tl.store(out + to, made.to(out.dtype.element_ty), mask=inside)

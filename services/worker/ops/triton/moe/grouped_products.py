@@ -8,12 +8,12 @@ Bytes of n rows that meet m experts: 3 · m · I · hidden · itemsize of weight
 caches, and n · ((1 + 2 · chosen + 1) · hidden + 2 · chosen · I) · itemsize of rows. FLOPs: 6 · n · chosen · I · hidden.
 
 Experts in int8 whose rows are rounded to it, too (W8A8), are multiplied by the same kernels in whole numbers; rows are
-rounded before each of the two.
+rounded before each of the two. Of other codes the kernels make numbers, a tile at a time (`codes`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,73 +22,63 @@ from torch import Tensor
 
 from services.worker.ops.gpu import generation
 from services.worker.ops.interface import Activation, Picks
-from services.worker.ops.quantized import ExpertBiases
+from services.worker.ops.quantized import Code, ExpertBiases, nibble_run
+from services.worker.ops.triton.codes import CodedStack, group_terms, low_input, times_codes, typed_codes
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
-from services.worker.ops.triton.moe.routing import expert_tile, most_tiles, sort_picks, tile_rows
+from services.worker.ops.triton.moe.routing import (
+    ExpertTile,
+    coded_tile,
+    expert_tile,
+    most_tiles,
+    sort_picks,
+    tile_rows,
+)
 from services.worker.ops.triton.products import part, times
 from services.worker.ops.triton.row_ops import gated_sums, of_outputs, round_rows
 
 SUMMED_AT_ONCE = 1024
+MAX_INT4_ROWS = 64
+"""Rows of a tile of which numbers are made of four bits: with more, registers spill."""
 NO_BIASES = ExpertBiases(None, None)
-
-
-class ExpertScales(NamedTuple):
-    """Of a mixture's experts whose weights are int8 and whose rows are rounded to it, too."""
-
-    gate_up: Tensor | None
-    """float32 [E, 2 * I]"""
-    down: Tensor | None
-    """float32 [E, hidden]"""
-
-
-NO_SCALES = ExpertScales(None, None)
 
 
 def mix_tiles(
     x: Tensor,
     picks: Picks,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | CodedStack,
+    down: Tensor | CodedStack,
     biases: ExpertBiases = NO_BIASES,
     *,
     kind: Activation,
     most: int | None = None,
-    scales: ExpertScales = NO_SCALES,
 ) -> Tensor:
     """Sorted by expert: an expert is read once for each tile of rows. `most`: rows of a tile; None: as many as pay.
-    With `scales`, weights are int8 and what they are multiplied with is rounded to it, x and what is between."""
-    (rows, hidden), (experts, _, size) = x.shape, down.shape
-    chosen = picks.experts.shape[1]
-    how = (most or tile_rows(rows * chosen, experts), down.element_size(), generation(x.device))
-    up, out = expert_tile(*how, gated=True), expert_tile(*how, gated=False)
+    Where both stacks are int8 that says so (`int8_activations`), what they are multiplied with is rounded to it, too: x
+    and what is between."""
+    first, second = _stored(gate_up), _stored(down)
+    (rows, hidden), (experts, _, size), chosen = x.shape, down.shape, picks.experts.shape[1]
+    tile = most or tile_rows(rows * chosen, experts)
+    if "int4" in (first.code, second.code):
+        tile = min(tile, MAX_INT4_ROWS)
+    up, out = (_tile(each, x, tile, gated=gated) for each, gated in ((first, True), (second, False)))
     order = sort_picks(picks.experts, experts, up.rows)
     tiles, dependent = most_tiles(rows * chosen, experts, up.rows), launch_options(x.device)
     gated = x.new_empty(tiles * up.rows, size)
     up_tile_kernel[(tiles * triton.cdiv(size, up.columns),)](
-        *(*_factors(x, scales), gate_up, scales.gate_up, biases.gate_up, *order, gated, rows * chosen),
+        *(*_factors(x, first), *first.terms, biases.gate_up, *order, gated, rows * chosen),
         HIDDEN=hidden,
         SIZE=size,
         CHOSEN=chosen,
         KIND=kind,
-        ROWS=up.rows,
-        COLUMNS=up.columns,
-        DEPTH=up.depth,
-        SWAPPED=up.swapped,
-        num_warps=up.num_warps,
-        num_stages=up.num_stages,
+        **_constants(first, hidden, up),
         **dependent,
     )
     parts = x.new_empty(rows * chosen, hidden)
     down_tile_kernel[(tiles * triton.cdiv(hidden, out.columns),)](
-        *(*_factors(gated, scales), down, scales.down, biases.down, *order, picks.chances, parts, rows * chosen),
+        *(*_factors(gated, second), *second.terms, biases.down, *order, picks.chances, parts, rows * chosen),
         HIDDEN=hidden,
         SIZE=size,
-        ROWS=out.rows,
-        COLUMNS=out.columns,
-        DEPTH=out.depth,
-        SWAPPED=out.swapped,
-        num_warps=out.num_warps,
-        num_stages=out.num_stages,
+        **_constants(second, size, out),
         **dependent,
     )
     summed = torch.empty_like(x)
@@ -98,9 +88,48 @@ def mix_tiles(
     return summed
 
 
-def _factors(rows: Tensor, scales: ExpertScales) -> tuple[Tensor, Tensor | None]:
+class _Stored(NamedTuple):
+    """A stack as kernels read it."""
+
+    terms: tuple[Tensor | None, ...]
+    """The matrices; scales, zero points and offsets."""
+    code: Code | None
+    """What numbers are made of in the kernel; None: they are multiplied as they are."""
+    group: int
+    rounded: bool
+    """Whether rows are rounded to int8 before."""
+
+
+def _stored(stack: Tensor | CodedStack) -> _Stored:
+    if isinstance(stack, Tensor):
+        return _Stored((stack, None, None, None), None, 1, rounded=False)
+    rounded, terms = stack.weight.int8_activations, (typed_codes(stack.weight), *group_terms(stack.weight))
+    return _Stored(terms, None if rounded else stack.weight.code, stack.group, rounded)
+
+
+def _factors(rows: Tensor, stack: _Stored) -> tuple[Tensor, Tensor | None]:
     """Rows as they are multiplied, and their scales."""
-    return (rows, None) if scales is NO_SCALES else round_rows(rows)
+    return round_rows(rows) if stack.rounded else (rows, None)
+
+
+def _tile(stack: _Stored, x: Tensor, rows: int, *, gated: bool) -> ExpertTile:
+    if stack.code is not None:
+        return coded_tile(rows, x.element_size(), generation(x.device), stack.code, stack.group, gated=gated)
+    return expert_tile(rows, 1 if stack.rounded else x.element_size(), generation(x.device), gated=gated)
+
+
+def _constants(stack: _Stored, inputs: int, tile: ExpertTile) -> dict[str, Any]:
+    return {
+        "CODE": stack.code,
+        "GROUP": stack.group,
+        "RUN": nibble_run(inputs),
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "SWAPPED": tile.swapped,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
 
 
 @triton.constexpr_function
@@ -115,6 +144,8 @@ def up_tile_kernel(
     row_scales,
     gate_up,
     scales,
+    zeros,
+    offsets,
     biases,
     sorted_picks,
     tile_experts,
@@ -125,6 +156,9 @@ def up_tile_kernel(
     SIZE: tl.constexpr,
     CHOSEN: tl.constexpr,
     KIND: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -143,20 +177,42 @@ def up_tile_kernel(
     # Of few rows most of a tile is padding: it counts as zeros that are not fetched.
     there = (pick < picks)[:, None]
     column = tl.program_id(0) % WIDE * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
+    held = tl.minimum(column, SIZE - 1)
+    IN_BYTE: tl.constexpr = 2 if CODE == "int4" else 1
+    byte = tl.arange(0, DEPTH // IN_BYTE)
+    depth = byte
+    if CODE == "int4":
+        depth = low_input(byte, RUN)
     rows = x + (pick // CHOSEN).to(tl.int64)[:, None] * HIDDEN + depth[None, :]
-    gates = gate_up + expert * (2 * SIZE * HIDDEN) + (tl.minimum(column, SIZE - 1)[:, None] * HIDDEN + depth[None, :])
-    ups = gates + SIZE * HIDDEN
+    gates = gate_up + expert * (2 * SIZE * HIDDEN // IN_BYTE) + (held[:, None] * (HIDDEN // IN_BYTE) + byte[None, :])
+    ups = gates + SIZE * HIDDEN // IN_BYTE
+    output = expert * (2 * SIZE) + held
+    GROUPED: tl.constexpr = CODE is not None and (GROUP < HIDDEN or offsets is not None)
     gate = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], sums_dtype(x.dtype.element_ty))
     up = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], sums_dtype(x.dtype.element_ty))
     for start in tl.range(0, HIDDEN, DEPTH):
         values = part(rows, there, depth, start, HIDDEN, DEPTH)
-        gate = times(values, part(gates, True, depth, start, HIDDEN, DEPTH), gate, SWAPPED)
-        up = times(values, part(ups, True, depth, start, HIDDEN, DEPTH), up, SWAPPED)
+        first = part(gates, True, byte, start // IN_BYTE, HIDDEN // IN_BYTE, DEPTH // IN_BYTE)
+        second = part(ups, True, byte, start // IN_BYTE, HIDDEN // IN_BYTE, DEPTH // IN_BYTE)
+        if CODE is None:
+            gate = times(values, first, gate, SWAPPED)
+            up = times(values, second, up, SWAPPED)
+        else:
+            highs = values
+            if CODE == "int4":
+                highs = part(rows + RUN, there, depth + RUN, start, HIDDEN, DEPTH)
+            group = output * (HIDDEN // GROUP) + start // GROUP
+            gate = times_codes(values, highs, first, group, scales, zeros, offsets, gate, GROUPED, CODE, SWAPPED)
+            group += SIZE * (HIDDEN // GROUP)
+            up = times_codes(values, highs, second, group, scales, zeros, offsets, up, GROUPED, CODE, SWAPPED)
         rows += DEPTH
-        gates += DEPTH
-        ups += DEPTH
-    if scales is not None:
+        gates += DEPTH // IN_BYTE
+        ups += DEPTH // IN_BYTE
+    if CODE is not None:
+        if not GROUPED:
+            gate *= along_columns(tl.load(scales + output), SWAPPED)
+            up *= along_columns(tl.load(scales + output + SIZE), SWAPPED)
+    elif scales is not None:
         of_rows = tl.load(row_scales + pick // CHOSEN, mask=pick < picks, other=0.0)
         gate = scaled(gate, of_rows, of_outputs(scales, expert, column, 2 * SIZE), SWAPPED)
         up = scaled(up, of_rows, of_outputs(scales, expert, column + SIZE, 2 * SIZE), SWAPPED)
@@ -175,6 +231,8 @@ def down_tile_kernel(
     row_scales,
     down,
     scales,
+    zeros,
+    offsets,
     biases,
     sorted_picks,
     tile_experts,
@@ -184,6 +242,9 @@ def down_tile_kernel(
     picks,
     HIDDEN: tl.constexpr,
     SIZE: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -201,16 +262,34 @@ def down_tile_kernel(
     pick = tl.load(sorted_picks + place)
     there = (pick < picks)[:, None]
     column = tl.program_id(0) % WIDE * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
+    held = tl.minimum(column, HIDDEN - 1)
+    IN_BYTE: tl.constexpr = 2 if CODE == "int4" else 1
+    byte = tl.arange(0, DEPTH // IN_BYTE)
+    depth = byte
+    if CODE == "int4":
+        depth = low_input(byte, RUN)
     rows = gated + place[:, None] * SIZE + depth[None, :]
-    weights = down + expert * (HIDDEN * SIZE) + (tl.minimum(column, HIDDEN - 1)[:, None] * SIZE + depth[None, :])
+    weights = down + expert * (HIDDEN * SIZE // IN_BYTE) + (held[:, None] * (SIZE // IN_BYTE) + byte[None, :])
+    output = expert * HIDDEN + held
+    GROUPED: tl.constexpr = CODE is not None and (GROUP < SIZE or offsets is not None)
     total = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], sums_dtype(gated.dtype.element_ty))
     for start in tl.range(0, SIZE, DEPTH):
         values = part(rows, there, depth, start, SIZE, DEPTH)
-        total = times(values, part(weights, True, depth, start, SIZE, DEPTH), total, SWAPPED)
+        read = part(weights, True, byte, start // IN_BYTE, SIZE // IN_BYTE, DEPTH // IN_BYTE)
+        if CODE is None:
+            total = times(values, read, total, SWAPPED)
+        else:
+            highs = values
+            if CODE == "int4":
+                highs = part(rows + RUN, there, depth + RUN, start, SIZE, DEPTH)
+            group = output * (SIZE // GROUP) + start // GROUP
+            total = times_codes(values, highs, read, group, scales, zeros, offsets, total, GROUPED, CODE, SWAPPED)
         rows += DEPTH
-        weights += DEPTH
-    if scales is not None:
+        weights += DEPTH // IN_BYTE
+    if CODE is not None:
+        if not GROUPED:
+            total *= along_columns(tl.load(scales + output), SWAPPED)
+    elif scales is not None:
         total = scaled(total, tl.load(row_scales + place), of_outputs(scales, expert, column, HIDDEN), SWAPPED)
     if biases is not None:
         total += along_columns(of_outputs(biases, expert, column, HIDDEN), SWAPPED)

@@ -25,8 +25,9 @@ from torch import Tensor
 from services.worker.ops.interface import Activation, Picks, Routing
 from services.worker.ops.quantized import ExpertBiases
 from services.worker.ops.torch_routing import route as route_by_torch
+from services.worker.ops.triton.codes import CodedStack
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
-from services.worker.ops.triton.moe.grouped_products import NO_BIASES, NO_SCALES, ExpertScales, mix_tiles
+from services.worker.ops.triton.moe.grouped_products import NO_BIASES, mix_tiles
 from services.worker.ops.triton.moe.routing import (
     AT_ONCE,
     TILE_ROWS,
@@ -193,19 +194,18 @@ def first_row(picks: Picks) -> Picks:
 def compile_all(
     x: Tensor,
     picks: Picks,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | CodedStack,
+    down: Tensor | CodedStack,
     biases: ExpertBiases = NO_BIASES,
     *,
     kind: Activation,
-    scales: ExpertScales = NO_SCALES,
 ) -> None:
     """Runs every kernel on x's first row, in all sizes of tiles and of sorting: what is compiled now holds nobody up
-    later. `scales`: see `mix_tiles`."""
+    later."""
     picks = first_row(picks)
-    if scales is NO_SCALES:
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         mix_rows(x[:1], picks, gate_up, down, biases, kind=kind)
     for most in TILE_ROWS:
-        mix_tiles(x[:1], picks, gate_up, down, biases, kind=kind, most=most, scales=scales)
+        mix_tiles(x[:1], picks, gate_up, down, biases, kind=kind, most=most)
         for at_once in AT_ONCE:
-            sort_picks(picks.experts, len(down), most, at_once)
+            sort_picks(picks.experts, down.shape[0], most, at_once)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from services.worker.ops.gpu import HOPPER
 from services.worker.ops.interface import Picks
+from services.worker.ops.quantized import Code
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 
 AT_ONCE = (512, 4096)
@@ -219,6 +220,11 @@ def one_by_one(rows: int, chosen: int, experts: int) -> bool:
     return rows == 1 or rows * chosen * 4 <= experts
 
 
+def reads_codes(picks: int, experts: int) -> bool:
+    """Whether so few picks meet that each tile of rows reads its expert's codes; else numbers are made of all first."""
+    return picks <= 128 * experts
+
+
 def up_row_tile(itemsize: int) -> RowTile:
     """The tile of the gates and as many ups."""
     return RowTile(columns=2, depth=_LINE // itemsize)
@@ -255,3 +261,16 @@ def expert_tile(rows: int, itemsize: int, generation: int, *, gated: bool) -> Ex
         return ExpertTile(rows, 128, 64, False, num_warps=4 if hopper else 8, num_stages=3)
     columns = (256 if hopper else 128) // (2 if gated else 1)
     return ExpertTile(rows, columns, 64, False, num_warps=8, num_stages=4 if hopper else 3)
+
+
+@cache
+def coded_tile(rows: int, itemsize: int, generation: int, code: Code, group: int, *, gated: bool) -> ExpertTile:
+    """The tile of at most `rows` rows and weights of which numbers are made: these are the first factor, which tensor
+    cores take from registers from Hopper on. `group`: inputs that share a scale. Measured on an H200 (2026-11-27)."""
+    deep = rows != 32 if code == "int4" else rows <= 32
+    depth = min(32 if itemsize == 4 else 128 if deep else 64, group if group % 32 == 0 else 32)
+    depth = 1 << (depth.bit_length() - 1)
+    if itemsize == 4:
+        return ExpertTile(min(rows, 32), 64, depth, True, num_warps=4, num_stages=3)
+    stages = 3 if generation < HOPPER or (rows == 32 and deep) else 4
+    return ExpertTile(rows, 64 if gated or generation < HOPPER else 128, depth, True, num_warps=4, num_stages=stages)

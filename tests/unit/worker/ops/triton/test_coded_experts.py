@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from services.worker.ops.interface import Activation, Routing
 from services.worker.ops.quantized import Code, QuantizedStack, QuantizedWeight, Scheme, quantize, stack_outputs
-from services.worker.ops.triton.moe.coded_experts import code_stack, numbers_of
+from services.worker.ops.triton.codes import code_stack, numbers_of
 from services.worker.ops.triton_ops import TritonOps
 from tests.support.kernels.kernel_device import DEVICE
 from tests.support.models.expert_mixtures import MixedExperts, Shape, exactly_gated
@@ -31,7 +31,7 @@ def exactly(stack: QuantizedStack) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (9, torch.float32)], ids=["codes", "half", "numbers"]
+    ("rows", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (9, torch.float32)], ids=["codes", "half", "tiles"]
 )
 @pytest.mark.parametrize("code", CODES)
 def test_a_mixture_of_codes_is_that_of_their_numbers(code: Code, rows: int, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from services.worker.ops.quantized import Code, QuantizedWeight, pack_nibbles, quantize
+from services.worker.ops.quantized import Code, QuantizedWeight, nibble_run, pack_nibbles, quantize
 from services.worker.ops.triton.quantized_linear import MAX_ROWS, multiplies, quantized_linear
 from services.worker.ops.triton_ops import TritonOps
 from tests.support.kernels.kernel_device import DEVICE
@@ -27,11 +27,11 @@ def check(weight: QuantizedWeight, rows: int, dtype: torch.dtype, *, biased: boo
     outputs, inputs = weight.codes.shape
     x = drawn(rows, inputs, seed=7).to(dtype)
     bias = drawn(outputs, seed=8).to(dtype) if biased else None
-    packed = weight._replace(codes=pack_nibbles(weight.codes)) if weight.code == "int4" else weight
+    codes = pack_nibbles(weight.codes, nibble_run(inputs)) if weight.code == "int4" else weight.codes
     expected = x.double() @ weight.dequantized(torch.float64).T
     if bias is not None:
         expected += bias.double()
-    got = quantized_linear(x, packed, bias)
+    got = quantized_linear(x, weight._replace(codes=codes), bias)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, rtol=1.01 * ROUNDING[dtype], atol=1e-3 * inputs**0.5)
 
@@ -79,4 +79,4 @@ def test_few_rows_are_multiplied_by_the_kernel_and_many_by_numbers(code: Code) -
     assert not multiplies(x, weight)
     assert multiplies(x[:MAX_ROWS], weight)
     few, many = ops.linear(x[:MAX_ROWS], packed), ops.linear(x, packed)
-    torch.testing.assert_close(few.float(), many[:MAX_ROWS].float(), rtol=2.0**-6, atol=0.05)
+    torch.testing.assert_close(few.float(), many[:MAX_ROWS].float(), rtol=2.0**-6, atol=0.1)
