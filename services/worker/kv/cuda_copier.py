@@ -15,21 +15,15 @@ from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.kv.arena_cells import WORD, ArenaCells, Generations, Int32s, MakeCells, PlainArenaCells, Slots
 from services.worker.kv.copier import CacheRun, Copied, Piece
-from services.worker.kv.plain_copier import slots_as_array
 from services.worker.kv.rank_heads import RankHeads
 
 _STAGED_BYTES = 1 << 20
 """Bytes of a part: a quarter of a transfer's piece, so that the parts overlap."""
-_WORD = np.dtype("<i4")
-"""Data that is only copied is treated as 4-byte integers; 16 tokens of any head are a multiple of that."""
-
-Int32s = NDArray[np.int32]
 Caches = list[tuple[Tensor, Tensor]]
 
 
@@ -73,10 +67,17 @@ class BlockCopies(Protocol):
 class CudaKvCopier:
     """The `KvCopier` of a GPU: it copies through page-locked memory on a stream of its own."""
 
-    def __init__(self, caches: Caches, make_stream: Callable[[Caches], BlockStream] | None = None) -> None:
-        """`make_stream`: called on the thread that copies; by default a `CudaBlockStream` on PyTorch's copies."""
+    def __init__(
+        self,
+        caches: Caches,
+        make_stream: Callable[[Caches], BlockStream] | None = None,
+        make_cells: MakeCells = PlainArenaCells,
+    ) -> None:
+        """Both are called on the thread that copies. `make_stream`: by default a `CudaBlockStream` on PyTorch's
+        copies. `make_cells`: what copies between the host's memory and an arena."""
         self._caches = caches
         self._make_stream = make_stream or CudaBlockStream
+        self._make_cells = make_cells
 
     @property
     def runs(self) -> tuple[CacheRun, ...]:
@@ -85,26 +86,27 @@ class CudaKvCopier:
 
     def bind(self, heads: RankHeads) -> BoundCudaKvCopier:
         """See `KvCopier.bind`. Called on the thread that copies."""
-        return BoundCudaKvCopier(self._make_stream(self._caches), heads)
+        return BoundCudaKvCopier(self._make_stream(self._caches), heads, self._make_cells(heads))
 
 
 class _Part(NamedTuple):
     """The part of a piece that one staging buffer holds."""
 
     blocks: Int32s
-    slots: list[int]
-    generations: list[int]
+    slots: Slots
+    generations: Generations
 
 
 class BoundCudaKvCopier:
     """The `BoundCopier` of a GPU."""
 
-    def __init__(self, stream: BlockStream, heads: RankHeads) -> None:
+    def __init__(self, stream: BlockStream, heads: RankHeads, cells: ArenaCells) -> None:
         self._stream = stream
         self._heads = heads
-        self._slots = slots_as_array(heads, _WORD)
+        self._cells = cells
         self._at_once = max(1, _STAGED_BYTES // heads.bytes_of_slot)
-        self._stages = tuple(stream.stage((self._at_once, *self._slots.shape[1:])) for _ in range(2))
+        shape = self._at_once, heads.count, heads.layers, heads.arena.geometry.cell_bytes // WORD.itemsize
+        self._stages = tuple(stream.stage(shape) for _ in range(2))
 
     def save(self, piece: Piece) -> Copied:
         """See `BoundCopier.save`."""
@@ -141,33 +143,29 @@ class BoundCudaKvCopier:
         """Waits for copies under way, and lets go of the arena."""
         for stage in self._stages:
             stage.wait()
-        del self._slots
+        del self._cells
         self._heads.close()
 
     def _arrive(self, part: _Part, stage: StagingBuffer) -> None:
         """Waits for what is on its way to the arena, and sums it up."""
         stage.wait()
-        for row, (slot, generation) in enumerate(zip(part.slots, part.generations, strict=True)):
-            self._slots[slot] = stage.host[row]
-            self._heads.write_checksums(slot, generation)  # what is another's by now, `save` finds out at its end
+        # What is another's by now, `save` finds out at its end.
+        self._cells.write(stage.host[: len(part.blocks)], part.slots, part.generations)
 
     def _loaded(self, piece: Piece) -> Copied:
         """Under way when it returns. The slots' generations are to be compared when it is over."""
-        if not self._heads.unchanged(piece.slots.tolist(), piece.generations.tolist()):
-            return "other generation"
         for part, stage in zip(self._parts(piece), cycle(self._stages), strict=False):
             stage.wait()
-            for row, slot in enumerate(part.slots):
-                if not self._heads.verified(slot):
-                    return "other checksum"
-                stage.host[row] = self._slots[slot]
+            copied = self._cells.read(stage.host[: len(part.blocks)], part.slots, part.generations)
+            if copied != "all":
+                return copied
             self._stream.bring(part.blocks, stage)
         return "all"
 
     def _parts(self, piece: Piece) -> Iterator[_Part]:
         for first in range(0, len(piece.blocks), self._at_once):
             part = slice(first, first + self._at_once)
-            yield _Part(piece.blocks[part], piece.slots[part].tolist(), piece.generations[part].tolist())
+            yield _Part(piece.blocks[part], piece.slots[part], piece.generations[part])
 
 
 class CudaStagingBuffer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
@@ -40,7 +41,7 @@ class OpsChoice(NamedTuple):
 
     def torch(self) -> Ops:
         """PyTorch's own."""
-        return TorchOps(self.device, self.dtype, block_size=self.block_size)
+        return _copying_natively(TorchOps(self.device, self.dtype, block_size=self.block_size))
 
     def native(self) -> Ops:
         """C++ for CPUs. Raises OpsUnavailable."""
@@ -60,7 +61,17 @@ class OpsChoice(NamedTuple):
             from services.worker.ops.triton_ops import TritonOps
         except ImportError as error:
             raise OpsUnavailable(f"Triton is not installed ({error})") from None
-        return TritonOps(self.device, self.dtype, self.cache_dtype, self.attention, block_size=self.block_size)
+        made = TritonOps(self.device, self.dtype, self.cache_dtype, self.attention, block_size=self.block_size)
+        return _copying_natively(made)
+
+
+def _copying_natively(ops: TorchOps) -> TorchOps:
+    """Blocks of a GPU pass the host's memory by the native library, where it is part of this installation."""
+    with contextlib.suppress(ImportError):
+        from services.worker.ops.native.native_kv import native_cells
+
+        ops.make_cells = native_cells
+    return ops
 
 
 def create_ops(choice: OpsChoice, *, best: OpsName) -> Ops:

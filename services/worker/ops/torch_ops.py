@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from msgspec import Struct
 from torch import Tensor
 
+from services.worker.kv.arena_cells import MakeCells, PlainArenaCells
 from services.worker.kv.copier import KvCopier
 from services.worker.kv.cuda_copier import CudaBlockStream, CudaKvCopier, PlainBlockStream
 from services.worker.kv.plain_copier import PlainKvCopier
@@ -79,6 +80,8 @@ class TorchOps:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
         self.block_size = block_size
+        self.make_cells: MakeCells = PlainArenaCells
+        """How blocks of another device than a CPU pass between the host's memory and a store's."""
         self._device = device
         self._dtype = dtype
         self._onednn = device.type == "cpu" and _onednn_multiplies(dtype)
@@ -193,7 +196,7 @@ class TorchOps:
 
     def kv_copier(self, caches: list[tuple[Tensor, Tensor]], head_dim: int) -> KvCopier:
         """On a GPU, a copier with a stream of its own; on a CPU, plain copies."""
-        return _copier(caches)
+        return _copier(caches, self.make_cells)
 
     def rope_and_store(
         self,
@@ -297,7 +300,7 @@ class TorchLatents:
 
     def copier(self, caches: list[tuple[Tensor, Tensor]]) -> KvCopier:
         """As of keys and values."""
-        return _copier(caches)
+        return _copier(caches, self._ops.make_cells)
 
     def rope_and_store(
         self,
@@ -323,18 +326,18 @@ class TorchLatents:
         return latent_attention(q, cache, meta, scale)
 
 
-def _copier(caches: list[tuple[Tensor, Tensor]]) -> KvCopier:
+def _copier(caches: list[tuple[Tensor, Tensor]], make_cells: MakeCells) -> KvCopier:
     """By where they lie. A GPU gathers and scatters blocks by one Triton launch for all layers, where it can."""
     device = caches[0][0].device
     if device.type == "cpu":
         return PlainKvCopier(caches)
     if device.type != "cuda":
-        return CudaKvCopier(caches, PlainBlockStream)
+        return CudaKvCopier(caches, PlainBlockStream, make_cells)
     if not runs_triton(device):
-        return CudaKvCopier(caches)
+        return CudaKvCopier(caches, CudaBlockStream, make_cells)
     from services.worker.ops.triton.kv_blocks import BlockCaches
 
-    return CudaKvCopier(caches, lambda each: CudaBlockStream(each, BlockCaches))
+    return CudaKvCopier(caches, lambda each: CudaBlockStream(each, BlockCaches), make_cells)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from services.worker.kv.cuda_copier import Caches, Int32s, StagingBuffer, TorchBlocks
+from services.worker.kv.arena_cells import Int32s
+from services.worker.kv.cuda_copier import Caches, StagingBuffer, TorchBlocks
 
 POISON = 0x7EADBEEF
 
@@ -17,7 +18,7 @@ class LateStage:
     def __init__(self, stream: LateBlockStream, shape: tuple[int, ...]) -> None:
         self._stream = stream
         self.on_device: Int32s = np.full(shape, POISON, dtype=np.int32)
-        self.host: Int32s = np.full(shape, POISON, dtype=np.int32)
+        self.host: Int32s = torch.full(shape, POISON, dtype=torch.int32).numpy()  # as aligned as page-locked memory
         self.over = 0
         """How much must be done until nothing is on its way here."""
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from kvstore.arena.owned_arena import OwnedArena
+from services.worker.kv.arena_cells import PlainArenaCells
 from services.worker.kv.copier import KvCopier, RankKvCache
 from services.worker.kv.cuda_copier import CudaKvCopier, PlainBlockStream
 from services.worker.kv.transfers import Outcome, Transfers
 from services.worker.ops.interface import Ops
 from services.worker.ops.native.build import Level
+from services.worker.ops.native.native_kv import native_cells
 from services.worker.ops.torch_ops import TorchOps
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.ids import ArenaId
@@ -25,6 +27,8 @@ from tests.support.kv.delayed_copies import LateBlockStream
 from tests.support.worker.native_batches import CPU, Rows, meta_of, native, random
 
 OpsKind = Literal["torch", "native", "staged", "plain"]
+_STAGED = {"staged": (LateBlockStream, native_cells), "plain": (PlainBlockStream, PlainArenaCells)}
+"""As a GPU copies, by the library where it can; and as a device that nothing is known of, by Python."""
 """staged: PyTorch's operations, on a device that copies by itself, and late; plain: on one without streams."""
 ARENA = ArenaId(99)
 BLOCKS = 12
@@ -104,8 +108,7 @@ class Rank:
             else TorchOps(CPU, dtype, block_size=size)
         )
         self.caches = [self._allocated(layout) for _ in range(self.first_layer, end)]
-        streams = {"staged": LateBlockStream, "plain": PlainBlockStream}
-        copier = CudaKvCopier(self.caches, streams[kind]) if kind in streams else self._copier(layout)
+        copier = CudaKvCopier(self.caches, *_STAGED[kind]) if kind in _STAGED else self._copier(layout)
         self.share = RankKvCache(
             layout, self.first, self.heads, writes, BLOCKS, copier, self.first_layer, len(self.caches)
         )

@@ -16,7 +16,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 24; }
+int baton_version() { return 25; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -96,6 +96,12 @@ int baton_kv_save(const KvMemory* memory, const KvArena* arena, const KvBlocks* 
 }
 int baton_kv_load(const KvMemory* memory, const KvArena* arena, const KvBlocks* what) {
     return int(load_blocks(*memory, *arena, *what));
+}
+int baton_kv_save_cells(const KvCells* memory, const KvArena* arena, const KvBlocks* what) {
+    return int(save_cells(*memory, *arena, *what));
+}
+int baton_kv_load_cells(const KvCells* memory, const KvArena* arena, const KvBlocks* what) {
+    return int(load_cells(*memory, *arena, *what));
 }
 int baton_exchange(Exchange* exchange, int kind, int number, void* x, int64_t bytes, void* to, int milliseconds) {
     return advance(*exchange, ExchangeKind(kind), Number(number), (char*)x, bytes, (char*)to, milliseconds);

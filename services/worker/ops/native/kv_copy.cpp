@@ -280,7 +280,79 @@ class Copier {
     std::unique_ptr<F[]> staged_;  // zeros where nothing is put: what pads values must be finite
 };
 
+// A slot of an arena, and the cells of one block.
+class SlotCells {
+  public:
+    SlotCells(const KvCells& memory, const KvArena& arena, int block, uint32_t slot)
+        : memory_(memory), arena_(arena), slot_(slot), cells_((char*)memory.cells + block * int64_t(count()) * memory.cell_bytes) {}
+
+    int count() const { return memory_.kv_heads * memory_.layers; }
+    uint64_t generation() const {
+        return __atomic_load_n((uint64_t*)((char*)arena_.generations + slot_ * arena_.header_stride), __ATOMIC_ACQUIRE);
+    }
+
+    // Checksums only where the slot is still of that generation: beside what was overwritten they would be right ones.
+    bool save(uint64_t generation_wanted) const {
+        std::vector<uint64_t> sums{};
+        sums.reserve(size_t(count()));
+        for (int i = 0; i < count(); ++i) sums.push_back(copy(stored(i), cell(i), cell(i + 1)));
+        finish_streaming();
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        if (generation() != generation_wanted) return false;
+        for (int i = 0; i < count(); ++i) __atomic_store_n(checksum(i), sums[size_t(i)], __ATOMIC_RELEASE);
+        if (generation() == generation_wanted) return true;
+        for (int i = 0; i < count(); ++i) __atomic_store_n(checksum(i), 0, __ATOMIC_RELEASE);
+        return false;
+    }
+    bool load() const {
+        bool sound = true;
+        for (int i = 0; i < count() && sound; ++i)
+            sound = copy(cell(i), stored(i), stored(std::min(i + 1, count() - 1))) == __atomic_load_n(checksum(i), __ATOMIC_ACQUIRE);
+        finish_streaming();
+        return sound;
+    }
+
+  private:
+    uint64_t copy(char* to, const char* from, const char* next) const {
+        Checksum sum(memory_.cell_bytes);
+        stream(to, from, memory_.cell_bytes, next, sum);
+        return sum.value();
+    }
+    char* cell(int i) const { return cells_ + i * memory_.cell_bytes; }
+    char* stored(int i) const {
+        return (char*)arena_.payloads + slot_ * arena_.payload_stride + i / memory_.layers * arena_.head_stride + i % memory_.layers * memory_.cell_bytes;
+    }
+    uint64_t* checksum(int i) const {
+        return (uint64_t*)((char*)arena_.checksums + slot_ * arena_.header_stride + i / memory_.layers * arena_.checksum_stride) + i % memory_.layers;
+    }
+
+    const KvCells& memory_;
+    const KvArena& arena_;
+    const uint32_t slot_;
+    char* const cells_;
+};
+
 }  // namespace
+
+KvCopied save_cells(const KvCells& memory, const KvArena& arena, const KvBlocks& what) {
+    for (int i = 0; i < what.count; ++i) {
+        SlotCells slot(memory, arena, i, what.slots[i]);
+        if (slot.generation() != what.generations[i] || !slot.save(what.generations[i])) return KvCopied::kOtherGeneration;
+    }
+    return KvCopied::kAll;
+}
+
+KvCopied load_cells(const KvCells& memory, const KvArena& arena, const KvBlocks& what) {
+    for (int i = 0; i < what.count; ++i) {
+        SlotCells slot(memory, arena, i, what.slots[i]);
+        if (slot.generation() != what.generations[i]) return KvCopied::kOtherGeneration;
+        bool sound = slot.load();
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        if (slot.generation() != what.generations[i]) return KvCopied::kOtherGeneration;
+        if (!sound) return KvCopied::kOtherChecksum;
+    }
+    return KvCopied::kAll;
+}
 
 KvCopied save_blocks(const KvMemory& memory, const KvArena& arena, const KvBlocks& what) {
     Copier copier(memory, arena);

@@ -25,6 +25,14 @@ struct KvArena {
     int64_t checksum_stride;  // the same among checksums
 };
 
+// Cells in an arena's order, [block][head][layer], for devices that bring their blocks into it themselves.
+struct KvCells {
+    int layers;
+    int kv_heads;
+    int64_t cell_bytes;  // whole lines of 64, and enough for a checksum
+    void* cells;         // aligned so, too
+};
+
 struct KvBlocks {
     int count;
     const int* blocks;
@@ -44,3 +52,6 @@ enum class KvCopied : int {
 KvCopied save_blocks(const KvMemory& memory, const KvArena& arena, const KvBlocks& what);
 // Checksums are verified while the bytes pass by. What could not be loaded is zeros then.
 KvCopied load_blocks(const KvMemory& memory, const KvArena& arena, const KvBlocks& what);
+// The same of cells, of which the blocks are the first, the second and so on, and what could not be loaded is undefined.
+KvCopied save_cells(const KvCells& memory, const KvArena& arena, const KvBlocks& what);
+KvCopied load_cells(const KvCells& memory, const KvArena& arena, const KvBlocks& what);

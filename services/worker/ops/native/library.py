@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-VERSION = 24
+VERSION = 25
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -357,6 +357,12 @@ class KvArena(Structure):
     )
 
 
+class KvCells(Structure):
+    """`KvCells` of kv_copy.h: cells in an arena's order."""
+
+    _fields_ = (("layers", c_int), ("kv_heads", c_int), ("cell_bytes", c_int64), ("cells", c_void_p))
+
+
 class KvBlocks(Structure):
     """`KvBlocks` of kv_copy.h: which blocks are copied, from or to which slots of which generations."""
 
@@ -407,6 +413,8 @@ _SIGNATURES = {
     "baton_decoder_free": (None, (c_void_p,)),
     "baton_kv_save": (c_int, (POINTER(NativeKvCaches), POINTER(KvArena), POINTER(KvBlocks))),
     "baton_kv_load": (c_int, (POINTER(NativeKvCaches), POINTER(KvArena), POINTER(KvBlocks))),
+    "baton_kv_save_cells": (c_int, (POINTER(KvCells), POINTER(KvArena), POINTER(KvBlocks))),
+    "baton_kv_load_cells": (c_int, (POINTER(KvCells), POINTER(KvArena), POINTER(KvBlocks))),
     "baton_exchange": (c_int, (POINTER(Exchange), c_int, c_int, c_void_p, c_int64, c_void_p, c_int)),
     "baton_bell_state": (c_uint64, (POINTER(Exchange),)),
     "baton_ring": (None, (POINTER(Exchange), c_int, c_uint32)),

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 from collections.abc import Callable
 
 from torch import Tensor
 
+from services.worker.kv.arena_cells import ArenaCells, Generations, Int32s, PlainArenaCells, Slots
 from services.worker.kv.copier import CacheRun, Copied, Piece
 from services.worker.kv.rank_heads import RankHeads
 from services.worker.ops.native import library
+from services.worker.ops.native.build import BuildError, best_level, library_path
+
+_log = logging.getLogger(__name__)
 
 _MIN_CHECKSUM_BYTES = 240
 """The value of `Checksum::kShortest` in checksum.h."""
+_LINE_BYTES = 64
+"""The value of `kLine` in kv_copy.cpp."""
 _COPIED: tuple[Copied, ...] = ("all", "other generation", "other checksum")
 """The values of `KvCopied` in kv_copy.h."""
 
@@ -52,6 +59,44 @@ class NativeKvCopier:
         return BoundNativeKvCopier(self._library, self._memory, heads)
 
 
+def native_cells(heads: RankHeads) -> ArenaCells:
+    """The library's copies of cells; `PlainArenaCells` where there is no library, or none for cells of that size. Waits
+    for a compiler where nobody has compiled it."""
+    size = heads.arena.geometry.cell_bytes
+    if size <= _MIN_CHECKSUM_BYTES or size % _LINE_BYTES:
+        return PlainArenaCells(heads)
+    try:
+        return NativeArenaCells(library.load(library_path(best_level())), heads)
+    except (BuildError, OSError, AttributeError) as error:
+        _log.info("blocks are copied by Python: %s", error)
+        return PlainArenaCells(heads)
+
+
+class NativeArenaCells:
+    """See :class:`services.worker.kv.arena_cells.ArenaCells`. Python's lock is not held while anything is copied."""
+
+    def __init__(self, loaded: ctypes.CDLL, heads: RankHeads) -> None:
+        self._library = loaded
+        self._heads = heads
+        self._arena = _arena_of(heads)
+
+    def write(self, host: Int32s, slots: Slots, generations: Generations) -> Copied:
+        """See `ArenaCells.write`."""
+        return self._copy(self._library.baton_kv_save_cells, host, slots, generations)
+
+    def read(self, host: Int32s, slots: Slots, generations: Generations) -> Copied:
+        """See `ArenaCells.read`."""
+        return self._copy(self._library.baton_kv_load_cells, host, slots, generations)
+
+    def _copy(self, function: Callable[..., int], host: Int32s, slots: Slots, generations: Generations) -> Copied:
+        heads = self._heads
+        if host.ctypes.data % _LINE_BYTES:
+            raise ValueError(f"cells at {host.ctypes.data:#x}: a multiple of {_LINE_BYTES} is expected")
+        cells = library.KvCells(heads.layers, heads.count, heads.arena.geometry.cell_bytes, host.ctypes.data)
+        what = library.KvBlocks(len(slots), None, slots.ctypes.data, generations.ctypes.data)
+        return _COPIED[function(ctypes.byref(cells), ctypes.byref(self._arena), ctypes.byref(what))]
+
+
 class BoundNativeKvCopier:
     """See :class:`services.worker.kv.copier.BoundCopier`."""
 
@@ -59,16 +104,7 @@ class BoundNativeKvCopier:
         self._library = loaded
         self._memory = memory
         self._heads = heads
-        shape = heads.arena.geometry
-        self._arena = library.KvArena(
-            generations=heads.generations,
-            checksums=heads.checksums,
-            payloads=heads.payloads,
-            header_stride=shape.header_stride,
-            payload_stride=shape.payload_stride,
-            head_stride=heads.head_stride,
-            checksum_stride=heads.checksum_stride,
-        )
+        self._arena = _arena_of(heads)
 
     def save(self, piece: Piece) -> Copied:
         """See `BoundCopier.save`. Python's lock is not held meanwhile."""
@@ -88,3 +124,16 @@ class BoundNativeKvCopier:
             len(piece.blocks), piece.blocks.ctypes.data, piece.slots.ctypes.data, piece.generations.ctypes.data
         )
         return _COPIED[function(ctypes.byref(self._memory), ctypes.byref(self._arena), ctypes.byref(what))]
+
+
+def _arena_of(heads: RankHeads) -> library.KvArena:
+    shape = heads.arena.geometry
+    return library.KvArena(
+        generations=heads.generations,
+        checksums=heads.checksums,
+        payloads=heads.payloads,
+        header_stride=shape.header_stride,
+        payload_stride=shape.payload_stride,
+        head_stride=heads.head_stride,
+        checksum_stride=heads.checksum_stride,
+    )

@@ -55,7 +55,7 @@ def test_others_may_run_while_blocks_are_summed_up(tmp_path: Path, monkeypatch: 
     """Threads that launch steps wait 5 ms for Python's lock where nobody lets go of it."""
     layout = make_layout("float32", layers=10)
     make_arena(tmp_path, layout)
-    rank = Rank("staged", layout, tmp_path)
+    rank = Rank("plain", layout, tmp_path)
     given_away: list[float] = []
     monkeypatch.setattr("services.worker.kv.rank_heads.time.sleep", given_away.append)
     for transfers, ask in enumerate((rank.save, rank.load), start=1):
