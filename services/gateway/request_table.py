@@ -432,7 +432,7 @@ class RequestTable:
                         route[1].record_prompt_logprobs(effect)
                 case PooledDelta():
                     if (route := self._routes.get(effect.request)) is not None:
-                        route[1].vector = effect.vector
+                        route[0].record_vector(route[1], effect.vector)
                 case RequestRejected():
                     self.records.fail(effect.request)
                     if (route := self._routes.pop(effect.request, None)) is not None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from services.gateway.api.errors import STATUS, RequestError
+from services.gateway.api.errors import STATUS, RequestError, invalid
 from services.gateway.api.generation import GenerationKind, ResponseOptions
 from services.gateway.api.logprobs import (
     CompletionLogprobs,
@@ -38,6 +38,7 @@ from shared.messages.gateway import (
 from shared.messages.generation import FinishReason
 
 log = logging.getLogger(__name__)
+MAX_VECTOR_BYTES = 64 * 2**20  # 2,048 of 8,192 numbers; as JSON they take five times as many
 
 KEPT_TIMEOUT = 3.0
 """Seconds that an answer waits for what is kept of its prompt: as long as a scheduler waits for its KV store."""
@@ -285,6 +286,7 @@ class GenerationResponse:
         self._meters = meters
         self._grammar_field = grammar_field
         self._unfinished = len(self.choices)
+        self._vector_bytes = 0
 
     async def kv_transfer_params(self) -> dict[str, Any] | None:
         """Waits until it is known what is kept of the prompt, for KEPT_TIMEOUT at most."""
@@ -298,6 +300,13 @@ class GenerationResponse:
         choice.cached_tokens = opened.cached_tokens
         if choice.message is not None:
             choice.message.parser.thinking = opened.thinking
+
+    def record_vector(self, choice: ChoiceState, vector: bytes) -> None:
+        """Takes a prompt's vector; fails where all of them are more than a response may hold."""
+        choice.vector, self._vector_bytes = vector, self._vector_bytes + len(vector)
+        if self._vector_bytes > MAX_VECTOR_BYTES:
+            rule = f"vectors of all inputs are more than {MAX_VECTOR_BYTES} bytes together; ask for fewer"
+            self.fail(invalid(self.header.prompt_field, rule))
 
     def record_delta(self, choice: ChoiceState, delta: Delta, now: float) -> None:
         """Takes new output of one choice. Every streamed token passes here: measure a change."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 import torch
@@ -92,6 +93,21 @@ async def test_many_inputs_of_one_request(client: AsyncOpenAI, stack: RunningSta
     assert [one.index for one in answer.data] == list(range(300))
     for number in (0, 133, 299):
         equal(answer.data[number].embedding, reference.last(inputs[number]))
+
+
+async def test_a_large_answer_is_whole_and_counts_no_more_once_it_is_sent(
+    stack: RunningStack, reference: Reference
+) -> None:
+    """Vectors of all tokens, 1.3 MB of them."""
+    inputs = [[5 + (i * 7 + j) % 900 for i in range(320)] for j in range(4)]
+    async with httpx2.AsyncClient(base_url=stack.url, timeout=60) as http:
+        answer = (await http.post("/pooling", json={"input": inputs, "task": "token_embed", "normalize": False})).json()
+        page = (await http.get("/metrics")).text
+    assert [len(each["data"]) for each in answer["data"]] == [320] * 4
+    equal(answer["data"][3]["data"][-1], reference.hidden(inputs[3])[-1])
+    held = [line.split()[-1] for line in page.splitlines() if line.startswith("baton_gateway_body_bytes")]
+    assert held
+    assert set(held) == {"0.0"}
 
 
 async def test_what_is_wrong_with_an_input_is_said(client: AsyncOpenAI, stack: RunningStack) -> None:
