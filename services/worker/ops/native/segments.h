@@ -37,6 +37,24 @@ struct SegmentTerms {
     int64_t row_stride;
 };
 
+// Which lines of the terms that come next one of several tiles fetches while it goes over its own. Without this a group's
+// first tile waits for memory at each segment. A lone tile reads its terms as it reads its weights: in order.
+struct TermsAhead {
+    int tile;
+    int tiles;
+    int64_t distance;  // from the terms in hand to those fetched, in items of `scales`
+
+    BATON_INLINE void fetch(const SegmentTerms& terms) const {
+        if (tiles == 1) return;
+        for (int line = tile; line < kGroupColumns; line += tiles) {
+            int64_t at = distance + line * kLanes;
+            __builtin_prefetch(terms.scales + at, 0, 2);
+            if (terms.offsets) __builtin_prefetch(terms.offsets + at, 0, 2);
+            if (terms.zeros && !line) __builtin_prefetch(terms.zeros + at, 0, 2);
+        }
+    }
+};
+
 // What a segment's two sums of digits stand for, less what weights are stored above their value: at most 32,639 * 128 *
 // 512, which 32 bits hold; what is beyond them in between comes back.
 template <Code code> BATON_INLINE F number_of(U first, U second, const SegmentTerms& terms, int column, int32_t row_sum) {
@@ -61,9 +79,10 @@ template <Code code> BATON_INLINE F add_segment(F sum, U first, U second, const 
 // are those of the digits, `stride` apart.
 template <Code code, int Rows, int Columns>
 __attribute__((noinline)) void multiply_segments(const int8_t* x, int64_t stride, const uint8_t* w, int steps, int segments,
-                                                 SegmentTerms terms, Ahead ahead, F sums[Rows / 2][Columns]) {
+                                                 SegmentTerms terms, Ahead ahead, TermsAhead terms_ahead, F sums[Rows / 2][Columns]) {
     for (int segment = 0; segment < segments; ++segment) {
         for (int i = 0; i < ahead.lines; ++i, ahead.from += 64) __builtin_prefetch(ahead.from, 0, 2);
+        terms_ahead.fetch(terms);
         U sum[Rows][Columns];
         for (int r = 0; r < Rows; ++r)
             for (int c = 0; c < Columns; ++c) sum[r][c] = all_bits(0);
@@ -94,7 +113,8 @@ struct SegmentRange {
 };
 
 template <Code code, int R>
-void run_segmented_tile(const Product& p, const Block& block, const SegmentRange& range, const uint8_t* w, int row, Ahead ahead, F* kept) {
+void run_segmented_tile(const Product& p, const Block& block, const SegmentRange& range, const uint8_t* w, int row, Ahead ahead,
+                        TermsAhead terms_ahead, F* kept) {
     constexpr int C = kTileColumns;
     int steps = p.linear.scaled / Quad::kItems, all_segments = p.linear.in / p.linear.scaled;
     int64_t x_row = p.first + block.row + row;
@@ -108,8 +128,10 @@ void run_segmented_tile(const Product& p, const Block& block, const SegmentRange
         F* part = kept + row * kGroupColumns + column;
         for (int r = 0; r < R / 2; ++r)
             for (int c = 0; c < C; ++c) sums.at[r][c] = range.first ? part[r * kGroupColumns + c] : zeros();
+        int output = block.group * kGroupOutputs + column * kLanes;
+        if (range.last && !block.to_gates && !block.gates) expect_floats<R, C>(p, block.row + row, output);
         multiply_segments<code, R, C>(x, p.rounded->stride(), w + column * (segment_step_bytes(code) / kGroupColumns), steps,
-                                      range.count, terms, column ? Ahead{nullptr, 0} : ahead, sums.at);
+                                      range.count, terms, column ? Ahead{nullptr, 0} : ahead, terms_ahead, sums.at);
         if (!range.last) {
             keep(part, sums);
             continue;
@@ -120,7 +142,7 @@ void run_segmented_tile(const Product& p, const Block& block, const SegmentRange
     }
 }
 
-using SegmentedTile = void (*)(const Product&, const Block&, const SegmentRange&, const uint8_t*, int, Ahead, F*);
+using SegmentedTile = void (*)(const Product&, const Block&, const SegmentRange&, const uint8_t*, int, Ahead, TermsAhead, F*);
 
 template <Code code, int R = 2> SegmentedTile segmented_tile_of(int rows) {
     if constexpr (R > kTileRows) return nullptr;
@@ -141,7 +163,8 @@ template <Code code> void run_segmented_block(const Product& p, const Block& blo
         for (int tile = 0; tile < tiles; ++tile) {
             int from = block.rows * tile / tiles, to = block.rows * (tile + 1) / tiles;
             Ahead ahead{(const char*)w + (segment_bytes + int64_t(tile) * lines * 64) * range.count, lines};
-            segmented_tile_of<code>((to - from) * 2)(p, block, range, w, from, ahead, kept);
+            TermsAhead terms_ahead{tile, tiles, int64_t(range.count) * kGroupOutputs};
+            segmented_tile_of<code>((to - from) * 2)(p, block, range, w, from, ahead, terms_ahead, kept);
         }
     }
 }
