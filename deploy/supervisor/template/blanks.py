@@ -67,7 +67,7 @@ def blank_processes(count: int) -> Iterator[None]:
 
     In the forked processes the context raises SystemExit once their program has ended, so nothing may be open around it
     that is not to be closed there."""
-    if len(os.listdir("/proc/self/task")) == 1:
+    if count and len(os.listdir("/proc/self/task")) == 1:
         gc.collect()
         gc.freeze()  # what is there now stays shared: a collection would write to it
         for _ in range(count):

@@ -196,6 +196,14 @@ def test_a_blank_process_that_is_of_no_use_ends() -> None:
     assert done.stdout.split() == ["False", "False", "False"]
 
 
+def test_a_supervisor_that_is_not_to_fork_does_not_ask_the_system_whether_it_could(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "listdir", lambda _: pytest.fail("other systems have no such folder"))
+    with blank_processes(0):
+        assert next_blank() is None
+
+
 def test_a_supervisor_with_threads_forks_nothing_of_itself() -> None:
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
