@@ -70,8 +70,9 @@ def blank_processes(count: int) -> Iterator[None]:
     if count and len(os.listdir("/proc/self/task")) == 1:
         gc.collect()
         gc.freeze()  # what is there now stays shared: a collection would write to it
-        for _ in range(count):
-            _waiting.append(_forked())
+        with contextlib.suppress(OSError):  # no more processes to be had: templates may be, a moment later
+            for _ in range(count):
+                _waiting.append(_forked())
     try:
         yield
     finally:
@@ -87,8 +88,9 @@ def next_blank() -> BlankProcess | None:
 
 def _forked() -> BlankProcess:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for output in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # what cannot be written is lost, as later on
+            output.flush()
     parent = os.getpid()
     if pid := os.fork():
         theirs.close()
@@ -111,7 +113,7 @@ def _run_as_told(channel: socket.socket, parent: int) -> NoReturn:
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) or os.getppid() != parent:
         os._exit(1)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor > sys.stderr.fileno() and descriptor != channel.fileno():
+        if descriptor > 2 and descriptor != channel.fileno():
             with contextlib.suppress(OSError):  # that of the list itself
                 os.close(descriptor)
     data, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, 2)
