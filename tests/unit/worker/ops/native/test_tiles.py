@@ -1,7 +1,7 @@
 """Products in tiles (AMX): against float64, against those of other instructions, and the same in every batch.
 
-No machine of this project has had such a processor: the library's own tile instructions are emulated where there is
-none (tests/support/tiles), so that this is about the kernels' code and not about a processor's.
+The library's own tile instructions are emulated where a processor has none (tests/support/tiles), as CI's: there this
+is about the kernels' code and not about a processor's.
 """
 
 from __future__ import annotations
