@@ -237,17 +237,27 @@ int row_blocks_of(const Product& p) {
     return (p.x.count + most - 1) / most;
 }
 int column_blocks_of(const Product& p) { return groups_of(p.linear.out) / (is_gated(p) ? 2 : 1); }
+// So many blocks of rows take turns with a group. Tiles are faster than weights come from memory: these are read once for as
+// many rows as half of the second-level cache holds.
+constexpr int64_t kTurnBytes = 1 << 20;
+int turns_of(const Product& p) {
+    if (!p.linear.tiled) return 1;
+    int64_t rows = (p.x.count + row_blocks_of(p) - 1) / row_blocks_of(p), bytes = rows * p.linear.in * int64_t(sizeof(Bf16));
+    return int(std::clamp<int64_t>(kTurnBytes / bytes, 1, row_blocks_of(p)));
+}
 int tiles_of(const Product& p) { return row_blocks_of(p) * column_blocks_of(p); }
 
 // One of a product's `tiles_of`.
 template <class Run> void multiply_tile(const Product& p, int tile, Run run) {
     // Group after group for the same rows: those stay in cache, and the weights come in the order they lie in.
-    int row_blocks = row_blocks_of(p), groups = column_blocks_of(p), part = tile / groups, group = tile % groups;
+    int row_blocks = row_blocks_of(p), groups = column_blocks_of(p), most = turns_of(p), first = tile / (most * groups) * most;
+    int turns = std::min(most, row_blocks - first), left = tile - first * groups, group = left / turns, turn = left % turns;
+    int part = first + turn;
     int row = int(int64_t(p.x.count) * part / row_blocks), end = int(int64_t(p.x.count) * (part + 1) / row_blocks);
-    if (!is_gated(p)) return run(p, {row, end - row, group, nullptr, nullptr});
+    if (!is_gated(p)) return run(p, {row, end - row, group, nullptr, nullptr, turn, turns});
     F gates[kBlockRows * kGroupColumns];
-    run(p, {row, end - row, group, nullptr, gates});
-    run(p, {row, end - row, groups + group, gates, nullptr});
+    run(p, {row, end - row, group, nullptr, gates, turn, turns});
+    run(p, {row, end - row, groups + group, gates, nullptr, turn, turns});
 }
 
 using BlockRun = void (*)(const Product&, const Block&);

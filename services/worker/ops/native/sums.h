@@ -40,6 +40,9 @@ struct Block {
     int group;
     const F* gates;  // [rows][kGroupColumns], where the group's outputs are to be gated by them
     F* to_gates;     // where the sums are not written out but kept as gates
+    // Of the blocks of rows that the group is multiplied by one after the other, which this one is.
+    int turn = 0;
+    int turns = 1;
 };
 
 // The sums of some rows and columns of a tile.

@@ -14,11 +14,26 @@ namespace {
 // Steps of a tile of weights, which all four columns of a group have side by side.
 constexpr int kTileSteps = kTileHeight;
 constexpr int kTileWeightBytes = kTileSteps * kStepBytes;
-// Steps of a pass: two tiles of rows are 32 kB, which stay in the first-level cache for the group's second half.
-constexpr int kPassSteps = 256;
-// Weights that are fetched into the second-level cache while others are multiplied. A processor foresees readings in the order
-// of memory; tiles read every fourth line.
-constexpr int kFetchedAhead = 4 * kTileWeightBytes;
+// Steps of a pass: two tiles of rows are 16 kB, and so is half of a group's weights, which stay in the first-level cache for
+// the second half and for more rows.
+constexpr int kPassSteps = 128;
+
+// Weights that come next, some lines of which are asked for beside each product, so that memory is busy all of the time and
+// not only where weights are read first. A processor foresees readings in the order of memory; tiles read every fourth line.
+struct Upcoming {
+    const char* at;
+    int64_t lines;  // for each quarter of a tile's products; at least one, as compilers copy loops for none
+
+    BATON_INLINE void fetch() {
+        const char* end = at + lines * 64;
+        do __builtin_prefetch(at, 0, 2);
+        while ((at += 64) != end);
+    }
+};
+// How far ahead of those that are multiplied.
+constexpr int kFetchedAhead = kPassSteps * kStepBytes;
+// Groups of at most so many bytes are fetched as a whole, while rows are multiplied by the one before.
+constexpr int64_t kFetchedGroup = 512 << 10;
 
 // Rows of a block as tiles of one height, so that tiles are shaped once: the last one begins among the rows of the one before
 // where they are not a multiple. What a row's sums go through does not depend on the tile or the place in it.
@@ -34,31 +49,35 @@ struct RowTiles {
 };
 
 // One tile of rows times a group's four columns.
-template <class Kind> BATON_INLINE void add_wide(const char* x, int64_t stride, const char* w) {
+template <class Kind> BATON_INLINE void add_wide(const char* x, int64_t stride, const char* w, Upcoming& next) {
     load_tile<4>(x, stride);
     load_tile<6>(w, kStepBytes);
+    next.fetch();
     add_tiles<Kind, 0, 4, 6>();
     load_tile<7>(w + 64, kStepBytes);
+    next.fetch();
     add_tiles<Kind, 1, 4, 7>();
     load_tile<6>(w + 128, kStepBytes);
+    next.fetch();
     add_tiles<Kind, 2, 4, 6>();
     load_tile<7>(w + 192, kStepBytes);
+    next.fetch();
     add_tiles<Kind, 3, 4, 7>();
 }
 // Two tiles of rows times two columns: as many loads as products.
-template <class Kind> BATON_INLINE void add_square(const char* x, const char* y, int64_t stride, const char* w) {
+template <class Kind> BATON_INLINE void add_square(const char* x, const char* y, int64_t stride, const char* w, Upcoming& next) {
     load_tile<4>(x, stride);
     load_tile<6>(w, kStepBytes);
+    next.fetch();
     add_tiles<Kind, 0, 4, 6>();
     load_tile<7>(w + 64, kStepBytes);
+    next.fetch();
     add_tiles<Kind, 1, 4, 7>();
     load_tile<5>(y, stride);
+    next.fetch();
     add_tiles<Kind, 2, 5, 6>();
+    next.fetch();
     add_tiles<Kind, 3, 5, 7>();
-}
-
-BATON_INLINE void fetch(const char* from) {
-    for (int line = 0; line < kTileWeightBytes; line += 64) __builtin_prefetch(from + line, 0, 2);
 }
 
 // What a pass multiplies: `whole` tiles of weights, and a last one of its own where steps are left.
@@ -68,21 +87,18 @@ struct TileWeights {
     const char* last;  // or null
 };
 
-// Functions of their own, as `multiply_panel`. `fetching`: no other tile of rows has gone over these weights.
-template <class Kind> __attribute__((noinline)) void multiply_wide(const char* x, int64_t stride, TileWeights w, bool fetching) {
-    for (int i = 0; i < w.whole; ++i, x += kTileRowBytes, w.at += kTileWeightBytes) {
-        if (fetching) fetch(w.at + kFetchedAhead);
-        add_wide<Kind>(x, stride, w.at);
-    }
-    if (w.last) add_wide<Kind>(x, stride, w.last);
+// Functions of their own, as `multiply_panel`. They return what comes next then.
+template <class Kind> __attribute__((noinline)) Upcoming multiply_wide(const char* x, int64_t stride, TileWeights w, Upcoming next) {
+    for (int i = 0; i < w.whole; ++i, x += kTileRowBytes, w.at += kTileWeightBytes) add_wide<Kind>(x, stride, w.at, next);
+    if (w.last) add_wide<Kind>(x, stride, w.last, next);
+    return next;
 }
 template <class Kind>
-__attribute__((noinline)) void multiply_square(const char* x, const char* y, int64_t stride, TileWeights w, bool fetching) {
-    for (int i = 0; i < w.whole; ++i, x += kTileRowBytes, y += kTileRowBytes, w.at += kTileWeightBytes) {
-        if (fetching) fetch(w.at + kFetchedAhead);
-        add_square<Kind>(x, y, stride, w.at);
-    }
-    if (w.last) add_square<Kind>(x, y, stride, w.last);
+__attribute__((noinline)) Upcoming multiply_square(const char* x, const char* y, int64_t stride, TileWeights w, Upcoming next) {
+    for (int i = 0; i < w.whole; ++i, x += kTileRowBytes, y += kTileRowBytes, w.at += kTileWeightBytes)
+        add_square<Kind>(x, y, stride, w.at, next);
+    if (w.last) add_square<Kind>(x, y, stride, w.last, next);
+    return next;
 }
 
 // Four sums wait as floats or whole numbers, 256 bytes for each row of a group.
@@ -109,8 +125,7 @@ struct Pass {
     int first;
     int count;
     TileWeights weights;
-    bool resumed;   // whether sums go on from those that were kept
-    bool fetching;  // whether more weights of the same kind lie behind these
+    bool resumed;  // whether sums go on from those that were kept
 };
 
 // Rows of one or two tiles as tiles read them.
@@ -146,15 +161,15 @@ template <class Kind> TileInputs inputs_of(const Product& p, const Block& block,
     return inputs;
 }
 
-template <class Kind> void run_pass(const Product& p, const Block& block, const RowTiles& tiles, const Pass& pass, F* kept) {
+template <class Kind> void run_pass(const Product& p, const Block& block, const RowTiles& tiles, const Pass& pass, F* kept, Upcoming& next) {
     for (int tile = 0; tile < tiles.count; tile += 2) {
-        bool square = tile + 1 < tiles.count, fetching = pass.fetching && tile == 0;
+        bool square = tile + 1 < tiles.count;
         TileInputs x = inputs_of<Kind>(p, block, tiles, pass, tile, square ? 2 : 1);
         F* sums = kept + tile * tiles.height * kGroupColumns;
         if (!square) {
             F* const wide[] = {sums, sums + 1, sums + 2, sums + 3};
             resume_tiles(pass.resumed, wide);
-            multiply_wide<Kind>(x.at[0], x.stride, pass.weights, fetching);
+            next = multiply_wide<Kind>(x.at[0], x.stride, pass.weights, next);
             keep_tiles(wide);
             continue;
         }
@@ -165,7 +180,7 @@ template <class Kind> void run_pass(const Product& p, const Block& block, const 
             half.at += column * 64;
             if (half.last) half.last += column * 64;
             resume_tiles(pass.resumed, both);
-            multiply_square<Kind>(x.at[0], x.at[1], x.stride, half, fetching && !column);
+            next = multiply_square<Kind>(x.at[0], x.at[1], x.stride, half, next);
             keep_tiles(both);
         }
     }
@@ -192,11 +207,22 @@ template <class Kind> void finish_rows(const Product& p, const Block& block, con
     }
 }
 
+// What a block fetches while it goes over `bytes` of weights at `group`, a tile of which is `tile_bytes`: what follows closely,
+// or, where several blocks go over them, each its share of the next group.
+inline Upcoming upcoming(const Block& block, const RowTiles& tiles, const char* group, int64_t bytes, int tile_bytes) {
+    bool shares = block.turns > 1 && bytes <= kFetchedGroup;
+    if (block.turn && !shares) return {group, 1};  // near already
+    // A tile of weights is gone over once for each tile of rows, half of it at a time for two of those.
+    int times = 4 * tiles.count * (shares ? block.turns : 1);
+    return {shares ? group + bytes + bytes / block.turns * block.turn : group + kFetchedAhead, (tile_bytes / 64 + times - 1) / times};
+}
+
 // A block of rows times one group, as `run_block` of linear.cpp.
 template <class Kind> void run_tiled_block(const Product& p, const Block& block) {
     RowTiles tiles(block.rows * p.digits());
     F kept[kBlockRows * kGroupColumns];
-    auto* group = (const char*)p.linear.groups + int64_t(block.group) * p.steps * kStepBytes;
+    int64_t bytes = int64_t(p.steps) * kStepBytes;
+    auto* group = (const char*)p.linear.groups + block.group * bytes;
     int left = p.steps % kTileSteps;
     alignas(64) char last[kTileWeightBytes];
     if (left) {
@@ -204,10 +230,11 @@ template <class Kind> void run_tiled_block(const Product& p, const Block& block)
         memset(last + left * kStepBytes, 0, size_t(kTileSteps - left) * kStepBytes);
     }
     shape_tiles(tiles.height, kTileSteps);
+    Upcoming next = upcoming(block, tiles, group, bytes, kTileWeightBytes);
     for (int first = 0; first < p.steps; first += kPassSteps) {
         int count = std::min(kPassSteps, p.steps - first);
         TileWeights weights{group + int64_t(first) * kStepBytes, count / kTileSteps, count % kTileSteps ? last : nullptr};
-        run_pass<Kind>(p, block, tiles, {first, count, weights, first > 0, true}, kept);
+        run_pass<Kind>(p, block, tiles, {first, count, weights, first > 0}, kept, next);
     }
     release_tiles();
     finish_rows<Kind>(p, block, tiles, kept);

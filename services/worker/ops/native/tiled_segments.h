@@ -44,9 +44,10 @@ template <Code code> void run_tiled_segments(const Product& p, const Block& bloc
     // A segment is a tile of 8 steps, or whole ones.
     int depth = std::min(steps, kTileSteps);
     shape_tiles(tiles.height, depth);
+    Upcoming next = upcoming(block, tiles, (const char*)w, segments * segment_bytes, depth * segment_step_bytes(code));
     for (int segment = 0; segment < segments; ++segment, w += segment_bytes) {
         TileWeights weights{tile_weights<code>(w, steps), steps / depth, nullptr};
-        run_pass<Quad>(p, block, tiles, {segment * steps, steps, weights, false, code == Code::kQuad}, digits);
+        run_pass<Quad>(p, block, tiles, {segment * steps, steps, weights, false}, digits, next);
         add_segments<code>(p, block, tiles, segment, digits, sums);
     }
     release_tiles();

@@ -62,6 +62,12 @@ def test_bfloat16_equals_float64_for_any_number_of_rows(tiled: NativeOps, out: i
         check(tiled, random(rows, inputs, seed=rows, dtype=torch.bfloat16), weight, bias if rows % 2 else None)
 
 
+def test_blocks_of_rows_take_turns_with_the_weights(tiled: NativeOps) -> None:
+    """Four of 75 rows, three of which fit into half of the second-level cache."""
+    x, weight = random(300, 2112, dtype=torch.bfloat16), random(130, 2112, seed=1, dtype=torch.bfloat16)
+    check(tiled, x, weight, None)
+
+
 def test_rows_of_float32_are_rounded(tiled: NativeOps) -> None:
     packed, x = tiled.pack_linear(random(64, 96, seed=1), None), random(40, 96)
     assert torch.equal(tiled.linear(x, packed), tiled.linear(x.bfloat16(), packed))
