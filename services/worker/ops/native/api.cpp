@@ -7,6 +7,7 @@
 #include "latent.h"
 #include "linear.h"
 #include "low_rank.h"
+#include "mixture.h"
 #include "probe.h"
 #include "rows.h"
 #include "states.h"
@@ -54,6 +55,13 @@ void baton_multiply_each(Pool* pool, const Linear* linears, const int64_t* start
                          int count, int64_t stride, int kind, int activation, void* to, int64_t to_stride) {
     multiply_each(*pool, {x, Number(number), stride, count}, linears, starts, linear_count,
                   {Out(kind), Activation(activation), to, to_stride});
+}
+void baton_route(Pool* pool, const float* logits, int rows, const RouterRule* rule, float* chances, int64_t* picks) {
+    route(*pool, logits, rows, *rule, chances, picks);
+}
+void baton_mix(Pool* pool, const void* x, int number, int count, int64_t stride, const Picks* picks, const Experts* experts, float* to,
+               int64_t to_stride) {
+    mix(*pool, {x, Number(number), stride, count}, *picks, *experts, to, to_stride);
 }
 void baton_add_low_rank(Pool* pool, const LowRankTable* table, const void* x, int number, int count, int64_t stride, const int* slots,
                         float* to, int64_t to_stride) {

@@ -18,8 +18,8 @@ QUAD, NIBBLE = 4, 5
 """The values of `Code` in linear.h; PLAIN for numbers, QUAD and NIBBLE for int8 and int4 that are multiplied in whole
 numbers."""
 
-OUT_FLOAT, OUT_GATED = 0, 2
-"""`Out::kFloat` and `Out::kGated` of linear.h."""
+OUT_FLOAT = 0
+"""`Out::kFloat` of linear.h."""
 
 
 class Linear(Structure):
@@ -39,6 +39,31 @@ class Linear(Structure):
         ("offsets", c_void_p),
         ("tiled", c_int),
     )
+
+
+class RouterRule(Structure):
+    """`RouterRule` of mixture.h: how a mixture's router chooses experts."""
+
+    _fields_ = (
+        ("experts", c_int),
+        ("chosen", c_int),
+        ("sigmoid", c_int),
+        ("renormalised", c_int),
+        ("bias", c_void_p),
+        ("scale", c_float),
+    )
+
+
+class NativePicks(Structure):
+    """`Picks` of mixture.h: the experts of each row, and what their outputs are multiplied by."""
+
+    _fields_ = (("chances", c_void_p), ("experts", c_void_p), ("chosen", c_int))
+
+
+class NativeMixture(Structure):
+    """`Experts` of mixture.h: a mixture's matrices."""
+
+    _fields_ = (("gate_up", POINTER(Linear)), ("down", POINTER(Linear)), ("count", c_int), ("activation", c_int))
 
 
 class LowRank(Structure):
@@ -386,6 +411,11 @@ _SIGNATURES = {
     "baton_multiply_each": (
         None,
         (c_void_p, POINTER(Linear), c_void_p, c_int, c_void_p, c_int, c_int, c_int64, c_int, c_int, c_void_p, c_int64),
+    ),
+    "baton_route": (None, (c_void_p, c_void_p, c_int, POINTER(RouterRule), c_void_p, c_void_p)),
+    "baton_mix": (
+        None,
+        (c_void_p, c_void_p, c_int, c_int, c_int64, POINTER(NativePicks), POINTER(NativeMixture), c_void_p, c_int64),
     ),
     "baton_add_low_rank": (
         None,

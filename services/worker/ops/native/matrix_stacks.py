@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.ops.interface import Activation
 from services.worker.ops.native import library
-from services.worker.ops.native.kernels import ACTIVATIONS, PackedMatrix
+from services.worker.ops.native.kernels import PackedMatrix
 from services.worker.ops.quantized import QuantizedStack, WeightStack
 
 if TYPE_CHECKING:
@@ -43,14 +42,13 @@ def stack_of(packed: Sequence[PackedMatrix]) -> MatrixStack:
     return MatrixStack((library.Linear * len(packed))(*(each.linear for each in packed)), tuple(packed))
 
 
-def multiply_each(ops: NativeOps, x: Tensor, stack: MatrixStack, starts: Tensor, kind: Activation | None) -> Tensor:
-    """Rows starts[e] to starts[e + 1] of x times expert e's matrix; `kind`: gated by it on the way out."""
+def multiply_each(ops: NativeOps, x: Tensor, stack: MatrixStack, starts: Tensor) -> Tensor:
+    """Rows starts[i] to starts[i + 1] of x times matrix i, float32."""
     x, number = ops.known(x)
-    to = torch.empty(len(x), stack.out) if kind is None else torch.empty(len(x), stack.out // 2, dtype=ops.dtype)
+    to = torch.empty(len(x), stack.out)
     ops.kernels.library.baton_multiply_each(
         ops.kernels.pool,
         *(stack.linears, starts.data_ptr(), len(stack.packed), x.data_ptr(), number, *x.shape),
-        *((library.OUT_FLOAT, 0) if kind is None else (library.OUT_GATED, ACTIVATIONS[kind])),
-        *(to.data_ptr(), to.shape[1]),
+        *(library.OUT_FLOAT, 0, to.data_ptr(), to.shape[1]),
     )
     return to

@@ -39,7 +39,7 @@ class NativeLatents:
         rows, heads, inputs = x.shape
         starts = torch.arange(heads + 1, dtype=torch.int64) * rows
         by_head = x.transpose(0, 1).reshape(heads * rows, inputs)
-        made = multiply_each(self._ops, by_head, packed, starts, None)
+        made = multiply_each(self._ops, by_head, packed, starts)
         return made.view(heads, rows, packed.out).transpose(0, 1).contiguous()
 
     def block_bytes(self, rank: int, rope_dim: int) -> int:

@@ -14,7 +14,7 @@ would have. (It does depend on the machine's instructions: AVX512-BF16 rounds ot
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ from services.worker.ops.native.kernels import (
     copies_of,
     zeroed,
 )
-from services.worker.ops.native.matrix_stacks import MatrixStack, multiply_each, pack_stack, stack_of
+from services.worker.ops.native.matrix_stacks import MatrixStack, pack_stack, stack_of
 from services.worker.ops.native.native_kv import NativeKvCopier
 from services.worker.ops.native.native_latents import MAX_HEAD_DIM, NativeLatents
 from services.worker.ops.native.native_low_rank import NativeLowRank
@@ -273,13 +273,36 @@ class NativeOps:
         return PackedExperts(NativeExperts(stack_of(gate_up), stack_of(down)))
 
     def choose_experts(self, logits: Tensor, routing: Routing) -> Picks:
-        """By PyTorch's operations."""
-        return route(logits, routing)
+        """Of equal experts that of the lower number; among groups by PyTorch's operations."""
+        if routing.groups > 1:
+            return route(logits, routing)
+        logits, (rows, count) = logits.float().contiguous(), logits.shape
+        picks = Picks(torch.empty(rows, routing.chosen), torch.empty(rows, routing.chosen, dtype=torch.int64))
+        sigmoid = routing.scoring == "sigmoid"
+        rule = library.RouterRule(
+            *(count, routing.chosen, sigmoid, routing.renormalised, address_of(routing.bias), routing.scale)
+        )
+        self._library.baton_route(
+            *(self._pool, logits.data_ptr(), rows, ctypes.byref(rule)),
+            *(picks.chances.data_ptr(), picks.experts.data_ptr()),
+        )
+        return picks
 
     def mixture(self, x: Tensor, picks: Picks, experts: PackedExperts, *, kind: Activation) -> Tensor:
         """float32 [n, hidden]; a row's sum goes over its experts by their numbers."""
         assert isinstance(experts, NativeExperts)
-        return _mix(self, x, picks, experts, kind)
+        x, number = self.known(x)
+        chances, numbers = picks.chances.float().contiguous(), picks.experts.long().contiguous()
+        mixed = torch.empty(len(x), experts.down.out)
+        described = library.NativePicks(chances.data_ptr(), numbers.data_ptr(), numbers.shape[1])
+        matrices = library.NativeMixture(
+            *(experts.gate_up.linears, experts.down.linears, len(experts.down.packed), ACTIVATIONS[kind])
+        )
+        self._library.baton_mix(
+            *(self._pool, x.data_ptr(), number, *x.shape, ctypes.byref(described), ctypes.byref(matrices)),
+            *(mixed.data_ptr(), mixed.shape[1]),
+        )
+        return mixed
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Heads are padded to 16 elements."""
@@ -424,48 +447,8 @@ def _by_groups(of_outputs: Tensor) -> Tensor:
     return padded.view(-1, _GROUP_OUTPUTS, count).transpose(1, 2).contiguous()
 
 
-# Mixtures of experts: rows sorted by expert, and one job of the threads for each of two matrices. A job for each expert
-# would have the threads meet three times for each of them, where one row takes microseconds.
-
-
-_GATED_OUTPUTS = 128
-"""`can_gate` of linear.h: gates are activated on their way out where gates and ups are multiples of half of that."""
-
-_MAX_ROWS = 512
-"""Rows whose experts' inputs and outputs are in memory at a time."""
-
-
 class NativeExperts(NamedTuple):
     """A mixture's experts as the library reads them."""
 
     gate_up: MatrixStack
     down: MatrixStack
-
-
-def _mix(ops: NativeOps, x: Tensor, picks: Picks, experts: NativeExperts, kind: Activation) -> Tensor:
-    """See `Ops.mixture`. A row's sum goes over its experts by their numbers, whatever the other rows are."""
-    mixed = torch.zeros(x.shape)
-    for part in _parts(len(x)):
-        chances, numbers = picks.chances[part], picks.experts[part].flatten()
-        starts = torch.bincount(numbers + 1, minlength=len(experts.down.packed) + 1).cumsum(0)
-        elsewhere = int(starts[0])  # picks of other ranks' experts come first
-        if elsewhere == len(numbers):
-            continue
-        order = numbers.argsort(stable=True)[elsewhere:]
-        starts -= elsewhere
-        rows = order // picks.experts.shape[1]
-        gated = _multiply_gated(ops, x[part].index_select(0, rows), experts.gate_up, starts, kind)
-        down = multiply_each(ops, gated, experts.down, starts, None)
-        mixed[part].index_add_(0, rows, down.mul_(chances.flatten()[order].unsqueeze(1)))
-    return mixed
-
-
-def _parts(rows: int) -> Iterator[slice]:
-    for first in range(0, rows, _MAX_ROWS):
-        yield slice(first, first + _MAX_ROWS)
-
-
-def _multiply_gated(ops: NativeOps, x: Tensor, stack: MatrixStack, starts: Tensor, kind: Activation) -> Tensor:
-    if stack.out % _GATED_OUTPUTS:
-        return ops.gated_act(multiply_each(ops, x, stack, starts, None), kind)
-    return multiply_each(ops, x, stack, starts, kind)

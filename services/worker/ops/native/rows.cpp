@@ -8,16 +8,6 @@
 
 namespace {
 
-// Rows of a tile: a tile should take longer than a thread needs to join (about a microsecond).
-constexpr int kRowsOfTile = 8;
-
-template <class Call> void each_row(Pool& pool, int count, const Call& call) {
-    pool.run((count + kRowsOfTile - 1) / kRowsOfTile, [&](int tile, int) {
-        int end = std::min(count, (tile + 1) * kRowsOfTile);
-        for (int row = tile * kRowsOfTile; row < end; ++row) call(row);
-    });
-}
-
 float get(const float* x) { return *x; }
 float get(const Bf16* x) { return float_of(*x); }
 void put(float* to, float x) { *to = x; }

@@ -1,8 +1,20 @@
 // Operations that work on each row alone.
 #pragma once
+#include <algorithm>
+
 #include "lanes.h"
 #include "linear.h"
 #include "threads.h"
+
+// Rows of a tile: a tile should take longer than a thread needs to join (about a microsecond).
+constexpr int kRowsOfTile = 8;
+
+template <class Call> void each_row(Pool& pool, int count, const Call& call) {
+    pool.run((count + kRowsOfTile - 1) / kRowsOfTile, [&](int tile, int) {
+        int end = std::min(count, (tile + 1) * kRowsOfTile);
+        for (int row = tile * kRowsOfTile; row < end; ++row) call(row);
+    });
+}
 
 // ids [count] → to [count, hidden] floats = table[id] * scale. False where an id is not in [0, vocab).
 bool embed(Pool& pool, const int* ids, int count, Number number, const void* table, int vocab, int hidden, float scale,

@@ -427,6 +427,29 @@ def test_chances_are_those_of_all_experts_unless_they_are_scaled() -> None:
     assert torch.allclose(route(logits, Routing(2, True))[0], torch.tensor([[2.0, 1.0]]).softmax(-1))
 
 
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(3, True),
+        Routing(8, False),
+        Routing(2, True, scoring="sigmoid", bias=torch.linspace(0.3, -0.3, 40), scale=2.5),
+        Routing(4, False, groups=5, chosen_groups=2),
+    ],
+    ids=["scaled", "plain", "corrected", "grouped"],
+)
+def test_the_library_chooses_what_torch_does(routing: Routing) -> None:
+    try:
+        ops = NativeOps(CPU, torch.bfloat16, threads=2)
+    except OpsUnavailable as reason:
+        pytest.skip(str(reason))
+    logits = torch.randn(100, 40, generator=torch.Generator().manual_seed(3)) * 3
+    found, expected = ops.choose_experts(logits, routing), route(logits, routing)
+    assert torch.equal(found.experts, expected.experts)
+    assert torch.allclose(found.chances, expected.chances, rtol=1e-5, atol=1e-7)
+    assert torch.equal(ops.choose_experts(logits[7:8], routing).chances[0], found.chances[7])
+    assert ops.choose_experts(torch.zeros(1, 40), Routing(3, True)).experts.tolist() == [[0, 1, 2]]
+
+
 def test_a_stage_loads_the_layers_that_it_has(tiny: Callable[[str], TinyModel]) -> None:
     """Layer 1 of this model is dense, the others mix."""
     config = read_model_config(tiny("qwen3-moe").path)
