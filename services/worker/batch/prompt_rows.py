@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.batch.rows import Int32s, RowRuns
-from services.worker.sampling.logprobs import LogprobTensors, prompt_logprobs
+from services.worker.sampling.logprobs import FindLogprobs, LogprobTensors, prompt_logprobs
 from shared.ids import SequenceId
 from shared.messages.scheduler import SequencePromptLogprobs
 
@@ -46,11 +46,11 @@ class PromptRows:
         ranges = [np.arange(len(part.tokens), dtype=np.int32) + np.int32(part.first_row) for part in self.parts]
         return np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int32)
 
-    def scored(self, logits: Tensor) -> ScoredPromptRows:
-        """logits [S, vocab] of `rows()`; there is at least one."""
+    def scored(self, logits: Tensor, find: FindLogprobs | None) -> ScoredPromptRows:
+        """logits [S, vocab] of `rows()`; there is at least one. `find`: a kernel, or None: PyTorch's operations."""
         tokens = np.concatenate([part.tokens for part in self.parts]).astype(np.int64)
         counts = np.repeat([part.num_logprobs for part in self.parts], [len(part.tokens) for part in self.parts])
-        found = prompt_logprobs(logits, tokens, counts.astype(np.int32))
+        found = prompt_logprobs(logits, tokens, counts.astype(np.int32), find)
         return ScoredPromptRows(tuple(self.parts), tuple(found))
 
 

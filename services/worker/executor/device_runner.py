@@ -135,7 +135,7 @@ class DeviceRunner(StepRunner):
             self._pending.finish_for(rank.guided.with_grammar(batch.sampled_indices))
             rank.request_masks(rank.guided, batch)
             choices = masked(rank.guided, choices)
-        logits, scored = split_logits(batch, logits)
+        logits, scored = split_logits(batch, logits, self.find_logprobs)
         vectors = NO_VECTORS
         if batch.pooled.spans and features is not None:
             vectors = batch.pooled.vectors(features).on_host()

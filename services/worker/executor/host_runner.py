@@ -160,7 +160,7 @@ class HostRunner(StepRunner):
         rank.platform.synchronize()
         forwarded = time.perf_counter()
         if batch.merged is not None:
-            logits, step.scored = split_logits(batch, logits)
+            logits, step.scored = split_logits(batch, logits, self.find_logprobs)
         if batch.pooled.spans and features is not None:
             step.vectors = batch.pooled.vectors(features).on_host()
         if not rank.draws:

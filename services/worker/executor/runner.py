@@ -39,6 +39,7 @@ from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import to_device
 from services.worker.platforms.interface import Platform
 from services.worker.sampling.history import HistoryLookup
+from services.worker.sampling.logprobs import FindLogprobs, find_logprobs_of
 from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.plugins.request_processors import RequestProcessors
 from services.worker.sampling.races import draw_of
@@ -307,6 +308,7 @@ class StepRunner:
         self.max_jump_ahead = rank.drafting.max_jump_ahead
         self.rows_per_draft = rank.drafting.settings.rows_per_draft
         self._draw = draw_of(rank.decoder.ops)
+        self.find_logprobs = find_logprobs_of(rank.decoder.ops)
 
     def compute_context(self) -> AbstractContextManager[object]:
         """Gradients are needed by nobody."""
@@ -324,7 +326,7 @@ class StepRunner:
         if choices is None or logits is None:
             drawn = SamplerOutput(torch.empty(len(batch.drawn_rows), dtype=torch.int64, device=self.rank.device))
         else:
-            drawn = sample(logits, choices, history, self._draw)
+            drawn = sample(logits, choices, history, self._draw, self.find_logprobs)
             drawn = replace(drawn, undefined=undefined_rows(logits, drawn.tokens))
         if choices is None or communicator.world_size == 1:
             return drawn
@@ -346,12 +348,12 @@ class SplitLogits(NamedTuple):
     scored: ScoredPromptRows
 
 
-def split_logits(batch: Batch, logits: Tensor | None) -> SplitLogits:
-    """What a step's logits are for."""
+def split_logits(batch: Batch, logits: Tensor | None, find: FindLogprobs | None) -> SplitLogits:
+    """What a step's logits are for. `find`: see `sampler.sample`."""
     if batch.merged is None or logits is None:
         return SplitLogits(logits, ScoredPromptRows())
     drawn, scored = (to_device(rows, logits.device) for rows in batch.merged[1:])
-    return SplitLogits(logits.index_select(0, drawn), batch.prompts.scored(logits.index_select(0, scored)))
+    return SplitLogits(logits.index_select(0, drawn), batch.prompts.scored(logits.index_select(0, scored), find))
 
 
 def undefined_sequences(batch: Batch, undefined: Tensor | None) -> tuple[SequenceFailed, ...]:

@@ -5,7 +5,8 @@ They are computed where the logits are, and become messages once they are on the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,6 +20,26 @@ _AT_ONCE = 1 << 23
 """Logits turned to float32 at once: a prompt has many rows, and 32 MiB are enough to keep a device busy."""
 
 Int32s = NDArray[np.int32]
+
+FindLogprobs = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""Finds by one kernel: of logits [N, vocab], numbers of rows, int64 [R], a token for each, int64 [R], and how many of
+the likeliest → by how much each row's logits exceed log-probabilities [R], the token's rank [R] (see `LogprobTensors`),
+the likeliest tokens, of equal ones the lower first, and their log-probabilities [R, likeliest], or fewer where those
+are too many for it. As by PyTorch, within float32."""
+
+
+@runtime_checkable
+class HasFindLogprobs(Protocol):
+    """Operations that find log-probabilities by a kernel of their own."""
+
+    @property
+    def find_logprobs(self) -> FindLogprobs:
+        """See `FindLogprobs`."""
+
+
+def find_logprobs_of(ops: object) -> FindLogprobs | None:
+    """The kernel of `ops`; None: they have none."""
+    return ops.find_logprobs if isinstance(ops, HasFindLogprobs) else None
 
 
 class LogprobTensors(NamedTuple):
@@ -67,20 +88,40 @@ def logprobs_by_row(logprobs: tuple[RowLogprobs, ...]) -> dict[int, TokenLogprob
     return {row: entry for rows, entries in parts for row, entry in zip(rows, entries, strict=True)}
 
 
-def prompt_logprobs(logits: Tensor, tokens: NDArray[np.int64], counts: NDArray[np.int32]) -> list[LogprobTensors]:
+def prompt_logprobs(
+    logits: Tensor, tokens: NDArray[np.int64], counts: NDArray[np.int32], kernel: FindLogprobs | None = None
+) -> list[LogprobTensors]:
     """The log-probabilities of a prompt's tokens: logits [R, vocab] of any dtype, `tokens` [R] that followed each, and
     `counts` [R] of the most likely ones to report beside it → the rows in their order, with ranks, in parts."""
+    every, own = torch.arange(len(logits)), to_device(tokens, logits.device)
+    if (found := found_by(kernel, logits, every, own, counts)) is not None:
+        return [found]
     step = max(1, _AT_ONCE // logits.shape[1])
     parts: list[LogprobTensors] = []
     for first in range(0, len(logits), step):
         rows = slice(first, first + step)
-        parts.append(_with_ranks(logits[rows].float(), to_device(tokens[rows], logits.device), counts[rows]))
+        parts.append(_with_ranks(logits[rows].float(), own[rows], counts[rows]))
     return parts
 
 
 def _with_ranks(raw: Tensor, tokens: Tensor, counts: NDArray[np.int32]) -> LogprobTensors:
     ranks = (raw >= raw.gather(1, tokens.unsqueeze(1))).sum(dim=1)
     return top_logprobs(raw, tokens, counts)._replace(ranks=ranks)
+
+
+def found_by(
+    kernel: FindLogprobs | None, logits: Tensor, rows: Tensor, tokens: Tensor, counts: NDArray[np.int32]
+) -> LogprobTensors | None:
+    """See `top_logprobs`, of `rows` of the logits and with ranks, by a kernel; None where there is none."""
+    if kernel is None:
+        return None
+    most = min(int(counts.max()), logits.shape[1])
+    totals, ranks, others, values = kernel(logits, rows, tokens, most)
+    if others.shape[1] < most:
+        top = torch.topk(logits.index_select(0, rows).float(), most, dim=1)
+        others, values = top.indices, top.values - totals.unsqueeze(1)
+    own = logits[rows, tokens].float() - totals
+    return LogprobTensors(tokens, own, others, values, counts, ranks)
 
 
 def top_logprobs(raw: Tensor, tokens: Tensor, counts: NDArray[np.int32]) -> LogprobTensors:

@@ -22,7 +22,7 @@ from services.worker.ops.transfer import to_device, to_device_together, to_host
 from services.worker.sampling.filters import CHUNK, min_p_threshold, top_threshold, zero_below
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.logits_processors import LOGITS_FEATURES, process_logits
-from services.worker.sampling.logprobs import RowLogprobs, token_logprobs, top_logprobs
+from services.worker.sampling.logprobs import FindLogprobs, RowLogprobs, found_by, token_logprobs, top_logprobs
 from services.worker.sampling.parameters import Feature, SamplingBatch
 from services.worker.sampling.races import Draw, race_by_torch, race_times
 
@@ -53,20 +53,30 @@ class SamplerOutput:
         return SamplerOutput(tokens, logprobs, None if self.undefined is None else flags)
 
 
-def sample(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, kernel: Draw | None = None) -> SamplerOutput:
+def sample(
+    logits: Tensor,
+    choices: SamplingBatch,
+    history: HistoryLookup,
+    kernel: Draw | None = None,
+    find: FindLogprobs | None = None,
+) -> SamplerOutput:
     """Draws one token for each row of `logits` [R, vocab]. `kernel`: what draws on the logits' device; None: a Triton
-    kernel on a GPU, PyTorch's operations elsewhere."""
+    kernel on a GPU, PyTorch's operations elsewhere. `find`: what finds log-probabilities there; None: PyTorch's
+    operations."""
     if not choices.features & (_CHANGES | Feature.LOGPROBS):
         return SamplerOutput(_argmax(logits))
     kernel = _kernel_for(logits, kernel)
     if kernel is not None and not choices.features & (LOGITS_FEATURES | Feature.LOGPROBS):
         return SamplerOutput(_draw(logits, choices, kernel))
+    if find is not None and kernel is not None and not choices.features & LOGITS_FEATURES:
+        drawn = _draw(logits, choices, kernel)
+        return SamplerOutput(drawn, tuple(_row_logprobs(logits.float(), drawn, choices, find)))
     tokens: list[Tensor] = []
     logprobs: list[RowLogprobs] = []
     for first, last in _row_blocks(logits):
-        drawn = _sample_rows(logits[first:last], choices.part(first, last), history, kernel)
-        tokens.append(drawn.tokens)
-        logprobs += [RowLogprobs(rows + first, part) for rows, part in drawn.logprobs]
+        block = _sample_rows(logits[first:last], choices.part(first, last), history, kernel, find)
+        tokens.append(block.tokens)
+        logprobs += [RowLogprobs(rows + first, part) for rows, part in block.logprobs]
     return SamplerOutput(tokens[0] if len(tokens) == 1 else torch.cat(tokens), tuple(logprobs))
 
 
@@ -96,7 +106,9 @@ def _row_blocks(logits: Tensor) -> list[tuple[int, int]]:
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def _sample_rows(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, kernel: Draw | None) -> SamplerOutput:
+def _sample_rows(
+    logits: Tensor, choices: SamplingBatch, history: HistoryLookup, kernel: Draw | None, find: FindLogprobs | None
+) -> SamplerOutput:
     wants_logprobs = bool(choices.features & Feature.LOGPROBS)
     raw = logits.float()
     if choices.features & _CHANGES:
@@ -105,7 +117,7 @@ def _sample_rows(logits: Tensor, choices: SamplingBatch, history: HistoryLookup,
         tokens = _draw(process_logits(raw.clone() if copied else raw, choices, history), choices, kernel)
     else:
         tokens = _argmax(raw)
-    return SamplerOutput(tokens, tuple(_row_logprobs(raw, tokens, choices)) if wants_logprobs else ())
+    return SamplerOutput(tokens, tuple(_row_logprobs(raw, tokens, choices, find)) if wants_logprobs else ())
 
 
 def _draw(logits: Tensor, choices: SamplingBatch, kernel: Draw | None) -> Tensor:
@@ -214,7 +226,9 @@ def _argmax(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.float().numpy().argmax(axis=1))
 
 
-def _row_logprobs(raw: Tensor, tokens: Tensor, choices: SamplingBatch) -> Iterator[RowLogprobs]:
+def _row_logprobs(
+    raw: Tensor, tokens: Tensor, choices: SamplingBatch, find: FindLogprobs | None
+) -> Iterator[RowLogprobs]:
     """Most ask for the likeliest tokens beside their own, some for tokens that they name."""
     naming = choices.rows_with(Feature.LOGPROB_IDS)
     others = choices.rows_with(Feature.LOGPROBS)
@@ -224,8 +238,11 @@ def _row_logprobs(raw: Tensor, tokens: Tensor, choices: SamplingBatch) -> Iterat
         if not len(rows):
             continue
         indices = to_device(rows, raw.device)
-        part, chosen = raw.index_select(0, indices), tokens.index_select(0, indices)
-        seq_indices, table = choices.seq_indices[rows], choices.table
+        chosen, seq_indices, table = tokens.index_select(0, indices), choices.seq_indices[rows], choices.table
+        if not named and (found := found_by(find, raw, indices, chosen, table.logprobs[seq_indices])) is not None:
+            yield RowLogprobs(rows, found._replace(ranks=None))
+            continue
+        part = raw.index_select(0, indices)
         if named:
             ids = to_device(table.logprob_ids.rows(seq_indices), raw.device)
             yield RowLogprobs(rows, token_logprobs(part, chosen, ids, table.logprob_ids.lengths(seq_indices)))

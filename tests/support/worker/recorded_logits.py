@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import Tensor
 
@@ -9,7 +11,6 @@ from services.worker.executor import runner
 from services.worker.executor.host_runner import HostRunner
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
-from services.worker.sampling.races import Draw
 from services.worker.sampling.sampler import SamplerOutput, sample
 from tests.support.worker.plan_driver import Driver
 
@@ -18,9 +19,9 @@ def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The logits of every step from here on, before anything is done to them."""
     record: list[Tensor] = []
 
-    def recording(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, kernel: Draw | None) -> SamplerOutput:
+    def recording(logits: Tensor, choices: SamplingBatch, history: HistoryLookup, *kernels: Any) -> SamplerOutput:
         record.append(logits.clone())
-        return sample(logits, choices, history, kernel)
+        return sample(logits, choices, history, *kernels)
 
     monkeypatch.setattr(runner, "sample", recording)
     return record

@@ -6,6 +6,7 @@
 #include "kv_copy.h"
 #include "latent.h"
 #include "linear.h"
+#include "logprobs.h"
 #include "low_rank.h"
 #include "mixture.h"
 #include "probe.h"
@@ -17,7 +18,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 25; }
+int baton_version() { return 26; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -128,6 +129,9 @@ int64_t baton_probe_tiles(Pool* pool, int64_t steps) { return probe_tiles(*pool,
 void baton_draw(Pool* pool, const float* logits, int vocab, int count, const uint32_t* keys, const float* temperature,
                 const int64_t* top_k, const float* top_p, const float* min_p, int64_t* tokens) {
     draw(*pool, {logits, vocab, count, keys, temperature, top_k, top_p, min_p}, tokens);
+}
+void baton_find_logprobs(Pool* pool, const Logprobs* what, float* totals, int64_t* ranks, int64_t* ids, float* values) {
+    find_logprobs(*pool, *what, totals, ranks, ids, values);
 }
 int baton_decoder_run(Decoder* decoder, const Forward* forward) { return decoder->run(*forward); }
 int baton_decoder_draft_on(Decoder* decoder, const Forward* forward, int steps, int64_t stride, int* ids) {

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-VERSION = 25
+VERSION = 26
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -368,6 +368,23 @@ class NativeKvCaches(Structure):
     )
 
 
+class NativeLogprobs(Structure):
+    """`Logprobs` of logprobs.h: of which rows and tokens, and how many of the likeliest."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("vocab", c_int),
+        ("rows", c_void_p),
+        ("tokens", c_void_p),
+        ("count", c_int),
+        ("likeliest", c_int),
+    )
+
+
+MAX_LIKELIEST = 64
+"""`kMostLikeliest` of logprobs.h."""
+
+
 class KvArena(Structure):
     """`KvArena` of kv_copy.h: a mapped arena of the KV store; strides are in bytes."""
 
@@ -455,6 +472,7 @@ _SIGNATURES = {
     "baton_probe_multiplying": (c_int64, (c_void_p, c_int, c_int64)),
     "baton_probe_tiles": (c_int64, (c_void_p, c_int64)),
     "baton_draw": (None, (c_void_p, c_void_p, c_int, c_int, *[c_void_p] * 6)),
+    "baton_find_logprobs": (None, (c_void_p, POINTER(NativeLogprobs), *[c_void_p] * 4)),
     "baton_decoder_run": (c_int, (c_void_p, POINTER(Forward))),
     "baton_decoder_draft_on": (c_int, (c_void_p, POINTER(Forward), c_int, c_int64, c_void_p)),
 }

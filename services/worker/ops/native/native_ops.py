@@ -66,6 +66,8 @@ _CACHE_CODES = {torch.float8_e4m3fn: library.CODES["fp8"], torch.int8: library.C
 _WHOLE_CODES = {"int8": library.QUAD, "int4": library.NIBBLE}
 """How what is multiplied in whole numbers is kept."""
 
+_Found = tuple[Tensor, Tensor, Tensor, Tensor]
+
 
 class NativeOps:
     """See the module and :class:`services.worker.ops.interface.Ops`."""
@@ -413,6 +415,18 @@ class NativeOps:
             self._pool, logits.data_ptr(), logits.shape[1], rows, *(each.data_ptr() for each in how)
         )
         return tokens
+
+    def find_logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, likeliest: int) -> _Found:
+        """See `sampling.logprobs.FindLogprobs`. What is found of a row depends on that row alone."""
+        logits, rows, tokens = logits.float().contiguous(), rows.contiguous(), tokens.contiguous()
+        count, likeliest = len(rows), min(likeliest, library.MAX_LIKELIEST)
+        totals, ranks = torch.empty(count), torch.empty(count, dtype=torch.int64)
+        others, values = torch.empty(count, likeliest, dtype=torch.int64), torch.empty(count, likeliest)
+        asked = (rows.data_ptr(), tokens.data_ptr(), count, likeliest)
+        what = library.NativeLogprobs(logits.data_ptr(), logits.shape[1], *asked)
+        found = (totals, ranks, others, values)
+        self._library.baton_find_logprobs(self._pool, ctypes.byref(what), *map(address_of, found))
+        return found
 
     def _padded_head_dim(self, head_dim: int) -> int:
         return -(-cached_head_dim(self.cache_dtype, head_dim) // _LANES) * _LANES
