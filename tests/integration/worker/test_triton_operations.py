@@ -172,7 +172,7 @@ def test_keys_and_values_in_fp8_take_half_the_memory() -> None:
 )
 def test_operations_that_keep_no_such_keys_and_values_say_so(ops: OpsName, cache: CacheDtype, whose: str) -> None:
     with pytest.raises(OpsUnavailable, match=f"kv_cache_dtype = {cache}: {whose} operations read no such"):
-        built_in_platform("cpu").create_ops(OpsChoice(ops, torch.device("cpu"), torch.bfloat16, cache))
+        built_in_platform(DEVICE.type).create_ops(OpsChoice(ops, DEVICE, torch.bfloat16, cache))
 
 
 def test_without_a_gpu_or_the_interpreter_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
