@@ -17,6 +17,7 @@ from services.encoder.image_decoder import DecodedFrames
 from services.encoder.image_process import DecodedImage
 from shared.messages.generation import EMBEDDING_BYTES, MAX_MEDIA_BYTES, EmbeddingDtype, ImageGrid, PromptEmbeds
 from shared.models.image_models import read_image_model
+from shared.models.library_builds import BUILDING
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -180,7 +181,7 @@ def load_part(models: Any, folder: Path, config: Any, dtype: torch.dtype, needs:
     quiet.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)  # of the rest's tensors
     try:
-        with warnings.catch_warnings():
+        with BUILDING, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, found = models.from_pretrained(
                 folder,

@@ -24,6 +24,7 @@ from services.worker.models.fallback.attention import NAME, register
 from services.worker.models.hf_config import stop_tokens
 from shared.models.audio_models import WHISPER
 from shared.models.encoder_decoder_models import ENCODER_DECODER_ARCHITECTURES, TRAINED_POSITIONS
+from shared.models.library_builds import BUILDING
 
 NO_INTERFACE = "{} does not take its attention from transformers' attention interface"
 _LENGTHS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len", "seq_length")
@@ -62,7 +63,7 @@ def library_config(
         if reads_text(config):
             build = AutoModelForSeq2SeqLM
             leave_out_encoder(config)
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             model = build.from_config(
                 config, attn_implementation=implementation(config), trust_remote_code=trust_remote_code
             )

@@ -32,6 +32,7 @@ from services.worker.ops.interface import BatchMeta, Ops, cached_head_dim
 from services.worker.ops.quantized import Scheme
 from shared.messages.generation import PoolingType
 from shared.messages.kvstore import KvLayout
+from shared.models.library_builds import BUILDING
 from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
 
 NAME = "baton-encoder"
@@ -138,7 +139,7 @@ class LibraryEncoderModel:
         own._attn_implementation = NAME
         own.use_cache = False
         _register()
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             model = self._automatic.from_config(own)
         self.config = LibraryConfig(
             architecture=type(model).__name__,
@@ -185,15 +186,16 @@ class LibraryEncoderModel:
         with open_checkpoint(self._folder, dtype) as files:
             check_matrices(files)
         try:
-            model, info = self._automatic.from_pretrained(
-                self._folder,
-                config=self._own,
-                dtype=dtype,
-                attn_implementation=NAME,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            with BUILDING:
+                model, info = self._automatic.from_pretrained(
+                    self._folder,
+                    config=self._own,
+                    dtype=dtype,
+                    attn_implementation=NAME,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
         except Exception as error:  # of the library, or of safetensors
             raise ModelError(f"{self._folder}: transformers cannot read the checkpoint: {first_line(error)}") from None
         for name in sorted(info["missing_keys"]):
@@ -203,7 +205,7 @@ class LibraryEncoderModel:
         return ready
 
     def _dummy(self, dtype: torch.dtype) -> nn.Module:
-        with torch.random.fork_rng():
+        with BUILDING, torch.random.fork_rng():
             torch.manual_seed(0)
             model: nn.Module = self._automatic.from_config(self._own, dtype=dtype)
         return model.eval().requires_grad_(False)

@@ -36,6 +36,7 @@ from services.worker.models.fallback.whole_experts import GroupMeeting, StageMee
 from services.worker.models.sharding import PipelineStage
 from services.worker.ops.interface import Ops
 from services.worker.ops.quantized import Scheme
+from shared.models.library_builds import BUILDING
 
 _log = logging.getLogger(__name__)
 
@@ -178,19 +179,20 @@ def _from_pretrained(
     own.logging.set_verbosity_error()  # what it warns of is looked at here
     own.logging.disable_progress_bar()
     try:
-        model, info = build.from_pretrained(
-            folder,
-            config=config if isinstance(config, build.config_class) else config.get_text_config(decoder=True),
-            # Of blocks of four bits, numbers are made as they are read: the library's products of them need a GPU.
-            quantization_config=own.Mxfp4Config(dequantize=True) if has_mxfp4(config) else None,
-            dtype=dtype,
-            attn_implementation=implementation(config),
-            local_files_only=True,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are named below
-            output_loading_info=True,
-            device_map=device_map,
-        )
+        with BUILDING:
+            model, info = build.from_pretrained(
+                folder,
+                config=config if isinstance(config, build.config_class) else config.get_text_config(decoder=True),
+                # Of blocks of four bits, numbers are made as they are read: the library's products of them need a GPU.
+                quantization_config=own.Mxfp4Config(dequantize=True) if has_mxfp4(config) else None,
+                dtype=dtype,
+                attn_implementation=implementation(config),
+                local_files_only=True,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are named below
+                output_loading_info=True,
+                device_map=device_map,
+            )
     except Exception as error:  # of the library, of safetensors, or of the model's own code
         raise ModelError(f"{folder}: transformers cannot read the checkpoint: {first_line(error)}") from None
     for name in sorted(info["missing_keys"]):
@@ -208,7 +210,7 @@ def _stage_of(model: nn.Module) -> PassOfStage:
 
 def _dummy_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
     """The model with random weights, the same each time."""
-    with torch.random.fork_rng():
+    with BUILDING, torch.random.fork_rng():
         torch.manual_seed(0)
         own: Any = AutoModelForCausalLM
         model: nn.Module = own.from_config(
