@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 from tests.support.cluster.conversations import DEADLINE
 from tests.support.cluster.stack import RunningStack
 
-TOKENS = 80
+TOKENS = 120
 """`ignore_eos` keeps every stream open long enough to be cut in the middle."""
 
 
