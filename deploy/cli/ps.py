@@ -187,8 +187,10 @@ def failure_sentence(instance: str, failure: Mapping[str, Any]) -> str:
 def _phase(member: MemberRecord, life: Lifecycle | None) -> str:
     if is_failed(member, life):
         return "failed"
-    if member.state != "running":
-        return {"waiting": "restarting", "ending": "ending"}[member.state]
+    if member.state == "waiting":
+        return "restarting" if member.restarts else "waiting"  # at first for the process that it is forked of
+    if member.state == "ending":
+        return "ending"
     return life.shown_phase if life else "silent"
 
 

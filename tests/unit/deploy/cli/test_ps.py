@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from deploy.cli.ps import HeardStack, _row, detail, sentence
-from deploy.supervisor.core.members import SupervisedProcess
+from deploy.supervisor.core.members import State, SupervisedProcess
 from deploy.supervisor.core.plan import Counts, all_process_specs
 from deploy.supervisor.state_file import recorded
 from services.gateway.console.document import stack_document
@@ -89,3 +89,15 @@ async def test_ps_top_and_the_console_have_one_word_for_how_a_process_is(fields:
     page = stack_document(view, figures, [], {})
     assert [row["phase"], figures.engines[0].phase, page["instances"]["engine-1"]["phase"]] == [shown] * 3
     assert page["engines"]["engine-1"].get("phase", shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "shown"),
+    [("waiting", 0, "waiting"), ("waiting", 2, "restarting"), ("ending", 0, "ending"), ("running", 0, "silent")],
+)
+def test_without_a_word_of_its_own_a_process_is_what_its_supervisor_knows(
+    state: State, restarts: int, shown: str
+) -> None:
+    process = all_process_specs(Counts(engines=1))[0]
+    row = _row(recorded(SupervisedProcess(process, state=state, restarts=restarts)), HeardStack({}, {}))
+    assert row["phase"] == shown
