@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from deploy.supervisor.template.identity import NAME_MARK, ShownMemory
+from deploy.supervisor.template.identity import NAME_MARK, ShownMemory, write_to
 from deploy.supervisor.template.protocol import (
     MAX_MESSAGE_BYTES,
     ForkedExited,
@@ -104,11 +104,7 @@ def _threads() -> int:
 
 def run_job(job: Job) -> None:
     """Becomes the program of the job; ends as that does."""
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nowhere, 0), (job.output, 1), (job.output, 2)):
-        os.dup2(source, target)
-    os.close(nowhere)
-    os.close(job.output)
+    write_to(job.output)
     replace_environment(job.request.environment)
     sys.argv[1:] = job.request.argv
     run_module(job.request.module, run_name="__main__", alter_sys=True)

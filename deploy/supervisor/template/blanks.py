@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from runpy import run_module
 from typing import NamedTuple, NoReturn
 
-from deploy.supervisor.template.identity import show_elsewhere
+from deploy.supervisor.template.identity import show_elsewhere, write_to
 from deploy.supervisor.template.protocol import MAX_MESSAGE_BYTES, ForkProcess, decode_request, encode
 from shared.config import replace_environment
 
@@ -121,11 +121,7 @@ def _run_as_told(channel: socket.socket, parent: int) -> NoReturn:
         os._exit(0)
     request = decode_request(data)
     control, output = descriptors
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nowhere, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    os.close(nowhere)
-    os.close(output)
+    write_to(output)
     replace_environment(request.environment)
     executable, *flags = request.argv
     sys.argv[1:] = [str(control), *flags[1:]]

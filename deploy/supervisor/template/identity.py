@@ -1,12 +1,13 @@
 """What the kernel shows of a process, `/proc/PID/environ` and `/proc/PID/cmdline`, written anew in a forked one.
 
 Both are ranges of the process's own memory, laid out when the template was executed, or by `show_elsewhere` where it
-was forked, so what is written must fit there.
+was forked, so what is written must fit there. And where a forked process writes to.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -107,6 +108,15 @@ def show_elsewhere(argv: Sequence[str], environment: Mapping[str, str]) -> None:
     if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(place), ctypes.sizeof(place), 0):
         raise OSError(ctypes.get_errno(), "another command line cannot be shown")
     _shown_elsewhere = content
+
+
+def write_to(output: int) -> None:
+    """Makes the descriptor `output` this process's standard output and error; there is nothing to read."""
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nowhere, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(nowhere)
+    os.close(output)
 
 
 def _write(at: int, content: bytes, room: int) -> None:

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from runpy import run_module
 
-from deploy.supervisor.template.identity import ShownMemory
+from deploy.supervisor.template.identity import ShownMemory, write_to
 from shared.config import replace_environment
 from tests.support.warm.protocol import MAX_MESSAGE_BYTES, ForkTemplate, decode
 
@@ -44,11 +44,7 @@ def become_template(request: ForkTemplate, descriptors: list[int], shown: ShownM
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     control, output = descriptors
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nowhere, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    os.close(nowhere)
-    os.close(output)
+    write_to(output)
     os.chdir(request.folder)
     replace_environment(request.environment)
     shown.replace(request.environment)
