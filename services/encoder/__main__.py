@@ -20,7 +20,7 @@ from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
 from shared.models.audio_models import read_audio_model
-from shared.models.encoder_decoder_models import read_encoder_decoder
+from shared.models.encoder_models import read_encoder_decoder
 from shared.models.model_files import ModelNotFound, resolve_model
 from shared.models.sound_models import read_sound_model
 

@@ -12,7 +12,7 @@ from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, load_part
 from shared.messages.encoder import EncodeInput
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
 from shared.messages.model_card import EncoderDecoderModel
-from shared.models.encoder_decoder_models import read_encoder_decoder
+from shared.models.encoder_models import read_encoder_decoder
 from shared.packing import TOKEN_BYTES, unpack
 
 _NEEDED = ("encoder.", "shared.")

@@ -25,7 +25,7 @@ from shared.bus.memory_bus import MemoryBus
 from shared.error_groups import innermost
 from shared.messages.lifecycle import EngineReport
 from shared.messages.model_card import EncoderDecoderModel
-from shared.models.encoder_decoder_models import read_encoder_decoder
+from shared.models.encoder_models import read_encoder_decoder
 from shared.models.image_models import read_image_model
 from shared.models.model_files import ModelNotFound, resolve_model
 from shared.models.tokenizer_files import TokenizerUnusable

@@ -12,7 +12,7 @@ from deploy.supervisor.core.plan import POOLS, Counts
 from deploy.supervisor.settings import StackSettings
 from services.worker.distributed.binding import available_cores
 from shared.models.audio_models import read_audio_model
-from shared.models.encoder_decoder_models import read_encoder_decoder
+from shared.models.encoder_models import encoder_type, read_encoder_decoder
 from shared.models.image_models import read_image_model
 
 
@@ -129,20 +129,25 @@ def check_pools(stack: StackSettings, model: Path) -> None:
     """Raises CommandError for pools of a model whose engines hand nothing over."""
     if (stack.prefill or stack.decode) and not hands_over(model):
         option = f"--prefill {stack.prefill}" if stack.prefill else f"--decode {stack.decode}"
-        why = f"the decoder of {model} attends to an encoder's rows, which are not handed over"
+        why = f"an encoder reads what is sent to {model}, and its engines hand nothing over"
         raise CommandError(f"{option}: {why}; allowed: --engines N", status=2)
 
 
 def hands_over(model: Path) -> bool:
-    """Whether engines of a model may hand requests over to others: not what attends to rows beside its own tokens."""
-    return read_audio_model(model) is None and read_encoder_decoder(model) is None
+    """Whether engines of a model may hand requests over to others, and use a KV store: not what attends to rows beside
+    its own tokens, nor an encoder, which keeps nothing of a prompt."""
+    return not _attends_to_rows(model) and encoder_type(model) is None
 
 
 def encoders(stack: StackSettings, model: Path, *, has_weights: bool) -> int:
     """How many processes encode images, sounds or prompts: none for a model that has nothing encoded, or of which
     nobody reads weights."""
-    encodes = not hands_over(model) or read_image_model(model)
+    encodes = _attends_to_rows(model) or read_image_model(model)
     return stack.encoders if has_weights and encodes else 0
+
+
+def _attends_to_rows(model: Path) -> bool:
+    return read_audio_model(model) is not None or read_encoder_decoder(model) is not None
 
 
 def layer_split(text: str | None, counts: Counts) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from deploy.supervisor.template.blanks import blank_processes
 from deploy.supervisor.template.templates import TEMPLATES
 from shared.bus import BusError
 from shared.models.audio_models import read_audio_model
-from shared.models.encoder_decoder_models import read_encoder_decoder
+from shared.models.encoder_models import read_encoder_decoder
 
 QUESTION = "What is the capital of France?"
 FIRST_ANSWER_DEADLINE = 30.0

@@ -55,8 +55,8 @@ def with_connector(values: Mapping[str, Any], memory: str | None) -> bool:
 
 
 def without_unused_store(spec: StackSpec, values: Mapping[str, Any]) -> StackSpec:
-    """`spec` without a KV store where no engine would use one: those of models that attend to an encoder's rows.
-    `values` are those of `given`. Raises CommandError where something was said of the store."""
+    """`spec` without a KV store where no engine would use one: those of models that an encoder reads for, or that are
+    one. `values` are those of `given`. Raises CommandError where something was said of the store."""
     models = [(each.model, each.counts) for each in spec.models] or [(spec.model, spec.counts)]
     if any(counts.hands_over for _, counts in models):
         return spec
@@ -68,7 +68,7 @@ def check_store_unasked(values: Mapping[str, Any], model: Path | str) -> None:
     """Raises CommandError for an option of the KV store, which engines of `model` do not use."""
     for name in ("kvstore_memory", "redis", "redis_url", "kv_ssd", "kv_ssd_size", "kv_tier"):
         if values.get(name) not in (None, "0"):
-            why = f"the decoder of {model} attends to an encoder's rows, and its engines use no KV store"
+            why = f"an encoder reads what is sent to {model}, and its engines use no KV store"
             raise CommandError(f"--{name.replace('_', '-')}: {why}; leave it out", status=2)
 
 

@@ -60,7 +60,7 @@ class Counts(Struct, frozen=True, kw_only=True):
     decode_ranks: int = 1
     decode_stages: int = 1
     hands_over: bool = True
-    """Whether engines may hand requests over: not where the model attends to an encoder's rows beside its tokens."""
+    """Whether engines may hand requests over: not where the model attends to an encoder's rows, or is an encoder."""
     standby: int = 0
     """Engines of each pool that has any which are kept loaded beside those that serve."""
     kvstore: int = 0
@@ -89,7 +89,7 @@ class Counts(Struct, frozen=True, kw_only=True):
         """Why there can be no such pool; None where there can."""
         if self.hands_over or what not in ("prefill", "decode"):
             return None
-        return f"{what}: the model attends to an encoder's rows, which are not handed over; engines can be scaled"
+        return f"{what}: an encoder reads the model's prompts, and engines hand nothing over; engines can be scaled"
 
     def ranks_of(self, pool: Pool) -> int:
         """Worker processes per engine."""

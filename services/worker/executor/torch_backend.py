@@ -49,7 +49,7 @@ from shared.ids import ModelName
 from shared.kv_groups import KvCacheGroup
 from shared.messages.model_card import AudioModel, EncoderDecoderModel, ModelCard, SamplingDefaults
 from shared.models.audio_models import TRANSCRIPTION_ARG, read_audio_model
-from shared.models.encoder_decoder_models import read_encoder_decoder, settings_not_taken
+from shared.models.encoder_models import read_encoder_decoder, settings_not_taken
 from shared.telemetry.startup import STARTUP
 
 _WARM_UP_ROWS = 8

@@ -104,7 +104,7 @@ async def test_what_cannot_be_had_of_it_is_a_400(client: AsyncOpenAI, stack: Run
     for pool in ("prefill", "decode"):
         refused = await asyncio.to_thread(stack.baton, "scale", f"{pool}=1")
         assert refused.returncode != 0
-        assert f"{pool}: the model attends to an encoder's rows, which are not handed over" in refused.stderr
+        assert f"{pool}: an encoder reads the model's prompts, and engines hand nothing over" in refused.stderr
         async with httpx2.AsyncClient(base_url=stack.url, timeout=60) as http:
             answer = await http.post("/admin/scale", json={"service": pool, "count": 1})
         assert answer.status_code == 409

@@ -10,7 +10,9 @@ import torch
 from transformers import AutoTokenizer
 
 from services.worker.models.config import ModelError
+from services.worker.models.fallback.library_encoder import FAMILIES
 from shared.messages.generation import PoolingOptions, PoolingType
+from shared.models.encoder_models import ALONE
 from tests.support.models.tiny_encoders import ENCODERS, LONGEST, WORDS, make_encoder
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.tiny_backend import tiny_backend
@@ -65,3 +67,7 @@ def test_what_an_encoder_needs_is_said(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="an encoder generates no text, so it needs a pooling_type"):
         tiny_backend(tmp_path)
     assert tiny_backend(tmp_path, pooling_type="mean", max_batch_tokens=32).card.max_model_len == 32
+
+
+def test_what_a_start_takes_for_an_encoder_is_computed_as_one() -> None:
+    assert set(FAMILIES) == set(ALONE)

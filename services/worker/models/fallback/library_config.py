@@ -23,7 +23,7 @@ from services.worker.models.fallback.adapters import implementation
 from services.worker.models.fallback.attention import NAME, register
 from services.worker.models.hf_config import stop_tokens
 from shared.models.audio_models import WHISPER
-from shared.models.encoder_decoder_models import ENCODER_DECODER_ARCHITECTURES, TRAINED_POSITIONS
+from shared.models.encoder_models import ENCODER_DECODER_ARCHITECTURES, TRAINED_POSITIONS
 from shared.models.library_builds import BUILDING
 
 NO_INTERFACE = "{} does not take its attention from transformers' attention interface"

@@ -98,7 +98,7 @@ def _behind_padding(config: Any) -> int:
 
 
 _ROBERTA = _Encoder(_cls, _roberta_head, _behind_padding)
-_ENCODERS = {
+FAMILIES = {
     "bert": _Encoder(_cls, _bert_head, _zero, segments=True),
     "camembert": _ROBERTA,
     "gemma3_text": _Encoder(_last, _gemma_head, _zero),
@@ -106,22 +106,7 @@ _ENCODERS = {
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
 }
-"""By `model_type`."""
-_ALSO_DECODERS = ("gemma3_text",)
-"""Encoders where the configuration says `use_bidirectional_attention`, as EmbeddingGemma's does."""
-
-
-def encoder_type(folder: Path) -> str | None:
-    """The `model_type` of the model in `folder` where it is an encoder that can be served, else None."""
-    try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception:  # whoever reads it as a decoder says what is wrong
-        return None
-    kind: str = config.model_type
-    decodes = getattr(config, "is_decoder", False)
-    if kind in _ALSO_DECODERS:
-        decodes = not config.use_bidirectional_attention
-    return kind if kind in _ENCODERS and not decodes else None
+"""By `model_type`: each of `encoder_models.ALONE`."""
 
 
 class LibraryEncoderModel:
@@ -131,7 +116,7 @@ class LibraryEncoderModel:
         """Reads the configuration; takes no memory for weights. Raises ModelError."""
         own: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
         self._folder, self._own = folder, own
-        self._family = _ENCODERS[own.model_type]
+        self._family = FAMILIES[own.model_type]
         names: list[str] = own.architectures or []
         self._classifies = any(name.endswith("ForSequenceClassification") for name in names)
         if getattr(own, "quantization_config", None) is not None:

@@ -94,21 +94,28 @@ def test_a_model_of_which_nobody_reads_weights_has_no_encoder(tmp_path: Path) ->
         assert [each.counts.encoder for each in spec.models] == encoders
 
 
+READ_BY_ENCODERS = (
+    {"architectures": ["T5ForConditionalGeneration"], "d_model": 8},
+    {"architectures": ["WhisperForConditionalGeneration"], "d_model": 8},
+    {"architectures": ["BertModel"], "model_type": "bert"},
+)
+
+
 @pytest.mark.features("encoder-decoder", "prefill/decode", refused=True)
-@pytest.mark.parametrize("architecture", ["T5ForConditionalGeneration", "WhisperForConditionalGeneration"])
-def test_a_model_whose_engines_hand_nothing_over_has_no_pools(tmp_path: Path, architecture: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "d_model": 8}))
+@pytest.mark.parametrize("config", READ_BY_ENCODERS)
+def test_a_model_whose_engines_hand_nothing_over_has_no_pools(tmp_path: Path, config: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
     for models, typed, named in (
-        ((str(tmp_path),), {"prefill": 1, "decode": 2}, "--prefill 1: the decoder of .* allowed: --engines N"),
-        ((f"a={DEMO_MODEL}", f"b={tmp_path}"), {"decode": 2}, "--decode 2: the decoder of"),
+        ((str(tmp_path),), {"prefill": 1, "decode": 2}, "--prefill 1: an encoder reads .* allowed: --engines N"),
+        ((f"a={DEMO_MODEL}", f"b={tmp_path}"), {"decode": 2}, "--decode 2: an encoder reads"),
     ):
         with pytest.raises(CommandError, match=named):
             described(tmp_path, models=models, **typed)
 
 
-@pytest.mark.parametrize("architecture", ["T5ForConditionalGeneration", "WhisperForConditionalGeneration"])
-def test_a_store_that_no_engine_uses_is_not_started(tmp_path: Path, architecture: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "d_model": 8}))
+@pytest.mark.parametrize("config", READ_BY_ENCODERS)
+def test_a_store_that_no_engine_uses_is_not_started(tmp_path: Path, config: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
     hears, beside = (str(tmp_path),), (f"a={tmp_path}", f"b={DEMO_MODEL}")
     for models, stores in ((hears, 0), (beside, 1), ((f"a={tmp_path}", f"b={tmp_path}"), 0)):
         assert described(tmp_path, models=models, kvstore_memory=None).counts.kvstore == stores

@@ -430,7 +430,7 @@ def test_engines_that_hand_nothing_over_have_no_pools(pool: str) -> None:
     for stack, model in ((alone, None), (several, ModelName("writer"))):
         refused = answer(stack.handle(ScaleRequested(pool, 1, model)))
         assert refused == ScaleRefusal(
-            f"{pool}: the model attends to an encoder's rows, which are not handed over; engines can be scaled"
+            f"{pool}: an encoder reads the model's prompts, and engines hand nothing over; engines can be scaled"
         )
         assert isinstance(answer(stack.handle(ScaleRequested("engines", 2, model))), ScaleResult)
     assert isinstance(answer(several.handle(ScaleRequested(pool, 1, ModelName("chat")))), ScaleResult)

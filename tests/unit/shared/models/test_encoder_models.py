@@ -1,4 +1,4 @@
-"""What a model's files say of how it is asked, where its decoder answers what its encoder has read."""
+"""What a model's files say of its encoder, and of how it is asked where a decoder answers what the encoder has read."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared.models.encoder_decoder_models import read_encoder_decoder, settings_not_taken
+from shared.models.encoder_models import encoder_type, read_encoder_decoder, settings_not_taken
 
 BART = {"architectures": ["BartForConditionalGeneration"], "d_model": 8, "max_position_embeddings": 64}
 T5 = {"architectures": ["T5ForConditionalGeneration"], "d_model": 8, "n_positions": 32}
@@ -46,3 +46,23 @@ def test_what_is_said_of_a_search_is_named_where_it_would_change_something(tmp_p
     said = {"num_beams": 4, "no_repeat_ngram_size": 3, "length_penalty": 1.0, "early_stopping": False, "top_k": 3}
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     assert settings_not_taken(tmp_path) == {"num_beams": 4, "no_repeat_ngram_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"model_type": "bert"}, "bert"),
+        ({"model_type": "bert", "is_decoder": True}, None),
+        ({"model_type": "gemma3_text"}, None),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "gemma3_text"),
+        ({"model_type": "llama", "use_bidirectional_attention": True}, None),
+        ({"model_type": "t5", "is_encoder_decoder": True}, None),
+        ({}, None),
+    ],
+)
+def test_an_encoder_without_a_decoder_is_known_by_its_type(
+    tmp_path: Path, config: dict[str, Any], kind: str | None
+) -> None:
+    assert encoder_type(tmp_path) is None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert encoder_type(tmp_path) == kind

@@ -1,4 +1,5 @@
-"""Which models write a text that an encoder's reading of another one leads to, by their configuration. No torch."""
+"""Which models have an encoder that reads a text: alone, or for a decoder that answers it. By their configuration; no
+torch."""
 
 from __future__ import annotations
 
@@ -38,7 +39,18 @@ NOT_TAKEN = {
 """What `generation_config.json` may say of a search, and the value that changes nothing: requests are not searched by
 it."""
 
+ALONE = ("bert", "camembert", "gemma3_text", "modernbert", "roberta", "xlm-roberta")
+"""Encoders without a decoder, by `model_type`."""
+_ALSO_DECODERS = ("gemma3_text",)
+"""Encoders where the configuration says `use_bidirectional_attention`, as EmbeddingGemma's does."""
+
 _R = TypeVar("_R")
+
+
+class _RawEncoder(Struct):
+    model_type: str = ""
+    is_decoder: bool = False
+    use_bidirectional_attention: bool | None = None
 
 
 class _RawEncoderDecoder(Struct):
@@ -56,6 +68,16 @@ class _RawAnswers(Struct):
     decoder_start_token_id: int | None = None
     bos_token_id: int | None = None
     forced_bos_token_id: int | None = None
+
+
+def encoder_type(folder: Path) -> str | None:
+    """The `model_type` of the model in `folder` where it is an encoder without a decoder that can be served, else None.
+    Its engines make vectors and labels: they generate nothing, and keep nothing of a prompt."""
+    raw = _read(folder / "config.json", _RawEncoder)
+    if raw is None or raw.model_type not in ALONE or raw.is_decoder:
+        return None
+    decodes = raw.model_type in _ALSO_DECODERS and not raw.use_bidirectional_attention
+    return None if decodes else raw.model_type
 
 
 def read_encoder_decoder(folder: Path) -> EncoderDecoderModel | None:
