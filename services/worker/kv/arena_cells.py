@@ -29,10 +29,10 @@ class ArenaCells(Protocol):
     of 64 bytes on; a slot and the generation that it must have for each block."""
 
     def write(self, host: Int32s, slots: Slots, generations: Generations) -> Copied:
-        """To the slots, then the checksums. A slot that became another's meanwhile has none."""
+        """To the slots, then the checksums. Ends at the first slot that is another's, which has none then."""
 
     def read(self, host: Int32s, slots: Slots, generations: Generations) -> Copied:
-        """From the slots: what equals its checksums. Ends at the first that does not."""
+        """From the slots: what equals its checksums. Ends at the first slot that does not, or is another's."""
 
 
 MakeCells = Callable[[RankHeads], ArenaCells]
@@ -47,19 +47,16 @@ class PlainArenaCells:
 
     def write(self, host: Int32s, slots: Slots, generations: Generations) -> Copied:
         """See `ArenaCells.write`."""
-        copied: Copied = "all"
-        for row, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True)):
-            self._slots[slot] = host[row]
-            if not self._heads.write_checksums(slot, generation):
-                copied = "other generation"
-        return copied
+
+        def put(number: int) -> None:
+            self._slots[slots[number]] = host[number]
+
+        return self._heads.save(slots.tolist(), generations.tolist(), put)
 
     def read(self, host: Int32s, slots: Slots, generations: Generations) -> Copied:
         """See `ArenaCells.read`."""
-        for row, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True)):
-            if not self._heads.unchanged([slot], [generation]):
-                return "other generation"
-            if not self._heads.verified(slot):
-                return "other checksum"
-            host[row] = self._slots[slot]
-        return "all"
+
+        def take(number: int) -> None:
+            host[number] = self._slots[slots[number]]
+
+        return self._heads.load(slots.tolist(), generations.tolist(), take)

@@ -110,30 +110,20 @@ class BoundCudaKvCopier:
 
     def save(self, piece: Piece) -> Copied:
         """See `BoundCopier.save`."""
-        slots, generations = piece.slots.tolist(), piece.generations.tolist()
-        self._heads.touch(slots)
-        if not self._heads.unchanged(slots, generations):
-            return "other generation"
+        self._heads.touch(piece.slots.tolist())
         under_way: tuple[_Part, StagingBuffer] | None = None
         for part, stage in zip(self._parts(piece), cycle(self._stages), strict=False):
             self._stream.fetch(part.blocks, stage)
-            if under_way is not None:
-                self._arrive(*under_way)
+            if under_way is not None and (copied := self._arrive(*under_way)) != "all":
+                return copied
             under_way = part, stage
-        if under_way is not None:
-            self._arrive(*under_way)
-        if self._heads.unchanged(slots, generations):
-            return "all"
-        self._heads.forget_checksums(slots)
-        return "other generation"
+        return "all" if under_way is None else self._arrive(*under_way)
 
     def load(self, piece: Piece) -> Copied:
         """See `BoundCopier.load`."""
         copied = self._loaded(piece)
         for stage in self._stages:
             stage.wait()
-        if copied == "all" and not self._heads.unchanged(piece.slots.tolist(), piece.generations.tolist()):
-            copied = "other generation"
         if copied != "all":
             # What is undefined must be finite: attention multiplies it with 0.
             self._stream.clear(piece.blocks)
@@ -146,14 +136,13 @@ class BoundCudaKvCopier:
         del self._cells
         self._heads.close()
 
-    def _arrive(self, part: _Part, stage: StagingBuffer) -> None:
-        """Waits for what is on its way to the arena, and sums it up."""
+    def _arrive(self, part: _Part, stage: StagingBuffer) -> Copied:
+        """Waits for what is on its way from the device, and writes it to the arena."""
         stage.wait()
-        # What is another's by now, `save` finds out at its end.
-        self._cells.write(stage.host[: len(part.blocks)], part.slots, part.generations)
+        return self._cells.write(stage.host[: len(part.blocks)], part.slots, part.generations)
 
     def _loaded(self, piece: Piece) -> Copied:
-        """Under way when it returns. The slots' generations are to be compared when it is over."""
+        """Under way to the device when it returns."""
         for part, stage in zip(self._parts(piece), cycle(self._stages), strict=False):
             stage.wait()
             copied = self._cells.read(stage.host[: len(part.blocks)], part.slots, part.generations)

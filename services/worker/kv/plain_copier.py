@@ -59,27 +59,30 @@ class BoundPlainKvCopier:
 
     def save(self, piece: Piece) -> Copied:
         """See `BoundCopier.save`."""
-        slots, generations = piece.slots.tolist(), piece.generations.tolist()
-        self._heads.touch(slots)
-        if not self._heads.unchanged(slots, generations):
-            return "other generation"
-        for block, slot, generation in zip(piece.blocks.tolist(), slots, generations, strict=True):
-            to = self._slots[slot]
+        blocks, slots, generations = (each.tolist() for each in piece)
+
+        def put(number: int) -> None:
+            to = self._slots[slots[number]]
             for layer, halves in enumerate(self._caches):
                 for part, cache in zip(self._parts, halves, strict=True):
-                    to[:, layer, part] = cache[block]
-            if not self._heads.write_checksums(slot, generation):
-                break
-        if self._heads.unchanged(slots, generations):
-            return "all"
-        self._heads.forget_checksums(slots)
-        return "other generation"
+                    to[:, layer, part] = cache[blocks[number]]
+
+        self._heads.touch(slots)
+        return self._heads.save(slots, generations, put)
 
     def load(self, piece: Piece) -> Copied:
         """See `BoundCopier.load`."""
-        copied = self._loaded(piece)
+        blocks, slots, generations = (each.tolist() for each in piece)
+
+        def take(number: int) -> None:
+            source = self._slots[slots[number]]
+            for layer, halves in enumerate(self._caches):
+                for part, cache in zip(self._parts, halves, strict=True):
+                    cache[blocks[number]] = source[:, layer, part]
+
+        copied = self._heads.load(slots, generations, take)
         if copied != "all":
-            self._clear(piece.blocks.tolist())
+            self._clear(blocks)
         return copied
 
     def close(self) -> None:
@@ -90,19 +93,6 @@ class BoundPlainKvCopier:
     def forget(self) -> None:
         """Lets go of the slots; somebody else lets go of the arena."""
         del self._slots
-
-    def _loaded(self, piece: Piece) -> Copied:
-        slots, generations = piece.slots.tolist(), piece.generations.tolist()
-        if not self._heads.unchanged(slots, generations):
-            return "other generation"
-        for block, slot in zip(piece.blocks.tolist(), slots, strict=True):
-            if not self._heads.verified(slot):
-                return "other checksum"
-            source = self._slots[slot]
-            for layer, halves in enumerate(self._caches):
-                for part, cache in zip(self._parts, halves, strict=True):
-                    cache[block] = source[:, layer, part]
-        return "all" if self._heads.unchanged(slots, generations) else "other generation"
 
     def _clear(self, blocks: list[int]) -> None:
         """Zeroes blocks with undefined contents, which must be finite because attention multiplies them by 0."""

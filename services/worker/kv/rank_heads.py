@@ -1,16 +1,19 @@
-"""The cells of one rank in a mapped arena, some layers of some heads: where they lie in this process's memory.
+"""The cells of one rank in a mapped arena, some layers of some heads: where they lie in this process's memory, and when
+what is written there or read from there counts.
 
-Knows no device.
+The slots' generations are compared before and after each copy: a writer that was stopped for long never leaves contents
+with checksums that fit them in a slot that is another's. `ops/native/kv_copy.cpp` does the same. Knows no device.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.arena.mapped_arena import MappedArena
 from kvstore.core.layout import CHECKSUM, COMMITTED, GENERATION_AT
+from services.worker.kv.copier import Copied
 from services.worker.kv.pages import provide
 
 _CELLS_AT_ONCE = 4
@@ -69,9 +72,35 @@ class RankHeads:
         """Address of the first cell's checksum in slot 0."""
         return self._base + self.arena.geometry.checksum_at(0, self._first_cells[0])
 
-    def unchanged(self, slots: Iterable[int], generations: Iterable[int]) -> bool:
-        """Whether each slot's generation is still the one wanted, so that it holds the same block."""
-        return all(self.arena.generation(slot) == wanted for slot, wanted in zip(slots, generations, strict=True))
+    def save(self, slots: Sequence[int], generations: Sequence[int], put: Callable[[int], None]) -> Copied:
+        """Has `put` write the cells of slots[i], by its number i, then writes their checksums. Ends at the first slot
+        that is another's by now: it has no checksums then, so that nobody takes it for whole."""
+        for number, (slot, generation) in enumerate(zip(slots, generations, strict=True)):
+            if self.arena.generation(slot) != generation:
+                return "other generation"
+            put(number)
+            sums = [self.arena.compute_checksum(slot, cell) for cell in self._cells_one_by_one()]
+            # Where the slot is another's they would fit what was written over its block, and be believed.
+            if self.arena.generation(slot) == generation:
+                for cell, value in zip(self._cells(), sums, strict=True):
+                    self.arena.write_checksum(slot, cell, value)
+            if self.arena.generation(slot) != generation:
+                self.forget_checksums(slot)
+                return "other generation"
+        return "all"
+
+    def load(self, slots: Sequence[int], generations: Sequence[int], take: Callable[[int], None]) -> Copied:
+        """Has `take` read the cells of slots[i], by its number i, where they equal their checksums. Ends at the first
+        slot that does not, or is another's."""
+        for number, (slot, generation) in enumerate(zip(slots, generations, strict=True)):
+            if self.arena.generation(slot) != generation:
+                return "other generation"
+            if not all(self.arena.verify(slot, cell) for cell in self._cells_one_by_one()):
+                return "other checksum"
+            take(number)
+            if self.arena.generation(slot) != generation:
+                return "other generation"
+        return "all"
 
     def touch(self, slots: Iterable[int]) -> None:
         """Maps the pages of slots that are to be written to, many at once: one by one, when first written to, takes
@@ -95,27 +124,11 @@ class RankHeads:
         end = self._base + shape.payload_at(first + count - 1, self._first_cells[0]) + self.span
         provide(start, end - start, write=write)
 
-    def write_checksums(self, slot: int, generation: int) -> bool:
-        """After the cells' bytes are written. Answers False, and writes none, where the slot is another's by now: they
-        would fit what was written over its block, and be believed."""
-        sums = [self.arena.compute_checksum(slot, cell) for cell in self._cells_one_by_one()]
-        if self.arena.generation(slot) != generation:
-            return False
-        for cell, value in zip(self._cells(), sums, strict=True):
-            self.arena.write_checksum(slot, cell, value)
-        return True
-
-    def verified(self, slot: int) -> bool:
-        """Whether the cells' bytes are what their checksums were made of."""
-        return all(self.arena.verify(slot, cell) for cell in self._cells_one_by_one())
-
-    def forget_checksums(self, slots: Iterable[int]) -> None:
-        """Nobody will take the slots for whole."""
-        stride = self.arena.geometry.header_stride
-        for slot in slots:
-            for head in range(self.count):
-                at = self.checksums + slot * stride + head * self.checksum_stride
-                ctypes.memset(at, 0, CHECKSUM.size * self.layers)
+    def forget_checksums(self, slot: int) -> None:
+        """Nobody will take the slot for whole."""
+        first = self.checksums + slot * self.arena.geometry.header_stride
+        for head in range(self.count):
+            ctypes.memset(first + head * self.checksum_stride, 0, CHECKSUM.size * self.layers)
 
     def _cells(self) -> Iterator[int]:
         return (first + layer for first in self._first_cells for layer in range(self.layers))

@@ -8,6 +8,7 @@ cell, and all read it: so engines of any tensor-parallel size share blocks, as r
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -51,35 +52,27 @@ class BoundSimKvCopier:
 
     def save(self, piece: Piece) -> Copied:
         """See `BoundCopier.save`."""
-        ends = self._ends(piece)
-        slots, generations = piece.slots.tolist(), piece.generations.tolist()
+        slots = piece.slots.tolist()
         self._heads.touch(slots)
-        sound = self._heads.unchanged(slots, generations)
-        if sound:
-            sound = all(map(self._heads.write_checksums, slots, generations))
-            time.sleep(max(0.0, ends - time.perf_counter()))
-            if self._heads.unchanged(slots, generations):
-                return "all"
-            self._heads.forget_checksums(slots)
-        return "other generation"
+        return self._heads.save(slots, piece.generations.tolist(), self._copying(piece))
 
     def load(self, piece: Piece) -> Copied:
         """See `BoundCopier.load`."""
-        ends = self._ends(piece)
-        slots, generations = piece.slots.tolist(), piece.generations.tolist()
-        if not self._heads.unchanged(slots, generations):
-            return "other generation"
-        if not all(map(self._heads.verified, slots)):
-            return "other checksum"
-        time.sleep(max(0.0, ends - time.perf_counter()))
-        return "all" if self._heads.unchanged(slots, generations) else "other generation"
+        return self._heads.load(piece.slots.tolist(), piece.generations.tolist(), self._copying(piece))
 
     def close(self) -> None:
         """Lets go of the arena."""
         self._heads.close()
 
-    def _ends(self, piece: Piece) -> float:
-        return time.perf_counter() + len(piece.blocks) * self._seconds_per_block
+    def _copying(self, piece: Piece) -> Callable[[int], None]:
+        """What takes the piece's time, all of it at its last block: one by one they are too short to sleep for."""
+        ends = time.perf_counter() + len(piece.blocks) * self._seconds_per_block
+
+        def copy(number: int) -> None:
+            if number + 1 == len(piece.blocks):
+                time.sleep(max(0.0, ends - time.perf_counter()))
+
+        return copy
 
 
 def simulated_kv(

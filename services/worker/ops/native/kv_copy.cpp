@@ -141,17 +141,69 @@ void finish_streaming() {
 #endif
 }
 
+// A slot of an arena: where a rank's cells and their checksums lie in it, and when what is copied counts (see kv_copy.h).
+class Slot {
+  public:
+    Slot(const KvArena& arena, uint32_t number, int heads, int layers)
+        : arena_(arena), number_(number), heads_(heads), layers_(layers) {}
+
+    // The first layer's cell of a head; those of its other layers follow.
+    char* payload(int head) const {
+        return (char*)arena_.payloads + number_ * arena_.payload_stride + head * arena_.head_stride;
+    }
+    bool sound(int head, int layer, uint64_t sum) const { return sum == __atomic_load_n(checksums(head) + layer, __ATOMIC_ACQUIRE); }
+
+    // `copy` writes all cells, and their checksums to sums[heads][layers].
+    template <class Copy> KvCopied save(uint64_t wanted, Copy copy) const {
+        if (generation() != wanted) return KvCopied::kOtherGeneration;
+        std::vector<uint64_t> sums(size_t(heads_) * layers_);
+        copy(sums.data());
+        finish_streaming();
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        if (generation() == wanted) put_checksums(sums);
+        if (generation() == wanted) return KvCopied::kAll;
+        put_checksums(std::vector<uint64_t>(sums.size()));
+        return KvCopied::kOtherGeneration;
+    }
+
+    // `copy` reads all cells until one is not sound, and answers whether all were.
+    template <class Copy> KvCopied load(uint64_t wanted, Copy copy) const {
+        if (generation() != wanted) return KvCopied::kOtherGeneration;
+        bool sound = copy();
+        finish_streaming();
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        if (generation() != wanted) return KvCopied::kOtherGeneration;
+        return sound ? KvCopied::kAll : KvCopied::kOtherChecksum;
+    }
+
+  private:
+    uint64_t* checksums(int head) const {
+        return (uint64_t*)((char*)arena_.checksums + number_ * arena_.header_stride + head * arena_.checksum_stride);
+    }
+    uint64_t generation() const {
+        return __atomic_load_n((uint64_t*)((char*)arena_.generations + number_ * arena_.header_stride), __ATOMIC_ACQUIRE);
+    }
+    void put_checksums(const std::vector<uint64_t>& sums) const {
+        for (int head = 0; head < heads_; ++head)
+            for (int layer = 0; layer < layers_; ++layer)
+                __atomic_store_n(checksums(head) + layer, sums[size_t(head) * layers_ + layer], __ATOMIC_RELEASE);
+    }
+
+    const KvArena& arena_;
+    const int64_t number_;
+    const int heads_, layers_;
+};
+
 // A block and its slot.
 struct Place {
     int block;
-    uint32_t slot;
+    Slot slot;
 };
 
 class Copier {
   public:
-    Copier(const KvMemory& memory, const KvArena& arena)
+    explicit Copier(const KvMemory& memory)
         : memory_(memory),
-          arena_(arena),
           heads_(memory.kv_heads),
           packed_{memory.item_bytes, memory.head_dim, (memory.head_dim + kLanes - 1) / kLanes * kLanes},
           page_(int64_t(kPageTokens) * memory.head_dim * memory.item_bytes),
@@ -161,22 +213,23 @@ class Copier {
           part_(page_ / 2 % kLine ? kPageTokens : kPageTokens / 2),
           staged_(new F[size_t(page_ + cached_page_ + 63) / 64]()) {}
 
-    KvCopied save(Place place, uint64_t generation, Place after) const {
-        const uint32_t slot = place.slot;
-        if (generation_of(slot) != generation) return KvCopied::kOtherGeneration;
-        if (save_heads(place, after, generation) && generation_of(slot) == generation) return KvCopied::kAll;
-        for (int head = 0; head < heads_; ++head)
-            for (int layer = 0; layer < memory_.layers; ++layer) __atomic_store_n(checksum(slot, head, layer), 0, __ATOMIC_RELEASE);
-        return KvCopied::kOtherGeneration;
+    // Layer after layer: all heads of a block lie side by side there, and are read from the first to the last.
+    KvCopied save(const Place& place, uint64_t generation, const Place& after) const {
+        return place.slot.save(generation, [&](uint64_t* sums) {
+            int pieces = memory_.layers * heads_;
+            for (int piece = 0; piece < pieces; ++piece) {
+                int next = piece + kAhead;
+                sums[piece % heads_ * memory_.layers + piece / heads_] = save_piece(place, piece, next < pieces ? place : after, next % pieces);
+            }
+        });
     }
 
-    KvCopied load(int block, uint32_t slot, uint64_t generation) const {
-        if (generation_of(slot) != generation) return KvCopied::kOtherGeneration;
-        bool sound = true;
-        for (int head = 0; head < heads_ && sound; ++head) sound = load_head(block, head, slot);
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        if (generation_of(slot) != generation) return KvCopied::kOtherGeneration;
-        return sound ? KvCopied::kAll : KvCopied::kOtherChecksum;
+    KvCopied load(const Place& place, uint64_t generation) const {
+        return place.slot.load(generation, [&] {
+            bool sound = true;
+            for (int head = 0; head < heads_ && sound; ++head) sound = load_head(place, head);
+            return sound;
+        });
     }
 
     void clear(int block) const {
@@ -194,37 +247,10 @@ class Copier {
     char* cache(void* of, int block, int head) const {
         return (char*)of + (int64_t(block) * heads_ + head) * cached_;
     }
-    char* payload(uint32_t slot, int head) const {
-        return (char*)arena_.payloads + slot * arena_.payload_stride + head * arena_.head_stride;
-    }
-    uint64_t* checksum(uint32_t slot, int head, int layer) const {
-        return (uint64_t*)((char*)arena_.checksums + slot * arena_.header_stride + head * arena_.checksum_stride) + layer;
-    }
-    uint64_t generation_of(uint32_t slot) const {
-        return __atomic_load_n((uint64_t*)((char*)arena_.generations + slot * arena_.header_stride), __ATOMIC_ACQUIRE);
-    }
-
-    // Layer after layer: all heads of a block lie side by side there, and are read from the first to the last.
-    // No checksum is written where the slot is another's by now: beside what it overwrote it would be a right one.
-    bool save_heads(Place place, Place after, uint64_t generation) const {
-        int pieces = memory_.layers * heads_;
-        std::vector<uint64_t> sums{};
-        sums.reserve(size_t(pieces));
-        for (int piece = 0; piece < pieces; ++piece) {
-            int next = piece + kAhead;
-            sums.push_back(save_piece(place, piece, next < pieces ? place : after, next % pieces));
-        }
-        finish_streaming();
-        __atomic_thread_fence(__ATOMIC_SEQ_CST);
-        if (generation_of(place.slot) != generation) return false;
-        for (int piece = 0; piece < pieces; ++piece)
-            __atomic_store_n(checksum(place.slot, piece % heads_, piece / heads_), sums[size_t(piece)], __ATOMIC_RELEASE);
-        return true;
-    }
 
     // Keys and values of one layer and head, a part of the tokens after the other: converting one part goes on while the
     // one before is stored. Returns their checksum.
-    uint64_t save_piece(Place place, int piece, Place then, int next) const {
+    uint64_t save_piece(const Place& place, int piece, const Place& then, int next) const {
         Checksum sum(2 * half_);
         const char *keys = cached(memory_.keys, place, piece), *next_keys = cached(memory_.keys, then, next);
         const char *values = cached(memory_.values, place, piece), *next_values = cached(memory_.values, then, next);
@@ -244,17 +270,17 @@ class Copier {
         }
         return sum.value();
     }
-    char* cached(void* const* of, Place place, int piece) const { return cache(of[piece / heads_], place.block, piece % heads_); }
-    char* stored(Place place, int piece) const { return payload(place.slot, piece % heads_) + piece / heads_ * 2 * half_; }
+    char* cached(void* const* of, const Place& place, int piece) const { return cache(of[piece / heads_], place.block, piece % heads_); }
+    char* stored(const Place& place, int piece) const { return place.slot.payload(piece % heads_) + piece / heads_ * 2 * half_; }
 
-    bool load_head(int block, int head, uint32_t slot) const {
+    bool load_head(const Place& place, int head) const {
         bool sound = true;
-        const char* from = payload(slot, head);
+        const char* from = place.slot.payload(head);
         for (int layer = 0; layer < memory_.layers && sound; ++layer, from += 2 * half_) {
             Checksum sum(2 * half_);
             sum.take(from, 2 * half_);
-            sound = sum.value() == __atomic_load_n(checksum(slot, head, layer), __ATOMIC_ACQUIRE);
-            char *keys = cache(memory_.keys[layer], block, head), *values = cache(memory_.values[layer], block, head);
+            sound = place.slot.sound(head, layer, sum.value());
+            char *keys = cache(memory_.keys[layer], place.block, head), *values = cache(memory_.values[layer], place.block, head);
             const char* page = from;
             for (int i = 0; i < memory_.pages; ++i, page += page_, keys += cached_page_, values += cached_page_) {
                 const char* rows = page + half_;
@@ -264,12 +290,10 @@ class Copier {
                 stream(values, rows, cached_page_, page + 3 * half_);
             }
         }
-        finish_streaming();
         return sound;
     }
 
     const KvMemory& memory_;
-    const KvArena& arena_;
     int heads_;
     Packed packed_;
     int64_t page_;         // bytes of one head's keys of one layer and page in a slot, and of its values
@@ -280,97 +304,79 @@ class Copier {
     std::unique_ptr<F[]> staged_;  // zeros where nothing is put: what pads values must be finite
 };
 
-// A slot of an arena, and the cells of one block.
-class SlotCells {
+// The cells of one block, in an arena's order.
+class BlockCells {
   public:
-    SlotCells(const KvCells& memory, const KvArena& arena, int block, uint32_t slot)
-        : memory_(memory), arena_(arena), slot_(slot), cells_((char*)memory.cells + block * int64_t(count()) * memory.cell_bytes) {}
+    BlockCells(const KvCells& memory, int block)
+        : memory_(memory), cells_((char*)memory.cells + int64_t(block) * memory.kv_heads * memory.layers * memory.cell_bytes) {}
 
-    int count() const { return memory_.kv_heads * memory_.layers; }
-    uint64_t generation() const {
-        return __atomic_load_n((uint64_t*)((char*)arena_.generations + slot_ * arena_.header_stride), __ATOMIC_ACQUIRE);
+    KvCopied save(const Slot& slot, uint64_t generation) const {
+        return slot.save(generation, [&](uint64_t* sums) {
+            for (int i = 0; i < count(); ++i) sums[i] = copy(stored(slot, i), cell(i), cell(i + 1));
+        });
     }
-
-    // Checksums only where the slot is still of that generation: beside what was overwritten they would be right ones.
-    bool save(uint64_t generation_wanted) const {
-        std::vector<uint64_t> sums{};
-        sums.reserve(size_t(count()));
-        for (int i = 0; i < count(); ++i) sums.push_back(copy(stored(i), cell(i), cell(i + 1)));
-        finish_streaming();
-        __atomic_thread_fence(__ATOMIC_SEQ_CST);
-        if (generation() != generation_wanted) return false;
-        for (int i = 0; i < count(); ++i) __atomic_store_n(checksum(i), sums[size_t(i)], __ATOMIC_RELEASE);
-        if (generation() == generation_wanted) return true;
-        for (int i = 0; i < count(); ++i) __atomic_store_n(checksum(i), 0, __ATOMIC_RELEASE);
-        return false;
-    }
-    bool load() const {
-        bool sound = true;
-        for (int i = 0; i < count() && sound; ++i)
-            sound = copy(cell(i), stored(i), stored(std::min(i + 1, count() - 1))) == __atomic_load_n(checksum(i), __ATOMIC_ACQUIRE);
-        finish_streaming();
-        return sound;
+    KvCopied load(const Slot& slot, uint64_t generation) const {
+        return slot.load(generation, [&] {
+            bool sound = true;
+            for (int i = 0; i < count() && sound; ++i) {
+                uint64_t sum = copy(cell(i), stored(slot, i), stored(slot, std::min(i + 1, count() - 1)));
+                sound = slot.sound(i / memory_.layers, i % memory_.layers, sum);
+            }
+            return sound;
+        });
     }
 
   private:
+    int count() const { return memory_.kv_heads * memory_.layers; }
+    char* cell(int i) const { return cells_ + i * memory_.cell_bytes; }
+    char* stored(const Slot& slot, int i) const { return slot.payload(i / memory_.layers) + i % memory_.layers * memory_.cell_bytes; }
     uint64_t copy(char* to, const char* from, const char* next) const {
         Checksum sum(memory_.cell_bytes);
         stream(to, from, memory_.cell_bytes, next, sum);
         return sum.value();
     }
-    char* cell(int i) const { return cells_ + i * memory_.cell_bytes; }
-    char* stored(int i) const {
-        return (char*)arena_.payloads + slot_ * arena_.payload_stride + i / memory_.layers * arena_.head_stride + i % memory_.layers * memory_.cell_bytes;
-    }
-    uint64_t* checksum(int i) const {
-        return (uint64_t*)((char*)arena_.checksums + slot_ * arena_.header_stride + i / memory_.layers * arena_.checksum_stride) + i % memory_.layers;
-    }
 
     const KvCells& memory_;
-    const KvArena& arena_;
-    const uint32_t slot_;
     char* const cells_;
 };
+
+// The blocks in turn, until one is not copied whole.
+template <class Copy> KvCopied each_block(int count, Copy copy) {
+    KvCopied copied = KvCopied::kAll;
+    for (int i = 0; i < count && copied == KvCopied::kAll; ++i) copied = copy(i);
+    return copied;
+}
 
 }  // namespace
 
 KvCopied save_cells(const KvCells& memory, const KvArena& arena, const KvBlocks& what) {
-    for (int i = 0; i < what.count; ++i) {
-        SlotCells slot(memory, arena, i, what.slots[i]);
-        if (slot.generation() != what.generations[i] || !slot.save(what.generations[i])) return KvCopied::kOtherGeneration;
-    }
-    return KvCopied::kAll;
+    return each_block(what.count, [&](int i) {
+        return BlockCells(memory, i).save({arena, what.slots[i], memory.kv_heads, memory.layers}, what.generations[i]);
+    });
 }
 
 KvCopied load_cells(const KvCells& memory, const KvArena& arena, const KvBlocks& what) {
-    for (int i = 0; i < what.count; ++i) {
-        SlotCells slot(memory, arena, i, what.slots[i]);
-        if (slot.generation() != what.generations[i]) return KvCopied::kOtherGeneration;
-        bool sound = slot.load();
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        if (slot.generation() != what.generations[i]) return KvCopied::kOtherGeneration;
-        if (!sound) return KvCopied::kOtherChecksum;
-    }
-    return KvCopied::kAll;
+    return each_block(what.count, [&](int i) {
+        return BlockCells(memory, i).load({arena, what.slots[i], memory.kv_heads, memory.layers}, what.generations[i]);
+    });
 }
 
 KvCopied save_blocks(const KvMemory& memory, const KvArena& arena, const KvBlocks& what) {
-    Copier copier(memory, arena);
-    for (int i = 0; i < what.count; ++i) {
-        int after = i + 1 < what.count ? i + 1 : i;
-        KvCopied copied = copier.save({what.blocks[i], what.slots[i]}, what.generations[i], {what.blocks[after], what.slots[after]});
-        if (copied != KvCopied::kAll) return copied;
-    }
-    return KvCopied::kAll;
+    Copier copier(memory);
+    auto place = [&](int i) { return Place{what.blocks[i], {arena, what.slots[i], memory.kv_heads, memory.layers}}; };
+    return each_block(what.count, [&](int i) {
+        return copier.save(place(i), what.generations[i], place(std::min(i + 1, what.count - 1)));
+    });
 }
 
 KvCopied load_blocks(const KvMemory& memory, const KvArena& arena, const KvBlocks& what) {
-    Copier copier(memory, arena);
-    for (int i = 0; i < what.count; ++i) {
-        KvCopied copied = copier.load(what.blocks[i], what.slots[i], what.generations[i]);
-        if (copied == KvCopied::kAll) continue;
-        for (int j = i; j < what.count; ++j) copier.clear(what.blocks[j]);
-        return copied;
-    }
-    return KvCopied::kAll;
+    Copier copier(memory);
+    int at = 0;
+    KvCopied copied = each_block(what.count, [&](int i) {
+        at = i;
+        return copier.load({what.blocks[i], {arena, what.slots[i], memory.kv_heads, memory.layers}}, what.generations[i]);
+    });
+    if (copied != KvCopied::kAll)
+        for (int i = at; i < what.count; ++i) copier.clear(what.blocks[i]);
+    return copied;
 }

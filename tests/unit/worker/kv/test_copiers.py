@@ -235,7 +235,7 @@ def test_a_stage_that_is_overtaken_forgets_its_own_checksums_alone(tmp_path: Pat
     heads = RankHeads(MappedArena.open(arena.path), 0, layout.kv_heads, 2, 1)
     assert second.save([1], [0]) == "done"
     assert arena.is_sound(0)
-    heads.forget_checksums([0])
+    heads.forget_checksums(0)
     written = [bool(arena.checksum(0, cell)) for cell in range(arena.geometry.cells)]
     assert written == [True, True, False] * layout.kv_heads
 

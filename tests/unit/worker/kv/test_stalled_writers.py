@@ -9,8 +9,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from kvstore.arena.mapped_arena import MappedArena
 from kvstore.arena.owned_arena import OwnedArena
-from services.worker.kv.rank_heads import RankHeads
 from tests.support.kv.ranks import Rank, make_arena, make_layout, reserve, transfer
 
 LAYOUT = make_layout("float32")
@@ -45,28 +45,28 @@ def test_what_a_stalled_writer_leaves_in_anothers_slot_is_read_by_nobody(
     reading = Rank("torch" if reader == "torch" else "native", LAYOUT, tmp_path)
     stalled.compute(seed=1)
     other.compute(seed=2)
-    unchanged = RankHeads.unchanged
-    asked: list[bool] = []
+    generation = MappedArena.generation
+    asked: list[MappedArena] = []
 
-    def stalls(heads: RankHeads, slots: list[int], generations: list[int]) -> bool:
-        """It stops right after it has seen that the slot is its own, and wakes up when it is not."""
-        mine = unchanged(heads, slots, generations)
-        if generations == [SLOT + 1]:
-            asked.append(mine)
-            if asked == [True]:
-                update_sequences(arena, other)
-            elif ending == "killed":
-                raise Killed
-        return mine
+    def stalls(mapped: MappedArena, slot: int) -> int:
+        """The first to ask stops right after it has seen that the slot is its own, and wakes up when it is not."""
+        found = generation(mapped, slot)
+        if not asked:
+            asked.append(mapped)
+            assert found == SLOT + 1
+            update_sequences(arena, other)
+        elif mapped is asked[0] and ending == "killed":
+            raise Killed
+        return found
 
-    monkeypatch.setattr(RankHeads, "unchanged", stalls)
+    monkeypatch.setattr(MappedArena, "generation", stalls)
     if ending == "killed":
         with pytest.raises(Killed):
             stalled.save([FORMER], [SLOT])
     else:
         assert stalled.save([FORMER], [SLOT]) == "late"
     monkeypatch.undo()
-    assert asked[0]
+    assert asked
     assert arena.header(SLOT).generation == LATER
     reading.compute(seed=3)
     assert moved(reading, "load", 5) == "failed"

@@ -121,19 +121,16 @@ def test_a_transfer_of_nothing_is_done(rank: Rank) -> None:
     assert rank.save([], []) == "done"
 
 
-class ReservedMeanwhile(RankHeads):
-    """Its slots become another's while they are written to, or read."""
+class ReservedMeanwhile(OwnedArena):
+    """Its slots become another's as checksums are written or compared."""
 
-    store: OwnedArena
+    def write_checksum(self, slot: int, cell: int, value: int | None = None) -> None:
+        super().write_checksum(slot, cell, value)
+        self.set_generation(slot, 1000)
 
-    def write_checksums(self, slot: int, generation: int) -> bool:
-        written = super().write_checksums(slot, generation)
-        self.store.set_generation(slot, 1000)
-        return written
-
-    def verified(self, slot: int) -> bool:
-        sound = super().verified(slot)
-        self.store.set_generation(slot, 1000)
+    def verify(self, slot: int, cell: int) -> bool:
+        sound = super().verify(slot, cell)
+        self.set_generation(slot, 1000)
         return sound
 
 
@@ -142,8 +139,7 @@ def overtaken(tmp_path: Path) -> tuple[OwnedArena, BoundCopier, Piece]:
     arena = make_arena(tmp_path, LAYOUT)
     rank = Rank("torch", LAYOUT, tmp_path)
     rank.compute()
-    heads = ReservedMeanwhile(OwnedArena.open(arena.path, ARENA), 0, LAYOUT.kv_heads, 0, LAYOUT.layers)
-    heads.store = arena
+    heads = RankHeads(ReservedMeanwhile.open(arena.path, ARENA), 0, LAYOUT.kv_heads, 0, LAYOUT.layers)
     piece = Piece(*(torch.tensor([3], dtype=t).numpy() for t in (torch.int32, torch.uint32, torch.uint64)))
     piece.generations[0] = 4
     return arena, PlainKvCopier(rank.caches).bind(heads), piece
