@@ -15,7 +15,13 @@ from typer.core import TyperCommand, TyperGroup
 from deploy.cli import end_at_once, raise_interrupt
 from deploy.errors import CommandError
 
-RUN, USE, OPERATE = "Run", "Use", "Operate"
+RUN, USE, WATCH, OPERATE = "Run", "Use", "Watch and diagnose", "Operate"
+MEASURE, DEBUG = "Measure and size", "Develop"
+EXAMPLES = (
+    "baton up --model Qwen/Qwen3-0.6B --port 8000",
+    'baton chat "What is the capital of France?"',
+    "baton up --help",
+)
 PASSED_ON: Mapping[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command that hands everything it does not know, `--help` too, to another program."""
 
@@ -37,13 +43,13 @@ COMMANDS: Mapping[str, Listed] = {
         "deploy.cli.up.command",
         "Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer.",
     ),
+    "down": Listed(RUN, "deploy.cli.operate", "Drain and stop a stack, with its supervisor or without one."),
     "join": Listed(
         RUN,
         "deploy.cli.hosts.join",
         "Make this host part of another host's stack: with engines, a KV store and a NATS server of its own.",
     ),
     "token": Listed(RUN, "deploy.cli.hosts.token", "Make a token by which other hosts join this one's stack."),
-    "down": Listed(RUN, "deploy.cli.operate", "Drain and stop a stack, with its supervisor or without one."),
     "keys": Listed(RUN, "deploy.cli.keys", "Make an API key, or list those of a file: baton keys new NAME, list."),
     "chat": Listed(USE, "deploy.cli.chat.command", "Talk to the model in the terminal."),
     "batch": Listed(
@@ -51,48 +57,43 @@ COMMANDS: Mapping[str, Listed] = {
         "deploy.cli.batch.command",
         "Answer a file of requests in OpenAI's batch format; a second run continues where the first stopped.",
     ),
-    "bench": Listed(
-        USE,
-        "deploy.cli.bench",
-        "Measure: baton bench serve|latency|throughput|interference|hops|ring|startup|profile|prefixes|kv|idle|"
-        "speculation|perplexity|roofline|kernels|routing|peers|gpu.",
-        PASSED_ON,
-    ),
-    "simulate": Listed(
-        USE,
-        "deploy.cli.sizing.simulate",
-        "Simulate a fleet under load: the real coordinator and schedulers on a virtual clock, with simulated devices.",
-    ),
-    "tune": Listed(
-        USE,
-        "deploy.cli.sizing.tune",
-        "Find the settings that serve a load best: trials on the simulator, or on real stacks.",
-    ),
-    "chaos": Listed(
-        USE,
-        "deploy.cli.chaos",
-        "Take a stack of this command's own apart under load, fault by fault, and check that no stream is lost or "
-        "altered.",
-    ),
-    "ps": Listed(OPERATE, "deploy.cli.ps", "Show every process of a stack: phase, load, uptime."),
+    "ps": Listed(WATCH, "deploy.cli.ps", "Show every process of a stack: phase, load, uptime."),
     "top": Listed(
-        OPERATE,
+        WATCH,
         "deploy.cli.top.command",
         "Show live figures of a stack: engines, time per step phase, queues, KV memory, tokens/s, hit rates.",
     ),
     "logs": Listed(
-        OPERATE,
+        WATCH,
         "deploy.cli.logs",
         "Show the services' log lines, merged in time order. Works on a stack that has ended, too.",
     ),
     "trace": Listed(
-        OPERATE,
+        WATCH,
         "deploy.cli.top.trace",
         "Follow one request through the services, hop by hop with times: an open one, or one that ended a while ago.",
     ),
+    "doctor": Listed(
+        WATCH, "deploy.cli.doctor", "Check this machine and a running stack; for each problem say what to do."
+    ),
+    "prometheus-config": Listed(
+        WATCH,
+        "deploy.cli.diagnosis.prometheus",
+        "Print a configuration by which Prometheus scrapes a stack and judges it by Baton's alert rules.",
+    ),
+    "support-bundle": Listed(
+        WATCH,
+        "deploy.cli.diagnosis.support_bundle",
+        "Collect what a bug report needs in one archive: versions, findings, metrics, logs, without secrets and texts.",
+    ),
+    "scale": Listed(OPERATE, "deploy.cli.operate", "Start or stop instances: baton scale tokenizer=3."),
     "drain": Listed(OPERATE, "deploy.cli.operate", "Let an instance finish its open requests and accept no new ones."),
     "undrain": Listed(OPERATE, "deploy.cli.operate", "Let a drained instance accept requests again."),
-    "scale": Listed(OPERATE, "deploy.cli.operate", "Start or stop instances: baton scale tokenizer=3."),
+    "lora": Listed(
+        OPERATE,
+        "deploy.cli.operate",
+        "Show a stack's LoRA adapters, or change them: baton lora list, load NAME FOLDER, unload NAME.",
+    ),
     "plan": Listed(
         OPERATE,
         "deploy.cli.plan",
@@ -103,34 +104,39 @@ COMMANDS: Mapping[str, Listed] = {
         "deploy.cli.hosts.cluster",
         "Show the clusters of a federation, or switch one: baton cluster list, drain NAME, undrain NAME, secret.",
     ),
-    "lora": Listed(
-        OPERATE,
-        "deploy.cli.operate",
-        "Show a stack's LoRA adapters, or change them: baton lora list, load NAME FOLDER, unload NAME.",
-    ),
     "nats-env": Listed(
         OPERATE, "deploy.cli.operate", 'Print what the `nats` command needs: eval "$(baton nats-env)"; nats micro ls.'
     ),
-    "prometheus-config": Listed(
-        OPERATE,
-        "deploy.cli.diagnosis.prometheus",
-        "Print a configuration by which Prometheus scrapes a stack and judges it by Baton's alert rules.",
+    "bench": Listed(
+        MEASURE,
+        "deploy.cli.bench",
+        "Measure: baton bench serve|latency|throughput|interference|hops|ring|startup|profile|prefixes|kv|idle|"
+        "speculation|perplexity|roofline|kernels|routing|peers|gpu.",
+        PASSED_ON,
     ),
-    "record": Listed(OPERATE, "deploy.cli.journals", "Record the messages on the bus in a journal; Ctrl-C ends it."),
+    "simulate": Listed(
+        MEASURE,
+        "deploy.cli.sizing.simulate",
+        "Simulate a fleet under load: the real coordinator and schedulers on a virtual clock, with simulated devices.",
+    ),
+    "tune": Listed(
+        MEASURE,
+        "deploy.cli.sizing.tune",
+        "Find the settings that serve a load best: trials on the simulator, or on real stacks.",
+    ),
+    "chaos": Listed(
+        MEASURE,
+        "deploy.cli.chaos",
+        "Take a stack of this command's own apart under load, fault by fault, and check that no stream is lost or "
+        "altered.",
+    ),
+    "record": Listed(DEBUG, "deploy.cli.journals", "Record the messages on the bus in a journal; Ctrl-C ends it."),
     "replay": Listed(
-        OPERATE,
+        DEBUG,
         "deploy.cli.journals",
         "Repeat the decisions of a scheduler from its journal; a difference is shown and ends with status 1.",
     ),
-    "doctor": Listed(
-        OPERATE, "deploy.cli.doctor", "Check this machine and a running stack; for each problem say what to do."
-    ),
-    "support-bundle": Listed(
-        OPERATE,
-        "deploy.cli.diagnosis.support_bundle",
-        "Collect what a bug report needs in one archive: versions, findings, metrics, logs, without secrets and texts.",
-    ),
-    "version": Listed(OPERATE, "deploy.cli.doctor", "Show the versions of Baton, Python and the libraries."),
+    "version": Listed(DEBUG, "deploy.cli.doctor", "Show the versions of Baton, Python and the libraries."),
 }
 
 
@@ -168,6 +174,7 @@ def command_line() -> TyperGroup:
             name: TyperCommand(name, help=listed.help, rich_help_panel=listed.panel)
             for name, listed in COMMANDS.items()
         },
+        epilog="\n\n".join(("Examples:", *EXAMPLES)),
         params=list(typer.main.get_install_completion_arguments()),
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},

@@ -42,13 +42,10 @@ _TEXTS = {
 }
 """Flags that these are given where they were not typed."""
 _THEIR_USAGE = """
-In a checkout of the repository, through this command:
+Through this command alone (the first two in a checkout of the repository only):
 
   peers         the whole ring and transformers' own continuous batching, under the same load
   gpu           all that is to be measured on a GPU, stage by stage, into one folder
-
-Of this command alone:
-
   routing       processor time and memory of the coordinator's placements among many engines; starts nothing
 """
 

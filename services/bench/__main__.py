@@ -68,7 +68,7 @@ BENCHMARKS = {
 def usage() -> str:
     """The list of commands, one line each."""
     lines = [f"  {name:<14}{benchmark.help}" for name, benchmark in BENCHMARKS.items()]
-    return "\n".join(["usage: python -m services.bench COMMAND [--help] [flags]", "", *lines, ""])
+    return "\n".join(["usage: baton bench COMMAND [--help] [flags]", "", *lines, ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
