@@ -136,7 +136,8 @@ class Setting(NamedTuple):
         try:
             return msgspec.convert(parsed, wanted, strict=False, dec_hook=_path)
         except msgspec.ValidationError as error:
-            raise ValueError(str(error)) from None
+            allowed = f"; one of {', '.join(map(str, self.choices))} is expected" if self.choices else ""
+            raise ValueError(f"{error}{allowed}") from None
 
     def _from_text(self, value: Any) -> Any:
         if not isinstance(value, str):

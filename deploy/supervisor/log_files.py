@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+import msgspec
+
 from shared.private_files import PRIVATE_FOLDER, private_opener
 
 MAX_LOG_BYTES = 16 * 2**20
@@ -16,6 +18,15 @@ MAX_LOG_BYTES = 16 * 2**20
 valid. Lines written between the copy and the emptying are lost."""
 
 MIN_FREE_BYTES = 64 * 1024
+LAST_LINES = 12
+"""Of a log, to show how its process ended."""
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """A line of a log, as far as it may say why its service ended."""
+
+    event: str
+    reason: str = ""
 
 
 class LogFolder:
@@ -63,9 +74,9 @@ class LogFolder:
                 problem = f"{path.name}: {error.strerror}"
         return problem
 
-    def last_lines(self, instance: str, count: int = 12) -> list[str]:
-        """At most the last `count` lines of an instance's log; none where there is no log."""
-        return last_lines(self.of(instance), count)
+    def last_lines(self, instance: str) -> list[str]:
+        """At most the last LAST_LINES lines of an instance's log; none where there is no log."""
+        return last_lines(self.of(instance), LAST_LINES)
 
 
 def _rotate(path: Path) -> str | None:
@@ -96,6 +107,17 @@ def last_lines(path: Path, count: int) -> list[str]:
             return file.read().decode(errors="replace").splitlines()[-count:]
     except OSError:
         return []
+
+
+def failure_reason(path: Path) -> str | None:
+    """Why a service ended that said so ("cannot serve"); libraries may have written much behind it. None: it did not
+    say."""
+    for line in reversed(last_lines(path, 1000)):
+        with contextlib.suppress(msgspec.MsgspecError):
+            said = msgspec.json.decode(line, type=_Said)
+            if said.event == "cannot serve":
+                return said.reason
+    return None
 
 
 def log_files(folder: Path) -> Iterator[Path]:

@@ -42,7 +42,7 @@ from deploy.supervisor.hosts import hosts_of
 from deploy.supervisor.keeper import NAME as KEEPER
 from deploy.supervisor.keeper import keeper_command
 from deploy.supervisor.launch import CommandLineOf, service_command
-from deploy.supervisor.log_files import LogFolder, full_disk
+from deploy.supervisor.log_files import LAST_LINES, LogFolder, failure_reason, full_disk, last_lines
 from deploy.supervisor.network import reserved_port
 from deploy.supervisor.processes import ChildProcesses, RemoteEvents, RemoteProcesses
 from deploy.supervisor.servers.arenas import remove_leftovers
@@ -86,12 +86,14 @@ Beside = Callable[[], Coroutine[Any, Any, None]]
 
 
 class StartFailed(Exception):
-    """The stack did not come up; the text names the process and shows its last words, as its log has them."""
+    """The stack did not come up; the text names the process and says why, or has the last words of its log."""
 
-    def __init__(self, instance: InstanceId, reason: str, log_file: Path, last_lines: Sequence[str]) -> None:
-        self.instance, self.last_lines = instance, tuple(last_lines)
-        self.heading = f"{instance} {reason}. Its last words ({log_file}):"
-        super().__init__("\n".join([self.heading, *(f"  {line}" for line in last_lines)]))
+    def __init__(self, instance: InstanceId, reason: str, log_file: Path) -> None:
+        said = failure_reason(log_file)
+        self.instance, self.last_lines = instance, () if said else tuple(last_lines(log_file, LAST_LINES))
+        why = f"cannot serve: {said}\n  Its log is {log_file}." if said else f"{reason}. Its last words ({log_file}):"
+        self.heading = f"{instance} {why}"
+        super().__init__("\n".join([self.heading, *(f"  {line}" for line in self.last_lines)]))
 
 
 class Stack:
@@ -428,7 +430,7 @@ class Stack:
     def give_up(self, instance: InstanceId, reason: str) -> None:
         """Ends the stack soon; `run` raises StartFailed."""
         if self._failure is None:
-            self._failure = StartFailed(instance, reason, self.logs.of(instance), self.logs.last_lines(instance))
+            self._failure = StartFailed(instance, reason, self.logs.of(instance))
             for _ in range(2):
                 self._handle(StopRequested())
 

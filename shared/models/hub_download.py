@@ -16,10 +16,18 @@ SAY_EVERY = 10.0
 """Seconds between two lines where there is no terminal, whose bars the hub's library draws."""
 
 
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What fetching raises where the hub does not answer, or not with what was asked for."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    # Errors of connections pass through it as the HTTP library raises them, which changes with the hub's version.
+    return (*HfHubHTTPError.__bases__, HFValidationError, LocalEntryNotFoundError, OSError, ValueError)
+
+
 def fetched(repository: str, patterns: Sequence[str], say: Say | None) -> Path:
     """The folder with the files of `repository` that have one of these patterns, fetched unless they are here.
 
-    Raises whatever huggingface_hub does.
+    Raises `hub_errors()`.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -40,11 +48,10 @@ def fetched(repository: str, patterns: Sequence[str], say: Say | None) -> Path:
 def _missing_bytes(repository: str, patterns: Sequence[str]) -> int:
     """Bytes of the wanted files that are not here; 0 where the hub does not say."""
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         info = HfApi().model_info(repository, files_metadata=True)
-    except (HfHubHTTPError, OSError, ValueError):
+    except hub_errors():
         return 0
     wanted = (each for each in info.siblings or () if any(fnmatch(each.rfilename, pattern) for pattern in patterns))
     return sum(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shared.models.hub_download import Say, fetched
+from shared.models.hub_download import Say, fetched, hub_errors
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 EXPECTED = "expected: a folder with config.json and safetensors, a .gguf file, or a repository such as Qwen/Qwen3-0.6B"
@@ -43,12 +43,9 @@ def resolve_model(model: str, *, weights: bool, say: Say | None = None) -> Path:
 
 
 def _download(repository: str, patterns: list[str], say: Say | None) -> Path:
-    # imported late: slow, and most starts serve a directory
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     try:
         return fetched(repository, patterns, say)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except hub_errors() as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ModelNotFound(
             f"{repository}: not a directory here, and fetching it from the Hugging Face hub failed ({reason}); "

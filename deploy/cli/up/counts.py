@@ -88,7 +88,7 @@ def mixed_engines(engines: int | None, prefill: int, decode: int) -> int:
     CommandError."""
     mixed = engines if engines is not None else int(not prefill and not decode)
     if mixed + decode == 0:
-        raise CommandError("prefill engines need others that decode: --decode N or --engines N", status=2)
+        raise CommandError("no engine would decode: --engines N or --decode N with at least 1 is needed", status=2)
     return mixed
 
 

@@ -84,7 +84,8 @@ def read_header(path: Path) -> FileHeader:
         tensors = {name: msgspec.json.decode(each, type=TensorHeader) for name, each in raw.items()}
     except (OSError, SafetensorError, msgspec.MsgspecError, RuntimeError, MemoryError) as error:
         # The last two where it cannot be mapped.
-        raise TensorFileError(f"{path}: {error}") from None
+        damaged = "; is it damaged, or not fetched to its end?" if isinstance(error, SafetensorError) else ""
+        raise TensorFileError(f"{path}: {error}{damaged}") from None
     return FileHeader(_LENGTH_BYTES + length, tensors)
 
 

@@ -165,4 +165,5 @@ def _suffix_complaint(settings: SpeculationSettings) -> str | None:
 
 def _allowed() -> str:
     keys = ", ".join(field.name for field in msgspec.structs.fields(SpeculationSettings))
-    return f"a JSON object is wanted, with keys of {keys}, and method one of {', '.join(get_args(Method))}"
+    methods = ", ".join(get_args(Method))
+    return f'a JSON object such as {{"method": "ngram"}} is wanted; method is one of {methods}; the keys are {keys}'

@@ -89,3 +89,13 @@ def test_what_is_not_here_is_said_before_and_after_and_what_is_here_is_not(hub: 
     assert after.startswith("owner/model: 3 MB in ")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert fetch() == [at]
+
+
+def test_a_hub_that_does_not_answer_is_an_error_that_says_so(tmp_path: Path) -> None:
+    away = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FETCH], cwd=REPOSITORY, env=away, capture_output=True, text=True, timeout=60
+    )
+    assert "ModelNotFound: owner/model: not a directory here, and fetching it from the Hugging Face hub failed" in (
+        done.stderr
+    )
