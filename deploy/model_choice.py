@@ -18,7 +18,7 @@ from shared.models.model_files import ModelNotFound, is_gguf, resolve_model
 
 DEMO_MODEL = Path(__file__).with_name("demo") / "model"
 DEMO_NAME = "baton-demo"
-_CONVERSION = 2
+_CONVERSION = 3
 """Raised with any change to what is made of a GGUF file."""
 _BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
 
@@ -68,9 +68,11 @@ def _converted(file: Path) -> Path:
             raise CommandError(str(error)) from None
         # In a process of its own: here, nothing imports torch.
         command = [sys.executable, "-m", "services.worker.models.gguf", str(file), str(folder)]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise CommandError((done.stderr.strip().splitlines() or ["the conversion was killed"])[-1])
+        if done.stdout:
+            _say(done.stdout.strip())
     return folder
 
 

@@ -22,9 +22,17 @@ from tests.benchmarks.library_cost import SHAPE
 
 ROWS = (1, 4, 16, 64)
 ROUNDS, CALLS = 5, 6
-GROUP = 32
-TYPES = {"BF16": None, "Q4_0": ("int4", False), "Q4_K": ("int4", True), "Q8_0": ("int8", False), "Q5_K": ("int8", True)}
-"""Codes, and whether their groups have an offset."""
+TYPES = {
+    "BF16": None,
+    "Q4_0": ("int4", False, 32),
+    "Q4_K": ("int4", True, 32),
+    "Q8_0": ("int8", False, 32),
+    "Q5_K": ("int8", True, 32),
+    "Q6_K": ("int8", False, 16),
+    "Q3_K": ("int4", False, 16),
+    "Q2_K": ("int4", True, 16),
+}
+"""Codes, whether their groups have an offset, and the inputs of one."""
 
 
 def shapes() -> list[tuple[int, int]]:
@@ -39,9 +47,9 @@ def packed(ops: NativeOps, kind: str, out: int, inputs: int) -> PackedLinear:
     made = TYPES[kind]
     if made is None:
         return ops.pack_linear(torch.randn(out, inputs, dtype=torch.bfloat16), None)
-    code, offset = made
+    code, offset, group = made
     codes = torch.randint(0, 16, (out, inputs), dtype=torch.uint8)
-    scales = torch.rand(out, inputs // GROUP) / 100
+    scales = torch.rand(out, inputs // group) / 100
     return ops.pack_quantized(QuantizedWeight(code, codes, scales, offsets=-scales if offset else None), None)
 
 

@@ -22,7 +22,7 @@ Scheme = Literal["int8", "int4", "fp8", "w8a8_int8"]
 """What weights are rounded to: a code, or int8 with activations in int8, by SGLang's name for it."""
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
-GROUP_SIZES = (32, 64, 128, 256, 512)
+GROUP_SIZES = (16, 32, 64, 128, 256, 512)
 """Inputs that may share a scale, beside all of them."""
 
 INT4_GROUP = 128
@@ -165,10 +165,13 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def stack_outputs(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """One matrix with the outputs of all, which have the same inputs; None where they differ in how they are kept."""
-    first = weights[0]
+    """One matrix with the outputs of all, which have the same inputs: in the code and the groups that hold each of them
+    exactly, where they differ in how they are kept. None where there are none such."""
     if len({_kind(each) for each in weights}) > 1:
-        return None
+        if not all(_may_change(each) for each in weights):
+            return None
+        weights = _made_alike(weights)
+    first = weights[0]
     zeros = [each.zeros for each in weights if each.zeros is not None]
     offsets = [each.offsets for each in weights if each.offsets is not None]
     return first._replace(
@@ -177,6 +180,26 @@ def stack_outputs(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
         zeros=joined(zeros) if zeros else None,
         offsets=joined(offsets) if offsets else None,
     )
+
+
+def _may_change(weight: QuantizedWeight) -> bool:
+    return weight.code != "fp8" and not weight.int8_activations and weight.group_size in GROUP_SIZES
+
+
+def _made_alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+    size = min(each.group_size for each in weights)
+    offset = any(each.offsets is not None for each in weights)
+    return [_as_int8(each, size, offset) for each in weights]
+
+
+def _as_int8(weight: QuantizedWeight, size: int, offset: bool) -> QuantizedWeight:
+    """int4's numbers are int8's, too; a group may be cut into some of `size`; and an offset may be 0."""
+    times = weight.group_size // size
+    cut = weight.with_groups(lambda of_groups: of_groups.repeat_interleave(times, dim=1))
+    if offset and cut.offsets is None:
+        cut = cut._replace(offsets=torch.zeros_like(cut.scales))
+    codes = weight.codes if weight.code == "int8" else weight.numbers.to(torch.int8).view(torch.uint8)
+    return cut._replace(code="int8", codes=codes, zeros=None)
 
 
 def _kind(weight: QuantizedWeight) -> tuple[object, ...]:

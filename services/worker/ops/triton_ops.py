@@ -41,7 +41,13 @@ from services.worker.ops.triton.moe.coded_experts import mix_coded_rows
 from services.worker.ops.triton.moe.grouped_products import NO_BIASES, mix_tiles
 from services.worker.ops.triton.moe.mixture import choose_experts, compile_all, first_row, mixture
 from services.worker.ops.triton.moe.routing import one_by_one, reads_codes
-from services.worker.ops.triton.quantized_linear import compile_tiles, multiplies, quantized_linear, readable
+from services.worker.ops.triton.quantized_linear import (
+    compile_tiles,
+    multiplies,
+    quantized_linear,
+    readable,
+    tiles_hold_groups,
+)
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
 from services.worker.ops.triton.verification import verify
@@ -85,7 +91,10 @@ class TritonOps(TorchOps):
         return "triton"
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
-        """The codes. Compiles the kernels of all sizes of tiles when a shape of weight is first seen on a GPU."""
+        """The codes, or numbers where groups are smaller than tiles. Compiles the kernels of all sizes of tiles when a
+        shape of weight is first seen on a GPU."""
+        if not tiles_hold_groups(weight):
+            return self.pack_linear(weight.dequantized(self._dtype), bias)
         packed = super().pack_quantized(weight, bias)
         assert isinstance(packed, QuantizedLinear)
         outputs, inputs = weight.codes.shape
@@ -148,7 +157,9 @@ class TritonOps(TorchOps):
         return PackedExperts(_Experts(self._readable(gate_up), self._readable(down), biases or NO_BIASES))
 
     def _readable(self, stack: WeightStack) -> Tensor | CodedStack:
-        if isinstance(stack, QuantizedStack) and not readable(stack.weight.code, self._device):
+        if isinstance(stack, QuantizedStack) and not (
+            readable(stack.weight.code, self._device) and tiles_hold_groups(stack.weight)
+        ):
             return torch.stack([weight.dequantized(self._dtype) for weight in stack.matrices])
         return code_stack(stack)
 

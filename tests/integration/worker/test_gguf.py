@@ -24,7 +24,7 @@ from services.worker.models.gguf.gguf_codes import read_codes
 from services.worker.models.quantization.method import read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.ops.quantized import Code, QuantizedWeight
-from tests.support.models.gguf_files import gguf_model
+from tests.support.models.gguf_files import Q4_K_M, Kinds, gguf_model, put_floats
 from tests.support.models.tiny_tokenizers import TEXT, byte_level
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import record_logits
@@ -59,12 +59,23 @@ def converted(file: Path) -> Path:
         ("qwen2", Kind.Q8_0, {}),
         ("qwen3", Kind.Q4_K, {}),
         ("llama", Kind.Q5_K, {}),
+        ("llama", Q4_K_M, {}),
+        ("qwen3", {"": Kind.Q3_K, "ffn": Kind.Q2_K, "attn_v": Kind.Q5_0, "embd": Kind.IQ4_XS}, {}),
         ("qwen2", Kind.F16, {}),
     ],
-    ids=["llama-q8_0", "llama3-q4_0", "qwen2-q8_0", "qwen3-q4_k", "llama-q5_k", "qwen2-f16"],
+    ids=[
+        "llama-q8_0",
+        "llama3-q4_0",
+        "qwen2-q8_0",
+        "qwen3-q4_k",
+        "llama-q5_k",
+        "llama-q4_k_m",
+        "qwen3-mixed",
+        "qwen2-f16",
+    ],
 )
 def test_logits_are_those_of_the_numbers(
-    family: str, kind: Kind, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, kind: Kinds, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, file = gguf_model(family, tmp_path, kind, byte_level(), **changes)
     folder = converted(file)
@@ -88,8 +99,13 @@ def test_logits_are_those_of_the_numbers(
         (Kind.Q8_0, "int8"),
         (Kind.Q4_K, "int4"),
         (Kind.Q5_K, "int8"),
-        (Kind.Q6_K, None),
-        (Kind.IQ4_NL, None),
+        (Kind.Q6_K, "int8"),
+        (Kind.Q3_K, "int4"),
+        (Kind.Q2_K, "int4"),
+        (Kind.IQ4_NL, "int8"),
+        (Kind.IQ4_XS, "int8"),
+        (Kind.MXFP4, "int8"),
+        (Kind.IQ3_S, None),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -97,8 +113,7 @@ def test_codes_stand_for_what_llama_cpps_package_makes_of_them(kind: Kind, code:
     """Random blocks: every bit counts."""
     inputs, size = GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(1).integers(0, 256, (6, 512 // inputs, size), dtype=np.uint8)
-    floats = 4 if kind in {Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K} else 2
-    blocks[..., :floats] = np.array([0.013, 0.021], dtype=np.float16).view(np.uint8)[:floats]
+    put_floats(blocks, kind)
     read = read_codes(int(kind), torch.from_numpy(blocks.reshape(-1)), (6, 512))
     assert (code is None) == (read is None)
     if read is None or code is None:
@@ -109,11 +124,14 @@ def test_codes_stand_for_what_llama_cpps_package_makes_of_them(kind: Kind, code:
     torch.testing.assert_close(weight.dequantized(torch.float32), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_codes_stay_codes_and_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_stay_codes_and_are_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cache = tmp_path / "cache" / "baton" / "gguf"
-    _, file = gguf_model("llama", tmp_path, Kind.Q8_0, byte_level())
+    _, file = gguf_model("llama", tmp_path, {"": Kind.Q8_0, "attn_k": Kind.IQ3_S}, byte_level())
     folder = model_directory(str(file))
+    assert capsys.readouterr().err.endswith(f"{file}: matrices of IQ3_S become bfloat16, 16 bits a weight\n")
     assert (folder.parent, served_name(str(file), None)) == (cache, "llama")
     assert [each.name for each in cache.iterdir()] == [folder.name]
     made = (folder / "config.json").stat()

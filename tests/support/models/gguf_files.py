@@ -36,15 +36,28 @@ _OF_LAYERS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_K_BYTES = {GgmlType.Q4_K: 144, GgmlType.Q5_K: 176}
-"""Of a block of 256 weights."""
+_DRAWN = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S"}
+"""Types that the package reads and does not write."""
+_FLOATS = {
+    "Q2_K": slice(80, 84),
+    "Q3_K": slice(108, 110),
+    "Q6_K": slice(208, 210),
+    "MXFP4": slice(0, 0),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), slice(0, 4)),
+}
+"""Where a block has floats of 16 bits, of types that have not one at their beginning."""
+Kinds = GgmlType | dict[str, GgmlType]
+"""The type of all matrices, or by what is in a tensor's name, of which the last counts."""
+Q4_K_M: Kinds = {"": GgmlType.Q4_K, "attn_v": GgmlType.Q6_K, "ffn_down": GgmlType.Q6_K, "output.weight": GgmlType.Q6_K}
+"""What llama.cpp makes files called so of, in some layers."""
 _WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def gguf_model(
-    family: str, folder: Path, kind: GgmlType, tokenizer: Tokenizer, *, architecture: str | None = None, **changes: Any
+    family: str, folder: Path, kind: Kinds, tokenizer: Tokenizer, *, architecture: str | None = None, **changes: Any
 ) -> tuple[TinyModel, Path]:
     """A reference with what the file's weights stand for, and the file."""
+    kinds = {"": kind} if isinstance(kind, GgmlType) else kind
     model = make_model(family, folder / "original", vocab_size=tokenizer.get_vocab_size(), **SIZES, **changes)
     path = folder / f"{family}.gguf"
     writer = gguf.GGUFWriter(path, architecture or family)
@@ -52,7 +65,8 @@ def gguf_model(
     _write_tokenizer(writer, tokenizer)
     with torch.no_grad():
         for name, weight in model.reference.named_parameters():
-            _write_tensor(writer, _renamed(name), weight, kind, _rotated_heads(family, name, model.reference.config))
+            wanted = next(kinds[part] for part in reversed(kinds) if part in _renamed(name))
+            _write_tensor(writer, _renamed(name), weight, wanted, _rotated_heads(family, name, model.reference.config))
     if changes.get("rope_parameters", {}).get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _rope_factors(model.reference))
     writer.write_header_to_file()
@@ -122,7 +136,7 @@ def _write_tensor(writer: gguf.GGUFWriter, name: str, weight: nn.Parameter, kind
         writer.add_tensor(name, written.detach().numpy().astype(np.float32))
         return
     numbers = (weight if heads is None else _permuted(weight, heads)).detach().numpy().astype(np.float32)
-    blocks = k_blocks(numbers.shape, kind) if kind in _K_BYTES else gguf.quantize(numbers, kind)
+    blocks = drawn_blocks(numbers.shape, kind) if kind.name in _DRAWN else gguf.quantize(numbers, kind)
     writer.add_tensor(name, blocks, raw_dtype=kind)
     stands_for = torch.from_numpy(gguf.dequantize(blocks, kind).astype(np.float32)).view(weight.shape)
     if heads is not None:
@@ -131,12 +145,24 @@ def _write_tensor(writer: gguf.GGUFWriter, name: str, weight: nn.Parameter, kind
     weight.copy_(stands_for)
 
 
-def k_blocks(shape: tuple[int, ...], kind: GgmlType) -> np.ndarray:
-    """Random blocks of Q4_K or Q5_K, which the package reads and does not write."""
+def drawn_blocks(shape: tuple[int, ...], kind: GgmlType) -> np.ndarray:
+    """Random blocks, whose weights are about as large as those of a model."""
+    inputs, size = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(shape[0])
-    blocks = random.integers(0, 256, (shape[0] * shape[1] // 256, _K_BYTES[kind]), dtype=np.uint8)
-    blocks[:, 0:4] = np.array([0.002, 0.015], dtype=np.float16).view(np.uint8)
+    blocks = random.integers(0, 256, (shape[0] * shape[1] // inputs, size), dtype=np.uint8)
+    put_floats(blocks, kind)
+    spread = gguf.dequantize(blocks.reshape(shape[0], -1), kind).std()
+    put_floats(blocks, kind, 0.05 / float(spread))
     return blocks.reshape(shape[0], -1)
+
+
+def put_floats(blocks: np.ndarray, kind: GgmlType, times: float = 1.0) -> None:
+    """Scales, and least numbers, of blocks [..., bytes of one]."""
+    if kind.name == "MXFP4":
+        blocks[..., 0] = 96 + blocks[..., 0] % 64
+    place = _FLOATS.get(kind.name, slice(0, 2))
+    floats = np.array([0.013 * times, 0.021 * times], dtype=np.float16).view(np.uint8)
+    blocks[..., place] = floats[: place.stop - place.start]
 
 
 def _rope_factors(reference: Any) -> np.ndarray:

@@ -13,9 +13,11 @@ def main() -> None:
     """Exits with 1 and one line that says what is wrong."""
     source, folder = (Path(each) for each in sys.argv[1:])
     try:
-        convert(source, folder)
+        numbers = convert(source, folder)
     except ModelError as error:
         sys.exit(str(error))
+    if numbers:
+        print(f"{source}: matrices of {', '.join(sorted(numbers))} become bfloat16, 16 bits a weight")
 
 
 if __name__ == "__main__":

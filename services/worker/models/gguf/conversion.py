@@ -38,8 +38,9 @@ _CODES = {
 }
 
 
-def convert(source: Path, folder: Path) -> None:
-    """Raises ModelError for a file that cannot be read. Several processes may convert the same one at once."""
+def convert(source: Path, folder: Path) -> set[str]:
+    """The ggml types whose matrices became numbers. Raises ModelError for a file that cannot be read. Several processes
+    may convert the same one at once."""
     file = GgufFile(source)
     config = hugging_face_config(file)
     names = {name: tensor_name(file, name) for name in file.shapes if name != ROPE_FACTORS}
@@ -55,6 +56,7 @@ def convert(source: Path, folder: Path) -> None:
         (part / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
         if not folder.exists():
             part.rename(folder)
+        return file.without_codes
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""ggml's blocks whose codes stay codes: whole numbers times a scale for each 32 inputs, and maybe plus an offset.
+"""ggml's blocks whose codes stay codes: whole numbers times a scale for each 16 or 32 inputs, and maybe plus an offset.
 
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, `block_q4_0` and those behind it. Knows no
 files.
@@ -12,9 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_GROUP = 32
 _SIGNED = 128
 """What unsigned codes of eight bits stand for 0 by."""
+_IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""`kvalues_iq4nl` of ggml-common.h."""
+_MXFP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""`kvalues_mxfp4`: twice the numbers."""
 
 
 class GgufCodes(NamedTuple):
@@ -24,7 +27,7 @@ class GgufCodes(NamedTuple):
     codes: Tensor
     """uint8 [out, in]; less 8 of four bits, less 128 of eight."""
     scales: Tensor
-    """float16 or float32 [out, in / 32]"""
+    """float16 or float32 [out, groups]"""
     offsets: Tensor | None = None
     """float32, of the same shape: what is added to each scaled number."""
 
@@ -34,10 +37,15 @@ class GgufCodes(NamedTuple):
         return self._replace(codes=self.codes[order], scales=self.scales[order], offsets=offsets)
 
 
+def has_codes(kind: int) -> bool:
+    """Whether `read_codes` knows ggml's type of this number."""
+    return kind in _READERS
+
+
 def read_codes(kind: int, data: Tensor, shape: tuple[int, int]) -> GgufCodes | None:
     """data uint8: the blocks of a matrix of `shape`, [out, in], in ggml's type of the number `kind`. None where its
     codes cannot stay what they are. Raises RuntimeError where the blocks do not fit the shape."""
-    if kind not in _READERS:
+    if not has_codes(kind):
         return None
     out, inputs = shape
     size, reader = _READERS[kind]
@@ -70,14 +78,50 @@ def _q5_1(blocks: Tensor, shape: tuple[int, int]) -> GgufCodes:
 
 def _q4_k(blocks: Tensor, shape: tuple[int, int]) -> GgufCodes:
     scales, least = _scales_and_minima(blocks)
-    return GgufCodes(4, _by_quarters(blocks[..., 16:]).view(shape), scales, 8 * scales - least)
+    return GgufCodes(4, _fields(blocks[..., 16:], 4, 32).view(shape), scales, 8 * scales - least)
 
 
 def _q5_k(blocks: Tensor, shape: tuple[int, int]) -> GgufCodes:
     scales, least = _scales_and_minima(blocks)
-    fifth = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8).unsqueeze(1)) & 1
-    codes = _by_quarters(blocks[..., 48:]) | fifth.flatten(2) << 4
+    codes = _fields(blocks[..., 48:], 4, 32) | _fields(blocks[..., 16:48], 1, 32) << 4
     return GgufCodes(8, (codes + (_SIGNED - 16)).view(shape), scales, 16 * scales - least)
+
+
+def _q6_k(blocks: Tensor, shape: tuple[int, int]) -> GgufCodes:
+    low, high = _fields(blocks[..., :128], 4, 64), _fields(blocks[..., 128:192], 2, 32)
+    scales = _halves(blocks, 208).float().unsqueeze(2) * blocks[..., 192:208].view(torch.int8)
+    return GgufCodes(8, ((low | high << 4) + (_SIGNED - 32)).view(shape), scales.flatten(1))
+
+
+def _q3_k(blocks: Tensor, shape: tuple[int, int]) -> GgufCodes:
+    """Of three bits, whose upper ones lie together: set where nothing is taken away."""
+    codes = _fields(blocks[..., 32:96], 2, 32) | _fields(blocks[..., :32], 1, 32) << 2
+    low, high = _fields(blocks[..., 96:104], 4, 8), _fields(blocks[..., 104:108], 2, 4)
+    scales = _halves(blocks, 108).float().unsqueeze(2) * ((low | high << 4).float() - 32)
+    return GgufCodes(4, (codes + 4).view(shape), scales.flatten(1))
+
+
+def _q2_k(blocks: Tensor, shape: tuple[int, int]) -> GgufCodes:
+    both = blocks[..., :16]
+    scales, least = _halves(blocks, 80).float().unsqueeze(2), _halves(blocks, 82).float().unsqueeze(2)
+    codes = _fields(blocks[..., 16:80], 2, 32) + 8
+    return GgufCodes(4, codes.view(shape), (scales * (both & 15)).flatten(1), (-least * (both >> 4)).flatten(1))
+
+
+def _iq4_nl(blocks: Tensor, shape: tuple[int, int]) -> GgufCodes:
+    return GgufCodes(8, _levels(_IQ4_LEVELS, _by_halves(blocks[..., 2:])).view(shape), _halves(blocks, 0))
+
+
+def _iq4_xs(blocks: Tensor, shape: tuple[int, int]) -> GgufCodes:
+    low, high = _fields(blocks[..., 4:8], 4, 1), _fields(blocks[..., 2:4], 2, 1)
+    scales = _halves(blocks, 0).float().unsqueeze(2) * ((low | high << 4).float() - 32)
+    return GgufCodes(8, _levels(_IQ4_LEVELS, _by_halves(blocks[..., 8:])).view(shape), scales.flatten(1))
+
+
+def _mxfp4(blocks: Tensor, shape: tuple[int, int]) -> GgufCodes:
+    """A power of two for each block."""
+    scales = torch.exp2(blocks[..., 0].double() - 128).float()
+    return GgufCodes(8, _levels(_MXFP4_LEVELS, _by_halves(blocks[..., 1:])).view(shape), scales)
 
 
 _READERS: dict[int, tuple[int, Callable[[Tensor, tuple[int, int]], GgufCodes]]] = {
@@ -86,11 +130,17 @@ _READERS: dict[int, tuple[int, Callable[[Tensor, tuple[int, int]], GgufCodes]]] 
     6: (32, _q5_0),
     7: (32, _q5_1),
     8: (32, _q8_0),
+    10: (256, _q2_k),
+    11: (256, _q3_k),
     12: (256, _q4_k),
     13: (256, _q5_k),
+    14: (256, _q6_k),
+    20: (32, _iq4_nl),
+    23: (256, _iq4_xs),
+    39: (32, _mxfp4),
 }
-"""By ggml's number of a type: the inputs of a block, and what reads them. Of types not here, groups are of 16 inputs,
-or codes stand for no whole numbers."""
+"""By ggml's number of a type: the inputs of a block, and what reads them. Of types not here (IQ1 to IQ3), several codes
+are one word of a list."""
 
 
 def _halves(blocks: Tensor, first: int) -> Tensor:
@@ -99,19 +149,25 @@ def _halves(blocks: Tensor, first: int) -> Tensor:
 
 
 def _by_halves(packed: Tensor) -> Tensor:
-    """[out, blocks, 16] → [out, blocks, 32]: the first half of a block's inputs lies in the low bits."""
-    return torch.cat((packed & 15, packed >> 4), dim=2)
+    """[out, blocks, n] → [out, blocks, 2 * n]: of each 32 inputs the first half lies in the low bits."""
+    return _fields(packed, 4, 16)
 
 
-def _by_quarters(packed: Tensor) -> Tensor:
-    """[out, blocks, 128] → [out, blocks, 256]: as `_by_halves`, of each 64 inputs."""
-    return _by_halves(packed.reshape(len(packed), -1, _GROUP)).view(*packed.shape[:2], -1)
+def _fields(packed: Tensor, bits: int, width: int) -> Tensor:
+    """[out, blocks, n] → [out, blocks, n * 8 / bits]: the lowest `bits` of each `width` bytes, then the next ones."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)
+    fields = packed.reshape(*packed.shape[:2], -1, 1, width) >> shifts & ((1 << bits) - 1)
+    return fields.flatten(2)
+
+
+def _levels(levels: tuple[int, ...], codes: Tensor) -> Tensor:
+    """Codes of eight bits for the numbers that `codes` are the places of."""
+    return (torch.tensor(levels) + _SIGNED).to(torch.uint8)[codes.long()]
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
     """[out, blocks, 4] → [out, blocks, 32]: 16 where the bit of an input is set."""
-    bits = (packed.unsqueeze(3) >> torch.arange(8, dtype=torch.uint8)) & 1
-    return bits.flatten(2) << 4
+    return _fields(packed, 1, 1) << 4
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from services.worker.models.config import ModelError
-from services.worker.models.gguf.gguf_codes import GgufCodes, read_codes
+from services.worker.models.gguf.gguf_codes import GgufCodes, has_codes, read_codes
 
 _MAX_SIZE = 1 << 31
 """Elements of a dimension."""
+_MORE_BLOCKS = {6: (32, 22), 7: (32, 24), 39: (32, 17)}
+"""Q5_0, Q5_1 and MXFP4, which `gguf_codes` reads and transformers does not: elements and bytes of a block. llama.cpp
+writes the first two where a row is no multiple of 256, in files called Q4_K_M, too."""
 
 
 class GgufFile:
@@ -26,9 +29,11 @@ class GgufFile:
         """Raises ModelError for a file that is broken, cut short, or of types that cannot be read."""
         try:
             # Only who converts a file pays for the import.
+            from transformers.integrations.gguf.dequant import GGML_BLOCK
             from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict, read_gguf_metadata
         except ImportError:
             raise ModelError(f"{path}: the transformers that is installed reads no GGUF; 5.23 does") from None
+        GGML_BLOCK.update(_MORE_BLOCKS)  # what transformers finds tensors by; it has no other way to be told
         self.path = path
         try:
             header = GgufHeader.from_file(str(path))
@@ -54,6 +59,13 @@ class GgufFile:
     def quantized(self) -> bool:
         """Whether any tensor has blocks of codes."""
         return any(self._is_blocks(name) for name in self.types)
+
+    @property
+    def without_codes(self) -> set[str]:
+        """Types of its blocks whose codes cannot stay what they are, by ggml's names."""
+        from transformers.integrations.gguf.dequant import GGML_NAME
+
+        return {GGML_NAME[kind] for name, kind in self.types.items() if self._is_blocks(name) and not has_codes(kind)}
 
     @property
     def tokenizer(self) -> tuple[str, dict[str, Any]]:

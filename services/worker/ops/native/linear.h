@@ -32,7 +32,7 @@ struct Linear {
     const void* groups;
     const float* bias;  // [out], or null
     Code code;
-    // Inputs that share a scale: 32, 64, 128, 256 or 512 (kMaxScaled), a divisor of `in`; 0: all of an output's (not of
+    // Inputs that share a scale: 16, 32, 64, 128, 256 or 512 (kMaxScaled), a divisor of `in`; 0: all of an output's (not of
     // kNibble).
     int scaled;
     const float* scales;  // [groups][in / scaled][64], null for kPlain

@@ -50,6 +50,8 @@ _MANY_OUTPUTS = 16384
 """From so many on there are several programs for each multiprocessor, however wide they are."""
 _MULTIPROCESSORS = 132
 """Of an H100 and an H200."""
+_SMALLEST_GROUP = 32
+"""Inputs that a tile has at least, all of one group: a tensor core takes 16, and two of int4 lie in a byte."""
 _FP8_GENERATION = 89
 """Compute capability from which float8 becomes other numbers by an instruction."""
 
@@ -147,6 +149,11 @@ def code_row_tile(product: CodedProduct, *, zeros: bool = False) -> CodeRowTile:
 def multiplies(x: Tensor, weight: QuantizedWeight) -> bool:
     """Whether the kernels do the product of `x` with packed `weight` here, and as fast as any other way."""
     return len(x) <= MAX_ROWS and readable(weight.code, x.device)
+
+
+def tiles_hold_groups(weight: QuantizedWeight) -> bool:
+    """Whether each tile's inputs have one scale."""
+    return weight.scales.shape[1] == 1 or weight.group_size >= _SMALLEST_GROUP
 
 
 def readable(code: Code, device: torch.device) -> bool:

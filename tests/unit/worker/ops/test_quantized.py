@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from services.worker.ops.quantized import Code, pack_nibbles, quantize, stack_outputs, unpack_nibbles
+from services.worker.ops.quantized import Code, QuantizedWeight, pack_nibbles, quantize, stack_outputs, unpack_nibbles
 from services.worker.ops.torch_ops import TorchOps
 from tests.support.worker.native_batches import CPU, random
 
@@ -50,7 +50,7 @@ def test_outputs_of_several_matrices_become_one_where_they_are_kept_alike() -> N
 def test_parts_and_stacks_keep_the_offsets_of_their_groups() -> None:
     weight = quantize(random(6, 256, seed=1), "int4")._replace(offsets=random(6, 2, seed=2))
     whole = weight.dequantized(torch.float32)
-    for columns in ((0, 256), (64, 256), (32, 160), (8, 200)):
+    for columns in ((0, 256), (64, 256), (32, 160), (16, 144), (8, 200)):
         part = weight.part(slice(1, 5), columns, torch.float32)
         numbers = part if isinstance(part, torch.Tensor) else part.dequantized(torch.float32)
         assert torch.equal(numbers, whole[1:5, slice(*columns)])
@@ -58,7 +58,20 @@ def test_parts_and_stacks_keep_the_offsets_of_their_groups() -> None:
     stacked = stack_outputs([weight.outputs(torch.tensor([3, 0])), weight.outputs(slice(4, 6))])
     assert stacked is not None
     assert torch.equal(stacked.dequantized(torch.float32), whole[[3, 0, 4, 5]])
-    assert stack_outputs([weight, weight._replace(offsets=None)]) is None
+
+
+def test_codes_that_differ_in_kind_become_ones_that_hold_them_all() -> None:
+    """As Q4_K and Q6_K of one GGUF file do, where queries, keys and values are one matrix."""
+    four = quantize(random(6, 256, seed=1), "int4")  # with zero points, of groups of 128
+    offset = four._replace(zeros=None, offsets=random(6, 2, seed=2))
+    eight = QuantizedWeight("int8", torch.randint(0, 256, (4, 256), dtype=torch.uint8), random(4, 16, seed=3))
+    for weights in ((four, offset), (offset, eight), (four, eight), (eight, offset, four)):
+        stacked = stack_outputs(weights)
+        assert stacked is not None
+        expected = torch.cat([each.dequantized(torch.float32) for each in weights])
+        torch.testing.assert_close(stacked.dequantized(torch.float32), expected, rtol=0, atol=0)
+    rounded = quantize(random(6, 256), "w8a8_int8")
+    assert stack_outputs([rounded, eight]) is None
 
 
 def test_nibbles_are_unpacked_to_what_was_packed() -> None:

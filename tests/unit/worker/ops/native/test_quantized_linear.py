@@ -70,8 +70,8 @@ def test_groups_of_inputs_have_scales_and_zero_points_of_their_own(code: Code, g
 @pytest.mark.parametrize("level", runnable_levels())
 @pytest.mark.parametrize("code", ["int4", "int8"])
 def test_groups_may_have_offsets(level: Level, code: Code) -> None:
-    """As Q4_K and Q5_K of GGUF have them. One group of all inputs, and more than one block of steps."""
-    for inputs, group in ((64, 64), (1024, 32), (2048, 512)):
+    """As Q4_K, Q5_K and Q2_K of GGUF have them. One group of all inputs, and more than one block of steps."""
+    for inputs, group in ((64, 64), (1024, 16), (1024, 32), (2048, 512)):
         codes = torch.randint(0, 16, (70, inputs), dtype=torch.uint8)
         scales, offsets = random(70, inputs // group, seed=3).abs() / 100, random(70, inputs // group, seed=4) / 10
         for dtype in (torch.float32, torch.bfloat16):

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from services.worker.ops.quantized import Code, QuantizedWeight, nibble_run, pack_nibbles, quantize
+from services.worker.ops.quantized import Code, QuantizedStack, QuantizedWeight, nibble_run, pack_nibbles, quantize
 from services.worker.ops.triton.quantized_linear import MAX_ROWS, multiplies, quantized_linear
 from services.worker.ops.triton_ops import TritonOps
 from tests.support.kernels.kernel_device import DEVICE
@@ -63,6 +63,19 @@ def test_groups_of_inputs(inputs: int, group: int) -> None:
     eight = torch.randint(0, 120, (40, inputs), dtype=torch.uint8, device=DEVICE)
     for code in ("int8", "fp8"):
         check(QuantizedWeight(code, eight, scales), 5, torch.float32)
+
+
+@pytest.mark.parametrize("code", ["int4", "int8"])
+def test_groups_that_are_smaller_than_tiles_become_numbers(code: Code) -> None:
+    """As Q6_K and Q3_K of GGUF have them."""
+    ops = TritonOps(DEVICE, torch.float32)
+    numbers = torch.randint(0, 16, (40, 96), dtype=torch.uint8, device=DEVICE)
+    weight = QuantizedWeight(code, numbers, drawn(40, 6, seed=2), offsets=drawn(40, 6, seed=3))
+    x = drawn(5, 96, seed=4)
+    expected = x.double() @ weight.dequantized(torch.float64).T
+    made = ops.linear(x, ops.pack_quantized(weight, None))
+    torch.testing.assert_close(made.double(), expected, rtol=1e-4, atol=1e-3)
+    assert isinstance(ops._readable(QuantizedStack(weight, 1)), torch.Tensor)
 
 
 @pytest.mark.parametrize("inputs", [40, 80, 768])
