@@ -130,30 +130,50 @@ BATON_INLINE U bits_of(F x) {
     return r;
 }
 
-// The sum of all lanes, always by the same tree.
+// The sum of all lanes, always by the same tree: each half is added to the other, down to one lane. In registers where they are
+// wide: by way of memory it takes about sixty cycles, as long as a pass over a row of 160 scores.
 BATON_INLINE float sum(F x) {
+#if defined(BATON_AVX512)
+    __m512 wide = (__m512)x.part[0];
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(wide), _mm512_extractf32x8_ps(wide, 1));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
     float lane[kLanes];
     store(lane, x);
     for (int width = kLanes / 2; width; width /= 2)
         for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
     return lane[0];
+#endif
 }
 BATON_INLINE float greatest(F x) {
+#if defined(BATON_AVX512)
+    __m512 wide = (__m512)x.part[0];
+    __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(wide), _mm512_extractf32x8_ps(wide, 1));
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
     float lane[kLanes];
     store(lane, x);
     for (int width = kLanes / 2; width; width /= 2)
         for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
     return lane[0];
+#endif
 }
 
 // e^x to 2 ulp (Cephes' polynomial), 0 below -87.3 and e^88 above 88: no infinities, so that 0 * e^x stays 0.
 BATON_INLINE RegF exp_part(RegF x) {
+#if defined(BATON_AVX512)
+    RegF clipped = (RegF)_mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_max_ps(_mm512_set1_ps(-87.3f), (__m512)x));
+#else
     RegF clipped = x < -87.3f ? RegF{} - 87.3f : x;
     clipped = clipped > 88.0f ? RegF{} + 88.0f : clipped;
+#endif
     // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, which is in the sum's low bits.
     const RegF shift = RegF{} + 12582912.0f;
     RegF rounded = fused(clipped, RegF{} + 1.44269504088896341f, shift);
-    RegI power = (RegI)rounded - (RegI)shift;
     RegF n = rounded - shift;
     RegF r = fused(n, RegF{} - 0.693359375f, clipped);
     r = fused(n, RegF{} + 2.12194440e-4f, r);
@@ -164,9 +184,14 @@ BATON_INLINE RegF exp_part(RegF x) {
     p = fused(p, r, RegF{} + 1.6666665459e-1f);
     p = fused(p, r, RegF{} + 5.0000001201e-1f);
     p = fused(p, r * r, r + 1.0f);
+#if defined(BATON_AVX512)  // p * 2^n; NaN stays NaN by itself
+    return (RegF)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ), (__m512)p, (__m512)n);
+#else
+    RegI power = (RegI)rounded - (RegI)shift;
     RegF scaled = (RegF)((RegI)p + (power << 23));
     scaled = x < -87.3f ? RegF{} : scaled;
     return x == x ? scaled : x;
+#endif
 }
 BATON_INLINE F exp(F x) {
     BATON_EACH x.part[i_] = exp_part(x.part[i_]);

@@ -108,7 +108,7 @@ void run_tile(const Product& p, const Block& block, const Weights& weights, cons
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < C; ++c) sums.at[r][c] = first ? part[r * kGroupColumns + c] : zeros();
         int output = block.group * kGroupOutputs + column * kLanes;
-        if (last && !block.to_gates && !block.gates) expect_floats<R, C>(p, block.row + row, output);
+        if (last) expect<Kind, R, C>(p, block, row, output);
         Ahead fetched = column ? Ahead{nullptr, 0} : ahead;
         if (!scaling.steps) {
             weights.template multiply<R, C>(x, stride, column, count, fetched, sums);

@@ -22,19 +22,25 @@ float sum_of_squares(const float* x, int count) {
     return total;
 }
 
-// RoFormer's rotation in the NeoX pairing: element i with i + dim / 2.
-void rotate(float* x, const float* cos_sin, int dim) {
+// RoFormer's rotation in the NeoX pairing: element i with i + dim / 2. `to` may be `from`.
+void rotate(float* to, const float* from, const float* cos_sin, int dim) {
     int half = dim / 2, i = 0;
     for (; i + kLanes <= half; i += kLanes) {
-        F low = load(x + i), high = load(x + half + i), c = load(cos_sin + i), s = load(cos_sin + half + i);
-        store(x + i, low * c - high * s);
-        store(x + half + i, high * c + low * s);
+        F low = load(from + i), high = load(from + half + i), c = load(cos_sin + i), s = load(cos_sin + half + i);
+        store(to + i, low * c - high * s);
+        store(to + half + i, high * c + low * s);
     }
     for (; i < half; ++i) {
-        float low = x[i], high = x[half + i], c = cos_sin[i], s = cos_sin[half + i];
-        x[i] = low * c - high * s;
-        x[half + i] = high * c + low * s;
+        float low = from[i], high = from[half + i], c = cos_sin[i], s = cos_sin[half + i];
+        to[i] = low * c - high * s;
+        to[half + i] = high * c + low * s;
     }
+}
+
+// Asks for a row that is read next. Of a long prompt rows have left the first caches, and the processor finds the next one's
+// beginning only when it is read.
+void fetch_row(const float* row, int items) {
+    for (int i = 0; i < items; i += 64 / int(sizeof(float))) __builtin_prefetch(row + i, 0, 3);
 }
 
 template <class Item> void narrow(Item* to, const float* from, int count) {
@@ -53,12 +59,12 @@ template <class Item> void narrow(Item* to, const float* from, int count) {
 template <class Item>
 void prepare(Item* to, const float* from, const float* norm, float eps, const float* cos_sin, int dim) {
     alignas(64) float x[kMostDim];
-    memcpy(x, from, size_t(dim) * 4);
     if (norm) {
-        float scale = 1.0f / std::sqrt(sum_of_squares(x, dim) / float(dim) + eps);
-        for (int i = 0; i < dim; ++i) x[i] = x[i] * scale * norm[i];
+        float scale = 1.0f / std::sqrt(sum_of_squares(from, dim) / float(dim) + eps);
+        for (int i = 0; i < dim; ++i) x[i] = from[i] * scale * norm[i];
+        from = x;
     }
-    rotate(x, cos_sin, dim);
+    rotate(x, from, cos_sin, dim);
     narrow(to, x, dim);
 }
 
@@ -100,6 +106,7 @@ void quantize(uint8_t* to, const float* from, int dim) {
 template <class Item, class Cached> void store_row(const RopeAndStore& what, const Batch& batch, const Cache& cache, int row) {
     int dim = cache.head_dim;
     const float* from = what.qkv + row * what.qkv_stride;
+    if (row + 1 < batch.rows) fetch_row(from + what.qkv_stride, (what.heads + 2 * cache.kv_heads) * dim);
     const float* cos_sin = batch.rotations ? batch.rotations + int64_t(row) * dim
                                            : what.cos_sin + int64_t(batch.positions[row]) * dim;
     Item* query = (Item*)what.queries + row * what.query_stride;
@@ -148,8 +155,10 @@ template <class Item> void copy_slot(const Cache& cache, int head, int from, int
 template <class Item> void store_latent(const StoreLatents& what, const Batch& batch, const LatentCache& cache, int row) {
     int rank = cache.rank, rope = cache.rope_dim;
     const float* cos_sin = what.cos_sin + int64_t(batch.positions[row]) * rope;
-    for (int h = 0; h < what.heads; ++h)
-        rotate(what.queries + (int64_t(row) * what.heads + h + 1) * what.query_dim - rope, cos_sin, rope);
+    for (int h = 0; h < what.heads; ++h) {
+        float* query = what.queries + (int64_t(row) * what.heads + h + 1) * what.query_dim - rope;
+        rotate(query, query, cos_sin, rope);
+    }
     const float* from = what.latents + int64_t(row) * (rank + rope);
     Item* latent = (Item*)cache.latents + int64_t(batch.slots[row]) * rank;
     float scale = 1.0f / std::sqrt(sum_of_squares(from, rank) / float(rank) + what.eps);

@@ -129,7 +129,7 @@ void run_segmented_tile(const Product& p, const Block& block, const SegmentRange
         for (int r = 0; r < R / 2; ++r)
             for (int c = 0; c < C; ++c) sums.at[r][c] = range.first ? part[r * kGroupColumns + c] : zeros();
         int output = block.group * kGroupOutputs + column * kLanes;
-        if (range.last && !block.to_gates && !block.gates) expect_floats<R, C>(p, block.row + row, output);
+        if (range.last) expect<Quad, R, C>(p, block, row, output);
         multiply_segments<code, R, C>(x, p.rounded->stride(), w + column * (segment_step_bytes(code) / kGroupColumns), steps,
                                       range.count, terms, column ? Ahead{nullptr, 0} : ahead, terms_ahead, sums.at);
         if (!range.last) {

@@ -121,18 +121,23 @@ BATON_INLINE Sums<R / Digits, C> numbers_of(const Product& p, int64_t row, const
     return numbers;
 }
 
-// Has the lines that will be written brought near while the tile is computed.
-template <int R, int C> BATON_INLINE void expect_floats(const Product& p, int row, int column) {
-    const float* to = (const float*)p.target.data + row * p.target.stride + column;
+template <class Kind> bool writes_halves(const Product& p) { return Kind::kItems == 2 || p.linear.number == Number::kHalf; }
+
+// Has the lines that will be written brought near while the tile is computed. Without this 2,048 rows' gated outputs took 6%
+// longer (4,096 outputs, 768 inputs, bf16; Zen 5, loaded, one thread).
+template <class Kind, int R, int C> BATON_INLINE void expect(const Product& p, const Block& block, int row, int output) {
+    if (block.to_gates) return;
+    int64_t size = block.gates && writes_halves<Kind>(p) ? 2 : 4, first = block.gates ? output - p.linear.out / 2 : output;
+    const char* to = (const char*)p.target.data + ((block.row + row) * p.target.stride + first) * size;
     for (int r = 0; r < R / p.digits(); ++r)
-        for (int c = 0; c < C; ++c) __builtin_prefetch(to + r * p.target.stride + c * kLanes, 1, 3);
+        for (int64_t at = 0; at < C * kLanes * size; at += 64) __builtin_prefetch(to + r * p.target.stride * size + at, 1, 3);
 }
 
 // The end of a tile's sums. `row` is in the block.
 template <class Kind, int R, int C> BATON_INLINE void finish(const Product& p, const Block& block, int row, int column, const Sums<R, C>& sums) {
     int output = block.group * kGroupOutputs + column * kLanes, at = row * kGroupColumns + column;
     if (block.to_gates) keep(block.to_gates + at, sums);
-    else if (block.gates && (Kind::kItems == 2 || p.linear.number == Number::kHalf)) write_gated<Bf16>(p, block.row + row, output, block.gates + at, sums);
+    else if (block.gates && writes_halves<Kind>(p)) write_gated<Bf16>(p, block.row + row, output, block.gates + at, sums);
     else if (block.gates) write_gated<float>(p, block.row + row, output, block.gates + at, sums);
     else write_floats(p, block.row + row, output, sums);
 }

@@ -59,6 +59,16 @@ def test_gates_equal_float64(dtype: torch.dtype, kind: Activation, level: Level)
         torch.testing.assert_close(gated, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("level", runnable_levels())
+def test_gates_hold_at_the_bounds_of_the_exponential(level: Level) -> None:
+    odd = [float("nan"), float("inf"), 87.2, 87.4, 88.1, -87.2, -87.4, -88.1, 0.0, -0.0]
+    bounds = torch.tensor(odd * 2)  # as whole vectors, and as what is left behind them
+    gate_up = torch.cat((bounds, torch.ones_like(bounds))).unsqueeze(0)
+    expected = torch.nn.functional.silu(bounds.double()).unsqueeze(0)
+    gated = native(torch.float32, level=level).gated_act(gate_up, "silu").double()
+    torch.testing.assert_close(gated, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 def test_embedding_gathers_rows_exactly(dtype: torch.dtype) -> None:
     ops, table = native(dtype), random(50, 70, dtype=dtype)
