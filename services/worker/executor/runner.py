@@ -43,7 +43,7 @@ from services.worker.sampling.logprobs import FindLogprobs, find_logprobs_of
 from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.plugins.request_processors import RequestProcessors
 from services.worker.sampling.races import draw_of
-from services.worker.sampling.sampler import SamplerOutput, sample, undefined_rows
+from services.worker.sampling.sampler import SamplerOutput, find_likeliest_of, sample, undefined_rows
 from services.worker.speculation.drafted_states import DraftedStates
 from services.worker.speculation.proposer import NO_DRAFTS, DraftSettings, Proposer
 from services.worker.speculation.verification import AcceptedTokens, VerifiedDrafts, verify_batch
@@ -309,6 +309,7 @@ class StepRunner:
         self.rows_per_draft = rank.drafting.settings.rows_per_draft
         self._draw = draw_of(rank.decoder.ops)
         self.find_logprobs = find_logprobs_of(rank.decoder.ops)
+        self._find_likeliest = find_likeliest_of(rank.decoder.ops)
 
     def compute_context(self) -> AbstractContextManager[object]:
         """Gradients are needed by nobody."""
@@ -326,8 +327,9 @@ class StepRunner:
         if choices is None or logits is None:
             drawn = SamplerOutput(torch.empty(len(batch.drawn_rows), dtype=torch.int64, device=self.rank.device))
         else:
-            drawn = sample(logits, choices, history, self._draw, self.find_logprobs)
-            drawn = replace(drawn, undefined=undefined_rows(logits, drawn.tokens))
+            drawn = sample(logits, choices, history, self._draw, self.find_logprobs, self._find_likeliest)
+            if drawn.undefined is None:
+                drawn = replace(drawn, undefined=undefined_rows(logits, drawn.tokens))
         if choices is None or communicator.world_size == 1:
             return drawn
         return replace(drawn, tokens=communicator.broadcast(drawn.tokens))

@@ -7,9 +7,9 @@ logits, seed and output position (`races`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -53,18 +53,41 @@ class SamplerOutput:
         return SamplerOutput(tokens, logprobs, None if self.undefined is None else flags)
 
 
+FindLikeliest = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Finds by one kernel of logits [R, vocab] the first of each row's greatest ones, int64 [R], and whether a NaN is among
+them, bool [R]: the row's token means nothing then."""
+
+
+@runtime_checkable
+class HasFindLikeliest(Protocol):
+    """Operations that find the likeliest tokens by a kernel of their own."""
+
+    @property
+    def find_likeliest(self) -> FindLikeliest:
+        """See `FindLikeliest`."""
+
+
+def find_likeliest_of(ops: object) -> FindLikeliest | None:
+    """The kernel that `ops` find the likeliest tokens by; None: they have none."""
+    return ops.find_likeliest if isinstance(ops, HasFindLikeliest) else None
+
+
 def sample(
     logits: Tensor,
     choices: SamplingBatch,
     history: HistoryLookup,
     kernel: Draw | None = None,
     find: FindLogprobs | None = None,
+    find_likeliest: FindLikeliest | None = None,
 ) -> SamplerOutput:
     """Draws one token for each row of `logits` [R, vocab]. `kernel`: what draws on the logits' device; None: a Triton
-    kernel on a GPU, PyTorch's operations elsewhere. `find`: what finds log-probabilities there; None: PyTorch's
-    operations."""
+    kernel on a GPU, PyTorch's operations elsewhere. `find` and `find_likeliest`: what finds log-probabilities there,
+    and the tokens of greedy rows; None: PyTorch's operations."""
     if not choices.features & (_CHANGES | Feature.LOGPROBS):
-        return SamplerOutput(_argmax(logits))
+        if find_likeliest is None:
+            return SamplerOutput(_argmax(logits))
+        likeliest, undefined = find_likeliest(logits)
+        return SamplerOutput(likeliest, undefined=undefined)
     kernel = _kernel_for(logits, kernel)
     if kernel is not None and not choices.features & (LOGITS_FEATURES | Feature.LOGPROBS):
         return SamplerOutput(_draw(logits, choices, kernel))

@@ -18,7 +18,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 26; }
+int baton_version() { return 27; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -129,6 +129,9 @@ int64_t baton_probe_tiles(Pool* pool, int64_t steps) { return probe_tiles(*pool,
 void baton_draw(Pool* pool, const float* logits, int vocab, int count, const uint32_t* keys, const float* temperature,
                 const int64_t* top_k, const float* top_p, const float* min_p, int64_t* tokens) {
     draw(*pool, {logits, vocab, count, keys, temperature, top_k, top_p, min_p}, tokens);
+}
+void baton_find_likeliest(Pool* pool, const float* logits, int vocab, int count, int64_t* tokens, bool* undefined) {
+    find_likeliest(*pool, logits, vocab, count, tokens, undefined);
 }
 void baton_find_logprobs(Pool* pool, const Logprobs* what, float* totals, int64_t* ranks, int64_t* ids, float* values) {
     find_logprobs(*pool, *what, totals, ranks, ids, values);

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <utility>
 
+#include "draw.h"
+
 Decoder::Decoder(Pool& pool, const DecoderConfig& config, const DecoderLayer* layers)
     : pool_(pool), config_(config), layers_(layers, layers + config.layers), size_(config.number == Number::kHalf ? 2 : 4) {}
 
@@ -65,7 +67,8 @@ bool Decoder::draft_on(Forward forward, int steps, int64_t stride, int* ids) {
         if (!run(forward)) return false;
         for (int row = 0; row < rows; ++row) {
             const float* logits = forward.to + int64_t(row) * config_.words;
-            int word = int(std::max_element(logits, logits + config_.words) - logits);
+            bool undefined;  // means a draft that is not accepted
+            int word = int(likeliest_of(logits, config_.words, &undefined));
             ids[int64_t(step + 1) * rows + row] = config_.tokens ? config_.tokens[word] : word;
         }
         forward.batch.slots += stride;

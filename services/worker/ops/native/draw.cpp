@@ -196,7 +196,40 @@ int64_t draw_row(const Draws& draws, int row, std::vector<float>& scratch) {
     return winner_of(weights, width, draws.keys[2 * row], draws.keys[2 * row + 1]);
 }
 
+// Logits of which the greatest is found at once: those of one part of a row are looked through a second time.
+constexpr int kPart = 1024;
+
+// The magnitudes' bits, which are in order as they are and those of NaN behind infinity's.
+BATON_INLINE RegI magnitude(RegF x) { return (RegI)((RegU)x & 0x7fffffffu); }
+
 }  // namespace
+
+int64_t likeliest_of(const float* logits, int vocab, bool* undefined) {
+    float best = -std::numeric_limits<float>::infinity();
+    int found = 0;
+    Sixteen<RegI> largest = {};
+    for (int first = 0; first < vocab; first += kPart) {
+        F most = all(-std::numeric_limits<float>::infinity());
+        for (int i = first; i < std::min(vocab, first + kPart); i += kLanes) {
+            F x = logits_at(logits, i, vocab);
+            most = larger(x, most);
+            BATON_EACH {
+                RegI size = magnitude(x.part[i_]);
+                largest.part[i_] = size > largest.part[i_] ? size : largest.part[i_];
+            }
+        }
+        float greatest_here = greatest(most);
+        if (greatest_here > best) best = greatest_here, found = first;
+    }
+    int32_t lanes[kLanes];
+    memcpy(lanes, &largest, sizeof lanes);
+    *undefined = *std::max_element(lanes, lanes + kLanes) > 0x7f800000;
+    return found + first_of(logits + found, std::min(vocab - found, kPart), best);
+}
+
+void find_likeliest(Pool& pool, const float* logits, int vocab, int count, int64_t* tokens, bool* undefined) {
+    pool.run(count, [&](int row, int) { tokens[row] = likeliest_of(logits + int64_t(row) * vocab, vocab, undefined + row); });
+}
 
 void draw(Pool& pool, const Draws& draws, int64_t* tokens) {
     pool.run(draws.count, [&](int row, int) {

@@ -18,3 +18,9 @@ struct Draws {
 
 // tokens [count]: 0 for a row of NaNs.
 void draw(Pool& pool, const Draws& draws, int64_t* tokens);
+
+// The first of the greatest logits of each row of [count, vocab], and whether there is a NaN among them, where its token means
+// nothing.
+void find_likeliest(Pool& pool, const float* logits, int vocab, int count, int64_t* tokens, bool* undefined);
+// The same of one row, by the thread that calls.
+int64_t likeliest_of(const float* logits, int vocab, bool* undefined);

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-VERSION = 26
+VERSION = 27
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -472,6 +472,7 @@ _SIGNATURES = {
     "baton_probe_multiplying": (c_int64, (c_void_p, c_int, c_int64)),
     "baton_probe_tiles": (c_int64, (c_void_p, c_int64)),
     "baton_draw": (None, (c_void_p, c_void_p, c_int, c_int, *[c_void_p] * 6)),
+    "baton_find_likeliest": (None, (c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p)),
     "baton_find_logprobs": (None, (c_void_p, POINTER(NativeLogprobs), *[c_void_p] * 4)),
     "baton_decoder_run": (c_int, (c_void_p, POINTER(Forward))),
     "baton_decoder_draft_on": (c_int, (c_void_p, POINTER(Forward), c_int, c_int64, c_void_p)),

@@ -416,6 +416,15 @@ class NativeOps:
         )
         return tokens
 
+    def find_likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `sampling.sampler.FindLikeliest`."""
+        logits, rows = logits.float().contiguous(), len(logits)
+        tokens, undefined = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
+        self._library.baton_find_likeliest(
+            self._pool, logits.data_ptr(), logits.shape[1], rows, tokens.data_ptr(), undefined.data_ptr()
+        )
+        return tokens, undefined
+
     def find_logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor, likeliest: int) -> _Found:
         """See `sampling.logprobs.FindLogprobs`. What is found of a row depends on that row alone."""
         logits, rows, tokens = logits.float().contiguous(), rows.contiguous(), tokens.contiguous()
