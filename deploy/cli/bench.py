@@ -21,6 +21,7 @@ from deploy.model_choice import DEMO_MODEL, model_directory, model_folder
 from deploy.supervisor.background import stack_for_the_run
 from deploy.supervisor.servers.nats import NatsServerUnavailable, find_binary
 from deploy.supervisor.state_file import StackState
+from services.bench.__main__ import BENCHMARKS
 from services.bench.stack_bus import PASSWORD_VARIABLE
 from shared.config import process_environment
 
@@ -80,6 +81,8 @@ def run_bench(argv: Sequence[str], up: str | None, name: str, run_dir: Path | No
         status = _bench(argv)
         print(_THEIR_USAGE, end="", file=sys.stdout if argv else sys.stderr)
         raise SystemExit(status)
+    if argv[0] not in BENCHMARKS:
+        raise CommandError(f"bench {argv[0]}: no such benchmark; baton bench --help lists them", status=2)
     if argv[0] in _MEASURES_NO_SERVER or any(each.split("=")[0] in _NO_SERVER_NEEDED for each in argv):
         raise SystemExit(_bench(argv))
     if up is None:

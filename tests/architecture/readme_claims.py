@@ -72,6 +72,9 @@ SENTENCES: Mapping[str, tuple[str, ...]] = {
     "[docs/what_works.md](docs/what_works.md) has it": ("tests/architecture/test_documents.py",),
     "[docs/features.md](docs/features.md) lists": ("tests/architecture/test_feature_matrix.py",),
     "Every sentence and command here": (_HERE, _RUN),
+    "[docs/troubleshooting.md](docs/troubleshooting.md) says": (
+        "tests/architecture/test_documents.py::test_every_message_that_is_explained_is_said_by_the_code",
+    ),
     "[ARCHITECTURE.md](ARCHITECTURE.md) leads": ("tests/architecture/test_documents.py",),
 }
 """By the first words of each sentence of prose."""

@@ -50,6 +50,18 @@ def test_every_module_that_a_page_runs_exists(page: Path) -> None:
     ] == []
 
 
+def test_every_message_that_is_explained_is_said_by_the_code() -> None:
+    """As a person finds it: what differs each time is an ellipsis on the page."""
+    page = (REPOSITORY / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:\d{3} \| )?`([^`]+)` \|", page, re.MULTILINE)
+    messages = [part.strip() for row in rows if not row.startswith("baton ") for part in row.split("…") if part.strip()]
+    assert len(messages) > 30
+    code = "".join(
+        (REPOSITORY / module[1:]).read_text(encoding="utf-8") for module in MODULES if "/tests/" not in module
+    )
+    assert [message for message in messages if message not in code] == []
+
+
 def test_decisions_are_numbered_once_each() -> None:
     """Numbers are set aside for decisions that are under way."""
     files = sorted((REPOSITORY / "docs/adr").glob("0*.md"))
