@@ -46,11 +46,11 @@ class Described(NamedTuple):
 
 def page() -> str:
     """The page's text."""
-    parts, shown = [_HEADING], set[int]()
+    parts, shown = [_HEADING], set[Collector]()  # kept: the next ones could get the place of one that is gone
     for title, folder in PACKAGES.items():
         found = [*collectors_in(folder), *(gateway_collectors(Meters()) if title == "Gateway" else ())]
-        collectors = [each for each in found if id(each) not in shown]
-        shown.update(map(id, collectors))
+        collectors = [each for each in found if each not in shown]
+        shown.update(collectors)
         own = [each for collector in collectors if not isinstance(collector, ForeignNames) for each in read(collector)]
         parts += [f"## {title}\n", _table(own)]
         foreign = [line for each in collectors if isinstance(each, ForeignNames) for line in _foreign(each)]
