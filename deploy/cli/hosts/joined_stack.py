@@ -63,15 +63,7 @@ def joined_spec(
     clear_leftovers(run_dir)
     if not found.counts.hands_over:
         check_store_unasked(values, found.model)
-    unused = "kv_connector" in found.settings.get("worker", {}) or not found.counts.hands_over
-    store = store_choice(
-        memory="0" if unused else dealt["kvstore_memory"],
-        left=left_stack(run_dir),
-        node=host.node,
-        redis=False,
-        redis_memory="0",
-        redis_url=found.redis_url if dealt["kvstore_memory"] != "0" else None,
-    )
+    store = _store(host, dealt["kvstore_memory"], run_dir)
     counts = _counts(host, values, stack, light, has_store=store is not None)
     if not counts.all_engines + counts.kvstore + sum(light.values()):
         raise CommandError("nothing is to run here: --engines, --prefill, --decode or --kvstore-memory", status=2)
@@ -80,14 +72,6 @@ def joined_spec(
         raise CommandError("--gateways: the stack's keys are in a file; bring it here and give --keys-file", status=2)
     numa_nodes = numa_choice(values, assigned)
     threads = cpu_share(counts, numa_nodes) if counts.all_engines else None
-    own: Settings = {
-        "worker": {} if threads is None else {"threads": str(threads)},
-        "kvstore": ssd_settings(values, has_store=store is not None),
-        "gateway": {
-            **({} if keys_file is None else {"keys_file": str(Path(keys_file).absolute())}),
-            **({} if found.federation is None else {"cluster": found.federation.cluster}),
-        },
-    }
     load_format = found.settings.get("worker", {}).get("load_format")
     spec = StackSpec(
         name=name,
@@ -99,7 +83,9 @@ def joined_spec(
         counts=counts,
         pp_layers=found.pp_layers if "pp" not in values else (),
         store=store or StoreSpec(node=host.node),
-        settings=merged(found.settings, service_settings(values), own, assigned),
+        settings=merged(
+            found.settings, service_settings(values), _own_settings(host, values, threads, store), assigned
+        ),
         api_keys=found.api_keys if counts.gateway else (),
         federation=_federation(host, stack) if counts.gateway else None,
         outside_bus=OutsideBus(urls=found.outside_bus) if found.outside_bus else None,
@@ -122,6 +108,34 @@ def joined_spec(
     if counts.gateway:
         check_gateway(spec)
     return spec
+
+
+def _store(host: HostMembership, memory: str, run_dir: Path) -> StoreSpec | None:
+    """None: no store, as with a connector, or where no engine hands blocks over. Raises CommandError."""
+    unused = "kv_connector" in host.stack.settings.get("worker", {}) or not host.stack.counts.hands_over
+    return store_choice(
+        memory="0" if unused else memory,
+        left=left_stack(run_dir),
+        node=host.node,
+        redis=False,
+        redis_memory="0",
+        redis_url=host.stack.redis_url if memory != "0" else None,
+    )
+
+
+def _own_settings(
+    host: HostMembership, values: Mapping[str, Any], threads: int | None, store: StoreSpec | None
+) -> Settings:
+    """What services are told that follows from this machine and its files. `threads`: of a rank."""
+    keys_file, federation = values.get("keys_file"), host.stack.federation
+    return {
+        "worker": {} if threads is None else {"threads": str(threads)},
+        "kvstore": ssd_settings(values, has_store=store is not None),
+        "gateway": {
+            **({} if keys_file is None else {"keys_file": str(Path(keys_file).absolute())}),
+            **({} if federation is None else {"cluster": federation.cluster}),
+        },
+    }
 
 
 def _federation(host: HostMembership, stack: StackSettings) -> FederationSpec | None:

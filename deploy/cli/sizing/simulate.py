@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import typer
 
@@ -169,50 +169,61 @@ def simulate(
     Nothing is started, and no GPU is needed; the same command gives the same figures.
     """
     own, values = given_apart(typed, OWN_OFFERS)
-    load, limits, objectives = load_of(own), _limits(own), objectives_of(goodput or [])
     pools, memory = pools_of(values), store_memory(values)
     slow = slow_of(slow_engines, pools)
     if memory and processes:
         raise CommandError("--processes: engines that share a KV store are simulated together", status=2)
+    study = _Study(load_of(own), _limits(own), objectives_of(goodput or []), target_requests, season, processes)
     report = Report(OutputOptions(output_json, as_json, False, False, label, shlex.join(["baton", *sys.argv[1:]])))
-
-    def policy(setup: SimulationSetup, kind: Scaling) -> ScalingPolicy | None:
-        if kind == "queue-length":
-            return QueueLengthScaling(target_requests, limits)
-        if (predictor := PREDICTORS.get(kind)) is None:
-            return None
-        period = (load if isinstance(load, GeneratedLoad) else GeneratedLoad()).period
-        return _planner(setup, objectives, limits, predictor, season or period)
-
-    def figures_of(setup: SimulationSetup, kind: Scaling) -> dict[str, Any]:
-        result = run(
-            setup.make_kit,
-            setup.routing,
-            load,
-            engines=pools.total,
-            processes=processes,
-            policy=policy(setup, kind),
-            start_seconds=limits.start_seconds,
-        )
-        return {
-            **setup.description,
-            "scaling": kind,
-            **load.description,
-            "goodput_objectives_ms": {metric: limit * 1000 for metric, limit in objectives.items()},
-            **figures(result, PERCENTS, objectives, setup.worker.world_size),
-        }
-
     try:
         with tempfile.TemporaryDirectory(prefix="baton-simulate-") as folder:
             setup = setup_of(values, settings or [], hops, config, Path(folder))
             setup = setup._replace(pools=pools, slow=slow, store_memory=memory)
-            found = {name: figures_of(*each) for name, each in _runs(setup, scaling, compare).items()}
+            found = {name: study.figures_of(*each) for name, each in _runs(setup, scaling, compare).items()}
     except TraceError as error:
         raise CommandError(f"--trace {error}") from None
     if compare is None:
         report.end(found[scaling], text(found[scaling], PERCENTS, by_engine=by_engine))
     else:
         report.end({"runs": found}, comparison(found))
+
+
+class _Study(NamedTuple):
+    """What all runs of one command have in common: the load, and what it is judged and scaled by."""
+
+    load: Workload
+    limits: ScalingLimits
+    objectives: dict[Metric, float]
+    target_requests: float
+    season: float | None
+    processes: int
+
+    def figures_of(self, setup: SimulationSetup, kind: Scaling) -> dict[str, Any]:
+        """Runs it. Raises CommandError, TraceError."""
+        result = run(
+            setup.make_kit,
+            setup.routing,
+            self.load,
+            engines=setup.pools.total,
+            processes=self.processes,
+            policy=self._policy(setup, kind),
+            start_seconds=self.limits.start_seconds,
+        )
+        return {
+            **setup.description,
+            "scaling": kind,
+            **self.load.description,
+            "goodput_objectives_ms": {metric: limit * 1000 for metric, limit in self.objectives.items()},
+            **figures(result, PERCENTS, self.objectives, setup.worker.world_size),
+        }
+
+    def _policy(self, setup: SimulationSetup, kind: Scaling) -> ScalingPolicy | None:
+        if kind == "queue-length":
+            return QueueLengthScaling(self.target_requests, self.limits)
+        if (predictor := PREDICTORS.get(kind)) is None:
+            return None
+        load = self.load if isinstance(self.load, GeneratedLoad) else GeneratedLoad()
+        return _planner(setup, self.objectives, self.limits, predictor, self.season or load.period)
 
 
 def load_of(values: Mapping[str, Any]) -> Workload:

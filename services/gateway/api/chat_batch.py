@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from services.gateway.api.chat import read_chat
-from services.gateway.api.errors import RequestError, decode_body, invalid, unsupported
+from services.gateway.api.errors import FIELDS, RequestError, decode_body, invalid, unsupported
 from services.gateway.api.generation import GenerationRequest, RequestLimits
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
@@ -29,7 +29,6 @@ class ChatBatchFields(Struct, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(ChatBatchFields)
-_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _REFUSED = ("stream", "use_beam_search", "prompt_token_ids", "kv_transfer_params")
 
 
@@ -49,7 +48,7 @@ def read_chat_batch(
     if not 1 <= len(fields.messages) <= limits.max_choices:
         count = len(fields.messages)
         raise invalid("messages", f"{count} conversations are not allowed; 1 to {limits.max_choices} are")
-    shared = decode_body(body, _fields_decoder)  # where names that are not known are read, too
+    shared = decode_body(body, FIELDS)  # where names that are not known are read, too
     chats = []
     for i, messages in enumerate(fields.messages):
         try:

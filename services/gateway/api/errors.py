@@ -97,6 +97,8 @@ def abbreviated(value: object, limit: int = 80) -> str:
 
 T = TypeVar("T")
 
+FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+"""A body's values by their names, none of them decoded; names that are not known are there, too."""
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]+)`")

@@ -26,7 +26,7 @@ from services.gateway.api.batches.lines import (
     answered_line,
     refused_line,
 )
-from services.gateway.api.errors import RequestError
+from services.gateway.api.errors import FIELDS, RequestError
 from services.gateway.batches.batch_input import BatchInput
 from services.gateway.batches.batch_store import BatchObject, batch_of
 from services.gateway.batches.file_store import RESULTS, BatchPart, FileStore, mark
@@ -382,7 +382,7 @@ def _count(parts: dict[bool, BatchPartCount], data: bytes) -> None:
 
 def _with_priority(body: bytes) -> bytes:
     """A request's body with the priority of batches, unless it has one."""
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields = FIELDS.decode(body)
     if "priority" in fields:
         return body
     return msgspec.json.encode({**fields, "priority": BATCH_PRIORITY})

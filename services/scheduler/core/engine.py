@@ -96,7 +96,7 @@ class EngineCore:
                 self._call_off(event)
             case ReleaseKept():
                 if self.epoch_state is not None:
-                    self.epoch_state.keeper.release(event.request)
+                    self.epoch_state.transfers.keeper.release(event.request)
             case OutlierReport():
                 if self.epoch_state is not None:  # without workers it gets nothing anyway
                     self.health.accuse(event.reason, now)
@@ -244,7 +244,7 @@ class EngineCore:
             running=running,
             compiling=len(queues.compiling),
             prefill_tokens=sum(max(0, len(s.tokens.known) - s.tokens.planned) for s in held.values()),
-            transfers=len(state.transfers.in_flight),
+            transfers=len(state.transfers.copies.in_flight),
             blocks_total=memory.blocks,
             blocks_free=memory.free_blocks,
             blocks_cached=len(memory.pool.cached) // memory.tables,
@@ -287,7 +287,7 @@ class EngineCore:
                 tuple(counters.first_counts),
                 tuple(counters.later_counts),
             ),
-            recompute=None if self.epoch_state is None else self.epoch_state.costs.report(),
+            recompute=None if self.epoch_state is None else self.epoch_state.transfers.costs.report(),
             step_times=None if self.epoch_state is None else self.epoch_state.step_times.report(),
             loras=() if self.epoch_state is None else self.epoch_state.queues.adapters.recent,
             lora_refusals=() if self.epoch_state is None else self.epoch_state.lora_refusals,
@@ -297,7 +297,7 @@ class EngineCore:
     @property
     def idle(self) -> bool:
         """Whether nothing is in hand, neither requests of clients nor blocks on their way to the store."""
-        return self.epoch_state is None or not (self.load or self.epoch_state.saving)
+        return self.epoch_state is None or not (self.load or self.epoch_state.transfers.saving)
 
     def _pause(self, mode: PauseMode) -> None:
         """A canary under way is given up, as it could not answer in time; the next comes when the pause is over."""
@@ -340,7 +340,7 @@ class EngineCore:
     def _release_room(self, request: RequestId) -> None:
         """A request that was passed on will not come back."""
         if self.epoch_state is not None:
-            self.epoch_state.remote.release(request)
+            self.epoch_state.transfers.remote.release(request)
 
     def _end_unheard(self, event: TokenBatchLost | DetokenizerGone | GatewayGone) -> None:
         """Ends the requests whose tokens no process would read."""
@@ -391,8 +391,8 @@ class EngineCore:
             self._outbox.add(EndProcess(reason))
         state = self.epoch_state
         if state is not None:
-            state.remote.expire(now)
-            state.keeper.expire(now)
+            state.transfers.remote.expire(now)
+            state.transfers.keeper.expire(now)
             self._outbox.streams.release(now)
         if state is not None and state.grammars.compiling:
             state.requests.record_grammars(state.grammars.expire(now))
@@ -411,7 +411,7 @@ class EngineCore:
         elif not self.store.record_ready(event.incarnation):
             return
         if self.epoch_state is not None:
-            self.epoch_state.saves.forget_reservations()
+            self.epoch_state.transfers.saves.forget_reservations()
 
     def _handle_store_reply(self, event: StoreReplied, now: float) -> None:
         request, reply = event.request, event.reply
@@ -426,12 +426,12 @@ class EngineCore:
     def _handle_connector_reply(self, event: ConnectorMatched | ConnectorKeeps, now: float) -> None:
         """Leases of an epoch that is over are unknown to the present one."""
         state = self.epoch_state
-        if state is None or state.connector_saves is None:
+        if state is None or state.transfers.connector_saves is None:
             return
         if isinstance(event, ConnectorMatched):
             state.record_match(event, now)
         else:
-            state.connector_saves.record_keeps(event.lease, event.keeps, now)
+            state.transfers.connector_saves.record_keeps(event.lease, event.keeps, now)
 
     def _exchange_with_store(self, now: float) -> None:
         """Offers what the last plan computes, and hands over what is saved; then others may be planned again."""

@@ -42,14 +42,10 @@ from services.scheduler.core.results.requests import EngineRequests, RequestVali
 from services.scheduler.core.results.step_results import StepResults
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.state_memory import StateBlockAllocator
-from services.scheduler.core.transfer.block_transfers import BlockTransfers
-from services.scheduler.core.transfer.connector import ConnectorClient, ConnectorLoads, ConnectorSaves
-from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender, SettledHandOver
-from services.scheduler.core.transfer.loads import BlockLoads, LoadOutcome, Loads
-from services.scheduler.core.transfer.prompt_keeper import PromptKeeper
-from services.scheduler.core.transfer.recompute_costs import RecomputeCosts
-from services.scheduler.core.transfer.remote_prefills import RemotePrefills
-from services.scheduler.core.transfer.saves import Saves
+from services.scheduler.core.transfer.connector import ConnectorClient
+from services.scheduler.core.transfer.epoch_transfers import EpochTransfers
+from services.scheduler.core.transfer.hand_over import HandOverSender, SettledHandOver
+from services.scheduler.core.transfer.loads import LoadOutcome
 from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Incarnation, SequenceId
 from shared.messages.kvstore import Commit, Find, FindAny, KvStoreReply, Reserve
@@ -81,20 +77,9 @@ class EpochState:
     ) -> None:
         self.workers = workers
         self.limits = limits.bounded(workers.max_running, workers.max_batch_tokens, workers.stages, workers.max_loras)
-        use, block_size = connector.use, workers.card.block_size
-        self.memory = _allocator(workers, self.limits, for_store=store.enabled, for_connector=bool(use and use.saves))
-        self.transfers = BlockTransfers(self.memory.pool, workers.world_size)
-        self.costs = RecomputeCosts(workers.layout, block_size, _records(workers))
-        self.store_loads = Loads(self.limits, store, self.memory, self.transfers, self.costs)
-        self.connector_loads = ConnectorLoads(
-            self.limits, connector, self.memory, self.transfers, self.costs, layerwise=workers.layerwise_loads
-        )
-        self.loads: BlockLoads = self.connector_loads if connector.enabled else self.store_loads
-        self.connector_saves = None if use is None else ConnectorSaves(connector, self.memory, self.transfers)
-        self.remote = RemotePrefills(store)
-        self.saves = Saves(store, self.memory, self.transfers)
-        self.hand_overs = HandOvers(self.saves, self.memory)
-        self.keeper = PromptKeeper(outbox.engine, self.saves, self.memory, store, workers)
+        saves = connector.use is not None and bool(connector.use.saves)
+        self.memory = _allocator(workers, self.limits, for_store=store.enabled, for_connector=saves)
+        self.transfers = EpochTransfers(outbox.engine, self.limits, workers, self.memory, store, connector)
         self.grammars = Grammars(limits.compile_timeout, limits.max_grammars, store.counters)
         speculation = SpeculationBudget(
             workers.max_speculate, workers.max_jump_ahead, limits.speculation, workers.rows_per_draft
@@ -105,9 +90,6 @@ class EpochState:
             self._prefill_budget,
             self.memory,
             self.transfers,
-            self.loads,
-            self.remote,
-            self.saves,
             self.grammars,
             speculation,
             store.counters,
@@ -126,9 +108,7 @@ class EpochState:
             tickets,
             self.grammars,
             self.queues,
-            self.hand_overs,
-            self.remote,
-            self.connector_saves,
+            self.transfers,
             sender,
             outbox,
         )
@@ -148,25 +128,18 @@ class EpochState:
         self._sender = sender
         self._outbox = outbox
         self._results = StepResults(
-            self.memory, self.queues, self.requests, speculation, self.keeper, outbox, store.counters
+            self.memory, self.queues, self.requests, speculation, self.transfers.keeper, outbox, store.counters
         )
 
     def close(self) -> None:
         """Gives the store back what is held there. Every sequence has ended."""
-        self.loads.close()
-        self.saves.close()
-        self.keeper.close()
+        self.transfers.close()
         self.send_reports()
 
     def send_reports(self) -> None:
         """Lets gateways know which prompts are kept."""
-        for report in self.keeper.take_reports():
+        for report in self.transfers.keeper.take_reports():
             self._outbox.add(report)
-
-    @property
-    def saving(self) -> bool:
-        """Whether blocks are on their way to the store, or being copied."""
-        return self.saves.busy or bool(self.transfers.in_flight)
 
     # ---- steps
 
@@ -185,7 +158,7 @@ class EpochState:
             if suspected and isolation.pauses(steps.in_flight, begins=paused is None):
                 return None if steps.in_flight else now
             step = self.planner.plan(now, admits=paused is None)
-            for sequence in self.remote.take_leaving():
+            for sequence in self.transfers.remote.take_leaving():
                 self._pass_on(sequence)
             if step is None and suspected and isolation.goes_on(steps.in_flight):
                 continue
@@ -202,7 +175,7 @@ class EpochState:
         for sequence, cached in step.started:
             self._open(sequence, cached)
         for sequence in step.handing:
-            self.hand_overs.start(sequence)
+            self.transfers.hand_overs.start(sequence)
         tokens = self.limits.max_batch_tokens - step.budget - step.withheld
         prefills = len(step.work) > step.decodes
         self._computes_prompts |= prefills
@@ -213,10 +186,10 @@ class EpochState:
             released=self.queues.take_released() if self.queues.released else (),
             new=self._new(step) if step.started or step.loading else (),
             work=tuple(step.work),
-            transfers=self.transfers.take_planned(number) if self.transfers.planned else (),
+            transfers=self.transfers.copies.take_planned(number) if self.transfers.copies.planned else (),
             compile=step.grammars.compile,
             forget=step.grammars.forget,
-            connector=None if self.connector_saves is None else self.connector_saves.plan(now),
+            connector=None if (saves := self.transfers.connector_saves) is None else saves.plan(now),
             forget_loras=self.queues.adapters.take_unused(self.requests.held.values()),
             restored=self.memory.take_restored([start.sequence for start in step.started]),
             checkpoints=self.memory.take_checkpoints(),
@@ -293,8 +266,8 @@ class EpochState:
         if result.step > steps.finished:
             return f"the result of step {steps.finished} never came"
         expected = self.measure(result, now)
-        if self.transfers.in_flight:
-            self.transfers.finish_step(result.step, now)
+        if self.transfers.copies.in_flight:
+            self.transfers.copies.finish_step(result.step, now)
         self._results.record(result, expected, now)
         return None
 
@@ -306,7 +279,7 @@ class EpochState:
         self._prefill_budget.record(expected.tokens, steps.last_seconds, prefills=expected.prefills)
         self.step_times.record(expected.tokens, self._used, steps.last_seconds, prefills=expected.prefills)
         if expected.prefills:
-            self.costs.record_step(expected.tokens, steps.last_seconds)
+            self.transfers.costs.record_step(expected.tokens, steps.last_seconds)
         work = self._sent.popleft().work
         self.recent_steps.append(
             FinishedStep(
@@ -343,10 +316,10 @@ class EpochState:
 
     def overdue(self, now: float) -> str | None:
         """The step or transfer that takes so long that the workers count as wedged, if any."""
-        timeout = self.limits.step_timeout
+        timeout, copies = self.limits.step_timeout, self.transfers.copies
         if (allowed := self.steps.overdue(now, timeout)) is not None:
             return f"step {self.steps.finished} took longer than {allowed:g} s"
-        if self.connector_saves is None and self.transfers.in_flight and self.transfers.overdue(now, timeout):
+        if self.transfers.connector_saves is None and copies.in_flight and copies.overdue(now, timeout):
             return f"copying blocks from or to the KV store took longer than {timeout:g} s"
         return None
 
@@ -354,19 +327,12 @@ class EpochState:
 
     def record_transfers(self, report: TransferProgress, now: float) -> None:
         """A rank has copied blocks, or failed to."""
-        for kind, lease, done, blocks, seconds in self.transfers.record_report(report, now):
-            if kind == "load":
-                if done and not self.connector_loads.is_overlapped(lease):
-                    self.costs.record_load(blocks, seconds, now)
-                self._finish_load(self.loads.finish(lease, done))
-                if self.connector_saves is not None:
-                    self.connector_loads.record_end(lease, done, now)
-            else:
-                (self.connector_saves or self.saves).finish_transfer(lease, done)
+        for outcome in self.transfers.record_report(report, now):
+            self._finish_load(outcome)
 
     def expire_loads(self, now: float) -> None:
         """Sequences that a KV connector keeps waiting for too long are computed."""
-        for outcome in self.connector_loads.expire(now):
+        for outcome in self.transfers.connector_loads.expire(now):
             self._finish_load(outcome)
 
     def _finish_load(self, outcome: LoadOutcome) -> None:
@@ -380,46 +346,24 @@ class EpochState:
 
     def record_match(self, reply: ConnectorMatched, now: float) -> None:
         """The KV connector has replied to a lookup."""
-        sequence = self.connector_loads.record_match(reply.lease, reply.tokens, awaited=reply.awaited, now=now)
-        if sequence is not None:
-            self.queues.resume(sequence)
+        self._resume(self.transfers.record_match(reply, now))
 
     def record_store_reply(
         self, request: Find | FindAny | Reserve | Commit, reply: KvStoreReply | None, now: float
     ) -> None:
         """The store has replied, or (None) has not in time."""
-        match request:
-            case Find(lease=lease) if self.keeper.record_reply(lease, reply, now):
-                pass
-            case Find(lease=lease):
-                sequence = self.store_loads.record_reply(lease, reply, now)
-                if sequence is not None:
-                    self.queues.resume(sequence)
-            case FindAny(lease=lease):
-                sequence = self.store_loads.record_ends(lease, reply, now)
-                if sequence is not None:
-                    self.queues.resume(sequence)
-            case Reserve(lease=lease):
-                self.saves.record_reservation(lease, reply, now)
-            case Commit(lease=lease):
-                self.saves.record_commit(lease, reply)
+        self._resume(self.transfers.record_store_reply(request, reply, now))
+
+    def _resume(self, sequence: Sequence | None) -> None:
+        if sequence is not None:
+            self.queues.resume(sequence)
 
     def offer_saves(self, now: float) -> list[SettledHandOver]:
         """Offers the store what the last plan computes. Returns the sequences that wait to be handed over and of which
         the store has all blocks, or cannot have them."""
         prompts, self._computes_prompts = self._computes_prompts, False
-        self.saves.offer(self.memory.take_newly_named(), now, prompts=prompts)
-        self.saves.reserve(now, idle=self.steps.in_flight == 0)
-        for save in self.saves.take_outcomes():
-            self.hand_overs.record_save(save)
-            self.keeper.record_save(save)
-        self.keeper.settle()
-        return self.hand_overs.take_settled() if self.hand_overs.waiting else []
-
-
-def _records(workers: WorkersReady) -> int:
-    """Records of the store that a block of a long prompt is loaded from: those of groups that see all tokens."""
-    return max(1, sum(1 for group in workers.kv_groups if group.window is None))
+        named, idle = self.memory.take_newly_named(), self.steps.in_flight == 0
+        return self.transfers.offer_saves(named, now, prompts=prompts, idle=idle)
 
 
 def _allocator(workers: WorkersReady, limits: EngineLimits, *, for_store: bool, for_connector: bool) -> BlockAllocator:

@@ -27,8 +27,8 @@ def check(engine: EngineCore) -> None:
         _hold(not engine.requests, "without workers no request is held")
         return
     sequences = list(engine.requests.values())
-    kept = [] if state.connector_saves is None else state.connector_saves.blocks
-    check_memory(state.memory, sequences, [*state.transfers.blocks, *kept])
+    kept = [] if state.transfers.connector_saves is None else state.transfers.connector_saves.blocks
+    check_memory(state.memory, sequences, [*state.transfers.copies.blocks, *kept])
     _check_queues(state, sequences)
     for sequence in sequences:
         _check_sequence(sequence, state.memory.tables, sequence.id in state.queues.introduced, _max_reserved(state))
@@ -117,11 +117,15 @@ def _check_sequence(sequence: Sequence, tables: int, introduced: bool, max_reser
 
 def _check_store(engine: EngineCore, state: EpochState) -> None:
     """Every lease belongs to a load, a save or a kept prompt."""
-    used = state.loads.leases | state.saves.leases | state.keeper.leases
+    transfers, in_flight = state.transfers, state.transfers.copies.in_flight
+    used = transfers.loads.leases | transfers.saves.leases | transfers.keeper.leases
     _hold(
         engine.store.held <= used,
         f"leases {set(engine.store.held - used)} belong to no load, no save and no kept prompt",
     )
-    _hold(state.saves.copying <= len(state.transfers.in_flight), "more saves are copied than there are transfers")
+    _hold(
+        transfers.saves.copying <= len(in_flight),
+        "more saves are copied than there are transfers",
+    )
     if engine.idle:
-        _hold(not state.transfers.in_flight, "blocks are copied though nothing is in hand")
+        _hold(not in_flight, "blocks are copied though nothing is in hand")

@@ -45,7 +45,7 @@ def block_map(state: EpochState) -> BlockMap:
     pool = state.memory.pool
     loading = {
         block
-        for transfer in state.transfers.in_flight
+        for transfer in state.transfers.copies.in_flight
         if transfer.kind == "load" and not transfer.over
         for block in transfer.blocks
     }

@@ -44,7 +44,7 @@ def expect_quick_loads(engine: EngineOnABus) -> None:
     """As if loads had been measured, so that prompts are computed behind them layer by layer."""
     epoch = engine.scheduler.core.epoch_state
     assert epoch is not None
-    epoch.costs.record_load(1, 1e-9, 0.0)
+    epoch.transfers.costs.record_load(1, 1e-9, 0.0)
 
 
 def overlapped(engine: EngineOnABus) -> int:

@@ -170,7 +170,7 @@ class HandOverMachine(RuleBasedStateMachine):
             return
         side = self.engines[name]
         serving = side.engine.epoch_state
-        if serving is not None and serving.saves.copying:  # left to run out: a rank may be writing there
+        if serving is not None and serving.transfers.saves.copying:  # left to run out: a rank may be writing there
             self.left |= set(self.engines.store.reserved)
         side.new_workers()
 

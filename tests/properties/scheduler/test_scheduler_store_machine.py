@@ -132,7 +132,7 @@ class StoreMachine(EngineMachine):
 
     def tell(self, event: Event) -> None:
         serving = self.engine.epoch_state
-        copying = serving.saves.leases if serving is not None and serving.saves.copying else set()
+        copying = serving.transfers.saves.leases if serving is not None and serving.transfers.saves.copying else set()
         super().tell(event)
         if self.engine.epoch_state is not serving:
             self.left |= copying

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 from msgspec import Struct
 
+from services.gateway.api.errors import FIELDS
 from shared.packing import NOT_DECODED
 
 BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
@@ -50,8 +51,6 @@ class BatchAnswer(NamedTuple):
 
 
 _line = msgspec.json.Decoder(_Line)
-_body = msgspec.json.Decoder(dict[str, msgspec.Raw])
-"""Names that are not known are read, too: whoever adds a field later finds nothing there that cannot be decoded."""
 _stream = msgspec.json.Decoder(Any)
 
 
@@ -91,7 +90,7 @@ def _problem(request: _Line) -> str | None:
     if request.url not in URLS:
         return f"url: {request.url!r} is not allowed; one of {', '.join(URLS)}"
     try:
-        stream = _stream.decode(_body.decode(request.body).get("stream", b"null"))
+        stream = _stream.decode(FIELDS.decode(request.body).get("stream", b"null"))
     except NOT_DECODED as error:
         return f"body: {error}"
     return "body.stream: true is not allowed in a batch" if stream else None

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from services.gateway.api.chat import REASONING_EFFORTS, ChatFields, chat_request
 from services.gateway.api.errors import (
+    FIELDS,
     RequestError,
     abbreviated,
     decode_body,
@@ -166,7 +167,6 @@ class _PreviousFields(Struct):
 
 
 _decoder = msgspec.json.Decoder(ResponsesFields)
-_object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _previous_decoder = msgspec.json.Decoder(_PreviousFields)
 
 
@@ -183,7 +183,7 @@ def previous_response(body: bytes) -> str | None:
 
 def job_body(body: bytes) -> str:
     """Returns a checked body without its input, for `again`."""
-    fields = _object_decoder.decode(body)
+    fields = FIELDS.decode(body)
     for name in ("input", "previous_response_id"):
         fields.pop(name, None)
     return msgspec.json.encode(fields).decode()
@@ -191,7 +191,7 @@ def job_body(body: bytes) -> str:
 
 def again(body: str, items: bytes) -> bytes:
     """Returns a body that asks for the same once more; `items`: all that it goes on from."""
-    fields = _object_decoder.decode(body)
+    fields = FIELDS.decode(body)
     return msgspec.json.encode({**fields, "input": msgspec.Raw(items)})
 
 
@@ -228,7 +228,7 @@ def read_input_tokens(
 ) -> GenerationRequest:
     """Reads a body of `/v1/responses/input_tokens`, which has of the fields of `/v1/responses` those that make the
     prompt: a request with the prompt to be counted, which is not generated. Raises RequestError."""
-    given = decode_body(body, _object_decoder)
+    given = decode_body(body, FIELDS)
     for name in given:
         if name not in _COUNTED:
             raise invalid(abbreviated(name)[1:-1], f"this field is not known; {', '.join(_COUNTED)} are")

@@ -19,10 +19,8 @@ from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.queue.grammars import Grammars
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.queue.shared_prompts import SharedPrompts
-from services.scheduler.core.transfer.block_transfers import BlockTransfers
-from services.scheduler.core.transfer.loads import BlockLoads
-from services.scheduler.core.transfer.remote_prefills import RemotePrefills
-from services.scheduler.core.transfer.saves import MAX_BLOCKS, MAX_BLOCKS_BESIDE_DECODES, Saves
+from services.scheduler.core.transfer.epoch_transfers import EpochTransfers
+from services.scheduler.core.transfer.saves import MAX_BLOCKS, MAX_BLOCKS_BESIDE_DECODES
 
 
 class StepPlanner:
@@ -34,10 +32,7 @@ class StepPlanner:
         limits: EngineLimits,
         prefill_budget: PrefillBudget,
         memory: BlockAllocator,
-        transfers: BlockTransfers,
-        loads: BlockLoads,
-        remote: RemotePrefills,
-        saves: Saves,
+        transfers: EpochTransfers,
         grammars: Grammars,
         speculation: SpeculationBudget,
         counters: EngineCounters,
@@ -45,19 +40,20 @@ class StepPlanner:
         self._limits = limits
         self._prefill_budget = prefill_budget
         self._memory = memory
-        self._transfers = transfers
-        self._saves = saves
+        self._copies = transfers.copies
+        self._saves = transfers.saves
         self._grammars = grammars
         self._prompts = SharedPrompts(memory.share_at)
         self._micro_batches = MicroBatches(limits.stages) if limits.stages > 1 else None
-        self.queues = SequenceQueues(memory, loads, grammars, self._prompts, limits.max_loras)
-        self.preemption = Preemption(memory, self.queues, saves)
+        self.queues = SequenceQueues(memory, transfers.loads, grammars, self._prompts, limits.max_loras)
+        self.preemption = Preemption(memory, self.queues, transfers.saves)
         self.decodes = DecodePlanner(memory, self.queues, self.preemption, speculation, self._micro_batches)
         self._prefills = PrefillPlanner(
             memory, self.queues, limits.max_batch_tokens, limits.long_prefill_token_threshold
         )
         self._admission = Admission(
-            limits.max_running, memory, self.queues, loads, remote, self._prompts, self._prefills, counters
+            *(limits.max_running, memory, self.queues, transfers.loads, transfers.remote, self._prompts),
+            *(self._prefills, counters),
         )
         self.isolation = SuspectIsolation(self.queues, self._admission, self._prefills, self.decodes)
 
@@ -66,7 +62,7 @@ class StepPlanner:
         """Whether a sequence goes on without any step's result: when the store has answered, or when the ranks have
         copied or compiled something."""
         sought = len(self.queues.seeking) > self._prompts.waiting
-        return bool(sought or self.queues.handing or self._transfers.in_flight or self._grammars.answers_awaited)
+        return bool(sought or self.queues.handing or self._copies.in_flight or self._grammars.answers_awaited)
 
     def plan(self, now: float, *, admits: bool = True) -> StepBuilder | None:
         """The next step, or None where there is nothing to compute, copy or compile before results come. `admits`:
@@ -100,7 +96,7 @@ class StepPlanner:
         if (self._grammars.unsent or self._grammars.resend) and not alone:
             step.grammars = self._grammars.take(step.new_bytes, now)
         idle = not (step.work or step.grammars.compile)
-        if idle and not self._transfers.any_planned and not self._memory.filled:
+        if idle and not self._copies.any_planned and not self._memory.filled:
             return None
         if queues.suspects and not alone:
             self.isolation.record_step()

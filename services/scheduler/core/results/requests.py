@@ -14,9 +14,8 @@ from services.scheduler.core.queue.grammars import GrammarOutcome, Grammars
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.results.outbox import EngineOutbox, token_entry
 from services.scheduler.core.sequence import FLOAT_BYTES, QueueKey, Sequence
-from services.scheduler.core.transfer.connector import ConnectorSaves
-from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender
-from services.scheduler.core.transfer.remote_prefills import RemotePrefills
+from services.scheduler.core.transfer.epoch_transfers import EpochTransfers
+from services.scheduler.core.transfer.hand_over import HandOverSender
 from shared.blocks import HASH_BYTES
 from shared.ids import RequestId, SequenceId
 from shared.messages.gateway import Death, RequestFailed, RequestRejected
@@ -190,9 +189,7 @@ class EngineRequests:
         tickets: Iterator[int],
         grammars: Grammars,
         queues: SequenceQueues,
-        hand_overs: HandOvers,
-        remote: RemotePrefills,
-        connector: ConnectorSaves | None,
+        transfers: EpochTransfers,
         sender: HandOverSender,
         outbox: EngineOutbox,
     ) -> None:
@@ -203,9 +200,9 @@ class EngineRequests:
         self._tickets = tickets
         self._grammars = grammars
         self._queues = queues
-        self._hand_overs = hand_overs
-        self._remote = remote
-        self._connector = connector
+        self._hand_overs = transfers.hand_overs
+        self._remote = transfers.remote
+        self._connector = transfers.connector_saves
         self._sender = sender
         self._outbox = outbox
 

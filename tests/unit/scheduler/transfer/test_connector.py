@@ -129,7 +129,7 @@ def test_only_when_every_rank_has_reported_a_load_is_it_used_in_whatever_order_t
     engine.report(rank=0, done=2)
     engine.report(rank=1, done=2)
     assert "loading" not in engine.phases
-    assert not engine.core.epoch_state or not engine.core.epoch_state.transfers.in_flight
+    assert not engine.core.epoch_state or not engine.core.epoch_state.transfers.copies.in_flight
 
 
 def test_a_load_that_fails_is_computed() -> None:
@@ -235,7 +235,7 @@ def matched(engine: Engine, name: str, prompt: list[int], tokens: int = 32, *, a
 def measured(load_seconds: float = 1e-6, *, layerwise: bool = True) -> Engine:
     engine = Engine(ConnectorUse(), layerwise=layerwise)
     assert engine.core.epoch_state is not None
-    engine.core.epoch_state.costs.record_load(1, load_seconds, engine.now)
+    engine.core.epoch_state.transfers.costs.record_load(1, load_seconds, engine.now)
     return engine
 
 
@@ -322,7 +322,7 @@ def test_nothing_is_computed_behind_a_load_that_would_hold_up_the_step(why: str)
         engine = measured(1.0 if why == "slow" else 1e-6, layerwise=why != "model-wise")
     if why == "slow":
         assert engine.core.epoch_state is not None
-        engine.core.epoch_state.costs.record_step(256, 1.0)
+        engine.core.epoch_state.transfers.costs.record_step(256, 1.0)
         engine.now += 60.0  # a load that was slow long ago keeps none from being tried
     plan = matched(engine, "r", LONG[:45] if why == "short" else LONG, awaited=why == "awaited")
     assert not plan.work

@@ -82,8 +82,8 @@ def test_what_was_measured_to_be_computed_sooner_is_not_loaded(load_seconds: flo
     b = engines["b"]
     state = b.engine.epoch_state
     assert state is not None
-    state.costs.record_step(1000, 10.0)
-    state.costs.record_load(1, load_seconds, engines.now)
+    state.transfers.costs.record_step(1000, 10.0)
+    state.transfers.costs.record_load(1, load_seconds, engines.now)
     b.send(generate("r", PROMPT, max_tokens=3))
     engines.settle()
     expect_right(engines, "r", PROMPT, max_tokens=3)
@@ -97,7 +97,7 @@ def test_the_store_is_told_what_computing_a_block_takes_and_another_node_is_not_
     a = engines["a"]
     state = a.engine.epoch_state
     assert state is not None
-    state.costs.record_step(1000, 10.0)  # 0.16 s for a block
+    state.transfers.costs.record_step(1000, 10.0)  # 0.16 s for a block
     there = replace(generate("r", PROMPT, max_tokens=1), kv_source=NodeId("elsewhere"))
     (question,) = asked(a.send(there), Find)
     assert isinstance(question, Find)
@@ -333,7 +333,7 @@ def test_a_new_epoch_gives_back_what_was_found_and_leaves_alone_what_may_still_b
     engines.settle()
     engines.check_nothing_is_held()
     b.send(generate("writes", LONG, max_tokens=1))
-    engines.until(lambda: b.engine.epoch_state is not None and b.engine.epoch_state.saves.copying)
+    engines.until(lambda: b.engine.epoch_state is not None and b.engine.epoch_state.transfers.saves.copying)
     b.new_workers()
     engines.settle()
     assert not b.engine.store.held
@@ -531,13 +531,13 @@ def crowded(*, slots: int = 64, load_seconds: float | None = None) -> Side:
     state = a.engine.epoch_state
     assert state is not None
     if load_seconds is not None:
-        state.costs.record_step(1000, 10.0)  # 0.16 s for a block
+        state.transfers.costs.record_step(1000, 10.0)  # 0.16 s for a block
     wanted = {f"r{i}": [5 + i] * 20 for i in range(4)}
     for name, prompt in wanted.items():
         a.send(generate(name, prompt, max_tokens=60, ignore_eos=True))
     for _ in range(10_000):
         if load_seconds is not None:
-            state.costs.record_load(1, load_seconds, engines.now)
+            state.transfers.costs.record_load(1, load_seconds, engines.now)
         if not engines.turn():
             break
     assert state.planner.preemption.count > 0
