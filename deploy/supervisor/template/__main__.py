@@ -37,6 +37,7 @@ from deploy.supervisor.template.protocol import (
 from shared.child_watch import ChildWatch, leave_child_watch, reaped
 from shared.config import replace_environment
 from shared.machine.file_pages import release_file_pages
+from shared.machine.heap import keep_forks_apart
 
 _PR_SET_PDEATHSIG = 1
 _THREADS_GONE_TIMEOUT = 1.0
@@ -127,6 +128,7 @@ def _warm(modules: Sequence[str], flags: Sequence[str]) -> None:
         time.sleep(0.01)
     gc.collect()
     gc.freeze()  # what is there now stays shared: a collection would write to it
+    keep_forks_apart()
     release_file_pages()  # of PyTorch's 60 MB of code that importing ran it needs none again
 
 

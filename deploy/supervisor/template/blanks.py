@@ -22,6 +22,7 @@ from typing import NamedTuple, NoReturn
 from deploy.supervisor.template.identity import show_elsewhere, write_to
 from deploy.supervisor.template.protocol import MAX_MESSAGE_BYTES, ForkProcess, decode_request, encode
 from shared.config import replace_environment
+from shared.machine.heap import keep_forks_apart
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def blank_processes(count: int) -> Iterator[None]:
     if count and len(os.listdir("/proc/self/task")) == 1:
         gc.collect()
         gc.freeze()  # what is there now stays shared: a collection would write to it
+        keep_forks_apart()
         with contextlib.suppress(OSError):  # no more processes to be had: templates may be, a moment later
             for _ in range(count):
                 _waiting.append(_forked())
