@@ -17,7 +17,7 @@ from services.coordinator.core.actions import (
     Placement,
     PlaceRequest,
 )
-from services.coordinator.core.fleet import EngineFleet, fits, is_fair
+from services.coordinator.core.fleet import EngineFleet, bounded, fits, is_fair
 from services.coordinator.core.kv_sources import KvSources
 from services.coordinator.core.link_costs import LinkCosts
 from services.coordinator.core.outliers import OutlierDetector
@@ -228,6 +228,7 @@ class Coordinator:
 
     def _admit(self, generation: Generation, at: Moment) -> list[Action]:
         """Places the request at once where nothing waits and there is room; queues it otherwise."""
+        generation = self._bounded(generation)
         if not self.queue and self.fleet.has_room(generation.model, fair=is_fair(generation)):
             actions = self._place(generation, at, at.now)
             if actions:
@@ -267,6 +268,7 @@ class Coordinator:
     def _place(self, generation: Generation, at: Moment, since: float) -> list[Action]:
         """Places a request that came at `since`, or rejects it where it was queued before its model was known and its
         model cannot hold it; nothing where no engine takes it."""
+        generation = self._bounded(generation)
         refused = self._refusal(generation)
         if refused is not None:
             return [NotifyGateway(generation.gateway, refused)]
@@ -354,6 +356,10 @@ class Coordinator:
             self.prefills.remove(generation.request, placed=True)
             return placed
         return self._reject_overdue(queued, at)
+
+    def _bounded(self, generation: Generation) -> Generation:
+        length = self.fleet.max_model_len(generation.model)
+        return generation if length is None else bounded(generation, length)
 
     def _refusal(self, generation: Generation) -> RequestRejected | None:
         """The rejection of a request that its model's context cannot hold, or whose adapter is gone; None where it

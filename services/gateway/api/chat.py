@@ -131,10 +131,11 @@ def chat_request(
             raise invalid("tools", "not allowed together with use_beam_search")
         dialect, tools = dialect_of(card.name), read_tool_options(fields)
         fields.tools = template_tools(fields)
-        go_on = (fields.chat_template_kwargs or {}).get("continue_final_message", fields.continue_final_message)
-        output = combined_grammar(dialect, tools, output, continued=go_on is True)
+        go_on = (fields.chat_template_kwargs or {}).get("continue_final_message", fields.continue_final_message) is True
+        output = combined_grammar(dialect, tools, output, continued=go_on)
         if beam_search is None:  # the text of a hypothesis is shown as it was ranked
-            parser = parser_options(dialect, tools, include_reasoning=fields.include_reasoning is not False)
+            shown = fields.include_reasoning is not False
+            parser = parser_options(dialect, tools, include_reasoning=shown, continued=go_on)
             if parser is not None and parser.dialect.sees_special_tokens:
                 fields.skip_special_tokens = False
     asked = _question(fields, card, limits, kind)

@@ -39,15 +39,15 @@ FORMATS = get_args(ToolFormat)
 
 
 def parser_options(
-    dialect: OutputDialect, options: ToolOptions | None, *, include_reasoning: bool
+    dialect: OutputDialect, options: ToolOptions | None, *, include_reasoning: bool, continued: bool = False
 ) -> ParserOptions | None:
-    """Returns how to parse a chat's output; None where it is nothing but text."""
+    """Returns how to parse a chat's output; None where it is nothing but text. `continued`: see ParserOptions."""
     expected = dialect._replace(tools=_call_format(dialect, options))
     if expected.tools is None and expected.reasoning is None:
         return None
     if options is None:
-        return ParserOptions(expected, include_reasoning=include_reasoning)
-    return ParserOptions(expected, options.schemas, options.parallel, include_reasoning)
+        return ParserOptions(expected, include_reasoning=include_reasoning, continued=continued)
+    return ParserOptions(expected, options.schemas, options.parallel, include_reasoning, continued)
 
 
 def combined_grammar(

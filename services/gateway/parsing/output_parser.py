@@ -25,6 +25,8 @@ class ParserOptions(NamedTuple):
     """False: every call after the first is dropped."""
     include_reasoning: bool = True
     """False: reasoning is dropped."""
+    continued: bool = False
+    """Whether the prompt ends with the beginning of the answer, or of its reasoning, which the output goes on with."""
 
 
 class OutputParser:
@@ -95,7 +97,8 @@ class OutputParser:
                 cursor, events, functions=functions, separate_reasoning=dialect.reasoning is not None
             )
             yield from messages.read(continued=self.thinking is not None)
-        elif dialect.reasoning is not None:
+        elif dialect.reasoning is not None and not (self._options.continued and self.thinking == "closed"):
+            # Else white space at the start, which is dropped behind reasoning, stands between two words of the answer.
             if dialect.plugin_marks is not None:
                 yield from read_plugin_reasoning(dialect.reasoning, cursor, events, self.thinking)
             else:

@@ -56,6 +56,20 @@ async def test_answers_and_counts_are_those_of_chats(
         assert message.stop_reason == streamed.stop_reason == ends[chat.choices[0].finish_reason]
 
 
+async def test_an_answer_goes_on_from_a_last_turn_of_the_assistants(
+    stack: RunningStack, anthropic: AsyncAnthropic
+) -> None:
+    question: Any = {"role": "user", "content": "What is the capital of France?"}
+    asked: Any = {"model": stack.model, "max_tokens": 40, "extra_body": {"temperature": 0}}
+    whole = (await anthropic.messages.create(messages=[question], **asked)).content[0].text  # type: ignore[union-attr]
+    begun = whole[: whole.index(" ", len(whole) // 3)]
+    turns: Any = [question, {"role": "assistant", "content": begun}]
+    rest = await anthropic.messages.create(messages=turns, **asked)
+    assert begun + rest.content[0].text == whole  # type: ignore[union-attr]
+    counted = await anthropic.messages.count_tokens(model=stack.model, messages=turns)
+    assert counted.input_tokens == rest.usage.input_tokens + (rest.usage.cache_read_input_tokens or 0)
+
+
 async def test_a_stop_sequence_is_named(stack: RunningStack, anthropic: AsyncAnthropic) -> None:
     question: Any = [{"role": "user", "content": "What is the capital of France?"}]
     message = await anthropic.messages.create(

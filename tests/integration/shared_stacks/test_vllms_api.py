@@ -100,6 +100,13 @@ async def test_a_single_completion(client: AsyncOpenAI, tokenizer: Any) -> None:
     assert (await complete(client, IDS)).choices[0].prompt_logprobs is None
 
 
+async def test_an_output_limit_above_what_is_left_of_the_context_is_cut_to_it(client: AsyncOpenAI) -> None:
+    answer = await complete(client, [5] * (CONTEXT - 8), {"ignore_eos": True}, max_tokens=CONTEXT)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (8, "length")
+    with pytest.raises(BadRequestError, match="max_tokens"):
+        await complete(client, [5], max_tokens=CONTEXT + 1)
+
+
 @pytest.mark.parametrize(("side", "kept"), [("right", slice(4)), ("left", slice(-4, None))])
 async def test_truncation_keeps_the_side_that_is_asked_for(client: AsyncOpenAI, side: str, kept: slice) -> None:
     prompt = list(range(3, 11))

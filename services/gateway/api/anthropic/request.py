@@ -126,6 +126,9 @@ def _chat_fields(fields: MessagesTokensFields) -> ChatFields:
     if not fields.messages:
         raise invalid("messages", "[] is not allowed; at least one message is needed")
     chat = ChatFields(model=fields.model, messages=chat_messages(fields.system, fields.messages))
+    last = chat.messages[-1]
+    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+        chat.continue_final_message = True  # a prefill: the answer goes on from it
     if fields.tools is not None:
         chat.tools = _tools(fields.tools, referenced_tools(fields.messages))
     if fields.tool_choice is not None:

@@ -47,12 +47,18 @@ def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
     assert summary(core.route(route("r", prompt=63, max_tokens=None), at(1))) == [("place", "r", "a")]
 
 
+def test_an_output_limit_above_what_is_left_of_the_context_is_cut_to_it_as_vllm_does() -> None:
+    core = coordinator(engine("a"), detokenizer())
+    (placed,) = (a for a in core.route(route("r", prompt=60, max_tokens=64), at(1)) if isinstance(a, PlaceRequest))
+    assert placed.generate.generation.stopping.max_tokens == 4
+
+
 def test_more_tokens_than_the_context_holds_are_refused_as_vllm_does() -> None:
-    rejected = rejection(coordinator(engine("a"), detokenizer()), prompt=60, max_tokens=5)
+    rejected = rejection(coordinator(engine("a"), detokenizer()), prompt=60, max_tokens=65)
     assert (rejected.kind, rejected.field) == ("invalid_request", "max_tokens")
     assert rejected.message == (
-        "'max_tokens' or 'max_completion_tokens' is too large: 5. This model's maximum context length is 64 tokens "
-        "and your request has 60 input tokens (5 > 64 - 60)."
+        "'max_tokens' or 'max_completion_tokens' is too large: 65. This model's maximum context length is 64 tokens "
+        "and your request has 60 input tokens (65 > 64 - 60)."
     )
 
 

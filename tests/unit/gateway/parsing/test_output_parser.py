@@ -135,6 +135,13 @@ def test_a_broken_call_leaves_its_index_behind() -> None:
     assert [call["id"] for call in speech.body()["tool_calls"]] == ["b"]
 
 
+def test_white_space_is_kept_where_the_output_goes_on_with_an_answer() -> None:
+    """Found beside vLLM: "Sure" was gone on with as "busy" where the model had said " busy"."""
+    parser = OutputParser(ParserOptions(OutputDialect("hermes", "qwen3"), continued=True))
+    parser.thinking = "closed"
+    assert parser.feed(" busy") == [ContentText(" busy")]
+
+
 THOUGHTS: list[tuple[ReasoningFormat, Thinking | None, str, str, str]] = [
     ("qwen3", None, "<think>\nso\n</think>\n\nYes", "so", "Yes"),
     ("qwen3", None, "\n<think></think>Yes", "", "Yes"),
