@@ -155,7 +155,8 @@ MAX_LEVELS = 128
 
 
 def normalize_structural_tag(text: str) -> str:
-    """The tag with each of its schemas in normal form. Raises GrammarRefused."""
+    """The tag with each of its schemas in normal form, and white space bounded in what they describe. Raises
+    GrammarRefused."""
     try:
         tag = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -170,12 +171,15 @@ def _with_normal_forms(part: Any, path: str) -> Any:
         return [_with_normal_forms(item, f"{path}.{number}") for number, item in enumerate(part)]
     if not isinstance(part, dict):
         return part
-    return {
+    made = {
         name: _schema(value, f"{path}.{name}")
         if _holds_schema(part, name)
         else _with_normal_forms(value, f"{path}.{name}")
         for name, value in part.items()
     }
+    if part.get("type") == "json_schema" and part.get("max_whitespace_cnt") is None:
+        made["max_whitespace_cnt"] = MAX_WHITESPACE
+    return made
 
 
 def _holds_schema(part: dict[str, Any], name: str) -> bool:

@@ -15,6 +15,7 @@ from services.worker.guided.matcher import GrammarMatcher, MatcherBroken, allows
 from services.worker.guided.schema.keywords import GrammarRefused
 from services.worker.sampling.masks import mask_words
 from shared.messages.generation import Grammar
+from shared.models.structural_tags import as_format, perhaps_behind_thoughts, tagged
 from tests.support.models.tiny_tokenizers import (
     byte_fallback,
     byte_level,
@@ -249,3 +250,14 @@ def test_broken_texts_of_every_kind_are_refused(writer: RandomWriter) -> None:
             writer.compiler.compile(grammar)
         assert str(refused.value)
         assert "/project/cpp" not in str(refused.value), "no client cares for the library's sources"
+
+
+def test_white_space_in_json_ends_also_where_the_model_may_think_first(tmp_path: Path) -> None:
+    """Found beside vLLM: who may think gets a structural tag, in which a model wrote 3,577 spaces in a row."""
+    writer, inner = RandomWriter(tmp_path), as_format(OBJECT)
+    assert inner is not None
+    tag = json.dumps(tagged(perhaps_behind_thoughts(inner, "<think>", "</think>")))
+    for grammar in (OBJECT, Grammar("structural_tag", tag)):
+        automaton = writer.compiler.compile(grammar).automaton((writer.eos,))
+        assert automaton.accept_bytes(b"{" + b" " * 16)
+        assert not automaton.accept_bytes(b" ")
