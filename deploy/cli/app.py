@@ -161,8 +161,20 @@ class _Commands(TyperGroup):
             return name, command, rest
         end_at_once()
         command = loaded(name)
+        if name == "up":
+            rest = _from_vllm(rest)
         raise_interrupt()
         return name, command, rest
+
+
+def _from_vllm(line: list[str]) -> list[str]:
+    from deploy.cli.up.vllm_line import translated
+
+    made, said = translated(line)
+    if not any(each.startswith("--ready-fd") for each in line):  # else --detach has said it already
+        for each in said:
+            print(f"baton: {each}", file=sys.stderr)
+    return made
 
 
 def command_line() -> TyperGroup:

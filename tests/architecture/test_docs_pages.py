@@ -7,6 +7,7 @@ import re
 import pytest
 
 from deploy.cli.app import COMMANDS, loaded
+from deploy.cli.up.vllm_line import INSTEAD, NEEDLESS, SAME, SETTINGS, SEVERAL
 from deploy.configuration import CONFIGS
 from services.gateway.api.openapi import OPERATIONS
 from shared.permissions import TABLE
@@ -94,3 +95,13 @@ def test_what_is_named_for_others_users_is_there() -> None:
 )
 def test_links_lead_where_they_led_in_the_repository(source: str, link: str, shown: str) -> None:
     assert on_site(link, source) == shown
+
+
+def test_up_reads_each_of_vllms_flags_or_says_what_to_do_instead() -> None:
+    page = COMING_FROM.read_text(encoding="utf-8").partition("## Flags")[2].partition("\n## ")[0]
+    theirs = re.findall(r"^\| [^|]+ \| ([^|]+) \|", page, re.MULTILINE)
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", "\n".join(theirs)))
+    read = {option for each in loaded("up").params for option in (*each.opts, *each.secondary_opts)}
+    read |= {*SAME, *SETTINGS, *NEEDLESS, *SEVERAL, *INSTEAD}
+    assert len(flags) > 50
+    assert flags - read == set()

@@ -1,0 +1,128 @@
+"""Lines of `vllm serve` as `baton up` reads them: what of vLLM's names differs here is in these tables (ADR 167)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from deploy.errors import CommandError
+
+SAME: Mapping[str, str] = {
+    "--tensor-parallel-size": "--tp",
+    "-tp": "--tp",
+    "--pipeline-parallel-size": "--pp",
+    "-pp": "--pp",
+    "-dp": "--data-parallel-size",
+    "-q": "--quantization",
+    "--max-num-batched-tokens": "--max-batch-tokens",
+    "--kv-cache-memory-bytes": "--kv-memory",
+    "--speculative-config": "--speculative",
+    "-sc": "--speculative",
+    "--nnodes": "--nodes",
+}
+"""Options that have another name here and the same values."""
+SETTINGS: Mapping[str, str] = {
+    "--chat-template": "tokenizer.chat_template",
+    "--chat-template-content-format": "tokenizer.chat_template_content_format",
+    "--scheduling-policy": "scheduler.policy",
+    "--max-logprobs": "gateway.max_logprobs",
+}
+"""Options that are no options here but settings of a service, with the same values."""
+NEEDLESS: Mapping[str, str] = {
+    "--enable-auto-tool-choice": "tools are always offered to the model",
+    "--enable-chunked-prefill": "prompts are always computed in chunks",
+    "--enable-lora": "--lora or --lora-registry says so",
+    "--enable-prompt-tokens-details": "usage always has them",
+    "--enable-server-load-tracking": "/load always answers",
+    "--enable-sleep-mode": "engines can always sleep",
+    "--disable-log-requests": "requests are not logged",
+    "--no-enable-log-requests": "requests are not logged",
+    "--disable-log-stats": "figures are at /metrics, not in the log",
+    "--disable-uvicorn-access-log": "requests are not logged",
+}
+"""Switches of vLLM's that ask for what is so in any case: they are left out, and why is said."""
+INSTEAD: Mapping[str, str] = {
+    "--seed": "requests have seeds (`seed`); without one it is drawn anew each time",
+    "--ssl-keyfile": "put a proxy that ends TLS in front",
+    "--ssl-certfile": "put a proxy that ends TLS in front",
+    "--allowed-origins": "--set gateway.cors_origins=ORIGIN",
+    "--limit-mm-per-prompt": "--set gateway.max_images=N, gateway.max_videos=N, gateway.max_sounds=N",
+    "--structured-outputs-config": "--grammar-backend",
+    "--kv-transfer-config": "--prefill N --decode N, or --kv-connector",
+    "--kv-offloading-size": "--kvstore-memory SIZE",
+    "--master-addr": "--master HOST:PORT, of the first host's NATS server",
+    "--distributed-executor-backend": "--launcher ray",
+    "--decode-context-parallel-size": "keys and values are not spread over ranks; --prefill-context-parallel-size",
+    "--enable-dbo": "a step is not cut into two (ADR 132)",
+    "--compilation-config": "nothing is compiled by torch; --enable-sp, --enforce-eager",
+    "--tokenizer": "the tokenizer of the model's folder is used",
+    "--revision": "download the revision, and give its folder as --model",
+    "--download-dir": "HF_HOME says where repositories lie",
+    "--enable-log-requests": "--trace-sample-rate, baton trace",
+    "--uvicorn-log-level": "--log-level",
+    "--swap-space": "preempted sequences go to the KV store: --kvstore-memory SIZE",
+    "--api-server-count": "--gateways N",
+}
+"""What to do in place of an option that there is none for."""
+
+
+def translated(line: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the arguments of `baton up` for those typed, and what is to be said of them; a line without vLLM's names
+    is returned as it is. A model may stand first without `--model`, `_` for `-` in names, and several values behind
+    `--served-model-name` and `--lora-modules`. Raises CommandError for an option of vLLM's that is none here."""
+    made: list[str] = []
+    said: list[str] = []
+    rest = list(line)
+    if rest and not rest[0].startswith("-"):
+        made += ["--model", rest.pop(0)]
+    while rest:
+        name, equals, value = _split(rest.pop(0))
+        if name in NEEDLESS:
+            said.append(f"{name} is not needed: {NEEDLESS[name]}")
+        elif name in INSTEAD:
+            raise CommandError(f"{name} is vLLM's and no option here: {INSTEAD[name]}", status=2)
+        elif name in SEVERAL:
+            values = [value] if equals else []
+            while rest and not rest[0].startswith("-"):
+                values.append(rest.pop(0))
+            made += SEVERAL[name](values)
+        elif name in SETTINGS and (equals or rest):
+            made += ["--set", f"{SETTINGS[name]}={value if equals else rest.pop(0)}"]
+        else:
+            made.append(f"{SAME.get(name, name)}{equals}{value}")
+    return made, said
+
+
+def _split(argument: str) -> tuple[str, str, str]:
+    """The name of an option, `=` and its value; what is no option is all name."""
+    if not argument.startswith("-"):
+        return argument, "", ""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") if name.startswith("--") else name, equals, value
+
+
+def _names(values: Sequence[str]) -> Iterator[str]:
+    for i, value in enumerate(values or [""]):
+        yield from ("--alias" if i else "--served-model-name", value)
+
+
+def _adapters(values: Sequence[str]) -> Iterator[str]:
+    """vLLM takes NAME=PATH and objects."""
+    for value in values or [""]:
+        yield "--lora"
+        if not value.startswith("{"):
+            yield value
+            continue
+        try:
+            adapter: Any = json.loads(value)
+            yield f"{adapter['name']}={adapter['path']}"
+        except (ValueError, KeyError, TypeError):
+            raise CommandError(f'--lora-modules {value}: {{"name": …, "path": …}} is expected', status=2) from None
+
+
+SEVERAL: Mapping[str, Callable[[Sequence[str]], Iterator[str]]] = {
+    "--served-model-name": _names,
+    "--lora-modules": _adapters,
+}
+"""Options of vLLM's that take several values at once."""

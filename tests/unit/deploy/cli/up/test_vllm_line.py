@@ -1,0 +1,69 @@
+"""A line of `vllm serve` behind `baton up`."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from deploy.cli.app import loaded
+from deploy.cli.up.vllm_line import INSTEAD, NEEDLESS, SAME, SETTINGS, translated
+from deploy.configuration import CONFIGS
+from deploy.errors import CommandError
+from shared.settings import settings_of
+
+THEIRS = """
+    models/qwen --max_model_len=4096 --gpu-memory-utilization 0.9 -tp 2 --enable-prefix-caching
+    --served-model-name a b --api-key k --chat-template f.jinja --tool-call-parser hermes --enable-auto-tool-choice
+    --reasoning-parser deepseek_r1 --max-num-batched-tokens 2048 --dtype bfloat16 --trust-remote-code
+    --disable-log-requests --speculative-config '{"method": "ngram"}'
+    --enable-lora --lora-modules x=/a '{"name": "y", "path": "/b"}'
+"""
+OURS = """
+    --model models/qwen --max-model-len=4096 --gpu-memory-utilization 0.9 --tp 2 --enable-prefix-caching
+    --served-model-name a --alias b --api-key k --set tokenizer.chat_template=f.jinja --tool-call-parser hermes
+    --reasoning-parser deepseek_r1 --max-batch-tokens 2048 --dtype bfloat16 --trust-remote-code
+    --speculative '{"method": "ngram"}' --lora x=/a --lora y=/b
+"""
+
+
+def options() -> set[str]:
+    return {name for each in loaded("up").params for name in (*each.opts, *each.secondary_opts)}
+
+
+def test_a_usual_line_comes_to_options_of_ours() -> None:
+    line, said = translated(shlex.split(THEIRS))
+    assert line == shlex.split(OURS)
+    assert [each.partition(" ")[0] for each in said] == [
+        *("--enable-auto-tool-choice", "--disable-log-requests", "--enable-lora")
+    ]
+    assert {each.partition("=")[0] for each in line if each.startswith("--")} <= options()
+
+
+def test_a_line_of_ours_stays_as_it_is() -> None:
+    line = ["--model", "a_b", "--set", "worker.seed_x=-1", "--lora", "x=/a_b", "-d", "--no-enable-prefix-caching"]
+    assert translated(line) == (line, [])
+    assert translated([]) == ([], [])
+    assert translated(["--scheduling-policy"]) == (["--scheduling-policy"], []), "what lacks its value says the parser"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["m", "--seed", "0"], "--seed is vLLM's and no option here: requests have seeds"),
+        (["m", "--ssl-keyfile=k"], "a proxy"),
+        (["m", "--lora-modules", "{}"], "--lora-modules {}: "),
+    ],
+)
+def test_what_there_is_none_for_says_what_to_do(line: list[str], said: str) -> None:
+    with pytest.raises(CommandError, match=said):
+        translated(line)
+
+
+def test_names_on_the_right_are_ours_and_names_on_the_left_are_not() -> None:
+    ours = options()
+    assert set(SAME.values()) <= ours
+    assert not ours & {*SAME, *SETTINGS, *NEEDLESS, *INSTEAD}
+    for setting in SETTINGS.values():
+        service, _, key = setting.partition(".")
+        assert key in settings_of(CONFIGS[service])
