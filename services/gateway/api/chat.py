@@ -132,10 +132,11 @@ def chat_request(
         dialect, tools = dialect_of(card.name), read_tool_options(fields)
         fields.tools = template_tools(fields)
         go_on = (fields.chat_template_kwargs or {}).get("continue_final_message", fields.continue_final_message) is True
+        guided = output is not None
         output = combined_grammar(dialect, tools, output, continued=go_on)
         if beam_search is None:  # the text of a hypothesis is shown as it was ranked
             shown = fields.include_reasoning is not False
-            parser = parser_options(dialect, tools, include_reasoning=shown, continued=go_on)
+            parser = parser_options(dialect, tools, include_reasoning=shown, continued=go_on, guided=guided)
             if parser is not None and parser.dialect.sees_special_tokens:
                 fields.skip_special_tokens = False
     asked = _question(fields, card, limits, kind)

@@ -39,10 +39,18 @@ FORMATS = get_args(ToolFormat)
 
 
 def parser_options(
-    dialect: OutputDialect, options: ToolOptions | None, *, include_reasoning: bool, continued: bool = False
+    dialect: OutputDialect,
+    options: ToolOptions | None,
+    *,
+    include_reasoning: bool,
+    continued: bool = False,
+    guided: bool = False,
 ) -> ParserOptions | None:
-    """Returns how to parse a chat's output; None where it is nothing but text. `continued`: see ParserOptions."""
+    """Returns how to parse a chat's output; None where it is nothing but text. `continued`: see ParserOptions.
+    `guided`: whether a grammar binds the output from its start, or from behind reasoning between both of its marks."""
     expected = dialect._replace(tools=_call_format(dialect, options))
+    if guided and expected.reasoning == "deepseek_r1":
+        expected = expected._replace(reasoning="qwen3")  # the same marks; without the first one there are no thoughts
     if expected.tools is None and expected.reasoning is None:
         return None
     if options is None:

@@ -13,6 +13,9 @@ from services.gateway.api.completions import read_completion
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
 from services.gateway.api.prompts import read_detokenize, read_tokenize
+from services.gateway.parsing.events import ContentText
+from services.gateway.parsing.output_dialect import OutputDialect
+from services.gateway.parsing.output_parser import OutputParser
 from shared.ids import ModelName
 from shared.messages.generation import Grammar
 from shared.messages.model_card import ModelCard
@@ -155,6 +158,18 @@ def test_messages_reach_the_template_as_they_came() -> None:
     assert prompt.tools is not None
     assert msgspec.json.decode(prompt.tools) == tools
     assert prompt.template_kwargs == {"x": 1}
+
+
+@pytest.mark.parametrize(("guided", "content"), [(True, "{}"), (False, "")])
+def test_what_a_grammar_bound_from_its_start_is_no_reasoning(guided: bool, content: str) -> None:
+    """deepseek_r1 takes text without a mark for reasoning; a grammar lets a model think between both marks alone."""
+    fields = {"response_format": {"type": "json_object"}} if guided else {}
+    body = {"model": "demo", "messages": [USER], **fields}
+    dialect = OutputDialect(reasoning="deepseek_r1")
+    options = read_chat(msgspec.json.encode(body), [CARD], RequestLimits(), lambda _: dialect).parser_options
+    assert options is not None
+    events = OutputParser(options).read("{}", "stop")
+    assert "".join(event.text for event in events if isinstance(event, ContentText)) == content
 
 
 def test_documents_and_reasoning_effort_are_the_templates_variables() -> None:
