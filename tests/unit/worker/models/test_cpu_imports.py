@@ -32,6 +32,16 @@ print(*torch.empty(4, 6, device="meta").index_select(0, row).shape, "torch._dyna
 """
 
 
+DRAWS = """
+from services.worker.platforms.meta_kernels import defer_meta_kernels, import_meta_kernels
+defer_meta_kernels()
+import torch
+print(torch.Generator().manual_seed(7).initial_seed())
+import_meta_kernels()
+print(torch.Generator().manual_seed(8).initial_seed())
+"""
+
+
 def said_by(program: str) -> list[str]:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     return done.stdout.split()
@@ -43,3 +53,7 @@ def test_loading_a_model_on_a_cpu_imports_no_compiler() -> None:
 
 def test_whoever_compiles_has_what_was_left_out_for_that() -> None:
     assert said_by(COMPILES) == ["left", "out", "2", "6", "False"]
+
+
+def test_generators_of_random_numbers_can_be_made() -> None:
+    assert said_by(DRAWS) == ["7", "8"]
