@@ -53,7 +53,7 @@ class Decoder:
         self._share = share
         self._communicator = communicator
         self._pipeline = pipeline or SingleStage()
-        self._embedding_scale = _round_scale(config.embedding_scale, weights.embedding)
+        self._embedding_scale = _round_scale(config.embedding_scale, weights)
         self._groups: LayerGroups | None = None
         self._taps: tuple[int, ...] = ()
         self.rearranger: ExpertRearranger | None = None
@@ -322,20 +322,21 @@ class Decoder:
 
     def input_rows(self, ids: Tensor) -> Tensor:
         """[n, hidden] that this stage's layers begin with; of these, this rank's rows."""
-        embedding = self._weights.embedding
-        if embedding is None:
+        if self._weights.embedding is None:
             own = self._rows.count(len(ids))
             return self._pipeline.receive(self._ops.empty_rows(own, self._config.hidden_size))
-        x = self._embed(ids, embedding)
+        x = self._embed(ids)
         return x if self._embedding_scale is None else x * self._embedding_scale
 
-    def _embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
+    def _embed(self, ids: Tensor) -> Tensor:
         """Each rank has some of the words; the sum of one word's row and zeros is that row, to the last bit."""
+        embedding = self._weights.embedding
+        assert embedding is not None, "it is the first stage"
         if self._communicator.world_size == 1:
             return self._ops.embed(ids, embedding)
         own = ids - self._share.vocab[0]
         inside = (own >= 0) & (own < self._share.vocab[1] - self._share.vocab[0])
-        x = self._ops.embed(own.clamp_(0, len(embedding) - 1), embedding)
+        x = self._ops.embed(own.clamp_(0, self._share.padded_vocab - 1), embedding)
         return self._rows.summed(x.mul_(inside.unsqueeze(1)))
 
     def queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
@@ -484,10 +485,11 @@ def empty_states(mixer: StateMixer, sequences: int, device: torch.device) -> Sta
     )
 
 
-def _round_scale(scale: float | None, embedding: Tensor | None) -> float | None:
+def _round_scale(scale: float | None, weights: DecoderWeights) -> float | None:
     """Gemma was trained with the factor rounded to the weights' dtype. A number, as a tensor would have to be sent to
     the device in every step."""
-    return None if scale is None or embedding is None else float(torch.tensor(scale, dtype=embedding.dtype))
+    table = weights.embedding
+    return float(torch.tensor(scale, dtype=table.dtype)) if scale is not None and isinstance(table, Tensor) else None
 
 
 def _joined(parts: list[Tensor], vocab_size: int) -> Tensor:

@@ -15,7 +15,13 @@ from services.worker.models.expert_parallel.local_experts import LocalExperts, R
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, SEEING_ARCHITECTURES
 from services.worker.models.latent.loading import LatentLoader
 from services.worker.models.mixture.loading import read_experts
-from services.worker.models.quantization.matrices import MatrixLoader, joined, permuted
+from services.worker.models.quantization.matrices import (
+    Matrix,
+    MatrixLoader,
+    joined,
+    padded,
+    permuted,
+)
 from services.worker.models.rope import Rope, cos_sin_table, partly_rotated, partly_rotating
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
 from services.worker.models.states.delta_loading import DeltaLoader
@@ -29,7 +35,15 @@ from services.worker.models.weights import (
     MixtureMlp,
     SharedExpert,
 )
-from services.worker.ops.interface import ExpertPacker, Ops, PackedExperts, PackedLinear, Routing, StateMixer
+from services.worker.ops.interface import (
+    EmbeddingTable,
+    ExpertPacker,
+    Ops,
+    PackedExperts,
+    PackedLinear,
+    Routing,
+    StateMixer,
+)
 from services.worker.ops.quantized import Scheme
 
 
@@ -89,7 +103,7 @@ def load_experts(
 class _LayoutNames(NamedTuple):
     """What tensors are called that have other names in other families."""
 
-    embedding: str = "model.embed_tokens.weight"
+    embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
     input_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
@@ -109,14 +123,14 @@ _LAYOUTS = {
     **dict.fromkeys(
         SEEING_ARCHITECTURES,
         _LayoutNames(
-            embedding="model.language_model.embed_tokens.weight",
+            embedding="model.language_model.embed_tokens",
             layers="model.language_model.layers",
             final_norm="model.language_model.norm.weight",
             mixer="linear_attn",
         ),
     ),
     "Mamba2ForCausalLM": _LayoutNames(
-        embedding="backbone.embeddings.weight",
+        embedding="backbone.embeddings",
         layers="backbone.layers",
         input_norm="norm",
         final_norm="backbone.norm_f.weight",
@@ -168,31 +182,32 @@ class _Loader:
         self.attention_inputs = config.hidden_size
 
     def weights(self, stage: PipelineStage) -> DecoderWeights:
-        embedding = self._words(self._names.embedding) if stage.is_first else None
+        tied = self._config.tied_embeddings
+        table = self._words(self._names.embedding) if stage.is_first or (stage.is_last and tied) else None
+        head = None
+        if stage.is_last:
+            words = table if tied and table is not None else self._words("lm_head")
+            head = self._matrices.pack(words, None, self._matrices.quantization and "int8")
         numbers = range(stage.first_layer, stage.end_layer)
         return DecoderWeights(
-            embedding=embedding,
+            embedding=self._embedding(table, head if tied else None) if stage.is_first and table is not None else None,
             layers=tuple(self.layer(number, self._config.layers[number]) for number in numbers),
             final_norm=self._norm(self._names.final_norm) if stage.is_last else None,
-            head=self._pack_head(embedding) if stage.is_last else None,
+            head=head,
             first_layer=stage.first_layer,
         )
 
-    def _pack_head(self, embedding: Tensor | None) -> PackedLinear:
-        return self._matrices.pack(self._head(embedding), None, self._matrices.quantization and "int8")
+    def _embedding(self, table: Matrix, head: PackedLinear | None) -> EmbeddingTable:
+        """`head`: the same table as it was packed, of which rows of codes are read, too."""
+        if isinstance(table, Tensor) or not self._ops.embeds_codes or self._config.embedding_scale is not None:
+            return self._matrices.numbers(table)
+        return self._matrices.pack(table, None) if head is None else head
 
-    def _head(self, embedding: Tensor | None) -> Tensor:
-        """`embedding`, where it is tied to that and this stage has it."""
-        if not self._config.tied_embeddings:
-            return self._words("lm_head.weight")
-        return self._words(self._names.embedding) if embedding is None else embedding
-
-    def _words(self, name: str) -> Tensor:
+    def _words(self, name: str) -> Matrix:
         """This rank's words of a table, padded to as many as every rank has."""
         shape = (self._config.vocab_size, self._config.hidden_size)
-        table = self._checkpoint.read(name, shape, rows=self._share.vocab).to(self._device)
-        missing = self._share.padded_vocab - len(table)
-        return joined([table, table.new_zeros(missing, table.shape[1])]) if missing else table
+        table = self._matrices.read(name, shape, rows=self._share.vocab).to(self._device)
+        return padded(table, self._share.padded_vocab)
 
     def layer(self, index: int, layer: LayerConfig) -> LayerWeights:
         name, config, names = f"{self._names.layers}.{index}", self._config, self._names

@@ -82,10 +82,13 @@ class NativeDecoder:
         self._vocab_size, self._hidden = config.vocab_size, config.hidden_size
         assert weights.embedding is not None, "the model is whole"
         assert weights.head is not None
-        # The embedding is a bfloat16 or float32 table for the library; a float16 one is converted.
-        self._embedding = weights.embedding.to(ops.dtype).contiguous()
+        # The embedding is codes, or a bfloat16 or float32 table for the library; a float16 one is converted.
+        numbers = weights.embedding if isinstance(weights.embedding, Tensor) else None
+        self._embedding = None if numbers is None else numbers.to(ops.dtype).contiguous()
         layers = (library.DecoderLayer * len(weights.layers))(*map(_layer, weights.layers))
-        described = self._config_struct(config, weights.embedding)
+        described = self._config_struct(config, numbers)
+        if not isinstance(weights.embedding, Tensor):
+            described.coded_embedding = _linear(weights.embedding)
         described.final_norm = address_of(weights.final_norm)
         described.head = _linear(weights.head)
         described.words = self._words = config.vocab_size
@@ -190,9 +193,9 @@ class NativeDecoder:
             request.group_of, request.batches = self._group_of, (library.NativeBatch * len(each))(*each)
         return request
 
-    def _config_struct(self, config: ModelConfig, embedding: Tensor) -> library.DecoderConfig:
+    def _config_struct(self, config: ModelConfig, embedding: Tensor | None) -> library.DecoderConfig:
         scale = config.embedding_scale
-        rounded = 1.0 if scale is None else float(embedding.new_tensor(scale))
+        rounded = 1.0 if scale is None or embedding is None else float(embedding.new_tensor(scale))
         return library.DecoderConfig(
             number=self._ops.number,
             layers=config.num_layers,
@@ -210,7 +213,7 @@ class NativeDecoder:
             attention_softcap=config.attention_softcap or 0.0,
             logits_softcap=config.logits_softcap or 0.0,
             embedding_scale=rounded,
-            embedding=self._embedding.data_ptr(),
+            embedding=address_of(self._embedding),
         )
 
 

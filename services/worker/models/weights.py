@@ -13,6 +13,7 @@ from services.worker.models.expert_parallel.local_experts import RankExperts, co
 from services.worker.ops.interface import (
     Activation,
     BatchMeta,
+    EmbeddingTable,
     Ops,
     PackedHeads,
     PackedLinear,
@@ -107,7 +108,7 @@ class LayerWeights:
 class DecoderWeights:
     """One rank's weights of its stage's layers. Embedding and head are shares of words, padded alike on all ranks."""
 
-    embedding: Tensor | None
+    embedding: EmbeddingTable | None
     """On the first stage."""
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor | None

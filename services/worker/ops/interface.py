@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from services.worker.kv.copier import KvCopier
 
 PackedLinear = NewType("PackedLinear", object)
+EmbeddingTable = Tensor | PackedLinear
+"""[vocab, hidden]: numbers, or what `Ops.pack_quantized` gives."""
 """A weight in whatever layout its `Ops` multiplies fastest. Only the `Ops` that packed it may look inside."""
 
 PackedExperts = NewType("PackedExperts", object)
@@ -378,8 +380,12 @@ class Ops(Protocol):
     def low_rank_products(self, shape: LowRankShape) -> LowRankProducts:
         """Room for adapters of one matrix, all slots empty."""
 
-    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """ids [n] int32, table [vocab, hidden] → [n, hidden]."""
+    @property
+    def embeds_codes(self) -> bool:
+        """Whether `embed` reads packed int8 and int4."""
+
+    def embed(self, ids: Tensor, table: EmbeddingTable) -> Tensor:
+        """ids [n] int32 → [n, hidden]."""
 
     def empty_rows(self, rows: int, hidden: int) -> Tensor:
         """[rows, hidden] in the dtype that `embed` gives, to be filled by another rank's."""

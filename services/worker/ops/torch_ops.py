@@ -26,6 +26,7 @@ from services.worker.ops.interface import (
     SWIGLU_LIMIT,
     Activation,
     BatchMeta,
+    EmbeddingTable,
     LatentCache,
     PackedExperts,
     PackedHeads,
@@ -123,8 +124,14 @@ class TorchOps:
         """Adapter after adapter."""
         return StackedLowRank(shape, self._device, self._dtype)
 
-    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+    @property
+    def embeds_codes(self) -> bool:
+        """No."""
+        return False
+
+    def embed(self, ids: Tensor, table: EmbeddingTable) -> Tensor:
         """In the table's dtype."""
+        assert isinstance(table, Tensor), "see embeds_codes"
         return F.embedding(ids, table)
 
     def empty_rows(self, rows: int, hidden: int) -> Tensor:

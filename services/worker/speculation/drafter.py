@@ -20,7 +20,7 @@ from services.worker.models.config import ModelConfig, ModelDescription, ModelEr
 from services.worker.models.decoder import Decoder
 from services.worker.models.loaded_model import CausalLm
 from services.worker.models.weights import ForwardPass, KvCaches
-from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
+from services.worker.ops.interface import BatchMeta, EmbeddingTable, Ops, PackedLinear
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.speculation.proposer import Proposer
 
@@ -120,16 +120,22 @@ class TargetModel:
             return self
         return replace(self, ops=faster, dtype=torch.bfloat16)
 
-    def embedding(self) -> Tensor:
+    def embedding(self) -> EmbeddingTable:
         """The whole embedding; ranks of several hold shares, so it is read anew."""
         assert isinstance(self.decoder, Decoder), "see native_config"
         if self.ranks == 1 and (own := self.decoder.weights.embedding) is not None:
-            return own if self.ops is self.decoder.ops else own.to(self.dtype)
+            return own if self.ops is self.decoder.ops else self._numbers(own)
         with open_checkpoint(self.folder, self.dtype) as checkpoint:
             shape = (self.config.vocab_size, self.config.hidden_size)
             return checkpoint.read("model.embed_tokens.weight", shape).to(self.device)
 
-    def embedding_and_head(self) -> tuple[Tensor, PackedLinear]:
+    def _numbers(self, table: EmbeddingTable) -> Tensor:
+        if not isinstance(table, Tensor):
+            words = torch.arange(self.native_config.vocab_size, dtype=torch.int32)
+            table = self.decoder.ops.embed(words, table)
+        return table.to(self.dtype)
+
+    def embedding_and_head(self) -> tuple[EmbeddingTable, PackedLinear]:
         """The whole embedding, and the whole head; ranks of several hold shares, so they are read anew."""
         assert isinstance(self.decoder, Decoder), "see native_config"
         weights, tied = self.decoder.weights, self.native_config.tied_embeddings
@@ -137,7 +143,7 @@ class TargetModel:
             if self.ops is self.decoder.ops:
                 return weights.embedding, weights.head
             if tied:
-                embedding = weights.embedding.to(self.dtype)
+                embedding = self._numbers(weights.embedding)
                 return embedding, self.ops.pack_linear(embedding, None)
         shape = (self.config.vocab_size, self.config.hidden_size)
         with open_checkpoint(self.folder, self.dtype) as checkpoint:

@@ -24,7 +24,7 @@ from services.worker.models.loading import load_layer
 from services.worker.models.native_decoder import Eagle3Inputs, native_decoder
 from services.worker.models.sharding import shard_of
 from services.worker.models.weights import DecoderWeights, KvCaches
-from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
+from services.worker.ops.interface import BatchMeta, EmbeddingTable, Ops, PackedLinear
 from services.worker.speculation.drafter import DrafterCheckpoint, TargetModel, read_drafter
 from services.worker.speculation.hidden_state_proposer import DraftLayer, HiddenStateDrafter, without_axes
 from services.worker.speculation.settings import SpeculationSettings
@@ -235,7 +235,7 @@ def _layer_config(folder: Path, described: dict[str, Any]) -> ModelConfig:
     return msgspec.structs.replace(config, layers=(LayerConfig(None, config.layers[0].rope),))
 
 
-def _embedding(checkpoint: DrafterCheckpoint, config: ModelConfig, target: TargetModel) -> Tensor:
+def _embedding(checkpoint: DrafterCheckpoint, config: ModelConfig, target: TargetModel) -> EmbeddingTable:
     """Its own, or the model's. Raises ModelError."""
     name = "embed_tokens.weight"
     if name not in checkpoint and config.hidden_size == target.config.hidden_size:
@@ -244,13 +244,13 @@ def _embedding(checkpoint: DrafterCheckpoint, config: ModelConfig, target: Targe
 
 
 def _head(
-    checkpoint: DrafterCheckpoint, config: ModelConfig, target: TargetModel, embedding: Tensor, words: int
+    checkpoint: DrafterCheckpoint, config: ModelConfig, target: TargetModel, embedding: EmbeddingTable, words: int
 ) -> PackedLinear:
     """Its own; its embedding where the two are tied; or, of all the model's words, the model's. Raises ModelError."""
     name, hidden = "lm_head.weight", config.hidden_size
     if name not in checkpoint and words == config.vocab_size:
         if config.tied_embeddings:
-            return target.ops.pack_linear(embedding, None)
+            return target.ops.pack_linear(embedding, None) if isinstance(embedding, Tensor) else embedding
         if hidden == target.config.hidden_size:
             return target.embedding_and_head()[1]
     return target.ops.pack_linear(checkpoint.read(name, (words, hidden)).to(target.device), None)

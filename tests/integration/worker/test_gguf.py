@@ -61,6 +61,7 @@ def converted(file: Path) -> Path:
         ("llama", Kind.Q5_K, {}),
         ("llama", Q4_K_M, {}),
         ("qwen3", {"": Kind.Q3_K, "ffn": Kind.Q2_K, "attn_v": Kind.Q5_0, "embd": Kind.IQ4_XS}, {}),
+        ("qwen2", {"": Kind.Q4_K, "token_embd": Kind.Q6_K}, {"tie_word_embeddings": True}),
         ("qwen2", Kind.F16, {}),
     ],
     ids=[
@@ -71,6 +72,7 @@ def converted(file: Path) -> Path:
         "llama-q5_k",
         "llama-q4_k_m",
         "qwen3-mixed",
+        "qwen2-tied",
         "qwen2-f16",
     ],
 )

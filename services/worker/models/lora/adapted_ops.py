@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from services.worker.models.lora.adapted_latents import AdaptedLatentOps, LatentProducts
-from services.worker.ops.interface import Activation, Ops, PackedLinear
+from services.worker.ops.interface import (
+    Activation,
+    EmbeddingTable,
+    Ops,
+    PackedLinear,
+)
 from services.worker.ops.low_rank import AdapterRows, LowRankProducts
 
 
@@ -83,7 +88,12 @@ class AdaptedOps:
             return gated
         return self._ops.gated_act(self.linear(x, packed), kind)
 
-    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+    @property
+    def embeds_codes(self) -> bool:
+        """See `Ops.embeds_codes`."""
+        return self._ops.embeds_codes
+
+    def embed(self, ids: Tensor, table: EmbeddingTable) -> Tensor:
         """Rows of the table, and what the rows' adapters add to them."""
         product = self._ops.embed(ids, table)
         rows = None if self.batch is None else self.batch.of(len(ids))

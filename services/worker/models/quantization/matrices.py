@@ -20,6 +20,18 @@ def permuted(matrix: Matrix, outputs: Tensor) -> Matrix:
     return matrix[outputs.to(matrix.device)] if isinstance(matrix, Tensor) else matrix.outputs(outputs)
 
 
+def padded(matrix: Matrix, outputs: int) -> Matrix:
+    """`matrix` with so many outputs, of which those that it has not are zeros."""
+
+    def filled(tensor: Tensor) -> Tensor:
+        missing = outputs - len(tensor)
+        return joined([tensor, tensor.new_zeros(missing, tensor.shape[1])]) if missing else tensor
+
+    if isinstance(matrix, Tensor):
+        return filled(matrix)
+    return matrix._replace(codes=filled(matrix.codes)).with_groups(filled)
+
+
 class MatrixLoader:
     """Reads matrices, and packs them for operations."""
 

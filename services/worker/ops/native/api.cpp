@@ -71,6 +71,9 @@ void baton_add_low_rank(Pool* pool, const LowRankTable* table, const void* x, in
 int baton_embed(Pool* pool, const int* ids, int count, int number, const void* table, int vocab, int hidden, float* to) {
     return embed(*pool, ids, count, Number(number), table, vocab, hidden, 1.0f, to, hidden);
 }
+int baton_embed_codes(Pool* pool, const int* ids, int count, const Linear* table, float* to) {
+    return embed_codes(*pool, ids, count, *table, to, table->in);
+}
 void baton_norm(Pool* pool, const void* x, int number, int count, int hidden, float* residual, const float* weight, float eps,
                 int to_number, void* to) {
     norm(*pool, {x, Number(number), hidden, count}, residual, hidden, {weight, eps, hidden}, Number(to_number), to, hidden);

@@ -84,9 +84,12 @@ bool Decoder::begin(const Forward& forward) {
     int rows = forward.batch.rows;
     Buffer& to = config_.joined.groups ? pairs_ : residual_;
     if (config_.joined.groups) pairs_.fit(rows, 2 * config_.hidden, 4);
-    if (!embed(pool_, forward.ids, rows, config_.number, config_.embedding, config_.vocab, config_.hidden, config_.embedding_scale,
-               (float*)to.data(), to.stride))
-        return false;
+    auto* first = (float*)to.data();
+    bool known = config_.coded_embedding.groups
+                     ? embed_codes(pool_, forward.ids, rows, config_.coded_embedding, first, to.stride)
+                     : embed(pool_, forward.ids, rows, config_.number, config_.embedding, config_.vocab, config_.hidden,
+                             config_.embedding_scale, first, to.stride);
+    if (!known) return false;
     if (const Inputs* inputs = forward.inputs)
         for (int i = 0; i < inputs->count; ++i)
             memcpy((float*)to.data() + inputs->rows[i] * to.stride, inputs->level(i, 0, config_.hidden), size_t(config_.hidden) * 4);

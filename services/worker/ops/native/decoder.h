@@ -41,7 +41,8 @@ struct DecoderConfig {
     float attention_softcap;  // 0: none
     float logits_softcap;     // 0: none
     float embedding_scale;
-    const void* embedding;  // [vocab, hidden]
+    const void* embedding;  // [vocab, hidden]; null where it is codes
+    Linear coded_embedding;  // the same as packed codes, not scaled by `embedding_scale`, which is 1 then; `groups` is null elsewhere
     const float* final_norm;  // null where nothing is normed
     Linear head;
     // [hidden, 2 * hidden]: a row begins as this of its embedding and of the feature given with it. A decoder that foresees

@@ -26,6 +26,7 @@ from services.worker.ops.drafts import DraftAttempt, SlotCopies
 from services.worker.ops.interface import (
     Activation,
     BatchMeta,
+    EmbeddingTable,
     OpsUnavailable,
     PackedExperts,
     PackedLinear,
@@ -205,8 +206,22 @@ class NativeOps:
         """All adapters in one call; a row's result does not depend on the others."""
         return NativeLowRank(self, shape)
 
-    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+    @property
+    def embeds_codes(self) -> bool:
+        """What was packed to be multiplied is read by rows, too."""
+        return True
+
+    def embed(self, ids: Tensor, table: EmbeddingTable) -> Tensor:
         """float32 [n, hidden]. Raises IndexError for an id outside of the table."""
+        if isinstance(table, PackedMatrix):
+            rows = torch.empty(len(ids), table.inputs)
+            known = self._library.baton_embed_codes(
+                self._pool, ids.data_ptr(), len(ids), ctypes.byref(table.linear), rows.data_ptr()
+            )
+            if not known:
+                raise IndexError(f"a token id is outside of the vocabulary of {table.out}")
+            return rows
+        assert isinstance(table, Tensor)
         if table.dtype != self.dtype:
             return F.embedding(ids, table).float()
         vocab, hidden = table.shape

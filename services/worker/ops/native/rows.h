@@ -20,6 +20,9 @@ template <class Call> void each_row(Pool& pool, int count, const Call& call) {
 bool embed(Pool& pool, const int* ids, int count, Number number, const void* table, int vocab, int hidden, float scale,
            float* to, int64_t to_stride);
 
+// The same of a table of packed int8 or int4: what is multiplied is read by rows, too.
+bool embed_codes(Pool& pool, const int* ids, int count, const Linear& table, float* to, int64_t to_stride);
+
 struct Norm {
     const float* weight;  // [hidden]
     float eps;

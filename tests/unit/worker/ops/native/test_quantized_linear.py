@@ -78,6 +78,26 @@ def test_groups_may_have_offsets(level: Level, code: Code) -> None:
             check(dtype, QuantizedWeight(code, codes, scales, offsets=offsets), level, (1, 3, 4, 40, 97))
 
 
+@pytest.mark.parametrize("level", runnable_levels())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_packed_table_are_what_its_codes_stand_for(level: Level, dtype: torch.dtype) -> None:
+    """To the last bit; with groups of each kind, and one scale for all."""
+    ops, codes = native(dtype, level=level), torch.randint(0, 16, (130, 96), dtype=torch.uint8)
+    scales, offsets, zeros = random(130, 6, seed=3), random(130, 6, seed=4), torch.full((130, 6), 3, dtype=torch.uint8)
+    ids = torch.tensor([129, 0, 63, 64, 0], dtype=torch.int32)
+    for table in (
+        QuantizedWeight("int8", codes * 16 + codes, scales, offsets=offsets),
+        QuantizedWeight("int8", codes * 16 + codes, scales[:, :1]),
+        QuantizedWeight("int4", codes, scales, zeros),
+        QuantizedWeight("int4", codes, scales[:, :3].contiguous()),
+    ):
+        rows = ops.embed(ids, ops.pack_quantized(table, None))
+        assert torch.equal(rows, table.dequantized(torch.float32)[ids])
+        for unknown in (-1, 130):
+            with pytest.raises(IndexError, match="vocabulary of 130"):
+                ops.embed(torch.tensor([unknown], dtype=torch.int32), ops.pack_quantized(table, None))
+
+
 @pytest.mark.parametrize(("code", "least", "zero"), [("int8", 128, None), ("int4", 0, 15), ("int4", 15, 0)])
 def test_the_greatest_sum_of_a_group_is_exact(code: Code, least: int, zero: int | None) -> None:
     """512 times a row's greatest element and the code furthest from 0: 32 bits just hold it."""
