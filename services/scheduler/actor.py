@@ -458,9 +458,9 @@ class SchedulerActor(Actor):
 
     async def _record_undelivered(self, undelivered: Undelivered) -> None:
         match undelivered.message:
-            case StepPlan(epoch=epoch):
+            case StepPlan(epoch=epoch, step=step):
                 if self.core.epoch == epoch:
-                    self._ranks.record_undelivered_plan(epoch, self.bus.liveness_now())
+                    self._ranks.record_undelivered_plan(epoch, step, self.bus.liveness_now())
             case TokenBatch():
                 detokenizer = undelivered.topic.subject.split(".")[1]
                 await self._decide(DetokenizerGone(DetokenizerId(detokenizer)))

@@ -37,6 +37,14 @@ class UnusableRanks(NamedTuple):
     reason: str
 
 
+class LostPlan(NamedTuple):
+    """A plan that found no worker."""
+
+    epoch: Incarnation
+    step: int
+    at: float
+
+
 class WorkerRanks:
     """Owns the registry of the engine's workers, and which of them the engine is working with."""
 
@@ -50,8 +58,8 @@ class WorkerRanks:
         self._members: dict[InstanceId, Incarnation] = {}
         self._pinged_at: float | None = None
         """When ranks were asked that have not answered yet, all of them; None: none was."""
-        self._plan_lost: tuple[Incarnation, float] | None = None
-        """The epoch of a plan that found no worker, and when."""
+        self._plan_lost: LostPlan | None = None
+        """The first plan of these members that found none of them."""
 
     def record_lifecycle(self, message: Lifecycle, now: float) -> WorkersLost | None:
         """Takes a worker's lifecycle in. Returns why the engine lost its workers, None where it did not."""
@@ -76,11 +84,11 @@ class WorkerRanks:
             self._pinged_at = now if any(now - at > PING_AFTER for at in self._heard()) else None
         return self._pinged_at is not None
 
-    def record_undelivered_plan(self, epoch: Incarnation, now: float) -> None:
+    def record_undelivered_plan(self, epoch: Incarnation, step: int, now: float) -> None:
         """A plan found no worker. Most often one has just died, which its supervisor announces within moments: that
         counts first, because it says what became of the requests."""
         if self._plan_lost is None:
-            self._plan_lost = epoch, now
+            self._plan_lost = LostPlan(epoch, step, now)
 
     @property
     def world_size(self) -> int:
@@ -124,7 +132,7 @@ class WorkerRanks:
                 f"no {self._role} engine: requests of {reports[0].model.name} bring rows of an encoder's, whose keys "
                 "and values are not handed over; start its engines without --prefill and --decode"
             )
-        self._members = {life.instance: life.incarnation for life in by_rank.values()}
+        self._members, self._plan_lost = {life.instance: life.incarnation for life in by_rank.values()}, None
         return WorkersReady(
             card=msgspec.structs.replace(reports[0].model, loras=_common_loras(reports)),
             num_blocks=min(report.num_blocks for report in reports),
@@ -180,10 +188,10 @@ class WorkerRanks:
         return None
 
     def _undelivered(self, now: float, epoch: Incarnation | None) -> WorkersLost | None:
-        if self._plan_lost is None or now - self._plan_lost[1] < ANNOUNCEMENT_GRACE:
+        if self._plan_lost is None or now - self._plan_lost.at < ANNOUNCEMENT_GRACE:
             return None
-        (lost, _), self._plan_lost = self._plan_lost, None
-        if lost != epoch:
+        lost, self._plan_lost = self._plan_lost, None
+        if lost.epoch != epoch:
             return None
         self.forget()
         return WorkersLost("no worker takes plans")
@@ -193,7 +201,8 @@ class WorkerRanks:
             last = each.last
             if self._members.get(last.instance) == last.incarnation:
                 self._members = {}
-                return WorkersLost(f"worker {last.instance}: {each.reason}", each.died)
+                unheard = None if self._plan_lost is None else self._plan_lost.step
+                return WorkersLost(f"worker {last.instance}: {each.reason}", each.died, unheard)
         return None
 
 

@@ -118,7 +118,7 @@ class EngineCore:
                 if self.epoch_state is not None:
                     self.epoch_state.record_loras(event)
             case WorkersLost():
-                self._end_epoch(event.reason, died=event.died)
+                self._end_epoch(event.reason, died=event.died, unheard=event.unheard)
             case ResetPrefixCache():
                 if self.epoch_state is not None:
                     self.epoch_state.memory.pool.forget()
@@ -465,14 +465,15 @@ class EngineCore:
         self.health.start_epoch(workers)
         self.store.share(workers.layout if self.role.node is not None else None, workers.card.name)
 
-    def _end_epoch(self, reason: str, *, died: bool = False) -> None:
-        """Fails every request for `reason`; `died`: which may be the doing of one that was being computed. Those that
-        come now wait for the next epoch's workers."""
+    def _end_epoch(self, reason: str, *, died: bool = False, unheard: int | None = None) -> None:
+        """Fails every request for `reason`; `died`: which may be the doing of one that was being computed, but of none
+        whose plans, from the step `unheard` on, came to a dead process. Those that come now wait for the next epoch's
+        workers."""
         state = self.epoch_state
         self.health.end_epoch()
         if state is not None:
             how: Death = "beside others" if self.isolated is None else "alone"
-            deaths = dict.fromkeys(state.computing(), how) if died else {}
+            deaths = dict.fromkeys(state.computing(unheard), how) if died else {}
             state.requests.fail_where(lambda _: True, reason, tell_detokenizer=True, deaths=deaths)
             state.close()
         self.epoch_state = self.plan_due = None

@@ -238,9 +238,9 @@ class EpochState:
         """Those that have no result yet, oldest first."""
         return tuple(self._sent)
 
-    def computing(self) -> set[SequenceId]:
-        """The sequences that the steps in flight compute."""
-        return {item.sequence for plan in self._sent for item in plan.work}
+    def computing(self, before: int | None = None) -> set[SequenceId]:
+        """The sequences that the steps in flight compute, of those `before` a step where one is given."""
+        return {item.sequence for plan in self._sent if before is None or plan.step < before for item in plan.work}
 
     def send_again(self, missed: MissedPlan) -> str | None:
         """Sends a plan that a rank missed again, with those behind it, which that rank dropped. Returns why everything

@@ -77,6 +77,8 @@ class WorkersLost:
     reason: str
     died: bool = False
     """Whether its process died, perhaps of what it was computing."""
+    unheard: int | None = None
+    """The first step whose plan found no worker: it was dead before, of whatever. None: all plans found one."""
 
 
 @dataclass(frozen=True, slots=True)

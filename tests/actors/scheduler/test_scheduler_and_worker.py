@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from services.scheduler.core.limits import EngineLimits
 from services.worker.actor import RankOutOfStep
@@ -14,7 +15,7 @@ from services.worker.backend import Backend, run_step
 from services.worker.sim.backend import SimBackend, SimStep
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
-from shared.ids import Attempt, DetokenizerId, Incarnation, InstanceId, RequestId
+from shared.ids import Attempt, DetokenizerId, Incarnation, InstanceId, RequestId, new_incarnation
 from shared.messages.gateway import RequestFailed
 from shared.messages.generation import SamplingOptions
 from shared.messages.lifecycle import Drain, EngineHealth, Lifecycle, WorkerReport
@@ -121,6 +122,29 @@ async def test_a_killed_worker_fails_its_requests_and_its_successor_serves_them(
         await engine.finished("a", attempt=2)
         assert len(before) + len(engine.notes.output_of("a", attempt=2)) == 400
         assert len(set(engine.free_blocks)) == 1
+
+
+async def test_a_suspect_is_not_blamed_for_a_rank_that_was_dead_before_it_came(
+    memory_bus: MemoryBus, model: Path
+) -> None:
+    """Two engines are killed at once: what fails at the one comes to the other before that one's death is announced."""
+    async with engine_on_a_bus(memory_bus) as engine:
+        worker = engine.add_worker(lambda: sim_backend(model))
+        await engine.ready()
+        dead = replace(engine.notes.lives[worker], incarnation=new_incarnation())
+        await engine.kill(worker)
+        await engine.until(lambda: engine.scheduler.core.epoch is None, "the scheduler hears of it")
+        await memory_bus.publish(topics.rank_lifecycles(ENGINE), dead)  # of its successor, no more is left than this
+        await engine.ready()
+        state = engine.scheduler.core.epoch_state
+        assert state is not None
+        await engine.generate(generate("s", PROMPT, suspect_until=3))
+        await engine.until(lambda: bool(state.plans_in_flight), "a plan that nobody takes")
+        await memory_bus.publish(topics.rank_lifecycles(ENGINE), replace(dead, phase="failed"))
+        await engine.until(lambda: bool(engine.notes.final), "the request fails")
+        (failed,) = engine.notes.final
+        assert isinstance(failed, RequestFailed)
+        assert (failed.reason, failed.death) == (f"worker {worker}: failed", None)
 
 
 async def test_cancel_stop_match_and_a_lost_detokenizer_free_everything(memory_bus: MemoryBus, model: Path) -> None:

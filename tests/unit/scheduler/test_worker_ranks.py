@@ -199,11 +199,22 @@ def test_ranks_that_answer_may_take_their_time_for_a_step(quiet_ranks: WorkerRan
 
 
 def test_a_plan_that_no_worker_takes_counts_once_a_death_would_have_been_announced(quiet_ranks: WorkerRanks) -> None:
-    quiet_ranks.record_undelivered_plan(Incarnation(5), 1.0)
+    quiet_ranks.record_undelivered_plan(Incarnation(5), 7, 1.0)
     assert quiet_ranks.expire(1.05, Incarnation(5)) is None
     assert quiet_ranks.expire(1.2, Incarnation(5)) == WorkersLost("no worker takes plans")
-    quiet_ranks.record_undelivered_plan(Incarnation(5), 2.0)
+    quiet_ranks.record_undelivered_plan(Incarnation(5), 7, 2.0)
     assert quiet_ranks.expire(3.0, Incarnation(6)) is None, "another epoch has begun"
+
+
+def test_a_death_says_which_plan_was_the_first_that_came_too_late_for_it(quiet_ranks: WorkerRanks) -> None:
+    for step in (7, 8):
+        quiet_ranks.record_undelivered_plan(Incarnation(5), step, 1.0)
+    dead = WorkersLost("worker e-rank1: failed", died=True, unheard=7)
+    assert quiet_ranks.record_lifecycle(life(1, phase="failed"), 1.05) == dead
+    quiet_ranks.record_lifecycle(life(1, incarnation=2), 2.0)
+    assert quiet_ranks.assemble() is not None
+    dead = WorkersLost("worker e-rank1: failed", died=True)
+    assert quiet_ranks.record_lifecycle(life(1, incarnation=2, phase="failed"), 3.0) == dead
 
 
 def test_the_engine_serves_the_adapters_that_all_its_ranks_have() -> None:

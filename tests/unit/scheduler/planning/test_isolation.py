@@ -85,6 +85,18 @@ def test_a_death_during_a_trial_is_that_of_the_suspect() -> None:
     assert deaths == {"good": None, "s": "alone"}
 
 
+def test_a_death_before_the_trial_began_is_not_that_of_the_suspect() -> None:
+    """Its first plan found no worker: two engines were killed at once, and it was sent from the one to the other."""
+    engine = ring()
+    start(engine, "s", 3)
+    engine.send(TimePassed())
+    assert engine.engine.isolated == "s"
+    outputs = engine.send(WorkersLost("rank 0 died", died=True, unheard=engine.plans[0].step))
+    (failed,) = [o.message for o in outputs if isinstance(o, SendToGateway)]
+    assert isinstance(failed, RequestFailed)
+    assert failed.death is None
+
+
 def test_one_that_has_passed_its_death_is_no_suspect() -> None:
     engine = ring()
     engine.send(generate("a", [4] * 10, resume=(5, 6, 7), max_tokens=9, ignore_eos=True, suspect_until=3))
