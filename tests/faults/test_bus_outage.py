@@ -1,8 +1,11 @@
-"""The bus is away for longer than requests wait for it: all end, nothing of them is left, and all serves again."""
+"""The bus is away for longer than requests wait for it: all end, nothing of them is left, and all serves again. It
+stands still for longer than processes may be silent: none is ended for that."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import httpx2
@@ -44,6 +47,23 @@ async def test_requests_end_after_a_while_without_a_bus_and_leave_nothing(tmp_pa
             again = await stream_chat(client, stack.model, "Who are you?", max_tokens=8)
             assert again.completion_tokens is not None
             await stack.until_heard(lambda said: all(life.load == 0 for life in said.values()))
+
+
+async def test_no_process_is_ended_for_the_silence_of_a_bus_that_stands_still(tmp_path: Path) -> None:
+    """It keeps its connections for longer than the watchdog waits for a word of a process."""
+    with running_stack(tmp_path, device="sim", kvstore="0") as stack:
+        before = {each.instance: each.pid for each in stack.state.members}
+        bus = stack.state.nats_pid
+        assert bus is not None
+        async with client_of(stack.url) as client:
+            stream = asyncio.create_task(stream_chat(client, stack.model, "Hi", max_tokens=8))
+            os.kill(bus, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(stack.state.spec.silence_limit + 3)
+            finally:
+                os.kill(bus, signal.SIGCONT)
+            assert (await asyncio.wait_for(stream, DEADLINE)).completion_tokens == 8
+        assert {each.instance: each.pid for each in stack.state.members} == before
 
 
 async def endless(client: AsyncOpenAI, stack: RunningStack, started: asyncio.Event) -> None:

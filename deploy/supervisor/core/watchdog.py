@@ -140,11 +140,14 @@ def _has_work(report: EngineReport | None) -> bool:
     return report is not None and report.paused is None and report.running + report.waiting > 0
 
 
-# A clock for the watchdog that a pause of the supervisor itself does not move: nothing was heard meanwhile.
+# A clock for the watchdog that no pause moves, of the supervisor itself nor of the bus: nothing was heard meanwhile.
 
 
 MAX_CLOCK_STEP = 1.0
 """Seconds that count between two looks. The supervisor looks five times a second; what is beyond was its own pause."""
+MAX_UNANSWERED = 2.5
+"""Seconds that count after the bus has answered. It is asked every second; what is beyond was its pause: a server that
+stands still keeps its connections, and all processes would be killed for its silence."""
 
 
 class PauseFreeClock:
@@ -153,10 +156,16 @@ class PauseFreeClock:
     def __init__(self) -> None:
         self._counted = 0.0
         self._last: float | None = None
+        self._answered_at = 0.0
+
+    def record_answer(self) -> None:
+        """The bus has just answered."""
+        self._answered_at = self._counted
 
     def now(self, real: float) -> float:
         """Counted seconds at `real`, which is any clock that does not go back."""
         if self._last is not None:
-            self._counted += min(max(0.0, real - self._last), MAX_CLOCK_STEP)
+            passed = self._counted + min(max(0.0, real - self._last), MAX_CLOCK_STEP)
+            self._counted = min(passed, self._answered_at + MAX_UNANSWERED)
         self._last = real
         return self._counted

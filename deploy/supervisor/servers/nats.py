@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -15,6 +16,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from deploy.supervisor.cluster.folder import ClusterFolder
+from deploy.supervisor.core.watchdog import PauseFreeClock
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.servers.nats_config import (
@@ -27,7 +29,7 @@ from deploy.supervisor.servers.nats_config import (
 from deploy.supervisor.servers.server_process import HOST, ServerNotStarted, ServerProcess, free_port
 from deploy.supervisor.spec import ClusterSpec, HostsSpec, StackSpec
 from deploy.supervisor.state_file import StackState
-from shared.bus import Bus
+from shared.bus import Bus, ReplyTimeout
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.permissions import User
 from shared.private_files import replace_private, write_private
@@ -35,6 +37,8 @@ from shared.private_files import replace_private, write_private
 log = logging.getLogger(__name__)
 
 NAME = "nats-server"
+ASK_EVERY = 1.0
+"""Seconds between two questions to the bus whether it answers."""
 
 
 class NatsServerUnavailable(Exception):
@@ -221,3 +225,12 @@ def _routes(spec: StackSpec, cluster: ClusterSpec, folder: ClusterFolder) -> Rou
         password=password,
         routes=cluster.routes,
     )
+
+
+async def record_answers(bus: Bus, clock: PauseFreeClock) -> None:
+    """Asks the bus every second, and lets the clock know that it has answered."""
+    while True:
+        with contextlib.suppress(ReplyTimeout):
+            await bus.flush()
+            clock.record_answer()
+        await asyncio.sleep(ASK_EVERY)

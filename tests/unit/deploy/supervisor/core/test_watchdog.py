@@ -144,8 +144,21 @@ def test_time_that_the_supervisor_itself_stood_still_blames_nobody() -> None:
     assert reasons(dog, sum(0.2 for _ in range(80)) + clock.now(1300.0)) == ["silent for 15 s"]
 
 
+def test_time_in_which_the_bus_stood_still_blames_nobody() -> None:
+    clock = PauseFreeClock()
+    dog = watched((clock.now(1000.0), said()))
+    for tick in range(300):
+        assert reasons(dog, clock.now(1000.0 + tick)) == []
+    for tick in range(300, 312):
+        clock.record_answer()
+        assert reasons(dog, clock.now(1000.0 + tick)) == []
+    clock.record_answer()
+    assert reasons(dog, clock.now(1312.0)) == ["silent for 15 s"]
+
+
 def test_the_watch_clock_goes_with_the_real_one_while_it_is_looked_at() -> None:
     clock = PauseFreeClock()
+    clock.record_answer()
     readings = [clock.now(1000.0 + tick * 0.25) for tick in range(9)]
     assert readings == [tick * 0.25 for tick in range(9)]
     assert clock.now(900.0) == 2.0
