@@ -261,7 +261,7 @@ class Stack:
     async def _serve(self, beside: Sequence[Beside]) -> None:
         await self._bus.subscribe(topics.lifecycles(), self._lifecycles.put)
         await self._bus.publish(topics.lifecycle_requests(), LifecycleRequest())
-        cluster = self.spec.cluster
+        cluster, hosts = self.spec.cluster, self._hosts
         if cluster is None or cluster.join_port is not None:
             await self._bus.serve(topics.scaling(), self._obey)
         if cluster is not None:
@@ -274,7 +274,7 @@ class Stack:
                     self._watch,
                     lambda: record_answers(self._bus, self._watch_clock),
                     self._start_deadline,
-                    self._run_hosts,
+                    *((lambda: hosts.run(self._bus, self._handle, self.stop),) if hosts is not None else ()),
                     *((self._remote.run,) if self._remote is not None else ()),
                     *beside,
                 )
@@ -287,8 +287,8 @@ class Stack:
                     task.cancel()
             if self._remote is not None:
                 await self._remote.end()
-            if self._hosts is not None:
-                await self._hosts.end(self._bus)
+            if hosts is not None:
+                await hosts.end(self._bus)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -303,10 +303,6 @@ class Stack:
                 loop.remove_signal_handler(number)
 
     # ---- what happens
-
-    async def _run_hosts(self) -> None:
-        if self._hosts is not None:
-            await self._hosts.run(self._bus, self._handle, self.stop)
 
     async def _listen(self) -> None:
         while True:

@@ -83,6 +83,13 @@ class PromptClient(Client):
 
         reader.feed_data = receive  # type: ignore[method-assign, assignment]
 
+    async def _process_pong(self) -> None:
+        """One that comes after its flush was given up answers nobody. The library would set the result of what was
+        cancelled, which ends its reader: the process heard nothing more until its pings found that out."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         """Measures each round trip, or how long it was waited for: the client pings by itself, and at each flush."""
         answered, sent = future or asyncio.get_running_loop().create_future(), time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import openai
 import pytest
 
 from shared import topics
-from shared.bus import BusError
+from shared.bus import Bus, BusError, ReplyTimeout
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.ids import Attempt, EngineId, RequestId
 from shared.messages.scheduler import Cancel
@@ -40,6 +41,33 @@ async def test_messages_published_while_the_bus_is_away_arrive_when_it_is_back(o
     async with asyncio.timeout(60):
         assert await heard.get() == message
     assert bus.connected
+    await bus.close()
+
+
+async def flush_until_refused(bus: Bus) -> None:
+    """A server that was told to stand still does so within moments."""
+    while True:
+        await bus.flush()
+
+
+async def test_a_bus_that_stood_still_is_heard_when_it_goes_on_whoever_asked_it_meanwhile(own_nats: NatsServer) -> None:
+    """The answer to a flush that was given up comes at last; the library's reader ended of it."""
+    bus = await connect(NatsOptions(servers=(own_nats.url,)))
+    heard: asyncio.Queue[object] = asyncio.Queue()
+    await bus.subscribe(TOPIC, heard.put)
+    await bus.flush()
+    own_nats.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(ReplyTimeout):
+            await flush_until_refused(bus)
+    finally:
+        own_nats.send_signal(signal.SIGCONT)
+    await bus.flush()
+    message = Cancel(RequestId("r"), Attempt(1))
+    await bus.publish(TOPIC, message)
+    async with asyncio.timeout(60):
+        assert await heard.get() == message
+    assert bus.outage() == 0.0
     await bus.close()
 
 

@@ -59,6 +59,10 @@ class NatsServer:
         self._config.write_text(f"{self._listener}{more}\n")
         self._process.send_signal(signal.SIGHUP)
 
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         if self._process is not None:
             os.kill(self._process.pid, signal.SIGKILL)
