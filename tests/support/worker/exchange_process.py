@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -151,7 +150,7 @@ def main() -> None:
     print(exchange_all(communicator, rank, ranks), flush=True)
     if rank == ranks - 1:
         if what == "silent":
-            time.sleep(4 * PATIENCE.total_seconds())
+            sys.stdin.read()  # until whoever started it has heard the others
         os._exit(0)
     try:
         communicator.sum(torch.ones(3))

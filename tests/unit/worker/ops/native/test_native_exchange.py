@@ -24,7 +24,10 @@ def ranks(tmp_path: Path, count: int, what: str) -> list[list[str]]:
     command = [sys.executable, "-m", "tests.support.worker.exchange_process"]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(count), f"file://{tmp_path}/ranks", what], stdout=subprocess.PIPE, text=True
+            [*command, str(rank), str(count), f"file://{tmp_path}/ranks", what],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(count)
     ]
