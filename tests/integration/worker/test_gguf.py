@@ -27,6 +27,7 @@ from services.worker.ops.quantized import Code, QuantizedWeight
 from tests.support.models.gguf_files import Q4_K_M, Kinds, gguf_model, put_floats
 from tests.support.models.tiny_tokenizers import TEXT, byte_level
 from tests.support.worker.plan_driver import Driver
+from tests.support.worker.rank_processes import rank_processes
 from tests.support.worker.recorded_logits import record_logits
 from tests.support.worker.tiny_backend import tiny_backend
 
@@ -89,6 +90,18 @@ def test_logits_are_those_of_the_numbers(
     expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
     assert (torch.cat(recorded[:OUTPUT]) - expected).abs().max() < 1e-3
     assert expected.std() > 0.3, "a reference this flat would agree with anything"
+
+
+def test_ranks_have_shares_of_a_table_of_codes(tmp_path: Path) -> None:
+    """Which is embedding and head."""
+    kinds: Kinds = {"": Kind.Q4_K, "token_embd": Kind.Q6_K}
+    model, file = gguf_model("qwen2", tmp_path, kinds, byte_level(), tie_word_embeddings=True)
+    with rank_processes(2, tmp_path) as ranks:
+        engine = ranks.serve(converted(file), tp=2, ops="native")
+        request = engine.ask(PROMPT, OUTPUT)
+        engine.run()
+        expected = model.logits(PROMPT + request.tokens)[len(PROMPT) - 1 : -1]
+        assert torch.tensor(engine.logits).sub(expected).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -174,8 +174,8 @@ def serving(backend: HostRunner) -> Serving:
     decoder = backend.rank.decoder
     words = layers = 0
     if isinstance(decoder, Decoder):
-        embedding, layers = decoder.weights.embedding, len(decoder.weights.layers)
-        words = 0 if embedding is None else len(embedding)
+        layers = len(decoder.weights.layers)
+        words = 0 if decoder.weights.embedding is None else decoder.share.padded_vocab
     return Serving(
         num_blocks=backend.num_blocks,
         card=backend.card,
