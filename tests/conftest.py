@@ -15,7 +15,6 @@ import hypothesis
 import numpy as np
 import pytest
 
-from services.worker.platforms.meta_kernels import defer_meta_kernels
 from shared.bus import Bus
 from shared.bus.memory_bus import MemoryBus
 from shared.bus.nats_bus import NatsOptions, connect
@@ -26,8 +25,6 @@ from tests.support.worker.broken_devices import end_if_broken, show_errors
 
 # Before torch is imported: models of tests are too small for several threads, and tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Nor has a worker what this leaves out: whatever it needs of that is to fail here.
-defer_meta_kernels()
 # Hundreds of processes of ours are started: none shall compile what another has compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

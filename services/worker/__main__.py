@@ -17,7 +17,6 @@ from services.worker.executor.backend_choice import make_backend
 from services.worker.flops import FlopsMeter, peak_flops
 from services.worker.kv.connector_thread import ConnectorThread
 from services.worker.lora_watcher import LoraWatcher
-from services.worker.platforms.meta_kernels import defer_meta_kernels
 from services.worker.rank_sleep import RankSleep, discard_pages, execute_asleep
 from services.worker.sim.shape import read_shape
 from services.worker.watchdog import StepHung
@@ -113,7 +112,6 @@ def release_start_memory() -> None:
 def main() -> None:
     """See `run_rank`."""
     config = load_or_exit("worker", WorkerConfig)
-    defer_meta_kernels()
     run_rank(
         config,
         lambda sleep: run_service(config, lambda bus: build(config, bus, sleep, release_start_memory), "worker"),

@@ -10,7 +10,6 @@ from services.worker.actor import WorkerActor  # noqa: F401 what `__main__` impo
 from services.worker.config import WorkerConfig
 from services.worker.executor.backend_choice import make_backend  # noqa: F401
 from services.worker.models.weight_files import read_ahead
-from services.worker.platforms.meta_kernels import defer_meta_kernels, import_meta_kernels
 from shared.config import load_config
 
 
@@ -29,12 +28,10 @@ def _import_all(config: WorkerConfig, folder: Path) -> None:
     if config.device == "sim":
         from services.worker.sim.backend import create_sim_backend  # noqa: F401
     else:
-        defer_meta_kernels()
         from services.worker.executor.torch_backend import create_backend  # noqa: F401
         from services.worker.platforms.installed import open_platform  # noqa: F401
 
         if computed_by_the_library(config, folder):
-            import_meta_kernels()
             with suppress(ImportError):  # the worker says so
                 from services.worker.models.fallback import library_decoder, library_encoder  # noqa: F401
 

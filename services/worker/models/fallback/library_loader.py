@@ -31,14 +31,12 @@ from services.worker.models.loaded_model import (
 from services.worker.models.pooling.classification import ClassifierHead, label_head, token_ids
 from services.worker.models.pooling.sentence_transformers import read_projections
 from services.worker.models.sharding import PipelineStage, stage_of
-from services.worker.platforms.meta_kernels import import_meta_kernels
 from shared.models.encoder_models import encoder_type
 from shared.telemetry.startup import STARTUP
 
 
 def load_library_model(settings: LoadSettings) -> LoadedModel:
     """Of an architecture that `transformers` computes."""
-    import_meta_kernels()  # it makes models on device "meta", by whatever operations
     # Seconds of imports, which nobody else should pay for.
     from services.worker.models.fallback.library_model import LibraryModel
 
