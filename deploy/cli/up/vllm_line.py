@@ -22,6 +22,11 @@ SAME: Mapping[str, str] = {
     "--nnodes": "--nodes",
 }
 """Options that have another name here and the same values."""
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "--kv-cache-dtype": {"fp8_e4m3": "fp8"},
+    "--dtype": {"half": "float16", "float": "float32"},
+}
+"""Values that have another name here."""
 SETTINGS: Mapping[str, str] = {
     "--chat-template": "tokenizer.chat_template",
     "--chat-template-content-format": "tokenizer.chat_template_content_format",
@@ -89,6 +94,9 @@ def translated(line: Sequence[str]) -> tuple[list[str], list[str]]:
             made += SEVERAL[name](values)
         elif name in SETTINGS and (equals or rest):
             made += ["--set", f"{SETTINGS[name]}={value if equals else rest.pop(0)}"]
+        elif name in VALUES and (equals or rest):
+            given = value if equals else rest.pop(0)
+            made += [name, VALUES[name].get(given, given)]
         else:
             made.append(f"{SAME.get(name, name)}{equals}{value}")
     return made, said

@@ -393,8 +393,10 @@ def check_common_fields(fields: CommonFields, prompts: int, limits: RequestLimit
         raise not_allowed("best_of", fields.best_of, f"only the value of n ({fields.n or 1}) is")
     n = fields.n or 1
     if prompts * n > limits.max_choices:
-        what = f"{prompts} prompts times n = {n}" if prompts > 1 else f"n = {n}"
-        raise invalid("n", f"{what} is not allowed; at most {limits.max_choices} choices in one request")
+        what = f"n = {n}" if prompts == 1 else f"{prompts} prompts" + (f" times n = {n}" if n > 1 else "")
+        raise invalid(
+            "n" if n > 1 else "prompt", f"{what} is not allowed; at most {limits.max_choices} choices in one request"
+        )
     if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= 256:
         raise invalid("cache_salt", "it must have 1 to 256 characters")
 

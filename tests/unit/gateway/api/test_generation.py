@@ -316,6 +316,8 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 COMPLETION_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"prompt": ["a"] * 65, "n": 2}, "n"),
     ({"prompt": 5}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [[]]}, "prompt[0]"),

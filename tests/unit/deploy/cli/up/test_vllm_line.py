@@ -15,15 +15,15 @@ from shared.settings import settings_of
 THEIRS = """
     models/qwen --max_model_len=4096 --gpu-memory-utilization 0.9 -tp 2 --enable-prefix-caching
     --served-model-name a b --api-key k --chat-template f.jinja --tool-call-parser hermes --enable-auto-tool-choice
-    --reasoning-parser deepseek_r1 --max-num-batched-tokens 2048 --dtype bfloat16 --trust-remote-code
-    --disable-log-requests --speculative-config '{"method": "ngram"}'
+    --reasoning-parser deepseek_r1 --max-num-batched-tokens 2048 --dtype half --trust-remote-code
+    --kv-cache-dtype=fp8_e4m3 --disable-log-requests --speculative-config '{"method": "ngram"}'
     --enable-lora --lora-modules x=/a '{"name": "y", "path": "/b"}'
 """
 OURS = """
     --model models/qwen --max-model-len=4096 --gpu-memory-utilization 0.9 --tp 2 --enable-prefix-caching
     --served-model-name a --alias b --api-key k --set tokenizer.chat_template=f.jinja --tool-call-parser hermes
-    --reasoning-parser deepseek_r1 --max-batch-tokens 2048 --dtype bfloat16 --trust-remote-code
-    --speculative '{"method": "ngram"}' --lora x=/a --lora y=/b
+    --reasoning-parser deepseek_r1 --max-batch-tokens 2048 --dtype float16 --trust-remote-code
+    --kv-cache-dtype fp8 --speculative '{"method": "ngram"}' --lora x=/a --lora y=/b
 """
 
 
