@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
@@ -50,7 +52,7 @@ async def clients(stack: RunningStack) -> AsyncIterator[list[AsyncOpenAI]]:
 async def test_streams_end_with_an_error_and_new_requests_are_served(
     stack: RunningStack, clients: list[AsyncOpenAI]
 ) -> None:
-    wanted = 3 * TOKENS  # else they may have ended before the gateway does
+    wanted = 3 * TOKENS
     options = {"max_tokens": wanted, "extra_body": {"ignore_eos": True}}
     events = [asyncio.Event() for _ in clients]
     streams = [
@@ -59,9 +61,11 @@ async def test_streams_end_with_an_error_and_new_requests_are_served(
     ]
     async with asyncio.timeout(DEADLINE):
         await asyncio.gather(*(event.wait() for event in events))
+        rank = stack.kill("engine-1-rank0", signal.SIGSTOP)  # else streams may end before the gateway does
         opened = await requests_by_gateway(stack)
         assert set(opened) == {"gateway-1", "gateway-2"}, opened
         pid = stack.kill(VICTIM)
+        os.kill(rank, signal.SIGCONT)
         # A client with the SDK's usual retries notices nothing, as from now on connections go to the other one.
         retrying = clients[0].with_options(max_retries=2)
         answers = await asyncio.gather(

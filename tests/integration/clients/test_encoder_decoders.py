@@ -102,13 +102,14 @@ async def test_what_cannot_be_had_of_it_is_a_400(client: AsyncOpenAI, stack: Run
         with pytest.raises(openai.BadRequestError, match=why):
             await client.completions.create(model=NAME, prompt="Hello", extra_body=fields)
     for pool in ("prefill", "decode"):
+        why = f"{pool}: an encoder reads the model's prompts, and engines hand nothing over"
         refused = await asyncio.to_thread(stack.baton, "scale", f"{pool}=1")
         assert refused.returncode != 0
-        assert f"{pool}: an encoder reads the model's prompts, and engines hand nothing over" in refused.stderr
+        assert why in refused.stderr
         async with httpx2.AsyncClient(base_url=stack.url, timeout=60) as http:
             answer = await http.post("/admin/scale", json={"service": pool, "count": 1})
         assert answer.status_code == 409
-        assert "which are not handed over" in answer.json()["error"]["message"]
+        assert why in answer.json()["error"]["message"]
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
     for content, more in (("Hello", {}), ([image], {}), ("Hello", {"tools": [tool]})):
