@@ -112,10 +112,16 @@ struct SegmentRange {
     bool last;
 };
 
+// Rows of digits of a tile of half bytes, where there are several: twice as high and half as wide, so that bytes are made of
+// them for twice as many products. 64 rows take 4 to 17% less than with flat tiles, and bytes 5% more (Zen 5). A lone tile
+// stays flat, to read weights in the order they lie in.
+template <Code code> constexpr int kHighTileRows = code == Code::kNibble && kTileRows == 6 ? 12 : kTileRows;
+constexpr int columns_of(int rows) { return rows > kTileRows ? kTileColumns / 2 : kTileColumns; }
+
 template <Code code, int R>
 void run_segmented_tile(const Product& p, const Block& block, const SegmentRange& range, const uint8_t* w, int row, Ahead ahead,
                         TermsAhead terms_ahead, F* kept) {
-    constexpr int C = kTileColumns;
+    constexpr int C = columns_of(R);
     int steps = p.linear.scaled / Quad::kItems, all_segments = p.linear.in / p.linear.scaled;
     int64_t x_row = p.first + block.row + row;
     const int8_t* x = p.rounded->items(x_row) + int64_t(range.first) * p.linear.scaled;
@@ -131,7 +137,8 @@ void run_segmented_tile(const Product& p, const Block& block, const SegmentRange
         int output = block.group * kGroupOutputs + column * kLanes;
         if (range.last) expect<Quad, R, C>(p, block, row, output);
         multiply_segments<code, R, C>(x, p.rounded->stride(), w + column * (segment_step_bytes(code) / kGroupColumns), steps,
-                                      range.count, terms, column ? Ahead{nullptr, 0} : ahead, terms_ahead, sums.at);
+                                      range.count, terms, column ? Ahead{nullptr, 0} : ahead, column ? TermsAhead{0, 1, 0} : terms_ahead,
+                                      sums.at);
         if (!range.last) {
             keep(part, sums);
             continue;
@@ -145,13 +152,14 @@ void run_segmented_tile(const Product& p, const Block& block, const SegmentRange
 using SegmentedTile = void (*)(const Product&, const Block&, const SegmentRange&, const uint8_t*, int, Ahead, TermsAhead, F*);
 
 template <Code code, int R = 2> SegmentedTile segmented_tile_of(int rows) {
-    if constexpr (R > kTileRows) return nullptr;
+    if constexpr (R > kHighTileRows<code>) return nullptr;
     else return rows == R ? &run_segmented_tile<code, R> : segmented_tile_of<code, R + 2>(rows);
 }
 
 // A block of rows times one group, as `run_block` of linear.cpp.
 template <Code code> void run_segmented_block(const Product& p, const Block& block) {
-    int tiles = tiles_of_rows(block.rows, 2), steps = p.linear.scaled / Quad::kItems, segments = p.linear.in / p.linear.scaled;
+    int steps = p.linear.scaled / Quad::kItems, segments = p.linear.in / p.linear.scaled;
+    int tiles = tiles_of_rows(block.rows, 2, block.rows * 2 > kHighTileRows<code> ? kHighTileRows<code> : kTileRows);
     int64_t segment_bytes = int64_t(steps) * segment_step_bytes(code);
     F kept[kBlockRows / 2 * kGroupColumns];
     auto* group = (const uint8_t*)p.linear.groups + int64_t(block.group) * segments * segment_bytes;

@@ -143,8 +143,8 @@ template <class Kind, int R, int C> BATON_INLINE void finish(const Product& p, c
 }
 
 // Tiles of about the same height: 7 rows are 4 and 3, not 6 and 1.
-inline int tiles_of_rows(int rows, int digits) {
-    int most = kTileRows / digits;
+inline int tiles_of_rows(int rows, int digits, int tile_rows = kTileRows) {
+    int most = tile_rows / digits;
     return (rows + most - 1) / most;
 }
 
