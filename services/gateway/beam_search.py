@@ -44,9 +44,9 @@ async def open_searches(tokenizer: TokenizerClient, generation: GenerationReques
 
 def _open_search(generation: GenerationRequest, prompt: list[int]) -> PromptSearch:
     assert generation.beam_search is not None
-    context, wanted = generation.model.max_model_len, generation.stopping.max_tokens
-    room = context - len(prompt)
-    max_tokens = room if wanted is None or 0 < room < wanted <= context else wanted  # as without beams
+    context = generation.model.max_model_len
+    wanted = generation.stopping.within(len(prompt), context).max_tokens
+    max_tokens = context - len(prompt) if wanted is None else wanted
     if len(prompt) + max(1, max_tokens) > context:
         raise RequestError(
             400,

@@ -9,6 +9,7 @@ from math import prod
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from shared.ids import (
     Attempt,
@@ -289,6 +290,15 @@ class StopConditions(Struct, frozen=True, array_like=True, kw_only=True):
     def expected_tokens(self) -> int:
         """How many output tokens a request counts for before it has any, where shares and limits are kept."""
         return EXPECTED_OUTPUT if self.max_tokens is None else self.max_tokens
+
+    def within(self, prompt_length: int, context: int) -> StopConditions:
+        """These with a limit that a context of that many tokens has room for behind the prompt, as in vLLM: agents send
+        one limit with prompts that grow. A limit above the whole context, and one behind a prompt that leaves no room,
+        stay as they are, to be refused."""
+        wanted, room = self.max_tokens, context - prompt_length
+        if wanted is None or not 0 < room < wanted <= context:
+            return self
+        return replace(self, max_tokens=room)
 
 
 class KeptPrompt(Struct, frozen=True, array_like=True):

@@ -17,7 +17,7 @@ from services.coordinator.core.actions import (
     Placement,
     PlaceRequest,
 )
-from services.coordinator.core.fleet import EngineFleet, bounded, fits, is_fair
+from services.coordinator.core.fleet import EngineFleet, fits, is_fair
 from services.coordinator.core.kv_sources import KvSources
 from services.coordinator.core.link_costs import LinkCosts
 from services.coordinator.core.outliers import OutlierDetector
@@ -358,8 +358,12 @@ class Coordinator:
         return self._reject_overdue(queued, at)
 
     def _bounded(self, generation: Generation) -> Generation:
+        """The request with an output limit that its model's context, where that is known, has room for."""
         length = self.fleet.max_model_len(generation.model)
-        return generation if length is None else bounded(generation, length)
+        if length is None:
+            return generation
+        stopping = generation.stopping.within(generation.prompt_length, length)
+        return generation if stopping is generation.stopping else replace(generation, stopping=stopping)
 
     def _refusal(self, generation: Generation) -> RequestRejected | None:
         """The rejection of a request that its model's context cannot hold, or whose adapter is gone; None where it

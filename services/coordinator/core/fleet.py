@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from msgspec.structs import replace
-
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Moment, Placement
 from services.coordinator.core.engine_paces import EnginePaces, Pace
@@ -50,15 +48,6 @@ def fits(generation: Generation, max_model_len: int) -> bool:
     """Whether the prompt and the requested tokens (one at least) fit into a context of that many tokens."""
     output = 0 if generation.pooling is not None else max(generation.stopping.max_tokens or 1, 1)
     return generation.prompt_length + output <= max_model_len
-
-
-def bounded(generation: Generation, max_model_len: int) -> Generation:
-    """The request with an output limit that the context has room for, as in vLLM: agents send one limit with prompts
-    that grow. A limit above the whole context, and a prompt that leaves no room, stay as they are, to be refused."""
-    wanted, room = generation.stopping.max_tokens, max_model_len - generation.prompt_length
-    if wanted is None or not 0 < room < wanted <= max_model_len:
-        return generation
-    return replace(generation, stopping=replace(generation.stopping, max_tokens=room))
 
 
 def serves(generation: Generation, card: ModelCard) -> bool:
