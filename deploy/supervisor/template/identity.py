@@ -15,8 +15,8 @@ from typing import NamedTuple
 NAME_MARK = "BATON_PROCESS_NAME"
 """The variable that names a process of a stack; of a template the last one, with room for other names."""
 _PADDING = "/"
-_MARK_ROOM = 256
-"""Bytes: above any instance's name."""
+MAX_NAME_BYTES = 256
+"""Above any instance's name; a process with a longer one is not forked."""
 _ARG_START, _ARG_END, _ENV_START, _ENV_END = 45, 46, 47, 48
 """Fields of /proc/self/stat behind the program's name (proc_pid_stat(5))."""
 _START_CODE, _END_CODE, _START_STACK, _START_DATA, _END_DATA, _START_BRK = 23, 24, 25, 42, 43, 44
@@ -26,7 +26,7 @@ _NO_FILE = 2**32 - 1
 
 def padded(name: str) -> str:
     """A name with room for that of a forked process."""
-    return name.ljust(_MARK_ROOM, _PADDING)
+    return name.ljust(MAX_NAME_BYTES, _PADDING)
 
 
 def shown_name(value: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import assert_never
 
 from deploy.supervisor.template.blanks import BlankProcess, next_blank
-from deploy.supervisor.template.identity import NAME_MARK, padded
+from deploy.supervisor.template.identity import MAX_NAME_BYTES, NAME_MARK, padded
 from deploy.supervisor.template.protocol import (
     MAX_MESSAGE_BYTES,
     ForkedExited,
@@ -108,7 +108,7 @@ class TemplateProcess:
         has to be started in the usual way. Waits for FORK_TIMEOUT at most."""
         if not self._warm or self._control is None or argv[0] != sys.executable or argv[1] != "-m":
             return None
-        if argv[2] not in self._modules:
+        if argv[2] not in self._modules or len(environment[NAME_MARK].encode()) > MAX_NAME_BYTES:
             return None
         request = encode(ForkProcess(argv[2], tuple(argv[3:]), dict(environment)))
         self._forked, deadline = None, time.monotonic() + FORK_TIMEOUT

@@ -18,6 +18,7 @@ import pytest
 
 from deploy.supervisor.processes import ChildProcesses, Exit, marked_processes
 from deploy.supervisor.template.blanks import blank_processes, next_blank
+from deploy.supervisor.template.identity import MAX_NAME_BYTES
 from deploy.supervisor.template.link import TemplateProcess
 from tests.support.paths import REPOSITORY
 
@@ -47,9 +48,14 @@ class Host:
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-    def start(self, name: str, *words: str, **environment: str) -> psutil.Process:
+    def start(self, name: str, *words: str, **environment: str) -> int:
+        """Its pid, which may have ended by now."""
         argv = [sys.executable, "-m", MODULE, *words]
-        return psutil.Process(self.children.start(name, argv, self.log(name), environment, self.template))
+        return self.children.start(name, argv, self.log(name), environment, self.template)
+
+    def sleeping(self, name: str, *words: str, **environment: str) -> psutil.Process:
+        """One that does not end by itself."""
+        return psutil.Process(self.start(name, "sleep", *words, **environment))
 
     async def ended(self) -> Exit:
         async with asyncio.timeout(DEADLINE):
@@ -78,7 +84,7 @@ def template_of(folder: Path) -> psutil.Process:
 
 async def test_a_forked_process_has_its_own_name_session_environment_and_log(tmp_path: Path) -> None:
     async with host(tmp_path) as made:
-        forked = made.start("engine-1-rank0", "sleep", "--more", SAID="here")
+        forked = made.sleeping("engine-1-rank0", "--more", SAID="here")
         assert forked.ppid() == template_of(tmp_path).pid
         await until(lambda: made.log("engine-1-rank0").exists() and made.log("engine-1-rank0").read_text() != "")
         said = json.loads(made.log("engine-1-rank0").read_text())
@@ -115,18 +121,18 @@ async def test_how_a_forked_process_ended_is_known(tmp_path: Path) -> None:
         assert await made.ended() == Exit("two", 1)
         assert "RuntimeError: a bug of the program" in made.log("two").read_text()
         before = made.news
-        made.start("three", "sleep").kill()
+        made.sleeping("three").kill()
         await until(lambda: made.news > before)  # said without being asked
         assert await made.ended() == Exit("three", -signal.SIGKILL)
 
 
 async def test_forked_processes_outlive_their_template_and_the_next_ones_are_started(tmp_path: Path) -> None:
     async with host(tmp_path) as made:
-        forked = made.start("forked", "sleep")
+        forked = made.sleeping("forked")
         template_of(tmp_path).kill()
         await until(lambda: not made.template.is_connected)
         assert not made.children.has_ended("forked")
-        started = made.start("started", "sleep")
+        started = made.sleeping("started")
         assert started.ppid() == os.getpid()
         forked.kill()
         assert await made.ended() == Exit("forked", None)
@@ -137,7 +143,7 @@ async def test_a_template_that_stands_still_is_done_without(tmp_path: Path, monk
     monkeypatch.setattr("deploy.supervisor.template.link.FORK_TIMEOUT", 0.2)
     async with host(tmp_path) as made:
         template_of(tmp_path).suspend()
-        assert made.start("started", "sleep").ppid() == os.getpid()
+        assert made.sleeping("started").ppid() == os.getpid()
         assert not made.template.is_connected
 
 
@@ -148,19 +154,22 @@ async def test_where_forking_is_not_possible_processes_are_started(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, flag: str, reason: str
 ) -> None:
     async with host(tmp_path, flag) as made:
-        assert made.start("started", "sleep").ppid() == os.getpid()
+        assert made.sleeping("started").ppid() == os.getpid()
         assert reason in [record.__dict__.get("reason") for record in caplog.records]
         assert not made.template.may_start
 
 
-async def test_a_name_that_does_not_fit_is_no_process(tmp_path: Path) -> None:
+async def test_a_process_whose_name_does_not_fit_is_started_and_others_are_forked(tmp_path: Path) -> None:
     async with host(tmp_path) as made:
-        name = "x" * 300
-        assert made.start(name[:200], "exit", name).pid
-        assert (await made.ended()).status == 3
-        argv = [sys.executable, "-m", MODULE, "sleep"]
-        pid = made.children.start(name, argv, tmp_path / "long.log", {}, made.template)
-        assert psutil.Process(pid).ppid() == os.getpid()
+        program = [sys.executable, "-m", MODULE, "sleep"]
+        for bytes_of_name, parent in ((MAX_NAME_BYTES, template_of(tmp_path).pid), (MAX_NAME_BYTES + 1, os.getpid())):
+            pid = made.children.start("x" * bytes_of_name, program, tmp_path / "long.log", {}, made.template)
+            assert psutil.Process(pid).ppid() == parent
+        assert made.template.is_connected
+        long_words = "y" * 5000  # more than the kernel has room to show
+        made.start("one", "exit", long_words)
+        assert await made.ended() == Exit("one", 3)
+        assert long_words in made.log("one").read_text()
 
 
 def test_a_template_that_is_forked_of_its_supervisor_is_as_one_that_was_executed(tmp_path: Path) -> None:

@@ -104,9 +104,10 @@ async def until_all_ready(stack: RunningStack) -> None:
     await stack.until_heard(lambda said: all(said[m.instance].phase == "ready" for m in stack.state.members))
 
 
-def handed_over(stack: RunningStack) -> int:
-    """Requests that prefill engines have passed on."""
-    return sum(stack.log(name).count('"event":"handed over"') for name in stack.instances("scheduler"))
+def handed_over(stack: RunningStack, to: str = "") -> int:
+    """Requests that prefill engines have passed on, to one engine or to any."""
+    lines = [line for name in stack.instances("scheduler") for line in stack.log(name).splitlines()]
+    return sum('"event":"handed over"' in line and (not to or f'"engine":"{to}"' in line) for line in lines)
 
 
 def retries(stack: RunningStack) -> int:
