@@ -54,11 +54,17 @@ class LeftStack(NamedTuple):
             )
 
     def adopted_by(
-        self, supervisor: Supervisor, kill_after: float, elsewhere: Mapping[InstanceId, int] = MappingProxyType({})
+        self,
+        supervisor: Supervisor,
+        kill_after: float,
+        elsewhere: Mapping[InstanceId, int] = MappingProxyType({}),
+        *,
+        ends: bool = False,
     ) -> list[str]:
         """Puts the processes into a supervisor's core; the names of those that it is to hear have ended. A stack that
         was stopping is one that is to run again; `kill_after` is when who was asked to end is killed, `elsewhere` the
-        pids of processes that live on other machines."""
+        pids of processes that live on other machines. `ends`: it is there to end all of
+        them, and those that have ended are no news."""
         planned = {member.process.instance: member for member in supervisor.members()}
         former = {record.instance: record.member() for record in self.state.members}
         members = {**former, **planned} if self.state.phase == "stopping" else former
@@ -66,7 +72,8 @@ class LeftStack(NamedTuple):
         for name, member in members.items():
             before = former.get(name)
             alive = self.living.get(name)
-            _resume(member, before, elsewhere.get(name, alive and alive.pid), kill_after)
+            pid = elsewhere.get(name, alive and alive.pid)
+            _resume(member, None if ends and pid is None else before, pid, kill_after)
             if member.state != "waiting" and name not in self.living and name not in elsewhere:
                 gone.append(name)
         supervisor.adopt(members.values(), settled=self.state.phase != "starting", requested=self.state.rendezvous)

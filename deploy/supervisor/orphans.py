@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from deploy.errors import CommandError
 from deploy.supervisor.adoption import end_strays, left_stack
 from deploy.supervisor.background import stop_stack
@@ -45,16 +47,12 @@ def end_orphans(run_dir: Path, *, now: bool) -> str | None:
     What there was, or None. Raises StackRunning."""
     left = left_stack(run_dir)
     if left is not None:
-        stack = Stack(left.state.spec)
-
-        async def stop() -> None:
-            for _ in range(2 if now else 1):
-                stack.stop()
-
+        # A template would import PyTorch for nobody.
+        stack = Stack(replace(left.state.spec, start_method="spawn"))
         with contextlib.suppress(  # then without order
             NatsServerUnavailable, RedisServerUnavailable, PortTaken, BusError, OSError, ExceptionGroup
         ):
-            asyncio.run(stack.run(beside=(stop,)))
+            asyncio.run(stack.run(stops=2 if now else 1))
     with held(run_dir):
         end_strays(run_dir)
         removed = remove_leftovers(run_dir)

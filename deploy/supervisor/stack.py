@@ -141,8 +141,8 @@ class Stack:
         self._log_problem: str | None = None
         self._last_lines: dict[str, tuple[str, ...]] = {}
         """Of the log of each process that died, as they were then."""
-        self._gone: list[str] = []
-        """Processes of the former supervisor that have ended since."""
+        self._news: list[Event] = []
+        """To be handled before all else: stops, and who of the former supervisor's processes has ended since."""
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
         self.stop_asked = asyncio.Event()
@@ -167,9 +167,9 @@ class Stack:
         self.stop_asked.set()
         self._handle(StopRequested())
 
-    async def run(self, beside: Sequence[Beside] = ()) -> None:
+    async def run(self, beside: Sequence[Beside] = (), stops: int = 0) -> None:
         """Serves until stopped; `beside` are run meanwhile and cancelled at the end. Goes on with what a former
-        supervisor left running.
+        supervisor left running, or with `stops`, as of `stop`, ends it: nothing that has ended is started for that.
 
         Raises StartFailed, NatsServerUnavailable, RedisServerUnavailable, StackRunning, StackDiffers, PortTaken,
         BusError, OSError; whatever was started has ended then, unless the stack had been up: that goes on as the
@@ -190,16 +190,16 @@ class Stack:
             ):
                 logging.raiseExceptions = False  # one that cannot be written is not worth a traceback on the terminal
                 set_up_logs("supervisor", "supervisor", self.spec.log_level, own_log)
-                await self._run_all(beside, left)
+                await self._run_all(beside, left, stops)
         if self._failure is not None:
             raise self._failure
 
-    async def _run_all(self, beside: Sequence[Beside], left: LeftStack | None) -> None:
+    async def _run_all(self, beside: Sequence[Beside], left: LeftStack | None, stops: int) -> None:
         try:
             processes = [] if left is None else [record.member().process for record in left.state.members]
             elsewhere = {} if self._remote is None else await self._remote.adopt(processes)
             if left is not None:
-                self._adopt(left, elsewhere)
+                self._adopt(left, elsewhere, stops)
             former = left.state if left is not None else None
             self._executor.start_service_template()
             await self._access.start(self.children, self.logs, former)
@@ -241,7 +241,7 @@ class Stack:
         remove_leftovers(self.spec.run_dir)
         remove_state(self.spec.run_dir)
 
-    def _adopt(self, left: LeftStack, elsewhere: Mapping[InstanceId, int]) -> None:
+    def _adopt(self, left: LeftStack, elsewhere: Mapping[InstanceId, int], stops: int) -> None:
         if self._remote is not None:  # their pids may be those of other processes here
             remote = {each.instance for each in left.state.members if self._remote.takes(each.member().process)}
             left = left._replace(living={name: each for name, each in left.living.items() if name not in remote})
@@ -252,11 +252,13 @@ class Stack:
         self.adopted = len(left.living) + len(elsewhere)
         self._started = left.state.started
         self._executor.rendezvous |= left.state.rendezvous
-        self._gone = left.adopted_by(self.supervisor, time.monotonic() + self.spec.drain_timeout, elsewhere)
+        kill_after = time.monotonic() + self.spec.drain_timeout
+        gone = left.adopted_by(self.supervisor, kill_after, elsewhere, ends=stops > 0)
+        self._news = [*([StopRequested()] * stops), *(ProcessExited(InstanceId(name), None) for name in gone)]
         known = {member.process.instance for member in self.supervisor.members()}
         for name in set(left.living) - known - set(SERVERS):  # started by a scaling that was not written down
             self.children.signal(name, signal.SIGTERM)
-        log.info("adopted", extra={"living": sorted(left.living), "ended": self._gone})
+        log.info("adopted", extra={"living": sorted(left.living), "ended": gone})
 
     async def _serve(self, beside: Sequence[Beside]) -> None:
         await self._bus.subscribe(topics.lifecycles(), self._lifecycles.put)
@@ -278,8 +280,8 @@ class Stack:
                     *((self._remote.run,) if self._remote is not None else ()),
                     *beside,
                 )
-                for name in self._gone:
-                    self._handle(ProcessExited(InstanceId(name), None))
+                for event in self._news:
+                    self._handle(event)
                 background = [tasks.create_task(each()) for each in waiting]
                 self._wake.set()
                 await self._ended.wait()

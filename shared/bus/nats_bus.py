@@ -12,7 +12,7 @@ import importlib
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,7 +114,8 @@ class NatsSubscription:
     async def stop(self) -> None:
         """Unsubscribes; messages that the client has already received are still handed over."""
         try:
-            await self._native.drain()  # type: ignore[no-untyped-call]
+            with _heeding_cancellation():
+                await self._native.drain()  # type: ignore[no-untyped-call]
         except (nats.errors.ConnectionClosedError, nats.errors.BadSubscriptionError, nats.errors.Error):
             log.debug("subscription was gone before it was stopped")
         finally:
@@ -258,7 +259,8 @@ class NatsBus:
 
     async def _request(self, subject: str, body: bytes, timeout: float) -> Msg:
         try:
-            return await self._client.request(subject, body, timeout=timeout)
+            with _heeding_cancellation():
+                return await self._client.request(subject, body, timeout=timeout)
         except nats.errors.NoRespondersError:
             raise NoResponders(subject) from None
         except (nats.errors.TimeoutError, nats.errors.OutboundBufferLimitError):
@@ -280,7 +282,8 @@ class NatsBus:
         """See `Bus.flush`."""
         try:
             for _ in range(2):  # the client's first PING overtakes what its own writer has not written yet
-                await self._client.flush(timeout=2)
+                with _heeding_cancellation():
+                    await self._client.flush(timeout=2)
         except nats.errors.Error as error:
             raise ReplyTimeout(f"flush: {error}") from None
 
@@ -291,6 +294,19 @@ class NatsBus:
         if not self._client.is_closed:
             with contextlib.suppress(ConnectionError):  # the server has ended before, and takes no farewell
                 await self._client.close()
+
+
+@contextlib.contextmanager
+def _heeding_cancellation() -> Iterator[None]:
+    """Raises CancelledError where the task was cancelled inside and nothing came of it: before Python 3.12,
+    `asyncio.wait_for`, with which the client waits, loses a cancellation that comes with the answer. A task that asks
+    again and again would go on for ever, and who waits for its end, too."""
+    task = asyncio.current_task()
+    assert task is not None, "only tasks use the bus"
+    before = task.cancelling()
+    yield
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
 
 
 def _is_no_responders(msg: Msg) -> bool:

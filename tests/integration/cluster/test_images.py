@@ -36,6 +36,7 @@ from tests.support.models.tiny_images import (
 )
 
 LENGTH = 24
+ENGINES = 2
 NAME = "seer"
 
 
@@ -48,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ImageModel:
 def stack(model: ImageModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     folder = tmp_path_factory.mktemp("images")
     more = (f"--served-model-name={NAME}", "--image-host=localhost", "--image-host=images.invalid")
-    with running_stack(folder, model=model.path, engines=2, more=more) as stack:
+    with running_stack(folder, model=model.path, engines=ENGINES, more=more) as stack:
         yield stack
 
 
@@ -109,8 +110,11 @@ async def test_a_prefix_is_shared_with_the_same_image_and_with_no_other(
     await ask(client, user(C, question))
     said = (await stack.ps())["encoder-1"].encoder
     assert said is not None
-    again = await ask(client, user(C, question), n=2, logprobs=True)
-    assert [each.message.content for each in again.choices] == 2 * [wanted(model, user(C, question))]
+    for _ in range(ENGINES):  # one that seems slow at the moment is left out: then another computes the prompt, once
+        again = await ask(client, user(C, question), n=2, logprobs=True)
+        assert [each.message.content for each in again.choices] == 2 * [wanted(model, user(C, question))]
+        if cached(again):
+            break
     assert cached(again) >= IMAGE_TOKENS
     new = picture(50)
     other = await ask(client, user(new, question))

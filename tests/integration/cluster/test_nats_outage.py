@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,31 @@ async def test_a_bus_that_stood_still_is_heard_when_it_goes_on_whoever_asked_it_
     async with asyncio.timeout(60):
         assert await heard.get() == message
     assert bus.outage() == 0.0
+    await bus.close()
+
+
+@pytest.mark.parametrize("what", ["flush", "request"])
+async def test_a_cancellation_that_comes_with_the_bus_s_answer_is_heeded(shared_nats: NatsServer, what: str) -> None:
+    """It got lost in the library: the supervisor asks the bus every second, and one that was to end did not."""
+    bus = await connect(NatsOptions(servers=(shared_nats.url,)))
+    await bus.serve(TOPIC, lambda _: asyncio.sleep(0, "heard"))
+    await bus.flush()
+
+    async def ask() -> None:
+        await (bus.flush() if what == "flush" else bus.request(TOPIC, Cancel(RequestId("r"), Attempt(1)), str, 60.0))
+
+    asking = asyncio.create_task(ask())
+    waiting: dict[str, Callable[[], Collection[asyncio.Future[Any]]]] = {
+        "flush": lambda: bus._client._pongs,
+        "request": lambda: bus._client._resp_map.values(),
+    }
+    async with asyncio.timeout(60):
+        while not waiting[what]():
+            await asyncio.sleep(0)
+    for answer in waiting[what]():
+        answer.add_done_callback(lambda _: asking.cancel())
+    with pytest.raises(asyncio.CancelledError):
+        await asking
     await bus.close()
 
 

@@ -220,7 +220,7 @@ def test_down_ends_the_stack_and_what_it_left_can_be_read(tmp_path: Path) -> Non
         done = baton("down", run_dir=stack.run_dir)
         assert done.returncode == 0
         assert stack.ended() == 0
-        assert stack.nobody_left()
+        stack.until_nobody_is_left()
         assert "no stack runs" in one_line_error(baton("ps", run_dir=stack.run_dir))
         assert "stop requested" in baton("logs", "supervisor", run_dir=stack.run_dir).stdout
     finally:
@@ -232,7 +232,7 @@ def test_down_now_does_not_wait_for_requests(tmp_path: Path) -> None:
     try:
         stack.ready()
         assert baton("down", "--now", run_dir=stack.run_dir).returncode == 0
-        assert stack.nobody_left()
+        stack.until_nobody_is_left()
     finally:
         stack.destroy()
 

@@ -144,12 +144,29 @@ def test_everything_ends_a_while_after_a_killed_supervisor(start: Start, import_
     else:
         stack.ready()
     stack.kill_supervisor()
-    assert stack.nobody_left()
+    stack.until_nobody_is_left()
     assert not is_held(stack.run_dir)
     assert not (stack.run_dir / "state.json").exists()
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))
+
+
+@pytest.mark.faults
+def test_what_ends_a_stack_without_supervisor_starts_nothing_of_it(start: Start) -> None:
+    """It started all that had ended, PyTorch included, to end it at once."""
+    stack = start(counts={"ranks": 2})
+    state = stack.ready()
+    stack.kill_supervisor()
+    for member in state.members:
+        os.kill(state.processes[member.instance].pid, signal.SIGKILL)
+    done = baton(stack, "down")
+    assert done.returncode == 0, done.stderr
+    stack.until_nobody_is_left()
+    log = (stack.run_dir / "logs" / "supervisor.log").read_bytes().splitlines()
+    events = [(line["event"], line.get("child")) for line in map(msgspec.json.decode, log)]
+    after = events[events.index(("adopted", None)) :]
+    assert [child for event, child in after if "started" in event] == []
 
 
 @pytest.mark.faults
@@ -209,7 +226,7 @@ def test_one_ctrl_c_ends_everything_in_order(start: Start) -> None:
     stack.ready()
     os.killpg(stack.process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
     assert stack.ended() == 0
-    assert stack.nobody_left()
+    stack.until_nobody_is_left()
     lines = [
         msgspec.json.decode(line) for line in (stack.run_dir / "logs" / "supervisor.log").read_bytes().splitlines()
     ]
@@ -247,13 +264,13 @@ def test_what_is_left_in_shared_memory_where_all_were_killed_is_removed(start: S
     arenas = directory_of(first.run_dir)
     (arenas / "blocks").write_bytes(b"x")
     first.kill_everything()
-    assert first.nobody_left()
+    first.until_nobody_is_left()
     assert (arenas / "blocks").exists()
     first.start_supervisor()
     first.ready()
     assert not (arenas / "blocks").exists()
     first.kill_everything()
-    assert first.nobody_left()
+    first.until_nobody_is_left()
     done = subprocess.run(
         [sys.executable, "-m", "deploy.cli", "down", "--run-dir", str(first.run_dir)],
         cwd=REPOSITORY,
@@ -304,7 +321,7 @@ def test_a_second_ctrl_c_does_not_wait_for_requests(start: Start) -> None:
     stack.until(lambda state: any(m.state == "ending" for m in state.members))
     stack.process.send_signal(signal.SIGINT)
     assert stack.ended() == 0
-    assert stack.nobody_left()
+    stack.until_nobody_is_left()
 
 
 @pytest.mark.faults
@@ -370,7 +387,7 @@ def test_a_service_that_cannot_start_ends_the_start_with_its_last_words(start: S
     said = stack.said()
     assert "detokenizer-1 ended with status 1" in said
     assert "the vocabulary is missing" in said
-    assert stack.nobody_left()
+    stack.until_nobody_is_left()
 
 
 def test_a_start_that_takes_too_long_is_given_up(start: Start) -> None:

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import psutil
 
+from deploy.supervisor.log_files import last_lines
 from deploy.supervisor.processes import ProcessIdentity, marked_processes
 from deploy.supervisor.servers.arenas import remove_leftovers
 from deploy.supervisor.state_file import StackState, read_state
@@ -20,6 +22,15 @@ from tests.support.cluster.stack import die_with_parent
 from tests.support.paths import REPOSITORY
 
 DEADLINE = 90.0
+
+
+def described(pid: int) -> str:
+    """Its command line, its state, and where in the kernel each of its threads waits."""
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        waiting = [path.read_text() for path in sorted(Path(f"/proc/{pid}/task").glob("*/wchan"))]
+        return f"{pid} {process.status()}, waits in {waiting}: {' '.join(process.cmdline())}"
+    return f"{pid} has just ended"
 
 
 class TinyStack:
@@ -107,11 +118,15 @@ class TinyStack:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(identity.pid, signal.SIGKILL)
 
-    def nobody_left(self) -> bool:
+    def until_nobody_is_left(self) -> None:
+        """Raises AssertionError, with what those are doing that are left."""
         deadline = time.monotonic() + DEADLINE
         while self.living() and time.monotonic() < deadline:
             time.sleep(0.02)
-        return not self.living()
+        left = [described(identity.pid) for identity in self.living()]
+        logs = self.run_dir / "logs"
+        words = [line for name in ("supervisor", "keeper") for line in last_lines(logs / f"{name}.log", 20)]
+        assert not left, "\n".join([f"left after {DEADLINE} s:", *left, *words])
 
     def destroy(self) -> None:
         with contextlib.suppress(ProcessLookupError):
