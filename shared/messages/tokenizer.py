@@ -84,6 +84,10 @@ class PairPrompt(Struct, frozen=True, array_like=True, tag="pair"):
 
     text: str
     second: str
+    text_tokens: Count | None = None
+    """So many tokens of `text` at most are read, from its beginning; None: all. Special ones do not count."""
+    second_tokens: Count | None = None
+    """The same of `second`."""
 
 
 class EmbedsPrompt(Struct, frozen=True, array_like=True, tag="embeds"):

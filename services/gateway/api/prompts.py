@@ -77,6 +77,7 @@ class InvocationFields(Struct, kw_only=True):
     prompt_embeds: Raw | UnsetType = UNSET
     input: Raw | UnsetType = UNSET
     text_1: Raw | UnsetType = UNSET
+    data_1: Raw | UnsetType = UNSET
     queries: Raw | UnsetType = UNSET
     query: Raw | UnsetType = UNSET
 
@@ -90,14 +91,15 @@ _INVOCATIONS: dict[str, InvocationKind] = {
     "prompt_embeds": "completion",
     "input": "embedding",
     "text_1": "score",
+    "data_1": "score",
     "queries": "score",
     "query": "rerank",
 }
 
 
 def read_invocation(body: bytes, cards: list[ModelCard]) -> InvocationKind:
-    """Returns which endpoint the body of `POST /invocations` is for; of a classifier's `input`, its labels are asked
-    for. Raises RequestError."""
+    """Returns which endpoint the body of `POST /invocations` is for. Of a classifier's `input` its labels are asked
+    for; a chat with a model that generates nothing is an input, too. Raises RequestError."""
     fields = decode_body(body, _invocation_decoder)
     given = [name for name in _INVOCATIONS if getattr(fields, name) is not UNSET]
     kinds = {_INVOCATIONS[name] for name in given}
@@ -105,9 +107,10 @@ def read_invocation(body: bytes, cards: list[ModelCard]) -> InvocationKind:
         what = f"{' and '.join(given)} are not allowed together" if given else "this field is required"
         raise invalid(given[0] if given else "messages", f"{what}; one of {', '.join(_INVOCATIONS)} is")
     (kind,) = kinds
-    if kind == "embedding":
-        pooling = choose_model(fields.model, cards).pooling
-        return "classification" if pooling is not None and pooling.makes == "labels" else kind
+    if kind in ("embedding", "chat"):
+        card = choose_model(fields.model, cards)
+        if card.pooling is not None and (kind == "embedding" or not card.generates):
+            return "classification" if card.pooling.makes == "labels" else "embedding"
     return kind
 
 

@@ -228,8 +228,10 @@ class PromptEncoder:
             case EmbedsPrompt():
                 return [0] * prompt.embeds.count
             case PairPrompt():
+                one = self._vocabulary.beginning(prompt.text, prompt.text_tokens)
+                prompt = PairPrompt(one, self._vocabulary.beginning(prompt.second, prompt.second_tokens))
                 if self._pair_template is None:
-                    return self._vocabulary.encode_pair(prompt, max_model_len=max_model_len)
+                    return self._vocabulary.encode_pair(prompt, max_model_len=max_model_len, truncation=truncation)
                 text = self._pair_template.render(pair_messages(prompt), self.special_tokens)
                 return encode(text, add_special_tokens=False, field="prompt")
             case ChatPrompt():

@@ -84,12 +84,36 @@ class Vocabulary:
         ids: list[int] = self._tokenizer.post_process(encoding, None, True).ids
         return truncation.of(ids)
 
-    def encode_pair(self, pair: PairPrompt, *, max_model_len: int | None) -> list[int]:
+    def encode_pair(
+        self, pair: PairPrompt, *, max_model_len: int | None, truncation: Truncation | None = None
+    ) -> list[int]:
         """The ids of two texts with the special tokens of a pair. Raises what `encode` raises."""
         for text in (pair.text, pair.second):
             self._check_text(text, "prompt", max_model_len, generates=False)
-        (encoding,) = self._tokenizer.encode_batch_fast([(pair.text, pair.second)], add_special_tokens=True)
-        return self.checked(encoding.ids, "prompt")
+        if truncation is None:
+            (encoding,) = self._tokenizer.encode_batch_fast([(pair.text, pair.second)], add_special_tokens=True)
+            return self.checked(encoding.ids, "prompt")
+        one, other = self._tokenizer.encode_batch_fast([pair.text, pair.second], add_special_tokens=False)
+        room = truncation.tokens - self._tokenizer.num_special_tokens_to_add(True)
+        kept = _kept_of_pair(len(one.ids), len(other.ids), max(0, room))
+        for part, count in zip((one, other), kept, strict=True):
+            part.truncate(count, direction=truncation.side)
+        return self.checked(truncation.of(self._tokenizer.post_process(one, other, True).ids), "prompt")
+
+    def beginning(self, text: str, tokens: int | None) -> str:
+        """The beginning of `text` that makes so many tokens at most, without special ones; None: all of it. As vLLM
+        cuts a query and its documents. Raises PromptRefused where it is no Unicode text."""
+        if tokens is None:
+            return text
+        self._check_text(text, "prompt", None, generates=False)
+        while text:
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)  # the fast one has no offsets
+            offsets = encoding.offsets
+            if len(offsets) <= tokens:
+                break
+            # A character may be several tokens; what is cut may be tokenized otherwise, so once more.
+            text = text[: min(offsets[tokens - 1][1], offsets[tokens][0], len(text) - 1)]
+        return text
 
     def forget_words(self) -> None:
         """Drops the cache of words that models of pairs and of unigrams have, some 10,000 of them."""
@@ -136,6 +160,16 @@ class Vocabulary:
     def strings(self, ids: list[int]) -> tuple[str, ...]:
         """Each token as the vocabulary spells it; empty for padding ids, which it has no spelling for."""
         return tuple(self._tokenizer.id_to_token(i) or "" for i in ids)
+
+
+def _kept_of_pair(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts fit into `room`: the longer one loses its own until both are equally long, then
+    both do; as `longest_first` of the library `tokenizers`, whose setting would be that of all requests."""
+    shorter = min(first, second, room)
+    longer = min(max(first, second), max(shorter, room - shorter))
+    if shorter + longer > room:
+        shorter, longer = room // 2, room - room // 2
+    return (shorter, longer) if first <= second else (longer, shorter)
 
 
 def _too_long(tokens: int, max_model_len: int) -> str:

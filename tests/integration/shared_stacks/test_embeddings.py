@@ -86,6 +86,16 @@ async def test_token_ids_floats_and_dimensions(client: AsyncOpenAI, stack: Runni
     equal(alone.data[0].embedding, reference.hidden(ids[0])[-1])
 
 
+async def test_a_chat_has_the_vector_of_its_template(
+    client: AsyncOpenAI, stack: RunningStack, reference: Reference
+) -> None:
+    chats = [[{"role": "user", "content": text}] for text in TEXTS[:2]]
+    answer = await client.embeddings.create(model=stack.model, input=[], extra_body={"messages": chats})
+    for chat, one in zip(chats, answer.data, strict=True):
+        tokens = reference.tokenizer.apply_chat_template(chat)["input_ids"]
+        equal(one.embedding, reference.last(tokens))
+
+
 async def test_many_inputs_of_one_request(client: AsyncOpenAI, stack: RunningStack, reference: Reference) -> None:
     """More than an engine runs at once; equal prompts too."""
     inputs = [[5 + i % 7, 9, 11 + i % 300] for i in range(300)]

@@ -83,6 +83,9 @@ def test_a_cross_encoder_reads_both_texts_at_once(labels: RunningStack, cross_en
     wanted = [float(model(torch.tensor([ids])).logits.sigmoid()) for ids in pairs]
     body = post(labels, "/v1/score", text_1=QUERY, text_2=DOCUMENTS)
     assert [each["score"] for each in body["data"]] == pytest.approx(wanted, abs=1e-4)
+    short = tokenizer(QUERY, DOCUMENTS[1], truncation="longest_first", max_length=20)["input_ids"]
+    (cut,) = post(labels, "/v1/score", text_1=QUERY, text_2=DOCUMENTS[1], truncate_prompt_tokens=20)["data"]
+    assert cut["score"] == pytest.approx(float(model(torch.tensor([short])).logits.sigmoid()), abs=1e-4)
     ranked = post(labels, "/v1/rerank", query=QUERY, documents=DOCUMENTS, top_n=2)
     order = sorted(range(4), key=lambda number: -wanted[number])[:2]
     assert [(each["index"], each["document"]["text"]) for each in ranked["results"]] == [

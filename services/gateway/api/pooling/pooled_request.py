@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.gateway.api.errors import RequestError, invalid, not_allowed, unsupported
 from services.gateway.api.generation import (
@@ -19,7 +20,7 @@ from services.gateway.api.generation import (
     choose_alias,
     choose_lora,
 )
-from services.gateway.api.prompts import completion_prompts
+from services.gateway.api.prompts import chat_prompt, completion_prompts
 from services.gateway.api.response import ChoiceState, ResponseHeader, prompt_tokens
 from services.gateway.api.sampling import kept_prompt_tokens
 from shared.messages.generation import PoolingOptions, SamplingOptions, StopConditions
@@ -63,9 +64,17 @@ class PooledInputFields(PooledFields, kw_only=True):
     """The fields of requests whose `input` is made into vectors one by one."""
 
     input: str | list[Any] | None = None
+    """Texts, token ids, or chats as in `messages`."""
+    messages: list[Any] | None = None
+    """In place of `input`: a chat, or a list of chats."""
     add_special_tokens: bool | None = None
-    # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
-    messages: Any = None
+    """To a chat, whose template has its own, they are not added by default."""
+    add_generation_prompt: bool | None = None
+    """False by default: nothing is generated."""
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class PooledRequest(Protocol):
@@ -105,15 +114,31 @@ def pooling_of(card: ModelCard, *serves: PooledKind) -> PoolingCard:
 
 def input_prompts(fields: PooledInputFields, card: ModelCard, limits: RequestLimits) -> tuple[Prompt, ...]:
     """Returns the prompts of `input`. Raises RequestError 400."""
-    if fields.messages is not None:
-        raise unsupported("messages", "a vector of a chat")
-    if fields.input is None:
+    if fields.messages is not None and fields.input:
+        raise invalid("messages", "not allowed together with input")
+    field = "input" if fields.messages is None else "messages"
+    given = fields.input if fields.messages is None else fields.messages
+    if given is None:
         raise invalid("input", "this field is required")
-    special = fields.add_special_tokens is not False
-    inputs = completion_prompts(fields.input, card, add_special_tokens=special, field="input")
+    inputs: tuple[Prompt, ...]
+    if fields.messages is not None or _are_chats(given):
+        chats: list[Any] = [given] if all(isinstance(each, dict) for each in given) else list(given)
+        if not all(isinstance(chat, list) and all(isinstance(each, dict) for each in chat) for chat in chats):
+            raise not_allowed(field, given, "a list of messages, or a list of such lists")
+        shown = replace(fields, add_generation_prompt=bool(fields.add_generation_prompt))
+        inputs = tuple(chat_prompt(chat, shown, limits) for chat in chats)
+    else:
+        special = fields.add_special_tokens is not False
+        inputs = completion_prompts(given, card, add_special_tokens=special, field="input")
     if len(inputs) > limits.max_embeddings:
         raise invalid("input", f"{len(inputs)} inputs are not allowed; at most {limits.max_embeddings} are")
     return inputs
+
+
+def _are_chats(given: str | list[Any]) -> bool:
+    """Whether `input` has messages, as vLLM's may."""
+    first = given[0] if given and isinstance(given, list) else None
+    return isinstance(first, dict) or (isinstance(first, list) and bool(first) and isinstance(first[0], dict))
 
 
 def embedding_options(dimensions: int | None, normalize: bool | None, pooling: PoolingCard) -> PoolingOptions:
@@ -228,4 +253,4 @@ def pooled_usage(choices: Sequence[ChoiceState]) -> dict[str, Any]:
     """Returns `usage` of a response without output tokens."""
     tokens = prompt_tokens(choices)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
-    return usage | {"prompt_tokens_details": None}
+    return usage | {"prompt_tokens_details": None, "completion_tokens_details": None}

@@ -7,6 +7,7 @@ model that makes embeddings, the score is the cosine of the two texts' vectors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -36,20 +37,29 @@ from shared.messages.tokenizer import PairPrompt, Prompt, TextPrompt
 class ScoreOptionFields(PooledFields, kw_only=True):
     """The JSON fields that both endpoints have beside the texts."""
 
+    max_tokens_per_query: int | None = None
+    """Tokens of a query that are read, from its beginning; 0: all."""
+    max_tokens_per_doc: int | None = None
+    """The same of a document."""
     # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
-    max_tokens_per_query: Any = None
-    max_tokens_per_doc: Any = None
     max_chunks_per_doc: Any = None
     rank_fields: Any = None
 
 
 class ScoreFields(ScoreOptionFields, kw_only=True):
-    """The JSON fields of `POST /score`: vLLM's, in either spelling."""
+    """The JSON fields of `POST /score`: vLLM's, in each of its spellings."""
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+
+
+SCORE_FIELDS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+"""vLLM's names of the texts of both sides."""
 
 
 class DocumentFields(Struct):
@@ -62,7 +72,7 @@ class RerankFields(ScoreOptionFields, kw_only=True):
     """The JSON fields of `POST /rerank`: those that Cohere's and Jina's have in common, then vLLM's."""
 
     query: str | None = None
-    documents: list[str | DocumentFields] | None = None
+    documents: str | list[str | DocumentFields] | None = None
     top_n: int | None = None
     return_documents: bool | None = None
 
@@ -173,10 +183,10 @@ def read_score(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> Sc
     """Reads and checks a body. `cards` are the models that are served. Raises RequestError."""
     fields = decode_body(body, _score_decoder)
     card = choose_model(fields.model, cards)
-    second = "documents" if fields.queries is not None or fields.documents is not None else "text_2"
-    first = "queries" if second == "documents" else "text_1"
-    if second == "documents" and (fields.text_1 is not None or fields.text_2 is not None):
-        raise invalid("text_1", "not allowed together with queries and documents")
+    said = {name for name in chain(*SCORE_FIELDS) if getattr(fields, name) is not None}
+    first, second = max(SCORE_FIELDS, key=lambda pair: len(said & {*pair}))
+    for name in sorted(said - {first, second}):
+        raise invalid(name, f"not allowed together with {first} and {second}")
     ones, others = _texts(first, getattr(fields, first)), _texts(second, getattr(fields, second))
     if len(ones) not in (1, len(others)):
         counts = f"{len(ones)} texts beside {len(others)} in {second} are not allowed"
@@ -192,7 +202,8 @@ def read_rerank(body: bytes, cards: list[ModelCard], limits: RequestLimits, *, c
     card = choose_model(fields.model, cards)
     if fields.query is None:
         raise invalid("query", "this field is required")
-    documents = [each if isinstance(each, str) else each.text for each in fields.documents or ()]
+    given = [fields.documents] if isinstance(fields.documents, str) else fields.documents or ()
+    documents = [each if isinstance(each, str) else each.text for each in given]
     if fields.top_n is not None and fields.top_n < 0:
         raise not_allowed("top_n", fields.top_n, "it must be at least 0, which means all")
     scores = _pair_scores("rerank", [fields.query], _texts("documents", documents), "documents", fields, card, limits)
@@ -219,7 +230,7 @@ def _pair_scores(
     limits: RequestLimits,
 ) -> _PairScores:
     """Of the one, or each of `ones`, with each of `others`. `field`: the client's name of the latter."""
-    for name in ("max_tokens_per_query", "max_tokens_per_doc", "max_chunks_per_doc", "rank_fields"):
+    for name in ("max_chunks_per_doc", "rank_fields"):
         if getattr(fields, name) is not None:
             raise unsupported(name, "choosing parts of documents")
     if len(others) > limits.max_embeddings:
@@ -230,19 +241,30 @@ def _pair_scores(
         if len(pooling.labels) > 1:
             text = f"model: {card.name} has {len(pooling.labels)} labels, and a score needs one; it serves /classify"
             raise RequestError(400, text, param="model", code="unsupported_parameter")
-        if fields.truncate_prompt_tokens is not None:
-            raise unsupported("truncate_prompt_tokens", "shortening a pair of texts")
+        bounds = (_bound("max_tokens_per_query", fields, card), _bound("max_tokens_per_doc", fields, card))
         queries = ones * len(others) if len(ones) == 1 else ones
-        prompts = tuple(PairPrompt(one, other) for one, other in zip(queries, others, strict=True))
+        prompts = tuple(PairPrompt(one, other, *bounds) for one, other in zip(queries, others, strict=True))
         pairs = tuple(_TextPair(number, number) for number in range(len(prompts)))
         options = logit_options(pooling)
         activation: LogitActivation = chosen_activation(wants_activation(fields), pooling)
     else:
         for name in (each for each in ACTIVATION_NAMES if getattr(fields, each) is not None):
             raise unsupported(name, "an activation of the cosine of two embeddings")
+        for name in (each for each in ("max_tokens_per_query", "max_tokens_per_doc") if getattr(fields, each)):
+            raise unsupported(
+                name, "a bound of its own for texts that become embeddings, beside truncate_prompt_tokens,"
+            )
         prompts = tuple(TextPrompt(text) for text in (*ones, *others))
         firsts = range(len(ones)) if len(ones) > 1 else [0] * len(others)
         pairs = tuple(_TextPair(one, len(ones) + number) for number, one in enumerate(firsts))
         options, activation = embedding_options(None, normalize=True, pooling=pooling), "none"
     generation = pooled_generation(kind, prompts, options, fields, card, limits)
     return _PairScores(generation, pairs, activation)
+
+
+def _bound(name: str, fields: ScoreOptionFields, card: ModelCard) -> int | None:
+    """How many tokens of a text are read, as the client says in the field `name`; None: all."""
+    tokens: int = getattr(fields, name) or 0
+    if not 0 <= tokens < card.max_model_len:
+        raise not_allowed(name, tokens, f"it must be 1 to {card.max_model_len - 1}, or 0 for all")
+    return tokens or None

@@ -190,7 +190,17 @@ POOLED: dict[str, Case] = {
     "mm_processor_kwargs": Case({"a": 1}),
     "padding": Case("max_length"),
 }
-INPUT = POOLED | {"input": Case("other"), "add_special_tokens": Case(False), "messages": Case([])}
+CHATTED = {"input": [{"role": "user", "content": "hi"}]}
+INPUT = POOLED | {
+    "input": Case("other"),
+    "add_special_tokens": Case(False),
+    "messages": Case([{"role": "user", "content": "other"}]),
+    "add_generation_prompt": Case(True, CHATTED),
+    "continue_final_message": Case(True, CHATTED),
+    "chat_template": Case("{{ messages }}", CHATTED),
+    "chat_template_kwargs": Case({"a": 1}, CHATTED),
+    "tools": Case([{"type": "function", "function": {"name": "f"}}], CHATTED),
+}
 VECTORS = INPUT | {
     "encoding_format": Case("base64"),
     "dimensions": Case(3),
@@ -255,7 +265,8 @@ CASES: dict[type[msgspec.Struct], dict[str, Case]] = {
         **{name: SAMPLED[name] for name in ("seed", "temperature", "top_k", "top_p", "min_p", "stop")},
         **{name: SAMPLED[name] for name in ("presence_penalty", "frequency_penalty")},
     },
-    ScoreFields: PAIRS | {"text_1": Case("b"), "text_2": Case("c"), "queries": Case("b"), "documents": Case("c")},
+    ScoreFields: PAIRS
+    | {name: Case("c") for name in ("text_1", "text_2", "queries", "documents", "items", "data_1", "data_2")},
     RerankFields: PAIRS
     | {"query": Case("b"), "documents": Case(["c"]), "top_n": Case(1), "return_documents": Case(False)},
 }
@@ -386,7 +397,8 @@ VLLM: dict[type[msgspec.Struct], str] = {
     DetokenizeFields: "model tokens",
     EmbeddingFields: """
         model input user truncate_prompt_tokens truncation_side padding request_id priority mm_processor_kwargs
-        cache_salt add_special_tokens encoding_format embed_dtype endianness dimensions use_activation
+        cache_salt add_special_tokens encoding_format embed_dtype endianness dimensions use_activation messages
+        add_generation_prompt continue_final_message chat_template chat_template_kwargs
         """,
 }
 """The fields of vLLM's requests, as its protocol classes of November 2026 have them."""

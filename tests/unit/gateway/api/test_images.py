@@ -167,8 +167,8 @@ def test_no_vector_is_made_of_a_chat_with_an_image() -> None:
     body = {"model": CARD.name, "messages": [{"role": "user", "content": [image()]}]}
     with pytest.raises(RequestError) as error:
         read_embedding(msgspec.json.encode(body), [replace(CARD, pooling=pooling)], LIMITS)
-    assert (error.value.status, error.value.param) == (400, "messages")
-    assert "a vector of a chat is not supported" in error.value.message
+    assert (error.value.status, error.value.param) == (400, "messages[0].content[0].type")
+    assert "is not supported" in error.value.message
 
 
 @pytest.mark.features("images", "prompt logprobs", refused=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from tokenizers import Tokenizer, processors
@@ -31,6 +31,7 @@ from shared.messages.tokenizer import (
     Tokenize,
     TokenizerRefusal,
     TokenPrompt,
+    TruncationSide,
     embeds_placeholder,
 )
 from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer, special_ids
@@ -102,6 +103,30 @@ def test_a_pair_becomes_the_tokens_that_transformers_makes_of_it(folder: Path, e
     assert refused(encoding, PairPrompt("Hello", "\ud800"))[0] == "prompt"
     field, text = refused(encoding, PairPrompt("Hello", "a b " * 400), max_model_len=8)
     assert (field, "maximum context length is 8" in text) == ("prompt", True)
+
+
+@pytest.mark.parametrize("side", get_args(TruncationSide))
+def test_a_pair_is_cut_as_transformers_cuts_it(folder: Path, encoding: PromptEncoder, side: TruncationSide) -> None:
+    theirs = AutoTokenizer.from_pretrained(folder, truncation_side=side)
+    pair = ("Hello big", "world, a big world")
+    whole = len(theirs(*pair)["input_ids"])
+    for length in range(4, whole + 2):
+        expected = theirs(*pair, truncation="longest_first", max_length=length)["input_ids"]
+        found = routed(encoding, PairPrompt(*pair), truncate_prompt_tokens=length, truncation_side=side)
+        assert unpack(found.tokens) == expected
+
+
+def test_each_text_of_a_pair_has_a_bound_of_its_own(encoding: PromptEncoder) -> None:
+    """Counted before special tokens; of a character that is several tokens all are left out, or none."""
+
+    def found(text: str, bound: int | None) -> bytes:
+        return routed(encoding, PairPrompt("x", text, None, bound)).tokens
+
+    assert found("Hello big world", 11) == found("Hello big world", None)
+    assert found("Hello big world", 1) == found("Hello", None)
+    assert found("x😀", 3) == found("x", None)
+    assert routed(encoding, PairPrompt("Hello big", "x", 1)).tokens == routed(encoding, PairPrompt("Hello", "x")).tokens
+    assert refused(encoding, PairPrompt("x", "\ud800", None, 9))[0] == "prompt"
 
 
 @pytest.mark.parametrize("family", ["byte-level", "sentencepiece", "demo model"])

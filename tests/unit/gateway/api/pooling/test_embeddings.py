@@ -19,7 +19,7 @@ from services.gateway.api.response import ChoiceState, ResponseHeader
 from shared.ids import ModelName
 from shared.messages.generation import PoolingOptions
 from shared.messages.model_card import ModelCard, PoolingCard
-from shared.messages.tokenizer import TextPrompt, TokenPrompt
+from shared.messages.tokenizer import ChatPrompt, TextPrompt, TokenPrompt
 from shared.packing import pack
 
 CARD = ModelCard(
@@ -97,7 +97,9 @@ def test_fields_have_their_effects() -> None:
         ({"truncate_prompt_tokens": 65}, "truncate_prompt_tokens", "it must be 1 to 64"),
         ({"priority": 2**40}, "priority", "it must be at least"),
         ({"cache_salt": ""}, "cache_salt", "1 to 256 characters"),
-        ({"messages": []}, "messages", "a vector of a chat is not supported"),
+        ({"input": None, "messages": []}, "messages", "at least one message is needed"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages", "not allowed together with input"),
+        ({"input": [{"role": "user", "content": "a"}, "b"]}, "input", "a list of messages, or a list of such lists"),
         ({"model": "other"}, "model", "does not exist"),
     ],
 )
@@ -105,6 +107,18 @@ def test_a_refusal_names_the_field_and_what_is_allowed(fields: dict[str, Any], p
     error = refusal(**fields)
     assert error.param == param
     assert text in error.message
+
+
+def test_a_vector_is_made_of_a_chat_by_either_of_vllms_fields() -> None:
+    first, second = [{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]
+    chats = [ChatPrompt(messages=msgspec.json.encode(chat), add_generation_prompt=False) for chat in (first, second)]
+    one, both = (tuple(chats[:1]), tuple(chats))
+    assert read(CARD, messages=first, input=None).generation.prompts == one
+    assert read(CARD, messages=[first, second], input=[]).generation.prompts == both  # OpenAI's SDK needs an input
+    assert read(CARD, input=first).generation.prompts == one
+    assert read(CARD, input=[first, second]).generation.prompts == both
+    (asked,) = read(CARD, messages=first, input=None, add_generation_prompt=True).generation.prompts
+    assert asked == replace(chats[0], add_generation_prompt=True)
 
 
 def test_a_model_may_allow_some_numbers_of_dimensions_only() -> None:
@@ -141,7 +155,13 @@ def test_the_answer_has_openais_shape() -> None:
         {"object": "embedding", "index": 0, "embedding": [0.5, -1.0]},
         {"object": "embedding", "index": 1, "embedding": [pytest.approx(0.1), 2.0]},
     ]
-    usage = {"prompt_tokens": 7, "total_tokens": 7, "completion_tokens": 0, "prompt_tokens_details": None}
+    usage = {
+        "prompt_tokens": 7,
+        "total_tokens": 7,
+        "completion_tokens": 0,
+        "prompt_tokens_details": None,
+        "completion_tokens_details": None,
+    }
     assert body == {"object": "list", "id": "embd-1", "created": 7, "model": "demo", "usage": usage}
     packed = msgspec.json.decode(read(encoding_format="base64").element(1, choices))["embedding"]
     assert base64.b64decode(packed) == choices[1].vector

@@ -95,7 +95,13 @@ def test_labels_have_probabilities() -> None:
         (0, "fair", 3),
         (1, "bad", 3),
     ]
-    usage = {"prompt_tokens": 4, "total_tokens": 4, "completion_tokens": 0, "prompt_tokens_details": None}
+    usage = {
+        "prompt_tokens": 4,
+        "total_tokens": 4,
+        "completion_tokens": 0,
+        "prompt_tokens_details": None,
+        "completion_tokens_details": None,
+    }
     assert (body["object"], body["usage"]) == ("list", usage)
     plain = answer(read(read_classification, THREE, input="a", use_activation=False), (3.0, 1.0, 2.0))
     assert plain["data"][0]["probs"] == [3.0, 1.0, 2.0]
@@ -203,13 +209,9 @@ def test_coheres_second_version_has_meta_and_no_documents() -> None:
         (read_score, ONE, {"queries": "a", "documents": "b", "text_1": "c"}, "text_1", "together with queries"),
         (read_score, ONE, {"text_1": ["a"] * 2, "text_2": ["b"] * 3}, "text_1", "2 texts beside 3 in text_2"),
         (read_score, ONE, {"text_1": "a", "text_2": ["b"] * 4}, "text_2", "4 texts are not allowed; at most 3 are"),
-        (
-            read_score,
-            ONE,
-            {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 5},
-            "truncate_prompt_tokens",
-            "pair",
-        ),
+        (read_score, ONE, {"items": "a", "text_1": "c", "queries": "b"}, "text_1", "together with queries and items"),
+        (read_score, ONE, {"data_1": "a"}, "data_2", "this field is required"),
+        (read_score, ONE, {"text_1": "a", "text_2": "b", "max_tokens_per_doc": -1}, "max_tokens_per_doc", "0 for all"),
         (read_score, EMBEDDINGS, {"text_1": "a", "text_2": "b", "use_activation": True}, "use_activation", "cosine"),
         (read_score, EMBEDDINGS, {"text_1": "a", "text_2": "b", "softmax": False}, "softmax", "cosine"),
         (
@@ -223,7 +225,14 @@ def test_coheres_second_version_has_meta_and_no_documents() -> None:
         (read_rerank, ONE, {"query": "a", "documents": []}, "documents", "at least one text is needed"),
         (read_rerank, ONE, {"query": "a", "documents": [{"title": "b"}]}, "documents[0].text", "required"),
         (read_rerank, ONE, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "-1 is not allowed"),
-        (read_rerank, ONE, {"query": "a", "documents": ["b"], "max_tokens_per_doc": 5}, "max_tokens_per_doc", "parts"),
+        (read_rerank, ONE, {"query": "a", "documents": ["b"], "rank_fields": ["c"]}, "rank_fields", "parts"),
+        (
+            read_rerank,
+            EMBEDDINGS,
+            {"query": "a", "documents": ["b"], "max_tokens_per_doc": 5},
+            "max_tokens_per_doc",
+            "beside truncate_prompt_tokens",
+        ),
     ],
 )
 def test_what_a_refusal_names(reader: Reader, card: ModelCard, fields: dict[str, Any], param: str, text: str) -> None:
@@ -231,6 +240,18 @@ def test_what_a_refusal_names(reader: Reader, card: ModelCard, fields: dict[str,
         read(reader, card, **fields)
     assert (error.value.status, error.value.param) == (400, param)
     assert text in error.value.message
+
+
+def test_texts_of_a_pair_may_be_cut_each_and_together() -> None:
+    bounds = {"max_tokens_per_query": 3, "max_tokens_per_doc": 0, "truncate_prompt_tokens": 9}
+    asked = read(read_rerank, ONE, query="a", documents="b", **bounds)
+    assert asked.generation.prompts == (PairPrompt("a", "b", 3, None),)
+    assert asked.generation.truncate_prompt_tokens == 9
+    for names in (("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"), ("queries", "documents")):
+        (prompt,) = read(
+            read_score, ONE, **dict(zip(names, "ab", strict=True)), max_tokens_per_doc=4
+        ).generation.prompts
+        assert prompt == PairPrompt("a", "b", None, 4)
 
 
 def test_steps_have_the_probabilities_of_the_tokens_that_are_asked_for() -> None:
