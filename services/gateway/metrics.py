@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client import Histogram as PlainHistogram
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -23,6 +23,7 @@ from prometheus_client.samples import Exemplar
 from shared.ids import GatewayId
 from shared.messages.gateway import LatencyCounts, LatencyName
 from shared.messages.generation import FinishReason
+from shared.messages.lifecycle import Lifecycle
 from shared.telemetry.metrics import (
     LATENCY_BUCKETS,
     TOKEN_BUCKETS,
@@ -249,7 +250,7 @@ _COUNTERS = (
     ("generation_tokens", "Tokens generated."),
 )
 
-_VLLM_NAMES = (
+VLLM_NAMES = (
     ForeignName("baton_gateway_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
     ForeignName("baton_gateway_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
     ForeignName("baton_gateway_inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
@@ -268,16 +269,58 @@ _VLLM_LABELS = {"model": "model_name", "reason": "finished_reason"}
 
 def gateway_collectors(meters: Meters) -> tuple[Collector, ...]:
     """Returns what one gateway measures of its requests: under our names, and under vLLM's."""
-    return meters, ForeignNames([meters], _VLLM_NAMES, _VLLM_LABELS)
+    return meters, ForeignNames([meters], VLLM_NAMES, _VLLM_LABELS)
+
+
+ENGINE_NAMES = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prefix_cache_queries",
+    "vllm:prefix_cache_hits",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+)
+"""What the API's page says of engines."""
+
+
+class EngineCollector(Collector):
+    """What engines reported last, under vLLM's names and labels: who knows vLLM scrapes one port, and autoscalers and
+    routers read there how many requests run and wait. Engines' own pages have the same, and more, by the second."""
+
+    def __init__(self, engines: Sequence[Lifecycle]) -> None:
+        """`engines`: those that live."""
+        self._engines = engines
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics, as `prometheus_client` asks for them."""
+        reports = [(life.instance, life.engine) for life in self._engines if life.engine is not None]
+        labels = ["engine", "model_name"]
+        families: list[GaugeMetricFamily | CounterMetricFamily] = [
+            GaugeMetricFamily(ENGINE_NAMES[0], "Running requests.", labels=labels),
+            GaugeMetricFamily(ENGINE_NAMES[1], "Waiting requests, including preempted ones.", labels=labels),
+            GaugeMetricFamily(ENGINE_NAMES[2], "Share of KV blocks that sequences use: 0 to 1.", labels=labels),
+            CounterMetricFamily(ENGINE_NAMES[3], "Prompt tokens that were looked up.", labels=labels),
+            CounterMetricFamily(ENGINE_NAMES[4], "Prompt tokens that a cache held.", labels=labels),
+            CounterMetricFamily(ENGINE_NAMES[5], "Draft tokens that were verified.", labels=labels),
+            CounterMetricFamily(ENGINE_NAMES[6], "Draft tokens that were accepted.", labels=labels),
+        ]
+        for engine, said in reports:
+            used = 1 - said.blocks_free / max(1, said.blocks_total)
+            figures = (said.running, said.waiting, used, said.prompt_tokens, said.cached_tokens)
+            for family, value in zip(families, (*figures, said.drafted_tokens, said.accepted_tokens), strict=True):
+                family.add_metric([engine, said.model.name], value)
+        yield from families
 
 
 class MergedPages(Collector):
     """The pages of several gateways as one, with the label `gateway` on every sample: clients of a port that they share
     cannot choose whom they ask, and must not see one gateway's counters now and another's then."""
 
-    def __init__(self, pages: Mapping[GatewayId, bytes]) -> None:
-        """`pages`: each in Prometheus' text format or in OpenMetrics', by the gateway's name."""
-        self._pages = pages
+    def __init__(self, pages: Mapping[GatewayId, bytes], engines: Sequence[Lifecycle] = ()) -> None:
+        """`pages`: each in Prometheus' text format or in OpenMetrics', by the gateway's name. `engines`: those that
+        live, whose figures are added once."""
+        self._pages, self._engines = pages, EngineCollector(engines)
 
     def collect(self) -> Iterator[Metric]:
         """Yields each metric once, with the samples of all gateways."""
@@ -288,6 +331,7 @@ class MergedPages(Collector):
                 known = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 known.samples += [s._replace(labels={"gateway": gateway, **s.labels}) for s in metric.samples]
         yield from merged.values()
+        yield from self._engines.collect()
 
     def text(self, openmetrics: bool = False) -> bytes:
         """Returns them in Prometheus' text format, or in OpenMetrics'."""

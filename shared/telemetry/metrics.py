@@ -66,7 +66,7 @@ class ForeignNames(Collector):
         self, sources: Sequence[Collector], names: Sequence[ForeignName], labels: Mapping[str, str] | None = None
     ) -> None:
         """`sources`: where our metrics are. `labels`: what the other server calls our labels."""
-        self._sources, self._names, self._labels = sources, names, labels or {}
+        self._sources, self.names, self._labels = sources, names, labels or {}
         self.added: Mapping[str, str] | None = {}
         """Labels of the other server that no sample of ours has; None: there is nothing to show yet."""
 
@@ -75,7 +75,7 @@ class ForeignNames(Collector):
         if self.added is None:
             return
         families = {family.name: family for source in self._sources for family in source.collect()}
-        for name in self._names:
+        for name in self.names:
             yield self._renamed(families[name.metric], name, self.added)
 
     def _renamed(self, family: Metric, name: ForeignName, added: Mapping[str, str]) -> Metric:

@@ -9,7 +9,9 @@ import pytest
 from deploy.cli.app import COMMANDS, loaded
 from deploy.cli.up.vllm_line import INSTEAD, NEEDLESS, SAME, SETTINGS, SEVERAL
 from deploy.configuration import CONFIGS
+from services.gateway import metrics as gateway_metrics
 from services.gateway.api.openapi import OPERATIONS
+from services.scheduler import metrics as scheduler_metrics
 from shared.permissions import TABLE
 from shared.settings import settings_of
 from tests.contracts.golden import GOLDEN
@@ -95,6 +97,24 @@ def test_what_is_named_for_others_users_is_there() -> None:
 )
 def test_links_lead_where_they_led_in_the_repository(source: str, link: str, shown: str) -> None:
     assert on_site(link, source) == shown
+
+
+def test_vllms_names_of_figures_are_on_the_pages_that_are_said() -> None:
+    def names(cell: str) -> set[str]:
+        return {name.removesuffix("_total") for name in re.findall(r"`((?:vllm:|baton_)\w+)`", cell)}
+
+    page = COMING_FROM.read_text(encoding="utf-8").partition("## Figures")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `vllm:")]
+    on_api = set().union(*(names(theirs) for theirs, api, _, _ in rows if "yes" in api))
+    on_engines = set().union(*(names(theirs) for theirs, _, engine, _ in rows if "yes" in engine))
+    requests = {each.name.removesuffix("_total") for each in gateway_metrics.VLLM_NAMES}
+    assert on_api == requests | {*gateway_metrics.ENGINE_NAMES}
+    assert on_engines == {each.name.removesuffix("_total") for each in scheduler_metrics.VLLM_NAMES.names}
+    listed = {
+        name.removesuffix("_total") for name in re.findall(r"^\| `(baton_\w+)` \|", metrics_page.page(), re.MULTILINE)
+    }
+    ours = set().union(*(names(own) for *_, own in rows))
+    assert ours - listed == set()
 
 
 def test_up_reads_each_of_vllms_flags_or_says_what_to_do_instead() -> None:

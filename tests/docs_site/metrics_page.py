@@ -99,6 +99,6 @@ def _table(metrics: Iterable[Described]) -> str:
 
 
 def _foreign(names: ForeignNames) -> Iterator[str]:
-    for each in names._names:
+    for each in names.names:
         where = ", ".join(f'{label}="{value}"' for label, value in each.where.items())
         yield f"| `{each.name}` | `{each.metric}{f'{{{where}}}' if where else ''}` |"

@@ -145,11 +145,11 @@ class InfoEndpoints:
             await call.respond_json({"status": "unavailable", "reason": reason}, 503, [(b"retry-after", b"1")])
 
     async def metrics(self, call: Call) -> None:
-        """`/metrics`: of all gateways that share the port, in Prometheus' text format, or in OpenMetrics' where the
-        client's `Accept` prefers that: it has exemplars."""
+        """`/metrics`: of all gateways that share the port, and what engines reported last; in Prometheus' text format,
+        or in OpenMetrics' where the client's `Accept` prefers that: it has exemplars."""
         accept = b",".join(value for name, value in call.scope["headers"] if name == b"accept").decode("latin-1")
         openmetrics = wants_openmetrics(accept)
-        page = MergedPages(await self._peers.metrics_pages(openmetrics))
+        page = MergedPages(await self._peers.metrics_pages(openmetrics), self._table.cluster.engines())
         await call.respond(page.text(openmetrics), content_type=(OPENMETRICS if openmetrics else TEXT).encode())
 
     async def load(self, call: Call) -> None:
