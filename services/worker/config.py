@@ -79,11 +79,12 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
         ContainerVariable(),
     ] = "auto"
     quantization: Annotated[
-        Literal["auto", "int8", "int4", "fp8", "w8a8_int8"],
+        Literal["auto", "int8", "int4", "fp8", "w8a8_int8", "w8a8_fp8"],
         Meta(
             description="What weights of linear layers are rounded to when they are loaded: int8 and fp8 with a scale "
-            "for each output, int4 with one for each 128 inputs; the head to int8. w8a8_int8: int8, and activations "
-            "are rounded to int8, too, with a scale for each token. auto: they stay as they are."
+            "for each output, int4 with one for each 128 inputs; the head to int8. w8a8_int8, w8a8_fp8: int8 or fp8, "
+            "and activations are rounded to the same, with a scale for each token (to fp8 on GPUs). auto: they stay "
+            "as they are."
         ),
         UpOption("Model"),
         ContainerVariable(),

@@ -12,10 +12,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from services.worker.executor.torch_backend import create_backend
-from services.worker.ops.quantized import SCHEMES, Code, Scheme, multiply_rounded, quantize
+from services.worker.ops.quantized import SCHEMES, Code, Scheme, multiply_rounded, quantize, round_rows
 from services.worker.ops.triton_ops import TritonOps
 from tests.support.kernels.kernel_device import DEVICE
-from tests.support.models.rounded_models import SIZES, assert_same_steps
+from tests.support.models.rounded_models import ROUNDED_INPUTS, SIZES, assert_same_steps
 from tests.support.models.tiny_models import VOCABULARY, make_model
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import last_logits, record_logits
@@ -58,6 +58,19 @@ def test_rounded_rows_have_the_bits_of_pytorchs_operations(rows: int) -> None:
         assert torch.equal(ops.linear(x, ops.pack_quantized(weight, None)), multiply_rounded(x, weight, None))
 
 
+@pytest.mark.parametrize("rows", [1, 4, 16, 17, 64, 65, 200, 1000])
+def test_products_of_rows_in_fp8_equal_float64_within_what_tensor_cores_lose(rows: int) -> None:
+    """Of bits of a sum, and its rounding; rows are rounded to the same bits as PyTorch rounds them."""
+    ops = TritonOps(DEVICE, torch.bfloat16)
+    for outputs, inputs in ((6144, 4096), (4096, 14336)):
+        weight = quantize(drawn(outputs, inputs, seed=1), "w8a8_fp8")
+        x, bias = drawn(rows, inputs, seed=2).bfloat16(), drawn(outputs, seed=3).bfloat16()
+        found = ops.linear(x, ops.pack_quantized(weight, bias)).double()
+        each = round_rows(x, "fp8")
+        exact = (each.codes.double() * each.scales) @ weight.dequantized(torch.float64).T + bias.double()
+        assert (found - exact).norm() < 2.0**-8 * exact.norm()
+
+
 def backend(path: Path, device: str, scheme: Scheme, **different: Any) -> Any:
     ops = "torch" if device == "cpu" else "triton"
     return create_backend(
@@ -86,7 +99,7 @@ def test_quantised_models_compute_what_a_cpu_does(
     for eager in (False, True):
         on_gpu = backend(tmp_path, "cuda:0", scheme, enforce_eager=eager)
         found = [last_logits(on_gpu, prompt, recorded).cpu() for prompt in PROMPTS]
-        if scheme == "w8a8_int8":
+        if scheme in ROUNDED_INPUTS:
             assert_same_steps(found, expected)
         else:
             assert max(float((ours - each).abs().max()) for ours, each in zip(found, expected, strict=True)) < 1e-3

@@ -30,7 +30,7 @@ from shared.messages.gateway import GatewayMessage
 from shared.messages.generation import StopConditions
 from shared.messages.scheduler import WorkerResult
 
-SCHEMES = ("auto", "int8", "w8a8_int8", "int4", "fp8")
+SCHEMES = ("auto", "int8", "w8a8_int8", "int4", "fp8", "w8a8_fp8")
 HEADS = ("weights", "perplexity", "nats per token", "against the first", "tokens")
 OPEN_WINDOWS = 16
 """Requests at a time."""

@@ -64,7 +64,7 @@ DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImpl = Literal["auto", "native", "transformers"]
 """Whose code computes the model. auto: ours where it knows the architecture."""
 
-QuantizationChoice = Literal["auto", "int8", "int4", "fp8", "w8a8_int8"]
+QuantizationChoice = Literal["auto", "int8", "int4", "fp8", "w8a8_int8", "w8a8_fp8"]
 """What weights are rounded to as they are loaded."""
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]

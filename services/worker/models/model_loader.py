@@ -72,7 +72,7 @@ from shared.models.sound_models import read_sound_model
 from shared.models.video_models import read_video_model
 from shared.telemetry.startup import STARTUP
 
-_QUANTIZED_BYTES: dict[Scheme, float] = {"int8": 1.0, "fp8": 1.0, "int4": 0.6, "w8a8_int8": 1.0}
+_QUANTIZED_BYTES: dict[Scheme, float] = {"int8": 1.0, "fp8": 1.0, "int4": 0.6, "w8a8_int8": 1.0, "w8a8_fp8": 1.0}
 """Of a weight, with the scales of groups."""
 
 

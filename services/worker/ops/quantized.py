@@ -2,8 +2,8 @@
 
 A code stands for a number that bf16 holds exactly, times the scale of its output, or of a group of its output's inputs,
 which may have an offset that is added to each.
-Activations stay as they are (W8A16, W4A16), except for `w8a8_int8`: there each row of them is rounded to int8, too,
-with a scale of its own, and products are sums of whole numbers.
+Activations stay as they are (W8A16, W4A16), except for `w8a8_int8` and `w8a8_fp8`: there each row of them is rounded
+to int8 or fp8, too, with a scale of its own; products of int8 are sums of whole numbers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 Code = Literal["int8", "int4", "fp8"]
 """int8: two's complement; int4: 0 to 15, less a zero point; fp8: float8_e4m3fn."""
 
-Scheme = Literal["int8", "int4", "fp8", "w8a8_int8"]
-"""What weights are rounded to: a code, or int8 with activations in int8, by SGLang's name for it."""
+Scheme = Literal["int8", "int4", "fp8", "w8a8_int8", "w8a8_fp8"]
+"""What weights are rounded to: a code, or one with activations in the same, by SGLang's names for it."""
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
 GROUP_SIZES = (16, 32, 64, 128, 256, 512)
@@ -49,8 +49,9 @@ class QuantizedWeight(NamedTuple):
     offsets: Tensor | None = None
     """float32 [out, groups], of groups of GROUP_SIZES: what is added to each scaled number of a group; None: nothing.
     Not of fp8."""
-    int8_activations: bool = False
-    """Of int8 with a scale for each output: whether rows are rounded by `round_rows` before they are multiplied."""
+    rounded_activations: bool = False
+    """Of int8 and fp8 with a scale for each output: whether rows are rounded to the same by `round_rows` before they
+    are multiplied."""
 
     @property
     def group_size(self) -> int:
@@ -148,9 +149,11 @@ def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
         case "int8":
             return _int8(weight.float())
         case "w8a8_int8":
-            return _int8(weight.float())._replace(int8_activations=True)
+            return _int8(weight.float())._replace(rounded_activations=True)
         case "fp8":
             return _fp8(weight.float())
+        case "w8a8_fp8":
+            return _fp8(weight.float())._replace(rounded_activations=True)
         case "int4":
             group = next((size for size in (INT4_GROUP, 64, 32) if weight.shape[1] % size == 0), None)
             return _int8(weight.float()) if group is None else _int4(weight.float(), group)
@@ -183,7 +186,7 @@ def stack_outputs(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 def _may_change(weight: QuantizedWeight) -> bool:
-    return weight.code != "fp8" and not weight.int8_activations and weight.group_size in GROUP_SIZES
+    return weight.code != "fp8" and not weight.rounded_activations and weight.group_size in GROUP_SIZES
 
 
 def _made_alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
@@ -204,33 +207,35 @@ def _as_int8(weight: QuantizedWeight, size: int, offset: bool) -> QuantizedWeigh
 
 def _kind(weight: QuantizedWeight) -> tuple[object, ...]:
     groups = weight.scales.shape[1], weight.zeros is None, weight.offsets is None
-    return weight.code, *groups, weight.int8_activations
+    return weight.code, *groups, weight.rounded_activations
 
 
 class RoundedRows(NamedTuple):
-    """Rows as int8, each by a scale of its own."""
+    """Rows as codes, each by a scale of its own."""
 
     codes: Tensor
-    """float32 [n, in]: whole numbers from -127 to 127."""
+    """float32 [n, in]: whole numbers from -127 to 127, or those of fp8."""
     scales: Tensor
     """float32 [n, 1]"""
 
 
-def round_rows(x: Tensor) -> RoundedRows:
-    """x [n, in] to the nearest, ties to even, by the greatest of each row: dynamic quantisation by token, as vLLM and
-    compressed-tensors do it. The same bits as digits.cpp."""
+def round_rows(x: Tensor, code: Code = "int8") -> RoundedRows:
+    """x [n, in] to the nearest of int8 or fp8, ties to even, by the greatest of each row: dynamic quantisation by
+    token, as vLLM and compressed-tensors do it. Of int8 the same bits as digits.cpp."""
     rows = x.float()
     most = rows.abs().amax(dim=1, keepdim=True)
     # Neither of both a number, for which PyTorch multiplies with a reciprocal, on GPUs `most / number` too.
-    greatest = torch.full_like(most, _INT8_MAX)
+    greatest = torch.full_like(most, _FP8_MAX if code == "fp8" else _INT8_MAX)
     inverse = torch.where(most > _SMALLEST_ROW, greatest / most, 0.0)
-    return RoundedRows((rows * inverse).round_(), torch.where(most > _SMALLEST_ROW, most / greatest, 0.0))
+    scaled = rows * inverse
+    codes = scaled.to(_FP8).float() if code == "fp8" else scaled.round_()
+    return RoundedRows(codes, torch.where(most > _SMALLEST_ROW, most / greatest, 0.0))
 
 
 def multiply_rounded(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """x [n, in] times a weight of int8, rows rounded first, in the dtype of x. Sums are of whole numbers as float32 has
-    them: exact up to 2²⁴."""
-    rows = round_rows(x)
+    """x [n, in] times a weight, rows rounded to its code first, in the dtype of x. Sums of int8 are of whole numbers as
+    float32 has them: exact up to 2²⁴."""
+    rows = round_rows(x, weight.code)
     product = rows.codes @ weight.numbers.T * (rows.scales * weight.scales.T)
     return (product if bias is None else product + bias.float()).to(x.dtype)
 

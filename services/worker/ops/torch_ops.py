@@ -107,7 +107,7 @@ class TorchOps:
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """The product in the dtype of `x`."""
         if isinstance(packed, QuantizedLinear):
-            if packed.weight.int8_activations:
+            if packed.weight.rounded_activations:
                 return multiply_rounded(x, packed.weight, packed.bias)
             return F.linear(x, packed.dequantized(x.dtype), packed.bias)
         assert isinstance(packed, PlainLinear)

@@ -95,15 +95,17 @@ class TritonOps(TorchOps):
         shape of weight is first seen on a GPU."""
         if not tiles_hold_groups(weight):
             return self.pack_linear(weight.dequantized(self._dtype), bias)
+        if not readable(weight.code, self._device):
+            weight = weight._replace(rounded_activations=False)
         packed = super().pack_quantized(weight, bias)
         assert isinstance(packed, QuantizedLinear)
         outputs, inputs = weight.codes.shape
         left_out = (weight.zeros is None, weight.offsets is None, bias is None)
-        shape = (weight.code, outputs, inputs, weight.group_size, weight.int8_activations, *left_out)
+        shape = (weight.code, outputs, inputs, weight.group_size, weight.rounded_activations, *left_out)
         if shape not in self._compiled and self._device.type == "cuda":
             self._compiled.add(shape)
             row = torch.zeros(1, inputs, dtype=self._dtype, device=self._device)
-            if weight.int8_activations:
+            if weight.rounded_activations:
                 rounded_linear.compile_tiles(row, packed.weight, bias)
             elif multiplies(row, packed.weight):
                 compile_tiles(row, packed.weight, bias)
@@ -112,9 +114,9 @@ class TritonOps(TorchOps):
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """Few rows in one launch; else by cuBLAS, codes as numbers that are made first. Where rows are rounded, too, in
-        two launches, however many there are."""
+        two launches, however many there are, the second of which is PyTorch's product for many rows of fp8."""
         if isinstance(packed, QuantizedLinear):
-            if packed.weight.int8_activations:
+            if packed.weight.rounded_activations:
                 return rounded_linear.rounded_linear(x, packed.weight, packed.bias)
             if multiplies(x, packed.weight):
                 return quantized_linear(x, packed.weight, packed.bias)
@@ -179,7 +181,7 @@ class TritonOps(TorchOps):
         self, x: Tensor, picks: Picks, gate_up: CodedStack, down: CodedStack, biases: ExpertBiases, kind: Activation
     ) -> Tensor:
         """Few rows read the codes of their own experts, more are sorted by them; where rows are rounded, all are."""
-        chosen, rounded = picks.experts.shape[1], gate_up.weight.int8_activations
+        chosen, rounded = picks.experts.shape[1], gate_up.weight.rounded_activations
         shape = (chosen, kind, gate_up.weight.code, down.weight.code, rounded, *down.shape)
         if shape not in self._compiled and self._device.type == "cuda":
             self._compiled.add(shape)

@@ -46,7 +46,7 @@ class PlatformSettings(Struct, frozen=True, kw_only=True):
     lora: tuple[str, ...]
     kv_connector: str | None
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    quantization: Literal["auto", "int8", "int4", "fp8", "w8a8_int8"]
+    quantization: Literal["auto", "int8", "int4", "fp8", "w8a8_int8", "w8a8_fp8"]
     max_model_len: int | None
     kv_memory: int | None
     kv_cache_dtype: CacheDtype

@@ -19,7 +19,7 @@ from services.worker.sim.accelerator import StepCost
 from services.worker.sim.expert_spread import ExpertSpread, exchange
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZED_BYTES = {"int8": 1.0, "fp8": 1.0, "w8a8_int8": 1.0, "int4": 0.5}
+QUANTIZED_BYTES = {"int8": 1.0, "fp8": 1.0, "w8a8_int8": 1.0, "w8a8_fp8": 1.0, "int4": 0.5}
 """Of a weight that is rounded as it is loaded, without its scales; embeddings stay as they are."""
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from services.worker.models.loaded_model import ModelImpl
 from services.worker.ops.interface import OpsName
-from services.worker.ops.quantized import SCHEMES, Code
+from services.worker.ops.quantized import SCHEMES, Code, Scheme
 from tests.support.models.library_models import library_model
-from tests.support.models.rounded_models import SIZES, assert_same_steps, rounded
+from tests.support.models.rounded_models import ROUNDED_INPUTS, SIZES, assert_same_steps, rounded
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import last_logits, record_logits
@@ -95,20 +95,38 @@ def test_a_family_of_ours_computed_by_transformers_is_rounded_alike(
     assert (drawn - expected).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize(("model_impl", "ops"), [("native", "native"), ("native", "torch"), ("transformers", "native")])
+@pytest.mark.parametrize(
+    ("scheme", "model_impl", "ops"),
+    [
+        ("w8a8_int8", "native", "native"),
+        ("w8a8_int8", "native", "torch"),
+        ("w8a8_int8", "transformers", "native"),
+        ("w8a8_fp8", "native", "torch"),
+        ("w8a8_fp8", "transformers", "torch"),
+    ],
+)
 def test_activations_are_rounded_as_well(
-    model_impl: ModelImpl, ops: OpsName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheme: Scheme, model_impl: ModelImpl, ops: OpsName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model("llama", tmp_path, **SIZES)
-    rounded(model.reference, "int8")
+    rounded(model.reference, ROUNDED_INPUTS[scheme])
     weights_alone = model.logits(PROMPT)
-    rounded(model.reference, "w8a8_int8")
-    assert (model.logits(PROMPT) - weights_alone).abs().median() > 1e-2, "such a reference would agree with int8"
+    rounded(model.reference, scheme)
+    assert (model.logits(PROMPT) - weights_alone).abs().median() > 1e-2, "such a reference would agree with weights"
     recorded = record_logits(monkeypatch)
-    backend = tiny_backend(tmp_path, dtype="float32", ops=ops, quantization="w8a8_int8", model_impl=model_impl)
+    backend = tiny_backend(tmp_path, dtype="float32", ops=ops, quantization=scheme, model_impl=model_impl)
     prompts = [PROMPT[first : first + 12] for first in range(0, 25, 4)]
     found = [last_logits(backend, prompt, recorded) for prompt in prompts]
     assert_same_steps(found, [model.logits(prompt)[-1] for prompt in prompts])
+
+
+def test_native_operations_leave_rows_as_they_are_where_weights_are_fp8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama", tmp_path, **SIZES)
+    rounded(model.reference, "fp8")
+    drawn, expected = logits_of(model, record_logits(monkeypatch), ops="native", quantization="w8a8_fp8")
+    assert (drawn - expected).abs().max() < 1e-3
 
 
 def test_keys_and_values_of_rounded_weights_are_nobody_elses(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.quantization.method import read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.tensor_file import TensorFiles
-from services.worker.ops.quantized import QuantizedStack, QuantizedWeight
+from services.worker.ops.quantized import Code, QuantizedStack, QuantizedWeight
 from services.worker.ops.torch_ops import TorchOps
 from tests.support.models.rounded_models import SIZES, assert_same_steps, round_inputs
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
@@ -194,29 +194,47 @@ def test_logits_are_those_of_the_numbers_that_the_checkpoint_stands_for(
     assert (torch.cat(recorded[:OUTPUT]) - expected).abs().max() < 1e-3
 
 
+def rounding(method: str, activations: dict[str, Any]) -> dict[str, Any]:
+    """The scheme of a method, with one for activations."""
+    config = json.loads(json.dumps(METHODS[method][0]))
+    config["config_groups"]["group_0"]["input_activations"] = activations
+    return config
+
+
 BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+FP8_BY_TOKEN = BY_TOKEN | {"type": "float"}
+BY_TENSOR = {"strategy": "tensor", "dynamic": False}
+DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "rounds"),
-    [({}, True), ({"symmetric": False}, False), ({"strategy": "tensor", "dynamic": False}, False)],
+    ("method", "config", "rounds"),
+    [
+        ("int8", rounding("int8", BY_TOKEN), "int8"),
+        ("int8", rounding("int8", BY_TOKEN | {"symmetric": False}), None),
+        ("int8", rounding("int8", BY_TOKEN | BY_TENSOR), None),
+        ("int8", rounding("int8", FP8_BY_TOKEN), None),
+        ("fp8 of outputs", rounding("fp8 of outputs", FP8_BY_TOKEN), "fp8"),
+        ("fp8 of outputs", rounding("fp8 of outputs", FP8_BY_TOKEN | BY_TENSOR), "fp8"),
+        ("fp8", DYNAMIC, "fp8"),
+        ("fp8 of whole blocks", DYNAMIC | {"weight_block_size": [32, 32]}, None),
+    ],
 )
-def test_activations_are_rounded_where_the_scheme_asks_for_int8_by_token(
-    changes: dict[str, Any], rounds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_activations_are_rounded_where_the_scheme_asks_for_it(
+    method: str, config: dict[str, Any], rounds: Code | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM does; where it asks for something else, they stay more exact."""
-    config = compressed_config(8, "int", "channel", "int-quantized")
-    config["config_groups"]["group_0"]["input_activations"] = BY_TOKEN | changes
-    monkeypatch.setitem(METHODS, "w8a8", (config, int8))
+    monkeypatch.setitem(METHODS, "w8a8", (config, METHODS[method][1]))
     model = quantised(tmp_path, "w8a8")
     exact = model.logits(PROMPT)
-    if rounds:
+    if rounds is not None:
         for name, module in model.reference.named_modules():
             if isinstance(module, nn.Linear) and "lm_head" not in name and name != "model.layers.1.self_attn.o_proj":
-                round_inputs(module)
+                round_inputs(module, code=rounds)
         assert (model.logits(PROMPT) - exact).abs().median() > 1e-2
     recorded = record_logits(monkeypatch)
-    backend = tiny_backend(tmp_path, ops="native", dtype="float32")
+    # Native operations round no rows to fp8.
+    backend = tiny_backend(tmp_path, ops="native" if rounds != "fp8" else "torch", dtype="float32")
     prompts = [PROMPT[first : first + 12] for first in range(0, 25, 4)]
     found = [last_logits(backend, prompt, recorded) for prompt in prompts]
     assert_same_steps(found, [model.logits(prompt)[-1] for prompt in prompts])

@@ -73,7 +73,7 @@ def test_models_on_triton_generate_what_the_reference_does(
     assert_near(mixed[1], model.logits(PROMPTS[1])[-1])
 
 
-@pytest.mark.parametrize("code", ["int8", "int4", "w8a8_int8"])
+@pytest.mark.parametrize("code", ["int8", "int4", "w8a8_int8", "w8a8_fp8"])
 def test_weights_of_few_bits_on_triton_are_the_references_rounded_ones(
     code: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

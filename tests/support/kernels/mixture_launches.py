@@ -19,7 +19,7 @@ from services.worker.ops.triton.moe.routing import (
 )
 from tests.support.kernels.kernel_launches import Launch
 
-_ITEM = {"bf16": 2, "fp32": 4, "i8": 1}
+_ITEM = {"bf16": 2, "fp32": 4, "i8": 1, "fp8e4nv": 1}
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def _launches() -> Iterator[Launch]:
     yield from _tiles(_QWEN3, TILE_ROWS[-1], "fp32")
     for rows in TILE_ROWS:
         yield from _tiles(_QWEN3, rows, "i8")
+        yield from _tiles(_QWEN3, rows, "fp8e4nv")
 
 
 def _routing(shape: _Shape) -> Iterator[Launch]:
@@ -114,15 +115,15 @@ def _few_rows(shape: _Shape) -> Iterator[Launch]:
 
 
 def _tiles(shape: _Shape, rows: int, kind: str) -> Iterator[Launch]:
-    """Of so many rows. `kind`: i8 where rows are rounded, and come out as bfloat16."""
-    whole = kind == "i8"
+    """Of so many rows. `kind`: of one byte where rows are rounded, and come out as bfloat16."""
+    coded = _ITEM[kind] == 1
     scales = ("row_scales", "scales")
     order = dict.fromkeys(("sorted_picks", "tile_experts", "tiles"), "*i32") | {"picks": "i32", "chances": "*fp32"}
-    order |= dict.fromkeys(scales, "*fp32") if whole else {}
+    order |= dict.fromkeys(scales, "*fp32") if coded else {}
     for gated, kernel in ((True, up_tile_kernel), (False, down_tile_kernel)):
         pointers = dict.fromkeys(("x", "gate_up", "gated", "down", "parts"), f"*{kind}")
-        pointers |= {"gated" if gated else "parts": "*bf16"} if whole else {}
-        for target in (80, 90):
+        pointers |= {"gated" if gated else "parts": "*bf16"} if coded else {}
+        for target in (80, 90) if kind != "fp8e4nv" else (90,):
             tile = expert_tile(rows, _ITEM[kind], target // 10, gated=gated)
             looped = (shape.hidden if gated else shape.size) > tile.depth
             yield Launch(
@@ -131,7 +132,7 @@ def _tiles(shape: _Shape, rows: int, kind: str) -> Iterator[Launch]:
                 {name: word for name, word in (pointers | order).items() if name in kernel.arg_names},
                 shape.constants
                 | {"biases": None}
-                | dict.fromkeys(("zeros", "offsets", "CODE", *(() if whole else scales)))
+                | dict.fromkeys(("zeros", "offsets", "CODE", *(() if coded else scales)))
                 | {"GROUP": 1, "RUN": 16}
                 | ({"CHOSEN": shape.chosen, "KIND": "silu"} if gated else {})
                 | {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SWAPPED": tile.swapped},
@@ -140,5 +141,5 @@ def _tiles(shape: _Shape, rows: int, kind: str) -> Iterator[Launch]:
                 targets=(target,),
                 must=frozenset({"cp.async16"} if looped else ()) | frozenset({"mma"} if target == 80 else ()),
                 must_on_hopper=frozenset({"mma" if kind == "fp32" else "wgmma"}),
-                rare=shape is not _QWEN3 or kind == "fp32" or rows in TILE_ROWS[1 - whole : -1],
+                rare=shape is not _QWEN3 or kind in ("fp32", "fp8e4nv") or rows in TILE_ROWS[1 - coded : -1],
             )

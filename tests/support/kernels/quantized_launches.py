@@ -93,26 +93,37 @@ def _launches(code: Code, rows: int, kind: str, *, offsets: bool = False) -> Ite
 
 
 def rounded() -> Iterator[Launch]:
-    """Products of whole numbers, and what rounds rows for them."""
+    """Products of codes with codes, and what rounds rows for them. fp8 is for compute capability 8.9 and above."""
+    yield from _rounded_to("int8", (80, 90))
+    yield from _rounded_to("fp8", (90,))
+
+
+def _rounded_to(code: Code, targets: tuple[int, ...]) -> Iterator[Launch]:
     block, warps = norm_shape(_INPUTS)
     yield Launch(
-        "round_rows_kernel",
+        f"round_rows_kernel {code}",
         round_rows_kernel,
-        {"x": "*bf16", "codes": "*i8", "scales": "*fp32"},
+        {"x": "*bf16", "codes": _STORED[code], "scales": "*fp32"},
         {"INPUTS": _INPUTS, "BLOCK": block},
         num_warps=warps,
+        targets=targets,
         must=frozenset({"load16"}),
     )
     for rows in TILED_ROWS:
-        for target in (80, 90):
+        for target in targets:
             tile = rounded_tile(rows, _OUTPUTS, target // 10)
-            pointers = {"codes": "*i8", "row_scales": "*fp32", "weights": "*i8", "scales": "*fp32", "out": "*bf16"}
-            pointers |= _split(tile.splits, "*i32")
+            pointers = dict.fromkeys(("codes", "weights"), _STORED[code]) | {"out": "*bf16"}
+            pointers |= dict.fromkeys(("row_scales", "scales"), "*fp32")
+            pointers |= _split(tile.splits, "*i32" if code == "int8" else "*fp32")
             sizes = {"INPUTS": _INPUTS, "OUTPUTS": _OUTPUTS, "ROWS": tile.rows, "COLUMNS": tile.columns}
             yield Launch(
-                f"rounded_linear_kernel tiles of {rows} rows",
+                f"rounded_linear_kernel {code} tiles of {rows} rows",
                 rounded_linear_kernel,
-                pointers | {"rows": "i32"},
+                {
+                    name: kind
+                    for name in rounded_linear_kernel.arg_names
+                    if (kind := (pointers | {"rows": "i32"}).get(name))
+                },
                 sizes
                 | {"DEPTH": tile.depth, "SPLITS": tile.splits, "SWAPPED": tile.swapped, "bias": None}
                 | ({} if tile.splits > 1 else dict.fromkeys(_SPLIT)),
@@ -122,7 +133,7 @@ def rounded() -> Iterator[Launch]:
                 must=frozenset({"cp.async16"} | ({"mma"} if target == 80 else set())),
                 must_on_hopper=frozenset({"wgmma"}),
                 loads_ahead=True,
-                rare=target < 90 or rows != TILED_ROWS[-1],
+                rare=target < 90 or rows != TILED_ROWS[-1 if code == "int8" else 0],
             )
 
 

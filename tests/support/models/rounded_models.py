@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from services.worker.ops.quantized import Scheme, quantize, round_rows
+from services.worker.ops.quantized import Code, Scheme, quantize, round_rows
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 """Multiples of a group of int4."""
@@ -23,11 +23,15 @@ SPLIT_BY_INPUTS = ("o_proj", "down_proj")
 """Of which each rank has a part of the inputs."""
 
 
-def round_inputs(module: nn.Module, shares: int = 1) -> None:
-    """From now on, each row that `module` multiplies is rounded to int8, or each rank's share of it is."""
+ROUNDED_INPUTS: dict[Scheme, Code] = {"w8a8_int8": "int8", "w8a8_fp8": "fp8"}
+"""What rows that linear layers multiply are rounded to, with each scheme that rounds them."""
+
+
+def round_inputs(module: nn.Module, shares: int = 1, code: Code = "int8") -> None:
+    """From now on, each row that `module` multiplies is rounded to `code`, or each rank's share of it is."""
 
     def rounding(_module: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-        parts = [round_rows(part.flatten(0, -2)) for part in given[0].chunk(shares, dim=-1)]
+        parts = [round_rows(part.flatten(0, -2), code) for part in given[0].chunk(shares, dim=-1)]
         return (torch.cat([each.codes * each.scales for each in parts], dim=-1).view(given[0].shape),)
 
     module.register_forward_pre_hook(rounding)
@@ -41,9 +45,9 @@ def assert_same_steps(found: Sequence[Tensor], expected: Sequence[Tensor]) -> No
 
 
 def rounded(reference: Any, code: Scheme, ranks: int = 1, *, experts: bool = True) -> None:
-    """Puts in place of each linear layer's weight, and of each expert's, what its codes stand for. Of w8a8_int8, rows
-    that linear layers multiply are rounded, too, as `ranks` do it; experts' are not. `experts`: not of a mixture that
-    `transformers` computes."""
+    """Puts in place of each linear layer's weight, and of each expert's, what its codes stand for. Of ROUNDED_INPUTS,
+    rows that linear layers multiply are rounded, too, as `ranks` do it; experts' are not. `experts`: not of a mixture
+    that `transformers` computes."""
     head = reference.get_output_embeddings()
     with torch.no_grad():
         for name, module in reference.named_modules():
@@ -57,8 +61,8 @@ def rounded(reference: Any, code: Scheme, ranks: int = 1, *, experts: bool = Tru
             if isinstance(module, nn.Linear) and not name.endswith(NEVER_ROUNDED):
                 weight = quantize(module.weight, "int8" if module is head else code).dequantized(torch.float32)
                 module.weight = nn.Parameter(weight)
-                if code == "w8a8_int8" and module is not head:
-                    round_inputs(module, ranks if name.endswith(SPLIT_BY_INPUTS) else 1)
+                if code in ROUNDED_INPUTS and module is not head:
+                    round_inputs(module, ranks if name.endswith(SPLIT_BY_INPUTS) else 1, ROUNDED_INPUTS[code])
             elif isinstance(module, Conv1D):
                 weight = quantize(module.weight.T.contiguous(), code).dequantized(torch.float32)
                 module.weight = nn.Parameter(weight.T)

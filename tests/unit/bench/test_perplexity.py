@@ -44,5 +44,5 @@ def test_every_token_is_scored_once_and_from_as_many_as_promised(size: int, leng
 
 def test_schemes_are_named() -> None:
     assert scheme_list("auto,int4") == ["auto", "int4"]
-    with pytest.raises(argparse.ArgumentTypeError, match="'int3': of auto, int8, w8a8_int8, int4, fp8"):
+    with pytest.raises(argparse.ArgumentTypeError, match="'int3': of auto, int8, w8a8_int8, int4, fp8, w8a8_fp8"):
         scheme_list("int3")

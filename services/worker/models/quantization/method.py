@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from services.worker.models.config import ModelError, plain_json
+from services.worker.ops.quantized import Code
 
 MethodName = Literal["compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes", "mxfp4"]
 
@@ -31,10 +32,15 @@ class _ActivationScheme(Struct, kw_only=True):
     dynamic: bool | str = False
 
     @property
-    def int8_by_token(self) -> bool:
-        """Whether each row is rounded to int8 by its own greatest."""
-        kind = self.num_bits, self.type, self.strategy
-        return kind == (8, "int", "token") and self.symmetric and self.dynamic is True
+    def code(self) -> Code | None:
+        """What each row is rounded to by its own greatest; None: it stays as it is. In fp8 it is, too,
+        where one scale of all rows was asked for (static, or of a tensor): that is closer to the numbers."""
+        match self.num_bits, self.type, self.strategy:
+            case 8, "int", "token" if self.symmetric and self.dynamic is True:
+                return "int8"
+            case 8, "float", "token" | "tensor" if self.symmetric:
+                return "fp8"
+        return None
 
 
 class _ConfigGroup(Struct, kw_only=True):
@@ -70,8 +76,9 @@ class QuantizationMethod(Struct, frozen=True):
     """gptq: whether zero points are stored less 1, as the first version of its format has them."""
     block: tuple[int, int] | None = None
     """The outputs and inputs that share a scale."""
-    int8_activations: bool = False
-    """compressed-tensors: whether int8 weights are multiplied with activations in int8, with a scale for each token."""
+    activations: Code | None = None
+    """What rows are rounded to, with a scale for each token, that weights of the same with a scale for each output are
+    multiplied with; None: they stay as they are."""
 
 
 def read_method(model_dir: Path) -> QuantizationMethod | None:
@@ -91,7 +98,7 @@ def _method(raw: _RawQuantization) -> QuantizationMethod:
     match raw.quant_method:
         case "compressed-tensors":
             return QuantizationMethod(
-                "compressed-tensors", block=_compressed_block(raw), int8_activations=_rounds_activations(raw)
+                "compressed-tensors", block=_compressed_block(raw), activations=_compressed_activations(raw)
             )
         case "gptq":
             _check("bits", raw.bits, _BITS)
@@ -103,7 +110,7 @@ def _method(raw: _RawQuantization) -> QuantizationMethod:
             return QuantizationMethod("awq")
         case "fp8":
             block = raw.weight_block_size
-            return QuantizationMethod("fp8", block=None if block is None else (block[0], block[1]))
+            return QuantizationMethod("fp8", block=None if block is None else (block[0], block[1]), activations="fp8")
         case "bitsandbytes":
             if not raw.load_in_8bit:
                 raise ModelError("load_in_8bit false is not supported: of bitsandbytes, int8 can be read")
@@ -133,10 +140,11 @@ def _compressed_block(raw: _RawQuantization) -> tuple[int, int] | None:
     return block
 
 
-def _rounds_activations(raw: _RawQuantization) -> bool:
-    """Which group a module is of is not known here: all have to say so."""
-    schemes = [group.input_activations for group in raw.config_groups.values() if group.weights is not None]
-    return bool(schemes) and all(scheme is not None and scheme.int8_by_token for scheme in schemes)
+def _compressed_activations(raw: _RawQuantization) -> Code | None:
+    """Which group a module is of is not known here: all have to say the same."""
+    groups = [group for group in raw.config_groups.values() if group.weights is not None]
+    codes = {None if group.input_activations is None else group.input_activations.code for group in groups}
+    return codes.pop() if len(codes) == 1 else None
 
 
 def _check(key: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -172,9 +172,9 @@ def _bytes(module: Module, suffix: str, method: QuantizationMethod) -> ReadWeigh
     scales = _scales_of_outputs(module.read(suffix).float(), module.shape[0], method.block)
     size = module.shape[1] // scales.shape[1] if method.block is None else method.block[1]
     read = _quantized(code, weight.view(torch.uint8), scales, None, size)
-    if not method.int8_activations or read.codes is None or code != "int8" or scales.shape[1] != 1:
+    if method.activations != code or read.codes is None or scales.shape[1] != 1:
         return read
-    return ReadWeight(read.codes._replace(int8_activations=True))
+    return ReadWeight(read.codes._replace(rounded_activations=True))
 
 
 def _scales_of_outputs(scales: Tensor, out: int, block: tuple[int, int] | None) -> Tensor:

@@ -172,8 +172,8 @@ class NativeOps:
 
     def _digits_of(self, weight: QuantizedWeight) -> int:
         """To how many digits of eight bits the rows are rounded that this is multiplied with in whole numbers; 0: they
-        are not. Two hold rows of bfloat16 better than it does itself (digits.h)."""
-        if weight.int8_activations:
+        are not. Two hold rows of bfloat16 better than it does itself (digits.h). No kernel rounds rows to fp8."""
+        if weight.rounded_activations and weight.code == "int8":
             return 1
         if self.number != library.HALF or not self.kernels.multiplies_bytes:
             return 0

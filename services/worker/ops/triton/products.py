@@ -12,7 +12,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 @triton.jit
 def dot(a, b, acc):
     """acc + a @ b in float32, of int8 in int32. Factors of float32 lose nothing that matters: three products of TF32
-    each."""
+    each. Of sums of fp8 Hopper keeps about 14 bits (DeepSeek-V3, arXiv:2412.19437), which is more than rows have."""
     if a.dtype == tl.int8:
         acc = tl.dot(a, b, acc, out_dtype=tl.int32)
     elif INTERPRETED:

@@ -1,5 +1,6 @@
-"""Products of whole numbers (W8A8): rows are rounded to int8, each by a scale of its own, and multiplied with weights
-that are int8; the tensor cores sum in int32, exactly, whatever the order. Scales are applied to what comes out.
+"""Products of codes with codes (W8A8): rows are rounded to int8 or fp8, each by a scale of its own, and multiplied with
+weights that are the same. Scales are applied to what comes out. The tensor cores sum int8 in int32, exactly, whatever
+the order, and fp8 in float32.
 
 Bytes of n rows: rounding reads n · in · itemsize and writes n · (in + 4); the product reads out · (in + 4) of weights
 and n · (in + 4), and writes n · out · itemsize. Operations: 2 · n · out · in, at twice bfloat16's rate.
@@ -28,13 +29,15 @@ from services.worker.ops.gpu import HOPPER, generation
 from services.worker.ops.quantized import QuantizedWeight
 from services.worker.ops.triton.codes import typed_codes
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
-from services.worker.ops.triton.moe.grouped_products import scaled
+from services.worker.ops.triton.moe.grouped_products import scaled, sums_dtype
 from services.worker.ops.triton.products import part, times
-from services.worker.ops.triton.row_ops import Int8Rows, round_rows
+from services.worker.ops.triton.row_ops import CodedRows, round_rows
 from services.worker.ops.triton.splits import split_inputs, split_sums, splits_of, store_split, sum_splits
 
 TILED_ROWS = (16, 64, 256, 1 << 16)
 """Numbers of rows up to which tiles are the same."""
+MAX_TILED_FP8_ROWS = 64
+"""Of more rows in fp8 a product is PyTorch's, where it has one."""
 _MANY_OUTPUTS = 16384
 """From so many on there are several programs for each multiprocessor, however wide they are."""
 _MULTIPROCESSORS = 132
@@ -82,26 +85,42 @@ def rounded_tile(rows: int, outputs: int, generation: int) -> RoundedTile:
 
 def rounded_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x [n, in] → x @ weight.T + bias [n, out] in x's dtype, rows rounded first; `bias` is added before it is rounded.
-    `weight`: int8 with a scale for each output."""
+    `weight`: int8 or fp8 with a scale for each output."""
+    rows = round_rows(x, weight.code)
+    if len(x) > MAX_TILED_FP8_ROWS and _library_multiplies(x.dtype, weight):
+        product: Tensor = torch._scaled_mm(
+            *(rows.codes, typed_codes(weight).T, rows.scales[:, None], weight.scales.view(1, -1), bias),
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+        return product
     out = x.new_empty(len(x), len(weight.codes))
-    _launch(next((rows for rows in TILED_ROWS if len(x) <= rows), TILED_ROWS[-1]), round_rows(x), weight, bias, out)
+    _launch(next((most for most in TILED_ROWS if len(x) <= most), TILED_ROWS[-1]), rows, weight, bias, out)
     return out
+
+
+def _library_multiplies(dtype: torch.dtype, weight: QuantizedWeight) -> bool:
+    """Whether PyTorch's product of fp8, with a scale for each row and output, takes such a weight and gives `dtype`."""
+    outputs, inputs = weight.codes.shape
+    return weight.code == "fp8" and dtype == torch.bfloat16 and outputs % 16 == inputs % 16 == 0
 
 
 def compile_tiles(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
     """Runs the kernels on `x` [1, in] in all sizes of tiles: what is compiled now holds nobody up later."""
-    rounded = round_rows(x)
+    rounded = round_rows(x, weight.code)
     for rows in TILED_ROWS:
+        if rows > MAX_TILED_FP8_ROWS and _library_multiplies(x.dtype, weight):
+            break
         _launch(rows, rounded, weight, bias, x.new_empty(1, len(weight.codes)))
 
 
-def _launch(tiled_rows: int, rows: Int8Rows, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+def _launch(tiled_rows: int, rows: CodedRows, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
     outputs, inputs = weight.codes.shape
     tile = rounded_tile(tiled_rows, outputs, generation(out.device))
     grid = (triton.cdiv(len(out), tile.rows) * triton.cdiv(outputs, tile.columns), tile.splits)
     rounded_linear_kernel[grid](
         *(*rows, typed_codes(weight), weight.scales, bias, out),
-        *(*split_sums(out, tile.splits, torch.int32), len(out)),
+        *(*split_sums(out, tile.splits, torch.float32 if weight.code == "fp8" else torch.int32), len(out)),
         INPUTS=inputs,
         OUTPUTS=outputs,
         ROWS=tile.rows,
@@ -148,7 +167,7 @@ def rounded_linear_kernel(
     depth = tl.arange(0, DEPTH)
     values = codes + row.to(tl.int64)[:, None] * INPUTS + (first + depth)[None, :]
     matrix = weights + held.to(tl.int64)[:, None] * INPUTS + (first + depth)[None, :]
-    total = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], tl.int32)
+    total = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], sums_dtype(codes.dtype.element_ty))
     for start in tl.range(first, end, DEPTH):
         factors = part(values, there, depth, start, INPUTS, DEPTH)
         total = times(factors, part(matrix, True, depth, start, INPUTS, DEPTH), total, SWAPPED)

@@ -1,5 +1,5 @@
 """Operations on single rows: RMS norm, alone or fused with the addition of the residual before it; the gated activation
-of an MLP, act(gate) · up, out of what one product gave both; and rounding to int8.
+of an MLP, act(gate) · up, out of what one product gave both; and rounding to int8 or fp8.
 
 Bytes moved, n rows of h elements of b bytes: `rms_norm` 2·n·h·b, `add_rms_norm` 4·n·h·b, and h·4 of weights, which stay
 in the caches; `gated_act` 3·n·I·b for I activations; `round_rows` n·h·(b + 1) + n·4. Each row is read once and held in
@@ -17,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.interface import Activation
+from services.worker.ops.quantized import Code
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
+from services.worker.ops.triton.products import INTERPRETED
 
 MAX_HIDDEN = 32768
 """So many elements of a row fit into a program's registers."""
@@ -158,6 +160,7 @@ def gated_act_kernel(
 
 
 _INT8_MAX = tl.constexpr(127.0)
+_FP8_MAX = tl.constexpr(448.0)
 _SMALLEST_ROW = tl.constexpr(1e-30)
 """As `round_rows` has it."""
 _NEAREST = tl.constexpr(12582912.0)
@@ -165,20 +168,20 @@ _NEAREST = tl.constexpr(12582912.0)
 _INFINITY = tl.constexpr(0x7F800000)
 
 
-class Int8Rows(NamedTuple):
-    """Rows as int8, each by a scale of its own."""
+class CodedRows(NamedTuple):
+    """Rows as codes, each by a scale of its own."""
 
     codes: Tensor
-    """int8 [n, in]"""
+    """int8 or float8_e4m3fn [n, in]"""
     scales: Tensor
     """float32 [n]; NaN where an element is none, or is infinite."""
 
 
-def round_rows(x: Tensor) -> Int8Rows:
-    """x [n, in] to the nearest, as `quantized.round_rows` does it, with the same bits."""
+def round_rows(x: Tensor, code: Code) -> CodedRows:
+    """x [n, in] to the nearest of int8 or fp8, as `quantized.round_rows` does it, with the same bits."""
     rows, inputs = x.shape
-    rounded = Int8Rows(
-        torch.empty(rows, inputs, dtype=torch.int8, device=x.device),
+    rounded = CodedRows(
+        torch.empty(rows, inputs, dtype=torch.float8_e4m3fn if code == "fp8" else torch.int8, device=x.device),
         torch.empty(rows, dtype=torch.float32, device=x.device),
     )
     block, warps = norm_shape(inputs)
@@ -206,10 +209,26 @@ def round_rows_kernel(x, codes, scales, INPUTS: tl.constexpr, BLOCK: tl.constexp
     bits = tl.max(tl.abs(values).to(tl.int32, bitcast=True), 0)
     most = bits.to(tl.float32, bitcast=True)
     counts = (most > _SMALLEST_ROW) & (bits < _INFINITY)
-    greatest = tl.full([], _INT8_MAX, tl.float32)
+    FP8: tl.constexpr = codes.dtype.element_ty == tl.float8e4nv
+    greatest = tl.full([], _FP8_MAX if FP8 else _INT8_MAX, tl.float32)
     most = tl.where(counts, most, greatest)
     inverse = tl.div_rn(greatest, most)
     scale = tl.where(counts, tl.div_rn(most, greatest), 0.0)
-    whole = tl.where(counts, values, 0.0) * inverse + _NEAREST - _NEAREST
-    tl.store(codes + start + column, whole.to(tl.int8), mask=inside)
+    values = tl.where(counts, values, 0.0) * inverse
+    if FP8:
+        code = _float8(values)
+    else:
+        code = (values + _NEAREST - _NEAREST).to(tl.int8)
+    tl.store(codes + start + column, code, mask=inside)
     tl.store(scales + row, tl.where(bits < _INFINITY, scale, float("nan")))
+
+
+@triton.jit
+def _float8(values):
+    """To the nearest, ties to even."""
+    if INTERPRETED:  # where the greatest of a power of two's numbers would become its least
+        bits = values.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        tiny = values + _NEAREST / 512 - _NEAREST / 512
+        values = tl.where(tl.abs(values) < 2.0**-6, tiny, nearest.to(tl.float32, bitcast=True))
+    return values.to(tl.float8e4nv)

@@ -7,8 +7,8 @@ their order.
 Bytes of n rows that meet m experts: 3 · m · I · hidden · itemsize of weights where the tiles of an expert meet in the
 caches, and n · ((1 + 2 · chosen + 1) · hidden + 2 · chosen · I) · itemsize of rows. FLOPs: 6 · n · chosen · I · hidden.
 
-Experts in int8 whose rows are rounded to it, too (W8A8), are multiplied by the same kernels in whole numbers; rows are
-rounded before each of the two. Of other codes the kernels make numbers, a tile at a time (`codes`).
+Experts in int8 or fp8 whose rows are rounded to it, too (W8A8), are multiplied by the same kernels as they are; rows
+are rounded before each of the two. Of other codes the kernels make numbers, a tile at a time (`codes`).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def mix_tiles(
     most: int | None = None,
 ) -> Tensor:
     """Sorted by expert: an expert is read once for each tile of rows. `most`: rows of a tile; None: as many as pay.
-    Where both stacks are int8 that says so (`int8_activations`), what they are multiplied with is rounded to it, too: x
-    and what is between."""
+    Where both stacks say so (`rounded_activations`), what they are multiplied with is rounded to their code, too: x and
+    what is between."""
     first, second = _stored(gate_up), _stored(down)
     (rows, hidden), (experts, _, size), chosen = x.shape, down.shape, picks.experts.shape[1]
     tile = most or tile_rows(rows * chosen, experts)
@@ -96,20 +96,22 @@ class _Stored(NamedTuple):
     code: Code | None
     """What numbers are made of in the kernel; None: they are multiplied as they are."""
     group: int
-    rounded: bool
-    """Whether rows are rounded to int8 before."""
+    rounded: Code | None
+    """What rows are rounded to before."""
 
 
 def _stored(stack: Tensor | CodedStack) -> _Stored:
     if isinstance(stack, Tensor):
-        return _Stored((stack, None, None, None), None, 1, rounded=False)
-    rounded, terms = stack.weight.int8_activations, (typed_codes(stack.weight), *group_terms(stack.weight))
-    return _Stored(terms, None if rounded else stack.weight.code, stack.group, rounded)
+        return _Stored((stack, None, None, None), None, 1, rounded=None)
+    weight, terms = stack.weight, (typed_codes(stack.weight), *group_terms(stack.weight))
+    if weight.rounded_activations:
+        return _Stored(terms, None, stack.group, rounded=weight.code)
+    return _Stored(terms, weight.code, stack.group, rounded=None)
 
 
 def _factors(rows: Tensor, stack: _Stored) -> tuple[Tensor, Tensor | None]:
     """Rows as they are multiplied, and their scales."""
-    return round_rows(rows) if stack.rounded else (rows, None)
+    return round_rows(rows, stack.rounded) if stack.rounded else (rows, None)
 
 
 def _tile(stack: _Stored, x: Tensor, rows: int, *, gated: bool) -> ExpertTile:
@@ -315,7 +317,7 @@ def along_columns(added, SWAPPED: tl.constexpr):
 
 @triton.jit
 def scaled(sums, row_scales, scales, SWAPPED: tl.constexpr):
-    """A tile of int32 sums as float32. row_scales [ROWS], scales [COLUMNS]"""
+    """A tile of sums of codes as float32. row_scales [ROWS], scales [COLUMNS]"""
     if SWAPPED:
         made = sums.to(tl.float32) * (scales[:, None] * row_scales[None, :])
     else:

@@ -44,12 +44,13 @@ def test_a_mixture_of_codes_is_that_of_their_numbers(code: Code, rows: int, dtyp
 
 
 @pytest.mark.parametrize(("rows", "kind", "dtype"), [(1, "silu", torch.float32), (12, "swigluoai", torch.float32)])
-def test_a_mixture_in_whole_numbers_rounds_rows_as_its_experts_linear_layers_do(
-    rows: int, kind: Activation, dtype: torch.dtype
+@pytest.mark.parametrize("scheme", ["w8a8_int8", "w8a8_fp8"])
+def test_a_mixture_rounds_rows_as_its_experts_linear_layers_do(
+    rows: int, kind: Activation, dtype: torch.dtype, scheme: Scheme
 ) -> None:
     """Rows, and what is between an expert's two products; few rows and tiles of many, with biases."""
     mixed = MixedExperts(Shape(hidden=72, size=40, dtype=dtype, kind=kind, biased=kind != "silu"), rows)
-    gate_up, down = (coded(stack, "w8a8_int8") for stack in (mixed.gate_up, mixed.down))
+    gate_up, down = (coded(stack, scheme) for stack in (mixed.gate_up, mixed.down))
     ops = TritonOps(DEVICE, dtype)
     picks = ops.choose_experts(mixed.logits, Routing(2, True))
     found = ops.mixture(mixed.x, picks, ops.pack_experts(gate_up, down, mixed.biases), kind=kind)
@@ -59,7 +60,7 @@ def test_a_mixture_in_whole_numbers_rounds_rows_as_its_experts_linear_layers_do(
         chances = (picks.chances * (picks.experts == expert)).sum(dim=1, keepdim=True)
         for total, rounds in ((expected, True), (exact, False)):
             packed = [
-                ops.pack_quantized(weight._replace(int8_activations=rounds), bias)
+                ops.pack_quantized(weight._replace(rounded_activations=rounds), bias)
                 for weight, bias in zip(pair, biases, strict=True)
             ]
             gate, up = ops.linear(mixed.x, packed[0]).double().chunk(2, dim=1)

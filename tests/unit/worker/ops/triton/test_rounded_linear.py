@@ -1,4 +1,4 @@
-"""Rows rounded to int8 and their products, as Triton kernels: equal to what PyTorch rounds, and sums exact."""
+"""Rows rounded to int8 or fp8 and their products, as Triton kernels: equal to what PyTorch rounds, and sums exact."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from services.worker.ops import quantized
-from services.worker.ops.quantized import QuantizedWeight, multiply_rounded, quantize
-from services.worker.ops.triton.rounded_linear import rounded_linear
+from services.worker.ops.quantized import Code, QuantizedWeight, Scheme, multiply_rounded, quantize
+from services.worker.ops.triton.rounded_linear import MAX_TILED_FP8_ROWS, rounded_linear
 from services.worker.ops.triton.row_ops import round_rows
 from services.worker.ops.triton_ops import TritonOps
 from tests.support.kernels.kernel_device import DEVICE
@@ -22,23 +22,26 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
+@pytest.mark.parametrize("code", ["int8", "fp8"])
 @pytest.mark.parametrize(("inputs", "dtype"), [(16, torch.float16), (100, torch.float32), (4096, torch.bfloat16)])
-def test_rows_are_rounded_to_the_same_bits_as_elsewhere(inputs: int, dtype: torch.dtype) -> None:
+def test_rows_are_rounded_to_the_same_bits_as_elsewhere(inputs: int, dtype: torch.dtype, code: Code) -> None:
     """Rows of all sizes, zeros, ties, and one whose greatest counts as nothing."""
     x = drawn(9, inputs, seed=3) * torch.tensor([1.0, 1e-3, 30.0, 0.0, 1e-31, 7.0, 1.0, 2.0, 3.0]).to(DEVICE)[:, None]
     x[5] = torch.arange(inputs, device=DEVICE) % 255 / 2 - 63.5  # times two: each other number is a tie
     x = x.to(dtype)
-    found, expected = round_rows(x), quantized.round_rows(x)
+    found, expected = round_rows(x, code), quantized.round_rows(x, code)
     assert torch.equal(found.codes.float(), expected.codes)
     assert torch.equal(found.scales, expected.scales.flatten())
-    assert found.codes[3].count_nonzero() == found.codes[4].count_nonzero() == 0
+    assert found.codes[3:5].float().count_nonzero() == 0
 
 
-@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_a_row_with_a_number_that_is_none_shows_it(odd: float) -> None:
+@pytest.mark.parametrize(
+    ("odd", "scheme"), [(float("nan"), "w8a8_int8"), (float("inf"), "w8a8_int8"), (float("inf"), "w8a8_fp8")]
+)
+def test_a_row_with_a_number_that_is_none_shows_it(odd: float, scheme: Scheme) -> None:
     x = drawn(3, 64)
     x[1, 5] = odd
-    product = rounded_linear(x, quantize(drawn(20, 64, seed=1), "w8a8_int8"), None)
+    product = rounded_linear(x, quantize(drawn(20, 64, seed=1), scheme), None)
     assert product[1].isnan().all()
     assert product[[0, 2]].isfinite().all()
 
@@ -53,22 +56,45 @@ def test_sums_are_whole_numbers_that_lose_nothing(rows: int, outputs: int, input
     codes[:, 0] = 127  # so that each row's scale is 1
     weights = torch.randint(-127, 128, (outputs, inputs), generator=draw).to(DEVICE)
     weight = QuantizedWeight(
-        "int8", weights.to(torch.int8).view(torch.uint8), torch.ones(outputs, 1, device=DEVICE), int8_activations=True
+        "int8",
+        weights.to(torch.int8).view(torch.uint8),
+        torch.ones(outputs, 1, device=DEVICE),
+        rounded_activations=True,
     )
     assert torch.equal(rounded_linear(codes.float(), weight, None).double(), codes.double() @ weights.double().T)
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(3, torch.float32), (40, torch.float16), (3, torch.bfloat16)])
-def test_products_are_those_of_the_cpus_operations(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "rows", "dtype"),
+    [
+        ("w8a8_int8", 3, torch.float32),
+        ("w8a8_int8", 40, torch.float16),
+        ("w8a8_int8", 3, torch.bfloat16),
+        ("w8a8_fp8", 3, torch.float32),
+        ("w8a8_fp8", 40, torch.float16),
+        ("w8a8_fp8", 130, torch.float16),
+        ("w8a8_fp8", 3, torch.bfloat16),
+    ],
+)
+def test_products_are_those_of_the_cpus_operations(scheme: Scheme, rows: int, dtype: torch.dtype) -> None:
     """And, within a rounding of what comes out, of float64."""
-    weight = quantize(drawn(70, 512, seed=1), "w8a8_int8")
+    weight = quantize(drawn(70, 512, seed=1), scheme)
     x, bias = drawn(rows, 512, seed=2).to(dtype), drawn(70, seed=4).to(dtype)
     found = rounded_linear(x, weight, bias)
     assert found.dtype == dtype
     torch.testing.assert_close(found, multiply_rounded(x, weight, bias), rtol=2 * DTYPES[dtype], atol=1e-5)
-    each = quantized.round_rows(x)
+    each = quantized.round_rows(x, weight.code)
     exact = each.codes.double() * each.scales.double() @ weight.dequantized(torch.float64).T + bias.double()
     torch.testing.assert_close(found.double(), exact, rtol=2 * DTYPES[dtype], atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [drawn(48, seed=4).bfloat16(), None], ids=["bias", "none"])
+def test_many_rows_of_fp8_are_multiplied_by_pytorch(bias: torch.Tensor | None) -> None:
+    """As few rows are by a kernel, within a rounding of what comes out."""
+    weight, x = quantize(drawn(48, 512, seed=1), "w8a8_fp8"), drawn(MAX_TILED_FP8_ROWS + 1, 512, seed=2).bfloat16()
+    found, expected = rounded_linear(x, weight, bias), multiply_rounded(x, weight, bias)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=0.02)
 
 
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
