@@ -13,13 +13,25 @@ from gguf import GGMLQuantizationType as Kind
 from services.worker.models.config import ModelError
 from services.worker.models.gguf.conversion import convert
 from tests.fuzz.mutations import spoilt_bytes
-from tests.support.models.gguf_files import gguf_model
+from tests.support.models.gguf_files import Kinds, gguf_model
 from tests.support.models.tiny_tokenizers import byte_level
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.tiny_backend import tiny_backend
 
 SHARE, FULL = 40, 10_000
-KINDS = (("qwen2", Kind.Q8_0), ("llama", Kind.Q4_K))
+MIXED: Kinds = {
+    "": Kind.Q6_K,
+    "token_embd": Kind.Q5_0,
+    "attn_q": Kind.Q3_K,
+    "attn_k": Kind.Q5_1,
+    "attn_v": Kind.Q2_K,
+    "attn_output": Kind.IQ4_NL,
+    "ffn_gate": Kind.IQ4_XS,
+    "ffn_up": Kind.Q5_K,
+    "ffn_down": Kind.MXFP4,
+}
+"""Every other type that stays codes; queries, keys and values are one product of three."""
+KINDS: tuple[tuple[str, Kinds], ...] = (("qwen2", Kind.Q8_0), ("llama", Kind.Q4_K), ("qwen3", MIXED))
 EDGES = (0, 1, 2, 3, 7, 255, 256, 257, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 63, (1 << 64) - 1)
 
 

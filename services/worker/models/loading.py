@@ -73,6 +73,18 @@ def load_weights(
     return loader.weights(stage or stage_of(config, 0, 1))
 
 
+def load_embedding(checkpoint: TensorSource, config: ModelConfig, ops: Ops, device: torch.device) -> EmbeddingTable:
+    """The whole table of words, as numbers or as codes. Raises ModelError where it is missing or misshapen."""
+    return _Loader(checkpoint, config, shard_of(config, 0, 1), ops, device, 0).embedding()
+
+
+def load_embedding_and_head(
+    checkpoint: TensorSource, config: ModelConfig, ops: Ops, device: torch.device
+) -> tuple[EmbeddingTable, PackedLinear]:
+    """Both whole; a table of codes that is both is there once. Raises ModelError."""
+    return _Loader(checkpoint, config, shard_of(config, 0, 1), ops, device, 0).embedding_and_head()
+
+
 def load_layer(
     checkpoint: TensorSource,
     config: ModelConfig,
@@ -184,10 +196,7 @@ class _Loader:
     def weights(self, stage: PipelineStage) -> DecoderWeights:
         tied = self._config.tied_embeddings
         table = self._words(self._names.embedding) if stage.is_first or (stage.is_last and tied) else None
-        head = None
-        if stage.is_last:
-            words = table if tied and table is not None else self._words("lm_head")
-            head = self._matrices.pack(words, None, self._matrices.quantization and "int8")
+        head = self._head(table) if stage.is_last else None
         numbers = range(stage.first_layer, stage.end_layer)
         return DecoderWeights(
             embedding=self._embedding(table, head if tied else None) if stage.is_first and table is not None else None,
@@ -196,6 +205,18 @@ class _Loader:
             head=head,
             first_layer=stage.first_layer,
         )
+
+    def embedding(self) -> EmbeddingTable:
+        return self._embedding(self._words(self._names.embedding), None)
+
+    def embedding_and_head(self) -> tuple[EmbeddingTable, PackedLinear]:
+        table = self._words(self._names.embedding)
+        head = self._head(table)
+        return self._embedding(table, head if self._config.tied_embeddings else None), head
+
+    def _head(self, table: Matrix | None) -> PackedLinear:
+        words = table if self._config.tied_embeddings and table is not None else self._words("lm_head")
+        return self._matrices.pack(words, None, self._matrices.quantization and "int8")
 
     def _embedding(self, table: Matrix, head: PackedLinear | None) -> EmbeddingTable:
         """`head`: the same table as it was packed, of which rows of codes are read, too."""

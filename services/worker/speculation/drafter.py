@@ -6,7 +6,8 @@ are read with `weights_only` and so run no code. They are small, so all tensors 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
@@ -15,10 +16,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.worker.models.checkpoint import check_found, open_checkpoint
+from services.worker.models.checkpoint import TensorSource, check_found, open_checkpoint
 from services.worker.models.config import ModelConfig, ModelDescription, ModelError
 from services.worker.models.decoder import Decoder
 from services.worker.models.loaded_model import CausalLm
+from services.worker.models.loading import load_embedding, load_embedding_and_head
+from services.worker.models.quantization.method import read_method
+from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta, EmbeddingTable, Ops, PackedLinear
 from services.worker.ops.native.native_ops import NativeOps
@@ -125,9 +129,14 @@ class TargetModel:
         assert isinstance(self.decoder, Decoder), "see native_config"
         if self.ranks == 1 and (own := self.decoder.weights.embedding) is not None:
             return own if self.ops is self.decoder.ops else self._numbers(own)
-        with open_checkpoint(self.folder, self.dtype) as checkpoint:
-            shape = (self.config.vocab_size, self.config.hidden_size)
-            return checkpoint.read("model.embed_tokens.weight", shape).to(self.device)
+        with self._tensors() as tensors:
+            return load_embedding(tensors, self.native_config, self.ops, self.device)
+
+    @contextmanager
+    def _tensors(self) -> Iterator[TensorSource]:
+        method = read_method(self.folder)
+        with open_checkpoint(self.folder, self.dtype, device=self.device) as checkpoint:
+            yield checkpoint if method is None else QuantizedCheckpoint(checkpoint, method, self.dtype)
 
     def _numbers(self, table: EmbeddingTable) -> Tensor:
         if not isinstance(table, Tensor):
@@ -145,11 +154,8 @@ class TargetModel:
             if tied:
                 embedding = self._numbers(weights.embedding)
                 return embedding, self.ops.pack_linear(embedding, None)
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        with open_checkpoint(self.folder, self.dtype) as checkpoint:
-            embedding = checkpoint.read("model.embed_tokens.weight", shape).to(self.device)
-            head = embedding if tied else checkpoint.read("lm_head.weight", shape).to(self.device)
-        return embedding, self.ops.pack_linear(head, None)
+        with self._tensors() as tensors:
+            return load_embedding_and_head(tensors, self.native_config, self.ops, self.device)
 
 
 _SAFETENSORS = ("model.safetensors", "medusa_lm_head.safetensors")

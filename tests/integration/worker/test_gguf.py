@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from deploy.errors import CommandError
 from deploy.model_choice import model_directory, served_name
+from services.scheduler.core.limits import EngineLimits
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.gguf.conversion import convert
@@ -24,7 +25,9 @@ from services.worker.models.gguf.gguf_codes import read_codes
 from services.worker.models.quantization.method import read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.ops.quantized import Code, QuantizedWeight
+from services.worker.speculation.settings import Method, SpeculationSettings
 from tests.support.models.gguf_files import Q4_K_M, Kinds, gguf_model, put_floats
+from tests.support.models.tiny_drafters import make_eagle, make_eagle3
 from tests.support.models.tiny_tokenizers import TEXT, byte_level
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.rank_processes import rank_processes
@@ -92,12 +95,31 @@ def test_logits_are_those_of_the_numbers(
     assert expected.std() > 0.3, "a reference this flat would agree with anything"
 
 
-def test_ranks_have_shares_of_a_table_of_codes(tmp_path: Path) -> None:
-    """Which is embedding and head."""
+@pytest.mark.features("quantization", "tensor parallel", "speculative")
+def test_ranks_have_shares_of_a_table_of_codes_and_draft_with_the_whole(tmp_path: Path) -> None:
+    """Which is embedding and head; who drafts with several ranks reads both anew."""
     kinds: Kinds = {"": Kind.Q4_K, "token_embd": Kind.Q6_K}
     model, file = gguf_model("qwen2", tmp_path, kinds, byte_level(), tie_word_embeddings=True)
+    folder, limits = converted(file), EngineLimits(run_ahead=1, speculation="fixed")
+    heads: dict[Method, Path] = {
+        "eagle": make_eagle(model, tmp_path / "eagle"),
+        "eagle3": make_eagle3(model, tmp_path / "eagle3"),
+    }
+    prompts = [[7 * i + first for i in range(20)] for first in range(4)]  # after which the model repeats itself
+    expected = [model.greedy(prompt, 80) for prompt in prompts]
     with rank_processes(2, tmp_path) as ranks:
-        engine = ranks.serve(converted(file), tp=2, ops="native")
+        for method, head in heads.items():
+            speculation = SpeculationSettings(method=method, model=str(head))
+            accepted = []
+            for tp in (1, 2):
+                engine = ranks.serve(folder, tp=tp, ops="native", limits=limits, speculation=speculation)
+                requests = [engine.ask(prompt, 80) for prompt in prompts]
+                engine.run()
+                assert [request.tokens for request in requests] == expected
+                accepted.append(engine.accepted)
+            assert accepted[0] == accepted[1]
+            assert accepted[0] > 0 or method != "eagle"
+        engine = ranks.serve(folder, tp=2, ops="native")
         request = engine.ask(PROMPT, OUTPUT)
         engine.run()
         expected = model.logits(PROMPT + request.tokens)[len(PROMPT) - 1 : -1]
