@@ -51,7 +51,7 @@ from deploy.supervisor.servers.federation import FederationServer
 from deploy.supervisor.servers.model_server import NAME as MODEL_SERVER
 from deploy.supervisor.servers.model_server import model_server
 from deploy.supervisor.servers.nats import NAME as NATS
-from deploy.supervisor.servers.nats import BusAccess, record_answers
+from deploy.supervisor.servers.nats import BusAccess
 from deploy.supervisor.servers.prometheus_targets import PrometheusTargets
 from deploy.supervisor.servers.redis import NAME as REDIS
 from deploy.supervisor.servers.redis import StoreAccess
@@ -274,7 +274,7 @@ class Stack:
                     self._listen,
                     lambda: self._executor.announce(self._bus),
                     self._watch,
-                    lambda: record_answers(self._bus, self._watch_clock),
+                    lambda: self._access.look_after(self._bus, self._watch_clock),
                     self._start_deadline,
                     *((lambda: hosts.run(self._bus, self._handle, self.stop),) if hosts is not None else ()),
                     *((self._remote.run,) if self._remote is not None else ()),

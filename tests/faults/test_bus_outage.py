@@ -66,5 +66,24 @@ async def test_no_process_is_ended_for_the_silence_of_a_bus_that_stands_still(tm
         assert {each.instance: each.pid for each in stack.state.members} == before
 
 
+async def test_a_bus_that_stands_still_for_good_is_replaced_and_streams_go_on(tmp_path: Path) -> None:
+    """After half a minute without a connection: requests wait a whole one."""
+    with running_stack(tmp_path, device="sim", kvstore="0", more=["--sim-step-ms=20"]) as stack:
+        before = {each.instance: each.pid for each in stack.state.members}
+        bus = stack.state.nats_pid
+        assert bus is not None
+        async with client_of(stack.url) as client:
+            begun = [asyncio.Event() for _ in range(STREAMS)]
+            more = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
+            streams = [asyncio.create_task(stream_chat(client, stack.model, "Hi", each, **more)) for each in begun]
+            async with asyncio.timeout(DEADLINE):
+                await asyncio.gather(*(each.wait() for each in begun))
+            os.kill(bus, signal.SIGSTOP)
+            await asyncio.to_thread(stack.until, lambda state: state.nats_pid not in (None, bus), 2 * DEADLINE)
+            async with asyncio.timeout(DEADLINE):
+                assert [each.completion_tokens for each in await asyncio.gather(*streams)] == [100] * STREAMS
+        assert {each.instance: each.pid for each in stack.state.members} == before
+
+
 async def endless(client: AsyncOpenAI, stack: RunningStack, started: asyncio.Event) -> None:
     await stream_chat(client, stack.model, "Hi", started, max_tokens=2000, extra_body={"ignore_eos": True})

@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 NAME = "nats-server"
 ASK_EVERY = 1.0
 """Seconds between two questions to the bus whether it answers."""
+HUNG_AFTER = 5
+"""30 s, behind the 10 to 15 that clients take to give a connection up: so open requests, which wait 60 s for the bus,
+go on with the next server."""
 
 
 class NatsServerUnavailable(Exception):
@@ -212,6 +215,19 @@ class BusAccess:
         finally:
             await bus.close()
 
+    async def look_after(self, bus: Bus, clock: PauseFreeClock) -> None:
+        """Asks the bus every second, and lets the clock know that it has answered. An embedded server that lives and
+        was not to be reached for `HUNG_AFTER` times the limit of a process's silence is killed, and then started again
+        as one that died: it holds nothing but connections."""
+        patience = HUNG_AFTER * self._spec.silence_limit
+        while True:
+            with contextlib.suppress(ReplyTimeout):
+                await bus.flush()
+                clock.record_answer()
+            if self.embedded is not None and bus.outage() > patience:
+                self.embedded.process.kill_if_older(patience, time.monotonic())
+            await asyncio.sleep(ASK_EVERY)
+
 
 def _routes(spec: StackSpec, cluster: ClusterSpec, folder: ClusterFolder) -> RouteSettings:
     user, password = folder.route_credentials
@@ -225,12 +241,3 @@ def _routes(spec: StackSpec, cluster: ClusterSpec, folder: ClusterFolder) -> Rou
         password=password,
         routes=cluster.routes,
     )
-
-
-async def record_answers(bus: Bus, clock: PauseFreeClock) -> None:
-    """Asks the bus every second, and lets the clock know that it has answered."""
-    while True:
-        with contextlib.suppress(ReplyTimeout):
-            await bus.flush()
-            clock.record_answer()
-        await asyncio.sleep(ASK_EVERY)

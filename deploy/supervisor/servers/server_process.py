@@ -91,6 +91,13 @@ class ServerProcess:
                 while not self._children.has_ended(self.name):
                     await asyncio.sleep(POLL_INTERVAL)
 
+    def kill_if_older(self, seconds: float, now: float) -> None:
+        """Kills a program that runs for so long: it does not what it is there for. It is started again as after any
+        death."""
+        if self.pid is not None and now - self._started_at > seconds:
+            log.error("server hangs", extra={"child": self.name, "pid": self.pid})
+            self._children.signal(self.name, signal.SIGKILL)
+
     def exited(self, now: float) -> None:
         """It died: it starts again when due."""
         if now - self._started_at >= self._policy.healthy_after:
