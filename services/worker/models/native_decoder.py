@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from services.worker.models.config import ModelConfig
-from services.worker.models.weights import DecoderWeights, DenseMlp, KvCaches, LayerWeights
+from services.worker.models.weights import DecoderWeights, DenseMlp, KvCaches, LayerWeights, MixtureMlp
 from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
 from services.worker.ops.low_rank import LowRankProducts
 from services.worker.ops.native import library
 from services.worker.ops.native.kernels import ACTIVATIONS, PackedMatrix, address_of, batch_of, zeroed
 from services.worker.ops.native.native_low_rank import NativeLowRank
+from services.worker.ops.native.native_mixture import matrices_of, rule_of
 from services.worker.ops.native.native_ops import NativeOps
 
 
@@ -49,8 +50,9 @@ class NativeAdapters:
         """`products`: by the `id` of the matrix beside which they are."""
         matrices: list[PackedLinear | None] = []
         for layer in weights.layers:
-            assert isinstance(layer.mlp, DenseMlp), "native_decoder refuses mixtures"
-            matrices += (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+            of_layer = [layer.qkv, layer.output, *_mlp_matrices(layer)]
+            assert len(of_layer) == library.ADAPTED_OF_LAYER
+            matrices += of_layer
         found = [products.get(id(matrix)) for matrix in (*matrices, weights.head)]
         self._products = found  # which own what the tables point to
         pointer = ctypes.POINTER(library.LowRankTable)
@@ -85,7 +87,8 @@ class NativeDecoder:
         # The embedding is codes, or a bfloat16 or float32 table for the library; a float16 one is converted.
         numbers = weights.embedding if isinstance(weights.embedding, Tensor) else None
         self._embedding = None if numbers is None else numbers.to(ops.dtype).contiguous()
-        layers = (library.DecoderLayer * len(weights.layers))(*map(_layer, weights.layers))
+        self._mixtures = [_mixture(config, layer) for layer in weights.layers]  # which what is next points to
+        layers = (library.DecoderLayer * len(weights.layers))(*map(_layer, weights.layers, self._mixtures))
         described = self._config_struct(config, numbers)
         if not isinstance(weights.embedding, Tensor):
             described.coded_embedding = _linear(weights.embedding)
@@ -200,7 +203,6 @@ class NativeDecoder:
             number=self._ops.number,
             layers=config.num_layers,
             hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -220,20 +222,48 @@ class NativeDecoder:
 def native_decoder(
     config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | Eagle3Inputs | None = None
 ) -> NativeDecoder | None:
-    """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for mixtures of experts,
-    latent attention and layers with states.
+    """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for latent attention, layers
+    with states, experts that are chosen by groups of them and a share of the experts.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
-    if not isinstance(ops, NativeOps) or any(
-        each is not None for each in (config.mixture, config.latent, config.states)
-    ):
+    if not isinstance(ops, NativeOps) or config.latent is not None or config.states is not None:
+        return None
+    mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
+    if any(each.routing.groups > 1 or each.experts.local is not None for each in mixtures):
         return None
     return NativeDecoder(config, weights, ops, eagle)
 
 
-def _layer(layer: LayerWeights) -> library.DecoderLayer:
-    assert isinstance(layer.mlp, DenseMlp), "native_decoder refuses mixtures"
+def _mlp_matrices(layer: LayerWeights) -> tuple[PackedLinear | None, PackedLinear | None, PackedLinear | None]:
+    """Gates and ups, and downs, that every row goes through, and the gate of what they make; None: there is none."""
+    match layer.mlp:
+        case DenseMlp():
+            return layer.mlp.gate_up, layer.mlp.down, None
+        case MixtureMlp() if layer.mlp.shared is not None:
+            shared = layer.mlp.shared
+            return shared.mlp.gate_up, shared.mlp.down, shared.gate
+        case _:
+            return None, None, None
+
+
+def _mixture(config: ModelConfig, layer: LayerWeights) -> library.DecoderMixture | None:
+    """Points to the layer's tensors."""
+    mixture = layer.mlp
+    if not isinstance(mixture, MixtureMlp):
+        return None
+    experts = matrices_of(mixture.experts.packed, config.activation)
+    return library.DecoderMixture(
+        router=_linear(mixture.router),
+        rule=rule_of(mixture.routing, experts.count),
+        experts=experts,
+        shared_gate=_linear(_mlp_matrices(layer)[2]),
+        counts=address_of(mixture.counts),
+    )
+
+
+def _layer(layer: LayerWeights, mixture: library.DecoderMixture | None) -> library.DecoderLayer:
     assert layer.mlp_norm is not None, "an MLP has a norm"
+    gate_up, down, _ = _mlp_matrices(layer)
     return library.DecoderLayer(
         input_norm=layer.input_norm.data_ptr(),
         q_norm=address_of(layer.q_norm),
@@ -244,12 +274,17 @@ def _layer(layer: LayerWeights) -> library.DecoderLayer:
         cos_sin=layer.cos_sin.data_ptr(),
         qkv=_linear(layer.qkv),
         output=_linear(layer.output),
-        gate_up=_linear(layer.mlp.gate_up),
-        down=_linear(layer.mlp.down),
+        gate_up=_linear(gate_up),
+        down=_linear(down),
         window=layer.window or 0,
+        sinks=address_of(layer.sinks),
+        mixture=None if mixture is None else ctypes.pointer(mixture),
     )
 
 
-def _linear(packed: PackedLinear) -> library.Linear:
+def _linear(packed: PackedLinear | None) -> library.Linear:
+    """Null for None."""
+    if packed is None:
+        return library.Linear()
     assert isinstance(packed, PackedMatrix)
     return packed.linear

@@ -237,5 +237,5 @@ def shared_expert_rows(ops: Ops, shared: SharedExpert, x: Tensor, activation: Ac
     """x [n, hidden] → this rank's part of what the expert of all rows makes of them, [n, hidden]."""
     output = apply_mlp(ops, shared.mlp, x, activation)
     if shared.gate is not None:
-        output.mul_(ops.linear(x, shared.gate).sigmoid())
+        output = ops.sigmoid_gated(output, ops.linear(x, shared.gate))
     return output

@@ -413,6 +413,9 @@ class Ops(Protocol):
         of whose picks are here. An expert is down(act(gate) * up).
         """
 
+    def sigmoid_gated(self, x: Tensor, logits: Tensor) -> Tensor:
+        """x [n, hidden] times the sigmoid of logits [n, 1]; `x` may be overwritten."""
+
     @property
     def block_size(self) -> int:
         """Tokens of a block of keys and values."""

@@ -192,6 +192,10 @@ class TorchOps:
             mixed.index_add_(0, rows, down.float() * chances)
         return mixed.to(x.dtype)
 
+    def sigmoid_gated(self, x: Tensor, logits: Tensor) -> Tensor:
+        """In place."""
+        return x.mul_(logits.sigmoid())
+
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Keys and values are kept in the model's dtype."""
         return 2 * kv_heads * self.block_size * head_dim * self._dtype.itemsize

@@ -29,7 +29,6 @@ void Decoder::fit(int rows) {
     qkv_.fit(rows, heads + 2 * kv, 4);
     queries_.fit(rows, heads, size_);
     mixed_.fit(rows, heads, size_);
-    gated_.fit(rows, config_.intermediate, size_);
     output_.fit(rows, config_.hidden, 4);
 }
 
@@ -49,7 +48,7 @@ bool Decoder::run(const Forward& forward) {
         bool every = !last || forward.ends_every_row(config_.layers);
         if (!every && forward.logits == 0) return true;
         if (!every && forward.logits < rows) pick(forward), rows = forward.logits;
-        add_output(rows_of(mixed_, rows), layer.output, layer.attention_post_norm, 4 * i + 1);
+        add_output(rows_of(mixed_, rows), layer.output, layer.attention_post_norm, kAdaptedOfLayer * i + kOutput);
         mlp(layer, i, rows, last ? config_.final_norm : layers_[i + 1].input_norm, forward.inputs);
     }
     if (forward.ends_every_row(config_.layers)) {
@@ -147,7 +146,7 @@ void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int i
     int rows = forward.batch.rows;
     Rows x = config_.given_norm ? rows_of(pairs_, rows) : layer.input_norm ? rows_of(normed_, rows) : residual(rows);
     multiply(pool_, x, layer.qkv, {Out::kFloat, config_.activation, qkv_.data(), qkv_.stride});
-    adapt(4 * index, x, (float*)qkv_.data(), qkv_.stride);
+    adapt(kAdaptedOfLayer * index + kQkv, x, (float*)qkv_.data(), qkv_.stride);
     Cache cache{config_.number, forward.keys[index], forward.values[index], config_.kv_heads, config_.head_dim, config_.page_bits, config_.cache_code};
     rope_and_store(pool_,
                    {(const float*)qkv_.data(), qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
@@ -156,7 +155,7 @@ void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int i
     if (index + 1 == config_.layers && forward.logits == 0 && !forward.ends_every_row(config_.layers)) return;
     attend(pool_,
            {queries_.data(), queries_.stride, config_.heads, config_.attention_scale, layer.window, config_.attention_softcap,
-            mixed_.data(), mixed_.stride},
+            mixed_.data(), mixed_.stride, layer.sinks},
            forward.of_layer(index), cache, plan(forward.batch, layer.window));
 }
 
@@ -211,39 +210,87 @@ void Decoder::add_output(const Rows& x, const Linear& linear, const float* post_
         return multiply(pool_, x, linear, {Out::kAdded, config_.activation, residual_.data(), residual_.stride});
     multiply(pool_, x, linear, {Out::kFloat, config_.activation, output_.data(), output_.stride});
     adapt(adapted, x, (float*)output_.data(), output_.stride);
+    add_rows(x.count, post_norm);
+}
+
+// residual += output, normed first where the model says so.
+void Decoder::add_rows(int rows, const float* post_norm) {
     if (post_norm) {
-        Rows out{output_.data(), Number::kSingle, output_.stride, x.count};
+        Rows out{output_.data(), Number::kSingle, output_.stride, rows};
         norm(pool_, out, nullptr, 0, {post_norm, config_.eps, config_.hidden}, Number::kSingle, output_.data(), output_.stride);
     }
     float* residual = (float*)residual_.data();
     const float* from = (const float*)output_.data();
-    pool_.run(x.count, [&](int row, int) {
+    pool_.run(rows, [&](int row, int) {
         for (int i = 0; i < config_.hidden; ++i) residual[row * residual_.stride + i] += from[row * output_.stride + i];
     });
 }
 
 void Decoder::mlp(const DecoderLayer& layer, int index, int rows, const float* following_norm, const Inputs* inputs) {
     norm_residual(layer.mlp_norm, rows);
-    // What adapters add comes before the gates are activated.
-    if (can_gate(layer.gate_up) && !adapts(4 * index + 2)) {
-        multiply(pool_, rows_of(normed_, rows), layer.gate_up, {Out::kGated, config_.activation, gated_.data(), gated_.stride});
-    } else {
-        gate_up_.fit(rows, 2 * config_.intermediate, 4);
-        multiply(pool_, rows_of(normed_, rows), layer.gate_up, {Out::kFloat, config_.activation, gate_up_.data(), gate_up_.stride});
-        adapt(4 * index + 2, rows_of(normed_, rows), (float*)gate_up_.data(), gate_up_.stride);
-        gate(pool_, {(const float*)gate_up_.data(), Number::kSingle, gate_up_.stride, rows}, config_.intermediate, config_.activation,
-             config_.number, gated_.data(), gated_.stride);
-    }
+    layer.mixture ? mix_rows(layer, index, rows) : gate_rows(layer, index, rows);
     if (inputs && index < inputs->levels) add_level(*inputs, index);
-    add_output(rows_of(gated_, rows), layer.down, layer.mlp_post_norm, 4 * index + 3);
+    if (layer.mixture) add_rows(rows, layer.mlp_post_norm);
+    else add_output(rows_of(gated_, rows), layer.down, layer.mlp_post_norm, kAdaptedOfLayer * index + kDown);
     norm_residual(following_norm, rows);
+}
+
+// From the normed rows to what `down` is multiplied with.
+void Decoder::gate_rows(const DecoderLayer& layer, int index, int rows) {
+    Rows x = rows_of(normed_, rows);
+    int width = layer.down.in, adapted = kAdaptedOfLayer * index + kGateUp;
+    gated_.fit(rows, width, size_);
+    // What adapters add comes before the gates are activated.
+    if (can_gate(layer.gate_up) && !adapts(adapted))
+        return multiply(pool_, x, layer.gate_up, {Out::kGated, config_.activation, gated_.data(), gated_.stride});
+    gate_up_.fit(rows, 2 * width, 4);
+    multiply(pool_, x, layer.gate_up, {Out::kFloat, config_.activation, gate_up_.data(), gate_up_.stride});
+    adapt(adapted, x, (float*)gate_up_.data(), gate_up_.stride);
+    gate(pool_, {(const float*)gate_up_.data(), Number::kSingle, gate_up_.stride, rows}, width, config_.activation, config_.number,
+         gated_.data(), gated_.stride);
+}
+
+// output = what the experts make of the normed rows.
+void Decoder::mix_rows(const DecoderLayer& layer, int index, int rows) {
+    const DecoderMixture& mixture = *layer.mixture;
+    const RouterRule& rule = mixture.rule;
+    Rows x = rows_of(normed_, rows);
+    router_logits_.resize(size_t(rows) * rule.experts);
+    chances_.resize(size_t(rows) * rule.chosen);
+    picks_.resize(size_t(rows) * rule.chosen);
+    multiply(pool_, x, mixture.router, {Out::kFloat, config_.activation, router_logits_.data(), rule.experts});
+    route(pool_, router_logits_.data(), rows, rule, chances_.data(), picks_.data());
+    if (mixture.counts)
+        for (int64_t expert : picks_) ++mixture.counts[expert];
+    mix(pool_, x, {chances_.data(), picks_.data(), rule.chosen}, mixture.experts, (float*)output_.data(), output_.stride);
+    if (layer.gate_up.groups) add_shared(layer, index, rows);
+}
+
+// output += what the expert of every row makes of the normed ones, as much of it as its gate says.
+void Decoder::add_shared(const DecoderLayer& layer, int index, int rows) {
+    gate_rows(layer, index, rows);
+    Rows x = rows_of(normed_, rows), gated = rows_of(gated_, rows);
+    auto* shared = (float*)shared_.fit(rows, config_.hidden, 4);
+    multiply(pool_, gated, layer.down, {Out::kFloat, config_.activation, shared, shared_.stride});
+    adapt(kAdaptedOfLayer * index + kDown, gated, shared, shared_.stride);
+    const Linear& gate = layer.mixture->shared_gate;
+    shared_gates_.resize(size_t(rows));
+    if (gate.groups) {
+        multiply(pool_, x, gate, {Out::kFloat, config_.activation, shared_gates_.data(), 1});
+        adapt(kAdaptedOfLayer * index + kSharedGate, x, shared_gates_.data(), 1);
+    }
+    each_row(pool_, rows, [&](int row) {
+        float part = gate.groups ? sigmoid(shared_gates_[size_t(row)]) : 1.0f;
+        float* to = (float*)output_.data() + row * output_.stride;
+        for (int i = 0; i < config_.hidden; ++i) to[i] += shared[row * shared_.stride + i] * part;
+    });
 }
 
 void Decoder::logits(const Forward& forward) {
     Rows x = config_.final_norm ? rows_of(normed_, forward.logits) : residual(forward.logits);
     multiply(pool_, x, config_.head, {Out::kFloat, config_.activation, forward.to, config_.words});
     if (adapted_) slots_ = forward.adapters->logits_slots;
-    adapt(4 * config_.layers, x, forward.to, config_.words);
+    adapt(kAdaptedOfLayer * config_.layers, x, forward.to, config_.words);
     float cap = config_.logits_softcap;
     if (cap == 0) return;
     pool_.run(forward.logits, [&](int row, int) {

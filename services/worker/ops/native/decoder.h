@@ -6,8 +6,19 @@
 #include "attention.h"
 #include "linear.h"
 #include "low_rank.h"
+#include "mixture.h"
 #include "rows.h"
 #include "threads.h"
+
+// Experts in the place of a layer's MLP.
+struct DecoderMixture {
+    Linear router;
+    RouterRule rule;
+    Experts experts;
+    // [1, hidden]: the sigmoid of its product is how much is taken of what the shared expert makes; `groups` is null: all of it.
+    Linear shared_gate;
+    int64_t* counts;  // [experts] or null: how often each was picked, added to
+};
 
 struct DecoderLayer {
     const float* input_norm;  // null where nothing is normed: of the only layer of a decoder that foresees
@@ -22,13 +33,16 @@ struct DecoderLayer {
     Linear gate_up;
     Linear down;
     int window;  // 0: none
+    const float* sinks;  // [heads] or null, see Attention
+    // Null: `gate_up` and `down` are the layer's MLP. Else they are the expert that every row goes through besides; `groups` is
+    // null where there is none.
+    const DecoderMixture* mixture;
 };
 
 struct DecoderConfig {
     Number number;
     int layers;
     int hidden;
-    int intermediate;
     int heads;
     int kv_heads;
     int head_dim;
@@ -57,10 +71,13 @@ struct DecoderConfig {
     const int* tokens;   // [words]: the token that each word is; null: they are the same
 };
 
-// Whose adapters a pass's rows have, and what these add: to each layer's qkv, output, gates and ups, and down, and to the
-// logits behind the last layer's; null tables: nothing.
+// A layer's matrices that adapters may change, in this order.
+enum Adapted : int { kQkv, kOutput, kGateUp, kDown, kSharedGate, kAdaptedOfLayer };
+
+// Whose adapters a pass's rows have, and what these add: to each layer's matrices, and to the logits behind the last layer's;
+// null tables: nothing.
 struct Adapters {
-    const LowRankTable* const* tables;  // [4 * layers + 1]
+    const LowRankTable* const* tables;  // [kAdaptedOfLayer * layers + 1]
     const int* slots;                   // of each row
     const int* logits_slots;            // of each row whose logits are wanted
 };
@@ -129,8 +146,12 @@ class Decoder {
     void give_features(const Forward& forward);
     void pick_last(const Forward& forward);
     void mlp(const DecoderLayer& layer, int index, int rows, const float* following_norm, const Inputs* inputs);
+    void gate_rows(const DecoderLayer& layer, int index, int rows);
+    void mix_rows(const DecoderLayer& layer, int index, int rows);
+    void add_shared(const DecoderLayer& layer, int index, int rows);
     void add_level(const Inputs& inputs, int layer);
     void add_output(const Rows& x, const Linear& linear, const float* post_norm, int adapted);
+    void add_rows(int rows, const float* post_norm);
     bool adapts(int adapted) const { return adapted_ && adapted_[adapted]; }
     void adapt(int adapted, const Rows& x, float* to, int64_t stride);
     void norm_residual(const float* weight, int rows);
@@ -143,7 +164,9 @@ class Decoder {
     DecoderConfig config_;
     std::vector<DecoderLayer> layers_;
     int size_;  // bytes of an item
-    Buffer pairs_, residual_, normed_, qkv_, queries_, mixed_, gate_up_, gated_, output_;
+    Buffer pairs_, residual_, normed_, qkv_, queries_, mixed_, gate_up_, gated_, output_, shared_;
+    std::vector<float> router_logits_, chances_, shared_gates_;
+    std::vector<int64_t> picks_;
     AttentionPlan plans_[2];
     const LowRankTable* const* adapted_ = nullptr;  // of the batch in hand
     const int* slots_ = nullptr;                    // of the rows in hand

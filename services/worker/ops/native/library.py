@@ -6,7 +6,9 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-VERSION = 27
+from services.worker.ops.native.kv_structures import KvArena, KvBlocks, KvCells, NativeKvCaches
+
+VERSION = 28
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -237,6 +239,22 @@ class NativeLatentAttention(Structure):
     _fields_ = (("queries", c_void_p), ("heads", c_int), ("scale", c_float), ("out", c_void_p))
 
 
+class DecoderMixture(Structure):
+    """`DecoderMixture` of decoder.h: the experts of a layer."""
+
+    _fields_ = (
+        ("router", Linear),
+        ("rule", RouterRule),
+        ("experts", NativeMixture),
+        ("shared_gate", Linear),
+        ("counts", c_void_p),
+    )
+
+
+ADAPTED_OF_LAYER = 5
+"""`kAdaptedOfLayer` of decoder.h: tables of what adapters add to a layer's matrices, in the order of `Adapted`."""
+
+
 class DecoderLayer(Structure):
     """`DecoderLayer` of decoder.h: one layer's weights; null for norms that the model does not have."""
 
@@ -253,6 +271,8 @@ class DecoderLayer(Structure):
         ("gate_up", Linear),
         ("down", Linear),
         ("window", c_int),
+        ("sinks", c_void_p),
+        ("mixture", POINTER(DecoderMixture)),
     )
 
 
@@ -263,7 +283,6 @@ class DecoderConfig(Structure):
         ("number", c_int),
         ("layers", c_int),
         ("hidden", c_int),
-        ("intermediate", c_int),
         ("heads", c_int),
         ("kv_heads", c_int),
         ("head_dim", c_int),
@@ -355,20 +374,6 @@ class MixStates(Structure):
     _fields_ = (("projected", c_void_p), ("slots", c_void_p), ("out", c_void_p))
 
 
-class NativeKvCaches(Structure):
-    """`KvMemory` of kv_copy.h: the caches of all layers."""
-
-    _fields_ = (
-        ("item_bytes", c_int),
-        ("layers", c_int),
-        ("kv_heads", c_int),
-        ("head_dim", c_int),
-        ("pages", c_int),
-        ("keys", POINTER(c_void_p)),
-        ("values", POINTER(c_void_p)),
-    )
-
-
 class NativeLogprobs(Structure):
     """`Logprobs` of logprobs.h: of which rows and tokens, and how many of the likeliest."""
 
@@ -384,32 +389,6 @@ class NativeLogprobs(Structure):
 
 MAX_LIKELIEST = 64
 """`kMostLikeliest` of logprobs.h."""
-
-
-class KvArena(Structure):
-    """`KvArena` of kv_copy.h: a mapped arena of the KV store; strides are in bytes."""
-
-    _fields_ = (
-        ("generations", c_void_p),
-        ("checksums", c_void_p),
-        ("payloads", c_void_p),
-        ("header_stride", c_int64),
-        ("payload_stride", c_int64),
-        ("head_stride", c_int64),
-        ("checksum_stride", c_int64),
-    )
-
-
-class KvCells(Structure):
-    """`KvCells` of kv_copy.h: cells in an arena's order."""
-
-    _fields_ = (("layers", c_int), ("kv_heads", c_int), ("cell_bytes", c_int64), ("cells", c_void_p))
-
-
-class KvBlocks(Structure):
-    """`KvBlocks` of kv_copy.h: which blocks are copied, from or to which slots of which generations."""
-
-    _fields_ = (("count", c_int), ("blocks", c_void_p), ("slots", c_void_p), ("generations", c_void_p))
 
 
 _SIGNATURES = {

@@ -15,7 +15,7 @@ constexpr int kMostRows = 512;
 
 void score_row(const float* logits, const RouterRule& rule, float* scores) {
     if (rule.sigmoid) {
-        for (int i = 0; i < rule.experts; ++i) scores[i] = 1.0f / (1.0f + std::exp(-logits[i]));
+        for (int i = 0; i < rule.experts; ++i) scores[i] = sigmoid(logits[i]);
         return;
     }
     float most = *std::max_element(logits, logits + rule.experts), total = 0.0f;

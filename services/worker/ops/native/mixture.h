@@ -1,5 +1,7 @@
 // Mixtures of experts: which experts a router chooses for rows, and what these make of them.
 #pragma once
+#include <cmath>
+
 #include "linear.h"
 
 // How a router chooses: services.worker.ops.interface.Routing, of one group.
@@ -14,6 +16,8 @@ struct RouterRule {
 
 // logits [rows, experts] → chances and picks [rows, chosen], the best first; of equal ones that of the lower number.
 void route(Pool& pool, const float* logits, int rows, const RouterRule& rule, float* chances, int64_t* picks);
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 struct Experts {
     const Linear* gate_up;  // [count]: gates, then ups

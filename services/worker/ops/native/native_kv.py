@@ -17,6 +17,7 @@ from services.worker.kv.copier import CacheRun, Copied, Piece
 from services.worker.kv.rank_heads import RankHeads
 from services.worker.ops.native import library
 from services.worker.ops.native.build import BuildError, best_level, library_path
+from services.worker.ops.native.kv_structures import KvArena, KvBlocks, KvCells, NativeKvCaches
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class NativeKvCopier:
         self._caches = caches
         array = ctypes.c_void_p * len(caches)
         keys = caches[0][0]
-        self._memory = library.NativeKvCaches(
+        self._memory = NativeKvCaches(
             item_bytes=keys.dtype.itemsize,
             layers=len(caches),
             kv_heads=keys.shape[1],
@@ -92,15 +93,15 @@ class NativeArenaCells:
         heads = self._heads
         if host.ctypes.data % _LINE_BYTES:
             raise ValueError(f"cells at {host.ctypes.data:#x}: a multiple of {_LINE_BYTES} is expected")
-        cells = library.KvCells(heads.layers, heads.count, heads.arena.geometry.cell_bytes, host.ctypes.data)
-        what = library.KvBlocks(len(slots), None, slots.ctypes.data, generations.ctypes.data)
+        cells = KvCells(heads.layers, heads.count, heads.arena.geometry.cell_bytes, host.ctypes.data)
+        what = KvBlocks(len(slots), None, slots.ctypes.data, generations.ctypes.data)
         return _COPIED[function(ctypes.byref(cells), ctypes.byref(self._arena), ctypes.byref(what))]
 
 
 class BoundNativeKvCopier:
     """See :class:`services.worker.kv.copier.BoundCopier`."""
 
-    def __init__(self, loaded: ctypes.CDLL, memory: library.NativeKvCaches, heads: RankHeads) -> None:
+    def __init__(self, loaded: ctypes.CDLL, memory: NativeKvCaches, heads: RankHeads) -> None:
         self._library = loaded
         self._memory = memory
         self._heads = heads
@@ -120,15 +121,15 @@ class BoundNativeKvCopier:
         self._heads.close()
 
     def _copy(self, function: Callable[..., int], piece: Piece) -> Copied:
-        what = library.KvBlocks(
+        what = KvBlocks(
             len(piece.blocks), piece.blocks.ctypes.data, piece.slots.ctypes.data, piece.generations.ctypes.data
         )
         return _COPIED[function(ctypes.byref(self._memory), ctypes.byref(self._arena), ctypes.byref(what))]
 
 
-def _arena_of(heads: RankHeads) -> library.KvArena:
+def _arena_of(heads: RankHeads) -> KvArena:
     shape = heads.arena.geometry
-    return library.KvArena(
+    return KvArena(
         generations=heads.generations,
         checksums=heads.checksums,
         payloads=heads.payloads,

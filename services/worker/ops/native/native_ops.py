@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from copy import copy
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,10 +47,11 @@ from services.worker.ops.native.kernels import (
     copies_of,
     zeroed,
 )
-from services.worker.ops.native.matrix_stacks import MatrixStack, pack_stack, stack_of
+from services.worker.ops.native.matrix_stacks import pack_stack, stack_of
 from services.worker.ops.native.native_kv import NativeKvCopier
 from services.worker.ops.native.native_latents import MAX_HEAD_DIM, NativeLatents
 from services.worker.ops.native.native_low_rank import NativeLowRank
+from services.worker.ops.native.native_mixture import NativeExperts, matrices_of, rule_of
 from services.worker.ops.native.native_states import NativeStates
 from services.worker.ops.quantized import GROUP_SIZES, ExpertBiases, QuantizedWeight, WeightStack
 from services.worker.ops.torch_ops import verify_drafts
@@ -66,6 +66,9 @@ MAX_EXACT_INPUTS = 1 << 16
 _CACHE_CODES = {torch.float8_e4m3fn: library.CODES["fp8"], torch.int8: library.CODES["int8"]}
 _WHOLE_CODES = {"int8": library.QUAD, "int4": library.NIBBLE}
 """How what is multiplied in whole numbers is kept."""
+
+_ONE_OF_ONE = Routing(chosen=1, renormalised=False, scoring="sigmoid")
+"""Its chances are the sigmoids of logits."""
 
 _Found = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -295,12 +298,8 @@ class NativeOps:
             return route(logits, routing)
         logits, (rows, count) = logits.float().contiguous(), logits.shape
         picks = Picks(torch.empty(rows, routing.chosen), torch.empty(rows, routing.chosen, dtype=torch.int64))
-        sigmoid = routing.scoring == "sigmoid"
-        rule = library.RouterRule(
-            *(count, routing.chosen, sigmoid, routing.renormalised, address_of(routing.bias), routing.scale)
-        )
         self._library.baton_route(
-            *(self._pool, logits.data_ptr(), rows, ctypes.byref(rule)),
+            *(self._pool, logits.data_ptr(), rows, ctypes.byref(rule_of(routing, count))),
             *(picks.chances.data_ptr(), picks.experts.data_ptr()),
         )
         return picks
@@ -312,14 +311,16 @@ class NativeOps:
         chances, numbers = picks.chances.float().contiguous(), picks.experts.long().contiguous()
         mixed = torch.empty(len(x), experts.down.out)
         described = library.NativePicks(chances.data_ptr(), numbers.data_ptr(), numbers.shape[1])
-        matrices = library.NativeMixture(
-            *(experts.gate_up.linears, experts.down.linears, len(experts.down.packed), ACTIVATIONS[kind])
-        )
         self._library.baton_mix(
-            *(self._pool, x.data_ptr(), number, *x.shape, ctypes.byref(described), ctypes.byref(matrices)),
+            *(self._pool, x.data_ptr(), number, *x.shape),
+            *(ctypes.byref(described), ctypes.byref(matrices_of(experts, kind))),
             *(mixed.data_ptr(), mixed.shape[1]),
         )
         return mixed
+
+    def sigmoid_gated(self, x: Tensor, logits: Tensor) -> Tensor:
+        """With the sigmoid of routers, as in the library's whole pass."""
+        return x.mul_(self.choose_experts(logits, _ONE_OF_ONE).chances)
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Heads are padded to 16 elements."""
@@ -483,10 +484,3 @@ def _by_groups(of_outputs: Tensor) -> Tensor:
     padded = of_outputs.new_zeros(-(-out // _GROUP_OUTPUTS) * _GROUP_OUTPUTS, count)
     padded[:out] = of_outputs
     return padded.view(-1, _GROUP_OUTPUTS, count).transpose(1, 2).contiguous()
-
-
-class NativeExperts(NamedTuple):
-    """A mixture's experts as the library reads them."""
-
-    gate_up: MatrixStack
-    down: MatrixStack

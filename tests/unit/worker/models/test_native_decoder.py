@@ -10,13 +10,25 @@ from msgspec import structs
 from torch import Tensor
 
 from services.worker.distributed.communicator import SingleRank
-from services.worker.models.config import LayerConfig, ModelConfig
+from services.worker.models.config import LayerConfig, Mixture, ModelConfig
 from services.worker.models.decoder import Decoder
+from services.worker.models.expert_parallel.expert_load import empty_counts
+from services.worker.models.expert_parallel.local_experts import RankExperts
 from services.worker.models.rope import PlainRope, cos_sin_table
 from services.worker.models.sharding import shard_of
-from services.worker.models.weights import DecoderWeights, DenseMlp, KvCaches, LayerWeights
-from services.worker.ops.interface import BatchMeta
+from services.worker.models.weights import DecoderWeights, DenseMlp, KvCaches, LayerWeights, MixtureMlp, SharedExpert
+from services.worker.ops.interface import BatchMeta, Routing
+from services.worker.ops.native.build import Level, runnable_levels
 from services.worker.ops.native.native_ops import NativeOps
+from services.worker.ops.quantized import (
+    SCHEMES,
+    ExpertBiases,
+    QuantizedStack,
+    Scheme,
+    WeightStack,
+    quantize,
+    stack_outputs,
+)
 from tests.support.worker.native_batches import Rows, meta_of, native, random, scattered_blocks
 
 LLAMA = ModelConfig(
@@ -58,6 +70,34 @@ GEMMA = structs.replace(
     mlp_bias=False,
 )
 """Three windows, post norms, an MLP that cannot be gated on the way out of its product."""
+SHARED = structs.replace(
+    LLAMA,
+    mlp_bias=False,
+    layers=tuple(LayerConfig(window=None, rope=PlainRope(10000.0), mixes=mixes) for mixes in (True, False, True)),
+    mixture=Mixture(experts=10, chosen=3, intermediate_size=64, renormalised=True, shared_size=80),
+)
+"""A dense layer among mixtures, whose shared expert has a gate."""
+CORRECTED = structs.replace(
+    SHARED,
+    mixture=Mixture(
+        experts=70,
+        chosen=4,
+        intermediate_size=48,
+        renormalised=True,
+        shared_size=64,
+        shared_gated=False,
+        scoring="sigmoid",
+        corrected=True,
+        scale=2.5,
+    ),
+)
+BIASED = structs.replace(
+    SHARED,
+    activation="swigluoai",
+    mixture=Mixture(experts=4, chosen=2, intermediate_size=64, renormalised=False, biased=True),
+    attention_sinks=True,
+)
+MIXTURES = (SHARED, CORRECTED, BIASED)
 
 
 class _Seeded:
@@ -77,8 +117,40 @@ class _Seeded:
         weight = (self.tensor(out, inputs) * inputs**-0.5).to(self.dtype)
         return self.ops.pack_linear(weight, self.tensor(out).to(self.dtype) if biased else None)
 
+    def mlp(self, hidden: int, size: int, biased: bool) -> DenseMlp:
+        return DenseMlp(gate_up=self.linear(2 * size, hidden, biased), down=self.linear(hidden, size, biased))
 
-def _decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype) -> Decoder:
+    def mixture(self, hidden: int, mixture: Mixture, scheme: Scheme | None) -> MixtureMlp:
+        def stack(out: int, inputs: int) -> WeightStack:
+            whole = (self.tensor(mixture.experts, out, inputs) * inputs**-0.5).to(self.dtype)
+            if scheme is None:
+                return whole
+            return QuantizedStack(stack_outputs([quantize(each, scheme) for each in whole]), mixture.experts)
+
+        size, shared = mixture.intermediate_size, None
+        if mixture.shared_size is not None:
+            gate = self.linear(1, hidden, False) if mixture.shared_gated else None
+            shared = SharedExpert(self.mlp(hidden, mixture.shared_size, False), gate)
+        biases = None
+        if mixture.biased:
+            biases = ExpertBiases(self.tensor(mixture.experts, 2 * size), self.tensor(mixture.experts, hidden))
+        return MixtureMlp(
+            router=self.linear(mixture.experts, hidden, mixture.biased),
+            experts=RankExperts(self.ops.pack_experts(stack(2 * size, hidden), stack(hidden, size), biases)),
+            routing=Routing(
+                chosen=mixture.chosen,
+                renormalised=mixture.renormalised,
+                scoring=mixture.scoring,
+                bias=self.tensor(mixture.experts) if mixture.corrected else None,
+                scale=mixture.scale,
+            ),
+            shared=shared,
+            counts=empty_counts(mixture.experts, torch.device("cpu")),
+        )
+
+
+def _decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype, scheme: Scheme | None = None) -> Decoder:
+    """`scheme`: in how many bits experts are."""
     made = _Seeded(ops, dtype)
     hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
 
@@ -91,13 +163,13 @@ def _decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype) -> Decoder
             output=made.linear(hidden, heads * dim, False),
             attention_post_norm=made.norm(hidden) if config.post_norms else None,
             mlp_norm=made.norm(hidden),
-            mlp=DenseMlp(
-                gate_up=made.linear(2 * config.intermediate_size, hidden, config.mlp_bias),
-                down=made.linear(hidden, config.intermediate_size, config.mlp_bias),
-            ),
+            mlp=made.mixture(hidden, config.mixture, scheme)
+            if at.mixes and config.mixture is not None
+            else made.mlp(hidden, config.intermediate_size, config.mlp_bias),
             mlp_post_norm=made.norm(hidden) if config.post_norms else None,
             cos_sin=cos_sin_table(PlainRope(10000.0), dim, config.max_positions),
             window=at.window,
+            sinks=made.tensor(heads) if config.attention_sinks else None,
         )
 
     weights = DecoderWeights(
@@ -120,8 +192,10 @@ class Steps:
         *,
         fused: bool,
         cache: torch.dtype | None = None,
+        level: Level | None = None,
+        scheme: Scheme | None = None,
     ) -> None:
-        self.decoder = _decoder(config, native(dtype, cache_dtype=cache), dtype)
+        self.decoder = _decoder(config, native(dtype, level=level, cache_dtype=cache), dtype, scheme)
         assert self.decoder._native is not None
         if not fused:
             self.decoder._native = None
@@ -140,6 +214,12 @@ class Steps:
         """The same with no logits asked for."""
         meta = meta_of([Rows(end - first, end, self.blocks[number]) for number, (first, end) in counts.items()])
         assert self._forward(counts, replace(meta, logits_rows=meta.logits_rows[:0])) is None
+
+    @property
+    def picks(self) -> list[list[int]]:
+        """How often each expert of each mixture was picked."""
+        mixtures = [layer.mlp for layer in self.decoder.weights.layers if isinstance(layer.mlp, MixtureMlp)]
+        return [each.counts.tolist() for each in mixtures if each.counts is not None]
 
     def _forward(self, counts: dict[int, tuple[int, int]], meta: BatchMeta) -> Tensor | None:
         ids = torch.cat([self.ids[number][first:end] for number, (first, end) in counts.items()])
@@ -174,6 +254,27 @@ def test_one_call_equals_single_operations_bit_for_bit(
         assert torch.equal(fused.run(counts), single.run(counts))
 
 
+@pytest.mark.parametrize("level", runnable_levels())
+@pytest.mark.parametrize("config", MIXTURES, ids=("shared", "corrected", "biased"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixtures_of_one_call_equal_those_of_single_operations(
+    config: ModelConfig, dtype: torch.dtype, level: Level
+) -> None:
+    fused, single = (Steps(config, dtype, LENGTHS, fused=fused, level=level) for fused in (True, False))
+    for counts in STEPS:
+        assert torch.equal(fused.run(counts), single.run(counts))
+        assert fused.picks == single.picks
+    assert len(fused.picks) == 2
+    assert all(map(sum, fused.picks))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_of_few_bits_are_mixed_in_one_call(scheme: Scheme) -> None:
+    fused, single = (Steps(SHARED, torch.bfloat16, LENGTHS, fused=fused, scheme=scheme) for fused in (True, False))
+    for counts in STEPS:
+        assert torch.equal(fused.run(counts), single.run(counts))
+
+
 def test_logits_are_capped() -> None:
     fused, single = (Steps(GEMMA, torch.float32, LENGTHS, fused=fused) for fused in (True, False))
     for counts in STEPS:
@@ -190,7 +291,7 @@ def test_with_post_norms_in_bf16_both_ways_are_near_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [LLAMA, GEMMA])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA, *MIXTURES])
 def test_a_stream_alone_and_in_a_batch_has_the_same_logits_bit_for_bit(config: ModelConfig, dtype: torch.dtype) -> None:
     together = Steps(config, dtype, LENGTHS, fused=True)
     batches = [dict(zip(counts, together.run(counts), strict=True)) for counts in STEPS]
