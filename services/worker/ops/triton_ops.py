@@ -114,7 +114,7 @@ class TritonOps(TorchOps):
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """Few rows in one launch; else by cuBLAS, codes as numbers that are made first. Where rows are rounded, too, in
-        two launches, however many there are, the second of which is PyTorch's product for many rows of fp8."""
+        two launches, however many there are, the second of which is PyTorch's product of fp8 where it has one."""
         if isinstance(packed, QuantizedLinear):
             if packed.weight.rounded_activations:
                 return rounded_linear.rounded_linear(x, packed.weight, packed.bias)

@@ -102,7 +102,6 @@ def test_a_family_of_ours_computed_by_transformers_is_rounded_alike(
         ("w8a8_int8", "native", "torch"),
         ("w8a8_int8", "transformers", "native"),
         ("w8a8_fp8", "native", "torch"),
-        ("w8a8_fp8", "transformers", "torch"),
     ],
 )
 def test_activations_are_rounded_as_well(

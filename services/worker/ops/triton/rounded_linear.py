@@ -1,6 +1,6 @@
 """Products of codes with codes (W8A8): rows are rounded to int8 or fp8, each by a scale of its own, and multiplied with
 weights that are the same. Scales are applied to what comes out. The tensor cores sum int8 in int32, exactly, whatever
-the order, and fp8 in float32.
+the order, and fp8 in float32; of fp8 the product is PyTorch's, where it has one.
 
 Bytes of n rows: rounding reads n · in · itemsize and writes n · (in + 4); the product reads out · (in + 4) of weights
 and n · (in + 4), and writes n · out · itemsize. Operations: 2 · n · out · in, at twice bfloat16's rate.
@@ -36,8 +36,6 @@ from services.worker.ops.triton.splits import split_inputs, split_sums, splits_o
 
 TILED_ROWS = (16, 64, 256, 1 << 16)
 """Numbers of rows up to which tiles are the same."""
-MAX_TILED_FP8_ROWS = 64
-"""Of more rows in fp8 a product is PyTorch's, where it has one."""
 _MANY_OUTPUTS = 16384
 """From so many on there are several programs for each multiprocessor, however wide they are."""
 _MULTIPROCESSORS = 132
@@ -87,7 +85,7 @@ def rounded_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> T
     """x [n, in] → x @ weight.T + bias [n, out] in x's dtype, rows rounded first; `bias` is added before it is rounded.
     `weight`: int8 or fp8 with a scale for each output."""
     rows = round_rows(x, weight.code)
-    if len(x) > MAX_TILED_FP8_ROWS and _library_multiplies(x.dtype, weight):
+    if _library_multiplies(x.dtype, weight):
         product: Tensor = torch._scaled_mm(
             *(rows.codes, typed_codes(weight).T, rows.scales[:, None], weight.scales.view(1, -1), bias),
             out_dtype=x.dtype,
@@ -100,17 +98,33 @@ def rounded_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> T
 
 
 def _library_multiplies(dtype: torch.dtype, weight: QuantizedWeight) -> bool:
-    """Whether PyTorch's product of fp8, with a scale for each row and output, takes such a weight and gives `dtype`."""
+    """Whether PyTorch has a product of rows with such a weight that gives `dtype`."""
     outputs, inputs = weight.codes.shape
-    return weight.code == "fp8" and dtype == torch.bfloat16 and outputs % 16 == inputs % 16 == 0
+    if weight.code != "fp8" or dtype != torch.bfloat16 or outputs % 16 or inputs % 16:
+        return False
+    return library_multiplies_fp8(weight.codes.device)
+
+
+@cache
+def library_multiplies_fp8(device: torch.device) -> bool:
+    """Whether PyTorch multiplies fp8 there with a scale for each row and output, found out by trying: not on all
+    devices with tensor cores for it (compute capability 12.0: pytorch/pytorch#192707)."""
+    codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.ones(16, 1, device=device)
+    try:
+        torch._scaled_mm(codes, codes.T, scales, scales.T, out_dtype=torch.bfloat16)
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def compile_tiles(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
     """Runs the kernels on `x` [1, in] in all sizes of tiles: what is compiled now holds nobody up later."""
+    if _library_multiplies(x.dtype, weight):
+        rounded_linear(x, weight, bias)
+        return
     rounded = round_rows(x, weight.code)
     for rows in TILED_ROWS:
-        if rows > MAX_TILED_FP8_ROWS and _library_multiplies(x.dtype, weight):
-            break
         _launch(rows, rounded, weight, bias, x.new_empty(1, len(weight.codes)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from services.worker.ops import quantized
 from services.worker.ops.quantized import Code, QuantizedWeight, Scheme, multiply_rounded, quantize
-from services.worker.ops.triton.rounded_linear import MAX_TILED_FP8_ROWS, rounded_linear
+from services.worker.ops.triton.rounded_linear import library_multiplies_fp8, rounded_linear
 from services.worker.ops.triton.row_ops import round_rows
 from services.worker.ops.triton_ops import TritonOps
 from tests.support.kernels.kernel_device import DEVICE
@@ -72,7 +74,6 @@ def test_sums_are_whole_numbers_that_lose_nothing(rows: int, outputs: int, input
         ("w8a8_int8", 3, torch.bfloat16),
         ("w8a8_fp8", 3, torch.float32),
         ("w8a8_fp8", 40, torch.float16),
-        ("w8a8_fp8", 130, torch.float16),
         ("w8a8_fp8", 3, torch.bfloat16),
     ],
 )
@@ -88,13 +89,32 @@ def test_products_are_those_of_the_cpus_operations(scheme: Scheme, rows: int, dt
     torch.testing.assert_close(found.double(), exact, rtol=2 * DTYPES[dtype], atol=1e-4)
 
 
-@pytest.mark.parametrize("bias", [drawn(48, seed=4).bfloat16(), None], ids=["bias", "none"])
-def test_many_rows_of_fp8_are_multiplied_by_pytorch(bias: torch.Tensor | None) -> None:
-    """As few rows are by a kernel, within a rounding of what comes out."""
-    weight, x = quantize(drawn(48, 512, seed=1), "w8a8_fp8"), drawn(MAX_TILED_FP8_ROWS + 1, 512, seed=2).bfloat16()
-    found, expected = rounded_linear(x, weight, bias), multiply_rounded(x, weight, bias)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=0.02)
+@pytest.mark.parametrize(("rows", "biased"), [(1, True), (70, False), (70, True)])
+def test_rows_of_fp8_are_multiplied_by_pytorch_where_it_can(
+    rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And by our kernel where it cannot, within a rounding of what comes out."""
+    weight, x = quantize(drawn(48, 512, seed=1), "w8a8_fp8"), drawn(rows, 512, seed=2).bfloat16()
+    bias = drawn(48, seed=4).bfloat16() if biased else None
+    tried: list[int] = []
+    real = torch._scaled_mm
+
+    def counted(codes: torch.Tensor, *how: Any, **more: Any) -> torch.Tensor:
+        tried.append(len(codes))
+        return real(codes, *how, **more)
+
+    def refused(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    expected = multiply_rounded(x, weight, bias)
+    for product in (counted, refused):
+        library_multiplies_fp8.cache_clear()
+        monkeypatch.setattr(torch, "_scaled_mm", product)
+        found = rounded_linear(x, weight, bias)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=0.02)
+    assert tried[-1] == rows
+    library_multiplies_fp8.cache_clear()
 
 
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
