@@ -40,7 +40,7 @@ _decoder = msgspec.json.Decoder(CompletionFields)
 
 def _prompts(fields: CompletionFields, card: ModelCard) -> tuple[Prompt, ...]:
     """Those of embeddings first, as vLLM has them."""
-    embedded = () if fields.prompt_embeds is None else embedded_prompts(fields, card)
+    embedded = () if fields.prompt_embeds in (None, []) else embedded_prompts(fields, card)
     if fields.prompt is None or (embedded and not fields.prompt):
         if not embedded:
             raise invalid("prompt", "this field is required")

@@ -56,8 +56,7 @@ class SseFrames:
             return b""
         body = b',"choices":[{"index":%d,"delta":{"role":%b,"content":%b},"logprobs":null,"finish_reason":null}]'
         prompt = self._prompt_ids(choice) or b',"prompt_token_ids":null'
-        if self._options.prompt_text:
-            prompt += b',"prompt_text":' + encode(choice.prompt_text)
+        prompt += b',"prompt_text":' + encode(choice.prompt_text if self._options.prompt_text else None)
         opened = self._head + body % (choice.index, self._role, encode(choice.echo))
         return opened + prompt + self._tail(choice, tokens=0)
 

@@ -124,6 +124,9 @@ class ChatTemplate:
         if (documents := variables.pop("documents", None)) is not None:
             documents = _objects(documents, "chat_template_kwargs", "documents")
         final = self._mark_final(chat) if go_on else None
+        # As in vLLM: DeepSeek's templates, and those that know no tools, join the content of each message to text.
+        absent: str | list[Any] = [] if self.content_format == "openai" else ""
+        chat = [message if "content" in message else {**message, "content": absent} for message in chat]
         try:
             text = self._rendered(chat, tools=tools, documents=documents, add_generation_prompt=add, **variables)
         except TEMPLATE_FAULTS as error:

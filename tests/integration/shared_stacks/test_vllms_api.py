@@ -399,6 +399,7 @@ async def test_token_ids_of_a_chat_with_tools(client: AsyncOpenAI, tokenizer: An
     assert len(answer.choices[0].token_ids) == 5
     first, *chunks = await chunks_of(await chat(client, body={"return_token_ids": True}, stream=True))
     assert first.prompt_token_ids == (await chat(client, body={"return_token_ids": True})).prompt_token_ids
+    assert first.model_dump()["prompt_text"] is None
     assert all("prompt_token_ids" not in chunk.model_dump() for chunk in chunks)
     ids = [token for chunk in chunks for token in chunk.choices[0].token_ids]
     text = "".join(chunk.choices[0].delta.content for chunk in chunks)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
 from services.tokenizer.core.chat_template import ChatTemplate, ChatTemplates
@@ -371,3 +372,15 @@ def test_an_image_is_its_token_where_a_template_takes_strings() -> None:
     assert plain.render(prompt, {"image_token": "<image>"}) == "a\n<image>\nb"
     parts = ChatTemplate("{% for m in messages %}{% for c in m.content %}[{{ c.type }}]{% endfor %}{% endfor %}")
     assert parts.render(prompt, {"image_token": "<image>"}) == "[text][image][text]"
+
+
+def test_a_message_without_content_has_an_empty_one() -> None:
+    """As in vLLM: DeepSeek-V3.1's template joins it to the text of a call unless it is none, and agents send null."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    prompt = ChatPrompt(messages=json.dumps([call]).encode())
+    joined = "{% for m in messages %}{{ m['content'] + '<call>' }}{% endfor %}"
+    assert ChatTemplate(joined).render(prompt, SPECIAL) == "<call>"
+    parts = "{% for m in messages %}{% for part in m['content'] %}{{ part.text }}{% endfor %}<call>{% endfor %}"
+    assert ChatTemplate(parts).render(prompt, SPECIAL) == "<call>"
+    with pytest.raises(PromptRefused, match="has no content to continue"):
+        ChatTemplate(joined).render(replace(prompt, continue_final_message=True, add_generation_prompt=False), SPECIAL)
