@@ -152,7 +152,8 @@ class Stack:
     def url(self) -> str:
         """Where clients reach the gateways, from this machine."""
         host = HOST if self.spec.host in ("", "0.0.0.0", "::") else self.spec.host
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        scheme = "https" if "ssl_certfile" in self.spec.settings.get("gateway", {}) else "http"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
     @property
     def phase(self) -> StackPhase:

@@ -38,6 +38,7 @@ from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.batches import BatchEndpoints
 from services.gateway.http.app import build_app
 from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
+from services.gateway.http.certificates import CertificateError, CertificateWatcher
 from services.gateway.http.endpoints import VERSION
 from services.gateway.http.local_call import local_call
 from services.gateway.http.pages.console import Console
@@ -111,7 +112,8 @@ class Gateway(Actor):
         super().__init__(bus, config.instance_id())
         self._listens = listens
         self._gateway = GatewayId(self.instance)
-        own_cluster = config.own_cluster(self.incarnation)
+        federation = config.federation()
+        own_cluster = federation.own_cluster(self.incarnation)
         clusters = None if own_cluster is None else RemoteClusters(own_cluster, time.time())
         sounds = AudioDecoder(config.max_audio_s, config.audio_decode_s)
         self.requests = RequestTable(
@@ -131,7 +133,7 @@ class Gateway(Actor):
         )
         self.federation: Federation | None = None
         if clusters is not None:
-            options = config.federation_options()
+            options = federation.nats_options()
             drain_file = DrainFile(config.federation_state)
             self.federation = Federation(
                 clusters, self.requests, lambda: connect(options), bus.liveness_now, drain_file=drain_file
@@ -155,6 +157,8 @@ class Gateway(Actor):
         if self.database is not None:
             self.files = FileStore(self.database, config.file_limits())
             self.batch_runner = self._make_batch_runner(self.database, self.files)
+        files = config.certificate_files()
+        self.certificates = None if files is None else CertificateWatcher(files)
         self.app = self.make_app(config.parsers())
         self.server = HttpServer(
             RootPath(self.app, config.root_path),
@@ -162,6 +166,7 @@ class Gateway(Actor):
             config.port,
             reuse_port=config.reuse_port,
             max_connections=config.max_connections,
+            certificates=self.certificates,
         )
         self._ticks = 0
 
@@ -254,8 +259,8 @@ class Gateway(Actor):
         ]
 
     async def set_up(self) -> None:
-        """Starts to listen. Raises SystemExit where the port is taken, the file of keys cannot be used, or the client
-        for the overflow provider or for images is not installed."""
+        """Starts to listen. Raises SystemExit where the port is taken, the file of keys or the certificate cannot be
+        used, or the client for the overflow provider or for images is not installed."""
         if self.provider is not None:
             try:
                 self.provider.check_installed()
@@ -279,8 +284,9 @@ class Gateway(Actor):
         await self._listen()
 
     async def background(self) -> None:
-        """Sends probes to engines, follows the file of keys, reports what keys have used, takes part in the federation,
-        clears the database, feeds the console, and takes up responses in the background that others have left."""
+        """Sends probes to engines, follows the files of keys and of TLS, reports what keys have used, takes part in the
+        federation, clears the database, feeds the console, and takes up responses in the background that others have
+        left."""
         async with asyncio.TaskGroup() as tasks:
             if self.database is not None:
                 tasks.create_task(remove_expired(self.database))
@@ -293,6 +299,8 @@ class Gateway(Actor):
             if self.keys.required:
                 tasks.create_task(self.keys.watch())
                 tasks.create_task(self._limiter.run())
+            if self.certificates is not None:
+                tasks.create_task(self.certificates.watch())
             tasks.create_task(self.console.run())
             tasks.create_task(self.requests.images.open_rows.run())
             await self.requests.prober.run()
@@ -301,7 +309,12 @@ class Gateway(Actor):
         if not self._listens:
             return
         try:
+            if self.certificates is not None:
+                self.certificates.load()
             await self.server.listen()
+        except CertificateError as error:
+            log.error("cannot use the certificate", extra={"error": str(error)})
+            raise SystemExit(1) from None
         except OSError as error:
             log.error("cannot listen", extra={"port": self.server.port, "error": str(error)})
             raise SystemExit(1) from None

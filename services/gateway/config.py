@@ -6,22 +6,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 from urllib.parse import urlsplit
 
-import msgspec
 from msgspec import Meta
 
 from services.gateway.batches.file_store import FileLimits
 from services.gateway.core.open_request import RetryPolicy
 from services.gateway.core.overflow import ModelNames, OverflowLimits, ProviderDialect
-from services.gateway.core.remote_clusters import OwnCluster
 from services.gateway.database.database_url import check_database_url, open_database
 from services.gateway.database.records import Database
 from services.gateway.database.sql_database import SqlDatabase
+from services.gateway.federation.settings import FederationSettings
 from services.gateway.parsing.parser_choice import ParserChoice
 from services.gateway.response_store import ResponseLimits
 from shared.addresses import is_loopback
-from shared.bus.nats_bus import NatsOptions
 from shared.config import ServiceConfig
-from shared.ids import MAX_ID, ClusterName, GatewayId, Incarnation, relay_id
 from shared.messages.dialects import REASONING_ALIASES, TOOL_ALIASES, ReasoningFormat, ToolFormat
 from shared.messages.generation import StreamInterval
 from shared.settings import ByteSize, ContainerVariable, Port, UpOption
@@ -30,6 +27,7 @@ if TYPE_CHECKING:  # `baton up` reads the settings and serves nobody: what they 
     from services.gateway.api.generation import RequestLimits
     from services.gateway.batches.batch_run import BatchLimits
     from services.gateway.http.call import BodyLimits
+    from services.gateway.http.certificates import CertificateFiles
     from services.gateway.http.generation import StreamSettings
     from services.gateway.overflow_provider import OverflowSettings
 
@@ -88,6 +86,21 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         UpOption(),
         ContainerVariable(),
     ] = ""
+    ssl_certfile: Annotated[
+        Path | None,
+        Meta(description="PEM file of a certificate and its chain, for HTTPS; read again when it changes."),
+        UpOption(),
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None,
+        Meta(description="PEM file of the certificate's private key, without a passphrase; default: `ssl_certfile`."),
+        UpOption(),
+    ] = None
+    ssl_ca_certs: Annotated[
+        Path | None,
+        Meta(description="PEM file of authorities: clients must show a certificate that one of them has signed."),
+        UpOption(),
+    ] = None
     console: Annotated[
         bool,
         Meta(description="Serve the console, a page that shows the stack and operates it, at /console."),
@@ -344,8 +357,9 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or url.username:
                 raise ValueError("overflow: an http:// or https:// URL is allowed, without user, password and query")
         ModelNames.parse(self.overflow_model)
+        self.certificate_files()
         self.parsers().check()
-        self._check_federation()
+        self.federation().check()
         if self.database is not None:
             check_database_url(self.database)
         if self.reachable and not (self.api_keys or self.keys_file or self.insecure):
@@ -359,40 +373,27 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         """Whether other machines can reach the port."""
         return not is_loopback(self.published_host or self.host)
 
-    def _check_federation(self) -> None:
-        """Raises ValueError."""
-        if self.cluster is not None:
-            try:
-                msgspec.convert(self.cluster, ClusterName)
-            except msgspec.ValidationError:
-                raise ValueError(f"cluster {self.cluster!r}: 1 to 24 of A-Z a-z 0-9 - are allowed") from None
-            if len(relay_id(ClusterName(self.cluster), GatewayId(self.instance))) > MAX_ID:
-                raise ValueError(f"instance {self.instance}: with the cluster's name more than {MAX_ID} characters")
-        if self.federation_url is not None:
-            if self.cluster is None or not self.federation_address:
-                raise ValueError("federation_url: cluster and federation_address are needed, too")
-            url = urlsplit(self.federation_url)
-            if url.scheme not in ("nats", "tls") or not url.hostname:
-                raise ValueError("federation_url: nats://USER:PASSWORD@HOST:PORT is expected")
-
-    def own_cluster(self, incarnation: Incarnation) -> OwnCluster | None:
-        """Returns what this gateway says of its cluster; None where it is in no federation."""
-        if self.federation_url is None or self.cluster is None:
+    def certificate_files(self) -> CertificateFiles | None:
+        """Returns the files of TLS; None where the port speaks plain HTTP. Raises ValueError where a key or authorities
+        are given without a certificate."""
+        if self.ssl_certfile is None:
+            if self.ssl_keyfile or self.ssl_ca_certs:
+                raise ValueError("ssl_keyfile, ssl_ca_certs: ssl_certfile is needed, too")
             return None
-        fingerprint = bytes.fromhex(self.federation_model)
-        name, gateway = ClusterName(self.cluster), GatewayId(self.instance)
-        return OwnCluster(name, self.federation_address, gateway, incarnation, fingerprint, self.block_size)
+        from services.gateway.http.certificates import CertificateFiles
 
-    def federation_options(self) -> NatsOptions:
-        """Returns how the federation's NATS server is reached, where there is one."""
-        url = urlsplit(self.federation_url or "")
-        address = url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
-        return NatsOptions(
-            servers=(address,),
+        return CertificateFiles(self.ssl_certfile, self.ssl_keyfile or self.ssl_certfile, self.ssl_ca_certs)
+
+    def federation(self) -> FederationSettings:
+        """Returns its part in a federation."""
+        return FederationSettings(
+            instance=self.instance,
             namespace=self.namespace,
-            name=self.instance,
-            user=url.username,
-            password=url.password,
+            cluster=self.cluster,
+            url=self.federation_url,
+            address=self.federation_address,
+            model=self.federation_model,
+            block_size=self.block_size,
         )
 
     def policy(self) -> RetryPolicy:

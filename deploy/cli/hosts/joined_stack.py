@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from deploy.cli.up.assignments import Settings, merged
-from deploy.cli.up.choices import check_gateway
+from deploy.cli.up.choices import check_gateway, gateway_files
 from deploy.cli.up.counts import cpu_share, standby_engines
 from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.options import placed, service_settings, stack_settings
@@ -67,9 +67,10 @@ def joined_spec(
     counts = _counts(host, values, stack, light, has_store=store is not None)
     if not counts.all_engines + counts.kvstore + sum(light.values()):
         raise CommandError("nothing is to run here: --engines, --prefill, --decode or --kvstore-memory", status=2)
-    keys_file = values.get("keys_file")
-    if counts.gateway and found.keys_file and keys_file is None:
+    if counts.gateway and found.keys_file and values.get("keys_file") is None:
         raise CommandError("--gateways: the stack's keys are in a file; bring it here and give --keys-file", status=2)
+    if counts.gateway and found.tls and values.get("ssl_certfile") is None:
+        raise CommandError("--gateways: the stack's speak TLS; give --ssl-certfile, and --ssl-keyfile", status=2)
     numa_nodes = numa_choice(values, assigned)
     threads = cpu_share(counts, numa_nodes) if counts.all_engines else None
     load_format = found.settings.get("worker", {}).get("load_format")
@@ -127,12 +128,12 @@ def _own_settings(
     host: HostMembership, values: Mapping[str, Any], threads: int | None, store: StoreSpec | None
 ) -> Settings:
     """What services are told that follows from this machine and its files. `threads`: of a rank."""
-    keys_file, federation = values.get("keys_file"), host.stack.federation
+    federation = host.stack.federation
     return {
         "worker": {} if threads is None else {"threads": str(threads)},
         "kvstore": ssd_settings(values, has_store=store is not None),
         "gateway": {
-            **({} if keys_file is None else {"keys_file": str(Path(keys_file).absolute())}),
+            **gateway_files(values),
             **({} if federation is None else {"cluster": federation.cluster}),
         },
     }

@@ -37,6 +37,7 @@ from deploy.supervisor.settings import StackSettings
 from deploy.supervisor.spec import ModelSpec, OutsideBus, RaySpec, StackSpec, StoreSpec
 from services.gateway.config import GatewayConfig
 from services.gateway.core.api_keys import KeyFileError
+from services.gateway.http.certificates import CertificateError
 from services.gateway.key_file import KeyFileWatcher
 from services.worker.distributed.binding import available_cores
 from services.worker.platforms.names import check_device_name
@@ -177,12 +178,17 @@ def _found_settings(
     that an engine has. Raises CommandError."""
     drafts = drafting(values.get("speculative"), device=values.get("device"), stages=stages)
     worker = {"speculative": drafts, "threads": threads}
-    keys_file = values.get("keys_file")
     return {
         "worker": {key: str(value) for key, value in worker.items() if value is not None},
-        "gateway": {} if keys_file is None else {"keys_file": str(Path(keys_file).absolute())},
+        "gateway": gateway_files(values),
         "kvstore": ssd_settings(values, has_store=has_store),
     }
+
+
+def gateway_files(values: Mapping[str, Any]) -> dict[str, str]:
+    """Files of this machine that its gateways read."""
+    given = {name: values.get(name) for name in ("keys_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
+    return {name: str(Path(path).absolute()) for name, path in given.items() if path is not None}
 
 
 def _of_several(
@@ -239,8 +245,8 @@ def _model_spec(
 
 
 def check_gateway(spec: StackSpec) -> None:
-    """Raises CommandError where a gateway of the stack would refuse to start, for an address that is open to strangers
-    or for its keys."""
+    """Raises CommandError where a gateway of the stack would refuse to start, for an address that is open to strangers,
+    its keys or its certificate."""
     (process,) = process_specs("gateway", 1, spec.counts)
     where = LaunchContext(port=spec.port, rendezvous=None)
     argv = service_command(spec, process, where)[3:]
@@ -248,10 +254,14 @@ def check_gateway(spec: StackSpec) -> None:
     try:
         config = load_config("gateway", GatewayConfig, argv, environment)
         KeyFileWatcher(config.api_keys, config.keys_file).load()
+        if (files := config.certificate_files()) is not None:
+            files.context()
     except ConfigError as error:
         raise CommandError(str(error), status=2) from None
     except KeyFileError as error:
         raise CommandError(f"--keys-file {config.keys_file}: {error}", status=2) from None
+    except CertificateError as error:
+        raise CommandError(f"TLS of the HTTP port: {error}", status=2) from None
 
 
 def ray_choice(

@@ -45,12 +45,13 @@ NEEDLESS: Mapping[str, str] = {
     "--no-enable-log-requests": "requests are not logged",
     "--disable-log-stats": "figures are at /metrics, not in the log",
     "--disable-uvicorn-access-log": "requests are not logged",
+    "--enable-ssl-refresh": "certificates are always read again when they change",
 }
 """Switches of vLLM's that ask for what is so in any case: they are left out, and why is said."""
 INSTEAD: Mapping[str, str] = {
     "--seed": "requests have seeds (`seed`); without one it is drawn anew each time",
-    "--ssl-keyfile": "put a proxy that ends TLS in front",
-    "--ssl-certfile": "put a proxy that ends TLS in front",
+    "--ssl-cert-reqs": "--ssl-ca-certs FILE has clients show a certificate",
+    "--ssl-ciphers": "TLS 1.2 and 1.3 with OpenSSL's choice of ciphers",
     "--allowed-origins": "--set gateway.cors_origins=ORIGIN",
     "--limit-mm-per-prompt": "--set gateway.max_images=N, gateway.max_videos=N, gateway.max_sounds=N",
     "--structured-outputs-config": "--grammar-backend",

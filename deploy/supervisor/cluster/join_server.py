@@ -203,6 +203,7 @@ class JoinServer:
             redis_url=redis.url if isinstance(redis, OutsideRedis) else None,
             api_keys=spec.api_keys,
             keys_file="keys_file" in spec.settings.get("gateway", {}),
+            tls="ssl_certfile" in spec.settings.get("gateway", {}),
             drain_timeout=spec.drain_timeout,
             orphan_timeout=spec.orphan_timeout,
             fingerprint=self._rules.model,

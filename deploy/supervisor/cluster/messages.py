@@ -141,6 +141,8 @@ class StackMembership(Struct, frozen=True, tag=True, kw_only=True):
     """For a host that runs gateways."""
     keys_file: bool = False
     """Whether the first host's gateways read a file of keys; other hosts' have to have the same one."""
+    tls: bool = False
+    """Whether the first host's gateways speak TLS; other hosts' have to, with certificates of their own."""
     drain_timeout: float
     orphan_timeout: float
     fingerprint: ModelFingerprint | None = None

@@ -16,7 +16,8 @@ from collections.abc import Callable
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway.http.connection import Connection, UnflushedConnections
+from services.gateway.http.certificates import CertificateWatcher
+from services.gateway.http.connection import HEAD_TIMEOUT, Connection, UnflushedConnections
 
 BACKLOG = 4096
 KEEP_ALIVE = 75
@@ -50,8 +51,19 @@ class RootPath:
 class HttpServer:
     """Owns the listening socket and, through uvicorn, every connection."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, *, reuse_port: bool, max_connections: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        *,
+        reuse_port: bool,
+        max_connections: int,
+        certificates: CertificateWatcher | None,
+    ) -> None:
+        """`certificates`: for TLS, loaded before `listen`."""
         self._host, self.port, self._reuse_port = host, port, reuse_port
+        self._certificates = certificates
         self._config = uvicorn.Config(
             app,
             http=Connection,
@@ -86,7 +98,7 @@ class HttpServer:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
         await self.refresh_date()
-        self._acceptor = Acceptor(listener, self._connection)
+        self._acceptor = Acceptor(listener, self._connection, self._certificates)
 
     def _connection(self) -> Connection:
         return Connection(self._unflushed, config=self._config, server_state=self._server.server_state, app_state={})
@@ -121,10 +133,15 @@ class HttpServer:
 class Acceptor:
     """Owns a listening socket until `close`, and accepts its connections."""
 
-    def __init__(self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        protocol: Callable[[], asyncio.Protocol],
+        certificates: CertificateWatcher | None = None,
+    ) -> None:
         """Accepts at once; `protocol` makes the protocol of one client. To be called on the event loop."""
         listener.setblocking(False)
-        self._listener, self._protocol = listener, protocol
+        self._listener, self._protocol, self._certificates = listener, protocol, certificates
         self._loop = asyncio.get_running_loop()
         self._connecting: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
@@ -161,8 +178,11 @@ class Acceptor:
         self._retry = self._loop.call_later(RETRY_SECONDS, self._listen)
 
     async def _connect(self, client: socket.socket) -> None:
+        tls = None if self._certificates is None else self._certificates.context
         try:
-            await self._loop.connect_accepted_socket(self._protocol, client)
-        except OSError as error:  # it went away meanwhile
+            await self._loop.connect_accepted_socket(
+                self._protocol, client, ssl=tls, ssl_handshake_timeout=None if tls is None else HEAD_TIMEOUT
+            )
+        except OSError as error:  # it went away meanwhile, or the two do not agree on TLS
             log.debug("connection closed before it was accepted", extra={"error": str(error)})
             client.close()

@@ -31,7 +31,7 @@ class FakeProvider:
         """Requests that were given up before their answer was complete."""
         self.hold = asyncio.Event()
         """What "holds" goes on, in the middle of its answer, when it is set."""
-        self.server = HttpServer(self, "127.0.0.1", 0, reuse_port=False, max_connections=100)
+        self.server = HttpServer(self, "127.0.0.1", 0, reuse_port=False, max_connections=100, certificates=None)
 
     @property
     def url(self) -> str:

@@ -17,13 +17,14 @@ THEIRS = """
     --served-model-name a b --api-key k --chat-template f.jinja --tool-call-parser hermes --enable-auto-tool-choice
     --reasoning-parser deepseek_r1 --max-num-batched-tokens 2048 --dtype half --trust-remote-code
     --kv-cache-dtype=fp8_e4m3 --disable-log-requests --speculative-config '{"method": "ngram"}'
-    --enable-lora --lora-modules x=/a '{"name": "y", "path": "/b"}'
+    --enable-lora --ssl-certfile c.pem --ssl-keyfile=k.pem --lora-modules x=/a '{"name": "y", "path": "/b"}'
 """
 OURS = """
     --model models/qwen --max-model-len=4096 --gpu-memory-utilization 0.9 --tp 2 --enable-prefix-caching
     --served-model-name a --alias b --api-key k --set tokenizer.chat_template=f.jinja --tool-call-parser hermes
     --reasoning-parser deepseek_r1 --max-batch-tokens 2048 --dtype float16 --trust-remote-code
-    --kv-cache-dtype fp8 --speculative '{"method": "ngram"}' --lora x=/a --lora y=/b
+    --kv-cache-dtype fp8 --speculative '{"method": "ngram"}' --ssl-certfile c.pem --ssl-keyfile=k.pem
+    --lora x=/a --lora y=/b
 """
 
 
@@ -51,7 +52,7 @@ def test_a_line_of_ours_stays_as_it_is() -> None:
     ("line", "said"),
     [
         (["m", "--seed", "0"], "--seed is vLLM's and no option here: requests have seeds"),
-        (["m", "--ssl-keyfile=k"], "a proxy"),
+        (["m", "--ssl-cert-reqs=2"], "--ssl-ca-certs"),
         (["m", "--lora-modules", "{}"], "--lora-modules {}: "),
     ],
 )
