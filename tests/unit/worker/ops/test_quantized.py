@@ -7,7 +7,16 @@ from typing import get_args
 import pytest
 import torch
 
-from services.worker.ops.quantized import Code, QuantizedWeight, pack_nibbles, quantize, stack_outputs, unpack_nibbles
+from services.worker.ops.quantized import (
+    Code,
+    QuantizedWeight,
+    Scheme,
+    pack_nibbles,
+    quantize,
+    round_rows,
+    stack_outputs,
+    unpack_nibbles,
+)
 from services.worker.ops.torch_ops import TorchOps
 from tests.support.worker.native_batches import CPU, random
 
@@ -72,6 +81,20 @@ def test_codes_that_differ_in_kind_become_ones_that_hold_them_all() -> None:
         torch.testing.assert_close(stacked.dequantized(torch.float32), expected, rtol=0, atol=0)
     rounded = quantize(random(6, 256), "w8a8_int8")
     assert stack_outputs([rounded, eight]) is None
+
+
+@pytest.mark.parametrize("scheme", ["w8a8_int8", "w8a8_fp8"])
+def test_a_ranks_part_of_a_weight_rounds_its_share_of_a_row(scheme: Scheme) -> None:
+    """By the greatest of the share."""
+    whole, x = quantize(random(6, 256, seed=1), scheme), random(5, 256, seed=2)
+    part = whole.part(slice(1, 5), (64, 160), torch.float32)
+    assert isinstance(part, QuantizedWeight)
+    rows = round_rows(x[:, 64:160], part.code)
+    ops = TorchOps(CPU, torch.float32)
+    expected = (rows.codes * rows.scales) @ whole.dequantized(torch.float32)[1:5, 64:160].T
+    found = ops.linear(x[:, 64:160], ops.pack_quantized(part, None))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (found - x[:, 64:160] @ whole.dequantized(torch.float32)[1:5, 64:160].T).abs().max() > 1e-3
 
 
 def test_nibbles_are_unpacked_to_what_was_packed() -> None:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from services.worker.ops import quantized
+from services.worker.ops import quantized, triton_ops
 from services.worker.ops.quantized import Code, QuantizedWeight, Scheme, multiply_rounded, quantize
 from services.worker.ops.triton.rounded_linear import library_multiplies_fp8, rounded_linear
 from services.worker.ops.triton.row_ops import round_rows
@@ -115,6 +115,17 @@ def test_rows_of_fp8_are_multiplied_by_pytorch_where_it_can(
         torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=0.02)
     assert tried[-1] == rows
     library_multiplies_fp8.cache_clear()
+
+
+def test_rows_stay_as_they_are_where_no_tensor_core_multiplies_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before compute capability 8.9."""
+    monkeypatch.setattr(triton_ops, "readable", lambda code, _device: code != "fp8")
+    ops, x = TritonOps(DEVICE, torch.float32), drawn(3, 160, seed=2)
+    for scheme, rounds in (("w8a8_fp8", False), ("w8a8_int8", True)):
+        weight = quantize(drawn(48, 160, seed=1), scheme)
+        found = ops.linear(x, ops.pack_quantized(weight, None)).double()
+        exact = x.double() @ weight.dequantized(torch.float64).T
+        assert bool((found - exact).norm() > 1e-3 * exact.norm()) is rounds
 
 
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
