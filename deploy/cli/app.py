@@ -162,15 +162,15 @@ class _Commands(TyperGroup):
         end_at_once()
         command = loaded(name)
         if name == "up":
-            rest = _from_vllm(rest)
+            rest = _from_vllm(rest, command)
         raise_interrupt()
         return name, command, rest
 
 
-def _from_vllm(line: list[str]) -> list[str]:
-    from deploy.cli.up.vllm_line import translated
+def _from_vllm(line: list[str], command: Any) -> list[str]:
+    from deploy.cli.up.vllm_line import switches_of, translated
 
-    made, said = translated(line)
+    made, said = translated(line, switches_of(command))
     if not any(each.startswith("--ready-fd") for each in line):  # else --detach has said it already
         for each in said:
             print(f"baton: {each}", file=sys.stderr)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import math
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -62,6 +63,8 @@ RECONNECT_WAIT = 0.1
 ANSWER_SECONDS = 2
 """For the first answer of a server that has let us in."""
 GRACE_AFTER_RECONNECT = 2.0
+SAME_ERROR_PAUSE = 60.0
+"""Seconds in which an error that comes again is not logged again: each attempt to connect has one."""
 ERROR_REPLY = "Baton-Error"
 
 
@@ -363,14 +366,18 @@ async def _connect_once(options: NatsOptions) -> NatsBus:
     last_error: list[Exception] = []
     refusals: set[bool] = set()
     closed = asyncio.Event()
+    said, said_at = "", -math.inf
 
     async def failed(error: Exception) -> None:
+        nonlocal said, said_at
         last_error[:] = [error]
         refusals.add(_is_refusal(error))
         if isinstance(error, nats.errors.SlowConsumerError):
             BUS_DROPPED.labels("slow_consumer").inc()
         refused = "permissions violation" in str(error).lower()
-        log.log(logging.ERROR if refused else logging.WARNING, "bus error", extra={"error": repr(error)})
+        if refused or repr(error) != said or time.monotonic() - said_at >= SAME_ERROR_PAUSE:
+            said, said_at = repr(error), time.monotonic()
+            log.log(logging.ERROR if refused else logging.WARNING, "bus error", extra={"error": said})
 
     async def ended() -> None:
         closed.set()

@@ -23,7 +23,15 @@ from deploy.cli.up.counts import (
 )
 from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.machine import gpu_choice, numa_choice
-from deploy.cli.up.models import ChosenModel, check_names, check_together, chosen_models, first_of, own_settings
+from deploy.cli.up.models import (
+    ChosenModel,
+    check_adapters,
+    check_names,
+    check_together,
+    chosen_models,
+    first_of,
+    own_settings,
+)
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
 from deploy.cli.up.other_hosts import check_certificates, check_outside_bus, cluster_choice, hosts_choice
 from deploy.cli.up.store import node_name, ssd_settings, store_choice, with_connector, without_unused_store
@@ -128,6 +136,7 @@ def stack_spec(
         check_gateway(spec)
     if len(chosen) > 1:
         spec = _of_several(spec, chosen, values, assigned, own)
+    check_adapters([spec.settings, *(each.settings for each in spec.models)])
     return without_unused_store(spec, values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from deploy.cli.up.assignments import parsed_settings
 from deploy.cli.up.choices import stack_spec
 from deploy.cli.up.models import split_assignments
 from deploy.cli.up.options import DETACH, Detach, StackAssignments, offers, with_options
+from deploy.errors import CommandError
 
 
 def up(
@@ -35,6 +37,7 @@ def up(
         from deploy.supervisor.background import start_in_background
 
         raise_interrupt()
+        check_run_dir(where)
         start_in_background(where, [each for each in sys.argv[1:] if each not in DETACH])
         named = "" if name == DEFAULT else f" --name {name}"
         down = f"baton down{named}" if run_dir is None else f"baton down --run-dir {run_dir}"
@@ -46,7 +49,19 @@ def up(
     assigned, models = parsed_settings(asked.shared), typed.pop("model") or []
     spec = stack_spec(typed, assigned, name=name, run_dir=where, config=config, models=models, own=asked.own)
     raise_interrupt()
+    check_run_dir(where)
     run_stack(spec, ready_fd)
+
+
+def check_run_dir(path: Path) -> None:
+    """Makes the folder where there is none. Raises CommandError where it cannot be made or written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        reason = None if os.access(path, os.W_OK | os.X_OK) else "it may not be written to"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason is not None:
+        raise CommandError(f"--run-dir {path}: {reason}; logs and the state of the stack lie there", status=2)
 
 
 SEVERAL_MODELS = "Several, each as NAME=PATH_OR_ID: a stack of several models."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from deploy.errors import CommandError
@@ -73,24 +73,26 @@ INSTEAD: Mapping[str, str] = {
 """What to do in place of an option that there is none for."""
 
 
-def translated(line: Sequence[str]) -> tuple[list[str], list[str]]:
+def translated(line: Sequence[str], switches: Container[str] = ()) -> tuple[list[str], list[str]]:
     """Returns the arguments of `baton up` for those typed, and what is to be said of them; a line without vLLM's names
-    is returned as it is. A model may stand first without `--model`, `_` for `-` in names, and several values behind
-    `--served-model-name` and `--lora-modules`. Raises CommandError for an option of vLLM's that is none here."""
+    is returned as it is. A model may stand anywhere without `--model`, `_` for `-` in names, and several values behind
+    the options in `SEVERAL`. `switches`: options of `baton up` without a value. Raises CommandError for an option of
+    vLLM's that is none here."""
     made: list[str] = []
     said: list[str] = []
-    rest = list(line)
-    if rest and not rest[0].startswith("-"):
-        made += ["--model", rest.pop(0)]
+    rest, has_model = list(line), False
     while rest:
         name, equals, value = _split(rest.pop(0))
-        if name in NEEDLESS:
+        if not name.startswith("-"):
+            made += [name] if has_model else ["--model", name]
+            has_model = True
+        elif name in NEEDLESS:
             said.append(f"{name} is not needed: {NEEDLESS[name]}")
         elif name in INSTEAD:
             raise CommandError(f"{name} is vLLM's and no option here: {INSTEAD[name]}", status=2)
         elif name in SEVERAL:
             values = [value] if equals else []
-            while rest and not rest[0].startswith("-"):
+            while not equals and rest and not rest[0].startswith("-"):
                 values.append(rest.pop(0))
             made += SEVERAL[name](values)
         elif name in SETTINGS and (equals or rest):
@@ -99,8 +101,17 @@ def translated(line: Sequence[str]) -> tuple[list[str], list[str]]:
             given = value if equals else rest.pop(0)
             made += [name, VALUES[name].get(given, given)]
         else:
-            made.append(f"{SAME.get(name, name)}{equals}{value}")
+            name = SAME.get(name, name)
+            made.append(f"{name}{equals}{value}")
+            if not equals and name not in switches and rest:
+                made.append(rest.pop(0))
     return made, said
+
+
+def switches_of(command: Any) -> frozenset[str]:
+    """The options of a command, click's or typer's, that have no value."""
+    flags = (each for each in command.params if getattr(each, "is_flag", False))
+    return frozenset({"-h", "--help"}.union(*((*each.opts, *each.secondary_opts) for each in flags)))
 
 
 def _split(argument: str) -> tuple[str, str, str]:
@@ -114,6 +125,11 @@ def _split(argument: str) -> tuple[str, str, str]:
 def _names(values: Sequence[str]) -> Iterator[str]:
     for i, value in enumerate(values or [""]):
         yield from ("--alias" if i else "--served-model-name", value)
+
+
+def _keys(values: Sequence[str]) -> Iterator[str]:
+    for value in values or [""]:
+        yield from ("--api-key", value)
 
 
 def _adapters(values: Sequence[str]) -> Iterator[str]:
@@ -133,5 +149,6 @@ def _adapters(values: Sequence[str]) -> Iterator[str]:
 SEVERAL: Mapping[str, Callable[[Sequence[str]], Iterator[str]]] = {
     "--served-model-name": _names,
     "--lora-modules": _adapters,
+    "--api-key": _keys,
 }
-"""Options of vLLM's that take several values at once."""
+"""Options that take several values at once there."""

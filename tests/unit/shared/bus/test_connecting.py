@@ -56,6 +56,14 @@ async def test_only_a_client_that_is_refused_is_given_up_early() -> None:
         await slow
 
 
+async def test_what_goes_wrong_at_every_attempt_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It filled a supervisor's log with some ten lines a second."""
+    nobody = NatsOptions(servers=("nats://127.0.0.1:1",), connect_timeout=1.0)
+    with pytest.raises(BusError, match="Connect call failed"):
+        await connect(nobody)
+    assert [record.message for record in caplog.records] == ["bus error", "bus away"]
+
+
 @contextlib.asynccontextmanager
 async def server_that_takes_over_users(closes: int) -> AsyncIterator[tuple[str, list[int]]]:
     """Lets every client in, and closes the first `closes` connections right behind that; its URL, and a count of its

@@ -7,22 +7,22 @@ import shlex
 import pytest
 
 from deploy.cli.app import loaded
-from deploy.cli.up.vllm_line import INSTEAD, NEEDLESS, SAME, SETTINGS, translated
+from deploy.cli.up.vllm_line import INSTEAD, NEEDLESS, SAME, SETTINGS, switches_of, translated
 from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
 from shared.settings import settings_of
 
 THEIRS = """
     models/qwen --max_model_len=4096 --gpu-memory-utilization 0.9 -tp 2 --enable-prefix-caching
-    --served-model-name a b --api-key k --chat-template f.jinja --tool-call-parser hermes --enable-auto-tool-choice
+    --served-model-name a b --api-key k l --chat-template f.jinja --tool-call-parser hermes --enable-auto-tool-choice
     --reasoning-parser deepseek_r1 --max-num-batched-tokens 2048 --dtype half --trust-remote-code
     --kv-cache-dtype=fp8_e4m3 --disable-log-requests --speculative-config '{"method": "ngram"}'
     --enable-lora --ssl-certfile c.pem --ssl-keyfile=k.pem --lora-modules x=/a '{"name": "y", "path": "/b"}'
 """
 OURS = """
     --model models/qwen --max-model-len=4096 --gpu-memory-utilization 0.9 --tp 2 --enable-prefix-caching
-    --served-model-name a --alias b --api-key k --set tokenizer.chat_template=f.jinja --tool-call-parser hermes
-    --reasoning-parser deepseek_r1 --max-batch-tokens 2048 --dtype float16 --trust-remote-code
+    --served-model-name a --alias b --api-key k --api-key l --set tokenizer.chat_template=f.jinja
+    --tool-call-parser hermes --reasoning-parser deepseek_r1 --max-batch-tokens 2048 --dtype float16 --trust-remote-code
     --kv-cache-dtype fp8 --speculative '{"method": "ngram"}' --ssl-certfile c.pem --ssl-keyfile=k.pem
     --lora x=/a --lora y=/b
 """
@@ -33,7 +33,7 @@ def options() -> set[str]:
 
 
 def test_a_usual_line_comes_to_options_of_ours() -> None:
-    line, said = translated(shlex.split(THEIRS))
+    line, said = translated(shlex.split(THEIRS), switches_of(loaded("up")))
     assert line == shlex.split(OURS)
     assert [each.partition(" ")[0] for each in said] == [
         *("--enable-auto-tool-choice", "--disable-log-requests", "--enable-lora")
@@ -46,6 +46,15 @@ def test_a_line_of_ours_stays_as_it_is() -> None:
     assert translated(line) == (line, [])
     assert translated([]) == ([], [])
     assert translated(["--scheduling-policy"]) == (["--scheduling-policy"], []), "what lacks its value says the parser"
+
+
+@pytest.mark.parametrize(
+    "line", ["--detach m", "--port 0 m", "--port=0 -d m", "--enable-auto-tool-choice m", "--api-key=k m"]
+)
+def test_a_model_may_stand_behind_options(line: str) -> None:
+    made, _ = translated(shlex.split(line), switches_of(loaded("up")))
+    assert made[-2:] == ["--model", "m"]
+    assert translated(["a", "--port", "0", "b"])[0] == ["--model", "a", "--port", "0", "b"], "two say the parser"
 
 
 @pytest.mark.parametrize(
