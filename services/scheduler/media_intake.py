@@ -145,7 +145,8 @@ class MediaIntake:
                 raise NoRoom(f"{_size(embeds)} bytes find no room in {self._max_bytes}, rows_memory of the scheduler")
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), left)
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
             except TimeoutError:
                 continue
         for each in embeds.kept:

@@ -204,7 +204,8 @@ class MemoryBus:
         if not self._send(topic.subject, encode(message), resolve):
             raise NoResponders(topic.subject)
         try:
-            answer = await asyncio.wait_for(reply, timeout)
+            async with asyncio.timeout(timeout):
+                answer = await reply
         except TimeoutError:
             raise ReplyTimeout(topic.subject) from None
         if isinstance(answer, ReplyError):
@@ -225,7 +226,8 @@ class MemoryBus:
         if endpoint is None:
             raise NoResponders(subject)
         try:
-            return await asyncio.wait_for(endpoint(body), timeout)
+            async with asyncio.timeout(timeout):
+                return await endpoint(body)
         except TimeoutError:
             raise ReplyTimeout(subject) from None
 
