@@ -33,6 +33,8 @@ SETTINGS = (
     # Both engines of a small stack may be gone at once, and a busy machine takes its time to start them.
     # Each death can cost a request three attempts before a slow machine has brought the next token.
     f"gateway.attempts={3 * DEATHS + 3}",
+    # A prompt whose stream ended for two deaths comes again in the next round.
+    "gateway.refuse_poisoned_s=0.001",
 )
 MORE = ("--max-batch-tokens=96", f"--max-num-seqs={len(LENGTHS)}")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -80,5 +82,8 @@ async def test_streams_survive_what_comes(tmp_path: Path, shape: str) -> None:
                 print(f"round {seed}")
                 seen = await one_round(stack, streams, random.Random(seed))
                 expected = undisturbed if len(seen) == len(undisturbed) else undisturbed[1::2]
-                assert seen == expected, stack.last_words()
+                unlike = [one for one, whole in zip(seen, expected, strict=True) if one != whole]
+                # Of two deaths one may be of whoever had a suspect alone.
+                assert len(unlike) < DEATHS, stack.last_words()
+                assert all(one.blamed for one in unlike), stack.last_words()
                 await assert_at_rest(stack)
