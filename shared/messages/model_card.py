@@ -41,6 +41,8 @@ class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
     """The tokens of a language model whose logits those of the labels are; none: labels have a head of their own."""
     activated: bool = True
     """Whether a classifier's logits go through `activation` where a request does not say."""
+    prompts: tuple[tuple[str, str], ...] = ()
+    """What the checkpoint says is put before a text that becomes an embedding, by the name of its kind: query, …"""
 
     @property
     def makes(self) -> PooledKind:

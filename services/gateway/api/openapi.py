@@ -29,6 +29,7 @@ from services.gateway.api.completions import CompletionFields
 from services.gateway.api.generation import RANGES, AllowedRange, CommonFields
 from services.gateway.api.ollama.request import OllamaChatFields, OllamaGenerateFields, ShowFields
 from services.gateway.api.pooling.classification import ClassificationFields
+from services.gateway.api.pooling.cohere import CohereEmbedFields
 from services.gateway.api.pooling.embeddings import EmbeddingFields, PoolingFields
 from services.gateway.api.pooling.scores import RerankFields, ScoreFields
 from services.gateway.api.prompts import DetokenizeFields, InvocationFields, TokenizeFields
@@ -118,6 +119,7 @@ OPERATIONS = (
     Operation("POST", "/rerank", "Documents in the order of their relevance.", RerankFields),
     Operation("POST", "/v1/rerank", "The same as /rerank.", RerankFields),
     Operation("POST", "/v2/rerank", "The same as /rerank, as version 2 of Cohere's API has it.", RerankFields),
+    Operation("POST", "/v2/embed", "Vectors of texts, as version 2 of Cohere's API has them.", CohereEmbedFields),
     Operation("POST", "/v1/files", "Upload the requests of a batch.", UploadFields, form=True),
     Operation("GET", "/v1/files", "The key's files.", parameters=("after", "limit", "order", "purpose")),
     Operation("GET", "/v1/files/{name}", "One of them."),

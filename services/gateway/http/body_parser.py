@@ -32,6 +32,7 @@ from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationKind, GenerationRequest, RequestLimits
 from services.gateway.api.ollama.request import read_ollama_chat, read_ollama_generate
 from services.gateway.api.pooling.classification import read_classification
+from services.gateway.api.pooling.cohere import read_cohere_embed
 from services.gateway.api.pooling.embeddings import read_embedding, read_pooling_request
 from services.gateway.api.pooling.scores import read_rerank, read_score
 from services.gateway.api.prompts import read_detokenize, read_invocation, read_tokenize
@@ -63,6 +64,7 @@ LENGTH_BYTES = 8
 BodyKind = Literal[
     GenerationKind,
     "cohere_rerank",
+    "cohere_embed",
     "chat_batch",
     "count_tokens",
     "input_tokens",
@@ -133,6 +135,8 @@ def read_body(body: bytes, context: BodyContext) -> Any:
             return read_classification(body, context.cards, context.limits)
         case "score":
             return read_score(body, context.cards, context.limits)
+        case "cohere_embed":
+            return read_cohere_embed(body, context.cards, context.limits)
         case "rerank" | "cohere_rerank":
             return read_rerank(body, context.cards, context.limits, cohere=context.kind == "cohere_rerank")
         case "tokenize":

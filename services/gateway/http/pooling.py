@@ -26,7 +26,7 @@ LARGE_ANSWER = 2**20
 ANSWER_SHARE = 11
 """...as so many times their bytes: as JSON, and once more while it is joined."""
 
-PooledKind = Literal["embedding", "pooling", "classification", "score", "rerank", "cohere_rerank"]
+PooledKind = Literal["embedding", "pooling", "classification", "score", "rerank", "cohere_rerank", "cohere_embed"]
 
 _PREFIXES: dict[PooledKind, str] = {
     "embedding": "embd",
@@ -35,6 +35,7 @@ _PREFIXES: dict[PooledKind, str] = {
     "score": "score",
     "rerank": "rerank",
     "cohere_rerank": "rerank",
+    "cohere_embed": "embd",
 }
 """What the ids of responses begin with."""
 

@@ -179,6 +179,7 @@ class _Routes:
             "/rerank": "rerank",
             "/v1/rerank": "rerank",
             "/v2/rerank": "cohere_rerank",
+            "/v2/embed": "cohere_embed",
         }
         return [self._route("POST", path, self._pooled(kind), "inference") for path, kind in kinds.items()]
 

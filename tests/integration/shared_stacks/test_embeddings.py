@@ -6,7 +6,9 @@ import asyncio
 import json
 from typing import Any
 
+import cohere
 import httpx2
+import numpy as np
 import openai
 import pytest
 import torch
@@ -94,6 +96,22 @@ async def test_a_chat_has_the_vector_of_its_template(
     for chat, one in zip(chats, answer.data, strict=True):
         tokens = reference.tokenizer.apply_chat_template(chat)["input_ids"]
         equal(one.embedding, reference.last(tokens))
+
+
+async def test_vectors_by_coheres_client(stack: RunningStack, reference: Reference) -> None:
+    async with cohere.AsyncClientV2("no key", base_url=stack.url) as client:
+        answer = await client.embed(
+            model=stack.model, input_type="search_query", texts=TEXTS, embedding_types=["float", "ubinary"]
+        )
+    tokens = [reference.tokens(text) for text in TEXTS]
+    assert answer.embeddings.float_ is not None
+    for wanted, one in zip(tokens, answer.embeddings.float_, strict=True):
+        equal(one, reference.last(wanted))
+    assert answer.embeddings.ubinary is not None
+    assert answer.embeddings.ubinary[0] == np.packbits(reference.last(tokens[0]).numpy() >= 0).tolist()
+    assert answer.meta is not None
+    assert answer.meta.billed_units is not None
+    assert answer.meta.billed_units.input_tokens == sum(map(len, tokens))
 
 
 async def test_many_inputs_of_one_request(client: AsyncOpenAI, stack: RunningStack, reference: Reference) -> None:

@@ -101,13 +101,17 @@ _pooling_decoder = msgspec.json.Decoder(PoolingFields)
 def read_embedding(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> EmbeddingRequest:
     """Reads and checks a body. `cards` are the models that are served. Raises RequestError."""
     fields = decode_body(body, _decoder)
+    return EmbeddingRequest(embedding_generation(fields, cards, limits), fields.encoding_format or "float")
+
+
+def embedding_generation(fields: EmbeddingFields, cards: list[ModelCard], limits: RequestLimits) -> GenerationRequest:
+    """Returns the request of all inputs. Raises RequestError."""
     card = choose_model(fields.model, cards)
     pooling = pooling_of(card, "embeddings")
     prompts = input_prompts(fields, card, limits)
     normalize = wants_activation(fields) if fields.normalize is None else fields.normalize
     options = embedding_options(fields.dimensions, normalize, pooling)
-    generation = pooled_generation("embedding", prompts, options, fields, card, limits)
-    return EmbeddingRequest(generation, fields.encoding_format or "float")
+    return pooled_generation("embedding", prompts, options, fields, card, limits)
 
 
 def read_pooling_request(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> EmbeddingRequest:

@@ -19,6 +19,7 @@ from shared.messages.generation import PoolingType
 from shared.messages.model_card import PoolingCard
 
 MODULES = "modules.json"
+PROMPTS = "config_sentence_transformers.json"
 _T = TypeVar("_T")
 
 
@@ -59,6 +60,12 @@ class _Described(NamedTuple):
     projections: tuple[Path, ...]
     """Folders of Dense modules, in their order."""
     normalizes: bool
+
+
+class _Prompts(Struct):
+    """Of `config_sentence_transformers.json`."""
+
+    prompts: dict[str, str | None] | None = None
 
 
 class _Matryoshka(Struct):
@@ -114,11 +121,14 @@ def read_pooling(folder: Path, choice: PoolingChoice, hidden_size: int) -> Pooli
     for cut in dimensions:
         if not 1 <= cut <= size:
             raise ModelError(f"{folder / 'config.json'}: matryoshka_dimensions {cut} is not 1 to {size}")
+    said = folder / PROMPTS
+    prompts = _decode(said, _Prompts).prompts if read is not None and said.exists() else None
     return PoolingCard(
         pooling=pooling,
         normalize=read is None or read.normalizes,
         size=size,
         matryoshka=tuple(dimensions),
+        prompts=tuple((name, text or "") for name, text in (prompts or {}).items()),
     )
 
 

@@ -26,6 +26,7 @@ from services.gateway.api.ollama.request import (
     read_ollama_generate,
 )
 from services.gateway.api.pooling.classification import ClassificationFields, read_classification
+from services.gateway.api.pooling.cohere import CohereEmbedFields, read_cohere_embed
 from services.gateway.api.pooling.embeddings import (
     EmbeddingFields,
     PoolingFields,
@@ -50,7 +51,7 @@ CARD = ModelCard(
     loras=(LORA,),
     extra_args=("begin",),
 )
-EMBEDS = replace(CARD, pooling=PoolingCard(pooling="mean", normalize=True, size=8))
+EMBEDS = replace(CARD, pooling=PoolingCard(pooling="mean", normalize=True, size=8, prompts=(("query", "find: "),)))
 LABELS = replace(
     CARD, pooling=PoolingCard(pooling="last", normalize=False, size=2, labels=("good", "bad"), activation="softmax")
 )
@@ -230,6 +231,18 @@ CASES: dict[type[msgspec.Struct], dict[str, Case]] = {
     EmbeddingFields: VECTORS,
     PoolingFields: VECTORS | {"task": Case("token_embed"), "step_tag_id": Case(1), "returned_token_ids": Case([1])},
     ClassificationFields: INPUT,
+    CohereEmbedFields: {
+        "model": Case("adapter"),
+        "texts": Case(["other"]),
+        "input_type": Case("query"),
+        "output_dimension": Case(3),
+        "embedding_types": Case(["base64"]),
+        "truncate": Case("START"),
+        "max_tokens": Case(3),
+        "priority": Case(1),
+        "images": Case(["x"]),
+        "inputs": Case([{"content": []}]),
+    },
     MessagesFields: {
         "model": Case("adapter"),
         "messages": Case([{"role": "user", "content": "other"}]),
@@ -298,6 +311,7 @@ ENDPOINTS: dict[type[msgspec.Struct], Endpoint] = {
     DetokenizeFields: Endpoint(lambda body: read_detokenize(body, [CARD]), {"tokens": [1]}),
     EmbeddingFields: Endpoint(lambda body: read_embedding(body, [EMBEDS], LIMITS), {"input": "hi"}),
     PoolingFields: Endpoint(lambda body: read_pooling_request(body, [EMBEDS], LIMITS), {"input": "hi"}),
+    CohereEmbedFields: Endpoint(lambda body: read_cohere_embed(body, [EMBEDS], LIMITS), {"texts": ["hi"]}),
     ClassificationFields: Endpoint(lambda body: read_classification(body, [LABELS], LIMITS), {"input": "hi"}),
     MessagesFields: Endpoint(
         lambda body: read_messages(body, [CARD], LIMITS, dialect_of),

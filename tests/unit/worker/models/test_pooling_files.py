@@ -48,6 +48,14 @@ def test_the_files_say_how(tmp_path: Path, pooling: dict[str, Any], kind: str) -
     assert read_pooling(folder, "none", 8) is None
 
 
+def test_prompts_of_kinds_of_texts_are_the_checkpoints(tmp_path: Path) -> None:
+    folder = write(tmp_path, [TRANSFORMER, POOLING], {"pooling_mode_mean_tokens": True})
+    (folder / "config_sentence_transformers.json").write_text('{"prompts": {"query": "find: ", "document": null}}')
+    card = read_pooling(folder, "auto", 8)
+    assert card is not None
+    assert card.prompts == (("query", "find: "), ("document", ""))
+
+
 def test_vectors_are_not_normalized_where_the_files_do_not_say_so(tmp_path: Path) -> None:
     folder = write(tmp_path, [TRANSFORMER, POOLING], {"pooling_mode_mean_tokens": True})
     assert read_pooling(folder, "auto", 8) == PoolingCard(pooling="mean", normalize=False, size=8)
