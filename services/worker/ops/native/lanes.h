@@ -130,37 +130,28 @@ BATON_INLINE U bits_of(F x) {
     return r;
 }
 
-// The sum of all lanes, always by the same tree: each half is added to the other, down to one lane. In registers where they are
+// All lanes as one, always by the same tree: each half is folded into the other, down to one lane. In registers where they are
 // wide: by way of memory it takes about sixty cycles, as long as a pass over a row of 160 scores.
-BATON_INLINE float sum(F x) {
+template <class Fold> BATON_INLINE float folded(F x, const Fold& fold) {
 #if defined(BATON_AVX512)
     __m512 wide = (__m512)x.part[0];
-    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(wide), _mm512_extractf32x8_ps(wide, 1));
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+    __m256 eight = fold(_mm512_castps512_ps256(wide), _mm512_extractf32x8_ps(wide, 1));
+    __m128 four = fold(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = fold(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(fold(two, _mm_movehdup_ps(two)));
 #else
     float lane[kLanes];
     store(lane, x);
     for (int width = kLanes / 2; width; width /= 2)
-        for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+        for (int i = 0; i < width; ++i) lane[i] = fold(lane[i], lane[i + width]);
     return lane[0];
 #endif
 }
+BATON_INLINE float sum(F x) {
+    return folded(x, [](auto a, auto b) { return a + b; });
+}
 BATON_INLINE float greatest(F x) {
-#if defined(BATON_AVX512)
-    __m512 wide = (__m512)x.part[0];
-    __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(wide), _mm512_extractf32x8_ps(wide, 1));
-    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
-#else
-    float lane[kLanes];
-    store(lane, x);
-    for (int width = kLanes / 2; width; width /= 2)
-        for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-    return lane[0];
-#endif
+    return folded(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // e^x to 2 ulp (Cephes' polynomial), 0 below -87.3 and e^88 above 88: no infinities, so that 0 * e^x stays 0.
