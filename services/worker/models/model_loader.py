@@ -350,7 +350,7 @@ def _weight_bytes(
     quantization = settings.quantization
     if method is not None:
         stored = sum(path.stat().st_size for path in checkpoint_files(settings.folder))
-        if method.name == "mxfp4":  # read as codes of eight bits
+        if method.four_bit_floats:  # read as codes of eight bits
             stored *= 2
         return stored * stage.num_layers // config.num_layers
     table, item = config.vocab_size * config.hidden_size, TORCH_DTYPES[dtype].itemsize

@@ -109,11 +109,55 @@ def fp8(weight: Tensor, scales: Tensor, name: str = "weight_scale", block: int |
     return {"weight": codes, name: scales}, codes.float() * wide
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def e2m1(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes of two numbers each, the first in the low bits, and what they stand for, by `scales` [out, groups]."""
+    scaled = weight.view(*scales.shape, -1) / scales[..., None]
+    codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
+    numbers = (E2M1[codes] * scaled.sign() * scales[..., None]).view(weight.shape)
+    codes = (codes + 8 * (scaled < 0)).view(weight.shape)
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8), numbers
+
+
+def nvfp4(weight: Tensor, modelopt: bool = False) -> Written:
+    """Groups of 16 inputs, with scales in fp8; the greatest of all is 448."""
+    greatest = weight.view(len(weight), -1, 16).abs().amax(2) / 6
+    every = greatest.max() / 448
+    scales = (greatest / every).to(FP8)
+    packed, numbers = e2m1(weight, scales.float() * every)
+    if modelopt:
+        return {
+            "weight": packed,
+            "weight_scale": scales,
+            "weight_scale_2": every,
+            "input_scale": every.clone(),
+        }, numbers
+    return {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": (1 / every).view(1)}, numbers
+
+
+def mx(weight: Tensor, most: int = 6) -> Written:
+    """Groups of 32 inputs, with powers of two; `most`: the greatest of a number's format."""
+    powers = (weight.view(len(weight), -1, 32).abs().amax(2) / most).log2().ceil()
+    exponents, scales = (powers + 127).to(torch.uint8), powers.exp2()
+    if most > 6:
+        codes = (weight / scales.repeat_interleave(32, 1)).to(FP8)
+        return {"weight": codes, "weight_scale": exponents}, codes.float() * scales.repeat_interleave(32, 1)
+    packed, numbers = e2m1(weight, scales)
+    return {"weight_packed": packed, "weight_scale": exponents}, numbers
+
+
 def blocks(weight: Tensor, block: int) -> Tensor:
     rows, columns = (-(-each // block) for each in weight.shape)
     padded = torch.zeros(rows * block, columns * block)
     padded[: weight.shape[0], : weight.shape[1]] = weight
     return padded.view(rows, block, columns, block).abs().amax((1, 3)) / 448
+
+
+def modelopt_blocks(weight: Tensor) -> Written:
+    tensors, numbers = fp8(weight, blocks(weight, 128), block=128)
+    return tensors | {"weight_scale": tensors["weight_scale"][:, None, :, None]}, numbers
 
 
 def compressed_config(bits: int, kind: str, strategy: str, layout: str) -> dict[str, Any]:
@@ -145,6 +189,24 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
     "fp8 of whole blocks": (
         {"quant_method": "fp8", "weight_block_size": [32, 32]},
         lambda weight: fp8(weight, blocks(weight, 32), "weight_scale_inv", 32),
+    ),
+    "nvfp4": (
+        compressed_config(4, "float", "tensor_group", "nvfp4-pack-quantized"),
+        nvfp4,
+    ),
+    "mxfp4": (compressed_config(4, "float", "group", "mxfp4-pack-quantized"), mx),
+    "mxfp8": (compressed_config(8, "float", "group", "mxfp8-quantized"), lambda weight: mx(weight, 448)),
+    "modelopt's nvfp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        lambda weight: nvfp4(weight, modelopt=True),
+    ),
+    "modelopt's fp8": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        lambda weight: fp8(weight, weight.abs().max() / 448),
+    ),
+    "modelopt's fp8 of blocks": (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+        modelopt_blocks,
     ),
     "bitsandbytes": (
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
@@ -194,6 +256,22 @@ def test_logits_are_those_of_the_numbers_that_the_checkpoint_stands_for(
     assert (torch.cat(recorded[:OUTPUT]) - expected).abs().max() < 1e-3
 
 
+def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
+    quantised(tmp_path, "modelopt's nvfp4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    method = read_method(tmp_path)
+    assert method is not None
+    assert (method.name, method.four_bit_floats) == ("modelopt", True)
+    tiny_backend(tmp_path, dtype="float32")
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json: quant_algo 'W4A8_AWQ' is not supported"):
+        tiny_backend(tmp_path)
+
+
 def rounding(method: str, activations: dict[str, Any]) -> dict[str, Any]:
     """The scheme of a method, with one for activations."""
     config = json.loads(json.dumps(METHODS[method][0]))
@@ -217,6 +295,7 @@ DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic"}
         ("fp8 of outputs", rounding("fp8 of outputs", FP8_BY_TOKEN), "fp8"),
         ("fp8 of outputs", rounding("fp8 of outputs", FP8_BY_TOKEN | BY_TENSOR), "fp8"),
         ("fp8", DYNAMIC, "fp8"),
+        ("modelopt's fp8", METHODS["modelopt's fp8"][0], "fp8"),
         ("fp8 of whole blocks", DYNAMIC | {"weight_block_size": [32, 32]}, None),
     ],
 )
@@ -242,7 +321,10 @@ def test_activations_are_rounded_where_the_scheme_asks_for_it(
 
 @pytest.mark.parametrize(
     ("method", "keeps"),
-    [("gptq", True), ("awq", True), ("packed with zero points", True), ("int8", True), ("fp8 of blocks", False)],
+    [
+        *(("gptq", True), ("awq", True), ("packed with zero points", True), ("int8", True), ("fp8 of blocks", False)),
+        *(("nvfp4", True), ("modelopt's nvfp4", True)),
+    ],
 )
 def test_experts_stay_codes_where_products_know_their_groups(
     method: str, keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -286,6 +368,10 @@ def test_a_rank_has_its_part_of_a_weight(method: str, tmp_path: Path) -> None:
         ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' is not supported; supported: gemm"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "load_in_8bit false is not supported"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+            "quant_algo 'NVFP4_AWQ' is not supported; supported: FP",
+        ),
         (compressed_config(4, "float", "group", "pack-quantized"), "num_bits 4 is not supported; supported: 8"),
     ],
 )

@@ -19,13 +19,12 @@ from services.worker.models.config import ModelError
 from services.worker.models.hf_layers.mixture import Mixture
 from services.worker.models.mixture.expert_tensors import ExpertTensors, stacked
 from services.worker.models.quantization.matrices import Matrix, MatrixLoader, joined
+from services.worker.models.quantization.packing import powers_of_two, unpack_e2m1
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.ops.quantized import ExpertBiases, QuantizedWeight, quantize
 
 BLOCK = 32
 """Inputs that share a scale."""
-_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice what a code without its sign (the fourth bit) stands for."""
 
 
 def read_biased_experts(
@@ -85,13 +84,7 @@ class _BiasedReading(NamedTuple):
         shape = (self.all_experts, out, inputs // BLOCK)
         blocks = tensors.read_codes(f"{name}_blocks", (*shape, BLOCK // 2), expert)
         scales = tensors.read_codes(f"{name}_scales", shape, expert)
-        if blocks.is_meta:
-            return QuantizedWeight("int8", blocks.new_empty(out, inputs), scales.float())
-        signed = torch.tensor((*_DOUBLED, *(-each for each in _DOUBLED)), dtype=torch.int8)
-        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).view(out, inputs)
-        # Half of 2 ** (scale - 127): the exponent of a float32 is where it is kept, plus 127.
-        halves = (scales.int().clamp_(min=2) - 1 << 23).view(torch.float32)
-        return QuantizedWeight("int8", signed[codes.int()].view(torch.uint8), halves)
+        return QuantizedWeight("int8", unpack_e2m1(blocks).view(out, inputs), powers_of_two(scales) / 2)
 
 
 def _by_kind(matrix: Matrix, columns: tuple[int, int]) -> Matrix:

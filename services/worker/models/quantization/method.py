@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -11,10 +11,25 @@ from msgspec import Meta, Struct
 from services.worker.models.config import ModelError, plain_json
 from services.worker.ops.quantized import Code
 
-MethodName = Literal["compressed-tensors", "gptq", "awq", "fp8", "bitsandbytes", "mxfp4"]
+MethodName = Literal["compressed-tensors", "gptq", "awq", "fp8", "modelopt", "bitsandbytes", "mxfp4"]
 
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_Read = TypeVar("_Read", bound=Struct)
+
+_E2M1 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized", *_E2M1)
 _BITS = (4, 8)
+
+_MODELOPT_BLOCK = (128, 128)
+_MODELOPT: dict[str, Code | None] = {
+    "FP8": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
+    "FP8_PB_WO": None,
+    "MXFP8": None,
+    "NVFP4": None,
+    "W4A16_NVFP4": None,
+    "MIXED_PRECISION": "fp8",
+}
+"""What rows are rounded to for weights of fp8 with a scale for each output."""
 
 
 class _WeightScheme(Struct, kw_only=True):
@@ -49,6 +64,10 @@ class _ConfigGroup(Struct, kw_only=True):
     format: str | None = None
 
 
+class _ModelOptQuantization(Struct, kw_only=True):
+    quant_algo: str | None = None
+
+
 class _RawQuantization(Struct, kw_only=True):
     """The keys that matter of all methods; which modules are quantised is seen by their tensors."""
 
@@ -61,6 +80,9 @@ class _RawQuantization(Struct, kw_only=True):
     checkpoint_format: str = "gptq"
     version: str = "gemm"
     load_in_8bit: bool = False
+    quant_algo: str | None = None
+    quantization: _ModelOptQuantization | None = None
+    """In hf_quant_config.json `quant_algo` lies here."""
     weight_block_size: Annotated[list[int], Meta(min_length=2, max_length=2)] | None = None
 
 
@@ -79,26 +101,40 @@ class QuantizationMethod(Struct, frozen=True):
     activations: Code | None = None
     """What rows are rounded to, with a scale for each token, that weights of the same with a scale for each output are
     multiplied with; None: they stay as they are."""
+    four_bit_floats: bool = False
+    """Whether weights are e2m1, which are read as codes of eight bits."""
 
 
 def read_method(model_dir: Path) -> QuantizationMethod | None:
     """How the checkpoint in `model_dir` is quantised; None: not at all. Raises ModelError for what cannot be read."""
     path = model_dir / "config.json"
-    try:
-        raw = msgspec.json.decode(plain_json(path.read_bytes()), type=_RawQuantizedConfig).quantization_config
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ModelError(f"{path}: {error}") from None
+    raw = _read(path, _RawQuantizedConfig).quantization_config
+    said = f"{path}: quantization_config"
+    own_file = model_dir / "hf_quant_config.json"
+    if raw is None and own_file.is_file():
+        raw, said = _read(own_file, _RawQuantization), str(own_file)
+        raw.quant_method = "modelopt"
     try:
         return None if raw is None else _method(raw)
     except ModelError as error:
-        raise ModelError(f"{path}: quantization_config: {error}") from None
+        raise ModelError(f"{said}: {error}") from None
+
+
+def _read(path: Path, of: type[_Read]) -> _Read:
+    try:
+        return msgspec.json.decode(plain_json(path.read_bytes()), type=of)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelError(f"{path}: {error}") from None
 
 
 def _method(raw: _RawQuantization) -> QuantizationMethod:
     match raw.quant_method:
         case "compressed-tensors":
             return QuantizationMethod(
-                "compressed-tensors", block=_compressed_block(raw), activations=_compressed_activations(raw)
+                "compressed-tensors",
+                block=_compressed_block(raw),
+                activations=_compressed_activations(raw),
+                four_bit_floats=any((each.format or raw.format) in _E2M1 for each in raw.config_groups.values()),
             )
         case "gptq":
             _check("bits", raw.bits, _BITS)
@@ -111,14 +147,28 @@ def _method(raw: _RawQuantization) -> QuantizationMethod:
         case "fp8":
             block = raw.weight_block_size
             return QuantizationMethod("fp8", block=None if block is None else (block[0], block[1]), activations="fp8")
+        case "modelopt" | "modelopt_fp4" | "modelopt_mixed":
+            return _modelopt(raw)
         case "bitsandbytes":
             if not raw.load_in_8bit:
                 raise ModelError("load_in_8bit false is not supported: of bitsandbytes, int8 can be read")
             return QuantizationMethod("bitsandbytes")
         case "mxfp4":
-            return QuantizationMethod("mxfp4")
+            return QuantizationMethod("mxfp4", four_bit_floats=True)
         case other:
             raise ModelError(f"quant_method {other!r} is not supported; supported: {', '.join(get_args(MethodName))}")
+
+
+def _modelopt(raw: _RawQuantization) -> QuantizationMethod:
+    algorithm = (raw.quant_algo or (raw.quantization and raw.quantization.quant_algo) or "").upper()
+    _check("quant_algo", algorithm, tuple(_MODELOPT))
+    block = _MODELOPT_BLOCK if algorithm == "FP8_PB_WO" else None
+    return QuantizationMethod(
+        "modelopt",
+        block=block,
+        activations=_MODELOPT[algorithm],
+        four_bit_floats="NVFP4" in algorithm or algorithm == "MIXED_PRECISION",
+    )
 
 
 def _compressed_block(raw: _RawQuantization) -> tuple[int, int] | None:
@@ -127,13 +177,15 @@ def _compressed_block(raw: _RawQuantization) -> tuple[int, int] | None:
     if raw.transform_config or (raw.sparsity_config and raw.sparsity_config.get("format", "dense") != "dense"):
         raise ModelError("sparse and transformed weights of compressed-tensors are not supported")
     for name, group in raw.config_groups.items():
-        _check("format", group.format or raw.format, _FORMATS)
+        layout = group.format or raw.format
+        _check("format", layout, _FORMATS)
         weights = group.weights
         if weights is None:
             continue
         _check(f"{name}.weights.type", weights.type, ("int", "float"))
-        _check(f"{name}.weights.num_bits", weights.num_bits, _BITS if weights.type == "int" else (8,))
-        _check(f"{name}.weights.strategy", weights.strategy, ("tensor", "channel", "group", "block"))
+        float_bits = (4,) if layout in _E2M1 else (8,)
+        _check(f"{name}.weights.num_bits", weights.num_bits, _BITS if weights.type == "int" else float_bits)
+        _check(f"{name}.weights.strategy", weights.strategy, ("tensor", "channel", "group", "tensor_group", "block"))
         if weights.strategy == "block":
             rows, columns = weights.block_structure or (0, 0)
             block = rows, columns

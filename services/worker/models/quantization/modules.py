@@ -6,6 +6,10 @@ compressed-tensors: `weight_packed` int32 [out, in * bits / 32] of unsigned code
 where asymmetric, `weight_zero_point` int32 [out * bits / 32, G]; or `weight` int8 or float8_e4m3fn with `weight_scale`
 [out, 1], [1], or one for each block. Directories made of GGUF files may have `weight_offset` float32 [out, G], too,
 which is added to scaled numbers.
+Of four bits (e2m1) `weight_packed` uint8 [out, in / 2], the first of two inputs in the low bits, with `weight_scale`
+[out, G], float8_e4m3fn that `weight_global_scale` [1] divides (NVFP4) or uint8 exponents of two plus 127 (MXFP4).
+modelopt: `weight` float8_e4m3fn with `weight_scale` [], [out], [out / 128, 1, in / 128, 1], or uint8 exponents [out, G]
+(MXFP8); or e2m1 as above with `weight_scale` float8_e4m3fn [out, G] times `weight_scale_2` [] (NVFP4).
 gptq: `qweight` int32 [in * bits / 32, out], `scales` [G, out], `qzeros` int32 [G, out * bits / 32]; maybe `g_idx` [in].
 awq: `qweight` int32 [in, out / 8], `scales` [G, out], `qzeros` int32 [G, out / 8].
 fp8: `weight` float8_e4m3fn with `weight_scale` [] or [out, 1], or `weight_scale_inv` [out / block, in / block].
@@ -22,7 +26,13 @@ from torch import Tensor
 
 from services.worker.models.config import ModelError
 from services.worker.models.quantization.method import QuantizationMethod
-from services.worker.models.quantization.packing import unpack_awq, unpack_columns, unpack_rows
+from services.worker.models.quantization.packing import (
+    powers_of_two,
+    unpack_awq,
+    unpack_columns,
+    unpack_e2m1,
+    unpack_rows,
+)
 from services.worker.ops.quantized import GROUP_SIZES, Code, QuantizedWeight
 
 _FP8 = torch.float8_e4m3fn
@@ -83,6 +93,11 @@ def _compressed(module: Module, method: QuantizationMethod) -> ReadWeight | None
         return _bytes(module, "weight_scale", method)
     out, inputs = module.shape
     words = module.read("weight_packed")
+    if words.dtype == torch.uint8:
+        scales = _as_numbers(module.read("weight_scale"))
+        if module.has("weight_global_scale"):
+            scales = scales / _one_number(module, "weight_global_scale")
+        return _e2m1(module, words, scales)
     bits = _bits(module, words.shape[1] * 32 // inputs)
     codes = module.checked("weight_packed", unpack_columns(words, bits)[:, :inputs], (out, inputs))
     scales = module.read("weight_scale").float().view(out, -1)
@@ -94,6 +109,16 @@ def _compressed(module: Module, method: QuantizationMethod) -> ReadWeight | None
     groups = module.read("weight_g_idx") if module.has("weight_g_idx") else None
     read = _read(bits, codes, scales, zeros, groups)
     return _with_offsets(module, read) if module.has("weight_offset") else read
+
+
+def _e2m1(module: Module, packed: Tensor, scales: Tensor) -> ReadWeight:
+    """Twice a number of four bits is a whole one."""
+    if module.has("weight_zero_point"):
+        raise ModelError(f"tensor {module.name}.weight_zero_point: e2m1 weights with zero points are not supported")
+    out, inputs = module.shape
+    codes = module.checked("weight", unpack_e2m1(packed), (out, inputs))
+    scales = scales.view(out, -1) / 2
+    return _quantized("int8", codes, scales, None, max(1, inputs // scales.shape[1]))
 
 
 def _with_offsets(module: Module, read: ReadWeight) -> ReadWeight:
@@ -135,6 +160,15 @@ def _fp8(module: Module, method: QuantizationMethod) -> ReadWeight | None:
     return _bytes(module, "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale", method)
 
 
+def _modelopt(module: Module, method: QuantizationMethod) -> ReadWeight | None:
+    if module.has("pre_quant_scale"):
+        raise ModelError(f"tensor {module.name}.pre_quant_scale: weights whose inputs are scaled are not supported")
+    if module.has("weight_scale_2"):
+        scales = _as_numbers(module.read("weight_scale")) * _one_number(module, "weight_scale_2")
+        return _e2m1(module, module.read("weight"), scales)
+    return _bytes(module, "weight_scale", method)
+
+
 def _bitsandbytes(module: Module, method: QuantizationMethod) -> ReadWeight | None:
     if not module.has("SCB"):
         return None
@@ -148,6 +182,7 @@ _READERS: dict[str, Callable[[Module, QuantizationMethod], ReadWeight | None]] =
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,
+    "modelopt": _modelopt,
     "bitsandbytes": _bitsandbytes,
     "mxfp4": lambda _module, _method: None,  # of experts alone, see `mixture.biased_experts`
 }
@@ -169,12 +204,21 @@ def _bytes(module: Module, suffix: str, method: QuantizationMethod) -> ReadWeigh
     if weight.dtype not in (torch.int8, _FP8):
         raise ModelError(f"tensor {module.name}.weight has dtype {weight.dtype}; int8 and float8_e4m3fn can be read")
     code: Code = "fp8" if weight.dtype == _FP8 else "int8"
-    scales = _scales_of_outputs(module.read(suffix).float(), module.shape[0], method.block)
+    scales = _scales_of_outputs(_as_numbers(module.read(suffix)), module.shape[0], method.block)
     size = module.shape[1] // scales.shape[1] if method.block is None else method.block[1]
     read = _quantized(code, weight.view(torch.uint8), scales, None, size)
     if method.activations != code or read.codes is None or scales.shape[1] != 1:
         return read
     return ReadWeight(read.codes._replace(rounded_activations=True))
+
+
+def _one_number(module: Module, suffix: str) -> Tensor:
+    return module.read(suffix).float().view(())
+
+
+def _as_numbers(scales: Tensor) -> Tensor:
+    """float32; bytes are exponents of two."""
+    return powers_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
 
 
 def _scales_of_outputs(scales: Tensor, out: int, block: tuple[int, int] | None) -> Tensor:
@@ -183,7 +227,7 @@ def _scales_of_outputs(scales: Tensor, out: int, block: tuple[int, int] | None) 
         return scales.view(1, 1).expand(out, 1).contiguous()
     if block is None:
         return scales.view(out, -1).contiguous()
-    return scales.repeat_interleave(block[0], dim=0)[:out].contiguous()
+    return scales.view(len(scales), -1).repeat_interleave(block[0], dim=0)[:out].contiguous()
 
 
 def _read(bits: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None) -> ReadWeight:
