@@ -228,12 +228,13 @@ async def all_at_once(stack: RunningStack) -> Answers:
     return dict(zip(REQUESTS, answers, strict=True))
 
 
-async def crowd(stack: RunningStack, size: int) -> None:
-    """Grows until a little memory is not enough for it."""
+async def crowd(stack: RunningStack, size: int, length: int = 250) -> None:
+    """Grows until a little memory is not enough for it. Where it comes by a hand-over, one after the other, few long
+    ones meet and many short ones may not."""
     async with client_of(stack.url) as client:
         prompts = [f"Story {number}." for number in range(size)]
         await client.completions.create(
-            model=stack.model, prompt=prompts, max_tokens=250, temperature=0, extra_body={"ignore_eos": True}
+            model=stack.model, prompt=prompts, max_tokens=length, temperature=0, extra_body={"ignore_eos": True}
         )
 
 
@@ -396,7 +397,7 @@ async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(
     rounded: Answers, more: tuple[str, ...], mixture: Path, tmp_path: Path
 ) -> None:
     settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
-    # 38 and 76 blocks, of which each of the crowd needs 8: one engine is short of them however the two share it.
+    # 38 and 76 blocks, of which each of the crowd needs 19: one engine is short of them however the two share it.
     own = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=6MiB", NGRAM, "--tp-decode=2", "--block-size=32", *more]
     own += [INT8, EXPERTS]
     with running_stack(
@@ -407,7 +408,7 @@ async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(
                 answers = both.create_task(all_at_once(stack))
                 await listener.moment()
             stack.kill("decode-1")
-            both.create_task(crowd(stack, 20))
+            both.create_task(crowd(stack, 10, 600))
         assert answers.result() == rounded
         assert sum([await counted(stack, engine, "preemptions_total") for engine in ("prefill-1", "decode-1")]) > 0
         assert await counted(stack, "prefill-1", "hand_overs_total") > 0
@@ -551,7 +552,7 @@ async def answered_while_one_dies(clusters: Federated, plain: Answers, dies: str
             answers = both.create_task(all_at_once(home))
             await listener.moment()
         other.kill(dies)
-        both.create_task(crowd(home, 20))
+        both.create_task(crowd(home, 10, 600))
     assert answers.result() == plain
     assert sum([await counted(other, engine, "preemptions_total") for engine in ("prefill-1", "decode-1")]) > 0
     assert await counted(other, "prefill-1", "hand_overs_total") > 0
