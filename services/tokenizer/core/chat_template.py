@@ -182,7 +182,7 @@ class ChatTemplates:
             return self._by_name["tool_use"]
         if "default" in self._by_name:
             return self._by_name["default"]
-        raise PromptRefused("messages", f"this model has no {self._missing()}; use /v1/completions")
+        raise PromptRefused("messages", f"this model has no {self._missing()}; send texts in place of messages")
 
     def _missing(self) -> str:
         names = ", ".join(sorted(self._by_name))
