@@ -77,7 +77,7 @@ async def stack(memory_bus: MemoryBus) -> AsyncIterator[GatewayStack]:
 @pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache"])
 async def test_prefix_caches_are_reset(stack: GatewayStack, coordinator: FakeCoordinator, path: str) -> None:
     answer = await stack.http.post(path)
-    assert (answer.status_code, answer.json()) == (200, {"instances": {"engine-1": 5}})
+    assert (answer.status_code, answer.json()) == (200, {"success": True, "instances": {"engine-1": 5}})
     assert coordinator.asked == [("reset_prefix_cache", {})]
 
 

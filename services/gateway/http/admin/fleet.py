@@ -49,7 +49,8 @@ class FleetEndpoints:
         for name, wanted in options.items():
             if wanted:
                 raise unsupported(name, "more than the engines' own prefix caches")
-        await call.respond_json(await ask_coordinator(self._bus, "reset_prefix_cache", {}))
+        done = await ask_coordinator(self._bus, "reset_prefix_cache", {})
+        await call.respond_json({"success": True, **done})  # the former is vLLM's
 
     async def abort_requests(self, call: Call) -> None:
         """`/abort_requests`: these responses end with what their clients have, and the finish reason `abort`."""
