@@ -14,7 +14,7 @@ from services.worker.measure.roofline.wire import shape_file, shape_names
 from shared.config import process_environment
 from shared.ids import ModelName
 from shared.models.gguf_header import GgufError, check_gguf
-from shared.models.model_files import ModelNotFound, is_gguf, resolve_model
+from shared.models.model_files import ModelNotFound, hub_gguf, is_gguf, resolve_model
 
 DEMO_MODEL = Path(__file__).with_name("demo") / "model"
 DEMO_NAME = "baton-demo"
@@ -32,6 +32,8 @@ def model_directory(model: str | None, *, weights: bool = True) -> Path:
     if model is not None and is_gguf(model) and Path(model).expanduser().is_file():
         return _converted(Path(model).expanduser().resolve())
     try:
+        if model is not None and (file := hub_gguf(model, _say)) is not None:
+            return _converted(file)
         return resolve_model(model or str(DEMO_MODEL), weights=weights, say=_say)
     except ModelNotFound as error:
         raise CommandError(f"--model {error}") from None
@@ -42,7 +44,7 @@ def _say(text: str) -> None:
 
 
 def served_name(model: str | None, name: str | None) -> ModelName:
-    """The model's name for clients: the given one, the hub's name, or the directory's."""
+    """The model's name for clients: the given one, the hub's without a revision, or the directory's."""
     if name:
         return ModelName(name)
     if model is None:
@@ -50,7 +52,7 @@ def served_name(model: str | None, name: str | None) -> ModelName:
     folder = Path(model).expanduser()
     if folder.is_file() and is_gguf(model):
         return ModelName(folder.stem)
-    return ModelName(folder.resolve().name if folder.is_dir() else model)
+    return ModelName(folder.resolve().name if folder.is_dir() else model.partition("@")[0])
 
 
 def _converted(file: Path) -> Path:

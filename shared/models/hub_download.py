@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 Say = Callable[[str], None]
 _MEGABYTE = 10**6
@@ -24,40 +25,66 @@ def hub_errors() -> tuple[type[Exception], ...]:
     return (*HfHubHTTPError.__bases__, HFValidationError, LocalEntryNotFoundError, OSError, ValueError)
 
 
-def fetched(repository: str, patterns: Sequence[str], say: Say | None) -> Path:
-    """The folder with the files of `repository` that have one of these patterns, fetched unless they are here.
+class HubModel(NamedTuple):
+    """A model of the hub: OWNER/NAME[@REVISION], and [:Q4_K_M] of a repository of GGUF files."""
+
+    repository: str
+    revision: str | None = None
+    """A branch, a tag or a commit; None: the repository's main branch."""
+    quantization: str | None = None
+    """As it stands in the name of one of its GGUF files."""
+
+    @classmethod
+    def parse(cls, name: str) -> HubModel:
+        """What is no name of this kind is the repository as it is."""
+        name, _, quantization = name.partition(":")
+        repository, _, revision = name.partition("@")
+        return cls(repository, revision or None, quantization or None)
+
+
+def fetched(model: HubModel, patterns: Sequence[str], say: Say | None) -> Path:
+    """The folder with the files of the repository that have one of these patterns, fetched unless they are here.
 
     Raises `hub_errors()`.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    missing = _missing_bytes(repository, patterns) if say is not None else 0
+    repository, wanted = model.repository, list(patterns)
+    missing = _missing_bytes(model, patterns) if say is not None else 0
     if not missing or not sys.stderr.isatty():
         disable_progress_bars()
     if say is None or not missing:
-        return Path(snapshot_download(repository, allow_patterns=list(patterns)))
+        return Path(snapshot_download(repository, revision=model.revision, allow_patterns=wanted))
     say(f"fetching {repository} from the Hugging Face hub: {missing / _MEGABYTE:,.0f} MB")
     began = time.monotonic()
     with _said_from_time_to_time(repository, missing, say) if not sys.stderr.isatty() else contextlib.nullcontext():
-        folder = Path(snapshot_download(repository, allow_patterns=list(patterns)))
+        folder = Path(snapshot_download(repository, revision=model.revision, allow_patterns=wanted))
     say(f"{repository}: {missing / _MEGABYTE:,.0f} MB in {time.monotonic() - began:.1f} s")
     return folder
 
 
-def _missing_bytes(repository: str, patterns: Sequence[str]) -> int:
+def listed(model: HubModel) -> list[str]:
+    """The names of the repository's files. Raises `hub_errors()`."""
+    from huggingface_hub import HfApi
+
+    info = HfApi().model_info(model.repository, revision=model.revision)  # `list_repo_files` tries for 20 s
+    return [each.rfilename for each in info.siblings or ()]
+
+
+def _missing_bytes(model: HubModel, patterns: Sequence[str]) -> int:
     """Bytes of the wanted files that are not here; 0 where the hub does not say."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     try:
-        info = HfApi().model_info(repository, files_metadata=True)
+        info = HfApi().model_info(model.repository, revision=model.revision, files_metadata=True)
     except hub_errors():
         return 0
     wanted = (each for each in info.siblings or () if any(fnmatch(each.rfilename, pattern) for pattern in patterns))
     return sum(
         each.size or 0
         for each in wanted
-        if try_to_load_from_cache(repository, each.rfilename, revision=info.sha) is None
+        if try_to_load_from_cache(model.repository, each.rfilename, revision=info.sha) is None
     )
 
 

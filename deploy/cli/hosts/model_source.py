@@ -18,7 +18,7 @@ from deploy.supervisor.cluster.model_fingerprint import model_fingerprint
 from shared.models.model_files import ModelNotFound, resolve_model
 
 ModelSource = Literal["auto", "peers", "local"]
-_HUB_SNAPSHOT = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+/?$")
+_HUB_SNAPSHOT = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]+)/?$")
 
 
 def comes_from_peers(source: ModelSource, typed: str | None, facts: StackFacts) -> bool:
@@ -61,7 +61,7 @@ def _from_hub(stack: StackMembership, why: DownloadFailed) -> Path:
     found = _HUB_SNAPSHOT.search(stack.model)
     if found is None:
         raise CommandError(f"--model: {why}; baton join, without a token, goes on with what is here") from None
-    repository = f"{found[1]}/{found[2]}"
+    repository = f"{found[1]}/{found[2]}@{found[3]}"
     _show(f"{why}; {repository} from the Hugging Face hub instead")
     try:
         return resolve_model(repository, weights=True)

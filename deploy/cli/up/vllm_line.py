@@ -63,7 +63,6 @@ INSTEAD: Mapping[str, str] = {
     "--enable-dbo": "a step is not cut into two (ADR 132)",
     "--compilation-config": "nothing is compiled by torch; --enable-sp, --enforce-eager",
     "--tokenizer": "the tokenizer of the model's folder is used",
-    "--revision": "download the revision, and give its folder as --model",
     "--download-dir": "HF_HOME says where repositories lie",
     "--enable-log-requests": "--trace-sample-rate, baton trace",
     "--uvicorn-log-level": "--log-level",
@@ -81,6 +80,7 @@ def translated(line: Sequence[str], switches: Container[str] = ()) -> tuple[list
     made: list[str] = []
     said: list[str] = []
     rest, has_model = list(line), False
+    revision: str | None = None
     while rest:
         name, equals, value = _split(rest.pop(0))
         if not name.startswith("-"):
@@ -95,6 +95,8 @@ def translated(line: Sequence[str], switches: Container[str] = ()) -> tuple[list
             while not equals and rest and not rest[0].startswith("-"):
                 values.append(rest.pop(0))
             made += SEVERAL[name](values)
+        elif name == "--revision" and (equals or rest):
+            revision = value if equals else rest.pop(0)
         elif name in SETTINGS and (equals or rest):
             made += ["--set", f"{SETTINGS[name]}={value if equals else rest.pop(0)}"]
         elif name in VALUES and (equals or rest):
@@ -105,7 +107,18 @@ def translated(line: Sequence[str], switches: Container[str] = ()) -> tuple[list
             made.append(f"{name}{equals}{value}")
             if not equals and name not in switches and rest:
                 made.append(rest.pop(0))
-    return made, said
+    return made if revision is None else _at_revision(made, revision), said
+
+
+def _at_revision(made: Sequence[str], revision: str) -> list[str]:
+    """With the revision behind the model's name. Raises CommandError where no one model is named."""
+    line = [part for each in made for part in (each.split("=", 1) if each.startswith("--model=") else [each])]
+    if line.count("--model") != 1 or line[-1] == "--model":
+        raise CommandError("--revision: of one model with --model", status=2)
+    at = line.index("--model") + 1
+    repository, colon, quantization = line[at].partition(":")
+    line[at] = f"{repository}@{revision}{colon}{quantization}"
+    return line
 
 
 def switches_of(command: Any) -> frozenset[str]:

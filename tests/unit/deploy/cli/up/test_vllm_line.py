@@ -13,16 +13,17 @@ from deploy.errors import CommandError
 from shared.settings import settings_of
 
 THEIRS = """
-    models/qwen --max_model_len=4096 --gpu-memory-utilization 0.9 -tp 2 --enable-prefix-caching
-    --served-model-name a b --api-key k l --chat-template f.jinja --tool-call-parser hermes --enable-auto-tool-choice
-    --reasoning-parser deepseek_r1 --max-num-batched-tokens 2048 --dtype half --trust-remote-code
-    --kv-cache-dtype=fp8_e4m3 --disable-log-requests --speculative-config '{"method": "ngram"}'
+    owner/qwen:Q8_0 --revision v1.0 --max_model_len=4096 --gpu-memory-utilization 0.9 -tp 2 --enable-prefix-caching
+    --served-model-name a b --api-key k l --chat-template f.jinja --tool-call-parser hermes
+    --enable-auto-tool-choice --reasoning-parser deepseek_r1 --max-num-batched-tokens 2048 --dtype half
+    --trust-remote-code --kv-cache-dtype=fp8_e4m3 --disable-log-requests --speculative-config '{"method": "ngram"}'
     --enable-lora --ssl-certfile c.pem --ssl-keyfile=k.pem --lora-modules x=/a '{"name": "y", "path": "/b"}'
 """
 OURS = """
-    --model models/qwen --max-model-len=4096 --gpu-memory-utilization 0.9 --tp 2 --enable-prefix-caching
-    --served-model-name a --alias b --api-key k --api-key l --set tokenizer.chat_template=f.jinja
-    --tool-call-parser hermes --reasoning-parser deepseek_r1 --max-batch-tokens 2048 --dtype float16 --trust-remote-code
+    --model owner/qwen@v1.0:Q8_0 --max-model-len=4096 --gpu-memory-utilization 0.9 --tp 2
+    --enable-prefix-caching --served-model-name a --alias b --api-key k --api-key l
+    --set tokenizer.chat_template=f.jinja --tool-call-parser hermes --reasoning-parser deepseek_r1
+    --max-batch-tokens 2048 --dtype float16 --trust-remote-code
     --kv-cache-dtype fp8 --speculative '{"method": "ngram"}' --ssl-certfile c.pem --ssl-keyfile=k.pem
     --lora x=/a --lora y=/b
 """
@@ -61,6 +62,7 @@ def test_a_model_may_stand_behind_options(line: str) -> None:
     ("line", "said"),
     [
         (["m", "--seed", "0"], "--seed is vLLM's and no option here: requests have seeds"),
+        (["--revision", "v1"], "--revision: of one model"),
         (["m", "--ssl-cert-reqs=2"], "--ssl-ca-certs"),
         (["m", "--lora-modules", "{}"], "--lora-modules {}: "),
     ],
