@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -182,3 +183,19 @@ async def test_a_body_that_stalls_or_takes_too_long_is_given_up(shared_nats: Nat
             assert status == 408
             assert "nothing of the body came for 1 s" in body.decode()
         await until_held(http, 0)
+
+
+async def test_a_gateway_that_stood_still_reads_what_came_meanwhile(shared_nats: NatsServer) -> None:
+    """Its clock's word comes before that of its sockets: it gave clients up for its own pause."""
+    body = json.dumps(small()).encode()
+    expecting = f"content-length: {len(body)}\r\nexpect: 100-continue"
+    async with (
+        gateway_process(shared_nats, "--body-stall-s", "0.5") as (http, gateway, _ring),
+        sender(http, expecting) as client,
+    ):
+        assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"  # it waits for it now
+        gateway.send_signal(signal.SIGSTOP)
+        await client.send(body)
+        await asyncio.sleep(1)
+        gateway.send_signal(signal.SIGCONT)
+        assert (await client.answer())[0] == 200
