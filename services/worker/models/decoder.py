@@ -346,6 +346,8 @@ class Decoder:
         if layer.mixer is not None:
             assert meta.states is not None, "a model with states has them in every step"
             projected, trial, states = self._ops.linear(x, layer.qkv), meta.states.trial, StateCache(*cache)
+            if layer.steps is not None:
+                projected = torch.cat((projected, self._ops.linear(x, layer.steps)), dim=1)
             if trial is not None:
                 mixed = trial.mix(projected, layer.mixer, states)
             else:

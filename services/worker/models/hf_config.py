@@ -169,7 +169,6 @@ class _RawConfig(RawLatent, kw_only=True):
     final_logit_softcapping: float | UnsetType | None = UNSET
     use_bidirectional_attention: bool | None = None
     is_causal: bool | None = None
-    quantization_config: dict[str, object] | None = None
     input_levels: int = 0
 
 
@@ -188,6 +187,7 @@ class _RawArchitectures(_RawLayers, kw_only=True):
     architectures: list[str] = field(default_factory=list)
     use_bidirectional_attention: bool | None = None
     text_config: _RawLayers | None = None
+    quantization_config: object = None
 
 
 class _RawGenerationConfig(Struct, kw_only=True):
@@ -200,7 +200,10 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     `quantized`: whether the checkpoint may be; who reads it then asks `quantization.method` how it is. `described`: is
     read in place of `config.json`."""
     path = model_dir / "config.json"
-    named = _decode(path, _RawArchitectures, described).architectures
+    outline = _decode(path, _RawArchitectures, described)
+    if outline.quantization_config is not None and not quantized:
+        raise ModelError(f"{path}: quantization_config is set: a checkpoint that is read here may not be quantized")
+    named = outline.architectures
     stateful = next((each for each in named if each in _STATEFUL), None)
     if stateful is not None:
         return _stateful_config(path, stateful, described)
@@ -213,8 +216,6 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     if headless:
         raw.tie_word_embeddings = True  # what is never asked for its logits needs no further table
     eos = stop_tokens(model_dir, raw.eos_token_id)
-    if quantized:
-        raw.quantization_config = None
     try:
         return _model_config(raw, eos)
     except ModelError as error:
@@ -382,8 +383,6 @@ _POSITIVE = (
 
 
 def _refuse_unsupported(raw: _RawConfig) -> None:
-    if raw.quantization_config is not None:
-        raise ModelError("quantization_config is set: a checkpoint that is read here may not be quantized")
     if raw.is_causal is False:
         raise ModelError("is_causal false is not supported: only causal attention is")
     if raw.use_bidirectional_attention:

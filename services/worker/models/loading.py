@@ -161,6 +161,7 @@ class _Mixer(NamedTuple):
     k_norm: Tensor | None = None
     latent: LatentWeights | None = None
     mixer: StateMixer | None = None
+    steps: PackedLinear | None = None
     gate: PackedLinear | None = None
     split_norm: Tensor | None = None
     sinks: Tensor | None = None
@@ -249,6 +250,7 @@ class _Loader:
             window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
             latent=mixer.latent,
             mixer=mixer.mixer,
+            steps=mixer.steps,
             gate=mixer.gate,
             split_norm=mixer.split_norm,
             sinks=mixer.sinks,
@@ -303,7 +305,8 @@ class _Loader:
         how = (self._matrices, self._device, self._config, shard)
         if isinstance(states, DeltaConfig):
             delta = DeltaLoader(*how, states, name)
-            return _Mixer(inputs=delta.inputs(), output=delta.output(), cos_sin=nothing, mixer=delta.mixer())
+            inputs, steps = delta.inputs()
+            return _Mixer(inputs, delta.output(), cos_sin=nothing, mixer=delta.mixer(), steps=steps)
         mamba = MambaLoader(*how, states, name)
         return _Mixer(
             inputs=mamba.inputs(),

@@ -96,6 +96,8 @@ class LayerWeights:
     latent: LatentWeights | None = None
     mixer: StateMixer | None = None
     """Layers with states: it is in the place of attention."""
+    steps: PackedLinear | None = None
+    """The last of what a mixer's rows are projected to, where it is kept in another way; None: it is part of `qkv`."""
     gate: PackedLinear | None = None
     """Gated attention: the sigmoid of a row times this [H * D, hidden] is how much of attention's output is taken."""
     split_norm: Tensor | None = None

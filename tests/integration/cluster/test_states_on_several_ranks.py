@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from tests.integration.cluster.test_engines_of_several_ranks import (
     PROMPTS,
     WORDS,
 )
-from tests.support.models.tiny_models import make_model
+from tests.integration.worker.test_quantized_states import granite_together, quantised_states
+from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.worker.rank_processes import RankProcesses, rank_processes
 
 LONG = 40
@@ -65,6 +66,26 @@ def test_greedy_output_is_the_reference_s(
     engine.run()
     assert [request.tokens for request in requests] == [model.greedy(each, OUTPUT) for each in (*PROMPTS, PROMPTS[0])]
     assert requests[-1].cached == 64, "it goes on from a checkpoint on all ranks"
+
+
+@pytest.mark.features("states", "quantization", "tensor parallel", "pipeline parallel")
+@pytest.mark.parametrize(
+    ("made", "stages"),
+    [
+        (lambda path: quantised_states(path, "fp8 of blocks", "qwen3-next", **TWO_KEY_HEADS), 1),
+        (lambda path: granite_together(path, "int8", **ONE_GROUP), 2),
+    ],
+    ids=["qwen3-next-fp8", "granite-int8"],
+)
+def test_ranks_have_their_share_of_a_quantised_checkpoint(
+    ranks: RankProcesses, tmp_path: Path, made: Callable[[Path], TinyModel], stages: int
+) -> None:
+    """Blocks of 48 outputs and inputs begin and end within heads, and what is cut of them within blocks."""
+    model = made(tmp_path)
+    engine = ranks.serve(model.path, tp=2, stages=stages, ops="native")
+    requests = [engine.ask(tokens, OUTPUT) for tokens in PROMPTS]
+    engine.run()
+    assert [request.tokens for request in requests] == [model.greedy(tokens, OUTPUT) for tokens in PROMPTS]
 
 
 @pytest.mark.features("states", "tensor parallel", "preemption")

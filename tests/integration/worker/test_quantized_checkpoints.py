@@ -215,25 +215,34 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
 }
 
 
+LEFT_ALONE = (
+    *("lm_head", "layers.1.self_attn.o_proj"),
+    *("shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b"),
+)
+"""Few outputs of delta nets are no blocks of 128, and eight codes of outputs are a word."""
+
+
 def quantised(path: Path, method: str, family: str = "qwen2", **changes: Any) -> TinyModel:
-    """A checkpoint of `method`, and a reference with what its weights stand for. The head and one layer's output
-    projection are left alone."""
+    """A checkpoint of `method`, and a reference with what its weights stand for. The head, one layer's output
+    projection, and what has few outputs are left alone."""
     settings, write = METHODS[method]
     model = make_model(family, path, **SIZES, **changes)
     tensors = load_file(path / "model.safetensors")
     with torch.no_grad():
         for name, module in model.reference.named_modules():
-            if isinstance(module, nn.Linear) and "lm_head" not in name and name != "model.layers.1.self_attn.o_proj":
+            if isinstance(module, nn.Linear) and not name.endswith(LEFT_ALONE):
                 own, numbers = write(module.weight.float())
                 del tensors[f"{name}.weight"]
                 tensors |= {f"{name}.{key}": tensor.contiguous() for key, tensor in own.items()}
                 module.weight = nn.Parameter(numbers)
             elif name.endswith(".experts"):
+                for together in ("input_linear", "output_linear"):  # Granite's
+                    tensors.pop(f"{name.removesuffix('experts')}{together}.weight", None)
                 for expert, (gate_up, down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
                     gate, up = gate_up.chunk(2)
                     for part, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
                         own, numbers = write(weight.detach().float().clone())
-                        del tensors[f"{name}.{expert}.{part}.weight"]
+                        tensors.pop(f"{name}.{expert}.{part}.weight", None)
                         tensors |= {f"{name}.{expert}.{part}.{key}": each.contiguous() for key, each in own.items()}
                         weight.copy_(numbers)
     save_file(tensors, path / "model.safetensors")
@@ -308,7 +317,7 @@ def test_activations_are_rounded_where_the_scheme_asks_for_it(
     exact = model.logits(PROMPT)
     if rounds is not None:
         for name, module in model.reference.named_modules():
-            if isinstance(module, nn.Linear) and "lm_head" not in name and name != "model.layers.1.self_attn.o_proj":
+            if isinstance(module, nn.Linear) and not name.endswith(LEFT_ALONE):
                 round_inputs(module, code=rounds)
         assert (model.logits(PROMPT) - exact).abs().median() > 1e-2
     recorded = record_logits(monkeypatch)

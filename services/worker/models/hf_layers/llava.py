@@ -75,7 +75,6 @@ class _RawLlava(Struct):
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
-    quantization_config: dict[str, Any] | None = None
 
 
 def language_model(text: bytes, architecture: str) -> bytes:
@@ -89,7 +88,6 @@ def language_model(text: bytes, architecture: str) -> bytes:
     outside = {
         "dtype": whole.dtype or whole.torch_dtype,
         "eos_token_id": whole.eos_token_id,
-        "quantization_config": whole.quantization_config,
         "tie_word_embeddings": whole.tie_word_embeddings,
     }
     given = {key: value for key, value in outside.items() if value is not None}

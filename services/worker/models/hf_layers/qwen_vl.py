@@ -21,7 +21,7 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 architecture of the whole."""
 
 _TIED = "tie_word_embeddings"
-_OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", _TIED)
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", _TIED)
 
 
 def qwen_language_model(text: bytes, architecture: str) -> bytes:

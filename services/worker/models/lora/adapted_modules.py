@@ -149,7 +149,12 @@ def _of_mixer(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> It
     else:
         parts = input_parts(config.architecture, states, shard)
         inputs = tuple(ModuleRows(f"{name}.{each.module}", each.outputs) for each in parts)
-    yield ModulesOfMatrix(layer.qkv, every, inputs)
+    if layer.steps is None:
+        yield ModulesOfMatrix(layer.qkv, every, inputs)
+    else:
+        first = len(inputs) // 2
+        yield ModulesOfMatrix(layer.qkv, every, inputs[:first])
+        yield ModulesOfMatrix(layer.steps, every, inputs[first:])
     yield ModulesOfMatrix(layer.output, shard.elements(states.head_dim), (ModuleRows(f"{name}.out_proj", every),))
 
 

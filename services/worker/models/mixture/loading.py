@@ -36,11 +36,17 @@ class _Names(NamedTuple):
     all_downs: str = "experts.down_proj"
 
 
+_WEIGHT = ".weight"
+
 _QWEN = _Names("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = _Names("block_sparse_moe", "w1", "w3", "w2")
-_GRANITE = _MIXTRAL._replace(
-    router="router.layer.weight", all_gates_and_ups="input_linear.weight", all_downs="output_linear.weight"
+_GRANITE = _Names(
+    *("block_sparse_moe", "gate_proj", "up_proj", "down_proj"),
+    router="router.layer.weight",
+    all_gates_and_ups="input_linear.weight",
+    all_downs="output_linear.weight",
 )
+"""With a tensor for each expert only where llm-compressor wrote it."""
 _GRANITE_TOGETHER = _MIXTRAL._replace(router="router.weight")
 
 
@@ -80,9 +86,14 @@ class _Reading(NamedTuple):
         """Whether there are tensors of all experts."""
         return f"{self.block}.{self.names.all_gates_and_ups}" in self.matrices.checkpoint
 
+    def _may_be_codes(self, tensor: str) -> bool:
+        """`tensor`: that of all experts, which is codes where it has scales, with a dimension more as well."""
+        has_scales = f"{self.block}.{tensor}_scale" in self.matrices.checkpoint
+        return self.matrices.has_codes and (has_scales or not self._together)
+
     def gates_and_ups(self) -> WeightStack:
         """[E, 2 * I, hidden]"""
-        if self.matrices.has_codes and not self._together:
+        if self._may_be_codes(self.names.all_gates_and_ups):
             return stacked(self.matrices, [self._gate_and_up_of(expert) for expert in self.experts])
         read = self._gates_and_ups_together() if self._together else self._gates_and_ups_of_each()
         read = read.to(self.matrices.device)
@@ -92,7 +103,7 @@ class _Reading(NamedTuple):
     def downs(self) -> WeightStack:
         """[E, hidden, I]"""
         code, size = self.matrices.quantization, self.mixture.intermediate_size
-        if self.matrices.has_codes and not self._together:
+        if self._may_be_codes(self.names.all_downs):
             return stacked(self.matrices, [self._down_of(expert) for expert in self.experts])
         if code is None:
             return self._down_numbers(self.columns).to(self.matrices.device)
@@ -103,12 +114,20 @@ class _Reading(NamedTuple):
         )
 
     def _gate_and_up_of(self, expert: int) -> Matrix:
-        shape = (self.mixture.intermediate_size, self.hidden)
+        size, (first, end) = self.mixture.intermediate_size, self.columns
+        shape = (size, self.hidden)
+        if self._together:
+            module = f"{self.block}.{self.names.all_gates_and_ups}".removesuffix(_WEIGHT)
+            both, parts = (2 * size, self.hidden), ((first, end), (size + first, size + end))
+            return self.matrices.join([self.matrices.read(module, both, rows=part, number=expert) for part in parts])
         names = (f"{self.block}.experts.{expert}.{part}" for part in (self.names.gate, self.names.up))
         return self.matrices.join([self.matrices.read(name, shape, rows=self.columns) for name in names])
 
     def _down_of(self, expert: int) -> Matrix:
         shape = (self.hidden, self.mixture.intermediate_size)
+        if self._together:
+            module = f"{self.block}.{self.names.all_downs}".removesuffix(_WEIGHT)
+            return self.matrices.read(module, shape, columns=self.columns, number=expert)
         return self.matrices.read(f"{self.block}.experts.{expert}.{self.names.down}", shape, columns=self.columns)
 
     def _gates_and_ups_together(self) -> Tensor:

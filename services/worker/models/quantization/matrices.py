@@ -56,11 +56,14 @@ class MatrixLoader:
         *,
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
+        number: int | None = None,
     ) -> Matrix:
         """A linear layer's weight, or the given range of its outputs or inputs: codes where the checkpoint has them.
-        Raises ModelError where it is missing or misshapen."""
+        `number`: of an expert, where all have one module, in codes. Raises ModelError where it is missing or
+        misshapen."""
         if isinstance(self.checkpoint, QuantizedCheckpoint):
-            return self.checkpoint.read_linear(name, shape, rows=rows, columns=columns)
+            return self.checkpoint.read_linear(name, shape, rows=rows, columns=columns, number=number)
+        assert number is None, "there are codes"
         return self.checkpoint.read(f"{name}.weight", shape, rows=rows, columns=columns)
 
     def join(self, parts: list[Matrix]) -> Matrix:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.config import ModelError
 from services.worker.models.quantization.method import QuantizationMethod
 from services.worker.models.quantization.modules import Module, ReadWeight, read_module
 from services.worker.ops.quantized import QuantizedWeight
@@ -13,6 +16,20 @@ from services.worker.ops.quantized import QuantizedWeight
 _WEIGHT = ".weight"
 
 Range = tuple[int, int] | None
+
+
+class _OneOfAll(NamedTuple):
+    """Tensors of one of the experts that have a module together."""
+
+    checkpoint: Checkpoint
+    number: int
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self.checkpoint
+
+    def read_stored(self, name: str) -> Tensor:
+        """See `Checkpoint.read_stored`."""
+        return self.checkpoint.read_stored(name, (self.number, self.number + 1))[0]
 
 
 class QuantizedCheckpoint:
@@ -49,11 +66,21 @@ class QuantizedCheckpoint:
         return read.dequantized(self.dtype) if isinstance(read, QuantizedWeight) else read
 
     def read_linear(
-        self, module: str, shape: tuple[int, int], *, rows: Range = None, columns: Range = None
+        self,
+        module: str,
+        shape: tuple[int, int],
+        *,
+        rows: Range = None,
+        columns: Range = None,
+        number: int | None = None,
     ) -> Tensor | QuantizedWeight:
         """The weight of `module`, [out, in] of `shape`, or the given range of its outputs or inputs: codes where it is
-        quantised and the range does not cut its groups too small; else numbers. Raises ModelError."""
-        read = read_module(Module(self._checkpoint, module, shape), self._method)
+        quantised and the range does not cut its groups too small; else numbers. `number`: that of an expert, where all
+        have one module of codes, whose tensors have a dimension more in front. Raises ModelError."""
+        tensors = self._checkpoint if number is None else _OneOfAll(self._checkpoint, number)
+        read = read_module(Module(tensors, module, shape), self._method)
+        if read is None and number is not None:
+            raise ModelError(f"the codes of {module} are not those of {self._method.name}")
         if read is None:
             return self._checkpoint.read(f"{module}{_WEIGHT}", shape, rows=rows, columns=columns)
         return self._part(read, rows or (0, shape[0]), columns or (0, shape[1]))

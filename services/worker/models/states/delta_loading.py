@@ -12,6 +12,14 @@ from services.worker.models.config import DeltaConfig, ModelConfig
 from services.worker.models.quantization.matrices import MatrixLoader, permuted
 from services.worker.models.sharding import MixerShard
 from services.worker.ops.interface import DeltaNet, PackedLinear
+from services.worker.ops.quantized import QuantizedWeight
+
+
+class DeltaInputs(NamedTuple):
+    """What a row is multiplied with; see `LayerWeights`."""
+
+    qkv: PackedLinear
+    steps: PackedLinear | None
 
 
 class DeltaLoader(NamedTuple):
@@ -24,13 +32,18 @@ class DeltaLoader(NamedTuple):
     delta: DeltaConfig
     name: str
 
-    def inputs(self) -> PackedLinear:
+    def inputs(self) -> DeltaInputs:
         """What a row is projected by, in the order of `StateOps.mix`: gates, values, keys, queries, time steps, and how
-        much is written."""
-        hidden, read = self.config.hidden_size, self.matrices.read
+        much is written. The last two are a product of their own where a checkpoint has numbers of them beside codes, as
+        those of fp8 have, whose blocks are wider: one product would be of numbers."""
+        hidden, read, pack = self.config.hidden_size, self.matrices.read, self.matrices.pack_linear
         parts = input_parts(self.config.architecture, self.delta, self.shard)
         own = [permuted(read(f"{self.name}.{each.module}", (each.size, hidden)), each.outputs) for each in parts]
-        return self.matrices.pack_linear(self.matrices.join(own), None)
+        first = len(own) // 2
+        wide, narrow = self.matrices.join(own[:first]), self.matrices.join(own[first:])
+        if isinstance(wide, QuantizedWeight) and isinstance(narrow, Tensor):
+            return DeltaInputs(pack(wide, None), pack(narrow, None))
+        return DeltaInputs(pack(self.matrices.join([wide, narrow]), None), None)
 
     def output(self) -> PackedLinear:
         """What the mixer's rows are projected back by."""
@@ -70,7 +83,7 @@ class InputPart(NamedTuple):
 
 
 def input_parts(architecture: str, delta: DeltaConfig, shard: MixerShard) -> tuple[InputPart, ...]:
-    """In the order of `DeltaLoader.inputs`."""
+    """In the order of `DeltaLoader.inputs`; those behind the middle are `DeltaInputs.steps` where there are such."""
     return _by_key_head(delta, shard) if architecture == "Qwen3NextForCausalLM" else _by_kind(delta, shard)
 
 

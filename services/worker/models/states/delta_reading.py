@@ -47,7 +47,6 @@ class _RawDelta(RawMixture, kw_only=True):
     linear_num_value_heads: int = 32
     layer_types: list[str] | None = None
     full_attention_interval: int = _ATTENDING
-    quantization_config: dict[str, object] | None = None
 
 
 class _RawSeeing(Struct, kw_only=True):
@@ -58,7 +57,6 @@ class _RawSeeing(Struct, kw_only=True):
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
-    quantization_config: dict[str, object] | None = None
 
 
 _POSITIVE = (
@@ -132,15 +130,12 @@ def _language_model(text: bytes) -> bytes:
     outside = {
         "dtype": whole.dtype or whole.torch_dtype,
         "eos_token_id": whole.eos_token_id,
-        "quantization_config": whole.quantization_config,
     }
     given = {key: value for key, value in outside.items() if value is not None}
     return msgspec.json.encode({**given, **whole.text_config, **tied, "architectures": []})
 
 
 def _refuse_unsupported(raw: _RawDelta) -> None:
-    if raw.quantization_config is not None:
-        raise ModelError("quantization_config is set: a checkpoint that is read here may not be quantized")
     if raw.hidden_act not in ("silu", "swish"):
         raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
     for key in _POSITIVE:

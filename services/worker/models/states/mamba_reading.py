@@ -39,7 +39,6 @@ class _RawMamba(Struct, kw_only=True):
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
     time_step_limit: list[float | dict[str, str] | None] | None = None
-    quantization_config: dict[str, object] | None = None
 
 
 class _RawMamba2(_RawMamba, kw_only=True):
@@ -123,8 +122,6 @@ def mamba_model_config(
 
 def _decode(text: bytes, kind: type[_Raw]) -> _Raw:
     raw = msgspec.json.decode(plain_json(text), type=kind, strict=True)
-    if raw.quantization_config is not None:
-        raise ModelError("quantization_config is set: a checkpoint that is read here may not be quantized")
     if raw.hidden_act not in ("silu", "swish"):
         raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
     if raw.time_step_limit is not None and (raw.time_step_limit[:1] != [0.0] or not _endless(raw.time_step_limit[-1])):
