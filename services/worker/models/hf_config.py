@@ -131,6 +131,9 @@ _NO_WINDOW = ("LlamaForCausalLM", *LATENT_ARCHITECTURES)
 _NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", *LATENT_ARCHITECTURES)
 """Their layers are alike, whatever `layer_types` says."""
 
+_OTHER_TENSORS = ("exaone",)
+"""Model types whose tensors have other names than those of their architecture."""
+
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -185,7 +188,8 @@ class _RawLayers(Struct, kw_only=True):
 
 class _RawArchitectures(_RawLayers, kw_only=True):
     architectures: list[str] = field(default_factory=list)
-    use_bidirectional_attention: bool | None = None
+    model_type: str | None = None
+    use_bidirectional_attention: bool | str | None = None
     text_config: _RawLayers | None = None
     quantization_config: object = None
 
@@ -265,7 +269,9 @@ def is_native(model_dir: Path) -> bool:
             if (count := getattr(part, key, None)) is not None and count > MAX_LAYERS:
                 raise ModelError(f"{model_dir / 'config.json'}: {key} {count} is more than {MAX_LAYERS}")
     known = (*_FAMILIES, *_BASES, *_STATEFUL, *IMAGE_ARCHITECTURES)
-    return not raw.use_bidirectional_attention and any(each in known for each in raw.architectures)
+    if raw.use_bidirectional_attention or raw.model_type in _OTHER_TENSORS:
+        return False
+    return any(each in known for each in raw.architectures)
 
 
 def architectures_of(model_dir: Path) -> list[str]:

@@ -107,11 +107,23 @@ def written(folder: Path, kind: str, **settings: Any) -> Path:
             {**SMALL, "num_key_value_heads": 2, "intermediate_size": 96, "layer_types": ["conv", "full_attention"]},
             "layer_types 'conv' is not supported",
         ),
+        ("Doge", SMALL, "DogeAttention attends by a mask of its own"),
+        (
+            "CTRL",
+            {"vocab_size": 160, "n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 96, "n_positions": 0},
+            "CTRLLMHeadModel: the configuration says nothing of positions",
+        ),
     ],
 )
 def test_what_cannot_be_served_says_why(tmp_path: Path, kind: str, settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint):
         tiny_backend(written(tmp_path, kind, **settings))
+
+
+def test_tensors_that_have_names_of_their_own_are_read_by_the_library(tmp_path: Path) -> None:
+    """EXAONE's, which `transformers` saves as a `LlamaForCausalLM`."""
+    folder = written(tmp_path, "Exaone", **SMALL, num_key_value_heads=2, intermediate_size=96)
+    assert tiny_backend(folder).rank.decoder.ops_name.startswith("transformers")
 
 
 def test_only_our_own_are_served_where_that_is_asked_for(cohere: TinyModel) -> None:

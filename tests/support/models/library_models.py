@@ -46,7 +46,22 @@ _ROUTED: dict[str, Any] = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+_LATENT: dict[str, Any] = {
+    **{name: each for name, each in _SHAPE.items() if name != "head_dim"},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_WINDOWS: dict[str, Any] = {
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "AXK1": {**_LATENT, **_ROUTED, "head_dim": 8},
+    "Afmoe": {**_SHAPE, **_EXPERTS, **_WINDOWS, "moe_intermediate_size": 32, "num_dense_layers": 1},
     "Apertus": _SHAPE,
     "Arcee": _SHAPE,
     "BioGpt": {**_SHAPE, "hidden_dropout_prob": 0.0},
@@ -55,6 +70,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "CodeGen": {**_GPT, "n_embd": 128, "rotary_dim": 16},
     "Cohere": {**_SHAPE, "logit_scale": 0.5},
     "Cohere2": {**_SHAPE, "sliding_window": 24},
+    "Cohere2Moe": {**_SHAPE, **_EXPERTS, **_WINDOWS, "num_shared_experts": 1},
+    "Cwm": {**_SHAPE, **_WINDOWS},
+    "Dbrx": {
+        "vocab_size": VOCABULARY,
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": POSITIONS,
+        "initializer_range": 0.2,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "DiffLlama": _SHAPE,
     "Dots1": {**_SHAPE, **_ROUTED, "sliding_window": None},
     "Ernie4_5": _SHAPE,
@@ -65,7 +92,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "moe_num_shared_experts": 1,
     },
+    "Exaone": _SHAPE,
     "Exaone4": {**_SHAPE, "sliding_window": 24, "sliding_window_pattern": 2},
+    "ExaoneMoe": {**_SHAPE, **_WINDOWS, **_EXPERTS, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
     "Falcon": _FALCON,
     "Falcon (ALiBi)": {**_FALCON, "alibi": True, "multi_query": False, "bias": True},
     "Falcon (grouped)": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
@@ -82,19 +111,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "GPTNeoX": {**_SHAPE, "rotary_pct": 0.5},
     "Gemma": _SHAPE,
+    "Gemma3nText": {
+        **_SHAPE,
+        **_WINDOWS,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "laurel_rank": 8,
+    },
     "Glm": {**_SHAPE, "partial_rotary_factor": 0.5},
     "Glm4": {**_SHAPE, "partial_rotary_factor": 0.5},
     "Glm4Moe": {**_SHAPE, **_ROUTED},
-    "Glm4MoeLite": {
-        **{name: each for name, each in _SHAPE.items() if name != "head_dim"},
-        **_ROUTED,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-    },
+    "Glm4MoeLite": {**_LATENT, **_ROUTED},
     "GptOss": {
         **_SHAPE,
         **_EXPERTS,
@@ -103,11 +133,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "Granite": {**_SHAPE, "logits_scaling": 4.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5},
     "GraniteMoe": {**_SHAPE, **_EXPERTS},
+    "GraniteMoeShared": {**_SHAPE, **_EXPERTS, "shared_intermediate_size": 32},
+    "HYV3": {**_SHAPE, **_EXPERTS, "moe_intermediate_size": 32},
     "Helium": _SHAPE,
     "HunYuanDenseV1": _SHAPE,
     "HunYuanMoEV1": {**_SHAPE, "num_experts": 4, "moe_topk": 2},
+    "HyperCLOVAX": _SHAPE,
     "Jais2": _SHAPE,
     "JetMoe": {**_SHAPE, "kv_channels": 16, "num_key_value_heads": 2, **_EXPERTS},
+    "Laguna": {**_SHAPE, **_EXPERTS, **_WINDOWS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     "Llama4Text": {
         **_SHAPE,
         "num_local_experts": 4,
@@ -119,7 +153,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "floor_scale": 20,
         "attn_scale": 0.5,
     },
+    "LongcatFlash": {
+        **_LATENT,
+        "head_dim": 8,
+        "num_layers": 2,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+    },
+    "Mellum": {**_SHAPE, **_EXPERTS, **_WINDOWS, "moe_intermediate_size": 32},
+    "MiniCPM3": {**_LATENT, "head_dim": 8},
+    "MiniMaxM2": {**_SHAPE, **_EXPERTS},
     "Ministral": {**_SHAPE, "sliding_window": 24},
+    "Ministral3": _SHAPE,
+    "ModernBertDecoder": {**_SHAPE, "local_attention": 24, "global_attn_every_n_layers": 2},
     "Mpt": {
         "vocab_size": VOCABULARY,
         "d_model": 96,
@@ -143,6 +192,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Phimoe": {**_SHAPE, **_EXPERTS},
     "SeedOss": _SHAPE,
     "SmolLM3": {**_SHAPE, "no_rope_layer_interval": 2},
+    "SolarOpen": {**_SHAPE, **_ROUTED},
     "StableLm": {**_SHAPE, "partial_rotary_factor": 0.5},
     "Starcoder2": {**_SHAPE, "sliding_window": 24},
     "VaultGemma": {**_SHAPE, "sliding_window": 24, "attn_logit_softcapping": 5.0},
@@ -156,8 +206,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "dropout": 0.0,
         "attention_dropout": 0.0,
     },
+    "Youtu": {**_LATENT, "head_dim": 8},
 }
 """By the name that their classes begin with; behind it, in brackets, what is special about this one of several."""
+
+ONE_STAGE = ("Gemma3nText", "LongcatFlash", "ModernBertDecoder")
+"""Those that are not computed in stages."""
 
 
 _REFERENCES = {"Falcon (ALiBi)": "sdpa"}

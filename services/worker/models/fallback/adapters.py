@@ -21,6 +21,9 @@ from services.worker.models.fallback.attention import ADAPTED_NAME, NAME, Attent
 PLAIN_PRODUCTS = frozenset({"FalconLinear"})
 """Subclasses of `nn.Linear` that compute what it does."""
 
+WEIGHT_READERS = frozenset({"LongcatFlashTopkRouter"})
+"""Modules that multiply by a linear layer's weight themselves, so that it has to stay what it is."""
+
 Forward = Callable[..., tuple[Tensor, None]]
 
 

@@ -238,6 +238,8 @@ def _attend(
         raise ModelError(f"{type(module).__name__} is not causal: only decoders can be served")
     own_bias = None if position_bias is None or position_bias.dim() == 2 else position_bias
     _refuse(module, {**more, "position_bias": own_bias})
+    if attention_mask is not None and not cross:  # none is made for our attention, see `_no_mask`
+        raise ModelError(f"{type(module).__name__} attends by a mask of its own, which is not supported")
     mixed = attended(
         *(module, query, key, value),
         scale=scaling,

@@ -76,21 +76,26 @@ def library_config(
     except Exception as error:  # whatever a model's own code raises for its configuration
         hint = "; --trust-remote-code runs code of the model's own" if "trust_remote_code" in str(error) else ""
         raise ModelError(f"{folder}: transformers cannot build the model: {first_line(error)}{hint}") from None
+    try:
+        return _described(folder, config, model), config, type(model)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {type(model).__name__}: {error}") from None
+    except AttributeError as error:
+        raise ModelError(f"{folder}: the configuration does not say enough: {first_line(error)}") from None
+
+
+def _described(folder: Path, config: PretrainedConfig, model: PreTrainedModel) -> LibraryConfig:
     text = config.get_text_config(decoder=True)
-    return (
-        LibraryConfig(
-            architecture=type(model).__name__,
-            dtype=weights_dtype(config),
-            vocab_size=text.vocab_size,
-            hidden_size=text.hidden_size,
-            num_layers=_layers(config, text),
-            max_positions=_positions(text),
-            eos_token_ids=stop_tokens(folder, text.eos_token_id),
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            settings_digest=settings_digest(config),
-        ),
-        config,
-        type(model),
+    return LibraryConfig(
+        architecture=type(model).__name__,
+        dtype=weights_dtype(config),
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        num_layers=_layers(config, text),
+        max_positions=_positions(text),
+        eos_token_ids=stop_tokens(folder, getattr(text, "eos_token_id", None)),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        settings_digest=settings_digest(config),
     )
 
 

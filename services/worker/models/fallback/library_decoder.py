@@ -111,17 +111,23 @@ class LibraryDecoder:
         hooks = [each.register_forward_hook(note) for each in {owner.base_model, owner.get_decoder()}]
         products = {name: each for name, each in self._model.named_modules() if isinstance(each, PackedProduct)}
         hooks += [each.register_forward_hook(count) for each in products.values()]
-        with torch.inference_mode():
-            given = self._run(ids, torch.arange(2, device=self._device), ids[:1], recorded, rows=self._some_rows(2))
-        for hook in hooks:
-            hook.remove()
+        name = type(self._model).__name__
+        try:
+            with torch.inference_mode():
+                given = self._run(ids, torch.arange(2, device=self._device), ids[:1], recorded, rows=self._some_rows(2))
+        except ModelError:
+            raise
+        except Exception as error:  # of the library: it looks for something that is not as it made it
+            raise ModelError(f"{name}: transformers cannot compute the model here: {first_line(error)}") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
         self._base = seen[-1] if seen else None
         head = None if owner.config.tie_word_embeddings else owner.get_output_embeddings()
-        for name, product in products.items():
+        for path, product in products.items():
             # Rows of an expert are others in each step, though here they may be all.
-            if rows.get(product) == ([1] if product is head else [2]) and "expert" not in name:
-                self._named[name] = product
-        name = type(self._model).__name__
+            if rows.get(product) == ([1] if product is head else [2]) and "expert" not in path:
+                self._named[path] = product
         if not recorded.calls:
             raise ModelError(NO_INTERFACE.format(name))
         if len({(call.kv_heads, call.key_dim) for call in recorded.calls}) > 1:

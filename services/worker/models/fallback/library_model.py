@@ -154,7 +154,10 @@ def _read_model(kind: type[PreTrainedModel], folder: Path, config: PretrainedCon
     """A model of this `kind` with the weights of `folder`, on the CPU. Raises ModelError where a weight is missing or
     of another shape, before memory is taken: the library would make one up."""
     if not has_mxfp4(config):  # whose numbers are made as they are read
-        _from_pretrained(kind, folder, config, dtype, device_map=NOWHERE)
+        # Where embedding and head are one, the library pads the head's bias, which it cannot do nowhere.
+        own = {"__module__": kind.__module__, "_adjust_bias": staticmethod(lambda *_: None)}
+        unpadded = type(kind.__name__, (kind,), own)
+        _from_pretrained(unpadded, folder, config, dtype, device_map=NOWHERE)
     model, info = _from_pretrained(kind, folder, config, dtype)
     others = _stage_of(model).dropped
     if hears(config) or reads_text(config):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from services.worker.models.fallback.adapters import PLAIN_PRODUCTS
+from services.worker.models.fallback.adapters import PLAIN_PRODUCTS, WEIGHT_READERS
 from services.worker.models.fallback.tensor_parallel import WHOLE, RoundedShare
 from services.worker.models.weights import NamedProduct
 from services.worker.ops.interface import Ops, PackedLinear
@@ -51,6 +51,9 @@ def pack_products(model: nn.Module, ops: Ops, quantization: Scheme | None, outpu
     the head among them, which is rounded to int8 at least."""
     head = next((name for name, each in model.named_modules() if each is output), None)
     for name, module in list(model.named_modules()):
+        parent, _, last = name.rpartition(".")
+        if type(model.get_submodule(parent)).__name__ in WEIGHT_READERS:
+            continue
         if isinstance(module, RoundedShare):
             packed, dtype, shape = module.pack(ops), module.weight.dtype, (module.outputs, module.inputs)
         elif (weight := _weight_of(module)) is not None:
@@ -59,7 +62,6 @@ def pack_products(model: nn.Module, ops: Ops, quantization: Scheme | None, outpu
             packed, dtype, shape = _pack(ops, weight, own.bias, code), weight.dtype, (len(weight), weight.shape[1])
         else:
             continue
-        parent, _, last = name.rpartition(".")
         made = PackedProduct(ops, packed, dtype, shape, next(module.parameters()).device)
         made.share = getattr(module, "baton_share", WHOLE)
         setattr(model.get_submodule(parent), last, made)
