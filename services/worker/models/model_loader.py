@@ -350,9 +350,7 @@ def _weight_bytes(
     quantization = settings.quantization
     if method is not None:
         stored = sum(path.stat().st_size for path in checkpoint_files(settings.folder))
-        if method.four_bit_floats:  # read as codes of eight bits
-            stored *= 2
-        return stored * stage.num_layers // config.num_layers
+        return stored * method.growth * stage.num_layers // config.num_layers
     table, item = config.vocab_size * config.hidden_size, TORCH_DTYPES[dtype].itemsize
     own_head = stage.is_last and not (config.tied_embeddings and stage.is_first)
     layers = config.layers[stage.first_layer : stage.end_layer]

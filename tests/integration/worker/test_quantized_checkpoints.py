@@ -56,7 +56,7 @@ def grouped(weight: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor, Tenso
     return codes.view(out, inputs).to(torch.uint8), scales, zeros.to(torch.uint8), numbers
 
 
-def gptq(weight: Tensor, bits: int = 4, order: bool = False) -> Written:
+def gptq(weight: Tensor, bits: int = 4, order: bool = False, less: int = 1) -> Written:
     codes, scales, zeros, numbers = grouped(weight, bits, 32)
     index = torch.arange(weight.shape[1], dtype=torch.int32) // 32
     if order:
@@ -64,7 +64,7 @@ def gptq(weight: Tensor, bits: int = 4, order: bool = False) -> Written:
         codes, index, numbers = codes[:, shuffled], index[shuffled], numbers[:, shuffled]
     return {
         "qweight": words(codes, bits).T.contiguous(),
-        "qzeros": words(zeros.T.contiguous() - 1, bits),
+        "qzeros": words(zeros.T.contiguous() - less, bits),
         "scales": scales.T.contiguous().half(),
         "g_idx": index,
     }, numbers
@@ -137,7 +137,7 @@ def nvfp4(weight: Tensor, modelopt: bool = False) -> Written:
     return {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": (1 / every).view(1)}, numbers
 
 
-def mx(weight: Tensor, most: int = 6) -> Written:
+def mx(weight: Tensor, most: int = 6, name: str = "weight_packed") -> Written:
     """Groups of 32 inputs, with powers of two; `most`: the greatest of a number's format."""
     powers = (weight.view(len(weight), -1, 32).abs().amax(2) / most).log2().ceil()
     exponents, scales = (powers + 127).to(torch.uint8), powers.exp2()
@@ -145,7 +145,7 @@ def mx(weight: Tensor, most: int = 6) -> Written:
         codes = (weight / scales.repeat_interleave(32, 1)).to(FP8)
         return {"weight": codes, "weight_scale": exponents}, codes.float() * scales.repeat_interleave(32, 1)
     packed, numbers = e2m1(weight, scales)
-    return {"weight_packed": packed, "weight_scale": exponents}, numbers
+    return {name: packed, "weight_scale": exponents}, numbers
 
 
 def blocks(weight: Tensor, block: int) -> Tensor:
@@ -155,9 +155,53 @@ def blocks(weight: Tensor, block: int) -> Tensor:
     return padded.view(rows, block, columns, block).abs().amax((1, 3)) / 448
 
 
+NF4 = [-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0]
+NF4 += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
+FP4 = [0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4]
+FP4 += [-each for each in FP4]
+
+
+def four_bits(weight: Tensor, kind: str = "nf4", nested: bool = False) -> Written:
+    """bitsandbytes' blocks of 64 elements in a row; `nested`: with their greatest in blocks of 256."""
+    table, elements = torch.tensor(NF4 if kind == "nf4" else FP4), weight.reshape(-1, 64)
+    greatest = elements.abs().amax(1)
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+    written = {"weight.absmax": greatest, "weight.quant_map": table}
+    if nested:
+        known, offset = torch.linspace(-1, 1, 256), float(greatest.mean())
+        scales = torch.stack([each.abs().max() for each in (greatest - offset).split(256)])
+        wide = scales.repeat_interleave(256)[: len(greatest)]
+        codes = ((greatest - offset)[:, None] / wide[:, None] - known).abs().argmin(1)
+        greatest = known[codes] * wide + offset
+        written |= {"weight.absmax": codes.to(torch.uint8), "weight.nested_absmax": scales}
+        written |= {"weight.nested_quant_map": known}
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    places = (elements[..., None] / greatest[:, None, None] - table).abs().argmin(-1).flatten()
+    packed = (places[0::2] << 4 | places[1::2]).to(torch.uint8).view(-1, 1)
+    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    numbers = (table[places].view(-1, 64) * greatest[:, None]).view(weight.shape)
+    return written | {"weight": packed, f"weight.quant_state.bitsandbytes__{kind}": text}, numbers
+
+
 def modelopt_blocks(weight: Tensor) -> Written:
     tensors, numbers = fp8(weight, blocks(weight, 128), block=128)
     return tensors | {"weight_scale": tensors["weight_scale"][:, None, :, None]}, numbers
+
+
+def quark(dtype: str, scheme: str, rows: dict[str, Any] | None = None) -> dict[str, Any]:
+    weight = {"dtype": dtype, "qscheme": scheme, "symmetric": True, "is_dynamic": False}
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": weight, "input_tensors": rows},
+        "layer_quant_config": {"lm_head": {"weight": None}},
+    }
+
+
+def quark_int8(weight: Tensor) -> Written:
+    """Its symmetric weights have zero points."""
+    tensors, numbers = int8(weight)
+    scales = tensors["weight_scale"].flatten()
+    return tensors | {"weight_scale": scales, "weight_zero_point": torch.zeros(len(scales), dtype=torch.int8)}, numbers
 
 
 def compressed_config(bits: int, kind: str, strategy: str, layout: str) -> dict[str, Any]:
@@ -208,6 +252,29 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
         {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
         modelopt_blocks,
     ),
+    "auto-round": ({"quant_method": "auto-round", "bits": 4}, gptq),
+    "auto-round as gptq's second": (
+        {"quant_method": "intel/auto-round", "bits": 8, "packing_format": "auto_round"},
+        lambda weight: gptq(weight, 8, less=0),
+    ),
+    "auto-round as awq": ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq"}, awq),
+    "auto-round's nvfp4": (
+        {"quant_method": "auto-round", "bits": 4, "data_type": "nv_fp", "packing_format": "auto_round:llm_compressor"},
+        nvfp4,
+    ),
+    "fbgemm_fp8": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        lambda weight: fp8(weight, weight.abs().amax(1, keepdim=True) / 448),
+    ),
+    "quark's fp8": (quark("fp8_e4m3", "per_tensor"), lambda weight: fp8(weight, weight.abs().max() / 448)),
+    "quark's int8": (quark("int8", "per_channel"), quark_int8),
+    "quark's mxfp4": (quark("fp4", "per_group"), lambda weight: mx(weight, name="weight")),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, four_bits),
+    "nested nf4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        lambda weight: four_bits(weight, nested=True),
+    ),
+    "fp4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, lambda weight: four_bits(weight, "fp4")),
     "bitsandbytes": (
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
         lambda weight: int8(weight, "SCB", 127.0),
@@ -274,7 +341,7 @@ def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
     method = read_method(tmp_path)
     assert method is not None
-    assert (method.name, method.four_bit_floats) == ("modelopt", True)
+    assert (method.name, method.growth) == ("modelopt", 2)
     tiny_backend(tmp_path, dtype="float32")
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
     with pytest.raises(ModelError, match=r"hf_quant_config\.json: quant_algo 'W4A8_AWQ' is not supported"):
@@ -291,6 +358,7 @@ def rounding(method: str, activations: dict[str, Any]) -> dict[str, Any]:
 BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 FP8_BY_TOKEN = BY_TOKEN | {"type": "float"}
 BY_TENSOR = {"strategy": "tensor", "dynamic": False}
+DYNAMIC_INT8 = {"dtype": "int8", "qscheme": "per_channel", "is_dynamic": True, "symmetric": True}
 DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
@@ -305,6 +373,10 @@ DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic"}
         ("fp8 of outputs", rounding("fp8 of outputs", FP8_BY_TOKEN | BY_TENSOR), "fp8"),
         ("fp8", DYNAMIC, "fp8"),
         ("modelopt's fp8", METHODS["modelopt's fp8"][0], "fp8"),
+        ("fbgemm_fp8", METHODS["fbgemm_fp8"][0], "fp8"),
+        ("quark's fp8", quark("fp8_e4m3", "per_tensor", {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}), "fp8"),
+        ("quark's int8", quark("int8", "per_channel", DYNAMIC_INT8), "int8"),
+        ("quark's int8", quark("int8", "per_channel", DYNAMIC_INT8 | {"qscheme": "per_tensor"}), None),
         ("fp8 of whole blocks", DYNAMIC | {"weight_block_size": [32, 32]}, None),
     ],
 )
@@ -376,7 +448,19 @@ def test_a_rank_has_its_part_of_a_weight(method: str, tmp_path: Path) -> None:
         ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported: compressed-tensors, gptq, awq"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' is not supported; supported: gemm"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "load_in_8bit false is not supported"),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "uint4"}}},
+            r"global_quant_config\.weight\.dtype 'uint4' is not supported; supported: fp8_e4m3, int8, fp4",
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "data_type": "mx_int"},
+            "data_type 'mx_int' is not supported; supported: mx_fp, nv_fp",
+        ),
+        ({"quant_method": "auto-round", "bits": 2}, "bits 2 is not supported; supported: 4, 8"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:mlx"},
+            "packing_format 'auto_round:mlx' is not supported; supported: auto_round:auto_gptq, auto_round:auto_awq",
+        ),
         (
             {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
             "quant_algo 'NVFP4_AWQ' is not supported; supported: FP",

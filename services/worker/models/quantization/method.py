@@ -11,13 +11,25 @@ from msgspec import Meta, Struct
 from services.worker.models.config import ModelError, plain_json
 from services.worker.ops.quantized import Code
 
-MethodName = Literal["compressed-tensors", "gptq", "awq", "fp8", "modelopt", "bitsandbytes", "mxfp4"]
+MethodName = Literal[
+    "compressed-tensors", "gptq", "awq", "auto-round", "fp8", "fbgemm_fp8", "modelopt", "quark", "bitsandbytes", "mxfp4"
+]
 
 _Read = TypeVar("_Read", bound=Struct)
 
 _E2M1 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized", *_E2M1)
 _BITS = (4, 8)
+
+_QUARK = ("fp8_e4m3", "int8", "fp4", "fp4+fp8_e4m3")
+_AUTO_ROUND: dict[str, MethodName] = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+    "auto_round": "gptq",
+    "auto_round:gptqmodel": "gptq",
+    "auto_round:llm_compressor": "compressed-tensors",
+}
+"""Only the first of GPTQ's has zero points less 1."""
 
 _MODELOPT_BLOCK = (128, 128)
 _MODELOPT: dict[str, Code | None] = {
@@ -64,6 +76,30 @@ class _ConfigGroup(Struct, kw_only=True):
     format: str | None = None
 
 
+class _QuarkScheme(Struct, kw_only=True):
+    dtype: str
+    qscheme: str | None = None
+    symmetric: bool | None = None
+    is_dynamic: bool | None = None
+
+
+class _QuarkGroup(Struct, kw_only=True):
+    weight: _QuarkScheme | list[_QuarkScheme] | None = None
+    """Several: each scale of the one before is kept as the next one says."""
+    input_tensors: _QuarkScheme | list[_QuarkScheme] | None = None
+
+    @property
+    def activations(self) -> Code | None:
+        """See `_ActivationScheme.code`."""
+        rows = self.input_tensors
+        if not isinstance(rows, _QuarkScheme) or rows.qscheme not in ("per_channel", "per_tensor"):
+            return None
+        if rows.dtype == "fp8_e4m3":
+            return "fp8"
+        by_token = rows.qscheme == "per_channel" and rows.is_dynamic is True and rows.symmetric is not False
+        return "int8" if rows.dtype == "int8" and by_token else None
+
+
 class _ModelOptQuantization(Struct, kw_only=True):
     quant_algo: str | None = None
 
@@ -83,6 +119,10 @@ class _RawQuantization(Struct, kw_only=True):
     quant_algo: str | None = None
     quantization: _ModelOptQuantization | None = None
     """In hf_quant_config.json `quant_algo` lies here."""
+    packing_format: str = "auto_round:auto_gptq"
+    data_type: str = "int"
+    global_quant_config: _QuarkGroup | None = None
+    layer_quant_config: dict[str, _QuarkGroup] | None = None
     weight_block_size: Annotated[list[int], Meta(min_length=2, max_length=2)] | None = None
 
 
@@ -94,6 +134,8 @@ class QuantizationMethod(Struct, frozen=True):
     """What a checkpoint's tensors are to be read as."""
 
     name: MethodName
+    layout: MethodName | None = None
+    """The method that has the same tensors; None: itself."""
     zeros_less_one: bool = False
     """gptq: whether zero points are stored less 1, as the first version of its format has them."""
     block: tuple[int, int] | None = None
@@ -101,8 +143,8 @@ class QuantizationMethod(Struct, frozen=True):
     activations: Code | None = None
     """What rows are rounded to, with a scale for each token, that weights of the same with a scale for each output are
     multiplied with; None: they stay as they are."""
-    four_bit_floats: bool = False
-    """Whether weights are e2m1, which are read as codes of eight bits."""
+    growth: int = 1
+    """How many times the bytes of their file weights take in memory, about."""
 
 
 def read_method(model_dir: Path) -> QuantizationMethod | None:
@@ -134,7 +176,7 @@ def _method(raw: _RawQuantization) -> QuantizationMethod:
                 "compressed-tensors",
                 block=_compressed_block(raw),
                 activations=_compressed_activations(raw),
-                four_bit_floats=any((each.format or raw.format) in _E2M1 for each in raw.config_groups.values()),
+                growth=_growth(any((each.format or raw.format) in _E2M1 for each in raw.config_groups.values())),
             )
         case "gptq":
             _check("bits", raw.bits, _BITS)
@@ -147,16 +189,26 @@ def _method(raw: _RawQuantization) -> QuantizationMethod:
         case "fp8":
             block = raw.weight_block_size
             return QuantizationMethod("fp8", block=None if block is None else (block[0], block[1]), activations="fp8")
+        case "fbgemm_fp8":
+            return QuantizationMethod("fbgemm_fp8", activations="fp8")
+        case "auto-round" | "auto_round" | "intel/auto-round":
+            return _auto_round(raw)
+        case "quark":
+            return _quark(raw)
         case "modelopt" | "modelopt_fp4" | "modelopt_mixed":
             return _modelopt(raw)
         case "bitsandbytes":
-            if not raw.load_in_8bit:
-                raise ModelError("load_in_8bit false is not supported: of bitsandbytes, int8 can be read")
-            return QuantizationMethod("bitsandbytes")
+            # Four bits become numbers.
+            return QuantizationMethod("bitsandbytes", growth=1 if raw.load_in_8bit else 4)
         case "mxfp4":
-            return QuantizationMethod("mxfp4", four_bit_floats=True)
+            return QuantizationMethod("mxfp4", growth=_growth(True))
         case other:
             raise ModelError(f"quant_method {other!r} is not supported; supported: {', '.join(get_args(MethodName))}")
+
+
+def _growth(e2m1: bool) -> int:
+    """e2m1 is read as codes of eight bits."""
+    return 2 if e2m1 else 1
 
 
 def _modelopt(raw: _RawQuantization) -> QuantizationMethod:
@@ -167,7 +219,40 @@ def _modelopt(raw: _RawQuantization) -> QuantizationMethod:
         "modelopt",
         block=block,
         activations=_MODELOPT[algorithm],
-        four_bit_floats="NVFP4" in algorithm or algorithm == "MIXED_PRECISION",
+        growth=_growth("NVFP4" in algorithm or algorithm == "MIXED_PRECISION"),
+    )
+
+
+def _auto_round(raw: _RawQuantization) -> QuantizationMethod:
+    _check("packing_format", raw.packing_format, tuple(_AUTO_ROUND))
+    layout = _AUTO_ROUND[raw.packing_format]
+    _check("bits", raw.bits, (4,) if layout == "awq" else _BITS)
+    floats = layout == "compressed-tensors"
+    # Behind them may be how scales were found.
+    if not raw.data_type.startswith(kinds := ("mx_fp", "nv_fp") if floats else ("int",)):
+        _check("data_type", raw.data_type, kinds)
+    return QuantizationMethod(
+        "auto-round",
+        layout,
+        zeros_less_one=raw.packing_format == "auto_round:auto_gptq",
+        growth=_growth(floats and raw.bits == 4),
+    )
+
+
+def _quark(raw: _RawQuantization) -> QuantizationMethod:
+    groups = {"global_quant_config": raw.global_quant_config, **(raw.layer_quant_config or {})}
+    found = {name: group for name, group in groups.items() if group is not None and group.weight is not None}
+    types: set[str] = set()
+    for name, group in found.items():
+        assert group.weight is not None, "it has one"
+        kinds = "+".join(each.dtype for each in (group.weight if isinstance(group.weight, list) else [group.weight]))
+        _check(f"{name}.weight.dtype", kinds, _QUARK)
+        types.add(kinds)
+    activations = {group.activations for group in found.values()}
+    return QuantizationMethod(
+        "quark",
+        activations=activations.pop() if len(activations) == 1 else None,
+        growth=_growth(any(each.startswith("fp4") for each in types)),
     )
 
 

@@ -10,10 +10,16 @@ Of four bits (e2m1) `weight_packed` uint8 [out, in / 2], the first of two inputs
 [out, G], float8_e4m3fn that `weight_global_scale` [1] divides (NVFP4) or uint8 exponents of two plus 127 (MXFP4).
 modelopt: `weight` float8_e4m3fn with `weight_scale` [], [out], [out / 128, 1, in / 128, 1], or uint8 exponents [out, G]
 (MXFP8); or e2m1 as above with `weight_scale` float8_e4m3fn [out, G] times `weight_scale_2` [] (NVFP4).
+quark: as modelopt, and `weight` int8 with `weight_scale` [] or [out].
 gptq: `qweight` int32 [in * bits / 32, out], `scales` [G, out], `qzeros` int32 [G, out * bits / 32]; maybe `g_idx` [in].
 awq: `qweight` int32 [in, out / 8], `scales` [G, out], `qzeros` int32 [G, out / 8].
-fp8: `weight` float8_e4m3fn with `weight_scale` [] or [out, 1], or `weight_scale_inv` [out / block, in / block].
-bitsandbytes: `weight` int8 with `SCB` [out], the greatest of each output.
+fp8, fbgemm_fp8: `weight` float8_e4m3fn with `weight_scale` [] or [out, 1], or `weight_scale_inv` [out / block,
+in / block].
+bitsandbytes: `weight` int8 with `SCB` [out], the greatest of each output. Of four bits `weight` uint8
+[out * in / 2, 1], the first of two elements in the high bits, whose numbers are in `weight.quant_map` [16], times the
+greatest of its block of elements in `weight.absmax`: float32, or uint8 whose numbers are in `weight.nested_quant_map`
+[256], times `weight.nested_absmax` of a block of those, plus an offset. Sizes of blocks and the offset are JSON in
+`weight.quant_state.bitsandbytes__nf4` (or `fp4`).
 """
 
 from __future__ import annotations
@@ -21,7 +27,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import msgspec
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from services.worker.models.config import ModelError
@@ -83,7 +91,7 @@ class ReadWeight(NamedTuple):
 def read_module(module: Module, method: QuantizationMethod) -> ReadWeight | None:
     """The module's weight; None where it is not quantised. Raises ModelError for tensors that do not fit together."""
     try:
-        return _READERS[method.name](module, method)
+        return _READERS[method.layout or method.name](module, method)
     except RuntimeError as error:  # PyTorch's, of shapes
         raise ModelError(f"tensors of {module.name} do not fit together: {error}") from None
 
@@ -94,10 +102,7 @@ def _compressed(module: Module, method: QuantizationMethod) -> ReadWeight | None
     out, inputs = module.shape
     words = module.read("weight_packed")
     if words.dtype == torch.uint8:
-        scales = _as_numbers(module.read("weight_scale"))
-        if module.has("weight_global_scale"):
-            scales = scales / _one_number(module, "weight_global_scale")
-        return _e2m1(module, words, scales)
+        return _e2m1(module, "weight_packed", words)
     bits = _bits(module, words.shape[1] * 32 // inputs)
     codes = module.checked("weight_packed", unpack_columns(words, bits)[:, :inputs], (out, inputs))
     scales = module.read("weight_scale").float().view(out, -1)
@@ -111,13 +116,16 @@ def _compressed(module: Module, method: QuantizationMethod) -> ReadWeight | None
     return _with_offsets(module, read) if module.has("weight_offset") else read
 
 
-def _e2m1(module: Module, packed: Tensor, scales: Tensor) -> ReadWeight:
-    """Twice a number of four bits is a whole one."""
-    if module.has("weight_zero_point"):
-        raise ModelError(f"tensor {module.name}.weight_zero_point: e2m1 weights with zero points are not supported")
+def _e2m1(module: Module, suffix: str, packed: Tensor) -> ReadWeight:
+    """Twice a number of four bits is a whole one. A tensor may have one scale for all besides."""
+    _refuse_zero_points(module)
     out, inputs = module.shape
-    codes = module.checked("weight", unpack_e2m1(packed), (out, inputs))
-    scales = scales.view(out, -1) / 2
+    codes = module.checked(suffix, unpack_e2m1(packed), (out, inputs))
+    scales = _as_numbers(module.read("weight_scale")).view(out, -1) / 2
+    if module.has("weight_global_scale"):
+        scales = scales / module.read("weight_global_scale").float().view(())
+    elif module.has("weight_scale_2"):
+        scales = scales * module.read("weight_scale_2").float().view(())
     return _quantized("int8", codes, scales, None, max(1, inputs // scales.shape[1]))
 
 
@@ -160,16 +168,16 @@ def _fp8(module: Module, method: QuantizationMethod) -> ReadWeight | None:
     return _bytes(module, "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale", method)
 
 
-def _modelopt(module: Module, method: QuantizationMethod) -> ReadWeight | None:
-    if module.has("pre_quant_scale"):
-        raise ModelError(f"tensor {module.name}.pre_quant_scale: weights whose inputs are scaled are not supported")
-    if module.has("weight_scale_2"):
-        scales = _as_numbers(module.read("weight_scale")) * _one_number(module, "weight_scale_2")
-        return _e2m1(module, module.read("weight"), scales)
-    return _bytes(module, "weight_scale", method)
+class _FourBitState(Struct):
+    blocksize: int
+    nested_blocksize: int = 0
+    nested_offset: float = 0.0
 
 
 def _bitsandbytes(module: Module, method: QuantizationMethod) -> ReadWeight | None:
+    for kind in ("nf4", "fp4"):
+        if module.has(f"weight.quant_state.bitsandbytes__{kind}"):
+            return ReadWeight(None, _four_bits(module, f"weight.quant_state.bitsandbytes__{kind}"))
     if not module.has("SCB"):
         return None
     weight = module.checked("weight", module.read("weight"), module.shape)
@@ -177,12 +185,33 @@ def _bitsandbytes(module: Module, method: QuantizationMethod) -> ReadWeight | No
     return ReadWeight(QuantizedWeight("int8", weight.view(torch.uint8), scales))
 
 
+def _four_bits(module: Module, state_name: str) -> Tensor:
+    """Their numbers are no whole ones times anything."""
+    packed, raw = module.read("weight").flatten(), module.read(state_name)
+    if 2 * len(packed) != module.shape[0] * module.shape[1]:
+        raise ModelError(f"tensor {module.name}.weight has {2 * len(packed)} codes, the config asks for {module.shape}")
+    if packed.is_meta:
+        return packed.new_empty(module.shape, dtype=torch.float32)
+    try:
+        state = msgspec.json.decode(raw.numpy(force=True).tobytes(), type=_FourBitState)
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"tensor {module.name}.{state_name}: {error}") from None
+    greatest = module.read("weight.absmax")
+    if module.has("weight.nested_absmax"):
+        scales = module.read("weight.nested_absmax").repeat_interleave(state.nested_blocksize)[: len(greatest)]
+        greatest = module.read("weight.nested_quant_map")[greatest.int()] * scales + state.nested_offset
+    numbers = module.read("weight.quant_map")[torch.stack((packed >> 4, packed & 15), dim=1).flatten().int()]
+    return (numbers * greatest.repeat_interleave(state.blocksize)[: len(numbers)]).view(module.shape)
+
+
 _READERS: dict[str, Callable[[Module, QuantizationMethod], ReadWeight | None]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,
-    "modelopt": _modelopt,
+    "fbgemm_fp8": _fp8,
+    "modelopt": _fp8,
+    "quark": _fp8,
     "bitsandbytes": _bitsandbytes,
     "mxfp4": lambda _module, _method: None,  # of experts alone, see `mixture.biased_experts`
 }
@@ -198,9 +227,13 @@ def _bytes(module: Module, suffix: str, method: QuantizationMethod) -> ReadWeigh
     """Weights of one byte each beside their scales: for all, for each output, for groups of inputs or for blocks."""
     if not module.has(suffix):
         return None
-    if module.has("weight_zero_point"):
-        raise ModelError(f"tensor {module.name}.weight_zero_point: int8 weights with zero points are not supported")
-    weight = module.checked("weight", module.read("weight"), module.shape)
+    if module.has("pre_quant_scale"):
+        raise ModelError(f"tensor {module.name}.pre_quant_scale: weights whose inputs are scaled are not supported")
+    weight = module.read("weight")
+    if weight.dtype == torch.uint8:
+        return _e2m1(module, "weight", weight)
+    _refuse_zero_points(module)
+    weight = module.checked("weight", weight, module.shape)
     if weight.dtype not in (torch.int8, _FP8):
         raise ModelError(f"tensor {module.name}.weight has dtype {weight.dtype}; int8 and float8_e4m3fn can be read")
     code: Code = "fp8" if weight.dtype == _FP8 else "int8"
@@ -212,8 +245,11 @@ def _bytes(module: Module, suffix: str, method: QuantizationMethod) -> ReadWeigh
     return ReadWeight(read.codes._replace(rounded_activations=True))
 
 
-def _one_number(module: Module, suffix: str) -> Tensor:
-    return module.read(suffix).float().view(())
+def _refuse_zero_points(module: Module) -> None:
+    """Some files have zeros for them."""
+    points = module.read("weight_zero_point") if module.has("weight_zero_point") else None
+    if points is not None and not points.is_meta and points.any():
+        raise ModelError(f"tensor {module.name}.weight_zero_point: zero points other than 0 are not supported")
 
 
 def _as_numbers(scales: Tensor) -> Tensor:
