@@ -223,13 +223,13 @@ def native_decoder(
     config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | Eagle3Inputs | None = None
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for latent attention, layers
-    with states, experts that are chosen by groups of them and a share of the experts.
+    with states and a share of the experts.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps) or config.latent is not None or config.states is not None:
         return None
     mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
-    if any(each.routing.groups > 1 or each.experts.local is not None for each in mixtures):
+    if any(each.experts.local is not None for each in mixtures):
         return None
     return NativeDecoder(config, weights, ops, eagle)
 

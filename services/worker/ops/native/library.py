@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.worker.ops.native.kv_structures import KvArena, KvBlocks, KvCells, NativeKvCaches
 
-VERSION = 28
+VERSION = 29
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -53,6 +53,8 @@ class RouterRule(Structure):
         ("renormalised", c_int),
         ("bias", c_void_p),
         ("scale", c_float),
+        ("groups", c_int),
+        ("chosen_groups", c_int),
     )
 
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "rows.h"
@@ -23,22 +24,60 @@ void score_row(const float* logits, const RouterRule& rule, float* scores) {
     for (int i = 0; i < rule.experts; ++i) scores[i] /= total;
 }
 
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+float greatest_of(const float* numbers, int count) {
+    F most = all(kNever);
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) most = larger(load(numbers + i), most);
+    float found = greatest(most);
+    for (; i < count; ++i) found = numbers[i] > found ? numbers[i] : found;
+    return found;
+}
+
+// The places of the greatest `chosen` of some numbers, the greatest first; of equal ones the first. What is chosen is overwritten.
+template <class Place> void take_greatest(float* numbers, int count, int chosen, Place* places) {
+    for (int pick = 0; pick < chosen; ++pick) {
+        float most = greatest_of(numbers, count);
+        auto best = int(std::find(numbers, numbers + count, most) - numbers);
+        // None of those left is a number, or of a group to be chosen from.
+        if (most == kNever)
+            for (best = 0; std::find(places, places + pick, best) != places + pick;) ++best;
+        places[pick] = best;
+        numbers[best] = kNever;
+    }
+}
+
+// Nothing is chosen of the other groups. One is as good as its best expert; where there is a bias, as its best two together.
+void leave_out_groups(const RouterRule& rule, float* choosing) {
+    static thread_local std::vector<float> worth;
+    static thread_local std::vector<int> best;
+    worth.resize(size_t(rule.groups));
+    best.resize(size_t(rule.chosen_groups));
+    int size = rule.experts / rule.groups;
+    for (int group = 0; group < rule.groups; ++group) {
+        float first = kNever, second = kNever;
+        for (const float* score = choosing + group * size; score < choosing + (group + 1) * size; ++score) {
+            second = std::max(second, std::min(first, *score));
+            first = std::max(first, *score);
+        }
+        worth[size_t(group)] = rule.bias ? first + second : first;
+    }
+    take_greatest(worth.data(), rule.groups, rule.chosen_groups, best.data());
+    for (int group = 0; group < rule.groups; ++group)
+        if (std::find(best.begin(), best.end(), group) == best.end()) std::fill_n(choosing + group * size, size, kNever);
+}
+
 void route_row(const float* logits, const RouterRule& rule, float* chances, int64_t* picks) {
     static thread_local std::vector<float> scores, choosing;
     scores.resize(size_t(rule.experts));
     choosing.resize(size_t(rule.experts));
     score_row(logits, rule, scores.data());
     for (int i = 0; i < rule.experts; ++i) choosing[i] = rule.bias ? scores[i] + rule.bias[i] : scores[i];
+    if (rule.groups > 1) leave_out_groups(rule, choosing.data());
+    take_greatest(choosing.data(), rule.experts, rule.chosen, picks);
     float total = 0.0f;
-    for (int pick = 0; pick < rule.chosen; ++pick) {
-        int best = -1;
-        for (int i = 0; i < rule.experts; ++i) {
-            bool picked = std::find(picks, picks + pick, i) != picks + pick;
-            if (!picked && (best < 0 || choosing[i] > choosing[best])) best = i;
-        }
-        picks[pick] = best;
-        total += chances[pick] = scores[best];
-    }
+    for (int pick = 0; pick < rule.chosen; ++pick) total += chances[pick] = scores[size_t(picks[pick])];
     for (int pick = 0; pick < rule.chosen; ++pick) {
         if (rule.renormalised) chances[pick] /= total;
         chances[pick] *= rule.scale;

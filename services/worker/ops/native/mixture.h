@@ -4,7 +4,7 @@
 
 #include "linear.h"
 
-// How a router chooses: services.worker.ops.interface.Routing, of one group.
+// How a router chooses: services.worker.ops.interface.Routing.
 struct RouterRule {
     int experts;
     int chosen;  // of each row
@@ -12,6 +12,8 @@ struct RouterRule {
     int renormalised;
     const float* bias;  // [experts] or null: added to the scores that choose
     float scale;
+    int groups;  // of neighbours, of whose best so many `chosen_groups` experts are chosen
+    int chosen_groups;
 };
 
 // logits [rows, experts] → chances and picks [rows, chosen], the best first; of equal ones that of the lower number.

@@ -18,11 +18,10 @@ class NativeExperts(NamedTuple):
 
 
 def rule_of(routing: Routing, experts: int) -> library.RouterRule:
-    """How one of so many `experts` is chosen; points to the routing's bias. Of one group."""
-    assert routing.groups == 1, "the library knows no groups"
+    """How one of so many `experts` is chosen; points to the routing's bias."""
     return library.RouterRule(
         *(experts, routing.chosen, routing.scoring == "sigmoid", routing.renormalised, address_of(routing.bias)),
-        routing.scale,
+        *(routing.scale, routing.groups, routing.chosen_groups),
     )
 
 

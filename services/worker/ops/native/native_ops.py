@@ -55,7 +55,6 @@ from services.worker.ops.native.native_mixture import NativeExperts, matrices_of
 from services.worker.ops.native.native_states import NativeStates
 from services.worker.ops.quantized import GROUP_SIZES, ExpertBiases, QuantizedWeight, WeightStack
 from services.worker.ops.torch_ops import verify_drafts
-from services.worker.ops.torch_routing import route
 from shared.blocks import DEFAULT_BLOCK_SIZE
 
 _LANES = 16
@@ -293,9 +292,7 @@ class NativeOps:
         return PackedExperts(NativeExperts(stack_of(gate_up), stack_of(down)))
 
     def choose_experts(self, logits: Tensor, routing: Routing) -> Picks:
-        """Of equal experts that of the lower number; among groups by PyTorch's operations."""
-        if routing.groups > 1:
-            return route(logits, routing)
+        """Of equal experts, and of equal groups, that of the lower number."""
         logits, (rows, count) = logits.float().contiguous(), logits.shape
         picks = Picks(torch.empty(rows, routing.chosen), torch.empty(rows, routing.chosen, dtype=torch.int64))
         self._library.baton_route(

@@ -434,8 +434,9 @@ def test_chances_are_those_of_all_experts_unless_they_are_scaled() -> None:
         Routing(8, False),
         Routing(2, True, scoring="sigmoid", bias=torch.linspace(0.3, -0.3, 40), scale=2.5),
         Routing(4, False, groups=5, chosen_groups=2),
+        Routing(5, True, "sigmoid", groups=8, chosen_groups=3, bias=torch.linspace(-2, 2, 40).sin(), scale=2.5),
     ],
-    ids=["scaled", "plain", "corrected", "grouped"],
+    ids=["scaled", "plain", "corrected", "grouped", "corrected groups"],
 )
 def test_the_library_chooses_what_torch_does(routing: Routing) -> None:
     try:
@@ -447,7 +448,8 @@ def test_the_library_chooses_what_torch_does(routing: Routing) -> None:
     assert torch.equal(found.experts, expected.experts)
     assert torch.allclose(found.chances, expected.chances, rtol=1e-5, atol=1e-7)
     assert torch.equal(ops.choose_experts(logits[7:8], routing).chances[0], found.chances[7])
-    assert ops.choose_experts(torch.zeros(1, 40), Routing(3, True)).experts.tolist() == [[0, 1, 2]]
+    for same in (0.0, float("nan")):
+        assert ops.choose_experts(torch.full((1, 40), same), Routing(3, True)).experts.tolist() == [[0, 1, 2]]
 
 
 def test_a_stage_loads_the_layers_that_it_has(tiny: Callable[[str], TinyModel]) -> None:
