@@ -132,7 +132,7 @@ def chat_request(
         dialect, tools = dialect_of(card.name), read_tool_options(fields)
         fields.tools = template_tools(fields)
         go_on = (fields.chat_template_kwargs or {}).get("continue_final_message", fields.continue_final_message) is True
-        guided = output is not None
+        guided = output is not None and (tools is None or tools.choice != "required")
         output = combined_grammar(dialect, tools, output, continued=go_on)
         if beam_search is None:  # the text of a hypothesis is shown as it was ranked
             shown = fields.include_reasoning is not False

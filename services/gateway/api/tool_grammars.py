@@ -7,7 +7,7 @@ from typing import Any, cast, get_args
 
 from msgspec.structs import replace
 
-from services.gateway.api.errors import RequestError, invalid
+from services.gateway.api.errors import invalid
 from services.gateway.api.structured_outputs import OutputGrammar, structural_grammar
 from services.gateway.api.tools import ToolDefinition, ToolOptions
 from services.gateway.parsing.call_templates import CALL_TEMPLATES, CallTemplate
@@ -58,6 +58,10 @@ def parser_options(
     return ParserOptions(expected, options.schemas, options.parallel, include_reasoning, continued)
 
 
+GRAMMARS_OF_OUTPUTS = ("structured_outputs", "guided_")
+"""What fields begin with that describe all of an output, whatever it is."""
+
+
 def combined_grammar(
     dialect: OutputDialect, options: ToolOptions | None, output: OutputGrammar | None, *, continued: bool = False
 ) -> OutputGrammar | None:
@@ -66,6 +70,10 @@ def combined_grammar(
     It applies after the reasoning of a model that reasons. `continued`: whether the output continues a message. Raises
     RequestError 400.
     """
+    if output is not None and options is not None and options.choice == "required":
+        if output.field.startswith(GRAMMARS_OF_OUTPUTS):
+            raise invalid(output.field, "not allowed together with a tool_choice that forces a call")
+        output = None  # as OpenAI and vLLM have it: such a format is that of an answer's text, and a call has none
     if dialect.has_channels:
         return _in_channels(options, output, continued=continued)
     if options is not None:
@@ -83,8 +91,6 @@ def _in_channels(options: ToolOptions | None, output: OutputGrammar | None, *, c
     """A grammar for all of an output's messages."""
     forced = options is not None and options.choice == "required"
     tools = () if options is None else options.tools
-    if forced and output is not None:
-        raise _excluded(output)
     if output is not None:
         if (answer := as_format(output.grammar)) is None:
             return output
@@ -102,18 +108,12 @@ def _messages(tools: Iterable[ToolDefinition], answer: Format | None) -> Format:
     return harmony_output([(tool.name, arguments(tool.parameters)) for tool in tools], answer)
 
 
-def _excluded(output: OutputGrammar) -> RequestError:
-    return invalid(output.field, "not allowed together with a tool_choice that forces a call")
-
-
 def _with_calls(dialect: OutputDialect, options: ToolOptions, output: OutputGrammar | None) -> OutputGrammar | None:
     form = _call_format(dialect, options)
     if form is None:
         return output
     calls: Format | None
     if options.choice == "required":
-        if output is not None:
-            raise _excluded(output)
         calls = _forced(dialect, form, options)
     elif output is not None:
         answer, called = as_format(output.grammar), _forced(dialect, form, options)

@@ -305,8 +305,8 @@ async def test_a_tools_answer_goes_back_as_it_came(memory_bus: MemoryBus) -> Non
             "tools[0].function.parameters.type",
         ),
         (
-            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "response_format",
+            {"tools": TOOLS, "tool_choice": "required", "extra_body": {"structured_outputs": {"regex": "a"}}},
+            "structured_outputs.regex",
         ),
     ],
     ids=repr,

@@ -23,7 +23,7 @@ from services.gateway.api.tools import ToolDefinition, ToolOptions
 from services.gateway.parsing.output_dialect import OutputDialect
 from services.worker.guided.schema.keywords import GrammarRefused
 from services.worker.guided.xgrammar_backend import normalize_structural_tag
-from shared.messages.dialects import ToolFormat
+from shared.messages.dialects import CHANNELS_OF_CALLS, CHANNELS_OF_REASONING, ToolFormat
 from shared.messages.generation import Grammar
 from shared.models.structural_tags import Format, tagged
 from tests.support.gateway.tool_calls import FORMS, STYLES, Call, read, written
@@ -162,3 +162,13 @@ def test_a_grammar_binds_behind_the_thoughts_of_a_model_that_thinks() -> None:
     forced_call: Any = ToolOptions(TOOLS, "required", True, "tool_choice")
     with pytest.raises(RequestError, match="guided_regex"):
         combined_grammar(OutputDialect("hermes"), forced_call, guided)
+
+
+@pytest.mark.parametrize("dialect", [OutputDialect("hermes"), OutputDialect(CHANNELS_OF_CALLS, CHANNELS_OF_REASONING)])
+def test_a_forced_call_has_no_text_for_a_response_format(dialect: OutputDialect) -> None:
+    """Frameworks send both: the format is that of the answer behind the calls."""
+    options = ToolOptions(TOOLS, "required", True, "tool_choice")
+    format_ = OutputGrammar(Grammar("json", "{}"), "response_format.json_schema.schema")
+    assert combined_grammar(dialect, options, format_) == combined_grammar(dialect, options, None)
+    with pytest.raises(RequestError, match=r"structured_outputs\.json: not allowed together"):
+        combined_grammar(dialect, options, format_._replace(field="structured_outputs.json"))
