@@ -412,7 +412,7 @@ def stream_options(fields: CommonFields, *, force_usage: bool) -> StreamOptions 
     without a stream."""
     options = fields.stream_options
     if not fields.stream:
-        if options not in (None, StreamOptionFields()):
+        if options is not None:
             raise invalid("stream_options", "only allowed when stream is true")
         return None
     usage = force_usage or (options is not None and bool(options.include_usage))

@@ -111,10 +111,6 @@ def test_every_field_arrives() -> None:
     assert job.stream == (True, True, False)
 
 
-def test_options_of_a_stream_that_ask_for_nothing_need_none() -> None:
-    assert chat(stream_options={}) == chat()
-
-
 @pytest.mark.parametrize(
     ("allowed", "asked", "cached"),
     [(True, None, True), (True, True, True), (True, False, False), (False, None, False), (False, True, False)],
