@@ -17,7 +17,7 @@ from services.worker.models.weights import LayerWeights, MixtureMlp
 from services.worker.ops.interface import OpsName
 from services.worker.ops.torch_ops import ExpertLinears, QuantizedLinear
 from shared.ids import ModelName
-from tests.integration.worker.test_quantized_checkpoints import quantised
+from tests.support.models.quantised_files import quantised
 from tests.support.models.tiny_adapters import linear_layers, write_adapter
 from tests.support.models.tiny_models import VOCABULARY, TinyModel
 from tests.support.worker.plan_driver import Driver
@@ -98,7 +98,7 @@ def test_what_projects_most_stays_codes_beside_what_was_left_alone(family: str, 
 
 @pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5"])
 def test_what_is_codes_of_one_kind_is_one_product(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.integration.worker.test_quantized_checkpoints.LEFT_ALONE", ("lm_head",))
+    monkeypatch.setattr("tests.support.models.quantised_files.LEFT_ALONE", ("lm_head",))
     backend = agrees(quantised_states(tmp_path, "int8", family), "torch", monkeypatch)
     layer = first_layer(backend)
     assert isinstance(layer.qkv, QuantizedLinear)

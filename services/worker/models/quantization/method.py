@@ -12,7 +12,17 @@ from services.worker.models.config import ModelError, plain_json
 from services.worker.ops.quantized import Code
 
 MethodName = Literal[
-    "compressed-tensors", "gptq", "awq", "auto-round", "fp8", "fbgemm_fp8", "modelopt", "quark", "bitsandbytes", "mxfp4"
+    "compressed-tensors",
+    "gptq",
+    "awq",
+    "auto-round",
+    "fp8",
+    "fbgemm_fp8",
+    "modelopt",
+    "quark",
+    "torchao",
+    "bitsandbytes",
+    "mxfp4",
 ]
 
 _Read = TypeVar("_Read", bound=Struct)
@@ -30,6 +40,16 @@ _AUTO_ROUND: dict[str, MethodName] = {
     "auto_round:llm_compressor": "compressed-tensors",
 }
 """Only the first of GPTQ's has zero points less 1."""
+
+_TORCHAO: dict[str, Code | None] = {
+    "Float8WeightOnlyConfig": None,
+    "Float8DynamicActivationFloat8WeightConfig": "fp8",
+    "Int8WeightOnlyConfig": None,
+    "Int4WeightOnlyConfig": None,
+    "FqnToConfig": None,
+    "ModuleFqnToConfig": None,
+}
+"""What rows are rounded to."""
 
 _MODELOPT_BLOCK = (128, 128)
 _MODELOPT: dict[str, Code | None] = {
@@ -100,6 +120,10 @@ class _QuarkGroup(Struct, kw_only=True):
         return "int8" if rows.dtype == "int8" and by_token else None
 
 
+class _TorchaoType(Struct, rename={"name": "_type"}):
+    name: str
+
+
 class _ModelOptQuantization(Struct, kw_only=True):
     quant_algo: str | None = None
 
@@ -121,6 +145,7 @@ class _RawQuantization(Struct, kw_only=True):
     """In hf_quant_config.json `quant_algo` lies here."""
     packing_format: str = "auto_round:auto_gptq"
     data_type: str = "int"
+    quant_type: dict[str, _TorchaoType] | str | None = None
     global_quant_config: _QuarkGroup | None = None
     layer_quant_config: dict[str, _QuarkGroup] | None = None
     weight_block_size: Annotated[list[int], Meta(min_length=2, max_length=2)] | None = None
@@ -195,6 +220,11 @@ def _method(raw: _RawQuantization) -> QuantizationMethod:
             return _auto_round(raw)
         case "quark":
             return _quark(raw)
+        case "torchao":
+            of_all = raw.quant_type.get("default") if isinstance(raw.quant_type, dict) else None
+            name = raw.quant_type if of_all is None else of_all.name
+            _check("quant_type", name, tuple(_TORCHAO))
+            return QuantizationMethod("torchao", activations=_TORCHAO[str(name)])
         case "modelopt" | "modelopt_fp4" | "modelopt_mixed":
             return _modelopt(raw)
         case "bitsandbytes":

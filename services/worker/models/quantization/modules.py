@@ -13,6 +13,9 @@ modelopt: `weight` float8_e4m3fn with `weight_scale` [], [out], [out / 128, 1, i
 quark: as modelopt, and `weight` int8 with `weight_scale` [] or [out].
 gptq: `qweight` int32 [in * bits / 32, out], `scales` [G, out], `qzeros` int32 [G, out * bits / 32]; maybe `g_idx` [in].
 awq: `qweight` int32 [in, out / 8], `scales` [G, out], `qzeros` int32 [G, out / 8].
+torchao: `_weight_qdata` int8 or float8_e4m3fn with `_weight_scale` [out, G] or [1, 1]; or of two inputs in a byte, the
+first in the low bits, in two's complement, with `_weight_scale` and `_weight_zero_point` [G, out], which is added to
+scaled numbers.
 fp8, fbgemm_fp8: `weight` float8_e4m3fn with `weight_scale` [] or [out, 1], or `weight_scale_inv` [out / block,
 in / block].
 bitsandbytes: `weight` int8 with `SCB` [out], the greatest of each output. Of four bits `weight` uint8
@@ -44,6 +47,7 @@ from services.worker.models.quantization.packing import (
 from services.worker.ops.quantized import GROUP_SIZES, Code, QuantizedWeight
 
 _FP8 = torch.float8_e4m3fn
+_SCALED_INPUTS = "weights whose inputs are scaled are not supported"
 _SIGNED = 128
 """What unsigned codes of eight bits stand for 0 by."""
 
@@ -168,6 +172,29 @@ def _fp8(module: Module, method: QuantizationMethod) -> ReadWeight | None:
     return _bytes(module, "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale", method)
 
 
+def _torchao(module: Module, method: QuantizationMethod) -> ReadWeight | None:
+    if not module.has("_weight_qdata"):
+        return None
+    if module.has("_weight_act_pre_scale"):
+        raise ModelError(f"tensor {module.name}._weight_act_pre_scale: {_SCALED_INPUTS}")
+    (out, inputs), name = module.shape, "_weight_qdata"
+    codes, scales = module.read(name), module.read("_weight_scale").float()
+    if tuple(codes.shape) == (out, inputs // 2) and module.has("_weight_zero_point"):
+        return _torchao_int4(module, codes.view(torch.uint8), scales.T.contiguous())
+    _refuse_zero_points(module, "_weight_zero_point")
+    if scales.numel() != 1 and len(scales) != out:
+        raise ModelError(f"tensor {module.name}._weight_scale: scales of blocks are not supported")
+    return _scaled_bytes(module, name, codes, scales, method)
+
+
+def _torchao_int4(module: Module, packed: Tensor, scales: Tensor) -> ReadWeight:
+    codes = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1) ^ 8
+    offsets = module.read("_weight_zero_point").float().T.contiguous()
+    weight = QuantizedWeight("int4", codes, scales, offsets=module.checked("_weight_zero_point", offsets, scales.shape))
+    known = weight.group_size in GROUP_SIZES and weight.group_size * scales.shape[1] == module.shape[1]
+    return ReadWeight(weight) if known else ReadWeight(None, weight.dequantized(torch.float32))
+
+
 class _FourBitState(Struct):
     blocksize: int
     nested_blocksize: int = 0
@@ -212,6 +239,7 @@ _READERS: dict[str, Callable[[Module, QuantizationMethod], ReadWeight | None]] =
     "fbgemm_fp8": _fp8,
     "modelopt": _fp8,
     "quark": _fp8,
+    "torchao": _torchao,
     "bitsandbytes": _bitsandbytes,
     "mxfp4": lambda _module, _method: None,  # of experts alone, see `mixture.biased_experts`
 }
@@ -228,16 +256,22 @@ def _bytes(module: Module, suffix: str, method: QuantizationMethod) -> ReadWeigh
     if not module.has(suffix):
         return None
     if module.has("pre_quant_scale"):
-        raise ModelError(f"tensor {module.name}.pre_quant_scale: weights whose inputs are scaled are not supported")
+        raise ModelError(f"tensor {module.name}.pre_quant_scale: {_SCALED_INPUTS}")
     weight = module.read("weight")
     if weight.dtype == torch.uint8:
         return _e2m1(module, "weight", weight)
     _refuse_zero_points(module)
-    weight = module.checked("weight", weight, module.shape)
+    return _scaled_bytes(module, "weight", weight, _as_numbers(module.read(suffix)), method)
+
+
+def _scaled_bytes(
+    module: Module, suffix: str, weight: Tensor, scales: Tensor, method: QuantizationMethod
+) -> ReadWeight:
+    weight = module.checked(suffix, weight, module.shape)
     if weight.dtype not in (torch.int8, _FP8):
-        raise ModelError(f"tensor {module.name}.weight has dtype {weight.dtype}; int8 and float8_e4m3fn can be read")
+        raise ModelError(f"tensor {module.name}.{suffix} has dtype {weight.dtype}; int8 and float8_e4m3fn can be read")
     code: Code = "fp8" if weight.dtype == _FP8 else "int8"
-    scales = _scales_of_outputs(_as_numbers(module.read(suffix)), module.shape[0], method.block)
+    scales = _scales_of_outputs(scales, module.shape[0], method.block)
     size = module.shape[1] // scales.shape[1] if method.block is None else method.block[1]
     read = _quantized(code, weight.view(torch.uint8), scales, None, size)
     if method.activations != code or read.codes is None or scales.shape[1] != 1:
@@ -245,11 +279,11 @@ def _bytes(module: Module, suffix: str, method: QuantizationMethod) -> ReadWeigh
     return ReadWeight(read.codes._replace(rounded_activations=True))
 
 
-def _refuse_zero_points(module: Module) -> None:
+def _refuse_zero_points(module: Module, suffix: str = "weight_zero_point") -> None:
     """Some files have zeros for them."""
-    points = module.read("weight_zero_point") if module.has("weight_zero_point") else None
+    points = module.read(suffix) if module.has(suffix) else None
     if points is not None and not points.is_meta and points.any():
-        raise ModelError(f"tensor {module.name}.weight_zero_point: zero points other than 0 are not supported")
+        raise ModelError(f"tensor {module.name}.{suffix}: zero points other than 0 are not supported")
 
 
 def _as_numbers(scales: Tensor) -> Tensor:
