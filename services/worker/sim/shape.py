@@ -191,7 +191,8 @@ def _stored_bits(config: Mapping[str, Any]) -> float:
         return float(max((group["weights"]["num_bits"] for group in groups.values()), default=16))
     known = {"fp8": 8, "mxfp4": 4, "awq": config.get("bits", 4), "gptq": config.get("bits", 4)}
     known["modelopt"] = 4 if "FP4" in str(config.get("quant_algo")).upper() else 8
-    known |= {"auto-round": config.get("bits", 4), "fbgemm_fp8": 8, "quark": 8, "torchao": 8}
+    known |= dict.fromkeys(("auto-round", "intel/auto-round"), config.get("bits", 4))
+    known |= {"fbgemm_fp8": 8, "quark": 8, "torchao": 8, "hqq": 8}
     known["bitsandbytes"] = 4 if config.get("load_in_4bit") else 8
     if method not in known:
         raise ValueError(

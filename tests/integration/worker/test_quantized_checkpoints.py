@@ -119,7 +119,7 @@ def test_activations_are_rounded_where_the_scheme_asks_for_it(
     ("method", "keeps"),
     [
         *(("gptq", True), ("awq", True), ("packed with zero points", True), ("int8", True), ("fp8 of blocks", False)),
-        *(("nvfp4", True), ("modelopt's nvfp4", True), ("torchao's int4", True)),
+        *(("nvfp4", True), ("modelopt's nvfp4", True), ("torchao's int4", True), ("hqq", True)),
     ],
 )
 def test_experts_stay_codes_where_products_know_their_groups(
@@ -160,7 +160,7 @@ def test_a_rank_has_its_part_of_a_weight(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported: compressed-tensors, gptq, awq"),
+        ({"quant_method": "exl3"}, "quant_method 'exl3' is not supported; supported: compressed-tensors, gptq, awq"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' is not supported; supported: gemm"),
         (

@@ -162,6 +162,8 @@ def four_bits(weight: Tensor, kind: str = "nf4", nested: bool = False) -> Writte
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
     places = (elements[..., None] / greatest[:, None, None] - table).abs().argmin(-1).flatten()
     packed = (places[0::2] << 4 | places[1::2]).to(torch.uint8).view(-1, 1)
+    if kind == "fp4":  # as `bnb_4bit_quant_storage` may say
+        packed = packed.flatten().view(torch.bfloat16).view(-1, 1)
     text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     numbers = (table[places].view(-1, 64) * greatest[:, None]).view(weight.shape)
     return written | {"weight": packed, f"weight.quant_state.bitsandbytes__{kind}": text}, numbers
@@ -207,6 +209,22 @@ def torchao_int4(weight: Tensor) -> Written:
     codes = signed.view(weight.shape).to(torch.int8)
     packed = (codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)
     return {"_weight_qdata": packed, "_weight_scale": scales.T, "_weight_zero_point": middle.T}, numbers
+
+
+def hqq(weight: Tensor, bits: int = 4, transposed: bool = False) -> Written:
+    """Groups of 64 elements in a row, with zero points between codes; `transposed`: groups of one column each."""
+    groups = weight.reshape(64, -1).T if transposed else weight.reshape(-1, 64)
+    low = groups.amin(1, keepdim=True)
+    scales = (groups.amax(1, keepdim=True) - low) / ((1 << bits) - 1)
+    zeros = -low / scales
+    codes = (groups / scales + zeros).round().clamp(0, (1 << bits) - 1)
+    tensors, numbers = [codes.to(torch.uint8), scales, zeros], (codes - zeros) * scales
+    if transposed:
+        tensors, numbers = [each.T for each in tensors], numbers.T
+    codes, half = tensors[0], len(tensors[0]) // 2
+    packed = codes[:half] << 4 | codes[half:] if bits == 4 else codes
+    written = {"W_q": packed, "scale": tensors[1], "zero": tensors[2], "nbits": torch.tensor(bits)}
+    return written, numbers.reshape(weight.shape)
 
 
 def compressed_config(bits: int, kind: str, strategy: str, layout: str) -> dict[str, Any]:
@@ -280,6 +298,9 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
     ),
     "torchao's int8": (torchao("Int8WeightOnlyConfig"), lambda weight: torchao_bytes(int8(weight))),
     "torchao's int4": (torchao("Int4WeightOnlyConfig"), torchao_int4),
+    "hqq": ({"quant_method": "hqq"}, hqq),
+    "hqq of eight bits": ({"quant_method": "hqq"}, lambda weight: hqq(weight, 8)),
+    "hqq of columns": ({"quant_method": "hqq"}, lambda weight: hqq(weight, transposed=True)),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, four_bits),
     "nested nf4": (
         {"quant_method": "bitsandbytes", "load_in_4bit": True},

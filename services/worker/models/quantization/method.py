@@ -21,6 +21,7 @@ MethodName = Literal[
     "modelopt",
     "quark",
     "torchao",
+    "hqq",
     "bitsandbytes",
     "mxfp4",
 ]
@@ -220,6 +221,8 @@ def _method(raw: _RawQuantization) -> QuantizationMethod:
             return _auto_round(raw)
         case "quark":
             return _quark(raw)
+        case "hqq":
+            return QuantizationMethod("hqq")
         case "torchao":
             of_all = raw.quant_type.get("default") if isinstance(raw.quant_type, dict) else None
             name = raw.quant_type if of_all is None else of_all.name

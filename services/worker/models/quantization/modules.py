@@ -16,13 +16,15 @@ awq: `qweight` int32 [in, out / 8], `scales` [G, out], `qzeros` int32 [G, out / 
 torchao: `_weight_qdata` int8 or float8_e4m3fn with `_weight_scale` [out, G] or [1, 1]; or of two inputs in a byte, the
 first in the low bits, in two's complement, with `_weight_scale` and `_weight_zero_point` [G, out], which is added to
 scaled numbers.
+hqq: `W_q` uint8 of [out * in / size, size] codes, or of four bits of [out * in / size / 2, size], the first half of the
+rows in the high bits, with `scale` and `zero` [out * in / size, 1], the latter in codes; or all of these transposed.
 fp8, fbgemm_fp8: `weight` float8_e4m3fn with `weight_scale` [] or [out, 1], or `weight_scale_inv` [out / block,
 in / block].
 bitsandbytes: `weight` int8 with `SCB` [out], the greatest of each output. Of four bits `weight` uint8
-[out * in / 2, 1], the first of two elements in the high bits, whose numbers are in `weight.quant_map` [16], times the
-greatest of its block of elements in `weight.absmax`: float32, or uint8 whose numbers are in `weight.nested_quant_map`
-[256], times `weight.nested_absmax` of a block of those, plus an offset. Sizes of blocks and the offset are JSON in
-`weight.quant_state.bitsandbytes__nf4` (or `fp4`).
+[out * in / 2, 1] (or these bytes in another type), the first of two elements in the high bits, whose numbers are in
+`weight.quant_map` [16], times the greatest of its block of elements in `weight.absmax`: float32, or uint8 whose numbers
+are in `weight.nested_quant_map` [256], times `weight.nested_absmax` of a block of those, plus an offset. Sizes of
+blocks and the offset are JSON in `weight.quant_state.bitsandbytes__nf4` (or `fp4`).
 """
 
 from __future__ import annotations
@@ -195,6 +197,26 @@ def _torchao_int4(module: Module, packed: Tensor, scales: Tensor) -> ReadWeight:
     return ReadWeight(weight) if known else ReadWeight(None, weight.dequantized(torch.float32))
 
 
+def _hqq(module: Module, method: QuantizationMethod) -> ReadWeight | None:
+    if not module.has("W_q"):
+        return None
+    (out, inputs), packed = module.shape, module.read("W_q")
+    scales, zeros = module.read("scale").float(), module.read("zero").float()
+    bits = _bits(module, 8 * packed.numel() // (out * inputs))
+    if packed.dtype != torch.uint8:
+        raise ModelError(f"tensor {module.name}.W_q has dtype {packed.dtype}; uint8 can be read")
+    codes = torch.cat((packed >> 4, packed & 15)) if bits == 4 else packed
+    size, middle = codes.shape[1], 1 << (bits - 1)
+    if scales.shape[1] != 1 or size not in GROUP_SIZES or inputs % size:
+        return ReadWeight(None, ((codes.float() - zeros) * scales).view(out, inputs))
+    codes, scales, zeros = codes.view(out, inputs), scales.view(out, -1), zeros.view(out, -1)
+    # Zero points are no whole numbers.
+    offsets = (middle - zeros) * scales
+    if bits == 4:
+        return ReadWeight(QuantizedWeight("int4", codes, scales, offsets=offsets))
+    return ReadWeight(QuantizedWeight("int8", codes ^ _SIGNED, scales, offsets=offsets))
+
+
 class _FourBitState(Struct):
     blocksize: int
     nested_blocksize: int = 0
@@ -214,7 +236,7 @@ def _bitsandbytes(module: Module, method: QuantizationMethod) -> ReadWeight | No
 
 def _four_bits(module: Module, state_name: str) -> Tensor:
     """Their numbers are no whole ones times anything."""
-    packed, raw = module.read("weight").flatten(), module.read(state_name)
+    packed, raw = module.read("weight").flatten().view(torch.uint8), module.read(state_name)
     if 2 * len(packed) != module.shape[0] * module.shape[1]:
         raise ModelError(f"tensor {module.name}.weight has {2 * len(packed)} codes, the config asks for {module.shape}")
     if packed.is_meta:
@@ -240,6 +262,7 @@ _READERS: dict[str, Callable[[Module, QuantizationMethod], ReadWeight | None]] =
     "modelopt": _fp8,
     "quark": _fp8,
     "torchao": _torchao,
+    "hqq": _hqq,
     "bitsandbytes": _bitsandbytes,
     "mxfp4": lambda _module, _method: None,  # of experts alone, see `mixture.biased_experts`
 }
