@@ -151,8 +151,9 @@ def test_an_answers_format_binds_the_final_channel() -> None:
     assert accepts(either, REASONED + CALL)
     assert not accepts(either, "5")
     assert combined_grammar(DIALECT, None, None) is None
-    with pytest.raises(RequestError, match="response_format"):
-        combined_grammar(DIALECT, tools("required"), wanted)
+    assert combined_grammar(DIALECT, tools("required"), wanted) == combined_grammar(DIALECT, tools("required"), None)
+    with pytest.raises(RequestError, match="structured_outputs"):
+        combined_grammar(DIALECT, tools("required"), OutputGrammar(wanted.grammar, "structured_outputs.json"))
     with pytest.raises(RequestError, match="continue_final_message"):
         combined_grammar(DIALECT, None, wanted, continued=True)
     broken = OutputGrammar(Grammar("json", "{"), "guided_json")
