@@ -120,6 +120,18 @@ def test_what_cannot_be_served_says_why(tmp_path: Path, kind: str, settings: dic
         tiny_backend(written(tmp_path, kind, **settings))
 
 
+def test_different_heads_share_no_blocks_that_queries_do_not_divide(tmp_path: Path) -> None:
+    library_model("Gemma4Text", tmp_path, global_head_dim=48)
+    with pytest.raises(ModelError, match=r"different heads that share no size.*\(2 of 16, 2 of 48\)"):
+        tiny_backend(tmp_path)
+
+
+def test_different_heads_are_kept_as_they_are(tmp_path: Path) -> None:
+    library_model("Gemma4Text", tmp_path)
+    with pytest.raises(ModelError, match="kv_cache_dtype: Gemma4ForCausalLM has layers with different heads"):
+        tiny_backend(tmp_path, ops="native", kv_cache_dtype="int8_per_token_head")
+
+
 def test_tensors_that_have_names_of_their_own_are_read_by_the_library(tmp_path: Path) -> None:
     """EXAONE's, which `transformers` saves as a `LlamaForCausalLM`."""
     folder = written(tmp_path, "Exaone", **SMALL, num_key_value_heads=2, intermediate_size=96)

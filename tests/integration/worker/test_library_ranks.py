@@ -92,6 +92,7 @@ class SecondOfThree:
     [
         ("Cohere2", "num_attention_heads 4 does not divide over 3 tensor-parallel ranks"),
         ("OPT", "transformers has no plan for OPTForCausalLM"),
+        ("Gemma4Text", "tp: gemma4_text has layers with different heads, which one rank computes"),
     ],
 )
 def test_what_cannot_be_split_says_why(architecture: str, complaint: str, tmp_path: Path) -> None:

@@ -59,6 +59,14 @@ _WINDOWS: dict[str, Any] = {
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+_GEMMA4: dict[str, Any] = {
+    **_SHAPE,
+    **_WINDOWS,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "AXK1": {**_LATENT, **_ROUTED, "head_dim": 8},
     "Afmoe": {**_SHAPE, **_EXPERTS, **_WINDOWS, "moe_intermediate_size": 32, "num_dense_layers": 1},
@@ -121,6 +129,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCABULARY,
         "laurel_rank": 8,
     },
+    "Gemma4Text": {**_GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16},
+    "Gemma4Text (experts)": {
+        **_GEMMA4,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "use_bidirectional_attention": "vision",
+    },
     "Glm": {**_SHAPE, "partial_rotary_factor": 0.5},
     "Glm4": {**_SHAPE, "partial_rotary_factor": 0.5},
     "Glm4Moe": {**_SHAPE, **_ROUTED},
@@ -164,6 +184,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_topk": 2,
     },
     "Mellum": {**_SHAPE, **_EXPERTS, **_WINDOWS, "moe_intermediate_size": 32},
+    "MiMoV2Flash": {**_SHAPE, **_ROUTED, **_WINDOWS, "v_head_dim": 8},
     "MiniCPM3": {**_LATENT, "head_dim": 8},
     "MiniMaxM2": {**_SHAPE, **_EXPERTS},
     "Ministral": {**_SHAPE, "sliding_window": 24},
@@ -210,7 +231,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 """By the name that their classes begin with; behind it, in brackets, what is special about this one of several."""
 
-ONE_STAGE = ("Gemma3nText", "LongcatFlash", "ModernBertDecoder")
+ONE_STAGE = (
+    "Gemma3nText",
+    "Gemma4Text",
+    "Gemma4Text (experts)",
+    "LongcatFlash",
+    "MiMoV2Flash",
+    "ModernBertDecoder",
+)
 """Those that are not computed in stages."""
 
 

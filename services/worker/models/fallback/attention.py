@@ -7,8 +7,9 @@ attention looks at each row alone, and attention is ours, on the paged cache (as
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import lcm
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -57,8 +58,46 @@ class AttentionCall(NamedTuple):
     chunk: int | None = None
     """A row sees its own chunk of so many positions; see `chunked_attention`."""
     temperature: AttentionTemperature | None = None
+    heads: int = 0
+    """Of queries."""
     cross: bool = False
     """Keys and values are of rows beside the prompt, and all of them are seen."""
+
+
+class CachedHeads(NamedTuple):
+    """How a layer's heads lie in a block. Where layers have different ones, blocks have as many elements all the same:
+    a layer that would need fewer has each of its heads several times."""
+
+    number: int
+    """A multiple of the layer's own."""
+    dim: int
+
+    def of(self, cache: Tensor) -> Tensor:
+        """A layer's keys or values as the memory of another's, [blocks, …], has them."""
+        return cache.view(len(cache), self.number, cache.shape[2], self.dim)
+
+
+_WHOLE_LANES = 16
+"""Heads of a multiple of so many elements are padded by no operations."""
+
+
+def heads_differ(calls: Sequence[AttentionCall]) -> bool:
+    """Whether layers have keys of several numbers or lengths."""
+    return len({(call.kv_heads, call.key_dim) for call in calls}) > 1
+
+
+def cached_heads(calls: Sequence[AttentionCall]) -> tuple[CachedHeads, ...]:
+    """Of each layer. Raises ModelError where different ones have no common size of at most twice the largest."""
+    sizes = {call.kv_heads * call.key_dim for call in calls}
+    elements = lcm(*sizes)
+    heads = tuple(CachedHeads(elements // call.key_dim, call.key_dim) for call in calls)
+    fits = elements <= 2 * max(sizes) and not any(
+        each.dim % _WHOLE_LANES or call.heads % each.number for call, each in zip(calls, heads, strict=True)
+    )
+    if heads_differ(calls) and not fits:
+        shown = ", ".join(sorted({f"{call.kv_heads} of {call.key_dim}" for call in calls}))
+        raise ModelError(f"layers with different heads that share no size of blocks are not supported ({shown})")
+    return heads
 
 
 class HeadBiases(NamedTuple):
@@ -114,15 +153,17 @@ class PagedLayers:
         ops: Ops,
         meta: BatchMeta,
         caches: KvCaches,
-        unrotated: Tensor,
+        heads: tuple[CachedHeads, ...],
+        unrotated: Mapping[int, Tensor],
         group_of: tuple[int, ...] = (),
     ) -> None:
-        """`unrotated` [positions, D]: cosines of 1 and sines of 0, as the library rotates by itself. `group_of`: each
-        layer's group; empty: all have one block table."""
+        """`unrotated`, by D, [positions, D]: cosines of 1 and sines of 0, as the library rotates by itself. `group_of`:
+        each layer's group; empty: all have one block table."""
         self._calls = calls
         self._ops = ops
         self._meta = meta
         self._caches = caches
+        self._heads = heads
         self._unrotated = unrotated
         self._group_of = group_of
         self._chunked: dict[tuple[int, int], BatchMeta] = {}
@@ -143,12 +184,17 @@ class PagedLayers:
             query = call.temperature.applied(query, meta.positions)
         if call.value_dim < dim:
             value = F.pad(value, (0, dim - call.value_dim))
+        cache, cached = self._caches[number], self._heads[number]
+        if cached != self._heads[0]:
+            cache = cached.of(cache[0]), cached.of(cache[1])
+        if (times := cached.number // call.kv_heads) > 1:
+            key, value = (each.repeat_interleave(times, dim=1) for each in (key, value))
         joined = torch.cat((query, key, value), dim=1).reshape(rows, -1)
         queries = self._ops.rope_and_store(
-            joined, meta, self._unrotated, *self._caches[number], heads=heads, q_norm=None, k_norm=None, eps=0.0
+            joined, meta, self._unrotated[dim], *cache, heads=heads, q_norm=None, k_norm=None, eps=0.0
         )
         mixed = self._ops.paged_attention(
-            *(queries, *self._caches[number], self._seen(meta, group, call.chunk)),
+            *(queries, *cache, self._seen(meta, group, call.chunk)),
             scale=call.scale,
             window=call.window,
             softcap=call.softcap,
@@ -173,7 +219,7 @@ class PagedLayers:
             nothing = query.new_zeros(len(key), query.shape[1], query.shape[2])
             joined = torch.cat((nothing, key, value), dim=1).reshape(len(key), -1)
             self._ops.rope_and_store(
-                *(joined, encoded.writes, self._unrotated, *cache),
+                *(joined, encoded.writes, self._unrotated[call.key_dim], *cache),
                 heads=query.shape[1],
                 q_norm=None,
                 k_norm=None,
@@ -281,6 +327,7 @@ def attended(
         softcap=softcap,
         chunk=_chunk_of(module),
         temperature=getattr(module, "baton_temperature", None),
+        heads=query.shape[1],
         cross=getattr(module, CROSS, False),
     )
     if call.value_dim > dim:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,10 +21,13 @@ from services.worker.models.config import ModelError
 from services.worker.models.fallback.attention import (
     AttentionCall,
     AttentionLayers,
+    CachedHeads,
     MixingLayers,
     PagedLayers,
     RecordedLayers,
     answered_by,
+    cached_heads,
+    heads_differ,
 )
 from services.worker.models.fallback.library_config import NO_INTERFACE, first_line
 from services.worker.models.fallback.packed_products import PackedProduct
@@ -89,10 +93,25 @@ class LibraryDecoder:
         self._calls = self._recorded_calls()
         self._attending = attending_layers(self._calls, self._stage, communicator)
         self._groups: LayerGroups | None = None
-        dim = self._calls[0].key_dim
-        self._unrotated = torch.cat(
-            (torch.ones(max_model_len, dim // 2), torch.zeros(max_model_len, dim - dim // 2)), dim=1
-        ).to(device)
+        self._heads = self._cached_heads()
+        self._unrotated = dict[int, Tensor]()
+        for dim in {heads.dim for heads in self._heads}:
+            cosines, sines = torch.ones(max_model_len, dim // 2), torch.zeros(max_model_len, dim // 2)
+            self._unrotated[dim] = torch.cat((cosines, sines), dim=1).to(device)
+
+    def _cached_heads(self) -> tuple[CachedHeads, ...]:
+        """Of each layer. Raises ModelError where they differ, and may not."""
+        name = type(self._model).__name__
+        try:
+            heads = cached_heads(self._calls)
+        except ModelError as error:
+            raise ModelError(f"{name}: {error}") from None
+        if heads_differ(self._calls):
+            if self._stage.count > 1 or self._place.world_size > 1:
+                raise ModelError(f"tp, pp: {name} has layers with different heads, which one rank computes")
+            if self._ops.allocate_kv(1, 1, heads[0].dim)[0].shape[-1] != heads[0].dim:
+                raise ModelError(f"kv_cache_dtype: {name} has layers with different heads, which are kept as they are")
+        return heads
 
     def _recorded_calls(self) -> tuple[AttentionCall, ...]:
         recorded = RecordedLayers()
@@ -130,13 +149,11 @@ class LibraryDecoder:
                 self._named[path] = product
         if not recorded.calls:
             raise ModelError(NO_INTERFACE.format(name))
-        if len({(call.kv_heads, call.key_dim) for call in recorded.calls}) > 1:
-            raise ModelError(f"{name}: layers with different heads are not supported")
         size = self._ops.block_size
         if (odd := next((each.chunk for each in recorded.calls if each.chunk and each.chunk % size), None)) is not None:
             raise ModelError(f"{name}: attention_chunk_size {odd} is not a multiple of block_size {size}")
-        if recorded.calls[0].key_dim % 2:
-            raise ModelError(f"{name}: heads of {recorded.calls[0].key_dim} elements are not supported")
+        if (odd := next((each.key_dim for each in recorded.calls if each.key_dim % 2), None)) is not None:
+            raise ModelError(f"{name}: heads of {odd} elements are not supported")
         if not self._stage.is_last and given.dtype != (sent := self._ops.empty_rows(0, 1).dtype):
             raise ModelError(f"pp: between its layers {name} has rows of {given.dtype}, and {sent} is sent")
         return tuple(recorded.calls)
@@ -253,13 +270,15 @@ class LibraryDecoder:
 
     def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
         """Caches of `num_blocks` blocks for every layer."""
-        heads, dim = self._calls[0].kv_heads, self._calls[0].key_dim
+        heads, dim = self._heads[0]
         return allocate_caches(len(self._calls), self._groups, lambda: self._ops.allocate_kv(num_blocks, heads, dim))
 
     def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache | None:
         """See :meth:`services.worker.models.decoder.CausalLm.share_kv`."""
         keys, different = caches[0][0], caches
-        heads, dim = self._calls[0].kv_heads, cached_head_dim(keys.dtype, self._calls[0].key_dim)
+        heads, dim = self._heads[0].number, cached_head_dim(keys.dtype, self._heads[0].dim)
+        if heads_differ(self._calls):  # other operations would have the others' elements elsewhere in a block
+            model = blake2b(f"{model} {self._ops.name}".encode(), digest_size=len(model) // 2 or 1).hexdigest()
         layers, first_layer = len(self._attending.windows), self._attending.before
         if self._groups is not None:
             different, model = distinct(caches), self._groups.digest(model)
@@ -285,9 +304,8 @@ class LibraryDecoder:
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        first = self._calls[0]
         caches = len(self._calls) if self._groups is None else self._groups.caches
-        return caches * self._ops.kv_block_bytes(first.kv_heads, first.key_dim)
+        return caches * self._ops.kv_block_bytes(*self._heads[0])
 
     @property
     def state_bytes(self) -> int:
@@ -325,7 +343,7 @@ class LibraryDecoder:
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """See `Decoder.forward`; every rank of the last stage computes the head."""
         group_of = () if self._groups is None else self._groups.group_of
-        layers = PagedLayers(self._calls, self._ops, meta, caches, self._unrotated, group_of)
+        layers = PagedLayers(self._calls, self._ops, meta, caches, self._heads, self._unrotated, group_of)
         rows = None
         if not self._stage.is_first:
             rows = self._pipeline.receive(self._ops.empty_rows(len(ids), self._hidden_size))

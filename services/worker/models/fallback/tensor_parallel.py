@@ -315,6 +315,8 @@ class SummedProduct(nn.Module):
 
 
 def _check_heads(config: Any, ranks: int, plan: _Plan | None) -> None:
+    if getattr(config, "is_heterogeneous", False):  # transformers': it would not say one number for all layers
+        raise ModelError(f"tp: {config.model_type} has layers with different heads, which one rank computes")
     heads, keys = config.num_attention_heads, "num_key_value_heads" if plan is None else plan.kv_heads
     for key, count in (("num_attention_heads", heads), (keys, getattr(config, keys, None) or heads)):
         if count % ranks:
