@@ -14,6 +14,7 @@ from services.worker.measure.roofline.wire import shape_file, shape_names
 from shared.config import process_environment
 from shared.ids import ModelName
 from shared.models.gguf_header import GgufError, check_gguf
+from shared.models.hub_download import HubModel
 from shared.models.model_files import ModelNotFound, hub_gguf, is_gguf, resolve_model
 
 DEMO_MODEL = Path(__file__).with_name("demo") / "model"
@@ -52,7 +53,10 @@ def served_name(model: str | None, name: str | None) -> ModelName:
     folder = Path(model).expanduser()
     if folder.is_file() and is_gguf(model):
         return ModelName(folder.stem)
-    return ModelName(folder.resolve().name if folder.is_dir() else model.partition("@")[0])
+    if folder.is_dir():
+        return ModelName(folder.resolve().name)
+    hub = HubModel.parse(model)
+    return ModelName(hub.repository if hub.quantization is None else f"{hub.repository}:{hub.quantization}")
 
 
 def _converted(file: Path) -> Path:

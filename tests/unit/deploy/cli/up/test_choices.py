@@ -127,7 +127,8 @@ def test_without_a_store_nobody_is_told_of_one() -> None:
 def test_a_model_is_called_as_asked_or_as_its_source(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert served_name(None, None) == "baton-demo"
-    assert served_name("org/name", None) == "org/name"
+    assert served_name("org/name", None) == served_name("org/name@v1", None) == "org/name"
+    assert served_name("org/name@v1:Q8_0", None) == "org/name:Q8_0"
     assert served_name(str(tmp_path), None) == tmp_path.name
     assert served_name(str(tmp_path), "mine") == "mine"
     assert model_directory(str(tmp_path)) == tmp_path
