@@ -25,6 +25,11 @@ class FileVersion(NamedTuple):
     size: int
     modified_ns: int
 
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileVersion:
+        """The version that has this status."""
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+
 
 class KeyFileWatcher:
     """Owns the ring of keys. It is replaced as a whole, so that a request sees one version of it."""
@@ -86,7 +91,7 @@ class KeyFileWatcher:
 
 def _read_changed(path: Path, known: FileVersion | None) -> tuple[FileVersion, str] | None:
     try:
-        version = _version(path.stat())
+        version = FileVersion.of(path.stat())
     except OSError as error:
         raise KeyFileError(f"{error.strerror}") from None
     return None if version == known else _read(path)
@@ -96,9 +101,9 @@ def _read(path: Path) -> tuple[FileVersion, str]:
     """The file's text with its version. Raises KeyFileError, where it is being written, too."""
     try:
         with path.open("rb") as file:
-            version = _version(os.fstat(file.fileno()))
+            version = FileVersion.of(os.fstat(file.fileno()))
             data = file.read(MAX_FILE_BYTES + 1)
-            if version != _version(os.fstat(file.fileno())):
+            if version != FileVersion.of(os.fstat(file.fileno())):
                 raise KeyFileError("it is being written")
     except OSError as error:
         raise KeyFileError(f"{error.strerror}") from None
@@ -108,7 +113,3 @@ def _read(path: Path) -> tuple[FileVersion, str]:
         return version, data.decode()
     except UnicodeDecodeError as error:
         raise KeyFileError(f"not UTF-8: {error}") from None
-
-
-def _version(status: os.stat_result) -> FileVersion:
-    return FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)

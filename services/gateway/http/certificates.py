@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import ssl
 from pathlib import Path
 from typing import NamedTuple
@@ -84,10 +83,9 @@ class CertificateWatcher:
 
 def _version(path: Path) -> FileVersion | None:
     try:
-        status = os.stat(path)
+        return FileVersion.of(path.stat())
     except OSError:
         return None
-    return FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _reason(error: OSError | ValueError) -> str:

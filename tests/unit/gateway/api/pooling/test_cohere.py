@@ -14,19 +14,11 @@ from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import RequestLimits
 from services.gateway.api.pooling.cohere import CohereEmbedRequest, read_cohere_embed
 from services.gateway.api.response import ChoiceState, ResponseHeader
-from shared.ids import ModelName
-from shared.messages.model_card import ModelCard, PoolingCard
+from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import TextPrompt
+from tests.support.gateway.model_cards import vectors_card
 
-CARD = ModelCard(
-    name=ModelName("demo"),
-    max_model_len=64,
-    vocab_size=100,
-    eos_token_ids=(2,),
-    dtype="float32",
-    created=1,
-    pooling=PoolingCard(pooling="mean", normalize=True, size=16),
-)
+CARD = vectors_card(16)
 assert CARD.pooling is not None
 PROMPTED = replace(CARD, pooling=replace(CARD.pooling, prompts=(("query", "find: "), ("clustering", "sort: "))))
 

@@ -16,21 +16,13 @@ from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import RequestLimits
 from services.gateway.api.pooling.embeddings import EmbeddingRequest, read_embedding
 from services.gateway.api.response import ChoiceState, ResponseHeader
-from shared.ids import ModelName
 from shared.messages.generation import PoolingOptions
 from shared.messages.model_card import ModelCard, PoolingCard
 from shared.messages.tokenizer import ChatPrompt, TextPrompt, TokenPrompt
 from shared.packing import pack
+from tests.support.gateway.model_cards import vectors_card
 
-CARD = ModelCard(
-    name=ModelName("demo"),
-    max_model_len=64,
-    vocab_size=100,
-    eos_token_ids=(2,),
-    dtype="float32",
-    created=1,
-    pooling=PoolingCard(pooling="mean", normalize=True, size=8),
-)
+CARD = vectors_card(8)
 
 
 def read(card: ModelCard = CARD, **fields: Any) -> EmbeddingRequest:

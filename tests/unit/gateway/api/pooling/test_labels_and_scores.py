@@ -21,20 +21,12 @@ from services.gateway.api.pooling.embeddings import read_embedding, read_pooling
 from services.gateway.api.pooling.pooled_request import PooledRequest
 from services.gateway.api.pooling.scores import read_rerank, read_score
 from services.gateway.api.response import ChoiceState, ResponseHeader
-from shared.ids import ModelName
 from shared.messages.generation import PoolingOptions
 from shared.messages.model_card import ModelCard, PoolingCard
 from shared.messages.tokenizer import PairPrompt, TextPrompt
+from tests.support.gateway.model_cards import vectors_card
 
-EMBEDDINGS = ModelCard(
-    name=ModelName("demo"),
-    max_model_len=64,
-    vocab_size=100,
-    eos_token_ids=(2,),
-    dtype="float32",
-    created=1,
-    pooling=PoolingCard(pooling="mean", normalize=False, size=2),
-)
+EMBEDDINGS = vectors_card(2, normalize=False)
 THREE = replace(
     EMBEDDINGS,
     pooling=PoolingCard(pooling="last", normalize=False, size=3, labels=("bad", "fair", "good"), activation="softmax"),
