@@ -107,7 +107,7 @@ def joined_spec(
         start_timeout=stack.start_timeout,
     )
     if counts.gateway:
-        check_gateway(spec)
+        spec = check_gateway(spec)
     return spec
 
 

@@ -133,7 +133,7 @@ def stack_spec(
         start_method=stack.start_method,
     )
     if counts.leads:
-        check_gateway(spec)
+        spec = check_gateway(spec)
     if len(chosen) > 1:
         spec = _of_several(spec, chosen, values, assigned, own)
     check_adapters([spec.settings, *(each.settings for each in spec.models)])
@@ -253,9 +253,10 @@ def _model_spec(
     )
 
 
-def check_gateway(spec: StackSpec) -> None:
-    """Raises CommandError where a gateway of the stack would refuse to start, for an address that is open to strangers,
-    its keys or its certificate."""
+def check_gateway(spec: StackSpec) -> StackSpec:
+    """The stack; its settings name the files that its gateways read, whoever says so: by a certificate in a TOML file,
+    too, they are asked by HTTPS. Raises CommandError where a gateway of the stack would refuse to start, for an address
+    that is open to strangers, its keys or its certificate."""
     (process,) = process_specs("gateway", 1, spec.counts)
     where = LaunchContext(port=spec.port, rendezvous=None)
     argv = service_command(spec, process, where)[3:]
@@ -271,6 +272,8 @@ def check_gateway(spec: StackSpec) -> None:
         raise CommandError(f"--keys-file {config.keys_file}: {error}", status=2) from None
     except CertificateError as error:
         raise CommandError(f"TLS of the HTTP port: {error}", status=2) from None
+    read = gateway_files(msgspec.structs.asdict(config))
+    return replace(spec, settings=merged({"gateway": read}, spec.settings)) if read else spec
 
 
 def ray_choice(

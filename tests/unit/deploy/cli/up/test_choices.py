@@ -21,6 +21,7 @@ from deploy.supervisor.launch import LaunchContext, flags, secret_settings, serv
 from deploy.supervisor.settings import StackSettings
 from deploy.supervisor.spec import ClusterSpec, StackSpec, StoreSpec
 from shared.ids import NodeId
+from tests.support.cluster.tls_authority import Authority
 
 WHERE = LaunchContext(port=8001, rendezvous="127.0.0.1:9")
 
@@ -185,6 +186,16 @@ def test_a_file_of_keys_is_read_before_anything_starts(tmp_path: Path) -> None:
     file.write_text("[keys.alice]\n")
     with pytest.raises(CommandError, match=r"keys\.alice: .*missing required field `hash`"):
         check_gateway(spec(settings={"gateway": {"keys_file": str(file)}}))
+
+
+def test_a_certificate_is_read_before_anything_starts_and_known_whoever_names_it(tmp_path: Path) -> None:
+    certificate, key, _ = Authority(tmp_path / "ca").files("gateway")
+    config = tmp_path / "baton.toml"
+    config.write_text(f'[gateway]\nssl_certfile = "{certificate}"\nssl_keyfile = "{key}"\n')
+    assert check_gateway(spec(config=config)).settings["gateway"] == {"ssl_certfile": certificate, "ssl_keyfile": key}
+    with pytest.raises(CommandError, match=r"TLS of the HTTP port: .*baton\.toml and .*: no"):
+        check_gateway(spec(config=config, settings={"gateway": {"ssl_certfile": str(config)}}))
+    assert check_gateway(spec()) == spec()
 
 
 @pytest.mark.parametrize(
