@@ -15,7 +15,7 @@ LogitActivation = Literal["sigmoid", "softmax", "none"]
 
 
 PooledKind = Literal["embeddings", "labels", "steps"]
-"""What vectors are: embeddings, a classifier's logits, or its logits of each step of a solution."""
+"""What vectors are: embeddings, a classifier's logits, or its logits of each token, or step of a solution."""
 
 
 class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):

@@ -25,7 +25,7 @@ MIN_NORM = 1e-12
 
 
 PooledHead = Callable[[Tensor], Tensor]
-"""What a pooled state [size] goes through, in float32."""
+"""What pooled states [k, size] go through, in float32."""
 
 
 class PromptPool:
@@ -81,9 +81,7 @@ class PromptPool:
         """states [k, size] → what the head makes of each. A copy: what they lie in is written to again."""
         if self._head is None:
             return states.clone()
-        if not len(states):
-            return states.new_empty((0, self.options.dimensions))
-        return torch.stack([self._head(state) for state in states])
+        return self._head(states) if len(states) else states.new_empty((0, self.options.dimensions))
 
     def _sum(self, chunk: Tensor) -> None:
         self._state = chunk if self._state is None else self._state + chunk

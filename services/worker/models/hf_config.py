@@ -117,6 +117,13 @@ _BASES = {
     "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
     "DeepseekV2ForSequenceClassification": "DeepseekV2ForCausalLM",
     "DeepseekV3ForSequenceClassification": "DeepseekV3ForCausalLM",
+    **{
+        f"{family}ForTokenClassification": f"{family}ForCausalLM"
+        for family in (
+            *("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe", "Gemma2", "GptOss"),
+            "DeepseekV3",
+        )
+    },
 }
 """Architectures without a language model head, as embedding models and classifiers have them."""
 

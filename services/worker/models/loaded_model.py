@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -30,9 +29,9 @@ from services.worker.models.config import Dtype, ModelConfig, ModelDescription, 
 from services.worker.models.expert_parallel.settings import NO_EXPERT_PARALLEL, ExpertSettings
 from services.worker.models.hf_config import architectures_of
 from services.worker.models.pooling.classification import (
-    DECODER_HEAD,
     ClassifierHead,
     read_classifier,
+    read_decoder_head,
     token_card,
 )
 from services.worker.models.pooling.pooler_config import PoolingChoice
@@ -346,7 +345,7 @@ def _card_of(
     if chosen not in ("auto", labels.pooling):
         raise ModelError(
             f"{settings.folder}: pooling_type {chosen} is not allowed for a classifier; its head reads "
-            f"the hidden state that {labels.pooling} gives"
+            + ("all hidden states" if labels.pooling == "all" else f"the hidden state that {labels.pooling} gives")
         )
     return labels
 
@@ -363,7 +362,7 @@ def _token_labels(settings: LoadSettings, own: PoolingCard | None, *, generates:
 def read_classifier_head(
     settings: LoadSettings, tensors: TensorSource, pooling: PoolingCard | None, hidden_size: int
 ) -> ClassifierHead | None:
-    """The classification head of a checkpoint that has labels, else the projections of its embeddings, if there are
+    """The classification head of a decoder that has labels, else the projections of its embeddings, if there are
     any. Raises ModelError where something is missing."""
     if pooling is None:
         return None
@@ -371,4 +370,4 @@ def read_classifier_head(
         return read_projections(settings.folder, hidden_size, settings.device)
     if PROCESS_REWARD_MODEL in architectures_of(settings.folder):
         return read_process_reward_head(tensors, hidden_size, settings.device)
-    return partial(torch.mv, tensors.read(DECODER_HEAD, (len(pooling.labels), hidden_size)).float())
+    return read_decoder_head(tensors, pooling, hidden_size, settings.device)

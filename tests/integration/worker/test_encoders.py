@@ -62,11 +62,37 @@ def test_logits_of_pairs(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "ModernBert"])
+def test_logits_of_tokens(kind: str, tmp_path: Path) -> None:
+    """As models of named entities have them."""
+    reference = make_encoder(kind, tmp_path, labels=5, head="ForTokenClassification")
+    backend = tiny_backend(tmp_path, ops="native" if kind == "Bert" else "torch")
+    card = backend.card.pooling
+    assert card is not None
+    assert (card.pooling, card.size, card.activation, card.step_tag_id, card.whole) == ("all", 5, "softmax", None, True)
+    driver, options = (
+        Driver(backend, budget=256),
+        PoolingOptions(pooling="all", dimensions=5, normalize=False, whole=True),
+    )
+    prompts = [[2, *range(10, 10 + n), 3] for n in (1, 40, 7)]
+    asked = [driver.add(prompt, 0, pooling=options) for prompt in prompts]
+    driver.run()
+    for sequence, prompt in zip(asked, prompts, strict=True):
+        with torch.inference_mode():
+            wanted = reference(torch.tensor([prompt])).logits[0].flatten()
+        torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_what_an_encoder_needs_is_said(tmp_path: Path) -> None:
     make_encoder("Bert", tmp_path)
     with pytest.raises(ModelError, match="an encoder generates no text, so it needs a pooling_type"):
         tiny_backend(tmp_path)
     assert tiny_backend(tmp_path, pooling_type="mean", max_batch_tokens=32).card.max_model_len == 32
+    make_encoder("Gemma3Text", tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace("Gemma3TextModel", "Gemma3TextForTokenClassification"))
+    with pytest.raises(ModelError, match="transformers has no such model of model_type gemma3_text"):
+        tiny_backend(tmp_path)
 
 
 def test_what_a_start_takes_for_an_encoder_is_computed_as_one() -> None:

@@ -16,7 +16,6 @@ import transformers
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
 
 from services.worker.executor.host_runner import HostRunner
 from services.worker.models.config import ModelError
@@ -26,7 +25,7 @@ from services.worker.models.pooling.step_pooling import PROCESS_REWARD_MODEL, St
 from services.worker.ops.interface import OpsName, OpsUnavailable
 from shared.messages.generation import PoolingOptions, PoolingType
 from shared.models.tokenizer_files import load_tokenizer
-from tests.support.models.library_models import library_model
+from tests.support.models.library_models import library_config, library_model
 from tests.support.models.tiny_models import POSITIONS, VOCABULARY, TinyModel, make_config, make_model
 from tests.support.paths import DEMO_MODEL
 from tests.support.worker.launched_rank import DriverAhead, launching
@@ -197,12 +196,14 @@ def describe(folder: Path, mode: str, *, normalizes: bool) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": SIZE, mode: True}))
 
 
-def make_classifier(family: str, folder: Path, labels: int) -> Any:
+def make_classifier(family: str, folder: Path, labels: int, head: str = "ForSequenceClassification") -> Any:
     """Writes a tiny decoder with a classification head; what wrote it."""
     torch.manual_seed(labels)
-    config = make_config(family, num_labels=labels)
-    model: Any = AutoModelForSequenceClassification.from_config(config).eval()
-    torch.nn.init.normal_(model.score.weight)
+    made = library_config if family[0].isupper() else make_config
+    automatic: Any = getattr(transformers, f"AutoModel{head}")
+    model = automatic.from_config(made(family, num_labels=labels)).eval()
+    for weight in (model.classifier if hasattr(model, "classifier") else model.score).parameters():
+        torch.nn.init.normal_(weight)
     model.save_pretrained(folder)
     return model
 
@@ -230,6 +231,28 @@ def test_logits_of_labels_are_the_librarys(family: str, how: str, tmp_path: Path
             of_tokens = reference.score(hidden_states(reference, prompt)).flatten()
         torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(torch.tensor(driver.vectors[tokens.id]), of_tokens, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "GPT2", "Phi3"])
+def test_logits_of_tokens_are_the_librarys(family: str, tmp_path: Path) -> None:
+    """Of decoders that classify tokens, as for named entities, whoever computes them."""
+    reference = make_classifier(family, tmp_path, 3, "ForTokenClassification")
+    backend = tiny_backend(tmp_path)
+    card = backend.card.pooling
+    assert card is not None
+    assert (card.makes, card.labels, card.step_tag_id, card.activation, backend.card.generates) == (
+        *("steps", ("LABEL_0", "LABEL_1", "LABEL_2"), None),
+        *("softmax", False),
+    )
+    driver = Driver(backend, budget=24)
+    options = PoolingOptions(pooling="all", dimensions=3, normalize=False)
+    prompts = [[3 + (i * 7 + n) % 90 for i in range(n)] for n in (1, 20, 50)]
+    asked = [driver.add(prompt, 0, pooling=options) for prompt in prompts]
+    driver.run()
+    for sequence, prompt in zip(asked, prompts, strict=True):
+        with torch.inference_mode():
+            wanted = reference(torch.tensor([prompt])).logits[0].flatten()
+        torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])

@@ -53,13 +53,15 @@ _OWN: dict[str, dict[str, Any]] = {
 SPECIAL = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
 
 
-def make_encoder(kind: str, folder: Path, labels: int | None = None, **changes: Any) -> Any:
-    """Writes a checkpoint and a tokenizer of words `w4` to `w119`; the model, with a head where there are `labels`.
+def make_encoder(
+    kind: str, folder: Path, labels: int | None = None, head: str = "ForSequenceClassification", **changes: Any
+) -> Any:
+    """Writes a checkpoint and a tokenizer of words `w4` to `w119`; the model, with this `head` if there are `labels`.
     `changes`: of its configuration."""
     torch.manual_seed(len(kind))
     more = {} if labels is None else {"num_labels": labels}
     config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **_OWN[kind], **more, **changes})
-    automatic: Any = transformers.AutoModel if labels is None else transformers.AutoModelForSequenceClassification
+    automatic: Any = getattr(transformers, f"AutoModel{'' if labels is None else head}")
     model = automatic.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for weight in model.parameters():

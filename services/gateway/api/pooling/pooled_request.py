@@ -30,7 +30,7 @@ from shared.messages.tokenizer import Prompt, TruncationSide
 _MAKERS: dict[PooledKind, str] = {
     "embeddings": "makes embeddings and has no labels",
     "labels": "is a classifier",
-    "steps": "judges the steps of solutions",
+    "steps": "judges tokens, or the steps of solutions",
 }
 
 

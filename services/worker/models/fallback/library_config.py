@@ -22,6 +22,7 @@ from services.worker.models.config import Dtype, ModelError
 from services.worker.models.fallback.adapters import implementation
 from services.worker.models.fallback.attention import NAME, register
 from services.worker.models.hf_config import stop_tokens
+from services.worker.models.pooling.classification import SUFFIX, TOKEN_SUFFIX
 from shared.models.audio_models import WHISPER
 from shared.models.encoder_models import ENCODER_DECODER_ARCHITECTURES, TRAINED_POSITIONS
 from shared.models.library_builds import BUILDING
@@ -58,6 +59,8 @@ def library_config(
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         _refuse_unsupported(config)
+        if any(each.endswith((SUFFIX, TOKEN_SUFFIX)) for each in config.architectures or ()):
+            config.tie_word_embeddings = True  # what is never asked for its logits needs no further table
         register()
         build: Any = AutoModelForCausalLM
         if reads_text(config):

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -87,7 +88,7 @@ class LibraryDecoder:
         self._named: dict[str, PackedProduct] = {}
         """The products that a pass computes once, of every row or of those whose logits are wanted."""
         self.token_head: Callable[[Tensor], Tensor] | None = None
-        """A hidden state → the logits of the tokens of `judge_by`, in float32."""
+        """Hidden states [k, hidden] → the logits [k, tokens] of the tokens of `judge_by`, in float32."""
         if not self._stage.is_first:
             self._check_stage()
         self._calls = self._recorded_calls()
@@ -225,8 +226,8 @@ class LibraryDecoder:
         features, or a multiple of it, as Cohere's."""
         weights, biases, scale = weights.to(self._device), biases.to(self._device), self._logits_scale()
 
-        def head(state: Tensor) -> Tensor:
-            return torch.addmv(biases, weights, state) * scale
+        def head(states: Tensor) -> Tensor:
+            return F.linear(states, weights, biases) * scale
 
         self.token_head = head
 

@@ -26,7 +26,7 @@ from services.worker.models.checkpoint import check_matrices, open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.library_config import LibraryConfig, first_line, settings_digest, weights_dtype
 from services.worker.models.fallback.packed_products import pack_products
-from services.worker.models.pooling.classification import ClassifierHead
+from services.worker.models.pooling.classification import SUFFIX, TOKEN_SUFFIX, ClassifierHead
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta, Ops, cached_head_dim
 from services.worker.ops.quantized import Scheme
@@ -42,35 +42,42 @@ _HEADS, _HEAD_SIZE = 1, 16
 """Of the cache that nothing is written to: blocks only count what room prompts have."""
 
 
+def _token_head(model: Any, states: Tensor) -> Tensor:
+    logits: Tensor = model.classifier(states)
+    return logits
+
+
 class _Encoder(NamedTuple):
     """What is particular to a family."""
 
     pooling: Callable[[Any], PoolingType]
     """The configuration → what the classification head reads."""
     head: Callable[[Any, Tensor], Tensor]
-    """(the model with a head, the pooled state [1, 1, size]) → logits [1, labels]."""
+    """(the model with a head, pooled states [k, size]) → logits [k, labels]."""
     first_position: Callable[[Any], int]
     """The configuration → the number of the first position."""
     segments: bool = False
     """Whether tokens are told by which text of a pair they are of."""
+    token_head: Callable[[Any, Tensor], Tensor] | None = _token_head
+    """As `head`, of a model that classifies tokens; None: there is no such model."""
 
 
 def _cls(_: Any) -> PoolingType:
     return "cls"
 
 
-def _bert_head(model: Any, state: Tensor) -> Tensor:
-    logits: Tensor = model.classifier(model.bert.pooler(state))
+def _bert_head(model: Any, states: Tensor) -> Tensor:
+    logits: Tensor = model.classifier(model.bert.pooler(states.unsqueeze(1)))
     return logits
 
 
-def _roberta_head(model: Any, state: Tensor) -> Tensor:
-    logits: Tensor = model.classifier(state)
+def _roberta_head(model: Any, states: Tensor) -> Tensor:
+    logits: Tensor = model.classifier(states.unsqueeze(1))
     return logits
 
 
-def _modernbert_head(model: Any, state: Tensor) -> Tensor:
-    logits: Tensor = model.classifier(model.head(state[:, 0]))
+def _modernbert_head(model: Any, states: Tensor) -> Tensor:
+    logits: Tensor = model.classifier(model.head(states))
     return logits
 
 
@@ -83,8 +90,8 @@ def _last(_: Any) -> PoolingType:
     return "last"
 
 
-def _gemma_head(model: Any, state: Tensor) -> Tensor:
-    logits: Tensor = model.score(state[:, 0])
+def _gemma_head(model: Any, states: Tensor) -> Tensor:
+    logits: Tensor = model.score(states)
     return logits
 
 
@@ -101,8 +108,8 @@ _ROBERTA = _Encoder(_cls, _roberta_head, _behind_padding)
 FAMILIES = {
     "bert": _Encoder(_cls, _bert_head, _zero, segments=True),
     "camembert": _ROBERTA,
-    "gemma3_text": _Encoder(_last, _gemma_head, _zero),
-    "modernbert": _Encoder(_modernbert_pooling, _modernbert_head, _zero),
+    "gemma3_text": _Encoder(_last, _gemma_head, _zero, token_head=None),
+    "modernbert": _Encoder(_modernbert_pooling, _modernbert_head, _zero, token_head=_modernbert_head),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
 }
@@ -118,7 +125,11 @@ class LibraryEncoderModel:
         self._folder, self._own = folder, own
         self._family = FAMILIES[own.model_type]
         names: list[str] = own.architectures or []
-        self._classifies = any(name.endswith("ForSequenceClassification") for name in names)
+        heads = {SUFFIX: self._family.head, TOKEN_SUFFIX: self._family.token_head, "": None}
+        self._kind = next(end for end in heads if not end or any(name.endswith(end) for name in names))
+        self._head = heads[self._kind]
+        if self._kind and self._head is None:
+            raise ModelError(f"{folder}: {names[0]}: transformers has no such model of model_type {own.model_type}")
         if getattr(own, "quantization_config", None) is not None:
             raise ModelError(f"{folder}: quantization_config is set: quantized checkpoints are not supported")
         own._attn_implementation = NAME
@@ -140,13 +151,13 @@ class LibraryEncoderModel:
 
     @property
     def head_pooling(self) -> PoolingType:
-        """What a classification head of this model reads."""
+        """What a head of this model that classifies prompts reads."""
         return self._family.pooling(self._own)
 
     @property
     def _automatic(self) -> Any:
         own: Any = transformers
-        return own.AutoModelForSequenceClassification if self._classifies else own.AutoModel
+        return getattr(own, f"AutoModel{self._kind}")
 
     @torch.inference_mode()
     def load(
@@ -155,10 +166,8 @@ class LibraryEncoderModel:
         """What computes hidden states, and the classification head if there is one; with random weights where `dummy`.
         `quantization` is what the layers' products are rounded to. Raises ModelError for a broken checkpoint."""
         model = (self._dummy(dtype) if dummy else self._read(dtype)).to(device)
-        base: Any = model.base_model if self._classifies else model
-        head = None
-        if self._classifies:
-            head = partial(_logits, self._family.head, model, dtype)
+        base: Any = model.base_model if self._kind else model
+        head = None if self._head is None else partial(_logits, self._head, model, dtype)
         pack_products(base.encoder if hasattr(base, "encoder") else base.layers, ops, quantization)
         positions = self._family.first_position(self._own)
         separator = _separator(self._folder) if self._family.segments and self._own.type_vocab_size > 1 else None
@@ -184,7 +193,7 @@ class LibraryEncoderModel:
         except Exception as error:  # of the library, or of safetensors
             raise ModelError(f"{self._folder}: transformers cannot read the checkpoint: {first_line(error)}") from None
         for name in sorted(info["missing_keys"]):
-            if self._classifies or not name.startswith("pooler."):  # which only classifiers ask
+            if self._kind or not name.startswith("pooler."):  # which only classifiers ask
                 raise ModelError(f"{self._folder}: the checkpoint has no tensor {name}")
         ready: nn.Module = model.eval().requires_grad_(False)
         return ready
@@ -206,9 +215,9 @@ def _separator(folder: Path) -> int | None:
     return None if named is None else files.tokenizer.token_to_id(named)
 
 
-def _logits(head: Callable[[Any, Tensor], Tensor], model: nn.Module, dtype: torch.dtype, state: Tensor) -> Tensor:
+def _logits(head: Callable[[Any, Tensor], Tensor], model: nn.Module, dtype: torch.dtype, states: Tensor) -> Tensor:
     """See `ClassifierHead`; computed in the model's dtype."""
-    return head(model, state.to(dtype).view(1, 1, -1))[0].float()
+    return head(model, states.to(dtype)).float()
 
 
 class LibraryEncoder:

@@ -1,16 +1,20 @@
-"""Reads what a sequence classifier's `config.json` says of its labels, and the head that makes their logits; or makes a
-head of what a language model says of one or two tokens."""
+"""Reads what the `config.json` of a classifier of prompts or tokens says of its labels, and the head that makes their
+logits; or makes a head of what a language model says of one or two tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+import torch
+import torch.nn.functional as F
 from msgspec import Struct, field
 from torch import Tensor
 
+from services.worker.models.checkpoint import TensorSource
 from services.worker.models.config import ModelError, plain_json
 from services.worker.models.pooling.step_pooling import PROCESS_REWARD_MODEL, process_reward_card
 from shared.messages.generation import PoolingType
@@ -18,13 +22,17 @@ from shared.messages.model_card import LogitActivation, PoolingCard
 from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
 
 ClassifierHead = Callable[[Tensor], Tensor]
-"""The pooled state [size] → logits [labels], both in float32."""
+"""Pooled states [k, size] → logits [k, labels], both in float32."""
 
 SUFFIX = "ForSequenceClassification"
 """The end of the names of classifiers' architectures."""
 
-DECODER_HEAD = "score.weight"
-"""Name of the tensor [labels, hidden] of a decoder's classification head."""
+TOKEN_SUFFIX = "ForTokenClassification"
+"""That of those that give each token labels, as for named entities."""
+
+_DECODER_HEAD = "score"
+_LIBRARY_HEAD = "classifier"
+"""Of some classifiers of tokens that only the library computes (GPT-2, Bloom, Falcon, MPT)."""
 
 _LIBRARY_LABELS = 2
 """How many labels there are where the configuration does not say, as in transformers."""
@@ -62,7 +70,9 @@ def read_classifier(folder: Path, pooling: PoolingType = "last") -> PoolingCard 
         raise ModelError(f"{path}: {error}") from None
     if PROCESS_REWARD_MODEL in raw.architectures:
         return process_reward_card()
-    if not any(each.endswith(SUFFIX) for each in raw.architectures):
+    if any(each.endswith(TOKEN_SUFFIX) for each in raw.architectures):
+        pooling = "all"
+    elif not any(each.endswith(SUFFIX) for each in raw.architectures):
         return None
     labels = _labels(path, raw)
     return PoolingCard(
@@ -107,14 +117,29 @@ def token_card() -> PoolingCard:
     return PoolingCard(pooling="last", normalize=False, size=1, labels=("LABEL_0",), activation="sigmoid")
 
 
+def read_decoder_head(
+    tensors: TensorSource, card: PoolingCard, hidden_size: int, device: torch.device
+) -> ClassifierHead:
+    """The linear layer of a decoder that classifies prompts, or if all tokens are pooled each of these, where it may
+    have biases. Raises ModelError where it is missing."""
+    name, labels, bias = _DECODER_HEAD, len(card.labels), None
+    if card.pooling == "all":
+        if f"{name}.weight" not in tensors and f"{_LIBRARY_HEAD}.weight" in tensors:
+            name = _LIBRARY_HEAD
+        if f"{name}.bias" in tensors:
+            bias = tensors.read(f"{name}.bias", (labels,)).float().to(device)
+    weight = tensors.read(f"{name}.weight", (labels, hidden_size)).float().to(device)
+    return partial(F.linear, weight=weight, bias=bias)
+
+
 def label_head(logits: ClassifierHead) -> ClassifierHead:
     """The logit of one token as the next one, or by how much that of a second exceeds that of the first: its sigmoid is
     the second's probability among both, as vLLM's `classifier_from_token` and Qwen3-Reranker have it. `logits`: of
     these one or two tokens."""
 
-    def head(state: Tensor) -> Tensor:
-        found = logits(state)
-        return found[-1:] if len(found) == 1 else found[1:] - found[:1]
+    def head(states: Tensor) -> Tensor:
+        found = logits(states)
+        return found if found.shape[1] == 1 else found[:, 1:] - found[:, :1]
 
     return head
 

@@ -133,7 +133,7 @@ def read_pooling(folder: Path, choice: PoolingChoice, hidden_size: int) -> Pooli
 
 
 def read_projections(folder: Path, hidden_size: int, device: torch.device) -> ClassifierHead | None:
-    """What the checkpoint's Dense modules make of the pooled state [hidden_size], in float32; None where there are
+    """What the checkpoint's Dense modules make of pooled states [k, hidden_size], in float32; None where there are
     none. Raises ModelError."""
     described = folder / MODULES
     paths = _described(described).projections if described.exists() else ()
@@ -146,8 +146,8 @@ def read_projections(folder: Path, hidden_size: int, device: torch.device) -> Cl
         return None
     projection = nn.Sequential(*layers)
 
-    def project(state: Tensor) -> Tensor:
-        projected: Tensor = projection(state)
+    def project(states: Tensor) -> Tensor:
+        projected: Tensor = projection(states)
         return projected
 
     return project

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -84,7 +85,8 @@ def _names(count: int) -> tuple[str, ...]:
 def read_process_reward_head(
     tensors: TensorSource, hidden_size: int, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """A hidden state → the logits of both labels, in float32. Raises ModelError where a tensor is missing."""
+    """Hidden states [k, hidden] → the logits [k, 2] of both labels, in float32. Raises ModelError where a tensor is
+    missing."""
     shapes = {0: (hidden_size, hidden_size), 2: (_PROCESS_LABELS, hidden_size)}
     (first, first_bias), (second, second_bias) = (
         [
@@ -94,21 +96,21 @@ def read_process_reward_head(
         for layer, shape in shapes.items()
     )
 
-    def judge(state: Tensor) -> Tensor:
-        return torch.addmv(second_bias, second, torch.relu(torch.addmv(first_bias, first, state)))
+    def judge(states: Tensor) -> Tensor:
+        return F.linear(F.linear(states, first, first_bias).relu(), second, second_bias)
 
     return judge
 
 
 def read_token_rows(tensors: TensorSource, config: ModelConfig, ids: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """A hidden state → the logits of the tokens `ids`, in float32."""
+    """Hidden states [k, hidden] → the logits [k, ids] of the tokens `ids`, in float32."""
     name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     shape = (config.vocab_size, config.hidden_size)
     rows = torch.cat([tensors.read(name, shape, rows=(number, number + 1)).float() for number in ids])
     cap = config.logits_softcap
 
-    def logits(state: Tensor) -> Tensor:
-        found = torch.mv(rows.to(state.device), state)
+    def logits(states: Tensor) -> Tensor:
+        found = F.linear(states, rows.to(states.device))
         return found if cap is None else torch.tanh(found / cap) * cap
 
     return logits

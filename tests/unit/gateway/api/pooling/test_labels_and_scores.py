@@ -278,9 +278,15 @@ def test_steps_have_the_probabilities_of_the_tokens_that_are_asked_for() -> None
         (read_pooling_request, "STEPS", {"input": "a", "returned_token_ids": []}, "returned_token_ids", "[] is not"),
         (read_pooling_request, "STEPS", {"input": "a", "step_tag_id": 100}, "step_tag_id", "the tokens 0 to 99"),
         (read_pooling_request, "STEPS", {"input": "a", "task": "classify"}, "task", "'token_classify'"),
-        (read_classification, "STEPS", {"input": "a"}, "model", "judges the steps of solutions; it serves /pooling"),
-        (read_score, "STEPS", {"text_1": "a", "text_2": "b"}, "model", "judges the steps of solutions"),
-        (read_embedding, "STEPS", {"input": "a"}, "model", "judges the steps of solutions"),
+        (
+            read_classification,
+            "STEPS",
+            {"input": "a"},
+            "model",
+            "the steps of solutions; it serves /pooling",
+        ),
+        (read_score, "STEPS", {"text_1": "a", "text_2": "b"}, "model", "judges tokens, or the steps"),
+        (read_embedding, "STEPS", {"input": "a"}, "model", "judges tokens, or the steps"),
     ],
 )
 def test_what_a_refusal_of_steps_names(
