@@ -16,16 +16,17 @@ import re
 import socket
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 from msgspec import Meta, Struct
 
 from shared.blocks import DEFAULT_BLOCK_SIZE, BlockSize
 from shared.bus.nats_bus import NatsOptions
 from shared.ids import InstanceId, ModelName, checked_instance
-from shared.messages.lifecycle import HEARTBEAT_SECONDS, KEEP_ALIVE_SECONDS, MAX_KEEP_ALIVE_SECONDS
+from shared.messages.lifecycle import HEARTBEAT_SECONDS, KEEP_ALIVE_SECONDS, MAX_KEEP_ALIVE_SECONDS, Service
 from shared.settings import ContainerVariable, Port, UpOption, settings_of
 
 ENVIRONMENT_PREFIX = "BATON_"
@@ -174,6 +175,7 @@ class ModelServiceConfig(ServiceConfig, frozen=True, kw_only=True):
 
 
 COMMON_KEYS = frozenset(settings_of(ServiceConfig))
+_SERVICES = frozenset(get_args(Service)) - {"supervisor"}  # which is `baton up`, and has options only
 _FILE = "_file"
 """Behind a variable's name: the setting's value stands in the file that the variable names."""
 _COMMON_VARIABLES = tuple(
@@ -295,10 +297,16 @@ def _from_file(service: str, config_type: type[Struct], path: Path) -> dict[str,
         if isinstance(value, dict):
             if key == service:
                 settings.update({k: _Given(v, f"{path} [{service}]") for k, v in value.items()})
+            elif key not in _SERVICES:
+                raise ConfigError(f"[{key}] (from {path}): no such service; tables are {', '.join(sorted(_SERVICES))}")
         elif key in COMMON_KEYS:
             settings.setdefault(key, _Given(value, str(path)))
         else:
-            raise ConfigError(f"{key} (from {path}): unknown key; at the top level {', '.join(sorted(COMMON_KEYS))}")
+            raise ConfigError(
+                f"{key} (from {path}): no setting of every service, which stand at the top"
+                f"{_near(key, COMMON_KEYS)}; those of one service stand in its table, such as [worker], and options of "
+                "`baton up` alone, such as --engines, in no file"
+            )
     _refuse_unknown(config_type, settings)
     return settings
 
@@ -342,7 +350,15 @@ def _refuse_unknown(config_type: type[Struct], settings: Mapping[str, _Given]) -
     known = settings_of(config_type)
     for key, setting in settings.items():
         if key not in known:
-            raise ConfigError(f"{key} (from {setting.source}): unknown key; known are {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"{key} (from {setting.source}): unknown key{_near(key, known)}; docs/configuration.md has all"
+            )
+
+
+def _near(key: str, known: Collection[str]) -> str:
+    """What was probably meant, for a message; empty where nothing looks like it."""
+    close = get_close_matches(key, known)
+    return f", near are {', '.join(close)}" if len(close) > 1 else f", {close[0]} is near" if close else ""
 
 
 def _build(config_type: type[C], settings: Mapping[str, _Given]) -> C:

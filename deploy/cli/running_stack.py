@@ -47,7 +47,7 @@ def running_stack(name: str, run_dir: Path | None) -> StackState:
     state = read_state(where)
     if state is None:
         others = [] if run_dir is not None else _running_beside(where)
-        hint = f"; others run, --name takes {' or '.join(others)}" if others else "; start one with: baton up"
+        hint = f"; running here: {', '.join(others)} (--name NAME)" if others else "; start one with: baton up"
         raise CommandError(f"no stack runs in {where}{hint}")
     return state
 

@@ -255,8 +255,11 @@ def _model_spec(
 
 def check_gateway(spec: StackSpec) -> StackSpec:
     """The stack; its settings name the files that its gateways read, whoever says so: by a certificate in a TOML file,
-    too, they are asked by HTTPS. Raises CommandError where a gateway of the stack would refuse to start, for an address
-    that is open to strangers, its keys or its certificate."""
+    too, they are asked by HTTPS. Raises CommandError for an empty API key, without which no gateway would ask for any,
+    and where a gateway of the stack would refuse to start, for an address that is open to strangers, its keys or its
+    certificate."""
+    if not all(spec.api_keys):
+        raise CommandError("--api-key: '' is no key; at least one character is needed", status=2)
     (process,) = process_specs("gateway", 1, spec.counts)
     where = LaunchContext(port=spec.port, rendezvous=None)
     argv = service_command(spec, process, where)[3:]

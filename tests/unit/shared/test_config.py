@@ -28,7 +28,7 @@ def load(*argv: str, environment: dict[str, str] | None = None) -> Cooking:
 def test_later_sources_win(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text(
-        'namespace = "kitchen"\n[cooking]\nport = 1\npolicy = "priority"\nsalt = 2.5\n[other]\nunknown = 1\n'
+        'namespace = "kitchen"\n[cooking]\nport = 1\npolicy = "priority"\nsalt = 2.5\n[worker]\nunknown = 1\n'
     )
     config = load(
         "--config", str(file), "--salt", "4", environment={"BATON_COOKING_PORT": "2", "BATON_COOKING_SALT": "3"}
@@ -77,11 +77,16 @@ def test_a_bad_setting_names_key_value_and_source(
 def test_an_unknown_key_in_the_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text("[cooking]\npot = 1\n")
-    with pytest.raises(ConfigError, match=r"pot .*\[cooking\].*unknown"):
+    with pytest.raises(ConfigError, match=r"pot .*\[cooking\].*unknown key, port is near; docs/configuration\.md"):
         load("--config", str(file))
     file.write_text("pot = 1\n")
-    with pytest.raises(ConfigError, match=r"pot .*unknown"):
+    with pytest.raises(ConfigError, match=r"pot .*no setting of every service.*\[worker\]"):
         load(environment={"BATON_CONFIG": str(file)})
+    file.write_text("[workers]\npot = 1\n")
+    with pytest.raises(ConfigError, match=r"\[workers\] .*no such service; tables are .*, worker$"):
+        load("--config", str(file))
+    file.write_text("[worker]\npot = 1\n")
+    load("--config", str(file))
     file.write_text("= =")
     with pytest.raises(ConfigError, match=r"baton\.toml"):
         load("--config", str(file))

@@ -18,7 +18,7 @@ def test_stacks_of_other_names_are_named_where_the_one_meant_does_not_run(
     with pytest.raises(CommandError, match=r"no stack runs in .*default; start one with: baton up"):
         running_stack("default", None)
     with held(default_run_dir("first", tmp_path)), held(default_run_dir("second", tmp_path)):
-        with pytest.raises(CommandError, match=r"default; others run, --name takes first or second"):
+        with pytest.raises(CommandError, match=r"default; running here: first, second \(--name NAME\)"):
             running_stack("default", None)
         with pytest.raises(CommandError, match="baton up"):
             running_stack("default", tmp_path / "elsewhere")

@@ -181,6 +181,12 @@ def test_a_stack_that_is_open_to_strangers_does_not_start(tmp_path: Path) -> Non
     check_gateway(spec(host="0.0.0.0", config=config))
 
 
+@pytest.mark.parametrize("keys", [("",), ("k", "")])
+def test_an_empty_key_is_refused_as_it_would_let_everybody_in(keys: tuple[str, ...]) -> None:
+    with pytest.raises(CommandError, match="--api-key: '' is no key"):
+        check_gateway(spec(api_keys=keys))
+
+
 def test_a_file_of_keys_is_read_before_anything_starts(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text("[keys.alice]\n")
