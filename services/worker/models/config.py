@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import msgspec
 from msgspec import Struct
 
+from services.worker.models.hf_layers.convolution import ConvolutionConfig as ConvolutionConfig
 from services.worker.models.hf_layers.delta import DeltaConfig as DeltaConfig
 from services.worker.models.hf_layers.latent import LatentConfig as LatentConfig
 from services.worker.models.hf_layers.mamba import MambaConfig as MambaConfig
@@ -18,7 +19,7 @@ from services.worker.ops.interface import Activation
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-StateConfig = MambaConfig | DeltaConfig
+StateConfig = MambaConfig | DeltaConfig | ConvolutionConfig
 """The mixers that keep a state of a sequence."""
 
 

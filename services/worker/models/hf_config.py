@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from services.worker.models.config import LayerConfig, ModelConfig, ModelError, dtype_named, plain_json
+from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 from services.worker.models.hf_layers.latent import LATENT_ARCHITECTURES, LatentConfig, RawLatent, read_latent
 from services.worker.models.hf_layers.llava import language_model
@@ -23,6 +24,7 @@ from services.worker.models.hf_layers.mixture import MixtureLayers, read_mixture
 from services.worker.models.hf_layers.qwen_vl import LANGUAGE_MODELS as QWEN_VL
 from services.worker.models.hf_layers.qwen_vl import qwen_language_model
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
+from services.worker.models.states.convolution_reading import convolution_model_config
 from services.worker.models.states.delta_reading import delta_model_config
 from services.worker.models.states.mamba_reading import mamba_model_config
 from services.worker.ops.interface import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
@@ -130,6 +132,7 @@ _BASES = {
 _STATEFUL = {
     **dict.fromkeys(MAMBA_ARCHITECTURES, mamba_model_config),
     **dict.fromkeys(DELTA_ARCHITECTURES, delta_model_config),
+    **dict.fromkeys(CONVOLUTION_ARCHITECTURES, convolution_model_config),
 }
 """Who reads what the configuration says of models whose layers have states."""
 

@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 
 from services.worker.models.checkpoint import TensorSource, read_exactly
-from services.worker.models.config import DeltaConfig, LatentConfig, LayerConfig, Mixture, ModelConfig
+from services.worker.models.config import (
+    ConvolutionConfig,
+    DeltaConfig,
+    LatentConfig,
+    LayerConfig,
+    Mixture,
+    ModelConfig,
+)
 from services.worker.models.expert_parallel.expert_load import empty_counts
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
-from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, SEEING_ARCHITECTURES
+from services.worker.models.hf_layers.tensor_names import GRANITE, tensor_names
 from services.worker.models.latent.loading import LatentLoader
 from services.worker.models.mixture.loading import read_experts
 from services.worker.models.quantization.matrices import (
@@ -24,6 +31,7 @@ from services.worker.models.quantization.matrices import (
 )
 from services.worker.models.rope import Rope, cos_sin_table, partly_rotated, partly_rotating
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
+from services.worker.models.states.convolution_loading import ConvolutionLoader
 from services.worker.models.states.delta_loading import DeltaLoader
 from services.worker.models.states.gated_attention import read_gated_inputs
 from services.worker.models.states.mamba_loading import MambaLoader
@@ -106,49 +114,10 @@ def load_experts(
 ) -> PackedExperts:
     """Some whole experts of a layer of this number, in rising order. Raises ModelError."""
     assert config.mixture is not None, "a layer mixes"
-    names = _LAYOUTS.get(config.architecture, _LayoutNames())
+    names = tensor_names(config.architecture)
     columns = (0, config.mixture.intermediate_size)
     read = read_experts(matrices, f"{names.layers}.{layer}", config.mixture, config.hidden_size, columns, experts)
     return packer.pack_experts(read.gate_up, read.down, read.biases)
-
-
-class _LayoutNames(NamedTuple):
-    """What tensors are called that have other names in other families."""
-
-    embedding: str = "model.embed_tokens"
-    layers: str = "model.layers"
-    input_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
-    mlp: str = "mlp"
-    final_norm: str = "model.norm.weight"
-    mixer: str = "mamba"
-
-
-_GRANITE = "GraniteMoeHybridForCausalLM"
-
-_LAYOUTS = {
-    "BambaForCausalLM": _LayoutNames(
-        mlp_norm="pre_ff_layernorm", mlp="feed_forward", final_norm="model.final_layernorm.weight"
-    ),
-    _GRANITE: _LayoutNames(mlp="shared_mlp"),
-    **dict.fromkeys(DELTA_ARCHITECTURES, _LayoutNames(mixer="linear_attn")),
-    **dict.fromkeys(
-        SEEING_ARCHITECTURES,
-        _LayoutNames(
-            embedding="model.language_model.embed_tokens",
-            layers="model.language_model.layers",
-            final_norm="model.language_model.norm.weight",
-            mixer="linear_attn",
-        ),
-    ),
-    "Mamba2ForCausalLM": _LayoutNames(
-        embedding="backbone.embeddings",
-        layers="backbone.layers",
-        input_norm="norm",
-        final_norm="backbone.norm_f.weight",
-        mixer="mixer",
-    ),
-}
 
 
 class _Mixer(NamedTuple):
@@ -191,7 +160,7 @@ class _Loader:
         self._max_model_len = max_model_len
         self._matrices = MatrixLoader(checkpoint, ops, device, quantization)
         self._tables: dict[Rope, Tensor] = {}
-        self._names = _LAYOUTS.get(config.architecture, _LayoutNames())
+        self._names = tensor_names(config.architecture)
         self.attention_inputs = config.hidden_size
 
     def weights(self, stage: PipelineStage) -> DecoderWeights:
@@ -258,23 +227,24 @@ class _Loader:
 
     def _attention(self, name: str, layer: LayerConfig) -> _Mixer:
         if self._config.gated_attention:
-            return self._gated_attention(f"{name}.self_attn", layer)
-        config, dim = self._config, self._config.head_dim
-        latent = None if config.latent is None else self._latent(config.latent, f"{name}.self_attn")
+            return self._gated_attention(f"{name}.{self._names.attention}", layer)
+        config, dim, names = self._config, self._config.head_dim, self._names
+        name = f"{name}.{names.attention}"
+        latent = None if config.latent is None else self._latent(config.latent, name)
         value_dim = dim if config.latent is None else config.latent.value_dim
         return _Mixer(
-            inputs=self._qkv(f"{name}.self_attn") if latent is None else latent.inputs(),
-            q_norm=self._norm(f"{name}.self_attn.q_norm.weight", dim) if config.qk_norm else None,
-            k_norm=self._norm(f"{name}.self_attn.k_norm.weight", dim) if config.qk_norm else None,
+            inputs=self._qkv(name) if latent is None else latent.inputs(),
+            q_norm=self._norm(f"{name}.{names.query_norm}.weight", dim) if config.qk_norm else None,
+            k_norm=self._norm(f"{name}.{names.key_norm}.weight", dim) if config.qk_norm else None,
             output=self._row_parallel(
-                f"{name}.self_attn.o_proj",
+                f"{name}.{names.attention_output}",
                 config.num_heads * value_dim,
                 _columns_of_heads(self._share.heads, value_dim),
                 config.output_bias,
             ),
             cos_sin=self._table(layer.rope),
             latent=None if latent is None else latent.weights(),
-            sinks=self._sinks(f"{name}.self_attn.sinks") if config.attention_sinks else None,
+            sinks=self._sinks(f"{name}.sinks") if config.attention_sinks else None,
         )
 
     def _sinks(self, name: str) -> Tensor:
@@ -307,6 +277,9 @@ class _Loader:
             delta = DeltaLoader(*how, states, name)
             inputs, steps = delta.inputs()
             return _Mixer(inputs, delta.output(), cos_sin=nothing, mixer=delta.mixer(), steps=steps)
+        if isinstance(states, ConvolutionConfig):
+            short = ConvolutionLoader(*how, states, name)
+            return _Mixer(short.inputs(), short.output(), cos_sin=nothing, mixer=short.mixer())
         mamba = MambaLoader(*how, states, name)
         return _Mixer(
             inputs=mamba.inputs(),
@@ -350,26 +323,25 @@ class _Loader:
     def _mlp(self, name: str) -> DenseMlp | None:
         if not self._config.intermediate_size:
             return None
-        if self._config.architecture == _GRANITE:
-            return self._joined_mlp(name, self._config.intermediate_size, self._share.mlp)
         return self._columns_of(name, self._config.intermediate_size, self._share.mlp, self._config.mlp_bias)
-
-    def _joined_mlp(self, name: str, size: int, columns: tuple[int, int]) -> DenseMlp:
-        """Gates and ups are one matrix."""
-        hidden, (first, end) = self._config.hidden_size, columns
-        parts = [
-            self._matrices.read(f"{name}.input_linear", (2 * size, hidden), rows=rows)
-            for rows in ((first, end), (size + first, size + end))
-        ]
-        down = self._matrices.pack_inputs(f"{name}.output_linear", (hidden, size), columns, None)
-        return DenseMlp(self._matrices.pack_linear(self._matrices.join(parts), None), down)
 
     def _columns_of(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> DenseMlp:
         """This rank's columns of an MLP of `size`."""
-        return DenseMlp(
-            gate_up=self._column_parallel([(f"{name}.{part}_proj", size, columns) for part in ("gate", "up")], bias),
-            down=self._row_parallel(f"{name}.down_proj", size, columns, bias),
-        )
+        names = self._names
+        down = self._row_parallel(f"{name}.{names.down}", size, columns, bias)
+        if names.gate_and_up is not None:
+            return DenseMlp(self._gates_and_ups(f"{name}.{names.gate_and_up}", size, columns), down)
+        parts = [(f"{name}.{part}", size, columns) for part in (names.gate, names.up)]
+        return DenseMlp(self._column_parallel(parts, bias), down)
+
+    def _gates_and_ups(self, name: str, size: int, columns: tuple[int, int]) -> PackedLinear:
+        """Of one matrix."""
+        first, end = columns
+        parts = [
+            self._matrices.read(name, (2 * size, self._config.hidden_size), rows=rows)
+            for rows in ((first, end), (size + first, size + end))
+        ]
+        return self._matrices.pack_linear(self._matrices.join(parts), None)
 
     def _mixture(self, name: str, index: int) -> MixtureMlp:
         mixture, hidden, share = self._config.mixture, self._config.hidden_size, self._share
@@ -381,7 +353,7 @@ class _Loader:
         return MixtureMlp(
             router=self._matrices.pack(read.router, read.router_bias),
             experts=RankExperts((self._packer or self._ops).pack_experts(read.gate_up, read.down, read.biases), local),
-            routing=self._routing(f"{name}.mlp", mixture),
+            routing=self._routing(f"{name}.{self._names.expert_correction}", mixture),
             shared=None if mixture.shared_size is None else self._shared_expert(name, mixture, mixture.shared_size),
             counts=empty_counts(mixture.experts, self._device) if self._counts_picks else None,
         )
@@ -389,7 +361,7 @@ class _Loader:
     def _routing(self, name: str, mixture: Mixture) -> Routing:
         bias = None
         if mixture.corrected:
-            bias = read_exactly(self._checkpoint, f"{name}.gate.e_score_correction_bias", (mixture.experts,))
+            bias = read_exactly(self._checkpoint, name, (mixture.experts,))
         return Routing(
             chosen=mixture.chosen,
             renormalised=mixture.renormalised,
@@ -402,8 +374,8 @@ class _Loader:
 
     def _shared_expert(self, layer: str, mixture: Mixture, size: int) -> SharedExpert:
         """By Granite's names, by DeepSeek's, or, with a gate, by Qwen's."""
-        if self._config.architecture == _GRANITE:
-            mlp = self._joined_mlp(f"{layer}.{self._names.mlp}", size, self._share.shared_expert)
+        if self._config.architecture == GRANITE:
+            mlp = self._columns_of(f"{layer}.{self._names.mlp}", size, self._share.shared_expert, bias=False)
             return SharedExpert(mlp, gate=None)
         block = f"{layer}.mlp.shared_expert"
         if not mixture.shared_gated:

@@ -18,7 +18,6 @@ from hashlib import blake2b
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
 from services.worker.models.config import MambaConfig, ModelConfig, ModelDescription, ModelError, StateConfig
 from services.worker.models.expert_parallel.placement import ExpertPlacement
@@ -45,7 +44,7 @@ class MixerShard(Struct, frozen=True):
 
     def own(self, states: StateConfig) -> StateConfig:
         """The sizes of what it holds."""
-        return replace(states, heads=self.num_heads, groups=self.num_groups)
+        return states.share(self.num_heads, self.num_groups)
 
     def elements(self, head_dim: int) -> tuple[int, int]:
         """Of all heads' elements."""

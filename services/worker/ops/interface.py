@@ -20,6 +20,11 @@ from torch import Tensor
 from services.worker.ops.drafts import DraftAttempt, SlotCopies
 from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.quantized import ExpertBiases, QuantizedWeight, WeightStack
+from services.worker.ops.states.mixers import DeltaNet as DeltaNet
+from services.worker.ops.states.mixers import ShortConvolution as ShortConvolution
+from services.worker.ops.states.mixers import StateCache as StateCache
+from services.worker.ops.states.mixers import StateMixer as StateMixer
+from services.worker.ops.states.mixers import StateSpace as StateSpace
 
 if TYPE_CHECKING:
     from services.worker.kv.copier import KvCopier
@@ -181,62 +186,6 @@ class LatentCache(NamedTuple):
     rotated: Tensor
 
 
-class StateSpace(NamedTuple):
-    """A Mamba-2 mixer between its two projections: H heads of P elements in G groups, N numbers of state for each
-    element. Tensors are float32 and on the device."""
-
-    heads: int
-    head_dim: int
-    groups: int
-    state_dim: int
-    conv_weight: Tensor
-    """[K, C], C = H * P + 2 * G * N channels: what each token of the window is multiplied with, the oldest first."""
-    conv_bias: Tensor
-    """[C]"""
-    decay: Tensor
-    """[H] the continuous A, negative."""
-    skip: Tensor
-    """[H] the paper's D: how much of a head's input is in its output as it is."""
-    step_bias: Tensor
-    """[H] what is added to time steps before the softplus."""
-    norm: Tensor | None
-    """[H * P]; None: outputs are only gated, as the norm goes over other ranks' heads, too."""
-    eps: float
-
-
-class DeltaNet(NamedTuple):
-    """A gated delta net between its two projections: H heads of P elements of values; G heads of N elements of keys and
-    queries, each shared by neighbouring heads of values. Tensors are float32 and on the device."""
-
-    heads: int
-    head_dim: int
-    groups: int
-    state_dim: int
-    conv_weight: Tensor
-    """[K, C], C = H * P + 2 * G * N channels, of values, keys and queries: as a state space's."""
-    conv_bias: Tensor
-    """[C]"""
-    decay: Tensor
-    """[H] negative: what a time step is multiplied with."""
-    step_bias: Tensor
-    """[H] what is added to time steps before the softplus."""
-    norm: Tensor
-    """[P]"""
-    eps: float
-
-
-StateMixer = StateSpace | DeltaNet
-
-
-class StateCache(NamedTuple):
-    """One layer's states, by slot, in float32."""
-
-    windows: Tensor
-    """[slots, K - 1, C] the last inputs of the convolution, the oldest first."""
-    states: Tensor
-    """[slots, H, P, N]"""
-
-
 class Routing(NamedTuple):
     """How a mixture's router chooses experts."""
 
@@ -330,6 +279,8 @@ class StateOps(Protocol):
         is written. With v, k and q the convolution's outputs through a SiLU, k and q of length 1 and q divided by the
         square root of N, dt as above and b the sigmoid of its input: state ← exp(dt * decay) * state;
         state ← state + b * (v - state · k) ⊗ k; a head's output is state · q, RMS-normed, times SiLU(gate).
+
+        A short convolution: projected [n, 3 * C]: a gate of its input, a gate of its output, its input.
         """
 
 

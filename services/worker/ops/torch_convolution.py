@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops.interface import StateCache, StateMixer, StateRows
+from services.worker.ops.interface import DeltaNet, StateCache, StateMixer, StateRows, StateSpace
 from services.worker.ops.transfer import to_device
 
 CHUNK = 64
@@ -78,14 +77,18 @@ def lay_out(slots: Tensor, prefills: tuple[tuple[int, int], ...], kernel: int) -
 
 
 def convolve_decodes(inputs: Tensor, mixer: StateMixer, cache: StateCache, states: StateRows) -> Tensor:
-    """One row of each sequence, [B, C], through the convolution and a SiLU; the windows are those behind them then."""
+    """One row of each sequence, [B, C], through the convolution; the windows are those behind them then. By the same
+    operations as rows of prompts, in the same order."""
     slots = states.slots[: len(inputs)]
     window = cache.windows.index_select(0, slots)
     if states.begins is not None:
         window.masked_fill_(states.begins.view(-1, 1, 1), 0.0)
     window = torch.cat((window, inputs.unsqueeze(1)), dim=1)
     cache.windows.index_copy_(0, slots, window[:, 1:])
-    return F.silu((window * mixer.conv_weight).sum(1).add_(mixer.conv_bias))
+    summed = window[:, 0] * mixer.conv_weight[0]
+    for place in range(1, window.shape[1]):
+        summed.addcmul_(window[:, place], mixer.conv_weight[place])
+    return summed.add_(mixer.conv_bias)
 
 
 def states_of_decodes(cache: StateCache, rows: int, states: StateRows) -> Tensor:
@@ -100,7 +103,7 @@ def states_of_prompts(cache: StateCache, prompts: Prompts) -> Tensor:
 
 
 def convolve_prompts(inputs: Tensor, mixer: StateMixer, cache: StateCache, prompts: Prompts) -> Tensor:
-    """[m, C] through the convolution and a SiLU; the windows are those behind the last rows then."""
+    """[m, C] through the convolution; the windows are those behind the last rows then."""
     (kernel, channels), rows = mixer.conv_weight.shape, len(inputs)
     windows = torch.where(prompts.goes_on.view(-1, 1, 1) > 0, cache.windows.index_select(0, prompts.slots), 0.0)
     line = inputs.new_empty(rows + windows.shape[0] * (kernel - 1), channels)
@@ -111,7 +114,7 @@ def convolve_prompts(inputs: Tensor, mixer: StateMixer, cache: StateCache, promp
     summed = line[:ends] * mixer.conv_weight[0]
     for place in range(1, kernel):
         summed.addcmul_(line[place : ends + place], mixer.conv_weight[place])
-    return F.silu(summed.index_select(0, prompts.rows - (kernel - 1)).add_(mixer.conv_bias))
+    return summed.index_select(0, prompts.rows - (kernel - 1)).add_(mixer.conv_bias)
 
 
 class Channels(NamedTuple):
@@ -125,7 +128,7 @@ class Channels(NamedTuple):
     """[m, G, N]"""
 
 
-def split_channels(convolved: Tensor, mixer: StateMixer) -> Channels:
+def split_channels(convolved: Tensor, mixer: StateSpace | DeltaNet) -> Channels:
     """Of [m, C]."""
     inner, shared = mixer.heads * mixer.head_dim, mixer.groups * mixer.state_dim
     x, b, c = torch.split(convolved, [inner, shared, shared], dim=1)

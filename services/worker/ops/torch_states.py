@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops.interface import BatchMeta, DeltaNet, StateCache, StateMixer, StateRows, StateSpace
+from services.worker.ops.interface import (
+    BatchMeta,
+    DeltaNet,
+    ShortConvolution,
+    StateCache,
+    StateMixer,
+    StateRows,
+    StateSpace,
+)
 from services.worker.ops.torch_convolution import (
     CHUNK,
     Channels,
@@ -38,23 +46,38 @@ class TorchStates:
     def mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
         """In the dtype of `projected`."""
         assert meta.states is not None, "a model with states has them in every step"
+        if isinstance(mixer, ShortConvolution):
+            return self._convolved(projected, mixer, cache, meta, meta.states)
         rule = DeltaRule(mixer) if isinstance(mixer, DeltaNet) else SpaceRule(mixer)
         inner, channels = mixer.heads * mixer.head_dim, mixer.conv_weight.shape[1]
         gate, inputs, steps = projected.float().tensor_split([inner, inner + channels], dim=1)
         decodes, parts = meta.num_decodes, []
         if decodes:
-            seen = split_channels(convolve_decodes(inputs[:decodes], mixer, cache, meta.states), mixer)
+            seen = split_channels(F.silu(convolve_decodes(inputs[:decodes], mixer, cache, meta.states)), mixer)
             state = states_of_decodes(cache, decodes, meta.states)
             parts.append(rule.step(seen, steps[:decodes], state))
             cache.states.index_copy_(0, meta.states.slots[:decodes], state)
         if meta.prefills:
             prompts = self._laid_out(meta.states, meta, mixer.conv_weight.shape[0])
-            seen = split_channels(convolve_prompts(inputs[decodes:], mixer, cache, prompts), mixer)
+            seen = split_channels(F.silu(convolve_prompts(inputs[decodes:], mixer, cache, prompts)), mixer)
             state = states_of_prompts(cache, prompts)
             parts.append(rule.scan(seen, steps[decodes:], state, prompts))
             cache.states.index_copy_(0, prompts.slots, state)
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         return rule.normed(mixed, gate).to(projected.dtype)
+
+    def _convolved(
+        self, projected: Tensor, mixer: ShortConvolution, cache: StateCache, meta: BatchMeta, states: StateRows
+    ) -> Tensor:
+        before, behind, x = projected.float().chunk(3, dim=1)
+        inputs, decodes, parts = before * x, meta.num_decodes, []
+        if decodes:
+            parts.append(convolve_decodes(inputs[:decodes], mixer, cache, states))
+        if meta.prefills:
+            prompts = self._laid_out(states, meta, mixer.conv_weight.shape[0])
+            parts.append(convolve_prompts(inputs[decodes:], mixer, cache, prompts))
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return mixed.mul_(behind).to(projected.dtype)
 
     def _laid_out(self, states: StateRows, meta: BatchMeta, kernel: int) -> Prompts:
         """The same for all layers of a step, which have the same `states`."""

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct, field
 
 from services.worker.backend import BackendError
+from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 from services.worker.models.hf_layers.latent import RawLatent, read_latent
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
@@ -177,7 +178,12 @@ class _RawNames(Struct):
 def _refuse_states(path: Path) -> None:
     """Sizes of attention would be read of what has none."""
     named = _read(path, _RawNames).architectures
-    for known, kind in ((MAMBA_ARCHITECTURES, "state-space layers"), (DELTA_ARCHITECTURES, "gated delta nets")):
+    kinds = (
+        (MAMBA_ARCHITECTURES, "state-space layers"),
+        (DELTA_ARCHITECTURES, "gated delta nets"),
+        (CONVOLUTION_ARCHITECTURES, "short convolutions"),
+    )
+    for known, kind in kinds:
         of_kind = [each for each in named if each in known]
         if of_kind:
             raise BackendError(f"{path}: the simulation knows no models with {kind} ({of_kind[0]})")

@@ -15,7 +15,7 @@ from services.worker.models.config import ModelError
 from services.worker.ops.interface import OpsName, StateCache
 from services.worker.speculation.settings import Method, SpeculationSettings
 from tests.support.models.tiny_drafters import make_eagle3
-from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, make_model
+from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, by_lane, make_model
 from tests.support.worker.oracle import Oracle
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.planned_engine import PlannedEngine
@@ -43,7 +43,7 @@ def outputs(backend: HostRunner, speculate: int, *, preempts: bool = False) -> t
 @pytest.mark.features("states", "speculative", "chunked prefill", "preemption")
 @pytest.mark.parametrize(
     ("family", "ops"),
-    [("mamba2", "torch"), ("qwen3-next", "torch"), *((family, "native") for family in STATE_FAMILIES)],
+    [("mamba2", "torch"), ("qwen3-next", "torch"), *by_lane(STATE_FAMILIES, "native")],
 )
 def test_what_is_rejected_leaves_nothing_in_the_states(tmp_path: Path, family: str, ops: OpsName) -> None:
     """Drafts that are right, and some that are not. By native operations the states are those of no drafts, to the last
@@ -69,7 +69,8 @@ def test_what_is_rejected_leaves_nothing_in_the_states(tmp_path: Path, family: s
 def states_of(backend: HostRunner) -> list[Tensor]:
     """Of the first layer that has some: one for each prompt."""
     first = next(cache for cache in backend.rank.caches if isinstance(cache, StateCache))
-    return [state.clone() for state in first.states if state.any()]
+    both = (torch.cat((window.flatten(), state.flatten())) for window, state in zip(*first, strict=True))
+    return [each for each in both if each.any()]
 
 
 @pytest.mark.features("states", "speculative", "prefix cache")

@@ -12,7 +12,7 @@ from services.worker.ops.interface import OpsName
 from shared.ids import EngineId
 from tests.support.engines.real_engine import OUTPUT, RealEngine, asked, right
 from tests.support.kv.arenas import Clock, new_directory, remove, store_in
-from tests.support.models.tiny_models import STATE_FAMILIES, make_model
+from tests.support.models.tiny_models import STATE_FAMILIES, by_lane, make_model
 from tests.support.worker.library_situations import prompt
 
 LENGTHS = (1, 25, 96, 150)
@@ -28,7 +28,7 @@ def directory() -> Iterator[Path]:
 
 
 @pytest.mark.features("states", "prefill/decode", "chunked prefill", "prefix cache")
-@pytest.mark.parametrize("family", STATE_FAMILIES)
+@pytest.mark.parametrize("family", by_lane(STATE_FAMILIES))
 def test_states_are_handed_over_and_loaded(tmp_path: Path, directory: Path, family: str) -> None:
     """The decode engine, of other operations, computes what was drawn; a third one goes on behind two beginnings."""
     model, store = make_model(family, tmp_path), store_in(directory, 64 << 20, Clock())

@@ -20,7 +20,7 @@ from services.worker.models.hf_config import read_model_config
 from services.worker.ops.interface import OpsName
 from shared.kv_groups import StateRecords
 from tests.support.models.rounded_models import rounded
-from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, TinyModel, make_config, make_model
+from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, TinyModel, by_lane, make_config, make_model
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.planned_engine import PlannedEngine
 from tests.support.worker.recorded_logits import record_logits
@@ -109,7 +109,7 @@ def test_of_a_checkpoint_with_a_vision_tower_the_language_model_is_read(tmp_path
 
 
 @pytest.mark.parametrize("ops", ["torch", "native"])
-@pytest.mark.parametrize("family", STATE_FAMILIES)
+@pytest.mark.parametrize("family", by_lane(STATE_FAMILIES))
 def test_rounded_weights_are_those_of_all_projections(
     tmp_path: Path, recorded: list[Tensor], family: str, ops: OpsName
 ) -> None:
@@ -144,7 +144,7 @@ def test_a_plan_may_not_begin_a_sequence_behind_what_is_computed(bamba: TinyMode
 
 
 @pytest.mark.parametrize("ops", ["torch", "native"])
-@pytest.mark.parametrize("family", STATE_FAMILIES)
+@pytest.mark.parametrize("family", by_lane(STATE_FAMILIES))
 def test_who_goes_on_from_a_checkpoint_says_what_the_whole_prompt_says(
     tmp_path: Path, recorded: list[Tensor], family: str, ops: OpsName
 ) -> None:

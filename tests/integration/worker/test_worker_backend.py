@@ -22,7 +22,15 @@ from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
-from tests.support.models.tiny_models import FAMILIES, POSITIONS, VOCABULARY, TinyModel, make_config, make_model
+from tests.support.models.tiny_models import (
+    FAMILIES,
+    POSITIONS,
+    VOCABULARY,
+    TinyModel,
+    by_lane,
+    make_config,
+    make_model,
+)
 from tests.support.worker.launched_rank import Runner, launching
 from tests.support.worker.plan_driver import GREEDY, Driver
 from tests.support.worker.recorded_logits import record_logits
@@ -67,7 +75,7 @@ def how(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=list(FAMILIES))
+@pytest.fixture(params=by_lane(FAMILIES))
 def served(
     request: pytest.FixtureRequest,
     how: str,

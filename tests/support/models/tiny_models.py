@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer
@@ -90,6 +92,13 @@ _DELTA: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
 }
 
+_CONVOLUTION: dict[str, Any] = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "conv_bias": True,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-biased-tied": (
@@ -154,6 +163,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "lfm2": ("Lfm2Config", {**_CONVOLUTION, "block_multiple_of": 16}),
+    "lfm2-moe": ("Lfm2MoeConfig", {**_CONVOLUTION, **_EXPERTS, "num_dense_layers": 1}),
     "gemma2": (
         "Gemma2Config",
         {"sliding_window": 24, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0},
@@ -165,8 +176,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-STATE_FAMILIES = ("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe")
-"""With Mamba-2 layers or gated delta nets."""
+STATE_FAMILIES = (
+    *("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
+    *("lfm2", "lfm2-moe"),
+)
+"""With Mamba-2 layers, gated delta nets or short convolutions."""
+IN_EXTRAS = ("lfm2-moe",)
+"""Made of what other families have: where all are tried, these are in `make test-extras`."""
+
+
+def by_lane(families: Iterable[str], *others: str) -> list[Any]:
+    """Parameters of a test of these families, each with what others it has, some of them marked."""
+    marks = {each: [pytest.mark.extras] for each in IN_EXTRAS}
+    return [pytest.param(each, *others, marks=marks.get(each, [])) for each in families]
 
 
 @dataclass(frozen=True)
@@ -223,7 +245,7 @@ def make_model(family: str, path: Path, *, shard_size: str = "1GB", **changes: A
             if weight.ndim == 1 or name.endswith("proj_bias"):  # those of experts
                 weight.add_(torch.randn_like(weight) * (0.5 if "bias" in name else 0.2))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.add_(torch.randn_like(buffer) * 0.2)
     model.eval().save_pretrained(path, max_shard_size=shard_size)
     # The reference goes on after an end token, as a backend does that is not stopped.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 SEEING_ARCHITECTURES = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
@@ -62,3 +63,7 @@ class DeltaConfig(Struct, frozen=True, kw_only=True):
     def parameters(self, hidden: int) -> int:
         """Weights of one layer's matrices."""
         return hidden * (self.projected + self.inner)
+
+    def share(self, heads: int, groups: int) -> DeltaConfig:
+        """The sizes of so many heads in so many groups."""
+        return replace(self, heads=heads, groups=groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 MAMBA_ARCHITECTURES = ("Mamba2ForCausalLM", "BambaForCausalLM", "GraniteMoeHybridForCausalLM")
 """Those whose layers, or some of them, have a state in place of keys and values."""
@@ -51,3 +52,7 @@ class MambaConfig(Struct, frozen=True, kw_only=True):
     def parameters(self, hidden: int) -> int:
         """Weights of one layer's matrices."""
         return hidden * (self.projected + self.inner)
+
+    def share(self, heads: int, groups: int) -> MambaConfig:
+        """The sizes of so many heads in so many groups."""
+        return replace(self, heads=heads, groups=groups)

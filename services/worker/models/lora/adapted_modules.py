@@ -9,11 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.models.config import MambaConfig, ModelConfig
+from services.worker.models.config import ConvolutionConfig, DeltaConfig, MambaConfig, ModelConfig
 from services.worker.models.hf_layers.latent import LatentConfig
+from services.worker.models.hf_layers.tensor_names import GRANITE, TensorNames, tensor_names
 from services.worker.models.latent.loading import rotated_last
 from services.worker.models.rope import partly_rotated
 from services.worker.models.sharding import LayerShard, MixerShard
+from services.worker.models.states.convolution_loading import channel_outputs
 from services.worker.models.states.delta_loading import input_parts
 from services.worker.models.states.gated_attention import gated_outputs
 from services.worker.models.states.mamba_loading import own_outputs
@@ -22,11 +24,6 @@ from services.worker.ops.interface import PackedLinear
 
 KEYS_AND_VALUES = "self_attn.kv_b_proj"
 """The module that makes them of latents. It stands on the other side of attention here: see `LatentAttention`."""
-_GRANITE = "GraniteMoeHybridForCausalLM"
-_DENSE = {"BambaForCausalLM": "feed_forward", _GRANITE: "shared_mlp"}
-"""What the MLP of a layer is called, by architecture; `mlp` elsewhere."""
-
-
 _SHARED = ("mlp.shared_experts", "mlp.shared_expert")
 """What an expert that every row goes through is called: one without a gate, and one with."""
 
@@ -57,27 +54,27 @@ def module_sizes(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]
     but what every row goes through beside them can."""
     layer, hidden = config.layers[number], config.hidden_size
     sizes = _mixer_sizes(config) if layer.has_state else _attention_sizes(config)
-    block = _DENSE.get(config.architecture, "mlp")
+    names = tensor_names(config.architecture)
     if not layer.mixes:
-        return sizes | _mlp_sizes(config.architecture, block, hidden, config.intermediate_size)
+        return sizes | _mlp_sizes(names, names.mlp, hidden, config.intermediate_size)
     mixture = config.mixture
     if mixture is None or mixture.shared_size is None:
         return sizes
-    if config.architecture != _GRANITE:
-        block = _SHARED[mixture.shared_gated]
+    block = names.mlp if config.architecture == GRANITE else _SHARED[mixture.shared_gated]
     gate = {"mlp.shared_expert_gate": (hidden, 1)} if mixture.shared_gated else {}
-    return sizes | _mlp_sizes(config.architecture, block, hidden, mixture.shared_size) | gate
+    return sizes | _mlp_sizes(names, block, hidden, mixture.shared_size) | gate
 
 
 def _attention_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     if config.latent is not None:
         return _latent_sizes(config, config.latent)
     hidden, heads, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    names = tensor_names(config.architecture)
     return {
-        "self_attn.q_proj": (hidden, 2 * heads if config.gated_attention else heads),
-        "self_attn.k_proj": (hidden, kv),
-        "self_attn.v_proj": (hidden, kv),
-        "self_attn.o_proj": (heads, hidden),
+        f"{names.attention}.q_proj": (hidden, 2 * heads if config.gated_attention else heads),
+        f"{names.attention}.k_proj": (hidden, kv),
+        f"{names.attention}.v_proj": (hidden, kv),
+        f"{names.attention}.{names.attention_output}": (heads, hidden),
     }
 
 
@@ -97,20 +94,20 @@ def _latent_sizes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple[
 def _mixer_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     hidden, states = config.hidden_size, config.states
     assert states is not None, "a layer has states"
-    name, back = _mixer_name(config), (states.inner, hidden)
-    if isinstance(states, MambaConfig):
+    name, back = tensor_names(config.architecture).mixer, (states.inner, hidden)
+    if not isinstance(states, DeltaConfig):
         return {f"{name}.in_proj": (hidden, states.projected), f"{name}.out_proj": back}
     inputs = input_parts(config.architecture, states, MixerShard((0, states.heads), (0, states.groups), 1))
     return {**{f"{name}.{each.module}": (hidden, each.size) for each in inputs}, f"{name}.out_proj": back}
 
 
-def _mlp_sizes(architecture: str, block: str, hidden: int, size: int) -> dict[str, tuple[int, int]]:
+def _mlp_sizes(names: TensorNames, block: str, hidden: int, size: int) -> dict[str, tuple[int, int]]:
     if not size:
         return {}
-    if architecture == _GRANITE:  # gates and ups are one matrix
-        return {f"{block}.input_linear": (hidden, 2 * size), f"{block}.output_linear": (size, hidden)}
-    up = dict.fromkeys((f"{block}.gate_proj", f"{block}.up_proj"), (hidden, size))
-    return up | {f"{block}.down_proj": (size, hidden)}
+    up = dict.fromkeys((f"{block}.{names.gate}", f"{block}.{names.up}"), (hidden, size))
+    if names.gate_and_up is not None:
+        up = {f"{block}.{names.gate_and_up}": (hidden, 2 * size)}
+    return up | {f"{block}.{names.down}": (size, hidden)}
 
 
 def modules_of_layer(
@@ -123,14 +120,14 @@ def modules_of_layer(
         yield from _of_latent(config, config.latent, share, layer)
     else:
         yield from _of_attention(config, share, layer)
-    block = _DENSE.get(config.architecture, "mlp")
+    block = tensor_names(config.architecture).mlp
     match layer.mlp:
         case DenseMlp():
             yield from _of_mlp(config, block, layer.mlp, share.mlp, config.intermediate_size)
         case MixtureMlp() if layer.mlp.shared is not None:
             assert config.mixture is not None
             mixture, shared = config.mixture, layer.mlp.shared
-            if config.architecture != _GRANITE:
+            if config.architecture != GRANITE:
                 block = _SHARED[mixture.shared_gated]
             yield from _of_mlp(config, block, shared.mlp, share.shared_expert, mixture.shared_size or 0)
             if shared.gate is not None:
@@ -141,11 +138,14 @@ def modules_of_layer(
 
 
 def _of_mixer(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:
-    states, shard, name, every = config.states, share.mixer, _mixer_name(config), (0, config.hidden_size)
+    states, shard, every = config.states, share.mixer, (0, config.hidden_size)
+    name = tensor_names(config.architecture).mixer
     assert states is not None
     assert shard is not None
     if isinstance(states, MambaConfig):
         inputs: tuple[ModuleRows, ...] = (ModuleRows(f"{name}.in_proj", own_outputs(states, shard)),)
+    elif isinstance(states, ConvolutionConfig):
+        inputs = (ModuleRows(f"{name}.in_proj", channel_outputs(states, shard)),)
     else:
         parts = input_parts(config.architecture, states, shard)
         inputs = tuple(ModuleRows(f"{name}.{each.module}", each.outputs) for each in parts)
@@ -159,20 +159,21 @@ def _of_mixer(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> It
 
 
 def _of_attention(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:
-    dim, every = config.head_dim, (0, config.hidden_size)
+    dim, every, names = config.head_dim, (0, config.hidden_size), tensor_names(config.architecture)
     heads, kv = ((first * dim, end * dim) for first, end in (share.heads, share.kv_heads))
     rows: tuple[Rows, Rows, Rows] = (heads, kv, kv)
     if layer.gate is not None:
         own = gated_outputs(config, share)
         rows = (own.queries, own.keys, own.values)
-        yield ModulesOfMatrix(layer.gate, every, (ModuleRows("self_attn.q_proj", own.gates),))
+        yield ModulesOfMatrix(layer.gate, every, (ModuleRows(f"{names.attention}.q_proj", own.gates),))
     elif config.rotary_dim not in (None, 0, dim):
         order = partly_rotated(dim, config.rotated_dim)
         queries, keys = ((torch.arange(*each).view(-1, dim)[:, order]).flatten() for each in (heads, kv))
         rows = (queries, keys, kv)
-    parts = (ModuleRows(f"self_attn.{name}_proj", each) for name, each in zip("qkv", rows, strict=True))
+    parts = (ModuleRows(f"{names.attention}.{name}_proj", each) for name, each in zip("qkv", rows, strict=True))
     yield ModulesOfMatrix(layer.qkv, every, tuple(parts))
-    yield ModulesOfMatrix(layer.output, heads, (ModuleRows("self_attn.o_proj", every),))
+    output = ModuleRows(f"{names.attention}.{names.attention_output}", every)
+    yield ModulesOfMatrix(layer.output, heads, (output,))
 
 
 def _of_latent(
@@ -198,18 +199,10 @@ def _of_mlp(
     config: ModelConfig, block: str, mlp: DenseMlp, columns: tuple[int, int], size: int
 ) -> Iterator[ModulesOfMatrix]:
     """`columns`: of the `size` that the MLP has on all ranks together."""
-    every, (first, end) = (0, config.hidden_size), columns
-    if config.architecture == _GRANITE:
+    every, (first, end), names = (0, config.hidden_size), columns, tensor_names(config.architecture)
+    up: tuple[ModuleRows, ...] = tuple(ModuleRows(f"{block}.{part}", columns) for part in (names.gate, names.up))
+    if names.gate_and_up is not None:
         joined = torch.cat((torch.arange(first, end), size + torch.arange(first, end)))
-        up: tuple[ModuleRows, ...] = (ModuleRows(f"{block}.input_linear", joined),)
-    else:
-        up = (ModuleRows(f"{block}.gate_proj", columns), ModuleRows(f"{block}.up_proj", columns))
+        up = (ModuleRows(f"{block}.{names.gate_and_up}", joined),)
     yield ModulesOfMatrix(mlp.gate_up, every, up)
-    down = f"{block}.output_linear" if config.architecture == _GRANITE else f"{block}.down_proj"
-    yield ModulesOfMatrix(mlp.down, columns, (ModuleRows(down, every),))
-
-
-def _mixer_name(config: ModelConfig) -> str:
-    if not isinstance(config.states, MambaConfig):
-        return "linear_attn"
-    return "mixer" if config.architecture == "Mamba2ForCausalLM" else "mamba"
+    yield ModulesOfMatrix(mlp.down, columns, (ModuleRows(f"{block}.{names.down}", every),))

@@ -26,7 +26,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 _BODY = r"base_model\.model\.(?:model\.language_model|model|backbone)"
 _NAME = re.compile(
-    rf"{_BODY}\.layers\.(\d{{1,4}})\.([a-z_.]+)\.lora_([AB])\.weight"
+    rf"{_BODY}\.layers\.(\d{{1,4}})\.([a-z0-9_.]+)\.lora_([AB])\.weight"
     rf"|base_model\.model\.({HEAD})\.lora_([AB])\.weight|{_BODY}\.({EMBEDDING}|embeddings)\.lora_embedding_([AB])"
 )
 _BASE = "base_model.model."

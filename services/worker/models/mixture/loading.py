@@ -47,6 +47,7 @@ _GRANITE = _Names(
     all_downs="output_linear.weight",
 )
 """With a tensor for each expert only where llm-compressor wrote it."""
+_LFM2 = _Names("feed_forward", "w1", "w3", "w2")
 _GRANITE_TOGETHER = _MIXTRAL._replace(router="router.weight")
 
 
@@ -63,7 +64,7 @@ def read_experts(
     tensors = matrices.checkpoint
     if mixture.biased:
         return read_biased_experts(matrices, f"{layer}.mlp", mixture, hidden, columns, experts)
-    others = (_MIXTRAL, _GRANITE, _GRANITE_TOGETHER)
+    others = (_MIXTRAL, _GRANITE, _GRANITE_TOGETHER, _LFM2)
     names = next((each for each in others if f"{layer}.{each.block}.{each.router}" in tensors), _QWEN)
     block = f"{layer}.{names.block}"
     router = tensors.read(f"{block}.{names.router}", (mixture.experts, hidden)).to(matrices.device)

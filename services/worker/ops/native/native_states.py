@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from services.worker.ops.interface import BatchMeta, DeltaNet, StateCache, StateMixer
+from services.worker.ops.interface import BatchMeta, DeltaNet, ShortConvolution, StateCache, StateMixer, StateSpace
 from services.worker.ops.native import library
 from services.worker.ops.torch_states import TorchStates
 
@@ -32,7 +32,7 @@ class NativeStates:
     def mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
         """In float32, token by token: a row's result does not depend on other sequences, nor on how its own is cut into
         steps."""
-        if mixer.conv_weight.shape[0] > MAX_KERNEL:
+        if isinstance(mixer, ShortConvolution) or mixer.conv_weight.shape[0] > MAX_KERNEL:
             return self._plain.mix(projected, mixer, cache, meta)
         assert meta.states is not None, "a model with states has them in every step"
         projected = projected.float().contiguous()
@@ -47,7 +47,7 @@ class NativeStates:
         return to
 
 
-def _described(mixer: StateMixer) -> library.NativeStateMixer:
+def _described(mixer: StateSpace | DeltaNet) -> library.NativeStateMixer:
     return library.NativeStateMixer(
         rule=_GATED_DELTA if isinstance(mixer, DeltaNet) else _STATE_SPACE,
         heads=mixer.heads,

@@ -1,0 +1,81 @@
+"""What a layer's tensors are called in a checkpoint, by architecture, where that is not as Llama has it. No torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
+from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, SEEING_ARCHITECTURES
+
+GRANITE = "GraniteMoeHybridForCausalLM"
+
+
+class TensorNames(NamedTuple):
+    """Of a model: its own, then those within a layer."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    final_norm: str = "model.norm.weight"
+    input_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    mixer: str = "mamba"
+    """That with states."""
+    attention: str = "self_attn"
+    attention_output: str = "o_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    gate_and_up: str | None = None
+    """Where both are one matrix."""
+    expert_correction: str = "mlp.gate.e_score_correction_bias"
+    """What is added to experts' scores where they are chosen."""
+
+
+_NAMES = {
+    "BambaForCausalLM": TensorNames(
+        mlp_norm="pre_ff_layernorm", mlp="feed_forward", final_norm="model.final_layernorm.weight"
+    ),
+    GRANITE: TensorNames(mlp="shared_mlp", gate_and_up="input_linear", down="output_linear"),
+    **dict.fromkeys(DELTA_ARCHITECTURES, TensorNames(mixer="linear_attn")),
+    **dict.fromkeys(
+        SEEING_ARCHITECTURES,
+        TensorNames(
+            embedding="model.language_model.embed_tokens",
+            layers="model.language_model.layers",
+            final_norm="model.language_model.norm.weight",
+            mixer="linear_attn",
+        ),
+    ),
+    "Mamba2ForCausalLM": TensorNames(
+        embedding="backbone.embeddings",
+        layers="backbone.layers",
+        input_norm="norm",
+        final_norm="backbone.norm_f.weight",
+        mixer="mixer",
+    ),
+    **dict.fromkeys(
+        CONVOLUTION_ARCHITECTURES,
+        TensorNames(
+            final_norm="model.embedding_norm.weight",
+            input_norm="operator_norm",
+            mlp_norm="ffn_norm",
+            mixer="conv",
+            attention_output="out_proj",
+            query_norm="q_layernorm",
+            key_norm="k_layernorm",
+            mlp="feed_forward",
+            gate="w1",
+            up="w3",
+            down="w2",
+            expert_correction="feed_forward.expert_bias",
+        ),
+    ),
+}
+
+
+def tensor_names(architecture: str) -> TensorNames:
+    """Those of a model of `architecture`."""
+    return _NAMES.get(architecture, TensorNames())

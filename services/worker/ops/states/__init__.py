@@ -1,0 +1,1 @@
+"""What layers with states compute between their projections."""

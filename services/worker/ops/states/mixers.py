@@ -1,0 +1,87 @@
+"""Mixers with states between their two projections, and where the states of sequences lie. Knows tensors alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class StateSpace(NamedTuple):
+    """A Mamba-2 mixer between its two projections: H heads of P elements in G groups, N numbers of state for each
+    element. Tensors are float32 and on the device."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    conv_weight: Tensor
+    """[K, C], C = H * P + 2 * G * N channels: what each token of the window is multiplied with, the oldest first."""
+    conv_bias: Tensor
+    """[C]"""
+    decay: Tensor
+    """[H] the continuous A, negative."""
+    skip: Tensor
+    """[H] the paper's D: how much of a head's input is in its output as it is."""
+    step_bias: Tensor
+    """[H] what is added to time steps before the softplus."""
+    norm: Tensor | None
+    """[H * P]; None: outputs are only gated, as the norm goes over other ranks' heads, too."""
+    eps: float
+
+
+class DeltaNet(NamedTuple):
+    """A gated delta net between its two projections: H heads of P elements of values; G heads of N elements of keys and
+    queries, each shared by neighbouring heads of values. Tensors are float32 and on the device."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    conv_weight: Tensor
+    """[K, C], C = H * P + 2 * G * N channels, of values, keys and queries: as a state space's."""
+    conv_bias: Tensor
+    """[C]"""
+    decay: Tensor
+    """[H] negative: what a time step is multiplied with."""
+    step_bias: Tensor
+    """[H] what is added to time steps before the softplus."""
+    norm: Tensor
+    """[P]"""
+    eps: float
+
+
+class ShortConvolution(NamedTuple):
+    """A gated short convolution between its two projections, of C channels. Tensors are float32 and on the device."""
+
+    conv_weight: Tensor
+    """[K, C]: as a state space's."""
+    conv_bias: Tensor
+    """[C]"""
+
+    @property
+    def heads(self) -> int:
+        """Each channel is computed by itself."""
+        return self.conv_weight.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """A channel is one element."""
+        return 1
+
+    @property
+    def state_dim(self) -> int:
+        """There is no state but the convolution's window."""
+        return 0
+
+
+StateMixer = StateSpace | DeltaNet | ShortConvolution
+
+
+class StateCache(NamedTuple):
+    """One layer's states, by slot, in float32."""
+
+    windows: Tensor
+    """[slots, K - 1, C] the last inputs of the convolution, the oldest first."""
+    states: Tensor
+    """[slots, H, P, N]"""
