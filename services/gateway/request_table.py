@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, assert_never
 
 from services.gateway.api.errors import RequestError, aborted
-from services.gateway.api.generation import POOLED_KINDS, GenerationRequest, RequestLimits
+from services.gateway.api.generation import WHOLE_KINDS, GenerationRequest, RequestLimits
 from services.gateway.api.response import (
     ChoiceState,
     GenerationResponse,
@@ -312,11 +312,11 @@ class RequestTable:
         A response that has nothing to keep fails."""
         found = [each for each in self._responses if not each.ended.done()]
         if responses is not None:
-            found = [each for each in found if each.header.id in responses]
+            found = [each for each in found if {each.header.id, each.header.shown_id}.intersection(responses)]
         now = self._bus.liveness_now()
         for response in found:
             requests = [request for request in response.requests if request in self._routes]
-            if not requests or response.header.kind in POOLED_KINDS:
+            if not requests or response.header.kind in WHOLE_KINDS:
                 response.fail(aborted())
                 continue
             await self._perform(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -75,6 +76,17 @@ def not_allowed(param: str, value: object, rule: str) -> RequestError:
 def unsupported(param: str, what: str) -> RequestError:
     """Makes a 400 for a value that the API defines and this server does not support."""
     return RequestError(400, f"{param}: {what} is not supported", param=param, code="unsupported_parameter")
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """The error with the names that fields have in another API; `names`: ours and theirs."""
+    if error.param is None:
+        return error
+    found = next((name for name in sorted(names, key=len, reverse=True) if error.param.startswith(name)), None)
+    if found is None:
+        return error
+    message, param = error.message.replace(found, names[found], 1), names[found] + error.param[len(found) :]
+    return RequestError(error.status, message, param=param, code=error.code, retry_after=error.retry_after)
 
 
 def hosted_tool(param: str, kind: str) -> RequestError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -28,23 +28,21 @@ INT64 = 2**63
 SEED_MASK = INT64 - 1
 
 
+WholeKind = Literal["embedding", "pooling", "classification", "score", "generative_score", "rerank"]
+"""Of those that have nothing to answer with before all of it is there: vectors, scores."""
 GenerationKind = Literal[
+    WholeKind,
     "chat",
     "completion",
     "messages",
     "ollama",
     "responses",
     "sglang",
+    "tokens",
     "transcription",
-    "embedding",
-    "pooling",
-    "classification",
-    "score",
-    "rerank",
 ]
 """The family of endpoints that a request comes from, as metrics and logs name it."""
-POOLED_KINDS = frozenset[GenerationKind]({"embedding", "pooling", "classification", "score", "rerank"})
-"""Those that answer with vectors, or what is made of them, once all of these are there."""
+WHOLE_KINDS: frozenset[GenerationKind] = frozenset(get_args(WholeKind))
 
 
 class RequestLimits(Struct, frozen=True, kw_only=True):

@@ -35,6 +35,8 @@ from services.gateway.api.pooling.scores import RerankFields, ScoreFields
 from services.gateway.api.prompts import DetokenizeFields, InvocationFields, TokenizeFields
 from services.gateway.api.responses.request import ResponsesFields
 from services.gateway.api.sglang.request import SglangFields
+from services.gateway.api.tokens.generative_scores import GenerativeScoreFields
+from services.gateway.api.tokens.request import TokensFields
 
 SCHEMAS = "#/components/schemas/"
 ERROR = {
@@ -111,6 +113,12 @@ OPERATIONS = (
     Operation("POST", "/api/show", "One of them.", ShowFields),
     Operation("GET", "/api/version", "The version of the server, for Ollama's clients."),
     Operation("POST", "/generate", "Continue texts or token ids, as SGLang's API has it.", SglangFields, GENERATED),
+    Operation(
+        "POST", "/inference/v1/generate", "Token ids in, token ids out, as vLLM has it.", TokensFields, GENERATED
+    ),
+    Operation(
+        "POST", "/generative_scoring", "How likely tokens are behind items, as vLLM has it.", GenerativeScoreFields
+    ),
     Operation("POST", "/v1/embeddings", "Vectors of texts or token ids.", EmbeddingFields),
     Operation("POST", "/pooling", "Vectors or probabilities, whichever the model makes.", PoolingFields),
     Operation("POST", "/classify", "The labels of texts or token ids.", ClassificationFields),
@@ -149,6 +157,7 @@ OPERATIONS = (
     Operation("POST", "/reset_prefix_cache", "Forget what engines have cached; needs the scope admin."),
     Operation("POST", "/flush_cache", "The same as /reset_prefix_cache."),
     Operation("POST", "/abort_requests", "End responses, or all; needs the scope admin.", AbortFields),
+    Operation("POST", "/inference/v1/abort_requests", "The same as /abort_requests, of named ones.", AbortFields),
     Operation("POST", "/scale_elastic_ep", "So many engines; needs the scope admin.", ScaleFields),
     Operation("POST", "/is_scaling_elastic_ep", "Whether that is under way; needs the scope admin."),
     Operation(

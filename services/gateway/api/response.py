@@ -55,6 +55,7 @@ PROMPT_FIELDS = {
     "messages": "messages",
     "ollama": "messages",
     "sglang": "text",
+    "tokens": "token_ids",
     "responses": "input",
     "completion": "prompt",
     "transcription": "prompt",

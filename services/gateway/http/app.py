@@ -24,6 +24,8 @@ SERVED = (
     "/v2/",
     "/api/",
     "/generate",
+    "/generative_scoring",
+    "/inference/v1/generate",
     "/pooling",
     "/classify",
     "/score",

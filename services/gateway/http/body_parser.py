@@ -38,6 +38,8 @@ from services.gateway.api.pooling.scores import read_rerank, read_score
 from services.gateway.api.prompts import read_detokenize, read_invocation, read_tokenize
 from services.gateway.api.responses.request import read_input_tokens, read_responses
 from services.gateway.api.sglang.request import read_sglang
+from services.gateway.api.tokens.generative_scores import read_generative_scores
+from services.gateway.api.tokens.request import read_tokens
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
 from shared.machine.helper_process import PIECE_BYTES, end_helper, feed, start_helper
@@ -127,6 +129,10 @@ def read_body(body: bytes, context: BodyContext) -> Any:
             return read_ollama_generate(body, context.cards, context.limits, context.dialect_of)
         case "sglang":
             return read_sglang(body, context.cards, context.limits)
+        case "tokens":
+            return read_tokens(body, context.cards, context.limits, context.dialect_of)
+        case "generative_score":
+            return read_generative_scores(body, context.cards, context.limits)
         case "embedding":
             return read_embedding(body, context.cards, context.limits)
         case "pooling":

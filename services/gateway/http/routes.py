@@ -26,12 +26,14 @@ from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.batches import BatchEndpoints
 from services.gateway.http.apis.chat_batch import ChatBatchEndpoint
 from services.gateway.http.apis.files import FileEndpoints
+from services.gateway.http.apis.generative_scores import GenerativeScoresEndpoint
 from services.gateway.http.apis.invocations import InvocationsEndpoint
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.apis.render import RenderedKind, RenderEndpoint
 from services.gateway.http.apis.responses import ResponsesEndpoint
 from services.gateway.http.apis.sglang import SglangEndpoint
 from services.gateway.http.apis.stored_responses import StoredResponseEndpoints
+from services.gateway.http.apis.tokens import TokensEndpoint
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits, ErrorBody
 from services.gateway.http.endpoints import VERSION, Endpoint, Handler, InfoEndpoints
@@ -123,6 +125,8 @@ class _Routes:
             route("POST", "/v1/audio/transcriptions", self._audio("transcribe"), "inference"),
             route("POST", "/v1/audio/translations", self._audio("translate"), "inference"),
             route("POST", "/generate", SglangEndpoint(*self._generating), "inference"),
+            route("POST", "/inference/v1/generate", TokensEndpoint(*self._generating), "inference"),
+            route("POST", "/generative_scoring", GenerativeScoresEndpoint(*self._generating), "inference"),
             route("POST", "/invocations", invoked, "inference", media=True),
             route("POST", "/tokenize", info.tokenize, "inference"),
             route("POST", "/detokenize", info.detokenize, "inference"),
@@ -225,6 +229,7 @@ class _Routes:
             route("POST", "/reset_prefix_cache", fleet.reset_prefix_cache, "admin"),
             route("POST", "/flush_cache", fleet.reset_prefix_cache, "admin"),
             route("POST", "/abort_requests", fleet.abort_requests, "admin"),
+            route("POST", "/inference/v1/abort_requests", fleet.abort_named, "admin"),
             route("POST", "/scale_elastic_ep", fleet.scale, "admin"),
             route("POST", "/is_scaling_elastic_ep", fleet.is_scaling, "admin"),
             route("GET", "/server_info", fleet.server_info, "admin"),

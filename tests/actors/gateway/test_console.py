@@ -117,7 +117,7 @@ async def test_it_shows_what_every_gateway_has(stack: GatewayStack, memory_bus: 
             ((request, shown),) = seen.document["requests"].items()
             assert (shown["gateway"], seen.document["open_responses"]) == ("gateway-2", 1)
             aborted = await stack.http.post("/abort_requests", json={"request_ids": [request]})
-            assert aborted.json() == {"aborted": [request]}
+            assert aborted.json() == {"status": "aborted", "aborted": 1, "request_ids": [request]}
             assert (await asked).json()["choices"][0]["finish_reason"] == "abort"
             await stack.http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 3})
             await eventually(lambda: MODEL in seen.document["latency"])

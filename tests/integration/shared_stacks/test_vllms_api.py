@@ -4,6 +4,7 @@ token ids, stopping, tokenising. Texts and numbers are those of the demo model."
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -541,6 +542,39 @@ async def test_a_request_is_rendered_as_it_would_be_generated(client: AsyncOpenA
         told: Any = {"prompt": "a"} if path == "completions" else {"messages": turns}
         unknown = await http.post(f"/v1/{path}/render", json={"model": "none", "max_tokens": 7, **told})
         assert (unknown.status_code, "error" in unknown.json()) == (404, True)
+
+
+async def test_what_was_rendered_is_generated_as_the_request_would_be(
+    client: AsyncOpenAI, http: httpx2.AsyncClient
+) -> None:
+    sampling: Any = {"max_tokens": 8, "temperature": 0.0, "logprobs": 2}
+    for extra in ({}, {"structured_outputs": {"regex": "[a-z]{3} [0-9]{3}"}}):
+        whole = await complete(client, PROMPT, extra, **sampling)
+        asked = {"model": MODEL, "prompt": PROMPT, **sampling, **extra}
+        [rendered] = (await http.post("/v1/completions/render", json=asked)).json()
+        answer = (await http.post("/inference/v1/generate", json={**rendered, "output_mode": "text"})).json()
+        assert answer["request_id"] == f"generate-tokens-{rendered['request_id']}"
+        [choice] = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (whole.choices[0].text, whole.choices[0].finish_reason)
+        shown = [each["logprob"] for each in choice["logprobs"]["content"]]
+        assert shown == pytest.approx(whole.choices[0].logprobs.token_logprobs, abs=1e-3)
+    tokens = (await http.post("/inference/v1/generate", json=rendered)).json()["choices"][0]["token_ids"]
+    assert tokens == choice["token_ids"]
+
+
+async def test_scores_are_the_probabilities_of_the_next_token(client: AsyncOpenAI, http: httpx2.AsyncClient) -> None:
+    """Alone, of all tokens; softmax: among the labels."""
+    body = {"model": MODEL, "query": IDS, "items": [[10, 11], [12]], "label_token_ids": [20, 21]}
+    scored = (await http.post("/generative_scoring", json={**body, "apply_softmax": False})).json()
+    among = (await http.post("/generative_scoring", json=body)).json()
+    for item, alone, share in zip(([10, 11], [12]), scored["data"], among["data"], strict=True):
+        asked: Any = {"logprob_token_ids": [20, 21], "return_tokens_as_token_ids": True}
+        answer = await complete(client, [*IDS, *item], asked, max_tokens=1, logprobs=0)
+        top = answer.choices[0].logprobs.top_logprobs[0]
+        first, other = (math.exp(top[f"token_id:{label}"]) for label in (20, 21))
+        assert alone["score"] == pytest.approx(first, rel=1e-3)
+        assert share["score"] == pytest.approx(first / (first + other), rel=1e-3)
+    assert scored["usage"]["prompt_tokens"] == 2 * len(IDS) + 3
 
 
 # The server.

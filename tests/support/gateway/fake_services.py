@@ -356,14 +356,16 @@ def _scored(message: Tokenize, prompt_tokens: int) -> tuple[PromptLogprobsDelta,
 
 
 def _logprobs(message: Tokenize, position: int) -> tuple[PositionLogprobs, ...] | None:
-    return None if message.sampling.logprobs is None else (_position(position, message.sampling.logprobs),)
+    sampling = message.sampling
+    return None if sampling.logprobs is None else (_position(position, sampling.logprobs, sampling.logprob_token_ids),)
 
 
-def _position(position: int, most_likely: int) -> PositionLogprobs:
+def _position(position: int, most_likely: int, named: tuple[int, ...] | None = None) -> PositionLogprobs:
     def text(token: int, logprob: float) -> LogprobText:
         return LogprobText(word(token), word(token).encode(), logprob, token)
 
-    top = tuple(text(position + i, -0.5 - i) for i in range(most_likely))
+    shown = range(position, position + most_likely) if named is None else named
+    top = tuple(text(token, -0.5 - i) for i, token in enumerate(shown))
     return PositionLogprobs(text(position, -0.5), top)
 
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.gateway.api.completions import CompletionFields, completion_request
-from services.gateway.api.errors import RequestError, decode_body, invalid, not_allowed, unsupported
+from services.gateway.api.errors import RequestError, decode_body, invalid, not_allowed, renamed, unsupported
 from services.gateway.api.generation import GenerationRequest, RequestLimits, ResponseOptions
 from services.gateway.api.structured_outputs import StructuredOutputs
 from shared.messages.model_card import ModelCard
@@ -148,7 +148,8 @@ def read_sglang(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> S
     try:
         generation = completion_request(completion, cards, limits)
     except RequestError as error:
-        raise _in_their_words(error, fields) from None
+        names = _THEIRS if fields.input_ids is None else {**_THEIRS, "prompt": "input_ids"}
+        raise renamed(error, names) from None
     scored = generation.response_options.prompt_logprobs
     wanted = ResponseOptions(
         logprobs=options.logprobs, prompt_logprobs=scored, echo_logprobs=scored, token_ids=scored is not None
@@ -211,16 +212,3 @@ def _structured(params: SglangSamplingParams) -> StructuredOutputs | None:
     if params.ebnf is not None:
         return StructuredOutputs(grammar=params.ebnf)
     return None if params.structural_tag is None else StructuredOutputs(structural_tag=params.structural_tag)
-
-
-def _in_their_words(error: RequestError, fields: SglangFields) -> RequestError:
-    """The error with the names that fields have here."""
-    if error.param is None:
-        return error
-    found = next((name for name in sorted(_THEIRS, key=len, reverse=True) if error.param.startswith(name)), None)
-    if found is None:
-        return error
-    theirs = "input_ids" if found == "prompt" and fields.input_ids is not None else _THEIRS[found]
-    message = error.message.replace(found, theirs, 1)
-    param = theirs + error.param[len(found) :]
-    return RequestError(error.status, message, param=param, code=error.code, retry_after=error.retry_after)

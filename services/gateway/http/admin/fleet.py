@@ -17,7 +17,7 @@ from services.gateway.api.admin.operations import (
     StrikeFields,
     UndrainFields,
 )
-from services.gateway.api.errors import RequestError, decode_body, unsupported
+from services.gateway.api.errors import RequestError, decode_body, invalid, unsupported
 from services.gateway.http.admin.coordinator_client import ask_coordinator
 from services.gateway.http.admin.query import SWITCH, query
 from services.gateway.http.admin.waiting import until
@@ -56,11 +56,20 @@ class FleetEndpoints:
         """`/abort_requests`: these responses end with what their clients have, and the finish reason `abort`."""
         body = await call.body()
         wanted: Collection[str] | None = decode_body(body, _ABORT).request_ids if body.strip() else None
-        wanted = frozenset(wanted) if wanted else None
+        await self._abort(call, frozenset(wanted) if wanted else None)
+
+    async def abort_named(self, call: Call) -> None:
+        """`/inference/v1/abort_requests`: the same, of which ids must be given."""
+        fields = decode_body(await call.body(), _ABORT)
+        if not fields.request_ids:
+            raise invalid("request_ids", "this field is required, and must name a request")
+        await self._abort(call, frozenset(fields.request_ids))
+
+    async def _abort(self, call: Call, wanted: frozenset[str] | None) -> None:
         here, elsewhere = await asyncio.gather(self._table.abort(wanted), self._peers.abort(wanted))
         aborted = sorted({*here, *elsewhere})
         log.info("requests aborted", extra={"count": len(aborted)})
-        await call.respond_json({"aborted": aborted})
+        await call.respond_json({"status": "aborted", "aborted": len(aborted), "request_ids": aborted})
 
     async def scale(self, call: Call) -> None:
         """`/scale_elastic_ep`: so many engines, in one group where they share experts. Answers once they are ready.

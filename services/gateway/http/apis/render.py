@@ -8,8 +8,11 @@ from __future__ import annotations
 import secrets
 from typing import Any, Literal
 
+import msgspec
+
 from services.gateway.api.errors import unsupported
 from services.gateway.api.generation import GenerationRequest
+from services.gateway.api.structured_outputs import OutputGrammar
 from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import Call
@@ -44,7 +47,7 @@ class RenderEndpoint:
 
 def rendered_request(generation: GenerationRequest, request_id: str, tokens: list[int]) -> dict[str, Any]:
     """Returns vLLM's GenerateRequest for one of the prompts, whose tokens are `tokens`."""
-    stream = generation.stream
+    stream, grammar = generation.stream, generation.output_grammar
     options = None
     if stream is not None:
         options = {"include_usage": stream.include_usage, "continuous_usage_stats": stream.continuous_usage}
@@ -59,6 +62,7 @@ def rendered_request(generation: GenerationRequest, request_id: str, tokens: lis
         "cache_salt": generation.cache_salt,
         "priority": generation.priority,
         "kv_transfer_params": None,
+        "reasoning_ended": False if grammar is not None and grammar.grammar.after else None,
     }
 
 
@@ -89,4 +93,17 @@ def _sampling_params(generation: GenerationRequest) -> dict[str, Any]:
         "ignore_eos": stopping.ignore_eos,
         "include_stop_str_in_output": stopping.include_stop,
         "skip_special_tokens": generation.skip_special_tokens,
+        "stream_interval": generation.stream_interval,
+        "structured_outputs": _structured_outputs(generation.output_grammar),
+        "extra_args": msgspec.json.decode(sampling.extra_args) if sampling.extra_args else None,
+        "skip_reading_prefix_cache": None if generation.prefix_caching else True,
     }
+
+
+def _structured_outputs(output: OutputGrammar | None) -> dict[str, Any] | None:
+    if output is None:
+        return None
+    grammar = output.grammar
+    text = grammar.text
+    value = text if grammar.kind in ("regex", "grammar") else msgspec.json.decode(text)
+    return {grammar.kind: value, **({"disable_any_whitespace": True} if grammar.compact else {})}

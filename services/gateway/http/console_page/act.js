@@ -37,7 +37,7 @@ export function Act({ state, headers }) {
       run: () => drain(instance, true),
     });
   const undrain = (instance) => ask(instance, "admin/undrain", { instance }, () => `${instance} takes requests again.`);
-  const cancel = (id) => ask(id, "abort_requests", { request_ids: [id] }, (answer) => (answer.aborted.length ? `${id} is cancelled.` : `${id} had ended.`));
+  const cancel = (id) => ask(id, "abort_requests", { request_ids: [id] }, (answer) => (answer.aborted ? `${id} is cancelled.` : `${id} had ended.`));
   const scale = (service, count, model, host) =>
     ask("scale", "admin/scale", { service, count, model, host }, ({ started, stopping }) => {
       const parts = [started.length && `starting ${started.join(", ")}`, stopping.length && `draining and stopping ${stopping.join(", ")}`];

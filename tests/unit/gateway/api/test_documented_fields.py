@@ -1,5 +1,5 @@
-"""Every body on the OpenAPI page has a test that its fields have an effect or are refused: those of SGLang's API and of
-Responses are here, the others in test_every_field.py."""
+"""Every body on the OpenAPI page has a test that its fields have an effect or are refused: those of SGLang's API, of
+Responses and of what vLLM alone has are here, the others in test_every_field.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from services.gateway.api.openapi import OPERATIONS, openapi_page
 from services.gateway.api.prompts import InvocationFields
 from services.gateway.api.responses.request import ResponsesFields, read_responses
 from services.gateway.api.sglang.request import SglangFields, SglangSamplingParams, read_sglang
+from services.gateway.api.tokens.generative_scores import GenerativeScoreFields, read_generative_scores
+from services.gateway.api.tokens.request import TokensFields, VllmSamplingParams, read_tokens
 from services.gateway.parsing.output_dialect import OutputDialect
 from tests.unit.gateway.api.test_every_field import CARD, ENDPOINTS, LIMITS, TOOL, Case, with_field
 
+SCORED = {"query": "is it?", "items": ["yes", "no"], "label_token_ids": [3, 4]}
 PLAIN_RESPONSE = {"model": "demo", "input": "hi"}
 RESPONSE_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 UNSUPPORTED_RESPONSES = sorted(
@@ -123,6 +126,73 @@ SGLANG_SAMPLING: dict[str, Case] = {
     "stop_regex": Case("a"),
     "custom_params": Case({"a": 1}),
 }
+TOKENS: dict[str, Case] = {
+    "token_ids": Case([2, 1]),
+    "sampling_params": Case({"top_k": 5}),
+    "model": Case("adapter"),
+    "request_id": Case("mine"),
+    "stream": Case(True),
+    "stream_options": Case({"include_usage": True}, {"stream": True}),
+    "output_mode": Case("text"),
+    "return_token_ids": Case(True),
+    "reasoning_ended": Case(False, {"sampling_params": {"structured_outputs": {"regex": "a"}}}),
+    "cache_salt": Case("salt"),
+    "priority": Case(1),
+    "kv_transfer_params": Case({"do_remote_decode": True}),
+    "ec_transfer_params": Case({"a": 1}),
+    "features": Case({"mm_hashes": {}}),
+    "content_parts": Case([{"type": "image_url"}]),
+}
+TOKENS_SAMPLING: dict[str, Case] = {
+    "n": Case(2),
+    "temperature": Case(0.5),
+    "top_p": Case(0.5),
+    "top_k": Case(5),
+    "min_p": Case(0.1),
+    "presence_penalty": Case(1),
+    "frequency_penalty": Case(1),
+    "repetition_penalty": Case(1.5),
+    "seed": Case(1),
+    "stop": Case("x"),
+    "stop_token_ids": Case([5]),
+    "ignore_eos": Case(True),
+    "max_tokens": Case(3),
+    "min_tokens": Case(3),
+    "logprobs": Case(2),
+    "prompt_logprobs": Case(2),
+    "logprob_token_ids": Case([5], {"logprobs": 1}),
+    "logit_bias": Case({"5": 1}),
+    "allowed_token_ids": Case([5]),
+    "bad_words": Case(["x"]),
+    "structured_outputs": Case({"regex": "a"}),
+    "skip_special_tokens": Case(False),
+    "spaces_between_special_tokens": Case(False, {"skip_special_tokens": False}),
+    "include_stop_str_in_output": Case(True),
+    "thinking_token_budget": Case(5),
+    "stream_interval": Case(5),
+    "extra_args": Case({"begin": 1}),
+    "skip_reading_prefix_cache": Case(True),
+    "detokenize": Case(False, {"stop": "x"}),
+    "repetition_detection": Case({"max_pattern_size": 1}),
+    "routed_experts_prompt_start": Case(1),
+    "watermarking": Case(True),
+    "prompt_logprob_token_ids": Case([[1]]),
+    "prompt_logprob_start": Case(1),
+    "trace_decode_token_ids": Case([1]),
+}
+"""`detokenize` says that there is no text, which has an effect where one is wanted."""
+GENERATIVE_SCORES: dict[str, Case] = {
+    "query": Case([1, 2]),
+    "items": Case(["a"]),
+    "label_token_ids": Case([1]),
+    "model": Case("adapter"),
+    "apply_softmax": Case(False),
+    "item_first": Case(True),
+    "add_special_tokens": Case(False),
+    "cache_salt": Case("salt"),
+    "priority": Case(1),
+    "request_id": Case("mine"),
+}
 CHATS = [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]]
 CHAT_BATCH: dict[str, Case] = {
     "messages": Case(CHATS[::-1]),
@@ -161,6 +231,18 @@ def sglang_sampling(body: bytes) -> Any:
     return sglang(msgspec.json.encode({"text": "hi", "sampling_params": msgspec.json.decode(body)}))
 
 
+def tokens(body: bytes) -> Any:
+    return read_tokens(body, [CARD], LIMITS, dialect_of)
+
+
+def tokens_sampling(body: bytes) -> Any:
+    return tokens(msgspec.json.encode({"token_ids": [1, 2], "sampling_params": msgspec.json.decode(body)}))
+
+
+def generative_scores(body: bytes) -> Any:
+    return read_generative_scores(body, [CARD], LIMITS)
+
+
 def chat_batch(body: bytes) -> Any:
     return read_chat_batch(body, [CARD], LIMITS, dialect_of)
 
@@ -171,6 +253,9 @@ def chat_batch(body: bytes) -> Any:
         (ResponsesFields, RESPONSES, responses, PLAIN_RESPONSE),
         (SglangFields, SGLANG, sglang, {"text": "hi"}),
         (SglangSamplingParams, SGLANG_SAMPLING, sglang_sampling, {}),
+        (TokensFields, TOKENS, tokens, {"token_ids": [1, 2], "sampling_params": {}}),
+        (VllmSamplingParams, TOKENS_SAMPLING, tokens_sampling, {}),
+        (GenerativeScoreFields, GENERATIVE_SCORES, generative_scores, SCORED),
         (ChatBatchFields, CHAT_BATCH, chat_batch, {"messages": CHATS}),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
@@ -193,6 +278,7 @@ def test_each_field_changes_the_request_or_is_refused_by_name(
 def test_every_body_on_the_page_is_looked_at() -> None:
     page = msgspec.json.decode(openapi_page("1"))
     structs: list[type[msgspec.Struct]] = [*ENDPOINTS, ResponsesFields, SglangFields, ChatBatchFields]
+    structs += [TokensFields, GenerativeScoreFields]
     looked_at = {struct.__name__ for struct in structs}
     bodies = {operation.body.__name__ for operation in OPERATIONS if operation.body is not None}
     assert bodies - looked_at == OF_OPERATORS | OF_FILES | ELSEWHERE

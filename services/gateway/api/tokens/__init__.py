@@ -1,0 +1,1 @@
+"""What takes token ids and gives what belongs to token ids, as vLLM alone has it."""
