@@ -25,7 +25,6 @@ from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.models import (
     ChosenModel,
-    check_adapters,
     check_names,
     check_together,
     chosen_models,
@@ -38,7 +37,7 @@ from deploy.cli.up.store import node_name, ssd_settings, store_choice, with_conn
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder, served_name
 from deploy.supervisor.adoption import LeftStack, left_stack
-from deploy.supervisor.core.plan import Counts, process_specs
+from deploy.supervisor.core.plan import Counts, all_process_specs, process_specs
 from deploy.supervisor.launch import LaunchContext, secret_settings, service_command
 from deploy.supervisor.servers.arenas import clear_leftovers
 from deploy.supervisor.settings import StackSettings
@@ -47,6 +46,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.core.api_keys import KeyFileError
 from services.gateway.http.certificates import CertificateError
 from services.gateway.key_file import KeyFileWatcher
+from services.worker.config import WorkerConfig
 from services.worker.distributed.binding import available_cores
 from services.worker.platforms.names import check_device_name
 from services.worker.speculation.settings import SpeculationError, check_supported, read_speculation
@@ -136,7 +136,7 @@ def stack_spec(
         spec = check_gateway(spec)
     if len(chosen) > 1:
         spec = _of_several(spec, chosen, values, assigned, own)
-    check_adapters([spec.settings, *(each.settings for each in spec.models)])
+    check_adapters(spec)
     return without_unused_store(spec, values)
 
 
@@ -251,6 +251,25 @@ def _model_spec(
         pp_layers=layer_split(values.get("pp_layers"), counts),
         settings=merged(service_settings(values), drafted, settings),
     )
+
+
+def check_adapters(spec: StackSpec) -> None:
+    """Raises CommandError where one of an engine's adapters, `NAME=FOLDER`, is none, whoever names it: options, a TOML
+    file or the environment. Its workers would say so only once they have the model."""
+    processes = all_process_specs(spec.counts, [each.counts for each in spec.models])
+    of_engines = (part for process in processes for part in (process, *(process.hosted if process.colocated else ())))
+    workers = {process.model: process for process in of_engines if process.service == "worker"}
+    where = LaunchContext(port=spec.port, rendezvous="127.0.0.1:0")
+    for process in workers.values():
+        argv = service_command(spec, process, where)[3:]
+        try:
+            config = load_config("worker", WorkerConfig, argv, process_environment())
+        except ConfigError:
+            continue  # the worker says so itself
+        for name, folder in config.lora_folders():
+            if not (path := folder / "adapter_config.json").is_file():
+                said = f"--lora {name}={folder}: there is no {path}; an adapter is a folder as PEFT writes it"
+                raise CommandError(said, status=2)
 
 
 def check_gateway(spec: StackSpec) -> StackSpec:

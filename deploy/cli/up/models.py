@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,16 +114,6 @@ def check_names(models: Sequence[ModelSpec]) -> None:
         for name in {str(model.name), *_parts(worker.get("alias", "")), *loras}:
             if (owner := owners.setdefault(name, model.name)) != model.name:
                 raise CommandError(f"{name!r} is a name of {owner} and of {model.name}", status=2)
-
-
-def check_adapters(settings: Iterable[Mapping[str, Mapping[str, str]]]) -> None:
-    """Raises CommandError where one of an engine's adapters, `NAME=FOLDER`, is none: its workers would say so only once
-    they have the model. `settings`: of services, once for each model."""
-    for each in (part for services in settings for part in _parts(services.get("worker", {}).get("lora", ""))):
-        name, _, folder = each.partition("=")
-        path = Path(folder) / "adapter_config.json"
-        if name and folder and not path.is_file():
-            raise CommandError(f"--lora {each}: there is no {path}; an adapter is a folder as PEFT writes it", status=2)
 
 
 def _parts(text: str) -> list[str]:

@@ -289,9 +289,7 @@ class Call:
             try:
                 part = await self._part_within(min(left, limits.stall_timeout))
             except TimeoutError:
-                if limits.stall_timeout < left:
-                    raise RequestError(408, f"nothing of the body came for {limits.stall_timeout:g} s") from None
-                raise _too_late(limits.timeout) from None
+                raise (_stalled(limits) if limits.stall_timeout < left else _too_late(limits.timeout)) from None
             left = max(0.0, left - (loop.time() - began))
             size += len(part)
             if size > most:
@@ -326,7 +324,7 @@ class Call:
             try:
                 part = await self._part_within(limits.stall_timeout)
             except TimeoutError:
-                raise RequestError(408, f"nothing of the body came for {limits.stall_timeout:g} s") from None
+                raise _stalled(limits) from None
             size += len(part)
             if size > max_bytes:
                 raise _too_large(max_bytes)
@@ -409,6 +407,10 @@ class Call:
             async with asyncio.timeout(LINGER_SECONDS):
                 while taken < LINGER_BYTES and not self._body_read:
                     taken += len(await self._part())
+
+
+def _stalled(limits: BodyLimits) -> RequestError:
+    return RequestError(408, f"nothing of the body came for {limits.stall_timeout:g} s")
 
 
 def _too_late(seconds: float) -> RequestError:

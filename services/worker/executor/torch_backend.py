@@ -253,6 +253,7 @@ def _parts(model: _RankModel, settings: BackendSettings) -> RunnerParts:
         target = TargetModel(
             *(wanted.folder, config, loaded.decoder, loaded.decoder.ops, wanted.device),
             *(loaded.torch_dtype, loaded.max_model_len, wanted.layer_ranks.world_size),
+            dummy=wanted.load_format == "dummy",
         )
         drafter = open_drafter(speculation, target) if communicator.rank == 0 else None
     made_for = ProcessorConfig(config.vocab_size, settings.max_num_seqs, wanted.device, wanted.folder)

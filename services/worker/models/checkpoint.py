@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -301,6 +302,26 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
         f"{model_dir} has neither {SINGLE} nor {INDEX}: only safetensors checkpoints can be read; "
         "load_format dummy serves random weights"
     )
+
+
+_BESIDE = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_tower|multi_modal_projector|mtp)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def stored_bytes(model_dir: Path, num_layers: int) -> int:
+    """Bytes of the language model's tensors: without towers, which an encoder has, and modules that predict further
+    tokens, beside the layers or behind them. Raises ModelError."""
+
+    def counts(name: str) -> bool:
+        layer = _LAYER.search(name)
+        return _BESIDE.search(name) is None and (layer is None or int(layer[1]) < num_layers)
+
+    try:
+        headers = [read_header(path).tensors for path in checkpoint_files(model_dir)]
+    except (OSError, TensorFileError) as error:
+        raise ModelError(str(error)) from None
+    tensors = ((name, entry.data_offsets) for header in headers for name, entry in header.items())
+    return sum(end - first for name, (first, end) in tensors if counts(name))
 
 
 # The digest is made of the configuration and of samples of the files, without reading all weights.

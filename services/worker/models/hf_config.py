@@ -196,12 +196,15 @@ class _RawLayers(Struct, kw_only=True):
     num_layers: int | None = None
 
 
-class _RawArchitectures(_RawLayers, kw_only=True):
+class _RawText(_RawLayers, kw_only=True):
+    quantization_config: object = None
+
+
+class _RawArchitectures(_RawText, kw_only=True):
     architectures: list[str] = field(default_factory=list)
     model_type: str | None = None
     use_bidirectional_attention: bool | str | None = None
-    text_config: _RawLayers | None = None
-    quantization_config: object = None
+    text_config: _RawText | None = None
 
 
 class _RawGenerationConfig(Struct, kw_only=True):
@@ -215,7 +218,8 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     read in place of `config.json`."""
     path = model_dir / "config.json"
     outline = _decode(path, _RawArchitectures, described)
-    if outline.quantization_config is not None and not quantized:
+    parts = (outline, outline.text_config)
+    if not quantized and any(part is not None and part.quantization_config is not None for part in parts):
         raise ModelError(f"{path}: quantization_config is set: a checkpoint that is read here may not be quantized")
     named = outline.architectures
     stateful = next((each for each in named if each in _STATEFUL), None)

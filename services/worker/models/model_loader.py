@@ -17,8 +17,8 @@ from services.worker.models.checkpoint import (
     NOWHERE,
     Checkpoint,
     TensorSource,
-    checkpoint_files,
     open_checkpoint,
+    stored_bytes,
     takes_images,
 )
 from services.worker.models.config import Dtype, ModelConfig, ModelError
@@ -349,8 +349,7 @@ def _weight_bytes(
     """Bytes of the weights of all ranks of a stage together."""
     quantization = settings.quantization
     if method is not None:
-        stored = sum(path.stat().st_size for path in checkpoint_files(settings.folder))
-        return stored * method.growth * stage.num_layers // config.num_layers
+        return stored_bytes(settings.folder, config.num_layers) * method.growth * stage.num_layers // config.num_layers
     table, item = config.vocab_size * config.hidden_size, TORCH_DTYPES[dtype].itemsize
     own_head = stage.is_last and not (config.tied_embeddings and stage.is_first)
     layers = config.layers[stage.first_layer : stage.end_layer]

@@ -19,6 +19,7 @@ from torch import Tensor
 from services.worker.models.checkpoint import TensorSource, check_found, open_checkpoint
 from services.worker.models.config import ModelConfig, ModelDescription, ModelError
 from services.worker.models.decoder import Decoder
+from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.loaded_model import CausalLm
 from services.worker.models.loading import load_embedding, load_embedding_and_head
 from services.worker.models.quantization.method import read_method
@@ -104,6 +105,8 @@ class TargetModel:
     dtype: torch.dtype
     max_model_len: int
     ranks: int
+    dummy: bool = False
+    """Whether its weights are dummy ones."""
 
     @property
     def native_config(self) -> ModelConfig:
@@ -134,6 +137,9 @@ class TargetModel:
 
     @contextmanager
     def _tensors(self) -> Iterator[TensorSource]:
+        if self.dummy:
+            yield DummyTensors(self.dtype, self.device, norm_offset=self.native_config.norm_offset)
+            return
         method = read_method(self.folder)
         with open_checkpoint(self.folder, self.dtype, device=self.device) as checkpoint:
             yield checkpoint if method is None else QuantizedCheckpoint(checkpoint, method, self.dtype)

@@ -126,6 +126,14 @@ def test_different_heads_share_no_blocks_that_queries_do_not_divide(tmp_path: Pa
         tiny_backend(tmp_path)
 
 
+def test_queries_that_keys_do_not_divide_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="MistralForCausalLM: 4 heads of queries are no multiple of 3 of keys"):
+        tiny_backend(
+            written(tmp_path, "Mistral", **SMALL, num_key_value_heads=3, head_dim=16, intermediate_size=96),
+            model_impl="transformers",
+        )
+
+
 def test_different_heads_are_kept_as_they_are(tmp_path: Path) -> None:
     library_model("Gemma4Text", tmp_path)
     with pytest.raises(ModelError, match="kv_cache_dtype: Gemma4ForCausalLM has layers with different heads"):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from services.worker.models.checkpoint import CPU, open_checkpoint
+from services.worker.models.checkpoint import CPU, open_checkpoint, stored_bytes
 from services.worker.models.config import ModelError
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.mixture.loading import read_experts
@@ -60,6 +60,42 @@ def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
     with pytest.raises(ModelError, match=r"hf_quant_config\.json: quant_algo 'W4A8_AWQ' is not supported"):
         tiny_backend(tmp_path)
+
+
+def test_groups_of_no_known_size_are_refused(tmp_path: Path) -> None:
+    settings, _ = METHODS["gptq whose last groups are smaller"]
+    quantised(tmp_path, "gptq whose last groups are smaller")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {key: value for key, value in settings.items() if key != "group_size"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"down_proj has 3 scales for 128 inputs, and .* it says no group_size"):
+        tiny_backend(tmp_path)
+
+
+def test_a_model_of_images_may_say_it_of_its_language_model(tmp_path: Path) -> None:
+    quantised(tmp_path, "awq")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"text_config": {"quantization_config": config.pop("quantization_config")}})
+    )
+    method = read_method(tmp_path)
+    assert method is not None
+    assert (method.name, method.group_size) == ("awq", 64)
+    with pytest.raises(ModelError, match="quantization_config is set"):
+        read_model_config(tmp_path)
+
+
+def test_towers_and_further_predictions_take_no_memory_of_the_language_models(tmp_path: Path) -> None:
+    tensors = {
+        name: torch.zeros(100, dtype=torch.int8)
+        for name in (
+            *("model.layers.0.mlp.up_proj.qweight", "model.layers.1.mlp.up_proj.qweight", "lm_head.weight"),
+            *("model.layers.2.eh_proj.weight", "mtp.layers.0.fc.weight"),
+            *("visual.blocks.0.weight", "model.vision_tower.layers.0.weight", "multi_modal_projector.weight"),
+        )
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert stored_bytes(tmp_path, num_layers=2) == 300
 
 
 def rounding(method: str, activations: dict[str, Any]) -> dict[str, Any]:

@@ -237,7 +237,6 @@ ONE_STAGE = (
     "Gemma4Text (experts)",
     "LongcatFlash",
     "MiMoV2Flash",
-    "ModernBertDecoder",
 )
 """Those that are not computed in stages."""
 

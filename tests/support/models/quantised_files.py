@@ -29,8 +29,11 @@ def words(codes: Tensor, bits: int) -> Tensor:
 
 
 def grouped(weight: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes [out, in], scales and zeros [out, groups], and what they stand for."""
+    """Codes [out, in], scales and zeros [out, groups], and what they stand for. The last group may be smaller."""
     out, inputs = weight.shape
+    if missing := -inputs % size:
+        codes, scales, zeros, numbers = grouped(nn.functional.pad(weight, (0, missing)), bits, size)
+        return codes[:, :inputs], scales, zeros, numbers[:, :inputs]
     groups = weight.view(out, inputs // size, size)
     low, high = groups.amin(2), groups.amax(2)
     scales = ((high - low) / ((1 << bits) - 1)).half().float()
@@ -40,9 +43,9 @@ def grouped(weight: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor, Tenso
     return codes.view(out, inputs).to(torch.uint8), scales, zeros.to(torch.uint8), numbers
 
 
-def gptq(weight: Tensor, bits: int = 4, order: bool = False, less: int = 1) -> Written:
-    codes, scales, zeros, numbers = grouped(weight, bits, 32)
-    index = torch.arange(weight.shape[1], dtype=torch.int32) // 32
+def gptq(weight: Tensor, bits: int = 4, order: bool = False, less: int = 1, size: int = 32) -> Written:
+    codes, scales, zeros, numbers = grouped(weight, bits, size)
+    index = torch.arange(weight.shape[1], dtype=torch.int32) // size
     if order:
         shuffled = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
         codes, index, numbers = codes[:, shuffled], index[shuffled], numbers[:, shuffled]
@@ -52,6 +55,12 @@ def gptq(weight: Tensor, bits: int = 4, order: bool = False, less: int = 1) -> W
         "scales": scales.T.contiguous().half(),
         "g_idx": index,
     }, numbers
+
+
+def without_index(written: Written) -> Written:
+    """As some write GPTQ's whose inputs are in their order."""
+    tensors, numbers = written
+    return {name: each for name, each in tensors.items() if name != "g_idx"}, numbers
 
 
 def awq(weight: Tensor) -> Written:
@@ -239,6 +248,10 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
     "gptq": (GPTQ, gptq),
     "gptq of eight bits": ({**GPTQ, "bits": 8}, lambda weight: gptq(weight, 8)),
     "gptq in another order": ({**GPTQ, "desc_act": True}, lambda weight: gptq(weight, order=True)),
+    "gptq whose last groups are smaller": (
+        {**GPTQ, "group_size": 48},
+        lambda weight: without_index(gptq(weight, size=48)),
+    ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, awq),
     "packed": (PACKED, compressed),
     "packed with zero points": (PACKED, lambda weight: compressed(weight, asymmetric=True)),

@@ -87,7 +87,10 @@ def heads_differ(calls: Sequence[AttentionCall]) -> bool:
 
 
 def cached_heads(calls: Sequence[AttentionCall]) -> tuple[CachedHeads, ...]:
-    """Of each layer. Raises ModelError where different ones have no common size of at most twice the largest."""
+    """Of each layer. Raises ModelError where different ones have no common size of at most twice the largest, or keys
+    of one do not divide its queries."""
+    if (odd := next((call for call in calls if call.heads % call.kv_heads), None)) is not None:
+        raise ModelError(f"{odd.heads} heads of queries are no multiple of {odd.kv_heads} of keys")
     sizes = {call.kv_heads * call.key_dim for call in calls}
     elements = lcm(*sizes)
     heads = tuple(CachedHeads(elements // call.key_dim, call.key_dim) for call in calls)

@@ -161,19 +161,30 @@ class SkippedLayer(nn.Module):
         return (rows, None) if self._passing.in_tuples else rows
 
 
-class SkippedEmbedding(nn.Module):
-    """In the place of the first stage's embedding: rows that tell tokens apart, which shows where they are read."""
+class _Skipped(nn.Module):
+    """In the place of a module with a weight."""
 
-    def __init__(self, own: nn.Embedding) -> None:
+    def __init__(self, own: Any) -> None:
         super().__init__()
-        self._width = own.embedding_dim
         self.register_buffer("_dtype", own.weight.detach().new_empty(0), persistent=False)
 
     @property
     def weight(self) -> Tensor:
-        """Empty, and in no checkpoint: some modules ask for its dtype."""
+        """Empty, and in no checkpoint: some modules ask for its dtype, or fill it."""
         own: Tensor = self.get_buffer("_dtype")
         return own
+
+
+class SkippedHead(_Skipped):
+    """In the place of the last stage's head, where no pass comes to."""
+
+
+class SkippedEmbedding(_Skipped):
+    """In the place of the first stage's embedding: rows that tell tokens apart, which shows where they are read."""
+
+    def __init__(self, own: nn.Embedding) -> None:
+        super().__init__(own)
+        self._width = own.embedding_dim
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [..., n] → [..., n, hidden]."""
@@ -204,7 +215,7 @@ def strip_to_stage(model: nn.Module, stage: PipelineStage) -> PassOfStage:
             raise ModelError(f"pp: {type(model).__name__} has an embedding of its own kind, {type(embedding).__name__}")
         dropped.append(_replace(model, embedding, SkippedEmbedding(embedding)))
     if not stage.is_last and head is not None:
-        dropped.append(_replace(model, head, nn.Identity()))
+        dropped.append(_replace(model, head, SkippedHead(head)))
         owner.all_tied_weights_keys = {}  # the library would look for the head
     passing.dropped = tuple(dropped)
     return passing

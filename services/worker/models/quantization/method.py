@@ -69,6 +69,7 @@ class _WeightScheme(Struct, kw_only=True):
     num_bits: int
     type: str
     strategy: str = "tensor"
+    group_size: int | None = None
     block_structure: list[int] | None = None
 
 
@@ -138,6 +139,7 @@ class _RawQuantization(Struct, kw_only=True):
     sparsity_config: dict[str, object] | None = None
     transform_config: dict[str, object] | None = None
     bits: int = 4
+    group_size: int | None = None
     checkpoint_format: str = "gptq"
     version: str = "gemm"
     load_in_8bit: bool = False
@@ -152,8 +154,13 @@ class _RawQuantization(Struct, kw_only=True):
     weight_block_size: Annotated[list[int], Meta(min_length=2, max_length=2)] | None = None
 
 
-class _RawQuantizedConfig(Struct, kw_only=True):
+class _RawPart(Struct, kw_only=True):
     quantization_config: _RawQuantization | None = None
+
+
+class _RawQuantizedConfig(_RawPart, kw_only=True):
+    text_config: _RawPart | None = None
+    """Some say it there, of a model of images or sounds."""
 
 
 class QuantizationMethod(Struct, frozen=True):
@@ -166,6 +173,9 @@ class QuantizationMethod(Struct, frozen=True):
     """gptq: whether zero points are stored less 1, as the first version of its format has them."""
     block: tuple[int, int] | None = None
     """The outputs and inputs that share a scale."""
+    group_size: int | None = None
+    """gptq, awq, compressed-tensors: inputs that share a scale, the last of which may be fewer; None: all modules' are
+    as many as there are scales for."""
     activations: Code | None = None
     """What rows are rounded to, with a scale for each token, that weights of the same with a scale for each output are
     multiplied with; None: they stay as they are."""
@@ -176,7 +186,10 @@ class QuantizationMethod(Struct, frozen=True):
 def read_method(model_dir: Path) -> QuantizationMethod | None:
     """How the checkpoint in `model_dir` is quantised; None: not at all. Raises ModelError for what cannot be read."""
     path = model_dir / "config.json"
-    raw = _read(path, _RawQuantizedConfig).quantization_config
+    whole = _read(path, _RawQuantizedConfig)
+    raw = whole.quantization_config
+    if raw is None and whole.text_config is not None:
+        raw = whole.text_config.quantization_config
     said = f"{path}: quantization_config"
     own_file = model_dir / "hf_quant_config.json"
     if raw is None and own_file.is_file():
@@ -203,15 +216,17 @@ def _method(raw: _RawQuantization) -> QuantizationMethod:
                 block=_compressed_block(raw),
                 activations=_compressed_activations(raw),
                 growth=_growth(any((each.format or raw.format) in _E2M1 for each in raw.config_groups.values())),
+                group_size=_compressed_group(raw),
             )
         case "gptq":
             _check("bits", raw.bits, _BITS)
             _check("checkpoint_format", raw.checkpoint_format, ("gptq", "gptq_v2"))
-            return QuantizationMethod("gptq", zeros_less_one=raw.checkpoint_format == "gptq")
+            zeros_less_one = raw.checkpoint_format == "gptq"
+            return QuantizationMethod("gptq", zeros_less_one=zeros_less_one, group_size=_group_size(raw.group_size))
         case "awq":
             _check("bits", raw.bits, (4,))
             _check("version", raw.version.lower(), ("gemm",))
-            return QuantizationMethod("awq")
+            return QuantizationMethod("awq", group_size=_group_size(raw.group_size))
         case "fp8":
             block = raw.weight_block_size
             return QuantizationMethod("fp8", block=None if block is None else (block[0], block[1]), activations="fp8")
@@ -269,6 +284,7 @@ def _auto_round(raw: _RawQuantization) -> QuantizationMethod:
         layout,
         zeros_less_one=raw.packing_format == "auto_round:auto_gptq",
         growth=_growth(floats and raw.bits == 4),
+        group_size=_group_size(raw.group_size),
     )
 
 
@@ -308,6 +324,17 @@ def _compressed_block(raw: _RawQuantization) -> tuple[int, int] | None:
             rows, columns = weights.block_structure or (0, 0)
             block = rows, columns
     return block
+
+
+def _compressed_group(raw: _RawQuantization) -> int | None:
+    """That of all groups of modules; None where they differ."""
+    sizes = {_group_size(group.weights.group_size) for group in raw.config_groups.values() if group.weights is not None}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _group_size(said: int | None) -> int | None:
+    """None for what stands for all inputs."""
+    return said if said is not None and said > 0 else None
 
 
 def _compressed_activations(raw: _RawQuantization) -> Code | None:

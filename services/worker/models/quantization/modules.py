@@ -118,7 +118,7 @@ def _compressed(module: Module, method: QuantizationMethod) -> ReadWeight | None
             "weight_zero_point", unpack_rows(module.read("weight_zero_point"), bits)[:out], scales.shape
         )
     groups = module.read("weight_g_idx") if module.has("weight_g_idx") else None
-    read = _read(bits, codes, scales, zeros, groups)
+    read = _read(bits, codes, scales, zeros, groups, _group_size(module, scales, method))
     return _with_offsets(module, read) if module.has("weight_offset") else read
 
 
@@ -155,7 +155,7 @@ def _gptq(module: Module, method: QuantizationMethod) -> ReadWeight | None:
     zeros = unpack_columns(module.read("qzeros"), bits)[:, :out].T.to(torch.int16) + method.zeros_less_one
     zeros = module.checked("qzeros", zeros, scales.shape) & ((1 << bits) - 1)
     groups = module.read("g_idx") if module.has("g_idx") else None
-    return _read(bits, codes, scales, zeros.to(torch.uint8), groups)
+    return _read(bits, codes, scales, zeros.to(torch.uint8), groups, _group_size(module, scales, method))
 
 
 def _awq(module: Module, method: QuantizationMethod) -> ReadWeight | None:
@@ -167,7 +167,7 @@ def _awq(module: Module, method: QuantizationMethod) -> ReadWeight | None:
     zeros = (
         module.checked("qzeros", unpack_awq(module.read("qzeros")).T, scales.shape) if module.has("qzeros") else None
     )
-    return _read(4, codes, scales, zeros, None)
+    return _read(4, codes, scales, zeros, None, _group_size(module, scales, method))
 
 
 def _fp8(module: Module, method: QuantizationMethod) -> ReadWeight | None:
@@ -323,11 +323,24 @@ def _scales_of_outputs(scales: Tensor, out: int, block: tuple[int, int] | None) 
     return scales.view(len(scales), -1).repeat_interleave(block[0], dim=0)[:out].contiguous()
 
 
-def _read(bits: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None) -> ReadWeight:
-    """`groups`: the group of each input, where they may lie in any order. Tensors without elements are taken for the
-    usual ones."""
+def _group_size(module: Module, scales: Tensor, method: QuantizationMethod) -> int:
+    """Inputs that share one of `scales` [out, groups]; the last group may have fewer. Raises ModelError where nothing
+    says how many."""
+    inputs, count, said = module.shape[1], scales.shape[1], method.group_size
+    if said is not None and -(-inputs // said) == count:
+        return said
+    if inputs % count:
+        size = "it says no group_size" if said is None else f"group_size {said} makes others"
+        raise ModelError(f"{module.name} has {count} scales for {inputs} inputs, and of quantization_config {size}")
+    return inputs // count
+
+
+def _read(
+    bits: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, size: int
+) -> ReadWeight:
+    """`groups`: the group of each input, where they may lie in any order; else they are of `size` inputs. Tensors
+    without elements are taken for the usual ones."""
     codes = codes.contiguous()
-    size = max(1, codes.shape[1] // scales.shape[1])
     in_order = torch.arange(codes.shape[1], device=codes.device) // size
     known = not codes.is_meta
     if groups is not None and known and not torch.equal(groups.long(), in_order):

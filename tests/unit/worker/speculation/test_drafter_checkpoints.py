@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from services.worker.batch.rows import RowRuns, rows_of
 from services.worker.batch.sequences import SequenceTable
 from services.worker.batch.staging import rows_on_device
 from services.worker.models.config import ModelError
+from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.hf_config import read_model_config
 from services.worker.ops.interface import BatchMeta
 from services.worker.speculation.choice import open_drafter
@@ -71,6 +73,18 @@ def drafted(target: TargetModel, method: Method, folder: Path) -> list[int]:
         drafts = proposer.propose(DraftRequest(np.array([0]), np.array([3], dtype=np.int32), table))
     assert drafts.counts.tolist() == [3]
     return drafts.tokens[0].tolist()
+
+
+def test_dummy_weights_of_ranks_are_made_up_anew(model: TinyModel, target: TargetModel) -> None:
+    """Nothing is read of a model that may have no checkpoint."""
+    several = replace(target, folder=model.path / "none", ranks=2, dummy=True)
+    embedding, _ = several.embedding_and_head()
+    config = target.native_config
+    own = DummyTensors(torch.float32, torch.device("cpu")).read(
+        "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
+    )
+    assert isinstance(embedding, Tensor)
+    assert torch.equal(embedding, own)
 
 
 def made_up_features(hidden: int) -> Tensor:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from deploy.cli.ps import duration
 from deploy.cli.up.assignments import parsed_settings
-from deploy.cli.up.choices import check_gateway
+from deploy.cli.up.choices import check_adapters, check_gateway
 from deploy.cli.up.counts import counts_of
 from deploy.cli.up.data_parallel import engines_of_groups
 from deploy.errors import CommandError
@@ -19,8 +19,8 @@ from deploy.model_choice import DEMO_MODEL, model_directory, model_folder, serve
 from deploy.supervisor.core.plan import Counts, all_process_specs
 from deploy.supervisor.launch import LaunchContext, flags, secret_settings, service_command
 from deploy.supervisor.settings import StackSettings
-from deploy.supervisor.spec import ClusterSpec, StackSpec, StoreSpec
-from shared.ids import NodeId
+from deploy.supervisor.spec import ClusterSpec, ModelSpec, StackSpec, StoreSpec
+from shared.ids import ModelName, NodeId
 from tests.support.cluster.tls_authority import Authority
 
 WHERE = LaunchContext(port=8001, rendezvous="127.0.0.1:9")
@@ -202,6 +202,27 @@ def test_a_certificate_is_read_before_anything_starts_and_known_whoever_names_it
     with pytest.raises(CommandError, match=r"TLS of the HTTP port: .*baton\.toml and .*: no"):
         check_gateway(spec(config=config, settings={"gateway": {"ssl_certfile": str(config)}}))
     assert check_gateway(spec()) == spec()
+
+
+def test_an_adapter_is_looked_for_before_anything_starts_whoever_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "baton.toml"
+    config.write_text('[worker]\nlora = ["a=/nope"]\n')
+    said = r"^--lora a=/nope: there is no /nope/adapter_config\.json"
+    of_one = ModelSpec(
+        name=ModelName("b"),
+        model=Path("/m"),
+        counts=Counts(model=ModelName("b")),
+        settings={"worker": {"lora": "a=/nope"}},
+    )
+    for each in (spec(config=config), spec(config=config, counts=Counts(colocate=True)), spec(models=(of_one,))):
+        with pytest.raises(CommandError, match=said):
+            check_adapters(each)
+    check_adapters(spec(config=config, settings={"worker": {"lora": ""}}))
+    monkeypatch.setenv("BATON_WORKER_LORA", "a=/nope")
+    with pytest.raises(CommandError, match=said):
+        check_adapters(spec())
 
 
 @pytest.mark.parametrize(
