@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import get_args
 
 from msgspec.structs import replace
@@ -23,7 +24,14 @@ from prometheus_client.samples import Exemplar
 from shared.ids import GatewayId
 from shared.messages.gateway import LatencyCounts, LatencyName
 from shared.messages.generation import FinishReason
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import (
+    LATENCY_BOUNDS,
+    STEP_TOKEN_BOUNDS,
+    BucketCounts,
+    EngineReport,
+    Lifecycle,
+    RequestFigures,
+)
 from shared.telemetry.metrics import (
     LATENCY_BUCKETS,
     TOKEN_BUCKETS,
@@ -158,6 +166,17 @@ class ModelMeters:
         self.prompt_lengths.observe(prompt_tokens)
         self.output_lengths.observe(output_tokens)
 
+    def record_answer(self, choices: Iterable[tuple[int, int]]) -> None:
+        """An answer is whole. `choices`: of each its prompt and how many tokens it has; a request of vLLM's is a prompt
+        with its choices."""
+        lengths: dict[int, list[int]] = {}
+        for prompt, tokens in choices:
+            lengths.setdefault(prompt, []).append(tokens)
+        for of_prompt in lengths.values():
+            if longest := max(of_prompt):
+                self.choices.observe(len(of_prompt))
+                self.longest_outputs.observe(longest)
+
     def __init__(self) -> None:
         self.ttft = Histogram()
         self.itl = Histogram()
@@ -165,12 +184,15 @@ class ModelMeters:
         self.e2e = Histogram()
         self.prompt_lengths = Histogram(TOKEN_BUCKETS)
         self.output_lengths = Histogram(TOKEN_BUCKETS)
+        self.choices = Histogram(CHOICE_BOUNDS)
+        self.longest_outputs = Histogram(TOKEN_BUCKETS)
         self.finished: dict[FinishReason, int] = {}
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
 
 
+CHOICE_BOUNDS = (1, 2, 5, 10, 20, 50, 100)
 KEY_LATENCIES: tuple[LatencyName, ...] = ("ttft", "tpot", "e2e")
 """Between single tokens only models are told apart: that is counted for each token."""
 MAX_KEYS = 64
@@ -243,6 +265,8 @@ _HISTOGRAMS = (
     ("e2e", "e2e_request_latency_seconds", "From the request's arrival to its end."),
     ("prompt_lengths", "request_prompt_tokens", "Tokens of the prompt, by choice."),
     ("output_lengths", "request_generation_tokens", "Tokens generated, by choice."),
+    ("choices", "request_choices", "Choices of each prompt."),
+    ("longest_outputs", "request_longest_tokens", "Tokens of the longest choice of each prompt."),
 )
 _COUNTERS = (
     ("prompt_tokens", "Tokens of prompts."),
@@ -258,6 +282,8 @@ VLLM_NAMES = (
     ForeignName("baton_gateway_e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
     ForeignName("baton_gateway_request_prompt_tokens", "vllm:request_prompt_tokens"),
     ForeignName("baton_gateway_request_generation_tokens", "vllm:request_generation_tokens"),
+    ForeignName("baton_gateway_request_choices", "vllm:request_params_n"),
+    ForeignName("baton_gateway_request_longest_tokens", "vllm:request_max_num_generation_tokens"),
     ForeignName("baton_gateway_prompt_tokens", "vllm:prompt_tokens"),
     ForeignName("baton_gateway_cached_tokens", "vllm:prompt_tokens_cached"),
     ForeignName("baton_gateway_generation_tokens", "vllm:generation_tokens"),
@@ -280,8 +306,41 @@ ENGINE_NAMES = (
     "vllm:prefix_cache_hits",
     "vllm:spec_decode_num_draft_tokens",
     "vllm:spec_decode_num_accepted_tokens",
+    "vllm:spec_decode_num_drafts",
+    "vllm:num_preemptions",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_inference_time_seconds",
+    "vllm:iteration_tokens_total",
 )
 """What the API's page says of engines."""
+
+
+_ENGINE_FIGURES: tuple[
+    tuple[type[GaugeMetricFamily | CounterMetricFamily], str, Callable[[EngineReport], float]], ...
+] = (
+    (GaugeMetricFamily, "Running requests.", lambda said: said.running),
+    (GaugeMetricFamily, "Waiting requests, including preempted ones.", lambda said: said.waiting),
+    (
+        GaugeMetricFamily,
+        "Share of KV blocks that sequences use: 0 to 1.",
+        lambda said: 1 - said.blocks_free / max(1, said.blocks_total),
+    ),
+    (CounterMetricFamily, "Prompt tokens that were looked up.", lambda said: said.prompt_tokens),
+    (CounterMetricFamily, "Prompt tokens that a cache held.", lambda said: said.cached_tokens),
+    (CounterMetricFamily, "Draft tokens that were verified.", lambda said: said.drafted_tokens),
+    (CounterMetricFamily, "Draft tokens that were accepted.", lambda said: said.accepted_tokens),
+    (CounterMetricFamily, "Steps of single sequences that verified drafts.", lambda said: said.speculated),
+    (CounterMetricFamily, "Preemptions of running sequences.", lambda said: said.preemptions),
+)
+_ENGINE_HISTOGRAMS: tuple[tuple[str, tuple[float, ...], Callable[[RequestFigures], BucketCounts]], ...] = (
+    ("From arrival at the engine to the first step.", LATENCY_BOUNDS, lambda figures: figures.queue),
+    ("From the first step to the first token.", LATENCY_BOUNDS, lambda figures: figures.prefill),
+    ("From the first token to the last.", LATENCY_BOUNDS, lambda figures: figures.decode),
+    ("From the first step to the last token.", LATENCY_BOUNDS, lambda figures: figures.inference),
+    ("Tokens computed by a step.", STEP_TOKEN_BOUNDS, lambda figures: figures.step_tokens),
+)
 
 
 class EngineCollector(Collector):
@@ -296,21 +355,24 @@ class EngineCollector(Collector):
         """Yields the metrics, as `prometheus_client` asks for them."""
         reports = [(life.instance, life.engine) for life in self._engines if life.engine is not None]
         labels = ["engine", "model_name"]
-        families: list[GaugeMetricFamily | CounterMetricFamily] = [
-            GaugeMetricFamily(ENGINE_NAMES[0], "Running requests.", labels=labels),
-            GaugeMetricFamily(ENGINE_NAMES[1], "Waiting requests, including preempted ones.", labels=labels),
-            GaugeMetricFamily(ENGINE_NAMES[2], "Share of KV blocks that sequences use: 0 to 1.", labels=labels),
-            CounterMetricFamily(ENGINE_NAMES[3], "Prompt tokens that were looked up.", labels=labels),
-            CounterMetricFamily(ENGINE_NAMES[4], "Prompt tokens that a cache held.", labels=labels),
-            CounterMetricFamily(ENGINE_NAMES[5], "Draft tokens that were verified.", labels=labels),
-            CounterMetricFamily(ENGINE_NAMES[6], "Draft tokens that were accepted.", labels=labels),
-        ]
-        for engine, said in reports:
-            used = 1 - said.blocks_free / max(1, said.blocks_total)
-            figures = (said.running, said.waiting, used, said.prompt_tokens, said.cached_tokens)
-            for family, value in zip(families, (*figures, said.drafted_tokens, said.accepted_tokens), strict=True):
-                family.add_metric([engine, said.model.name], value)
-        yield from families
+        names = iter(ENGINE_NAMES)
+        for kind, text, value in _ENGINE_FIGURES:
+            family = kind(next(names), text, labels=labels)
+            for engine, said in reports:
+                family.add_metric([engine, said.model.name], value(said))
+            yield family
+        for text, bounds, counts in _ENGINE_HISTOGRAMS:
+            histogram = HistogramMetricFamily(next(names), text, labels=labels)
+            for engine, said in reports:
+                if said.figures is not None:
+                    histogram.add_metric([engine, said.model.name], *_cumulative(bounds, counts(said.figures)))
+            yield histogram
+
+
+def _cumulative(bounds: tuple[float, ...], histogram: BucketCounts) -> tuple[list[tuple[str, float]], float]:
+    """As `HistogramMetricFamily` takes a histogram."""
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return list(zip(names, map(float, accumulate(histogram.counts)), strict=True)), histogram.total
 
 
 class MergedPages(Collector):

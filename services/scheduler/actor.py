@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, assert_never
 
+from msgspec.structs import replace
+
 from services.scheduler import metrics
 from services.scheduler.connector_host import ConnectorHalf, ConnectorHost
 from services.scheduler.core.events import (
@@ -289,7 +291,8 @@ class SchedulerActor(Actor):
 
     def engine_report(self) -> EngineReport | None:
         """The engine's load, for coordinators; None while there are no workers."""
-        return self.core.report()
+        report = self.core.report()
+        return None if report is None else replace(report, figures=self._request_log.figures())
 
     def open_spans(self, trace_id: str) -> list[OpenSpan]:
         """The stages that requests of a trace are in."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.scheduler.core.counters import EngineCounters, EngineSnapshot
+from shared.messages.lifecycle import STEP_TOKEN_BOUNDS
 from shared.telemetry.metrics import LATENCY_BUCKETS, ForeignName, ForeignNames, PublishedTotals, service_registry
 
 METRICS = service_registry("scheduler")
@@ -15,7 +16,7 @@ STEPS = Counter("baton_scheduler_steps_total", "Steps finished.", registry=METRI
 BATCH_TOKENS = Histogram(
     "baton_scheduler_step_tokens",
     "Tokens computed by a step.",
-    buckets=(1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+    buckets=STEP_TOKEN_BOUNDS,
     registry=METRICS,
 )
 OUTPUT_TOKENS = Counter("baton_scheduler_output_tokens_total", "Tokens sent to detokenizers.", registry=METRICS)
@@ -172,11 +173,17 @@ DECODE_SECONDS = Histogram(
     buckets=LATENCY_BUCKETS,
     registry=METRICS,
 )
+INFERENCE_SECONDS = Histogram(
+    "baton_scheduler_inference_seconds",
+    "From the first step that computes something of a request to its last token.",
+    buckets=LATENCY_BUCKETS,
+    registry=METRICS,
+)
 
 VLLM_NAMES = ForeignNames(
     (
         *(RUNNING, WAITING, KV_USAGE, PREEMPTIONS, BATCH_TOKENS, PROMPT_TOKENS),
-        *(SPECULATED, DRAFTED, ACCEPTED, QUEUE_SECONDS, PREFILL_SECONDS, DECODE_SECONDS),
+        *(SPECULATED, DRAFTED, ACCEPTED, QUEUE_SECONDS, PREFILL_SECONDS, DECODE_SECONDS, INFERENCE_SECONDS),
     ),
     (
         ForeignName("baton_scheduler_running_requests", "vllm:num_requests_running"),
@@ -194,6 +201,7 @@ VLLM_NAMES = ForeignNames(
         ForeignName("baton_scheduler_queue_seconds", "vllm:request_queue_time_seconds"),
         ForeignName("baton_scheduler_prefill_seconds", "vllm:request_prefill_time_seconds"),
         ForeignName("baton_scheduler_decode_seconds", "vllm:request_decode_time_seconds"),
+        ForeignName("baton_scheduler_inference_seconds", "vllm:request_inference_time_seconds"),
     ),
 )
 """As vLLM calls what it measures of an engine; with `model_name` and `engine`, once there is one."""

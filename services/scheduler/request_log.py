@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Mapping
+
+from prometheus_client import Histogram
 
 from services.scheduler import metrics
 from services.scheduler.core.events import SendHandOver
@@ -12,7 +15,7 @@ from services.scheduler.core.sequence import Sequence
 from shared.ids import RequestId, SequenceId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import PromptKept, RequestFailed, RequestPlaced, RequestRejected
-from shared.messages.lifecycle import EngineHealth
+from shared.messages.lifecycle import LATENCY_BOUNDS, STEP_TOKEN_BOUNDS, BucketCounts, EngineHealth, RequestFigures
 from shared.messages.scheduler import GenerateRequest
 from shared.messages.worker import StepPlan
 from shared.telemetry.logs import record_trace
@@ -24,14 +27,33 @@ _SECONDS = {
     "queue": metrics.QUEUE_SECONDS,
     "prefill": metrics.PREFILL_SECONDS,
     "decode": metrics.DECODE_SECONDS,
+    "inference": metrics.INFERENCE_SECONDS,
 }
-"""Of the stages that are measured."""
+"""Of the stages that are measured; inference: prefill and decode as one."""
+
+
+class EngineHistogram:
+    """Owns one histogram of one engine: what the process's page shows may be of several."""
+
+    def __init__(self, published: Histogram, bounds: tuple[float, ...]) -> None:
+        self._published, self._bounds = published, bounds
+        self._counts, self._total = [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts one observation here and on the page."""
+        self._published.observe(value)
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def counts(self) -> BucketCounts:
+        """Returns what was counted."""
+        return BucketCounts(tuple(self._counts), self._total)
 
 
 class RequestStage:
     """The stage that a request is in: one follows the other without a gap."""
 
-    __slots__ = ("began", "context", "decodes", "name", "prompt", "request", "sequence")
+    __slots__ = ("began", "computes_from", "context", "decodes", "name", "prompt", "request", "sequence")
 
     def __init__(self, generate: GenerateRequest, sequence: SequenceId) -> None:
         self.request, self.sequence = generate.generation.request, sequence
@@ -41,14 +63,20 @@ class RequestStage:
         self.began = time.time()
         self.decodes = generate.handed is not None
         """Whether its prompt has been computed elsewhere."""
+        self.computes_from: float | None = None
+        """When the first step computed something of it, as far as it goes on here."""
         self.prompt: dict[str, int] = {}
         """Its lengths, once they are known."""
 
-    def enter(self, name: str, engine: str, **attributes: Attribute) -> None:
+    def enter(self, name: str, engine: str, times: Mapping[str, EngineHistogram], **attributes: Attribute) -> None:
         """Records the stage that ends, and begins the next one."""
         now = time.time()
-        if (seconds := _SECONDS.get(self.name)) is not None:
+        if (seconds := times.get(self.name)) is not None:
             seconds.observe(max(0.0, now - self.began))
+        if self.name == "decode" and self.computes_from is not None:
+            times["inference"].observe(max(0.0, now - self.computes_from))
+        elif self.computes_from is None and name in ("prefill", "decode"):
+            self.computes_from = now
         TRACING.record(self.name, self.context, self.began, now, engine=engine, **attributes)
         self.name, self.began = name, now
 
@@ -65,6 +93,13 @@ class RequestLog:
         """Those that wait for their first token."""
         self._most = 1024
         """Above so many, those that have ended unnoticed are dropped."""
+        self._times = {name: EngineHistogram(published, LATENCY_BOUNDS) for name, published in _SECONDS.items()}
+        self._step_tokens = EngineHistogram(metrics.BATCH_TOKENS, STEP_TOKEN_BOUNDS)
+
+    def figures(self) -> RequestFigures:
+        """Returns what requests and steps took until now."""
+        times = {name: each.counts() for name, each in self._times.items()}
+        return RequestFigures(**times, step_tokens=self._step_tokens.counts())
 
     def open_stages(self, trace_id: str) -> list[OpenSpan]:
         """Returns in which stages the requests of a trace are."""
@@ -88,11 +123,11 @@ class RequestLog:
     def planned(self, plan: StepPlan) -> None:
         """A plan is sent."""
         if plan.work:
-            metrics.BATCH_TOKENS.observe(sum(work.count for work in plan.work))
+            self._step_tokens.observe(sum(work.count for work in plan.work))
         for new in plan.new:
             if (stage := self._waiting.pop(new.sequence, None)) is None:
                 continue
-            stage.enter("decode" if stage.decodes else "prefill", self._engine)
+            stage.enter("decode" if stage.decodes else "prefill", self._engine, self._times)
             if not stage.decodes:
                 self._prefilling[stage.request] = stage
 
@@ -110,7 +145,7 @@ class RequestLog:
         if self._prefilling:
             for entry in batch.entries:
                 if (stage := self._prefilling.pop(entry.request, None)) is not None:
-                    stage.enter("decode", self._engine, **stage.prompt)
+                    stage.enter("decode", self._engine, self._times, **stage.prompt)
         for entry in batch.entries:
             if entry.finish is not None:
                 life = {"request": entry.request, "attempt": entry.attempt, "finish": entry.finish}
@@ -151,7 +186,7 @@ class RequestLog:
         self._prefilling.pop(request, None)
         if self._waiting.get(stage.sequence) is stage:
             del self._waiting[stage.sequence]
-        stage.enter("ended", self._engine, **attributes)
+        stage.enter("ended", self._engine, self._times, **attributes)
 
 
 def log_health(before: EngineHealth, now: EngineHealth) -> None:

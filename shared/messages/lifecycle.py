@@ -69,6 +69,32 @@ class LatencySums(Struct, frozen=True, array_like=True):
     later_counts: tuple[int, ...] = ()
 
 
+class BucketCounts(Struct, frozen=True, array_like=True):
+    """A histogram since an engine's start: of how many observations each bucket has, and their sum."""
+
+    counts: tuple[int, ...]
+    """Up to each of the histogram's bounds, and the rest."""
+    total: float
+
+
+STEP_TOKEN_BOUNDS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class RequestFigures(Struct, frozen=True, array_like=True, kw_only=True):
+    """What requests and steps of an engine took since its start, for dashboards. Times are of LATENCY_BOUNDS."""
+
+    queue: BucketCounts
+    """From a request's arrival at the engine to the first step that computes something of it."""
+    prefill: BucketCounts
+    """From that step to its first token."""
+    decode: BucketCounts
+    """From its first token, or from its load, to its last."""
+    inference: BucketCounts
+    """Prefill and decode as one, of requests that ended there."""
+    step_tokens: BucketCounts
+    """Tokens that a step computes, of STEP_TOKEN_BOUNDS."""
+
+
 class RecomputeReport(Struct, frozen=True, array_like=True, kw_only=True):
     """What an engine has measured of computing and loading KV blocks."""
 
@@ -155,6 +181,12 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Of the registry's file, those that some rank does not serve."""
     paused: PauseMode | None = None
     """How operators have paused it; None: they have not."""
+    figures: RequestFigures | None = None
+    """None: of a release that does not report them."""
+    preemptions: int = 0
+    """Preemptions of running sequences in this epoch."""
+    speculated: int = 0
+    """Steps of single sequences that verified drafts, since the start."""
 
     @property
     def suspect(self) -> str | None:

@@ -93,6 +93,7 @@ NODE, HASH = NodeId("node-1"), bytes(range(16))
 LAYOUT = kvstore.KvLayout(model="m", dtype="float32", layers=2, kv_heads=4, head_dim=8)
 OWNER = kvstore.LeaseOwner(InstanceId("engine-1"), Incarnation(1))
 SOURCE = kv_events.KvSource(instance=InstanceId("engine-1"), model=ModelName("demo"), node=NODE)
+BUCKETS = lifecycle.BucketCounts((1, 0), 0.5)
 ENGINE_REPORT = lifecycle.EngineReport(
     model=CARD,
     waiting=1,
@@ -109,6 +110,11 @@ ENGINE_REPORT = lifecycle.EngineReport(
     step_times=lifecycle.StepTimesReport(decodes=lifecycle.StepTimeFit(8.0, 64.0, 0.5, 0.25, 0.125)),
     lora_refusals=(model_card.LoraRefusal(ModelName("pirate"), "/a", "r = 0", True),),
     paused="new",
+    figures=lifecycle.RequestFigures(
+        queue=BUCKETS, prefill=BUCKETS, decode=BUCKETS, inference=BUCKETS, step_tokens=BUCKETS
+    ),
+    preemptions=3,
+    speculated=4,
 )
 KV_GROUPS = (kv_groups.KvCacheGroup(layers=2), kv_groups.KvCacheGroup(layers=2, window=24))
 WORKER_REPORT = lifecycle.WorkerReport(

@@ -380,6 +380,7 @@ class GenerationResponse:
 
     def _complete(self, now: float) -> None:
         self.writer.complete(self.choices)
+        self._meters.record_answer((choice.prompt, choice.tokens) for choice in self.choices)
         self._meters.e2e.observe(now - self.started_at, self._trace)
         self.end("finished")
 

@@ -292,6 +292,8 @@ class EngineCore:
             loras=() if self.epoch_state is None else self.epoch_state.queues.adapters.recent,
             lora_refusals=() if self.epoch_state is None else self.epoch_state.lora_refusals,
             paused=self.paused,
+            preemptions=epoch.preemptions,
+            speculated=counters.speculated,
         )
 
     @property

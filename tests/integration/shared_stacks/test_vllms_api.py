@@ -580,6 +580,34 @@ async def test_scores_are_the_probabilities_of_the_next_token(client: AsyncOpenA
 # The server.
 
 
+def sample(page: str, name: str) -> float:
+    """Of all engines and gateways; 0 where there is none yet."""
+    return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(f"{name}{{"))
+
+
+async def test_what_requests_waited_for_is_at_the_port_of_the_api(
+    client: AsyncOpenAI, http: httpx2.AsyncClient
+) -> None:
+    times = [f"vllm:request_{stage}_time_seconds" for stage in ("queue", "prefill", "decode", "inference")]
+    counts = [f"{name}_count" for name in (*times, "vllm:request_params_n", "vllm:iteration_tokens_total")]
+    before = (await http.get("/metrics")).text
+    for _ in range(3):
+        await complete(client, max_tokens=6, body={"ignore_eos": True})
+    page = before
+    async with asyncio.timeout(DEADLINE):  # engines report about once a second
+        while min(sample(page, name) - sample(before, name) for name in counts) < 3:
+            await asyncio.sleep(0.1)
+            page = (await http.get("/metrics")).text
+    grown = {name: sample(page, f"{name}_sum") - sample(before, f"{name}_sum") for name in times}
+    queue, prefill, decode, inference = grown.values()
+    assert min(prefill, decode) > 0
+    assert queue >= 0
+    assert inference == pytest.approx(prefill + decode, abs=1e-6)
+    tokens = "vllm:request_max_num_generation_tokens_sum"
+    assert sample(page, tokens) - sample(before, tokens) == 18
+    assert "vllm:num_preemptions_total{" in page
+
+
 async def test_the_load_is_the_number_of_open_answers(client: AsyncOpenAI, http: httpx2.AsyncClient) -> None:
     async def load() -> int:
         return int((await http.get("/load")).json()["server_load"])
