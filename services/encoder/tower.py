@@ -15,9 +15,11 @@ from torch import Tensor
 from services.encoder.frame_patches import FramePatches
 from services.encoder.image_decoder import DecodedFrames
 from services.encoder.image_process import DecodedImage
+from services.encoder.image_processor import ImageProcessor, PreparedImage
 from shared.messages.generation import EMBEDDING_BYTES, MAX_MEDIA_BYTES, EmbeddingDtype, ImageGrid, PromptEmbeds
 from shared.models.image_models import read_image_model
 from shared.models.library_builds import BUILDING
+from shared.models.tokenizer_files import TokenizerUnusable
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -48,12 +50,13 @@ class ImageTower:
 
         if (images := read_image_model(folder)) is None:
             raise TowerUnusable(f"{folder}: the model takes no images")
-        self._mutual = images.mutual
+        self._folder, self._mutual = folder, images.mutual
         try:
             config = AutoConfig.from_pretrained(folder)
             processors: Any = AutoImageProcessor
             self._processor = processors.from_pretrained(folder, backend="pil")
-        except (OSError, ValueError, KeyError, ImportError) as error:
+            self._images = ImageProcessor(folder, images, config, self._processor, max_pixels)
+        except (OSError, ValueError, KeyError, ImportError, TokenizerUnusable) as error:
             raise TowerUnusable(f"{folder}: {error}") from None
         self.dtype: EmbeddingDtype = own_dtype(config) if dtype == "auto" else dtype
         levels = getattr(config.vision_config, "deepstack_visual_indexes", ())
@@ -66,7 +69,7 @@ class ImageTower:
         if self._merged > 1:
             self._frames = FramePatches.of_model(folder, self._processor, self._max_rows, max_pixels)
             self._processor.size = self._bounded_size(max_pixels)
-        elif max_pixels is not None:
+        elif max_pixels is not None and not self._images.bounds_sides:
             raise TowerUnusable(f"{folder}: max_pixels is not allowed, as all images have one size")
         self._model: Any = load_tower(folder, config, DTYPES[self.dtype])
         self._check_an_image()
@@ -76,27 +79,31 @@ class ImageTower:
         """A row for each token of an image, or of two frames of a video. Raises TowerUnusable where they are no
         numbers."""
         if isinstance(image, DecodedFrames):
-            rows, grid = self._rows_of(self._prepared_frames(image))
+            prepared = PreparedImage(self._prepared_frames(image))
         else:
-            rows, grid = self._rows(np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3))
+            prepared = self._prepared(np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3))
+        rows, grid = self._rows_of(prepared.inputs)
         if len(rows) > self._max_rows:
             raise TowerUnusable(f"the image has {len(rows)} rows; {self._max_rows} are allowed")
+        run, texts = self._images.placed(prepared.tokens, len(rows))
         return PromptEmbeds(
             dtype=self.dtype,
             size=self.size,
             rows=packed_rows(rows, self.dtype, "image"),
-            runs=((0, len(rows)),),
+            runs=(run,),
             grids=() if grid is None else (grid,),
             mutual=(True,) if self._mutual else (),
+            texts=texts,
         )
 
-    def _rows(self, pixels: np.ndarray[Any, Any]) -> tuple[Tensor, ImageGrid | None]:
-        """pixels [height, width, 3] → [tokens, hidden], and how these lie where the model's positions tell."""
+    def _prepared(self, pixels: np.ndarray[Any, Any]) -> PreparedImage:
+        """pixels [height, width, 3]. Raises TowerUnusable where the processor makes nothing of them."""
         from PIL import Image
 
-        prepared = dict(self._processor(Image.fromarray(pixels), return_tensors="pt"))
-        prepared.pop("num_crops", None)  # of pan and scan, which is off
-        return self._rows_of(prepared)
+        try:
+            return self._images.prepared(Image.fromarray(pixels))
+        except ValueError as error:
+            raise TowerUnusable(f"the model's processor does not take the image: {error}") from None
 
     def _prepared_frames(self, frames: DecodedFrames) -> dict[str, Tensor]:
         if self._frames is None:
@@ -107,12 +114,12 @@ class ImageTower:
             raise TowerUnusable(f"the frames cannot be scaled: {error}") from None
 
     def _rows_of(self, prepared: dict[str, Tensor]) -> tuple[Tensor, ImageGrid | None]:
-        """As `_rows`, of what the processor made. Frames of a video see nothing of each other in these towers but the
-        two that a patch has, so each two of them are as an image."""
+        """What the processor made → [tokens, hidden], and how these lie where the model's positions tell. Frames of a
+        video see nothing of each other in these towers but the two that a patch has, so each two of them are as an
+        image."""
         prepared["pixel_values"] = prepared["pixel_values"].to(DTYPES[self.dtype])
         features = self._model.get_image_features(**prepared)
-        rows: Tensor
-        (rows,) = features.pooler_output
+        rows: Tensor = torch.cat(tuple(features.pooler_output))  # of one image, or of its tiles
         if levels := getattr(features, "deepstack_features", None):
             rows = torch.cat((rows, *(level[0] for level in levels)), dim=1)
         patches = prepared.get("image_grid_thw")
@@ -135,7 +142,15 @@ class ImageTower:
     @torch.inference_mode()
     def _check_an_image(self) -> None:
         """That one can be encoded, and has no more rows than are allowed. Raises TowerUnusable."""
-        tokens = len(self._rows(np.zeros((64, 64, 3), np.uint8))[0])
+        try:
+            prepared = self._prepared(np.zeros((64, 64, 3), np.uint8))
+            tokens = len(self._rows_of(prepared.inputs)[0])
+            self._images.placed(prepared.tokens, tokens)
+        except (KeyError, TypeError) as error:
+            why = f"preprocessor_config.json names a processor of another kind of model ({error})"
+            raise TowerUnusable(f"{self._folder}: {why}") from None
+        except (ValueError, RuntimeError) as error:
+            raise TowerUnusable(f"{self._folder}: an image cannot be encoded: {error}") from None
         if tokens > self._max_rows:
             size = tokens * self.size * EMBEDDING_BYTES[self.dtype]
             most = f"{MAX_MEDIA_BYTES} are allowed in a prompt"

@@ -186,6 +186,10 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
     offsets: tuple[FrameOffset | None, ...] = ()
     """Of each run with a grid that goes on with the video of the run before it: how far its frame is behind the first
     one, as a position on the axis of frames. None: it begins an image or a video. None at all: all runs do."""
+    texts: tuple[tuple[int, tuple[TokenId, ...]], ...] = ()
+    """Tokens of text that a model's processor writes for an image: the first of each piece, ascending, and their ids.
+    Those within a run have no rows: the run's rows lie around them. Of what an encoder answers also those before and
+    behind its run, all of them places from the image's first token on."""
 
     @property
     def row_bytes(self) -> int:
@@ -223,11 +227,12 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
                 if kept is not None:  # its name stands for all of it
                     parts.append(b"%brows:%b%d" % (place, kept.name, low - start))
                     continue
-                at = row + low - start
+                at = row + low - start - self._texts_between(start, low)
+                behind = at + high - low - self._texts_between(low, high)
                 if whole and low == start:  # its first tokens have seen all of it
                     parts.append(self.rows[row * self.row_bytes : (row + count) * self.row_bytes])
-                parts += [place, self.rows[at * self.row_bytes : (at + high - low) * self.row_bytes]]
-            row += count if kept is None else 0
+                parts += [place, self.rows[at * self.row_bytes : behind * self.row_bytes]]
+            row += 0 if kept is not None else count - self._texts_between(start, start + count)
         return self.dtype.encode() + b"".join(parts) if parts else b""
 
     def fits(self, prompt_length: int) -> bool:
@@ -247,10 +252,15 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
             return len(self.rows) == prompt_length * self.row_bytes
         end = rows = 0
         for (start, count), kept in zip(self.runs, self.media or (None,) * len(self.runs), strict=True):
-            if count < 1 or start < end or (kept is not None and kept.count != count):
+            own = count - self._texts_between(start, start + count)
+            if own < 1 or start < end or (kept is not None and kept.count != own):
                 return False
-            end, rows = start + count, rows + (count if kept is None else 0)
+            end, rows = start + count, rows + (own if kept is None else 0)
         return end <= prompt_length and len(self.rows) == rows * self.row_bytes
+
+    def _texts_between(self, first: int, end: int) -> int:
+        """Tokens of `texts` from `first` up to `end`."""
+        return sum(max(0, min(end, at + len(ids)) - max(first, at)) for at, ids in self.texts)
 
     def _videos_fit(self) -> bool:
         """Whether each run that goes on with a video is behind one of its kind, with nothing between."""

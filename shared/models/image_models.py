@@ -9,9 +9,12 @@ from msgspec import Struct
 
 GEMMA = "Gemma3ForConditionalGeneration"
 QWEN2_AUDIO = "Qwen2AudioForConditionalGeneration"
+LLAVA = "LlavaForConditionalGeneration"
+MISTRAL3 = "Mistral3ForConditionalGeneration"
 IMAGE_ARCHITECTURES = (
     GEMMA,
-    "LlavaForConditionalGeneration",
+    LLAVA,
+    MISTRAL3,
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",

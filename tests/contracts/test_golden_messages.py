@@ -579,6 +579,11 @@ MESSAGES: list[Any] = [
     model_card.EncoderDecoderModel(row_size=64, rows=1024, start=2, forced_first=0),
     encoder.EncodeInput(b"\0" * 4, written=encoder.WrittenTokens(b"\x02\0\0\0\x01\0\0\0", 1)),
     encoder.TokenTimes((0.5,)),
+    encoder.EncoderRows(
+        generation.PromptEmbeds(
+            dtype="float16", size=1, rows=b"\0<" * 2, runs=((0, 3),), texts=((1, (12,)), (3, (13, 300)))
+        )
+    ),
 ]
 
 

@@ -78,8 +78,9 @@ class ChatParts:
             yield f"<{time:.1f} seconds>{start}{self._video}{end}" if start else self._video
 
     def joined(self, found: list[int | None], chat: ChatPrompt, order: list[int]) -> tuple[list[int], PromptEmbeds]:
-        """The ids of a placed chat, 0 where it has rows, and these. `found`: None for each token that stands for rows.
-        Raises PromptRefused where other text has such a token."""
+        """The ids of a placed chat, 0 where it has rows, and these. `found`: None for each token that stands for rows,
+        in place of which comes all that a processor writes for an image. Raises PromptRefused where other text has such
+        a token."""
         if found.count(None) != len(order):
             raise self._not_shown(chat)
         ids: list[int] = []
@@ -88,23 +89,30 @@ class ChatParts:
         offsets: list[FrameOffset | None] = []
         mutual: list[bool] = []
         media: list[MediaRows | None] = []
+        texts: list[tuple[int, tuple[int, ...]]] = []
         shown = iter(order)
         for token in found:
             if token is not None:
                 ids.append(token)
                 continue
             part = chat.embeds[next(shown)]
-            runs.append((len(ids), part.count))
+            begin = len(ids)
+            ((first, count),) = part.runs or ((0, part.count),)
+            ids += [0] * (first + count)
+            for at, written in part.texts:
+                ids[begin + at : begin + at + len(written)] = written
+                texts.append((begin + at, written))
+            runs.append((begin + first, count))
             grids += part.grids or (None,)
             offsets += part.offsets or (None,)
             mutual += part.mutual or (False,)
             media += part.media or (None,)
-            ids += [0] * part.count
         said = {
             "grids": tuple(grids) if any(grids) else (),
             "offsets": tuple(offsets) if any(each is not None for each in offsets) else (),
             "mutual": tuple(mutual) if any(mutual) else (),
             "media": tuple(media) if any(media) else (),
+            "texts": tuple(texts),
         }
         rows = b"".join(chat.embeds[number].rows for number in order)
         return ids, replace(chat.embeds[0], rows=rows, runs=tuple(runs), **said)

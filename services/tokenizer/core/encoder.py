@@ -199,6 +199,8 @@ class PromptEncoder:
         ids, embeds, order = self._with_parts(prompt, chat, None)
         for (first, count), part in zip(embeds.runs, order, strict=True):
             ids[first : first + count] = self._vocabulary.named([self._parts.token_of(chat, part)]) * count
+        for first, written in embeds.texts:
+            ids[first : first + len(written)] = written
         return ids
 
     def _tokens(

@@ -44,7 +44,9 @@ class EmbeddedPrompt:
             (first, first + n) for (first, n), mutual in zip(embeds.runs, embeds.mutual, strict=False) if mutual
         ]
         """(first, end) of runs whose tokens see each other."""
-        self.tokens: Int32s = np.concatenate([np.arange(first, first + n, dtype=np.int32) for first, n in runs])
+        tokens: Int32s = np.concatenate([np.arange(first, first + n, dtype=np.int32) for first, n in runs])
+        written = [np.arange(first, first + len(ids), dtype=np.int32) for first, ids in embeds.texts]
+        self.tokens = tokens[~np.isin(tokens, np.concatenate(written))] if written else tokens
 
     def between(self, first: int, end: int) -> tuple[Int32s, list[Tensor]]:
         """The tokens from `first` up to `end` that have rows, and these, in parts."""

@@ -16,6 +16,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from transformers import CLIPImageProcessorPil
 
 from services.encoder import actor as actor_module
 from services.encoder.actor import EncoderActor
@@ -38,6 +39,7 @@ from tests.support.models.sounds import sweep
 from tests.support.models.tiny_gemma import TOKENS, make_gemma_model
 from tests.support.models.tiny_images import IMAGE_TOKENS, ImageModel, make_image_model, picture, png_of_size
 from tests.support.models.tiny_models import make_model
+from tests.support.models.tiny_pixtral import PixtralKind, make_pixtral_model
 from tests.support.models.tiny_qwen_vl import SIDE, make_qwen_model
 from tests.support.models.tiny_whisper import make_whisper
 
@@ -153,6 +155,35 @@ async def test_images_are_as_large_as_their_rows_say(memory_bus: MemoryBus, tmp_
     assert ImageTower(model.path, max_pixels=4 * SIDE**2).encode(decoded).grids == ((1, 1, 2),)
     with pytest.raises(TowerUnusable, match=r"max_pixels 700 is not allowed; at least 784, a row"):
         ImageTower(model.path, max_pixels=700)
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "llava"])
+async def test_an_image_has_the_text_among_its_rows_that_the_library_writes(
+    memory_bus: MemoryBus, tmp_path: Path, kind: PixtralKind
+) -> None:
+    """Pixtral's tower: within its own bounds, and within a smaller one."""
+    model = make_pixtral_model(tmp_path, kind)
+    side = model.settings["patch_size"]["height"]
+    async with running(memory_bus, model) as encoder:
+        for image in (picture(0, (side + 1, 9)), picture(1, (150, 40)), picture(2, (700, 900))):
+            reply = await encoder.ask(image)
+            assert isinstance(reply, EncoderRows)
+            torch.testing.assert_close(await read(memory_bus, reply.rows), model.rows(image))
+            message = {"role": "user", "content": [{"type": "image"}]}
+            _, *ids, _ = model.ids_and_rows([message], [image])["input_ids"][0].tolist()  # [INST] and its end
+            found = len(ids) * [model.reference.config.image_token_index]
+            for first, written in reply.rows.texts:
+                found[first : first + len(written)] = written
+            assert (found, reply.rows.runs) == (ids, ((0, len(ids) - 1),))
+            assert reply.rows.fits(len(ids))
+        assert isinstance(await encoder.ask(picture(3, (side, side))), EncoderRefusal)
+    pixels = np.random.default_rng(0).integers(0, 256, (700, 900, 3), dtype=np.uint8)
+    decoded = DecodedImage(900, 700, pixels.tobytes())
+    assert ImageTower(model.path, max_pixels=12 * side**2).encode(decoded).count == 12
+    CLIPImageProcessorPil().save_pretrained(model.path)
+    (model.path / "processor_config.json").unlink()
+    with pytest.raises(TowerUnusable, match=r"preprocessor_config.json names a processor of another kind"):
+        ImageTower(model.path)
 
 
 async def test_rows_say_which_tokens_see_each_other(memory_bus: MemoryBus, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from tests.support.models.tiny_images import (
     shown,
     text_part,
 )
+from tests.support.models.tiny_pixtral import make_pixtral_model
 
 LENGTH = 24
 ENGINES = 2
@@ -298,13 +299,25 @@ async def ask_at(stack: RunningStack, message: dict[str, Any]) -> Any:
         return await ask(client, message)
 
 
-@pytest.mark.features("prompt embeds", "images", "prefill/decode", "tensor parallel")
-async def test_images_are_handed_over(model: ImageModel, tmp_path: Path) -> None:
-    settings = ["coordinator.disaggregate_tokens=16"]
+@pytest.mark.features("prompt embeds", "images", "prefill/decode", "tensor parallel", "prefix cache")
+async def test_images_with_text_among_their_rows_are_handed_over(tmp_path: Path) -> None:
+    """Mistral 3's, of any size: beside a text, and from a shared prefix."""
+    model, settings = make_pixtral_model(tmp_path / "model"), ["coordinator.disaggregate_tokens=16"]
     more = (f"--served-model-name={NAME}",)
+    flat, tall = picture(0, (150, 40)), picture(1, (60, 300))
+    chats = [user(flat, "Compare it with", tall), user(tall, "What?"), {"role": "user", "content": "A question."}]
+    said = [wanted(model, chat, images=(flat, tall)) for chat in chats]
     with running_stack(
         tmp_path, model=model.path, prefill=1, decode=1, tp_decode=2, settings=settings, more=more
     ) as pools:
         async with client_of(pools.url) as client:
-            answer = await ask(client, user(A, "Compare it with", B))
-    assert answer.choices[0].message.content == wanted(model, user(A, "Compare it with", B))
+            answers = await asyncio.gather(*(ask(client, chat) for chat in chats))
+            again = await ask(client, chats[0])
+            with pytest.raises(openai.BadRequestError, match="to show each of the 1 images"):
+                await ask(client, user(flat, "[IMG]"))
+            with pytest.raises(openai.BadRequestError, match="28 times 28 pixels are too few"):
+                await ask(client, user(picture(0, (20, 9)), "What?"))
+    assert [each.choices[0].message.content for each in (*answers, again)] == [*said, said[0]]
+    ids = model.ids_and_rows(shown([chats[0]]), [flat, tall])["input_ids"][0]
+    assert answers[0].usage.prompt_tokens == len(ids)
+    assert cached(again) >= len(ids) - 32

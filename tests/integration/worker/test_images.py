@@ -25,6 +25,7 @@ from tests.support.models.tiny_adapters import write_adapter
 from tests.support.models.tiny_gemma import make_gemma_model
 from tests.support.models.tiny_images import make_image_model, picture
 from tests.support.models.tiny_models import TinyModel
+from tests.support.models.tiny_pixtral import PixtralKind, make_pixtral_model
 from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.worker.image_chats import ImageChat
 from tests.support.worker.plan_driver import Driver
@@ -134,6 +135,40 @@ def test_images_whose_tokens_see_each_other_are_never_cut(tmp_path: Path, ops: O
     driver.run()
     expected = [chat.expected(model, OUTPUT) for chat in chats]
     assert [each.output for each in (*sequences, *shared)] == [*expected, *3 * [expected[1]]]
+
+
+@pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "speculative")
+@pytest.mark.parametrize(("kind", "ops"), [("mistral3", "native"), ("llava", "torch")])
+def test_text_among_the_rows_of_an_image_is_read_as_in_the_library(
+    tmp_path: Path, kind: PixtralKind, ops: OpsName
+) -> None:
+    """Lines of rows with the end of each written behind it; several images, cut within a line and behind one, beside
+    texts, preempted, with drafts, and behind a prefix that ends among the lines."""
+    model = make_pixtral_model(tmp_path, kind)
+    try:
+        backend = tiny_backend(model.path, ops=ops, speculation=NGRAM)
+    except OpsUnavailable as reason:
+        pytest.skip(str(reason))
+    chats = [
+        ImageChat(picture(0, (150, 40)), "What is it?"),
+        ImageChat("Compare ", picture(1, (40, 160)), " with ", picture(2, (90, 90)), picture(0, (150, 40))),
+        ImageChat("No image at all, only a question."),
+    ]
+    count = 20
+    driver = Driver(backend, budget=11, speculate=2)
+    sequences = [chat.add_to(driver, model, count) for chat in chats]
+    for steps in (3, 8):
+        for _ in range(steps):
+            driver.step()
+        driver.preempt(sequences[1])
+    while sequences[1].computed < 50:
+        driver.step()
+    again = chats[1].add_to(driver, model, count)
+    assert driver.share_prefix(again, sequences[1]) >= 48
+    driver.run()
+    expected = [chat.expected(model, count) for chat in chats]
+    assert [each.output for each in (*sequences, again)] == [*expected, expected[1]]
+    assert driver.drafted > 0
 
 
 @pytest.mark.features("images", "quantization")

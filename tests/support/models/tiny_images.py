@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +69,8 @@ class ImageModel(NamedTuple):
     path: Path
     reference: Any
     processor: Any
+    settings: Mapping[str, Any] = {}
+    """What the whole processor asks that of images for."""
 
     def ids_and_rows(self, messages: list[dict[str, Any]], images: list[bytes]) -> dict[str, Any]:
         """What the library's processor makes of a chat: token ids and pixels."""
@@ -95,10 +98,12 @@ class ImageModel(NamedTuple):
     @torch.inference_mode()
     def rows(self, image: bytes) -> torch.Tensor:
         """[tokens, hidden] what stands for an image."""
-        pixels = self.processor.image_processor(load_image(Image.open(io.BytesIO(image))), return_tensors="pt")
-        pixels.pop("num_crops", None)
+        loaded = load_image(Image.open(io.BytesIO(image)))
+        pixels = self.processor.image_processor(loaded, return_tensors="pt", **self.settings)
+        for name in ("num_crops", "num_patches", "rows", "cols"):
+            pixels.pop(name, None)
         features = self.reference.get_image_features(**pixels)
-        rows: torch.Tensor = features.pooler_output[0]
+        rows = torch.cat(tuple(features.pooler_output))
         return torch.cat((rows, *(level[0] for level in getattr(features, "deepstack_features", None) or ())), dim=1)
 
     def grid(self, image: bytes) -> tuple[int, int, int] | None:

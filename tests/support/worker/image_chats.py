@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from shared.messages.generation import PromptEmbeds
@@ -24,18 +25,17 @@ class ImageChat:
         return driver.add(ids, output, prompt_embeds=embeds)
 
     def prompt(self, model: ImageModel) -> tuple[list[int], PromptEmbeds | None]:
-        """Rows in place of image tokens, whose ids are 0."""
+        """Rows in place of image tokens, whose ids are 0, with the text among those of one image."""
         ids: list[int] = model.ids_and_rows(self.messages, self.images)["input_ids"][0].tolist()
         token = model.reference.config.image_token_id
-        runs: list[tuple[int, int]] = []
-        for place, each in enumerate(ids):
-            if each == token and runs and sum(runs[-1]) == place:
-                runs[-1] = runs[-1][0], runs[-1][1] + 1
-            elif each == token:
-                runs.append((place, 1))
-        if not runs:
+        if not self.images:
             return ids, None
-        whole = prompt_embeds(torch.cat([model.rows(image) for image in self.images]))
+        places = [place for place, each in enumerate(ids) if each == token]
+        rows, runs = [model.rows(image) for image in self.images], list[tuple[int, int]]()
+        for own in np.split(places, np.cumsum([len(each) for each in rows])[:-1]):
+            runs.append((int(own[0]), int(own[-1] + 1 - own[0])))
+        within = {place for first, count in runs for place in range(first, first + count)} - set(places)
+        whole = prompt_embeds(torch.cat(rows))
         grids = tuple(model.grid(image) for image in self.images)
         embeds = PromptEmbeds(
             dtype=whole.dtype,
@@ -44,6 +44,7 @@ class ImageChat:
             runs=tuple(runs),
             grids=grids if any(grids) else (),
             mutual=len(runs) * (True,) if model.reference.config.model_type == "gemma3" else (),
+            texts=tuple((place, (ids[place],)) for place in sorted(within)),
         )
         return [0 if each == token else each for each in ids], embeds
 

@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.blocks import HASH_BYTES, hash_chain, next_hash, root_hash, split_hashes
-from shared.ids import LoraId
-from shared.messages.generation import PromptEmbeds
+from shared.ids import InstanceId, LoraId, RowsName
+from shared.messages.generation import MediaRows, PromptEmbeds
 from shared.packing import count, pack, unpack
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=80)
@@ -81,6 +82,19 @@ def test_a_block_is_named_by_the_rows_in_it_and_by_their_places() -> None:
     moved = chain(in_place=rows_in((BLOCK_SIZE, 10), (BLOCK_SIZE + 11, 10), values=values))
     assert len({second[1], split[1], moved[1]}) == 3
     assert chain(in_place=rows_in((BLOCK_SIZE, 20), values=values[:-2] + b"xy"))[1:2] == second[1:2]
+
+
+def test_text_among_rows_has_none_of_them() -> None:
+    """Of a run of six tokens, the second and the fourth are text."""
+    texts = ((1, (7,)), (2, (8,)), (4, (9,)))
+    embeds = PromptEmbeds(dtype="float16", size=1, rows=bytes(range(8)), runs=((1, 6),), texts=texts[1:])
+    assert embeds.fits(7)
+    assert not embeds.fits(6)
+    assert [embeds.of_tokens(first, first + 3)[11:] for first in (0, 3, 6)] == [b"\0\1", b"\2\3\4\5", b"\6\7"]
+    assert not replace(embeds, texts=texts).fits(7)
+    kept = replace(embeds, rows=b"", media=(MediaRows(RowsName(b"n"), 4, InstanceId("e")),))
+    assert kept.fits(7)
+    assert not replace(kept, texts=texts).fits(7)
 
 
 @pytest.mark.parametrize(

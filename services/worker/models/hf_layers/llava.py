@@ -1,4 +1,4 @@
-"""What the configurations of LLaVA and Gemma 3 say of their language models. No torch."""
+"""What the configurations of LLaVA, Mistral 3 and Gemma 3 say of their language models. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from shared.models.image_models import GEMMA
+from shared.models.image_models import GEMMA, MISTRAL3
 
 LANGUAGE_MODELS = {
     "llama": "LlamaForCausalLM",
@@ -16,8 +16,11 @@ LANGUAGE_MODELS = {
     "qwen3": "Qwen3ForCausalLM",
 }
 """The architectures of LLaVA's language models that are read, by `model_type`."""
-GEMMA_MODELS = {"gemma3_text": "Gemma3ForCausalLM"}
-"""Gemma 3's."""
+_OWN_MODELS = {
+    GEMMA: {"gemma3_text": "Gemma3ForCausalLM"},
+    MISTRAL3: {"mistral": "MistralForCausalLM"},
+}
+"""Those of others, by the architecture of the whole."""
 
 LANGUAGE_MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -78,10 +81,10 @@ class _RawLlava(Struct):
 
 
 def language_model(text: bytes, architecture: str) -> bytes:
-    """The configuration of the language model within `text`, the `config.json` of LLaVA or Gemma 3, as if that were
+    """The configuration of the language model within `text`, the `config.json` of one of these, as if that were
     all. Raises ValueError for one that is not read, and msgspec's errors."""
     whole = msgspec.json.decode(text, type=_RawLlava)
-    known = GEMMA_MODELS if architecture == GEMMA else LANGUAGE_MODELS
+    known = _OWN_MODELS.get(architecture, LANGUAGE_MODELS)
     kind = whole.text_config.get("model_type", next(iter(known)))
     if kind not in known:
         raise ValueError(f"text_config.model_type {kind!r} is not supported; supported: {', '.join(known)}")

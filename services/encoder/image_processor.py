@@ -1,0 +1,122 @@
+"""Prepares an image as the model's own processor does: what its tower takes, and what is written for it in a prompt.
+
+The library's processors of whole chats are not asked: some want torchvision, or what they need for videos.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from shared.models.image_models import ImageModel
+from shared.models.tokenizer_files import load_tokenizer
+
+_OF_TEXTS = ("num_crops",)
+"""What processors of images say for the text alone."""
+Texts = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+class PreparedImage(NamedTuple):
+    """An image, as the model's processor gives it to the model."""
+
+    inputs: dict[str, Tensor]
+    """What the tower takes, by the names that it has for them."""
+    tokens: list[int] | None = None
+    """The ids that stand for it in a prompt; None: as many of its token as it has rows."""
+
+
+class ImageText(Protocol):
+    """What a kind of models has in a prompt for an image: text around and among the tokens that have rows."""
+
+    settings: dict[str, Any]
+    """Of the processor of images, beside its own."""
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """`made`: what the processor of images made of one. `token`: stands for a row. Raises ValueError for an image
+        that the tower does not take."""
+        ...
+
+
+class PixtralText:
+    """Pixtral's and Mistral 3's: a line of rows for each line of squares, with the end of each written behind it."""
+
+    def __init__(self, config: Any) -> None:
+        self._side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
+        self.settings = {"patch_size": {"height": self._side, "width": self._side}}
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`. Raises ValueError for an image of one row, which the library's tower takes apart."""
+        height, width = (int(side) // self._side for side in made["image_sizes"][0])
+        if height * width == 1:
+            raise ValueError(f"{self._side} times {self._side} pixels are too few; one side has to have more")
+        return "[IMG_BREAK]".join(height * [width * token]) + "[IMG_END]"
+
+    def longest_edge(self, size: tuple[int, int], most: int, max_pixels: int) -> int:
+        """Of an image of `size`, at most `most`, with which it has no more pixels than that once it is scaled."""
+        longest = min(most, max(size))
+        while longest > self._side and self._pixels(size, longest) > max_pixels:
+            longest -= 1
+        return longest
+
+    def _pixels(self, size: tuple[int, int], longest: int) -> int:
+        return math.prod(-(-side * longest // max(size) // self._side) * self._side for side in size)
+
+
+_TEXTS: dict[str, Callable[[Any], ImageText]] = {"pixtral": PixtralText}
+"""By `vision_config.model_type`. Other models have nothing but rows for an image."""
+
+
+class ImageProcessor:
+    """Holds the library's processor of a model's images, and what is written for them. One thread at a time."""
+
+    def __init__(self, folder: Path, model: ImageModel, config: Any, images: Any, max_pixels: int | None) -> None:
+        """`config`, `images`: the library's, of the model and of what prepares its images. `max_pixels`: of an image
+        of a model that bounds the longer side alone, beyond which it is scaled down; None: as many as the longer side
+        allows. Raises ValueError where the tokenizer does not know what is written for images."""
+        self._images, self._max_pixels = images, max_pixels
+        kind = _TEXTS.get(config.vision_config.model_type)
+        self._text = None if kind is None else kind(config)
+        if self._text is not None:
+            self._tokenizer = load_tokenizer(folder).tokenizer
+            self._token_id = model.token_id
+            self._token = self._tokenizer.id_to_token(model.token_id) or ""
+
+    @property
+    def bounds_sides(self) -> bool:
+        """Whether images are as large as they are, up to a longest side."""
+        return isinstance(self._text, PixtralText)
+
+    def prepared(self, image: Any) -> PreparedImage:
+        """`image`: Pillow's. Raises what the processor does that makes nothing of it."""
+        settings = {} if self._text is None else self._text.settings
+        if self._max_pixels is not None and isinstance(self._text, PixtralText):
+            longest = self._text.longest_edge(image.size, self._images.size["longest_edge"], self._max_pixels)
+            settings = {**settings, "size": {"longest_edge": longest}}
+        made = dict(self._images(image, return_tensors="pt", **settings))
+        inputs = {name: value for name, value in made.items() if name not in _OF_TEXTS}
+        if self._text is None:
+            return PreparedImage(inputs)
+        text = self._text.written(made, self._token)
+        return PreparedImage(inputs, self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def placed(self, tokens: list[int] | None, rows: int) -> tuple[tuple[int, int], Texts]:
+        """Of an image of so many rows, the run of tokens from the first that has one up to the last, and the pieces of
+        text before, within and behind it. Raises ValueError where the tower and the processor do not go together."""
+        if tokens is None:
+            return (0, rows), ()
+        pieces, end = list[tuple[int, tuple[int, ...]]](), 0
+        for has_row, ids in groupby(tokens, lambda token: token == self._token_id):
+            piece = tuple(ids)
+            if not has_row:
+                pieces.append((end, piece))
+            end += len(piece)
+        if (counted := tokens.count(self._token_id)) != rows or not rows:
+            raise ValueError(f"the tower makes {rows} rows of an image, the processor writes {counted} tokens for them")
+        first = tokens.index(self._token_id)
+        last = len(tokens) - tokens[::-1].index(self._token_id)
+        return (first, last - first), tuple(pieces)

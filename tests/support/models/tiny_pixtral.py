@@ -1,0 +1,95 @@
+"""Tiny random models with Pixtral's tower (Mistral 3, LLaVA), and the library's own of the same weights."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoTokenizer,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
+    PixtralImageProcessorPil,
+    PixtralVisionConfig,
+)
+
+from tests.support.models.tiny_images import ImageModel
+from tests.support.paths import DEMO_MODEL
+
+PixtralKind = Literal["mistral3", "llava"]
+PATCH, MAX_SIDE = 14, 280
+IMAGE, BREAK, END = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}[INST]"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for block in message['content'] %}{% if block['type'] == 'text' %}{{ block['text'] }}"
+    "{% elif block['type'] in ['image', 'image_url'] %}[IMG]{% endif %}{% endfor %}{% endif %}[/INST]"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
+"""Mistral Small 3.1's, without its system prompt and its tools."""
+
+_TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "sliding_window": None,
+}
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": MAX_SIDE,
+    "patch_size": PATCH,
+    "initializer_range": 0.2,
+}
+
+
+def library_processor() -> Any:
+    """The library's class, whose module asks for torchvision, for a function that Pillow's module has as well."""
+    package = "transformers.models.pixtral"
+    name = f"{package}.image_processing_pixtral"
+    sys.modules.setdefault(name, importlib.import_module(f"{package}.image_processing_pil_pixtral"))
+    return importlib.import_module(f"{package}.processing_pixtral").PixtralProcessor
+
+
+def make_pixtral_model(folder: Path, kind: PixtralKind = "mistral3", seed: int = 0) -> ImageModel:
+    """Writes the model to `folder`, with the demo model's tokenizer. Mistral 3 makes a row of four patches."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE, BREAK, END, "[INST]", "[/INST]"]})
+    tokenizer.chat_template = TEMPLATE
+    merged = 2 if kind == "mistral3" else 1
+    parts: dict[str, Any] = {
+        "vision_config": PixtralVisionConfig(**_TOWER),
+        "text_config": MistralConfig(vocab_size=len(tokenizer), **_TEXT),
+        "image_token_index": tokenizer.convert_tokens_to_ids(IMAGE),
+        "vision_feature_layer": -1,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(seed)
+    reference: Any
+    if kind == "mistral3":
+        reference = Mistral3ForConditionalGeneration(Mistral3Config(spatial_merge_size=merged, **parts))
+    else:
+        reference = LlavaForConditionalGeneration(LlavaConfig(vision_feature_select_strategy="full", **parts))
+    reference.eval().save_pretrained(folder)
+    images = PixtralImageProcessorPil(size={"longest_edge": MAX_SIDE}, patch_size={"height": PATCH, "width": PATCH})
+    processor = library_processor()(
+        images, tokenizer, patch_size=PATCH, spatial_merge_size=merged, chat_template=TEMPLATE
+    )
+    processor.save_pretrained(folder)
+    squares = {"height": merged * PATCH, "width": merged * PATCH}
+    return ImageModel(folder, reference, processor, {"patch_size": squares})
