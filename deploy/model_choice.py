@@ -1,4 +1,5 @@
-"""Which folder a stack serves: a model's own, or one generated for a shape with dummy weights."""
+"""Which folder a stack serves: a model's own, or one generated for a shape with dummy weights, or one that has another
+tokenizer."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from hashlib import blake2b
 from pathlib import Path
 
@@ -22,6 +24,11 @@ DEMO_NAME = "baton-demo"
 _CONVERSION = 3
 """Raised with any change to what is made of a GGUF file."""
 _BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
+    *("spiece.model", "sentencepiece*"),
+)
+"""What belongs to a tokenizer, its chat template included."""
 
 
 def model_directory(model: str | None, *, weights: bool = True) -> Path:
@@ -109,3 +116,57 @@ def _made(shape: Path, run_dir: Path) -> Path:
     words |= {f"Ġ{token}": token for token in range(len(words), json.loads(shape.read_bytes())["vocab_size"])}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder.resolve()
+
+
+def folder_with_tokenizer(model: Path, tokenizer: str, run_dir: Path, *, is_local: bool) -> Path:
+    """Returns a folder for a model with another tokenizer: all services read one folder, so that none can have another
+    tokenizer than the others. It lies in `run_dir`, with links to the model's files but for its tokenizer's, and to
+    those of the other tokenizer; one for each pair, as a stack that runs may have the former one. Raises CommandError
+    where there is no such tokenizer, or the model has no rows for all of its tokens."""
+    from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer  # nothing else here needs the library
+
+    if not is_local:
+        raise CommandError(
+            "--tokenizer: not with --launcher ray, whose nodes do not see this machine's links", status=2
+        )
+    source = _tokenizer_folder(tokenizer)
+    pair = blake2b(f"{model}\n{source}".encode(), digest_size=8).hexdigest()
+    folder = run_dir / "tokenizers" / f"{model.name}-{pair}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in model.iterdir():
+        if not _is_of_tokenizer(path):
+            _link(folder / path.name, path)
+    for path in source.iterdir():
+        if _is_of_tokenizer(path):
+            _link(folder / path.name, path)
+    try:
+        files = load_tokenizer(folder)
+    except TokenizerUnusable as error:
+        raise CommandError(f"--tokenizer {tokenizer}: {error}") from None
+    if (size := files.tokenizer.get_vocab_size(with_added_tokens=True)) > files.vocab_size:
+        raise CommandError(f"--tokenizer {tokenizer}: it has {size} tokens; the model has rows for {files.vocab_size}")
+    return folder.resolve()
+
+
+def _tokenizer_folder(tokenizer: str) -> Path:
+    folder = Path(tokenizer).expanduser()
+    if folder.is_dir():  # as `save_pretrained` of a tokenizer writes it, without a config.json
+        if not (folder / "tokenizer.json").is_file():
+            raise CommandError(f"--tokenizer {tokenizer}: no tokenizer.json there", status=2)
+        return folder.resolve()
+    try:
+        return resolve_model(tokenizer, weights=False)
+    except ModelNotFound as error:
+        raise CommandError(f"--tokenizer {error}") from None
+
+
+def _is_of_tokenizer(path: Path) -> bool:
+    return any(fnmatch(path.name, pattern) for pattern in TOKENIZER_FILES)
+
+
+def _link(link: Path, target: Path) -> None:
+    """As it is now: a snapshot of the hub may have been fetched anew."""
+    if link.is_symlink() and link.readlink() == target:
+        return
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)

@@ -16,6 +16,20 @@ SIZE, HOSTS, CLUSTERS, STORE, RUN = "How many", "Several hosts", "Federation", "
 class StackSettings(Struct, frozen=True, kw_only=True):
     """Settings of `baton up` that are no service's own."""
 
+    tokenizer: Annotated[
+        str | None,
+        Meta(
+            min_length=1,
+            description="Directory with a tokenizer, or a repository of the Hugging Face hub, in place of the model's; "
+            "its chat template, too.",
+        ),
+        UpOption("Model", unset="the model's own"),
+    ] = None
+    download_dir: Annotated[
+        str | None,
+        Meta(min_length=1, description="Folder that repositories of the Hugging Face hub are fetched to."),
+        UpOption("Model", unset="HF_HUB_CACHE, or HF_HOME/hub"),
+    ] = None
     engines: Annotated[
         int | None,
         Meta(ge=0, description="Engines that prefill and decode; each is a copy of the model."),

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from deploy.cli.app import COMMANDS, loaded
-from deploy.cli.up.vllm_line import INSTEAD, NEEDLESS, SAME, SETTINGS, SEVERAL
+from deploy.cli.up.vllm_line import CONVERTED, INSTEAD, NEEDLESS, REVISIONS, SAME, SETTINGS, SEVERAL
 from deploy.configuration import CONFIGS
 from services.gateway import metrics as gateway_metrics
 from services.gateway.api.openapi import OPERATIONS
@@ -122,6 +122,6 @@ def test_up_reads_each_of_vllms_flags_or_says_what_to_do_instead() -> None:
     theirs = re.findall(r"^\| [^|]+ \| ([^|]+) \|", page, re.MULTILINE)
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", "\n".join(theirs)))
     read = {option for each in loaded("up").params for option in (*each.opts, *each.secondary_opts)}
-    read |= {*SAME, *SETTINGS, *NEEDLESS, *SEVERAL, *INSTEAD}
+    read |= {*SAME, *SETTINGS, *NEEDLESS, *SEVERAL, *INSTEAD, *CONVERTED, *REVISIONS}
     assert len(flags) > 50
     assert flags - read == set()

@@ -35,7 +35,7 @@ from deploy.cli.up.options import given, placed, service_settings, stack_setting
 from deploy.cli.up.other_hosts import check_certificates, check_outside_bus, cluster_choice, hosts_choice
 from deploy.cli.up.store import node_name, ssd_settings, store_choice, with_connector, without_unused_store
 from deploy.errors import CommandError
-from deploy.model_choice import model_folder, served_name
+from deploy.model_choice import folder_with_tokenizer, model_folder, served_name
 from deploy.supervisor.adoption import LeftStack, left_stack
 from deploy.supervisor.core.plan import Counts, all_process_specs, process_specs
 from deploy.supervisor.launch import LaunchContext, secret_settings, service_command
@@ -97,6 +97,8 @@ def stack_spec(
         counts = replace(counts, kvstore=0, engine_stores=store is not None)
     check_journal(assigned, counts.all_engines)
     model = model_folder(dealt["model"], values.get("load_format"), run_dir)
+    if stack.tokenizer is not None:
+        model = folder_with_tokenizer(model, stack.tokenizer, run_dir, is_local=ray is None)
     dummy, simulated = _without_weights(values, assigned)
     counts = _with_model(counts, stack, model, has_weights=not dummy and not simulated)
     federation = federation_choice(

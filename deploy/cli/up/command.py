@@ -16,6 +16,7 @@ from deploy.cli.up.choices import stack_spec
 from deploy.cli.up.models import split_assignments
 from deploy.cli.up.options import DETACH, Detach, StackAssignments, offers, with_options
 from deploy.errors import CommandError
+from shared.config import process_environment, replace_environment
 
 
 def up(
@@ -45,12 +46,20 @@ def up(
         return
     from deploy.cli.up.run import run_stack
 
+    if (folder := typed.get("download_dir")) is not None:
+        fetch_to(folder)
     asked = split_assignments(settings or [])
     assigned, models = parsed_settings(asked.shared), typed.pop("model") or []
     spec = stack_spec(typed, assigned, name=name, run_dir=where, config=config, models=models, own=asked.own)
     raise_interrupt()
     check_run_dir(where)
     run_stack(spec, ready_fd)
+
+
+def fetch_to(folder: str) -> None:
+    """Has this process, and those that it starts, look for repositories of the hub in `folder`, which need not exist;
+    the hub's library reads that as it is loaded."""
+    replace_environment({**process_environment(), "HF_HUB_CACHE": str(Path(folder).expanduser().absolute())})
 
 
 def check_run_dir(path: Path) -> None:

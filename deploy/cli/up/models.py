@@ -24,6 +24,7 @@ SIZES_OF_A_MODEL = frozenset(
 """Settings of a stack of which each model has its own."""
 OF_ALL_MODELS = frozenset({"model", "served_model_name", "kv_connector", "kv_connector_extra_config", "kv_role"})
 ONE_MODEL_ONLY = (
+    "tokenizer",
     "nodes",
     "master",
     "advertise_address",

@@ -20,6 +20,7 @@ SAME: Mapping[str, str] = {
     "--speculative-config": "--speculative",
     "-sc": "--speculative",
     "--nnodes": "--nodes",
+    "--api-server-count": "--gateways",
 }
 """Options that have another name here and the same values."""
 VALUES: Mapping[str, Mapping[str, str]] = {
@@ -45,6 +46,12 @@ NEEDLESS: Mapping[str, str] = {
     "--no-enable-log-requests": "requests are not logged",
     "--disable-log-stats": "figures are at /metrics, not in the log",
     "--disable-uvicorn-access-log": "requests are not logged",
+    "--async-scheduling": "steps are planned before the one before them has ended",
+    "--enable-request-id-headers": "answers always have X-Request-Id",
+    "--enable-scale-out": "/inference/v1/generate and /render always answer",
+    "--enable-elastic-ep": "/scale_elastic_ep always answers",
+    "--no-enable-log-outputs": "outputs are not logged",
+    "--disable-cascade-attn": "attention has no cascade",
     "--enable-ssl-refresh": "certificates are always read again when they change",
 }
 """Switches of vLLM's that ask for what is so in any case: they are left out, and why is said."""
@@ -52,22 +59,25 @@ INSTEAD: Mapping[str, str] = {
     "--seed": "requests have seeds (`seed`); without one it is drawn anew each time",
     "--ssl-cert-reqs": "--ssl-ca-certs FILE has clients show a certificate",
     "--ssl-ciphers": "TLS 1.2 and 1.3 with OpenSSL's choice of ciphers",
-    "--allowed-origins": "--set gateway.cors_origins=ORIGIN",
-    "--limit-mm-per-prompt": "--set gateway.max_images=N, gateway.max_videos=N, gateway.max_sounds=N",
-    "--structured-outputs-config": "--grammar-backend",
     "--kv-transfer-config": "--prefill N --decode N, or --kv-connector",
-    "--kv-offloading-size": "--kvstore-memory SIZE",
     "--master-addr": "--master HOST:PORT, of the first host's NATS server",
     "--distributed-executor-backend": "--launcher ray",
     "--decode-context-parallel-size": "keys and values are not spread over ranks; --prefill-context-parallel-size",
     "--enable-dbo": "a step is not cut into two (ADR 132)",
     "--compilation-config": "nothing is compiled by torch; --enable-sp, --enforce-eager",
-    "--tokenizer": "the tokenizer of the model's folder is used",
-    "--download-dir": "HF_HOME says where repositories lie",
+    "--hf-token": "HF_TOKEN=… in the environment, where other users of the machine do not see it",
+    "--cpu-offload-gb": "weights stay on their device: --quantization makes them smaller, --tp and --pp share them out",
+    "--hf-overrides": "change config.json in a copy of the model's folder",
+    "--num-gpu-blocks-override": "--kv-memory SIZE",
+    "--max-cpu-loras": "all adapters lie in main memory; --max-loras N are on the device",
+    "--runner": "--pooling-type TYPE has a model make vectors",
+    "--convert": "--pooling-type TYPE has a model make vectors",
+    "--logprobs-mode": "log-probabilities are those of the model, before sampling changes them",
+    "--uds": "--host and --port; a proxy in front may listen on a socket",
+    "--enable-tokenizer-info-endpoint": "there is no /tokenizer_info; /tokenize and /detokenize",
     "--enable-log-requests": "--trace-sample-rate, baton trace",
     "--uvicorn-log-level": "--log-level",
     "--swap-space": "preempted sequences go to the KV store: --kvstore-memory SIZE",
-    "--api-server-count": "--gateways N",
 }
 """What to do in place of an option that there is none for."""
 
@@ -80,7 +90,7 @@ def translated(line: Sequence[str], switches: Container[str] = ()) -> tuple[list
     made: list[str] = []
     said: list[str] = []
     rest, has_model = list(line), False
-    revision: str | None = None
+    revisions: dict[str, str] = {}
     while rest:
         name, equals, value = _split(rest.pop(0))
         if not name.startswith("-"):
@@ -95,8 +105,14 @@ def translated(line: Sequence[str], switches: Container[str] = ()) -> tuple[list
             while not equals and rest and not rest[0].startswith("-"):
                 values.append(rest.pop(0))
             made += SEVERAL[name](values)
-        elif name == "--revision" and (equals or rest):
-            revision = value if equals else rest.pop(0)
+        elif name in REVISIONS and (equals or rest):
+            revisions[REVISIONS[name]] = value if equals else rest.pop(0)
+        elif name in CONVERTED and (equals or rest):
+            given = value if equals else rest.pop(0)
+            try:
+                made += CONVERTED[name](given)
+            except (ValueError, TypeError, KeyError) as error:
+                raise CommandError(f"{name} {given}: {error}", status=2) from None
         elif name in SETTINGS and (equals or rest):
             made += ["--set", f"{SETTINGS[name]}={value if equals else rest.pop(0)}"]
         elif name in VALUES and (equals or rest):
@@ -107,15 +123,18 @@ def translated(line: Sequence[str], switches: Container[str] = ()) -> tuple[list
             made.append(f"{name}{equals}{value}")
             if not equals and name not in switches and rest:
                 made.append(rest.pop(0))
-    return made if revision is None else _at_revision(made, revision), said
+    for option, revision in revisions.items():
+        made = _at_revision(made, option, revision)
+    return made, said
 
 
-def _at_revision(made: Sequence[str], revision: str) -> list[str]:
-    """With the revision behind the model's name. Raises CommandError where no one model is named."""
-    line = [part for each in made for part in (each.split("=", 1) if each.startswith("--model=") else [each])]
-    if line.count("--model") != 1 or line[-1] == "--model":
-        raise CommandError("--revision: of one model with --model", status=2)
-    at = line.index("--model") + 1
+def _at_revision(made: Sequence[str], option: str, revision: str) -> list[str]:
+    """With the revision behind the name that the option has. Raises CommandError where there is no one name."""
+    line = [part for each in made for part in (each.split("=", 1) if each.startswith(f"{option}=") else [each])]
+    if line.count(option) != 1 or line[-1] == option:
+        typed, what = next(each for each in REVISIONS.items() if each[1] == option)
+        raise CommandError(f"{typed}: of one {what.strip('-')} with {what}", status=2)
+    at = line.index(option) + 1
     repository, colon, quantization = line[at].partition(":")
     line[at] = f"{repository}@{revision}{colon}{quantization}"
     return line
@@ -159,6 +178,61 @@ def _adapters(values: Sequence[str]) -> Iterator[str]:
             raise CommandError(f'--lora-modules {value}: {{"name": …, "path": …}} is expected', status=2) from None
 
 
+def _media_limits(value: str) -> Iterator[str]:
+    """vLLM takes an object of numbers, or of objects that have one as `count`."""
+    for kind, limit in _object(value).items():
+        if kind not in _MEDIA:
+            raise ValueError(f"{kind!r} is none of {', '.join(_MEDIA)}")
+        count = limit.get("count") if isinstance(limit, dict) else limit
+        if type(count) is not int or count < 1:
+            raise ValueError(f"{kind}: a number from 1 on is expected")
+        yield from ("--set", f"gateway.{_MEDIA[kind]}={count}")
+
+
+def _origins(value: str) -> Iterator[str]:
+    origins = json.loads(value)
+    if not isinstance(origins, list) or not all(isinstance(each, str) for each in origins):
+        raise ValueError("a list of origins in JSON is expected")
+    yield from ("--set", f"gateway.cors_origins={','.join(origins)}")
+
+
+def _grammars(value: str) -> Iterator[str]:
+    config = _object(value)
+    if unknown := config.keys() - {"backend"}:
+        raise ValueError(f"{', '.join(sorted(unknown))}: only backend is taken")
+    backend = config.get("backend", "auto")
+    if backend != "auto":
+        yield from ("--grammar-backend", {"guidance": "llguidance"}.get(backend, backend))
+
+
+def _gibibytes(value: str) -> Iterator[str]:
+    yield from ("--kvstore-memory", str(round(float(value) * 2**30)))
+
+
+def _tokenizer_mode(value: str) -> Iterator[str]:
+    if value not in ("auto", "hf"):
+        raise ValueError("only auto and hf are taken: a tokenizer.json is read by the tokenizers library")
+    yield from ()
+
+
+def _object(value: str) -> dict[str, Any]:
+    found = json.loads(value)
+    if not isinstance(found, dict):
+        raise ValueError("an object in JSON is expected")
+    return found
+
+
+_MEDIA = {"image": "max_images", "video": "max_videos", "audio": "max_sounds"}
+CONVERTED: Mapping[str, Callable[[str], Iterator[str]]] = {
+    "--limit-mm-per-prompt": _media_limits,
+    "--allowed-origins": _origins,
+    "--structured-outputs-config": _grammars,
+    "--kv-offloading-size": _gibibytes,
+    "--tokenizer-mode": _tokenizer_mode,
+}
+"""Options whose one value is written otherwise here."""
+REVISIONS: Mapping[str, str] = {"--revision": "--model", "--tokenizer-revision": "--tokenizer"}
+"""Options that say the revision of what another one names."""
 SEVERAL: Mapping[str, Callable[[Sequence[str]], Iterator[str]]] = {
     "--served-model-name": _names,
     "--lora-modules": _adapters,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from deploy.cli.up.choices import check_adapters, check_gateway
 from deploy.cli.up.counts import counts_of
 from deploy.cli.up.data_parallel import engines_of_groups
 from deploy.errors import CommandError
-from deploy.model_choice import DEMO_MODEL, model_directory, model_folder, served_name
+from deploy.model_choice import DEMO_MODEL, folder_with_tokenizer, model_directory, model_folder, served_name
 from deploy.supervisor.core.plan import Counts, all_process_specs
 from deploy.supervisor.launch import LaunchContext, flags, secret_settings, service_command
 from deploy.supervisor.settings import StackSettings
@@ -276,3 +279,49 @@ def test_ranks_are_told_their_place_in_their_group() -> None:
         own = told[f"engine-{number}-rank0"]
         assert {"--data-parallel-size=2", f"--data-parallel-rank={rank}", "--world-size=1"} <= set(own)
         assert "--rendezvous=127.0.0.1:9" in own
+
+
+def test_a_model_may_have_another_tokenizer(tmp_path: Path) -> None:
+    other, run_dir = tmp_path / "other", tmp_path / "run"
+    other.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO_MODEL / name, other / name)
+    (other / "chat_template.jinja").write_text("other")
+    folder = folder_with_tokenizer(DEMO_MODEL, str(other), run_dir, is_local=True)
+    assert folder.is_relative_to(run_dir.resolve())
+    assert (folder / "chat_template.jinja").read_text() == "other"
+    assert (folder / "tokenizer.json").resolve() == (other / "tokenizer.json").resolve()
+    assert (folder / "config.json").resolve() == (DEMO_MODEL / "config.json").resolve()
+    assert {path.name for path in folder.iterdir()} >= {path.name for path in DEMO_MODEL.glob("*.safetensors")}
+    assert folder_with_tokenizer(DEMO_MODEL, str(other), run_dir, is_local=True) == folder
+    grown = json.loads((other / "tokenizer.json").read_bytes())
+    grown["model"]["vocab"] |= {f"word{i}": i for i in range(len(grown["model"]["vocab"]), 4096)}
+    (other / "tokenizer.json").write_text(json.dumps(grown))
+    with pytest.raises(CommandError, match="tokens; the model has rows for"):
+        folder_with_tokenizer(DEMO_MODEL, str(other), run_dir, is_local=True)
+    with pytest.raises(CommandError, match=r"--tokenizer .*: no tokenizer\.json there"):
+        folder_with_tokenizer(DEMO_MODEL, str(tmp_path), run_dir, is_local=True)
+    with pytest.raises(CommandError, match="not with --launcher ray"):
+        folder_with_tokenizer(DEMO_MODEL, str(other), run_dir, is_local=False)
+
+
+def test_repositories_are_looked_for_where_the_command_says(tmp_path: Path) -> None:
+    """In a process of its own: the hub's library reads the folder as it is loaded."""
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = tmp_path / "models--owner--name" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123")
+    code = """
+import sys
+from deploy.cli.up.command import fetch_to
+from shared.models.model_files import resolve_model
+fetch_to(sys.argv[1])
+print(resolve_model("owner/name", weights=False))
+"""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=True
+    )
+    assert Path(found.stdout.strip()) == snapshot

@@ -33,6 +33,14 @@ def described(folder: Path, *settings: str, models: tuple[str, ...] = BOTH, **ty
     )
 
 
+def test_a_tokenizer_is_of_one_model(tmp_path: Path) -> None:
+    alone = described(tmp_path, models=(str(DEMO_MODEL),), tokenizer=str(DEMO_MODEL))
+    assert alone.model.is_relative_to(tmp_path.resolve())
+    assert alone.served_model_name == DEMO_MODEL.name
+    with pytest.raises(CommandError, match=r"--tokenizer .*: not with several models"):
+        described(tmp_path, tokenizer=str(DEMO_MODEL))
+
+
 def test_a_name_stands_before_the_model_unless_there_is_a_folder_of_that_name(tmp_path: Path) -> None:
     odd = tmp_path / "lr=1"
     odd.mkdir()

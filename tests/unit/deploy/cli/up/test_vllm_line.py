@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 
 import pytest
 
 from deploy.cli.app import loaded
-from deploy.cli.up.vllm_line import INSTEAD, NEEDLESS, SAME, SETTINGS, switches_of, translated
+from deploy.cli.up.vllm_line import CONVERTED, INSTEAD, NEEDLESS, SAME, SETTINGS, switches_of, translated
 from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
 from shared.settings import settings_of
@@ -42,6 +43,24 @@ def test_a_usual_line_comes_to_options_of_ours() -> None:
     assert {each.partition("=")[0] for each in line if each.startswith("--")} <= options()
 
 
+def test_values_that_are_written_otherwise_are_converted() -> None:
+    line, _ = translated(
+        [
+            *("m", "--limit-mm-per-prompt", '{"image": 2, "video": {"count": 1}}', "--allowed-origins", '["a", "b"]'),
+            *("--structured-outputs-config", '{"backend": "guidance"}', "--kv-offloading-size=1.5"),
+            *("--tokenizer-mode", "auto", "--tokenizer", "owner/t", "--tokenizer-revision", "v2"),
+        ]
+    )
+    assert line == [
+        *("--model", "m", "--set", "gateway.max_images=2", "--set", "gateway.max_videos=1"),
+        *("--set", "gateway.cors_origins=a,b", "--grammar-backend", "llguidance"),
+        *("--kvstore-memory", str(3 * 2**29), "--tokenizer", "owner/t@v2"),
+    ]
+    settings = [each for name, each in itertools.pairwise(line) if name == "--set"]
+    for service, _, key in (each.partition("=")[0].partition(".") for each in settings):
+        assert key in settings_of(CONFIGS[service])
+
+
 def test_a_line_of_ours_stays_as_it_is() -> None:
     line = ["--model", "a_b", "--set", "worker.seed_x=-1", "--lora", "x=/a_b", "-d", "--no-enable-prefix-caching"]
     assert translated(line) == (line, [])
@@ -64,6 +83,14 @@ def test_a_model_may_stand_behind_options(line: str) -> None:
         (["m", "--seed", "0"], "--seed is vLLM's and no option here: requests have seeds"),
         (["--revision", "v1"], "--revision: of one model"),
         (["m", "--ssl-cert-reqs=2"], "--ssl-ca-certs"),
+        (["m", "--tokenizer-revision", "v1"], "--tokenizer-revision: of one tokenizer with --tokenizer"),
+        (["m", "--limit-mm-per-prompt", '{"image": 0}'], "image: a number from 1 on is expected"),
+        (["m", "--limit-mm-per-prompt", '{"smell": 1}'], "'smell' is none of image, video, audio"),
+        (["m", "--allowed-origins", "x"], "--allowed-origins x: "),
+        (["m", "--structured-outputs-config", '{"backend": "xgrammar", "x": 1}'], "x: only backend is taken"),
+        (["m", "--tokenizer-mode", "mistral"], "--tokenizer-mode mistral: only auto and hf"),
+        (["m", "--kv-offloading-size", "much"], "--kv-offloading-size much: "),
+        (["m", "--hf-token", "hf_x"], "HF_TOKEN"),
         (["m", "--lora-modules", "{}"], "--lora-modules {}: "),
     ],
 )
@@ -75,7 +102,7 @@ def test_what_there_is_none_for_says_what_to_do(line: list[str], said: str) -> N
 def test_names_on_the_right_are_ours_and_names_on_the_left_are_not() -> None:
     ours = options()
     assert set(SAME.values()) <= ours
-    assert not ours & {*SAME, *SETTINGS, *NEEDLESS, *INSTEAD}
+    assert not ours & {*SAME, *SETTINGS, *NEEDLESS, *INSTEAD, *CONVERTED}
     for setting in SETTINGS.values():
         service, _, key = setting.partition(".")
         assert key in settings_of(CONFIGS[service])
