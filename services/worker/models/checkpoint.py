@@ -124,6 +124,11 @@ class Checkpoint:
         """The same tensors without their elements."""
         return CheckpointHeaders(self._model_dir, self._files, self._tensors, self._dtype)
 
+    def is_matrix_of_codes(self, name: str) -> bool:
+        """Whether the tensor `name` is called as matrices are, and its elements are no weights. Some models keep masks
+        and positions beside them."""
+        return name.endswith(("weight", "_proj")) and self._found(name).dtype not in NUMBERS
+
     def check_number(self, name: str) -> None:
         """Raises ModelError where the elements of the tensor `name` are no weights: codes that are taken for numbers
         are nonsense."""
@@ -225,9 +230,9 @@ class CheckpointHeaders(Checkpoint):
 
 def check_matrices(checkpoint: Checkpoint) -> None:
     """Raises ModelError where a matrix of a checkpoint without a quantization_config is no weight: `transformers` would
-    take its codes for numbers. Some models keep masks and positions beside them."""
+    take its codes for numbers."""
     for name in checkpoint.names:
-        if name.endswith(("weight", "_proj")):
+        if checkpoint.is_matrix_of_codes(name):
             checkpoint.check_number(name)
 
 
@@ -308,20 +313,20 @@ _BESIDE = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_tower|multi_modal_proj
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
+def is_beside(name: str, num_layers: int) -> bool:
+    """Whether a tensor is of a tower, or of a module that predicts further tokens, beside or behind the layers."""
+    layer = _LAYER.search(name)
+    return _BESIDE.search(name) is not None or (layer is not None and int(layer[1]) >= num_layers)
+
+
 def stored_bytes(model_dir: Path, num_layers: int) -> int:
-    """Bytes of the language model's tensors: without towers, which an encoder has, and modules that predict further
-    tokens, beside the layers or behind them. Raises ModelError."""
-
-    def counts(name: str) -> bool:
-        layer = _LAYER.search(name)
-        return _BESIDE.search(name) is None and (layer is None or int(layer[1]) < num_layers)
-
+    """Bytes of the language model's tensors. Raises ModelError."""
     try:
         headers = [read_header(path).tensors for path in checkpoint_files(model_dir)]
     except (OSError, TensorFileError) as error:
         raise ModelError(str(error)) from None
     tensors = ((name, entry.data_offsets) for header in headers for name, entry in header.items())
-    return sum(end - first for name, (first, end) in tensors if counts(name))
+    return sum(end - first for name, (first, end) in tensors if not is_beside(name, num_layers))
 
 
 # The digest is made of the configuration and of samples of the files, without reading all weights.

@@ -43,6 +43,7 @@ from services.worker.models.pooling.step_pooling import (
     read_process_reward_head,
     step_card,
 )
+from services.worker.models.quantization.method import QuantizationMethod, read_method
 from services.worker.models.sharding import PipelineStage
 from services.worker.models.states.checkpoint_pages import CheckpointPages
 from services.worker.models.weights import ForwardPass, KvCaches
@@ -287,12 +288,15 @@ def check_weights_fit(stage_bytes: int, dtype: Dtype, world_size: int, free: int
         )
 
 
-def already_quantized(settings: LoadSettings, method: str) -> ModelError:
-    """What is raised where weights that are codes of `method` would be rounded again."""
-    return ModelError(
-        f"quantization {settings.quantization}: the checkpoint is quantised already, by {method}; "
-        "auto reads it as it is"
-    )
+def quantization_of(settings: LoadSettings) -> QuantizationMethod | None:
+    """How the checkpoint is quantised; None where it is not. Raises ModelError for what cannot be read."""
+    method = None if settings.load_format == "dummy" else read_method(settings.folder)
+    if method is not None and settings.quantization != "auto":
+        raise ModelError(
+            f"quantization {settings.quantization}: the checkpoint is quantised already, by {method.name}; "
+            "auto reads it as it is"
+        )
+    return method
 
 
 def digest_of(settings: LoadSettings, config: Struct) -> str:

@@ -39,7 +39,6 @@ from services.worker.models.loaded_model import (
     TORCH_DTYPES,
     LoadedModel,
     LoadSettings,
-    already_quantized,
     check_weights_fit,
     code_of,
     create_ops,
@@ -47,6 +46,7 @@ from services.worker.models.loaded_model import (
     dtype_of,
     model_len,
     pooling_of,
+    quantization_of,
     read_classifier_head,
 )
 from services.worker.models.loading import load_experts, load_weights
@@ -59,7 +59,7 @@ from services.worker.models.pooling.classification import (
 )
 from services.worker.models.pooling.step_pooling import read_token_rows
 from services.worker.models.quantization.matrices import MatrixLoader
-from services.worker.models.quantization.method import QuantizationMethod, read_method
+from services.worker.models.quantization.method import QuantizationMethod
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
 from services.worker.models.weights import DecoderWeights, MixtureMlp
@@ -86,7 +86,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         return load_library_model(settings)
     config = read_model_config(settings.folder, quantized=True) if plugin is None else plugin.config
     check_latent(config.latent, settings.kv_cache_dtype, settings.attention)
-    method = _method_of(settings)
+    method = quantization_of(settings)
     if plugin is not None:
         _check_plugin(settings, plugin, method)
     if settings.context_rows is not None and config.states is not None:
@@ -329,14 +329,6 @@ def _check_plugin(settings: LoadSettings, plugin: PluginModel, method: Quantizat
     )
     for name in (name for name, value in asked if value):
         raise ModelError(f"{name}: not allowed for a model of {plugin.where}")
-
-
-def _method_of(settings: LoadSettings) -> QuantizationMethod | None:
-    """How the checkpoint is quantised; None where it is not. Raises ModelError for what cannot be read."""
-    method = None if settings.load_format == "dummy" else read_method(settings.folder)
-    if method is not None and settings.quantization != "auto":
-        raise already_quantized(settings, method.name)
-    return method
 
 
 def _weight_bytes(

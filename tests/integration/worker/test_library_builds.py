@@ -34,7 +34,7 @@ def test_what_one_replaces_the_other_does_not_find(tmp_path: Path, monkeypatch: 
     with ThreadPoolExecutor(1) as threads:
         tower = threads.submit(PromptTower, model.path)
         assert reads.wait(30)
-        library_config(model.path, trust_remote_code=False)
+        library_config(model.path, trust_remote_code=False, codes=False)
         tower.result()
     assert ties
     assert all(ties)

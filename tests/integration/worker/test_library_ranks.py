@@ -20,7 +20,8 @@ from tests.integration.worker.test_hybrid_kv_cache import LIMITS as HYBRID
 from tests.integration.worker.test_hybrid_kv_cache import agrees
 from tests.support.models.library_models import library_model
 from tests.support.models.mxfp4 import mxfp4_model
-from tests.support.models.rounded_models import rounded
+from tests.support.models.quantised_files import quantise
+from tests.support.models.rounded_models import SIZES, rounded
 from tests.support.worker.library_situations import LENGTHS, OUTPUT, prompt
 from tests.support.worker.rank_processes import EngineOfRanks, RankProcesses, rank_processes
 from tests.support.worker.tiny_backend import tiny_backend
@@ -68,6 +69,20 @@ def test_two_ranks_share_the_weights_that_one_would_have_rounded(
     model = library_model(architecture, tmp_path)
     rounded(model.reference, code)
     engine = ranks.serve(model.path, tp=2, ops="native", quantization=code)
+    request = engine.ask(PROMPTS[0], OUTPUT)
+    engine.run()
+    expected = model.logits(PROMPTS[0] + request.tokens)[len(PROMPTS[0]) - 1 : -1]
+    assert torch.tensor(engine.logits).sub(expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(("architecture", "method"), [("Phi3", "gptq"), ("Olmo2", "fp8 of blocks"), ("Cohere2", "awq")])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_two_ranks_share_the_codes_of_a_checkpoint(
+    architecture: str, method: str, stages: int, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Several matrices in one; groups of 64 inputs that the ranks' shares of 32 cut."""
+    model = quantise(library_model(architecture, tmp_path, **SIZES, head_dim=16), method)
+    engine = ranks.serve(model.path, tp=3 - stages, stages=stages, ops="native")
     request = engine.ask(PROMPTS[0], OUTPUT)
     engine.run()
     expected = model.logits(PROMPTS[0] + request.tokens)[len(PROMPTS[0]) - 1 : -1]

@@ -13,6 +13,7 @@ from torch import nn
 
 from services.worker.models.checkpoint import CPU, open_checkpoint, stored_bytes
 from services.worker.models.config import ModelError
+from services.worker.models.fallback.library_decoder import LibraryDecoder
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.mixture.loading import read_experts
 from services.worker.models.quantization.matrices import MatrixLoader
@@ -20,9 +21,18 @@ from services.worker.models.quantization.method import read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.tensor_file import TensorFiles
 from services.worker.ops.quantized import Code, QuantizedStack, QuantizedWeight
-from services.worker.ops.torch_ops import TorchOps
-from tests.support.models.quantised_files import LEFT_ALONE, METHODS, compressed_config, quantised, quark, torchao
-from tests.support.models.rounded_models import assert_same_steps, round_inputs
+from services.worker.ops.torch_ops import QuantizedLinear, TorchOps
+from tests.support.models.library_models import library_model
+from tests.support.models.quantised_files import (
+    LEFT_ALONE,
+    METHODS,
+    compressed_config,
+    quantise,
+    quantised,
+    quark,
+    torchao,
+)
+from tests.support.models.rounded_models import SIZES, assert_same_steps, round_inputs
 from tests.support.models.tiny_models import VOCABULARY, make_model
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import last_logits, record_logits
@@ -232,16 +242,48 @@ def test_what_cannot_be_read_is_refused_by_name(settings: dict[str, Any], says: 
         tiny_backend(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["gptq", "fp8"])
-def test_transformers_computes_none(method: str, tmp_path: Path) -> None:
-    """Whether it is asked to, or nobody else could."""
-    quantised(tmp_path, method)
-    with pytest.raises(ModelError, match=r"quantized checkpoints only of quant_method mxfp4; --model-impl"):
-        tiny_backend(tmp_path, model_impl="transformers")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"quantization_config is set.*, quantized checkpoints only of"):
+LIBRARY_SIZES = {**SIZES, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "method"),
+    [
+        *(("Olmo2", "gptq"), ("Phi3", "awq"), ("Cohere2", "packed with zero points"), ("Glm4", "int8")),
+        *(("Olmo2", "fp8 of blocks"), ("Olmo2", "nvfp4"), ("Olmo2", "nested nf4")),
+    ],
+)
+def test_transformers_computes_with_linear_layers_of_codes(
+    architecture: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantise(library_model(architecture, tmp_path, **LIBRARY_SIZES), method)
+    recorded = record_logits(monkeypatch)
+    driver = Driver(tiny_backend(tmp_path, ops="native", dtype="float32"))
+    recorded.clear()  # what it tried when it was started
+    sequence = driver.add(PROMPT, OUTPUT)
+    driver.run()
+    expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
+    assert (torch.cat(recorded[:OUTPUT]) - expected).abs().max() < 1e-3
+
+
+def test_its_layers_stay_codes_and_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    quantise(library_model("Olmo2", tmp_path / "dense", **LIBRARY_SIZES), "gptq")
+    decoder = tiny_backend(tmp_path / "dense", ops="torch").rank.decoder
+    assert isinstance(decoder, LibraryDecoder)
+    products = decoder.named_modules().products
+    assert isinstance(products["model.layers.0.mlp.down_proj"].packed, QuantizedLinear)
+    for method in ("gptq", "fp8"):
+        quantise(library_model("Glm4Moe", tmp_path / method, **LIBRARY_SIZES), method)
+        with pytest.raises(ModelError, match=r"experts\.0\..* is of codes, and of no linear layer of Glm4Moe"):
+            tiny_backend(tmp_path / method)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.scales", "model.layers.1.input_layernorm.weight"])
+def test_what_is_missing_beside_codes_is_named(name: str, tmp_path: Path) -> None:
+    quantise(library_model("Phi3", tmp_path, **LIBRARY_SIZES), "gptq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"the checkpoint has no tensor {name}"):
         tiny_backend(tmp_path)
 
 

@@ -337,8 +337,13 @@ LEFT_ALONE = (
 def quantised(path: Path, method: str, family: str = "qwen2", **changes: Any) -> TinyModel:
     """A checkpoint of `method`, and a reference with what its weights stand for. The head, one layer's output
     projection, and what has few outputs are left alone."""
+    return quantise(make_model(family, path, **SIZES, **changes), method)
+
+
+def quantise(model: TinyModel, method: str) -> TinyModel:
+    """The same, with its checkpoint as `quantised` has it."""
     settings, write = METHODS[method]
-    model = make_model(family, path, **SIZES, **changes)
+    path = model.path
     tensors = load_file(path / "model.safetensors")
     with torch.no_grad():
         for name, module in model.reference.named_modules():

@@ -51,14 +51,15 @@ class LibraryConfig(Struct, frozen=True, kw_only=True):
 
 
 def library_config(
-    folder: Path, *, trust_remote_code: bool
+    folder: Path, *, trust_remote_code: bool, codes: bool
 ) -> tuple[LibraryConfig, PretrainedConfig, type[PreTrainedModel]]:
-    """The configuration in `folder`, the library's own, and its class. Takes no memory for weights.
+    """The configuration in `folder`, the library's own, and its class. Takes no memory for weights. `codes`: whether we
+    read the checkpoint's codes, of which the library's configuration then says nothing.
 
     Raises ModelError where the library does not know the model, or knows it as none that we can serve."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-        _refuse_unsupported(config)
+        _refuse_unsupported(config, codes=codes)
         if any(each.endswith((SUFFIX, TOKEN_SUFFIX)) for each in config.architectures or ()):
             config.tie_word_embeddings = True  # what is never asked for its logits needs no further table
         register()
@@ -80,7 +81,11 @@ def library_config(
         hint = "; --trust-remote-code runs code of the model's own" if "trust_remote_code" in str(error) else ""
         raise ModelError(f"{folder}: transformers cannot build the model: {first_line(error)}{hint}") from None
     try:
-        return _described(folder, config, model), config, type(model)
+        described = _described(folder, config, model)
+        for part in (config, config.get_text_config(decoder=True)) if codes else ():
+            if hasattr(part, "quantization_config"):
+                del part.quantization_config
+        return described, config, type(model)
     except ModelError as error:
         raise ModelError(f"{folder}: {type(model).__name__}: {error}") from None
     except AttributeError as error:
@@ -108,13 +113,9 @@ def has_mxfp4(config: PretrainedConfig) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
-def _refuse_unsupported(config: PretrainedConfig) -> None:
-    if getattr(config, "quantization_config", None) is not None and not has_mxfp4(config):
-        raise ModelError(
-            "quantization_config is set: of models that transformers computes, quantized checkpoints only of "
-            "quant_method mxfp4; --model-impl native reads those of our own families, and --quantization rounds the "
-            "original when it is loaded"
-        )
+def _refuse_unsupported(config: PretrainedConfig, *, codes: bool) -> None:
+    if codes and (hears(config) or reads_text(config)):
+        raise ModelError("quantization_config is set: of models with an encoder, no quantised checkpoints are read")
     if reads_text(config):
         return
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from services.worker.models.checkpoint import (
     TensorSource,
     open_checkpoint,
+    stored_bytes,
 )
 from services.worker.models.config import ModelError
 from services.worker.models.dummy_weights import DummyTensors
@@ -18,7 +19,6 @@ from services.worker.models.loaded_model import (
     TORCH_DTYPES,
     LoadedModel,
     LoadSettings,
-    already_quantized,
     check_weights_fit,
     code_of,
     create_ops,
@@ -26,6 +26,7 @@ from services.worker.models.loaded_model import (
     dtype_of,
     model_len,
     pooling_of,
+    quantization_of,
     read_classifier_head,
 )
 from services.worker.models.pooling.classification import ClassifierHead, label_head, token_ids
@@ -50,11 +51,11 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
             raise ModelError(f"{name}: only for architectures that Baton computes itself, not transformers")
     if encoder_type(settings.folder) is not None:
         return _library_encoder(settings)
-    library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code)
+    method = quantization_of(settings)
+    codes = None if method is None or method.name == "mxfp4" else method  # whose blocks the library makes numbers of
+    library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code, method=codes)
     config = library.config
     check_library_experts(settings.experts, config)
-    if library.has_codes and settings.quantization != "auto":
-        raise already_quantized(settings, "mxfp4")
     pooling = pooling_of(settings, config, generates=True)
     judged_by = () if pooling is None else pooling.token_ids
     if settings.classifier_from_token:
@@ -62,7 +63,11 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
     dtype = dtype_of(settings.dtype, config)
     length = model_len(config, settings.max_model_len)
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
-    stage_bytes = library.stage_parameters(stage) * TORCH_DTYPES[dtype].itemsize
+    if codes is None:
+        stage_bytes = library.stage_parameters(stage) * TORCH_DTYPES[dtype].itemsize
+    else:
+        whole = stored_bytes(settings.folder, config.num_layers) * codes.growth
+        stage_bytes = whole * stage.num_layers // config.num_layers
     check_weights_fit(stage_bytes, dtype, 1, settings.platform.memory().free)
     digest = digest_of(settings, config)
     ops = create_ops(settings, TORCH_DTYPES[dtype])

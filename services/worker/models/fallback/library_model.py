@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from services.worker.distributed.all2all import All2AllBackend
 from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.distributed.torch_ranks import RankGroup
-from services.worker.models.checkpoint import NOWHERE, check_matrices, open_checkpoint
+from services.worker.models.checkpoint import NOWHERE, check_matrices, is_beside, open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
@@ -29,10 +29,13 @@ from services.worker.models.fallback.library_config import (
 )
 from services.worker.models.fallback.library_decoder import GroupLibraryDecoder, HeadPlace, LibraryDecoder, StagePlace
 from services.worker.models.fallback.library_encoder_decoder import LibraryEncoderDecoder, prepare_decoder
-from services.worker.models.fallback.packed_products import pack_products
+from services.worker.models.fallback.packed_products import class_of_codes, pack_products, read_codes, unread
 from services.worker.models.fallback.pipeline_stage import PassOfStage, class_of_stage, strip_to_stage
-from services.worker.models.fallback.tensor_parallel import shard_model
+from services.worker.models.fallback.tensor_parallel import RoundedShare, shard_model
 from services.worker.models.fallback.whole_experts import GroupMeeting, StageMeeting, WholeExperts, keep_whole_experts
+from services.worker.models.quantization.method import QuantizationMethod
+from services.worker.models.quantization.modules import module_of
+from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.sharding import PipelineStage
 from services.worker.ops.interface import Ops
 from services.worker.ops.quantized import Scheme
@@ -44,17 +47,15 @@ _log = logging.getLogger(__name__)
 class LibraryModel:
     """A model in a directory, that `transformers` knows."""
 
-    def __init__(self, folder: Path, *, trust_remote_code: bool) -> None:
-        """Reads the configuration; takes no memory for weights. Raises ModelError where the library does not know the
-        model, or knows it as none that we can serve."""
+    def __init__(self, folder: Path, *, trust_remote_code: bool, method: QuantizationMethod | None) -> None:
+        """Reads the configuration; takes no memory for weights. `method`: how linear layers are quantised. Raises
+        ModelError where the library does not know the model, or knows it as none that we can serve."""
         self._folder = folder
         self._trusts = trust_remote_code
-        self.config, self._own, self._class = library_config(folder, trust_remote_code=trust_remote_code)
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether the checkpoint is quantised."""
-        return has_mxfp4(self._own)
+        self._method = method
+        self.config, self._own, self._class = library_config(
+            folder, trust_remote_code=trust_remote_code, codes=method is not None
+        )
 
     def stage_parameters(self, stage: PipelineStage) -> int:
         """Parameters of the layers of `stage`, and what it has of embedding and head. Takes no memory for weights.
@@ -94,11 +95,14 @@ class LibraryModel:
             passing = PassOfStage() if stage.count == 1 else strip_to_stage(model, stage)
         else:
             with open_checkpoint(self._folder, dtype) as files:  # cut files are found before memory is taken
-                _check_blocks(self._folder, set(files.names))
-                if not self.has_codes:
-                    check_matrices(files)
                 kind = self._class if stage.count == 1 else class_of_stage(self._class, stage)
-                model = _read_model(kind, self._folder, self._own, dtype)
+                if self._method is not None:
+                    model = self._read_codes(kind, QuantizedCheckpoint(files, self._method, dtype))
+                else:
+                    _check_blocks(self._folder, set(files.names))
+                    if not has_mxfp4(self._own):
+                        check_matrices(files)
+                    model = _read_model(kind, self._folder, self._own, dtype)
             passing = _stage_of(model)
         adapt(model, self._own)
         rows = _head_rows(model, judged_by) if judged_by and stage.is_last else None
@@ -128,13 +132,29 @@ class LibraryModel:
             made.judge_by(*rows)
         return made
 
+    def _read_codes(self, kind: type[PreTrainedModel], checkpoint: QuantizedCheckpoint) -> nn.Module:
+        """As `_read_model`, of linear layers the codes that the checkpoint has."""
+        kind = class_of_codes(kind, checkpoint)
+        with BUILDING, torch.device("meta"):
+            made = kind(self._own)
+        modules, dropped = set(unread(made)), _stage_of(made).dropped
+        for name in checkpoint.codes_of_others(modules):
+            if not is_beside(name, self.config.num_layers) and not name.startswith(dropped):
+                raise ModelError(
+                    f"{self._folder}: tensor {name} is of codes, and of no linear layer of {kind.__name__}: "
+                    "experts that it keeps in one tensor are read from weights that are not quantised"
+                )
+        model = _read_model(kind, self._folder, self._own, checkpoint.dtype, codes_of=modules)
+        read_codes(model, checkpoint)
+        return model
+
 
 def _head_rows(model: nn.Module, ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Of the whole head, before it is packed or split: weights [ids, hidden] and biases [ids], in float32. Raises
     ModelError where there is none."""
     own: Any = model
     head = own.get_output_embeddings()
-    weight = getattr(head, "weight", None)
+    weight = head.numbers() if isinstance(head, RoundedShare) else getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise ModelError(f"{type(model).__name__} does not show its head, so its tokens judge nothing")
     rows = weight[list(ids)].float()
@@ -150,9 +170,16 @@ def _check_blocks(folder: Path, names: set[str]) -> None:
             raise ModelError(f"{folder}: the checkpoint has no tensor {scales}")
 
 
-def _read_model(kind: type[PreTrainedModel], folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
-    """A model of this `kind` with the weights of `folder`, on the CPU. Raises ModelError where a weight is missing or
-    of another shape, before memory is taken: the library would make one up."""
+def _read_model(
+    kind: type[PreTrainedModel],
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    codes_of: Container[str] = (),
+) -> nn.Module:
+    """A model of this `kind` with the weights of `folder`, on the CPU. `codes_of`: modules whose weights it does not
+    read. Raises ModelError where a weight is missing or of another shape, before memory is taken: the library would
+    make one up."""
     if not has_mxfp4(config):  # whose numbers are made as they are read
         # Where embedding and head are one, the library pads the head's bias, which it cannot do nowhere.
         own = {"__module__": kind.__module__, "_adjust_bias": staticmethod(lambda *_: None)}
@@ -162,7 +189,8 @@ def _read_model(kind: type[PreTrainedModel], folder: Path, config: PretrainedCon
     others = _stage_of(model).dropped
     if hears(config) or reads_text(config):
         others = (*others, "encoder.")  # it is another service's
-    if unused := sorted(key for key in info["unexpected_keys"] if not any(each in key for each in others)):
+    unexpected = [key for key in info["unexpected_keys"] if module_of(key) not in codes_of]
+    if unused := sorted(key for key in unexpected if not any(each in key for each in others)):
         _log.warning("%d tensors of the checkpoint are not used, such as %s", len(unused), unused[0])
     ready: nn.Module = model.eval().requires_grad_(False)
     return ready

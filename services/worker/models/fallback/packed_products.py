@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from services.worker.models.fallback.adapters import PLAIN_PRODUCTS, WEIGHT_READERS
 from services.worker.models.fallback.tensor_parallel import WHOLE, RoundedShare
+from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.weights import NamedProduct
 from services.worker.ops.interface import Ops, PackedLinear
 from services.worker.ops.quantized import Scheme, quantize
@@ -55,7 +57,7 @@ def pack_products(model: nn.Module, ops: Ops, quantization: Scheme | None, outpu
         if type(model.get_submodule(parent)).__name__ in WEIGHT_READERS:
             continue
         if isinstance(module, RoundedShare):
-            packed, dtype, shape = module.pack(ops), module.weight.dtype, (module.outputs, module.inputs)
+            packed, dtype, shape = module.pack(ops), module.weight.dtype, (module.out_features, module.in_features)
         elif (weight := _weight_of(module)) is not None:
             own: Any = module
             code: Scheme | None = "int8" if quantization and name == head else quantization
@@ -67,9 +69,55 @@ def pack_products(model: nn.Module, ops: Ops, quantization: Scheme | None, outpu
         setattr(model.get_submodule(parent), last, made)
 
 
+class _Unread(nn.Module):
+    """In the place of a linear layer whose weight the checkpoint has as codes, until these are read."""
+
+    def __init__(self, own: nn.Linear) -> None:
+        super().__init__()
+        self.shape = (own.out_features, own.in_features)
+        self.bias = own.bias
+
+
+def class_of_codes(kind: type[PreTrainedModel], checkpoint: QuantizedCheckpoint) -> type[PreTrainedModel]:
+    """`kind`, of which the library makes and fills all but the linear layers that the `checkpoint` has as codes. Making
+    one raises ModelError where these are misshapen."""
+    headers = checkpoint.headers()
+
+    def build(self: Any, *settings: Any, **named: Any) -> None:
+        kind.__init__(self, *settings, **named)
+        for name, module in list(self.named_modules()):
+            parent, _, last = name.rpartition(".")
+            owner = self.get_submodule(parent)
+            if not _is_plain(module) or type(owner).__name__ in WEIGHT_READERS:
+                continue
+            if headers.has_codes(name, (module.out_features, module.in_features)):
+                setattr(owner, last, _Unread(module))
+
+    # Of the same name and module: the library looks things up by both.
+    return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
+
+
+def unread(model: nn.Module) -> list[str]:
+    """The names of the linear layers whose codes are to be read."""
+    return [name for name, module in model.named_modules() if isinstance(module, _Unread)]
+
+
+def read_codes(model: nn.Module, checkpoint: QuantizedCheckpoint) -> None:
+    """Reads what `class_of_codes` left. Raises ModelError."""
+    for name in unread(model):
+        module = cast(_Unread, model.get_submodule(name))
+        made = RoundedShare(checkpoint.read_linear(name, module.shape), module.bias, checkpoint.dtype)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, made)
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return isinstance(module, nn.Linear) and (type(module) is nn.Linear or type(module).__name__ in PLAIN_PRODUCTS)
+
+
 def _weight_of(module: nn.Module) -> Tensor | None:
     """[out, in] of a linear layer; None: it is none, or has no numbers for weights."""
-    if isinstance(module, nn.Linear) and (type(module) is nn.Linear or type(module).__name__ in PLAIN_PRODUCTS):
+    if _is_plain(module):
         weight = module.weight.detach()
     elif type(module) is Conv1D:
         weight = module.weight.detach().T

@@ -168,13 +168,13 @@ def shard_model(model: nn.Module, communicator: Communicator, quantization: Sche
         if style == "colwise" or style in _FUSED:
             _check_linear(path, style, module)
             whole = 2 if style == _ONE_KEY else 0
-            _split_outputs(path, module, communicator, _matrices_of(style, module.out_features, config), whole)
+            matrices = _matrices_of(style, int(module.out_features), config)
+            _replace(model, path, _split_outputs(path, module, communicator, matrices, whole))
             split_keys |= path.endswith(_KEYS) and style != _ONE_KEY
         elif style == "rowwise":
             _check_linear(path, style, module)
-            parent, _, last = path.rpartition(".")
             share = _split_inputs(path, module, communicator, quantization)
-            setattr(model.get_submodule(parent), last, SummedProduct(share, communicator))
+            _replace(model, path, SummedProduct(share, communicator))
         elif style == _SUMMED:
             if getattr(module, "baton_whole", False):
                 continue  # they add up themselves
@@ -238,8 +238,12 @@ def _straighten(model: nn.Module) -> None:
             inputs, outputs = module.weight.shape
             made = nn.Linear(inputs, outputs, device="meta")
             made.weight, made.bias = _own(module.weight.T), module.bias
-            parent, _, last = path.rpartition(".")
-            setattr(model.get_submodule(parent), last, made)
+            _replace(model, path, made)
+
+
+def _replace(model: nn.Module, path: str, made: nn.Module) -> None:
+    parent, _, last = path.rpartition(".")
+    setattr(model.get_submodule(parent), last, made)
 
 
 def _count_own_heads(model: nn.Module, communicator: Communicator) -> None:
@@ -275,13 +279,14 @@ WHOLE = LinearShare()
 
 
 class RoundedShare(nn.Module):
-    """Some inputs of a linear layer that was rounded before it was split: not to be computed, but to be packed."""
+    """A linear layer that a checkpoint has as codes, or a share of one that was rounded before it was split: not to be
+    computed, but to be packed."""
 
     def __init__(self, rounded: QuantizedWeight | Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """`rounded`: [out, this rank's inputs]; numbers where codes could not be split so."""
+        """`rounded`: [out, in] of this rank; numbers where codes could not be had or split so."""
         super().__init__()
-        self.outputs, self.inputs = (rounded.codes if isinstance(rounded, QuantizedWeight) else rounded).shape
-        self._rounded = rounded
+        self.out_features, self.in_features = (rounded.codes if isinstance(rounded, QuantizedWeight) else rounded).shape
+        self.rounded = rounded
         self.baton_share = WHOLE
         self.bias = bias
         self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
@@ -291,9 +296,26 @@ class RoundedShare(nn.Module):
         """Ready for `ops.linear`, where the model is."""
         device = self.weight.device
         bias = None if self.bias is None else self.bias.detach().to(device)
-        if isinstance(self._rounded, QuantizedWeight):
-            return ops.pack_quantized(self._rounded.to(device), bias)
-        return ops.pack_linear(self._rounded.to(device), bias)
+        if isinstance(self.rounded, QuantizedWeight):
+            return ops.pack_quantized(self.rounded.to(device), bias)
+        return ops.pack_linear(self.rounded.to(device), bias)
+
+    def numbers(self) -> Tensor:
+        """[out, in], in float32."""
+        whole = self.rounded
+        return whole.dequantized(torch.float32) if isinstance(whole, QuantizedWeight) else whole.float()
+
+    def outputs(self, which: Tensor) -> QuantizedWeight | Tensor:
+        """These of them."""
+        whole = self.rounded
+        return whole.outputs(which) if isinstance(whole, QuantizedWeight) else whole[which]
+
+    def inputs(self, first: int, end: int) -> QuantizedWeight | Tensor:
+        """From the first up to the second."""
+        whole, columns = self.rounded, (first, end)
+        if isinstance(whole, QuantizedWeight):
+            return whole.part(slice(None), columns, self.weight.dtype)
+        return whole[:, first:end].contiguous()
 
 
 class SummedProduct(nn.Module):
@@ -324,7 +346,7 @@ def _check_heads(config: Any, ranks: int, plan: _Plan | None) -> None:
 
 
 def _check_linear(path: str, style: str, module: nn.Module) -> None:
-    if not isinstance(module, nn.Linear):
+    if not isinstance(module, nn.Linear | RoundedShare):
         raise ModelError(f"tp: {path} is a {type(module).__name__}, which cannot be split by {style!r}")
 
 
@@ -336,8 +358,9 @@ def _part(path: str, size: int, communicator: Communicator) -> slice:
     return slice(communicator.rank * share, (communicator.rank + 1) * share)
 
 
-def _split_outputs(path: str, module: Any, communicator: Communicator, matrices: list[int], whole: int) -> None:
-    """`matrices`: the outputs of each, one behind the other, of which the last `whole` are not split."""
+def _split_outputs(path: str, module: Any, communicator: Communicator, matrices: list[int], whole: int) -> nn.Module:
+    """What takes the place of `module`. `matrices`: the outputs of each, one behind the other, of which the last
+    `whole` are not split."""
     parts, first = list[Tensor](), 0
     for number, outputs in enumerate(matrices):
         part = _part(path, outputs, communicator) if number < len(matrices) - whole else slice(0, outputs)
@@ -345,11 +368,15 @@ def _split_outputs(path: str, module: Any, communicator: Communicator, matrices:
         first += outputs
     own = torch.cat(parts)
     rows = (int(own[0]), int(own[-1]) + 1) if len(parts) == 1 else own
-    module.baton_share = LinearShare(rows=rows, outputs=module.out_features)
-    module.out_features = len(own)
-    module.weight = _own(module.weight[own])
-    if module.bias is not None:
-        module.bias = _own(module.bias[own])
+    share = LinearShare(rows=rows, outputs=module.out_features)
+    bias = None if module.bias is None else _own(module.bias[own])
+    if isinstance(module, RoundedShare):
+        module = RoundedShare(module.outputs(own), bias, module.weight.dtype)
+    else:
+        module.out_features, module.weight, module.bias = len(own), _own(module.weight[own]), bias
+    module.baton_share = share
+    made: nn.Module = module
+    return made
 
 
 def _split_inputs(path: str, module: Any, communicator: Communicator, quantization: Scheme | None) -> nn.Module:
@@ -359,9 +386,9 @@ def _split_inputs(path: str, module: Any, communicator: Communicator, quantizati
     if module.bias is not None and communicator.rank:
         module.bias = None  # added once, by the first rank
     if quantization is not None:
-        weight = module.weight.detach()
-        rounded = quantize(weight, quantization).part(slice(None), (part.start, part.stop), weight.dtype)
-        made = RoundedShare(rounded, module.bias, weight.dtype)
+        module = RoundedShare(quantize(module.weight.detach(), quantization), module.bias, module.weight.dtype)
+    if isinstance(module, RoundedShare):
+        made = RoundedShare(module.inputs(part.start, part.stop), module.bias, module.weight.dtype)
         made.baton_share = share
         return made
     module.in_features = part.stop - part.start

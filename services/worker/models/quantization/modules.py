@@ -54,6 +54,19 @@ _SIGNED = 128
 """What unsigned codes of eight bits stand for 0 by."""
 
 
+CODES = (
+    *(".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".W_q", ".SCB", "._weight_qdata"),
+    ".weight.quant_map",
+)
+"""Ends of the names of tensors that only modules of codes have."""
+
+
+def module_of(name: str) -> str:
+    """The module that the tensor `name` is of."""
+    before, found, _ = name.partition(".weight.")  # of bitsandbytes, whose names may have more dots
+    return before if found else name.rpartition(".")[0]
+
+
 class StoredTensors(Protocol):
     """The tensors of a checkpoint, in the types that they are stored in."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.quantization.method import QuantizationMethod
-from services.worker.models.quantization.modules import Module, ReadWeight, read_module
+from services.worker.models.quantization.modules import CODES, Module, ReadWeight, module_of, read_module
 from services.worker.ops.quantized import QuantizedWeight
 
 _WEIGHT = ".weight"
@@ -48,6 +49,15 @@ class QuantizedCheckpoint:
     def headers(self) -> QuantizedCheckpoint:
         """The same tensors without their elements."""
         return QuantizedCheckpoint(self._checkpoint.headers(), self._method, self.dtype)
+
+    def has_codes(self, module: str, shape: tuple[int, int]) -> bool:
+        """Whether `module`, [out, in] of `shape`, is quantised. Raises ModelError where its tensors do not fit."""
+        return read_module(Module(self._checkpoint, module, shape), self._method) is not None
+
+    def codes_of_others(self, modules: Container[str]) -> list[str]:
+        """Tensors of codes that none of these modules has."""
+        names = [name for name in self._checkpoint.names if module_of(name) not in modules]
+        return [each for each in names if each.endswith(CODES) or self._checkpoint.is_matrix_of_codes(each)]
 
     def read_stored(self, name: str) -> Tensor:
         """See `Checkpoint.read_stored`."""
