@@ -88,8 +88,8 @@ class Decoder:
 
     @property
     def fastest_pass(self) -> ForwardPass:
-        """`forward` without a detour: the C++ library's own pass where there is one."""
-        return self.forward if self._native is None else self._native.forward
+        """`forward` without a detour: the C++ library's own pass where there is one that knows all steps."""
+        return self.forward if self._native is None or self._config.states is not None else self._native.forward
 
     @property
     def capturable(self) -> bool:
@@ -256,7 +256,7 @@ class Decoder:
         normed; or [n, taps * hidden] what `use_taps` asks for."""
         if self.rearranger is not None:
             self.rearranger.begin_step()
-        if self._native is not None:
+        if self._native is not None and self._native.computes(meta):
             return self._native.forward(ids, meta, caches, features)
         layers, step = self._weights.layers, meta
         self._rows.begin(len(ids))
@@ -389,7 +389,7 @@ class Decoder:
         elif self._latent is not None:
             mixed = self._latent.attend(layer, queries, meta, cache)
         elif layer.gate is not None:
-            mixed = self._attention(layer, queries[0], meta, cache).mul_(queries[1].flatten(1).sigmoid())
+            mixed = self._ops.sigmoid_gated(self._attention(layer, queries[0], meta, cache), queries[1].flatten(1))
         else:
             mixed = self._attention(layer, queries, meta, cache)
         if rows is not None and len(rows) < len(mixed):

@@ -22,6 +22,7 @@ from services.worker.ops.native.kernels import ACTIVATIONS, PackedMatrix, addres
 from services.worker.ops.native.native_low_rank import NativeLowRank
 from services.worker.ops.native.native_mixture import matrices_of, rule_of
 from services.worker.ops.native.native_ops import NativeOps
+from services.worker.ops.native.native_states import described_mixer
 
 
 class EagleProjection(NamedTuple):
@@ -50,7 +51,7 @@ class NativeAdapters:
         """`products`: by the `id` of the matrix beside which they are."""
         matrices: list[PackedLinear | None] = []
         for layer in weights.layers:
-            of_layer = [layer.qkv, layer.output, *_mlp_matrices(layer)]
+            of_layer = [layer.qkv, layer.steps, layer.gate, layer.output, *_mlp_matrices(layer)]
             assert len(of_layer) == library.ADAPTED_OF_LAYER
             matrices += of_layer
         found = [products.get(id(matrix)) for matrix in (*matrices, weights.head)]
@@ -87,8 +88,13 @@ class NativeDecoder:
         # The embedding is codes, or a bfloat16 or float32 table for the library; a float16 one is converted.
         numbers = weights.embedding if isinstance(weights.embedding, Tensor) else None
         self._embedding = None if numbers is None else numbers.to(ops.dtype).contiguous()
-        self._mixtures = [_mixture(config, layer) for layer in weights.layers]  # which what is next points to
-        layers = (library.DecoderLayer * len(weights.layers))(*map(_layer, weights.layers, self._mixtures))
+        self._input_scale = config.embedding_scale if config.scales_inputs else None
+        # Which what is next points to.
+        self._mixtures = [_mixture(config, layer) for layer in weights.layers]
+        self._mixers = [_states(layer) for layer in weights.layers]
+        layers = (library.DecoderLayer * len(weights.layers))(
+            *map(_layer, weights.layers, self._mixtures, self._mixers)
+        )
         described = self._config_struct(config, numbers)
         if not isinstance(weights.embedding, Tensor):
             described.coded_embedding = _linear(weights.embedding)
@@ -122,6 +128,12 @@ class NativeDecoder:
         if getattr(self, "_decoder", None):
             self._kernels.library.baton_decoder_free(self._decoder)
 
+    @staticmethod
+    def computes(meta: BatchMeta) -> bool:
+        """Whether a step is computed in one call: not where sequences with states have drafts, whose states are put
+        back behind each layer."""
+        return meta.states is None or meta.states.trial is None
+
     def forward(
         self,
         ids: Tensor,
@@ -136,12 +148,14 @@ class NativeDecoder:
         """See `Decoder.forward`; the logits are overwritten by the next call. `given` [n, hidden]: the features that an
         EAGLE layer begins with. `adapters`: which the rows have, but for those of the embedding. Raises IndexError
         where a token is outside of the vocabulary."""
+        assert self.computes(meta), "drafts of sequences with states are mixed elsewhere"
         rows = len(meta.logits_rows) if wants_logits else 0
         request = self._request(ids, meta, caches, features, given, rows)
         if adapters is not None:
             request.adapters = ctypes.pointer(adapters)
         if meta.inputs is not None:
-            given_rows, values = meta.inputs.rows, meta.inputs.values.float().contiguous()
+            given_rows, values = meta.inputs.rows, meta.inputs.values
+            values = (values if self._input_scale is None else values * self._input_scale).float().contiguous()
             levels = values.shape[1] // self._hidden - 1
             inputs = library.Inputs(len(given_rows), given_rows.data_ptr(), values.data_ptr(), levels)
             request.inputs = ctypes.pointer(inputs)
@@ -191,6 +205,8 @@ class NativeDecoder:
             *((None, 0) if self._taps is None or features is None else (self._taps, len(self._taps))),
             None if given is None else given.data_ptr(),
         )
+        if meta.states is not None:
+            request.state_slots = meta.states.slots.data_ptr()
         if self._group_of is not None:
             each = [batch_of(meta), *map(batch_of, meta.others)]
             request.group_of, request.batches = self._group_of, (library.NativeBatch * len(each))(*each)
@@ -215,6 +231,8 @@ class NativeDecoder:
             attention_softcap=config.attention_softcap or 0.0,
             logits_softcap=config.logits_softcap or 0.0,
             embedding_scale=rounded,
+            residual_scale=1.0 if config.residual_scale is None else config.residual_scale,
+            logits_divisor=1.0 if config.logits_divisor is None else config.logits_divisor,
             embedding=address_of(self._embedding),
         )
 
@@ -222,11 +240,13 @@ class NativeDecoder:
 def native_decoder(
     config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | Eagle3Inputs | None = None
 ) -> NativeDecoder | None:
-    """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for latent attention, layers
-    with states and a share of the experts.
+    """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for latent attention, a share
+    of the experts, and mixers with states that the library does not know.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
-    if not isinstance(ops, NativeOps) or config.latent is not None or config.states is not None:
+    if not isinstance(ops, NativeOps) or config.latent is not None:
+        return None
+    if any(layer.mixer is not None and described_mixer(layer.mixer) is None for layer in weights.layers):
         return None
     mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
     if any(each.experts.local is not None for each in mixtures):
@@ -261,24 +281,36 @@ def _mixture(config: ModelConfig, layer: LayerWeights) -> library.DecoderMixture
     )
 
 
-def _layer(layer: LayerWeights, mixture: library.DecoderMixture | None) -> library.DecoderLayer:
-    assert layer.mlp_norm is not None, "an MLP has a norm"
+def _states(layer: LayerWeights) -> library.DecoderStates | None:
+    """Points to the layer's tensors."""
+    mixer = None if layer.mixer is None else described_mixer(layer.mixer)
+    if mixer is None:
+        return None
+    assert layer.split_norm is None, "the model is whole"
+    return library.DecoderStates(mixer=mixer, steps=_linear(layer.steps))
+
+
+def _layer(
+    layer: LayerWeights, mixture: library.DecoderMixture | None, states: library.DecoderStates | None
+) -> library.DecoderLayer:
     gate_up, down, _ = _mlp_matrices(layer)
     return library.DecoderLayer(
         input_norm=layer.input_norm.data_ptr(),
         q_norm=address_of(layer.q_norm),
         k_norm=address_of(layer.k_norm),
         attention_post_norm=address_of(layer.attention_post_norm),
-        mlp_norm=layer.mlp_norm.data_ptr(),
+        mlp_norm=address_of(layer.mlp_norm),
         mlp_post_norm=address_of(layer.mlp_post_norm),
         cos_sin=layer.cos_sin.data_ptr(),
         qkv=_linear(layer.qkv),
+        gate=_linear(layer.gate),
         output=_linear(layer.output),
         gate_up=_linear(gate_up),
         down=_linear(down),
         window=layer.window or 0,
         sinks=address_of(layer.sinks),
         mixture=None if mixture is None else ctypes.pointer(mixture),
+        states=None if states is None else ctypes.pointer(states),
     )
 
 

@@ -365,7 +365,7 @@ class Ops(Protocol):
         """
 
     def sigmoid_gated(self, x: Tensor, logits: Tensor) -> Tensor:
-        """x [n, hidden] times the sigmoid of logits [n, 1]; `x` may be overwritten."""
+        """x [n, width] times the sigmoid of logits [n, 1] or [n, width]; `x` may be overwritten."""
 
     @property
     def block_size(self) -> int:

@@ -17,7 +17,7 @@ from services.worker.models.lora.adapted_matrices import AdaptedMatrix, Projecti
 from services.worker.models.lora.adapted_modules import KEYS_AND_VALUES
 from services.worker.models.lora.adapted_ops import AdaptedOps, EmbeddingProduct, LoraBatch
 from services.worker.models.lora.adapter_files import LoraAdapter, read_adapter
-from services.worker.models.native_decoder import NativeAdapters
+from services.worker.models.native_decoder import NativeAdapters, NativeDecoder
 from services.worker.models.weights import KvCaches, NamedModules, NamedProduct
 from services.worker.ops.interface import BatchMeta, Ops
 from services.worker.ops.low_rank import LowRankShape
@@ -101,10 +101,11 @@ class AdaptedDecoder:
         self, batch: LoraBatch, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None
     ) -> Tensor | None:
         """See `AdaptedModel.forward`."""
-        native = self._decoder.native
-        if native is not None and self._native is not None and not self._adapts_embedding(batch):
-            adapters = self._native.of(batch.all.slots, batch.drawn.slots)
-            return native.forward(ids, meta, caches, features, adapters=adapters)
+        native, adapters = self._decoder.native, self._native
+        whole = NativeDecoder.computes(meta) and not self._adapts_embedding(batch)
+        if native is not None and adapters is not None and whole:
+            added = adapters.of(batch.all.slots, batch.drawn.slots)
+            return native.forward(ids, meta, caches, features, adapters=added)
         self._ops.batch = batch
         return self._adapted.forward(ids, meta, caches, features)
 

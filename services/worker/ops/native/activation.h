@@ -4,6 +4,7 @@
 
 #include "linear.h"
 
+BATON_INLINE F sigmoid(F x) { return all(1.0f) / (all(1.0f) + exp(zeros() - x)); }
 BATON_INLINE F silu(F x) { return x / (all(1.0f) + exp(zeros() - x)); }
 // Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415), the tanh form.
 BATON_INLINE F gelu_tanh(F x) {

@@ -18,7 +18,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 29; }
+int baton_version() { return 30; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -80,6 +80,9 @@ void baton_norm(Pool* pool, const void* x, int number, int count, int hidden, fl
 }
 void baton_gate(Pool* pool, const float* gate_up, int count, int width, int activation, int to_number, void* to) {
     gate(*pool, {gate_up, Number::kSingle, 2 * width, count}, width, Activation(activation), Number(to_number), to, width);
+}
+void baton_gate_by(Pool* pool, const float* gates, int count, int width, int number, void* x) {
+    gate_by(*pool, gates, width, width, Number(number), x, width, count);
 }
 void baton_rope_and_store(Pool* pool, const RopeAndStore* what, const Batch* batch, const Cache* cache) {
     rope_and_store(*pool, *what, *batch, *cache);

@@ -28,7 +28,6 @@ void Decoder::fit(int rows) {
     normed_.fit(rows, config_.hidden, size_);
     qkv_.fit(rows, heads + 2 * kv, 4);
     queries_.fit(rows, heads, size_);
-    mixed_.fit(rows, heads, size_);
     output_.fit(rows, config_.hidden, 4);
 }
 
@@ -44,11 +43,12 @@ bool Decoder::run(const Forward& forward) {
         const auto& layer = layers_[i];
         bool last = i + 1 == config_.layers;
         if (forward.taps) tap(forward, i);
-        attention(layer, forward, i);
+        Rows x = config_.given_norm ? rows_of(pairs_, rows) : layer.input_norm ? rows_of(normed_, rows) : residual(rows);
+        layer.states ? mix_states(layer, forward, i, x) : attention(layer, forward, i, x);
         bool every = !last || forward.ends_every_row(config_.layers);
         if (!every && forward.logits == 0) return true;
         if (!every && forward.logits < rows) pick(forward), rows = forward.logits;
-        add_output(rows_of(mixed_, rows), layer.output, layer.attention_post_norm, kAdaptedOfLayer * i + kOutput);
+        add_output(mixed(rows), layer.output, layer.attention_post_norm, kAdaptedOfLayer * i + kOutput);
         mlp(layer, i, rows, last ? config_.final_norm : layers_[i + 1].input_norm, forward.inputs);
     }
     if (forward.ends_every_row(config_.layers)) {
@@ -142,32 +142,57 @@ void Decoder::norm_residual(const float* weight, int rows) {
 }
 
 // From the normed rows to the mixed values; keys and values are in the cache then.
-void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int index) {
-    int rows = forward.batch.rows;
-    Rows x = config_.given_norm ? rows_of(pairs_, rows) : layer.input_norm ? rows_of(normed_, rows) : residual(rows);
-    multiply(pool_, x, layer.qkv, {Out::kFloat, config_.activation, qkv_.data(), qkv_.stride});
-    adapt(kAdaptedOfLayer * index + kQkv, x, (float*)qkv_.data(), qkv_.stride);
+void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x) {
+    int rows = x.count, first = kAdaptedOfLayer * index, width = config_.heads * config_.head_dim;
+    auto* qkv = (float*)qkv_.fit(rows, width + 2 * config_.kv_heads * config_.head_dim, 4);
+    multiply_adapted(x, layer.qkv, first + kQkv, qkv, qkv_.stride);
     Cache cache{config_.number, forward.keys[index], forward.values[index], config_.kv_heads, config_.head_dim, config_.page_bits, config_.cache_code};
     rope_and_store(pool_,
-                   {(const float*)qkv_.data(), qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
+                   {qkv, qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
                     queries_.data(), queries_.stride},
                    forward.of_layer(index), cache);
     if (index + 1 == config_.layers && forward.logits == 0 && !forward.ends_every_row(config_.layers)) return;
+    mixed_.fit(rows, width, size_), mixed_number_ = config_.number;
     attend(pool_,
            {queries_.data(), queries_.stride, config_.heads, config_.attention_scale, layer.window, config_.attention_softcap,
             mixed_.data(), mixed_.stride, layer.sinks},
            forward.of_layer(index), cache, plan(forward.batch, layer.window));
+    if (!layer.gate.groups) return;
+    auto* gates = (float*)gates_.fit(rows, width, 4);
+    multiply_adapted(x, layer.gate, first + kGate, gates, gates_.stride);
+    gate_by(pool_, gates, gates_.stride, width, config_.number, mixed_.data(), mixed_.stride, rows);
+}
+
+// From the normed rows to what a mixer makes of them; their sequences' states are in the cache then.
+void Decoder::mix_states(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x) {
+    const auto& [mixer, steps] = *layer.states;
+    int first = kAdaptedOfLayer * index;
+    auto* projected = (float*)qkv_.fit(x.count, mixer.projected(), 4);
+    multiply_adapted(x, layer.qkv, first + kQkv, projected, qkv_.stride);
+    if (steps.groups) multiply_adapted(x, steps, first + kSteps, projected + layer.qkv.out, qkv_.stride);
+    auto* out = (float*)mixed_.fit(x.count, mixer.inner(), 4);
+    mixed_number_ = Number::kSingle;
+    StateCache cache{(float*)forward.keys[index], (float*)forward.values[index]};
+    ::mix_states(pool_, {projected, qkv_.stride, forward.state_slots, out, mixed_.stride}, forward.batch, mixer, cache);
+}
+
+// to = x * linear, and what adapters add.
+void Decoder::multiply_adapted(const Rows& x, const Linear& linear, int adapted, float* to, int64_t stride) {
+    multiply(pool_, x, linear, {Out::kFloat, config_.activation, to, stride});
+    adapt(adapted, x, to, stride);
 }
 
 // Keeps the rows whose logits are wanted: the last layer computes no others.
 void Decoder::pick(const Forward& forward) {
     auto copy = [&](Buffer& from, Buffer& to, int size) {
+        if (to.memory.size() < from.memory.size()) to.memory.resize(from.memory.size());
+        to.stride = from.stride;
         size_t bytes = size_t(from.stride) * size;
         for (int i = 0; i < forward.logits; ++i)
             memcpy((char*)to.data() + i * bytes, (const char*)from.data() + forward.logits_rows[i] * bytes, bytes);
         std::swap(from, to);
     };
-    copy(mixed_, queries_, size_);
+    copy(mixed_, queries_, mixed_number_ == Number::kHalf ? 2 : 4);
     copy(residual_, output_, 4);
     if (adapted_) slots_ = forward.adapters->logits_slots;
 }
@@ -206,14 +231,13 @@ void Decoder::adapt(int adapted, const Rows& x, float* to, int64_t stride) {
 // residual += x * linear, normed first where the model says so.
 void Decoder::add_output(const Rows& x, const Linear& linear, const float* post_norm, int adapted) {
     // With what adapters add, sums come before the residual, as by single operations.
-    if (!post_norm && !adapts(adapted))
+    if (!post_norm && !adapts(adapted) && config_.residual_scale == 1)
         return multiply(pool_, x, linear, {Out::kAdded, config_.activation, residual_.data(), residual_.stride});
-    multiply(pool_, x, linear, {Out::kFloat, config_.activation, output_.data(), output_.stride});
-    adapt(adapted, x, (float*)output_.data(), output_.stride);
+    multiply_adapted(x, linear, adapted, (float*)output_.data(), output_.stride);
     add_rows(x.count, post_norm);
 }
 
-// residual += output, normed first where the model says so.
+// residual += output, normed and scaled first where the model says so.
 void Decoder::add_rows(int rows, const float* post_norm) {
     if (post_norm) {
         Rows out{output_.data(), Number::kSingle, output_.stride, rows};
@@ -221,12 +245,14 @@ void Decoder::add_rows(int rows, const float* post_norm) {
     }
     float* residual = (float*)residual_.data();
     const float* from = (const float*)output_.data();
+    float scale = config_.residual_scale;
     pool_.run(rows, [&](int row, int) {
-        for (int i = 0; i < config_.hidden; ++i) residual[row * residual_.stride + i] += from[row * output_.stride + i];
+        for (int i = 0; i < config_.hidden; ++i) residual[row * residual_.stride + i] += from[row * output_.stride + i] * scale;
     });
 }
 
 void Decoder::mlp(const DecoderLayer& layer, int index, int rows, const float* following_norm, const Inputs* inputs) {
+    if (!layer.mlp_norm) return norm_residual(following_norm, rows);
     norm_residual(layer.mlp_norm, rows);
     layer.mixture ? mix_rows(layer, index, rows) : gate_rows(layer, index, rows);
     if (inputs && index < inputs->levels) add_level(*inputs, index);
@@ -243,10 +269,9 @@ void Decoder::gate_rows(const DecoderLayer& layer, int index, int rows) {
     // What adapters add comes before the gates are activated.
     if (can_gate(layer.gate_up) && !adapts(adapted))
         return multiply(pool_, x, layer.gate_up, {Out::kGated, config_.activation, gated_.data(), gated_.stride});
-    gate_up_.fit(rows, 2 * width, 4);
-    multiply(pool_, x, layer.gate_up, {Out::kFloat, config_.activation, gate_up_.data(), gate_up_.stride});
-    adapt(adapted, x, (float*)gate_up_.data(), gate_up_.stride);
-    gate(pool_, {(const float*)gate_up_.data(), Number::kSingle, gate_up_.stride, rows}, width, config_.activation, config_.number,
+    auto* gate_up = (float*)gate_up_.fit(rows, 2 * width, 4);
+    multiply_adapted(x, layer.gate_up, adapted, gate_up, gate_up_.stride);
+    gate(pool_, {gate_up, Number::kSingle, gate_up_.stride, rows}, width, config_.activation, config_.number,
          gated_.data(), gated_.stride);
 }
 
@@ -271,14 +296,10 @@ void Decoder::add_shared(const DecoderLayer& layer, int index, int rows) {
     gate_rows(layer, index, rows);
     Rows x = rows_of(normed_, rows), gated = rows_of(gated_, rows);
     auto* shared = (float*)shared_.fit(rows, config_.hidden, 4);
-    multiply(pool_, gated, layer.down, {Out::kFloat, config_.activation, shared, shared_.stride});
-    adapt(kAdaptedOfLayer * index + kDown, gated, shared, shared_.stride);
+    multiply_adapted(gated, layer.down, kAdaptedOfLayer * index + kDown, shared, shared_.stride);
     const Linear& gate = layer.mixture->shared_gate;
     shared_gates_.resize(size_t(rows));
-    if (gate.groups) {
-        multiply(pool_, x, gate, {Out::kFloat, config_.activation, shared_gates_.data(), 1});
-        adapt(kAdaptedOfLayer * index + kSharedGate, x, shared_gates_.data(), 1);
-    }
+    if (gate.groups) multiply_adapted(x, gate, kAdaptedOfLayer * index + kSharedGate, shared_gates_.data(), 1);
     each_row(pool_, rows, [&](int row) {
         float part = gate.groups ? sigmoid(shared_gates_[size_t(row)]) : 1.0f;
         float* to = (float*)output_.data() + row * output_.stride;
@@ -288,10 +309,14 @@ void Decoder::add_shared(const DecoderLayer& layer, int index, int rows) {
 
 void Decoder::logits(const Forward& forward) {
     Rows x = config_.final_norm ? rows_of(normed_, forward.logits) : residual(forward.logits);
-    multiply(pool_, x, config_.head, {Out::kFloat, config_.activation, forward.to, config_.words});
     if (adapted_) slots_ = forward.adapters->logits_slots;
-    adapt(kAdaptedOfLayer * config_.layers, x, forward.to, config_.words);
-    float cap = config_.logits_softcap;
+    multiply_adapted(x, config_.head, kAdaptedOfLayer * config_.layers, forward.to, config_.words);
+    float cap = config_.logits_softcap, divisor = config_.logits_divisor;
+    if (divisor != 1)
+        pool_.run(forward.logits, [&](int row, int) {
+            float* to = forward.to + int64_t(row) * config_.words;
+            for (int i = 0; i < config_.words; ++i) to[i] /= divisor;
+        });
     if (cap == 0) return;
     pool_.run(forward.logits, [&](int row, int) {
         float* to = forward.to + int64_t(row) * config_.words;

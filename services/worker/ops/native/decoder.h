@@ -8,6 +8,7 @@
 #include "low_rank.h"
 #include "mixture.h"
 #include "rows.h"
+#include "states.h"
 #include "threads.h"
 
 // Experts in the place of a layer's MLP.
@@ -20,15 +21,24 @@ struct DecoderMixture {
     int64_t* counts;  // [experts] or null: how often each was picked, added to
 };
 
+// A mixer with states in the place of a layer's attention.
+struct DecoderStates {
+    StateMixer mixer;
+    // The last outputs of what rows are projected to, where they are kept in another way than the others; `groups` is null: they
+    // are the layer's `qkv`'s.
+    Linear steps;
+};
+
 struct DecoderLayer {
     const float* input_norm;  // null where nothing is normed: of the only layer of a decoder that foresees
     const float* q_norm;  // null where heads are not normed
     const float* k_norm;
     const float* attention_post_norm;  // null where outputs are not normed
-    const float* mlp_norm;
+    const float* mlp_norm;  // null where there is no MLP
     const float* mlp_post_norm;
     const float* cos_sin;
-    Linear qkv;
+    Linear qkv;  // of a mixer with states all that it is given, but for its `steps`
+    Linear gate;  // the sigmoid of its product is how much of attention's output is taken; `groups` is null: all of it
     Linear output;
     Linear gate_up;
     Linear down;
@@ -37,6 +47,7 @@ struct DecoderLayer {
     // Null: `gate_up` and `down` are the layer's MLP. Else they are the expert that every row goes through besides; `groups` is
     // null where there is none.
     const DecoderMixture* mixture;
+    const DecoderStates* states;  // null: the layer attends
 };
 
 struct DecoderConfig {
@@ -55,6 +66,8 @@ struct DecoderConfig {
     float attention_softcap;  // 0: none
     float logits_softcap;     // 0: none
     float embedding_scale;
+    float residual_scale;  // what outputs are multiplied by before they join the residual
+    float logits_divisor;
     const void* embedding;  // [vocab, hidden]; null where it is codes
     Linear coded_embedding;  // the same as packed codes, not scaled by `embedding_scale`, which is 1 then; `groups` is null elsewhere
     const float* final_norm;  // null where nothing is normed
@@ -72,7 +85,7 @@ struct DecoderConfig {
 };
 
 // A layer's matrices that adapters may change, in this order.
-enum Adapted : int { kQkv, kOutput, kGateUp, kDown, kSharedGate, kAdaptedOfLayer };
+enum Adapted : int { kQkv, kSteps, kGate, kOutput, kGateUp, kDown, kSharedGate, kAdaptedOfLayer };
 
 // Whose adapters a pass's rows have, and what these add: to each layer's matrices, and to the logits behind the last layer's;
 // null tables: nothing.
@@ -97,8 +110,8 @@ struct Forward {
     Batch batch;
     const int* logits_rows;
     int logits;
-    void* const* keys;  // of each layer
-    void* const* values;
+    void* const* keys;  // of each layer; of one with states its windows
+    void* const* values;  // or its states
     float* to;  // [logits, words]
     float* features;  // [rows, hidden]: the last hidden state of every row, normed; null where nobody wants them
     const int* taps;  // null; or in place of that [rows, tap_count * hidden]: what goes into the layers of these numbers, and
@@ -108,6 +121,7 @@ struct Forward {
     const Batch* batches;  // of each group: block tables and slots differ, nothing else does
     const Adapters* adapters;  // null: no row has one
     const Inputs* inputs;  // null: every row begins as its token's embedding
+    const int64_t* state_slots;  // of each sequence, where layers have states
 
     const Batch& of_layer(int index) const { return group_of ? batches[group_of[index]] : batch; }
     bool taps_at(int layer) const { return std::find(taps, taps + tap_count, layer) != taps + tap_count; }
@@ -139,7 +153,9 @@ class Decoder {
 
     void fit(int rows);
     bool begin(const Forward& forward);
-    void attention(const DecoderLayer& layer, const Forward& forward, int index);
+    void attention(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
+    void mix_states(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
+    void multiply_adapted(const Rows& x, const Linear& linear, int adapted, float* to, int64_t stride);
     void pick(const Forward& forward);
     void join(const Forward& forward);
     void tap(const Forward& forward, int layer);
@@ -158,13 +174,15 @@ class Decoder {
     void logits(const Forward& forward);
     const AttentionPlan& plan(const Batch& batch, int window);
     Rows rows_of(Buffer& buffer, int count) { return {buffer.data(), config_.number, buffer.stride, count}; }
+    Rows mixed(int count) { return {mixed_.data(), mixed_number_, mixed_.stride, count}; }
     Rows residual(int count) { return {residual_.data(), Number::kSingle, residual_.stride, count}; }
 
     Pool& pool_;
     DecoderConfig config_;
     std::vector<DecoderLayer> layers_;
     int size_;  // bytes of an item
-    Buffer pairs_, residual_, normed_, qkv_, queries_, mixed_, gate_up_, gated_, output_, shared_;
+    Buffer pairs_, residual_, normed_, qkv_, queries_, gates_, mixed_, gate_up_, gated_, output_, shared_;
+    Number mixed_number_ = Number::kSingle;  // of what `mixed_` holds: floats behind a mixer with states
     std::vector<float> router_logits_, chances_, shared_gates_;
     std::vector<int64_t> picks_;
     AttentionPlan plans_[2];

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.worker.ops.native.kv_structures import KvArena, KvBlocks, KvCells, NativeKvCaches
 
-VERSION = 29
+VERSION = 30
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -253,8 +253,34 @@ class DecoderMixture(Structure):
     )
 
 
-ADAPTED_OF_LAYER = 5
+ADAPTED_OF_LAYER = 7
 """`kAdaptedOfLayer` of decoder.h: tables of what adapters add to a layer's matrices, in the order of `Adapted`."""
+
+
+class NativeStateMixer(Structure):
+    """`StateMixer` of states.h: a mixer between its projections."""
+
+    _fields_ = (
+        ("rule", c_int),
+        ("heads", c_int),
+        ("head_dim", c_int),
+        ("groups", c_int),
+        ("state_dim", c_int),
+        ("kernel", c_int),
+        ("conv_weight", c_void_p),
+        ("conv_bias", c_void_p),
+        ("decay", c_void_p),
+        ("skip", c_void_p),
+        ("step_bias", c_void_p),
+        ("norm", c_void_p),
+        ("eps", c_float),
+    )
+
+
+class DecoderStates(Structure):
+    """`DecoderStates` of decoder.h: a mixer with states in the place of a layer's attention."""
+
+    _fields_ = (("mixer", NativeStateMixer), ("steps", Linear))
 
 
 class DecoderLayer(Structure):
@@ -269,12 +295,14 @@ class DecoderLayer(Structure):
         ("mlp_post_norm", c_void_p),
         ("cos_sin", c_void_p),
         ("qkv", Linear),
+        ("gate", Linear),
         ("output", Linear),
         ("gate_up", Linear),
         ("down", Linear),
         ("window", c_int),
         ("sinks", c_void_p),
         ("mixture", POINTER(DecoderMixture)),
+        ("states", POINTER(DecoderStates)),
     )
 
 
@@ -297,6 +325,8 @@ class DecoderConfig(Structure):
         ("attention_softcap", c_float),
         ("logits_softcap", c_float),
         ("embedding_scale", c_float),
+        ("residual_scale", c_float),
+        ("logits_divisor", c_float),
         ("embedding", c_void_p),
         ("coded_embedding", Linear),
         ("final_norm", c_void_p),
@@ -341,26 +371,7 @@ class Forward(Structure):
         ("batches", POINTER(NativeBatch)),
         ("adapters", POINTER(Adapters)),
         ("inputs", POINTER(Inputs)),
-    )
-
-
-class NativeStateMixer(Structure):
-    """`StateMixer` of states.h: a mixer between its projections."""
-
-    _fields_ = (
-        ("rule", c_int),
-        ("heads", c_int),
-        ("head_dim", c_int),
-        ("groups", c_int),
-        ("state_dim", c_int),
-        ("kernel", c_int),
-        ("conv_weight", c_void_p),
-        ("conv_bias", c_void_p),
-        ("decay", c_void_p),
-        ("skip", c_void_p),
-        ("step_bias", c_void_p),
-        ("norm", c_void_p),
-        ("eps", c_float),
+        ("state_slots", c_void_p),
     )
 
 
@@ -373,7 +384,13 @@ class NativeStateCache(Structure):
 class MixStates(Structure):
     """`MixStates` of states.h: the arguments of `StateOps.mix`."""
 
-    _fields_ = (("projected", c_void_p), ("slots", c_void_p), ("out", c_void_p))
+    _fields_ = (
+        ("projected", c_void_p),
+        ("projected_stride", c_int64),
+        ("slots", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+    )
 
 
 class NativeLogprobs(Structure):
@@ -424,6 +441,7 @@ _SIGNATURES = {
     "baton_embed_codes": (c_int, (c_void_p, c_void_p, c_int, POINTER(Linear), c_void_p)),
     "baton_norm": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_float, c_int, c_void_p)),
     "baton_gate": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p)),
+    "baton_gate_by": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p)),
     "baton_rope_and_store": (None, (c_void_p, POINTER(RopeAndStore), POINTER(NativeBatch), POINTER(Cache))),
     "baton_copy_slots": (None, (c_void_p, POINTER(Cache), POINTER(NativeSlotCopies))),
     "baton_attend": (None, (c_void_p, POINTER(Attention), POINTER(NativeBatch), POINTER(Cache))),

@@ -316,8 +316,12 @@ class NativeOps:
         return mixed
 
     def sigmoid_gated(self, x: Tensor, logits: Tensor) -> Tensor:
-        """With the sigmoid of routers, as in the library's whole pass."""
-        return x.mul_(self.choose_experts(logits, _ONE_OF_ONE).chances)
+        """As in the library's whole pass: one logit's by the sigmoid of routers."""
+        if logits.shape[1] == 1:
+            return x.mul_(self.choose_experts(logits, _ONE_OF_ONE).chances)
+        logits, (x, number) = logits.float().contiguous(), self.known(x.contiguous())
+        self._library.baton_gate_by(self._pool, logits.data_ptr(), *x.shape, number, x.data_ptr())
+        return x
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Heads are padded to 16 elements."""

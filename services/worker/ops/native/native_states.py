@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from services.worker.ops.interface import BatchMeta, DeltaNet, ShortConvolution, StateCache, StateMixer, StateSpace
+from services.worker.ops.interface import BatchMeta, DeltaNet, ShortConvolution, StateCache, StateMixer
 from services.worker.ops.native import library
 from services.worker.ops.torch_states import TorchStates
 
@@ -32,13 +32,15 @@ class NativeStates:
     def mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
         """In float32, token by token: a row's result does not depend on other sequences, nor on how its own is cut into
         steps."""
-        if isinstance(mixer, ShortConvolution) or mixer.conv_weight.shape[0] > MAX_KERNEL:
+        described = described_mixer(mixer)
+        if described is None:
             return self._plain.mix(projected, mixer, cache, meta)
         assert meta.states is not None, "a model with states has them in every step"
         projected = projected.float().contiguous()
         to = torch.empty(len(projected), mixer.heads * mixer.head_dim)
-        what = library.MixStates(projected.data_ptr(), meta.states.slots.data_ptr(), to.data_ptr())
-        described = _described(mixer)
+        what = library.MixStates(
+            *(projected.data_ptr(), projected.shape[1], meta.states.slots.data_ptr(), to.data_ptr(), to.shape[1])
+        )
         caches = library.NativeStateCache(cache.windows.data_ptr(), cache.states.data_ptr())
         batch = self._ops.batch_of(meta)
         self._ops.kernels.library.baton_mix_states(
@@ -47,7 +49,10 @@ class NativeStates:
         return to
 
 
-def _described(mixer: StateSpace | DeltaNet) -> library.NativeStateMixer:
+def described_mixer(mixer: StateMixer) -> library.NativeStateMixer | None:
+    """For the library, with pointers to its tensors; None: the library does not know it."""
+    if isinstance(mixer, ShortConvolution) or mixer.conv_weight.shape[0] > MAX_KERNEL:
+        return None
     return library.NativeStateMixer(
         rule=_GATED_DELTA if isinstance(mixer, DeltaNet) else _STATE_SPACE,
         heads=mixer.heads,

@@ -78,6 +78,16 @@ template <class To> void gate_row(const float* gate_up, int width, Activation ac
     for (int k = 0; i + k < width; ++k) put(to + i + k, rest[k]);
 }
 
+template <class Item> void gate_items(const float* gates, int width, Item* x) {
+    int i = 0;
+    for (; i + kLanes <= width; i += kLanes) store(x + i, load(x + i) * sigmoid(load(gates + i)));
+    if (i == width) return;
+    float rest[kLanes] = {};
+    std::copy(gates + i, gates + width, rest);
+    store(rest, sigmoid(load(rest)));
+    for (int k = 0; i + k < width; ++k) put(x + i + k, get(x + i + k) * rest[k]);
+}
+
 }  // namespace
 
 bool embed(Pool& pool, const int* ids, int count, Number number, const void* table, int vocab, int hidden, float scale,
@@ -109,5 +119,13 @@ void gate(Pool& pool, const Rows& gate_up, int width, Activation activation, Num
         const float* from = (const float*)gate_up.data + row * gate_up.stride;
         if (to_number == Number::kHalf) gate_row(from, width, activation, (Bf16*)to + row * to_stride);
         else gate_row(from, width, activation, (float*)to + row * to_stride);
+    });
+}
+
+void gate_by(Pool& pool, const float* gates, int64_t gates_stride, int width, Number number, void* x, int64_t x_stride, int count) {
+    each_row(pool, count, [&](int row) {
+        const float* from = gates + row * gates_stride;
+        if (number == Number::kHalf) gate_items(from, width, (Bf16*)x + row * x_stride);
+        else gate_items(from, width, (float*)x + row * x_stride);
     });
 }

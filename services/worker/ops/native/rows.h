@@ -35,3 +35,6 @@ void norm(Pool& pool, const Rows& x, float* residual, int64_t residual_stride, c
 
 // gate_up [count, 2 * width] floats, gates first → to [count, width] = act(gate) * up.
 void gate(Pool& pool, const Rows& gate_up, int width, Activation activation, Number to_number, void* to, int64_t to_stride);
+
+// x [count, width] becomes x * sigmoid(gates [count, width]).
+void gate_by(Pool& pool, const float* gates, int64_t gates_stride, int width, Number number, void* x, int64_t x_stride, int count);

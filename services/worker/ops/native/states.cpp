@@ -40,8 +40,9 @@ struct Pass {
     int first_row(int sequence) const { return batch.query_starts[sequence]; }
     int end_row(int sequence) const { return batch.query_starts[sequence + 1]; }
     bool begins(int sequence) const { return batch.context_lens[sequence] == end_row(sequence) - first_row(sequence); }
-    const float* row(int row) const { return what.projected + int64_t(row) * mixer.projected(); }
+    const float* row(int row) const { return what.projected + int64_t(row) * what.projected_stride; }
     const float* inputs(int row) const { return this->row(row) + mixer.inner(); }
+    float* out(int row) const { return what.out + int64_t(row) * what.out_stride; }
     float* window(int sequence) const {
         return cache.windows + what.slots[sequence] * int64_t(mixer.kernel - 1) * mixer.channels();
     }
@@ -121,7 +122,7 @@ struct Pass {
             const float* b = mixed + inner + group * dim;
             const float* c = b + mixer.shared();
             float step = scratch.steps[size_t(at) * mixer.heads + head], kept = scratch.kept[size_t(at) * mixer.heads + head];
-            float* out = what.out + int64_t(at) * inner + head * mixer.head_dim;
+            float* out = this->out(at) + head * mixer.head_dim;
             const float* x = mixed + head * mixer.head_dim;
             Token token{b, c, x, out, kept, step, mixer.skip[head], dim};
             int p = first;
@@ -185,7 +186,7 @@ struct Pass {
             const float* next = at == last ? nullptr : key + mixer.channels();
             Correction row{key, query, next, scratch.kept[of_head], scratch.steps[of_head], dim};
             const float* values = mixed + int64_t(head) * mixer.head_dim;
-            float* out = what.out + int64_t(at) * mixer.inner() + int64_t(head) * mixer.head_dim;
+            float* out = this->out(at) + int64_t(head) * mixer.head_dim;
             int p = first;
             for (; p + kElementsAtOnce <= end; p += kElementsAtOnce)
                 correct<kElementsAtOnce>(states + int64_t(p - first) * dim, row, values + p, known + p - first, out + p);
@@ -255,7 +256,7 @@ struct Pass {
     // Each head of a delta net.
     void norm_and_gate(int at) const {
         int dim = mixer.head_dim;
-        float* out = what.out + int64_t(at) * mixer.inner();
+        float* out = this->out(at);
         const float* gate = row(at);
         for (int head = 0; head < mixer.heads; ++head, out += dim, gate += dim) {
             F squares = zeros();
@@ -273,7 +274,7 @@ struct Pass {
     void gate_and_norm(int at) const {
         if (delta()) return norm_and_gate(at);
         int inner = mixer.inner(), size = inner / mixer.groups;
-        float* out = what.out + int64_t(at) * inner;
+        float* out = this->out(at);
         const float* gate = row(at);
         for (int group = 0; group < mixer.groups; ++group, out += size, gate += size) {
             F squares = zeros();

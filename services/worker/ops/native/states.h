@@ -36,8 +36,10 @@ struct StateCache {
 struct MixStates {
     // [rows, H * P + C + H]: gates, the convolution's inputs, time steps; of a delta net H more: how much is written
     const float* projected;
+    int64_t projected_stride;
     const int64_t* slots;  // [sequences]
     float* out;            // [rows, H * P]
+    int64_t out_stride;
 };
 
 // Token by token, as the recurrence is written down: a row's result depends on the rows of its own sequence alone, to the

@@ -10,14 +10,22 @@ from msgspec import structs
 from torch import Tensor
 
 from services.worker.distributed.communicator import SingleRank
-from services.worker.models.config import LayerConfig, Mixture, ModelConfig
+from services.worker.models.config import DeltaConfig, LayerConfig, MambaConfig, Mixture, ModelConfig
 from services.worker.models.decoder import Decoder
 from services.worker.models.expert_parallel.expert_load import empty_counts
 from services.worker.models.expert_parallel.local_experts import RankExperts
 from services.worker.models.rope import PlainRope, cos_sin_table
 from services.worker.models.sharding import shard_of
-from services.worker.models.weights import DecoderWeights, DenseMlp, KvCaches, LayerWeights, MixtureMlp, SharedExpert
-from services.worker.ops.interface import BatchMeta, Routing
+from services.worker.models.weights import (
+    DecoderWeights,
+    DenseMlp,
+    KvCaches,
+    LayerWeights,
+    MixtureMlp,
+    Mlp,
+    SharedExpert,
+)
+from services.worker.ops.interface import BatchMeta, DeltaNet, Routing, StateMixer, StateRows, StateSpace
 from services.worker.ops.native.build import Level, runnable_levels
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.quantized import (
@@ -100,6 +108,40 @@ BIASED = structs.replace(
 MIXTURES = (SHARED, CORRECTED, BIASED)
 
 
+def _layers(states: str, mixes: str) -> tuple[LayerConfig, ...]:
+    """A letter for each layer: `s` for one with states, `m` for one that mixes."""
+    rope = PlainRope(10000.0)
+    return tuple(
+        LayerConfig(None, rope, mixes=mix == "m", has_state=each == "s")
+        for each, mix in zip(states, mixes, strict=True)
+    )
+
+
+DELTA = structs.replace(
+    SHARED,
+    layers=_layers("ssa", "m-m"),
+    qkv_bias=False,
+    qk_norm=True,
+    gated_attention=True,
+    states=DeltaConfig(heads=6, head_dim=19, groups=2, state_dim=21, kernel=4),
+)
+"""As Qwen3.5's: gated attention behind delta nets, of sizes that fill no lanes; the last two numbers of each head are a
+product of their own in the second layer."""
+SPACES = structs.replace(
+    LLAMA,
+    mlp_bias=False,
+    layers=_layers("sas", "---"),
+    states=MambaConfig(heads=6, head_dim=16, groups=2, state_dim=12, kernel=4, conv_bias=True, bias=True),
+    embedding_scale=3.0,
+    residual_scale=0.3,
+    logits_divisor=7.0,
+)
+"""As Granite 4's, whose outputs are scaled; the last layer's rows that are picked have states."""
+MAMBA = structs.replace(SPACES, layers=_layers("ss", "--"), intermediate_size=0, residual_scale=None)
+"""Layers without attention and without MLPs."""
+WITH_STATES = (DELTA, SPACES, MAMBA)
+
+
 class _Seeded:
     """Small random tensors, each another."""
 
@@ -119,6 +161,21 @@ class _Seeded:
 
     def mlp(self, hidden: int, size: int, biased: bool) -> DenseMlp:
         return DenseMlp(gate_up=self.linear(2 * size, hidden, biased), down=self.linear(hidden, size, biased))
+
+    def mixer(self, states: DeltaConfig | MambaConfig) -> StateMixer:
+        channels, heads = states.conv_dim, states.heads
+        net = DeltaNet(
+            *(heads, states.head_dim, states.groups, states.state_dim),
+            conv_weight=self.tensor(states.kernel, channels) * 0.5,
+            conv_bias=self.tensor(channels) * 0.1,
+            decay=-self.tensor(heads).abs(),
+            step_bias=self.tensor(heads) - 1,
+            norm=self.norm(states.head_dim),
+            eps=1e-6,
+        )
+        if isinstance(states, DeltaConfig):
+            return net
+        return StateSpace(**net._asdict() | {"skip": self.tensor(heads), "norm": self.norm(states.inner)})
 
     def mixture(self, hidden: int, mixture: Mixture, scheme: Scheme | None) -> MixtureMlp:
         def stack(out: int, inputs: int) -> WeightStack:
@@ -154,6 +211,11 @@ def _decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype, scheme: Sc
     made = _Seeded(ops, dtype)
     hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
 
+    def mlp(at: LayerConfig) -> Mlp | None:
+        if at.mixes and config.mixture is not None:
+            return made.mixture(hidden, config.mixture, scheme)
+        return made.mlp(hidden, config.intermediate_size, config.mlp_bias) if config.intermediate_size else None
+
     def layer(at: LayerConfig) -> LayerWeights:
         return LayerWeights(
             input_norm=made.norm(hidden),
@@ -162,19 +224,32 @@ def _decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype, scheme: Sc
             k_norm=made.norm(dim) if config.qk_norm else None,
             output=made.linear(hidden, heads * dim, False),
             attention_post_norm=made.norm(hidden) if config.post_norms else None,
-            mlp_norm=made.norm(hidden),
-            mlp=made.mixture(hidden, config.mixture, scheme)
-            if at.mixes and config.mixture is not None
-            else made.mlp(hidden, config.intermediate_size, config.mlp_bias),
+            mlp_norm=made.norm(hidden) if at.mixes or config.intermediate_size else None,
+            mlp=mlp(at),
             mlp_post_norm=made.norm(hidden) if config.post_norms else None,
             cos_sin=cos_sin_table(PlainRope(10000.0), dim, config.max_positions),
             window=at.window,
             sinks=made.tensor(heads) if config.attention_sinks else None,
+            gate=made.linear(heads * dim, hidden, False) if config.gated_attention else None,
+        )
+
+    def with_states(number: int, layer: LayerWeights) -> LayerWeights:
+        states = config.states
+        if states is None or not config.layers[number].has_state:
+            return layer
+        split = 2 * states.heads if number == 1 and isinstance(states, DeltaConfig) else 0
+        return replace(
+            layer,
+            qkv=made.linear(states.projected - split, hidden, False),
+            steps=made.linear(split, hidden, False) if split else None,
+            output=made.linear(hidden, states.inner, False),
+            mixer=made.mixer(states),
+            gate=None,
         )
 
     weights = DecoderWeights(
         embedding=made.tensor(config.vocab_size, hidden).to(dtype),
-        layers=tuple(map(layer, config.layers)),
+        layers=tuple(with_states(number, layer(each)) for number, each in enumerate(config.layers)),
         final_norm=made.norm(hidden),
         head=made.linear(config.vocab_size, hidden, False),
     )
@@ -201,7 +276,7 @@ class Steps:
             self.decoder._native = None
         self.ids = [torch.arange(length, dtype=torch.int32) * 7 % config.vocab_size for length in lengths]
         self.blocks = scattered_blocks(lengths)
-        self.caches: KvCaches = self.decoder.allocate_kv(sum(map(len, self.blocks)) + 1)
+        self.caches: KvCaches = self.decoder.allocate_kv(sum(map(len, self.blocks)) + 1, len(lengths) + 2)
 
     def run(self, counts: dict[int, tuple[int, int]]) -> Tensor:
         """Logits of each sequence's last row."""
@@ -223,6 +298,8 @@ class Steps:
 
     def _forward(self, counts: dict[int, tuple[int, int]], meta: BatchMeta) -> Tensor | None:
         ids = torch.cat([self.ids[number][first:end] for number, (first, end) in counts.items()])
+        if self.decoder.state_bytes:
+            meta = replace(meta, states=StateRows(torch.tensor([number + 2 for number in counts]), None))
         return self.decoder.forward(ids, meta, self.caches)
 
 
@@ -275,6 +352,19 @@ def test_experts_of_few_bits_are_mixed_in_one_call(scheme: Scheme) -> None:
         assert torch.equal(fused.run(counts), single.run(counts))
 
 
+@pytest.mark.parametrize("level", runnable_levels())
+@pytest.mark.parametrize("config", WITH_STATES, ids=("delta", "spaces", "mamba"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_with_states_of_one_call_equal_those_of_single_operations(
+    config: ModelConfig, dtype: torch.dtype, level: Level
+) -> None:
+    fused, single = (Steps(config, dtype, LENGTHS, fused=fused, level=level) for fused in (True, False))
+    for counts in STEPS:
+        assert torch.equal(fused.run(counts), single.run(counts))
+        for mine, others in zip(fused.caches, single.caches, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(mine, others, strict=True))
+
+
 def test_logits_are_capped() -> None:
     fused, single = (Steps(GEMMA, torch.float32, LENGTHS, fused=fused) for fused in (True, False))
     for counts in STEPS:
@@ -291,7 +381,7 @@ def test_with_post_norms_in_bf16_both_ways_are_near_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [LLAMA, GEMMA, *MIXTURES])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA, *MIXTURES, *WITH_STATES])
 def test_a_stream_alone_and_in_a_batch_has_the_same_logits_bit_for_bit(config: ModelConfig, dtype: torch.dtype) -> None:
     together = Steps(config, dtype, LENGTHS, fused=True)
     batches = [dict(zip(counts, together.run(counts), strict=True)) for counts in STEPS]
