@@ -49,6 +49,8 @@ ARCHITECTURES = (
     Architecture("Qwen3-Next", True, "qwen3-next"),
     Architecture("Qwen3.5", True, "qwen3.5"),
     Architecture("Qwen3.5-MoE", True, "qwen3.5-moe"),
+    Architecture("Nemotron-H", True, "nemotron-h"),
+    Architecture("Nemotron-H MoE", True, "nemotron-h-moe"),
     Architecture("LFM2", True, "lfm2"),
     Architecture("LFM2-MoE", True, "lfm2-moe"),
     Architecture("GPT-2", False, "GPT2"),

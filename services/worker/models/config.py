@@ -88,6 +88,11 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """The model's mixture takes the place of its MLP."""
     has_state: bool = False
     """The model's mixer with states takes the place of attention."""
+    has_mlp: bool = True
+    """Where the model's layers have one, or a mixture."""
+    blocks: tuple[int, int] | None = None
+    """The numbers of its mixer and of its MLP in the checkpoint where these are layers of their own there (Nemotron-H);
+    None: both have the layer's."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -194,7 +199,24 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.mixture is None:
             return 0.0
         mixing = sum(layer.mixes for layer in self.layers)
-        return 3 * mixing * self.mixture.experts * self.mixture.intermediate_size * self.hidden_size / self.parameters
+        experts = mixing * self.mixture.experts * self.mixture.intermediate_size * self.hidden_size
+        return self._matrices_of_mlp * experts / self.parameters
+
+    @property
+    def _matrices_of_mlp(self) -> int:
+        """Gates, ups and downs."""
+        return 2 if self.activation == "relu2" else 3
+
+    @property
+    def num_blocks(self) -> int:
+        """Layers as the checkpoint counts them; see `LayerConfig.blocks`."""
+        last = self.layers[-1].blocks
+        return self.num_layers if last is None else last[1] + 1
+
+    def layer_of_block(self, block: int) -> int | None:
+        """The layer that a checkpoint's layer of this number is, or is a part of; None: there is none."""
+        numbers = (each.blocks or (number, number) for number, each in enumerate(self.layers))
+        return next((number for number, blocks in enumerate(numbers) if block in blocks), None)
 
     def _in_layers(self, layers: Sequence[LayerConfig], experts: int | None) -> int:
         """With so many experts in each of those that mix."""
@@ -202,13 +224,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         mixers = 0 if self.states is None else states * self.states.parameters(self.hidden_size)
         attention = (len(layers) - states) * self._attention_parameters() + mixers
         mixing = sum(layer.mixes for layer in layers)
-        columns = (len(layers) - mixing) * self.intermediate_size
+        columns = sum(layer.has_mlp and not layer.mixes for layer in layers) * self.intermediate_size
         outputs = 0
         if self.mixture is not None and experts is not None:
             columns += mixing * (experts * self.mixture.intermediate_size + (self.mixture.shared_size or 0))
             gated = self.mixture.shared_size is not None and self.mixture.shared_gated
             outputs = mixing * (self.mixture.experts + gated)
-        return attention + self.hidden_size * (3 * columns + outputs)
+        return attention + self.hidden_size * (self._matrices_of_mlp * columns + outputs)
 
     def _attention_parameters(self) -> int:
         """Of one layer."""

@@ -15,18 +15,13 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from services.worker.models.config import LayerConfig, ModelConfig, ModelError, dtype_named, plain_json
-from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
-from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 from services.worker.models.hf_layers.latent import LATENT_ARCHITECTURES, LatentConfig, RawLatent, read_latent
 from services.worker.models.hf_layers.llava import language_model
-from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import MixtureLayers, read_mixture
 from services.worker.models.hf_layers.qwen_vl import LANGUAGE_MODELS as QWEN_VL
 from services.worker.models.hf_layers.qwen_vl import qwen_language_model
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
-from services.worker.models.states.convolution_reading import convolution_model_config
-from services.worker.models.states.delta_reading import delta_model_config
-from services.worker.models.states.mamba_reading import mamba_model_config
+from services.worker.models.states.readers import STATE_READERS
 from services.worker.ops.interface import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from shared.models.image_models import IMAGE_ARCHITECTURES
 
@@ -129,13 +124,6 @@ _BASES = {
 }
 """Architectures without a language model head, as embedding models and classifiers have them."""
 
-_STATEFUL = {
-    **dict.fromkeys(MAMBA_ARCHITECTURES, mamba_model_config),
-    **dict.fromkeys(DELTA_ARCHITECTURES, delta_model_config),
-    **dict.fromkeys(CONVOLUTION_ARCHITECTURES, convolution_model_config),
-}
-"""Who reads what the configuration says of models whose layers have states."""
-
 _NO_WINDOW = ("LlamaForCausalLM", *LATENT_ARCHITECTURES)
 
 _NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", *LATENT_ARCHITECTURES)
@@ -222,7 +210,7 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     if not quantized and any(part is not None and part.quantization_config is not None for part in parts):
         raise ModelError(f"{path}: quantization_config is set: a checkpoint that is read here may not be quantized")
     named = outline.architectures
-    stateful = next((each for each in named if each in _STATEFUL), None)
+    stateful = next((each for each in named if each in STATE_READERS), None)
     if stateful is not None:
         return _stateful_config(path, stateful, described)
     sees = next((each for each in named if each in IMAGE_ARCHITECTURES), None)
@@ -253,7 +241,7 @@ def _language_model(path: Path, architecture: str, described: bytes | None) -> b
 def _stateful_config(path: Path, architecture: str, described: bytes | None) -> ModelConfig:
     text = path.read_bytes() if described is None else described
     try:
-        return _STATEFUL[architecture](text, architecture, lambda own: stop_tokens(path.parent, own))
+        return STATE_READERS[architecture](text, architecture, lambda own: stop_tokens(path.parent, own))
     except (ModelError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path}: {error}") from None
 
@@ -282,7 +270,7 @@ def is_native(model_dir: Path) -> bool:
         for key in _RawLayers.__struct_fields__:
             if (count := getattr(part, key, None)) is not None and count > MAX_LAYERS:
                 raise ModelError(f"{model_dir / 'config.json'}: {key} {count} is more than {MAX_LAYERS}")
-    known = (*_FAMILIES, *_BASES, *_STATEFUL, *IMAGE_ARCHITECTURES)
+    known = (*_FAMILIES, *_BASES, *STATE_READERS, *IMAGE_ARCHITECTURES)
     if raw.use_bidirectional_attention or raw.model_type in _OTHER_TENSORS:
         return False
     return any(each in known for each in raw.architectures)
@@ -295,7 +283,7 @@ def architectures_of(model_dir: Path) -> list[str]:
 
 def has_head(model_dir: Path) -> bool:
     """Whether a model that is read here has a language model head. Raises ModelError."""
-    known = (*_FAMILIES, *_STATEFUL, *IMAGE_ARCHITECTURES)
+    known = (*_FAMILIES, *STATE_READERS, *IMAGE_ARCHITECTURES)
     return any(each in known for each in architectures_of(model_dir))
 
 

@@ -116,7 +116,8 @@ def load_experts(
     assert config.mixture is not None, "a layer mixes"
     names = tensor_names(config.architecture)
     columns = (0, config.mixture.intermediate_size)
-    read = read_experts(matrices, f"{names.layers}.{layer}", config.mixture, config.hidden_size, columns, experts)
+    number = (config.layers[layer].blocks or (layer, layer))[1]
+    read = read_experts(matrices, f"{names.layers}.{number}", config.mixture, config.hidden_size, columns, experts)
     return packer.pack_experts(read.gate_up, read.down, read.biases)
 
 
@@ -201,9 +202,11 @@ class _Loader:
         return padded(table, self._share.padded_vocab)
 
     def layer(self, index: int, layer: LayerConfig) -> LayerWeights:
-        name, config, names = f"{self._names.layers}.{index}", self._config, self._names
+        config, names = self._config, self._names
+        name, mlp = (f"{names.layers}.{number}" for number in layer.blocks or (index, index))
         # Gemma's post_attention_layernorm comes directly behind attention, Llama's before the MLP.
         before_mlp = "pre_feedforward_layernorm" if config.post_norms else names.mlp_norm
+        has_mlp = layer.mixes or (layer.has_mlp and config.intermediate_size > 0)
         mixer = self._with_states(f"{name}.{names.mixer}") if layer.has_state else self._attention(name, layer)
         return LayerWeights(
             input_norm=self._norm(f"{name}.{names.input_norm}.weight"),
@@ -212,8 +215,8 @@ class _Loader:
             k_norm=mixer.k_norm,
             output=mixer.output,
             attention_post_norm=self._post_norm(f"{name}.post_attention_layernorm.weight"),
-            mlp_norm=self._norm(f"{name}.{before_mlp}.weight") if layer.mixes or config.intermediate_size else None,
-            mlp=self._mixture(name, index) if layer.mixes else self._mlp(f"{name}.{names.mlp}"),
+            mlp_norm=self._norm(f"{mlp}.{before_mlp}.weight") if has_mlp else None,
+            mlp=self._mixture(mlp, index) if layer.mixes else self._mlp(f"{mlp}.{names.mlp}") if has_mlp else None,
             mlp_post_norm=self._post_norm(f"{name}.post_feedforward_layernorm.weight"),
             cos_sin=mixer.cos_sin,
             window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
@@ -320,9 +323,7 @@ class _Loader:
         whole = [bias for bias in biases if bias is not None]
         return self._matrices.pack_linear(self._matrices.join(matrices), joined(whole) if whole else None)
 
-    def _mlp(self, name: str) -> DenseMlp | None:
-        if not self._config.intermediate_size:
-            return None
+    def _mlp(self, name: str) -> DenseMlp:
         return self._columns_of(name, self._config.intermediate_size, self._share.mlp, self._config.mlp_bias)
 
     def _columns_of(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> DenseMlp:
@@ -331,7 +332,7 @@ class _Loader:
         down = self._row_parallel(f"{name}.{names.down}", size, columns, bias)
         if names.gate_and_up is not None:
             return DenseMlp(self._gates_and_ups(f"{name}.{names.gate_and_up}", size, columns), down)
-        parts = [(f"{name}.{part}", size, columns) for part in (names.gate, names.up)]
+        parts = [(f"{name}.{part}", size, columns) for part in names.ups]
         return DenseMlp(self._column_parallel(parts, bias), down)
 
     def _gates_and_ups(self, name: str, size: int, columns: tuple[int, int]) -> PackedLinear:
@@ -377,7 +378,7 @@ class _Loader:
         if self._config.architecture == GRANITE:
             mlp = self._columns_of(f"{layer}.{self._names.mlp}", size, self._share.shared_expert, bias=False)
             return SharedExpert(mlp, gate=None)
-        block = f"{layer}.mlp.shared_expert"
+        block = f"{layer}.{self._names.mlp}.shared_expert"
         if not mixture.shared_gated:
             return SharedExpert(self._columns_of(f"{block}s", size, self._share.shared_expert, bias=False), gate=None)
         mlp = self._columns_of(block, size, self._share.shared_expert, bias=False)

@@ -40,9 +40,10 @@ PackedExperts = NewType("PackedExperts", object)
 PackedHeads = NewType("PackedHeads", object)
 """A weight of each head, as `PackedLinear`."""
 
-Activation = Literal["silu", "gelu_tanh", "swigluoai"]
+Activation = Literal["silu", "gelu_tanh", "swigluoai", "relu2"]
 """What is made of gates and ups: act(gate) * up; swigluoai (vLLM's name), of gpt-oss: gates up to SWIGLU_LIMIT, ups
-between that and its negative: gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1)."""
+between that and its negative: gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1). relu2: there are no gates, I outputs in
+place of 2 * I, and ups that are not negative are squared."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 Scoring = Literal["softmax", "sigmoid"]

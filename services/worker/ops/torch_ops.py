@@ -149,6 +149,8 @@ class TorchOps:
 
     def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
         """In the dtype of `gate_up`."""
+        if kind == "relu2":
+            return gate_up.relu().square_()
         gate, up = gate_up.chunk(2, dim=1)
         match kind:
             case "silu":

@@ -31,6 +31,7 @@ from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.quantized import ExpertBiases, QuantizedStack, QuantizedWeight, WeightStack
 from services.worker.ops.torch_latent import LatentAttentionStep
 from services.worker.ops.torch_ops import PlainLinear, QuantizedLinear, TorchLatents, TorchOps
+from services.worker.ops.torch_routing import rows_by_expert
 from services.worker.ops.triton import few_rows, rounded_linear
 from services.worker.ops.triton.attention.latent_decode import latent_decode, latent_tile
 from services.worker.ops.triton.attention.paged_attention import create_attention
@@ -128,7 +129,7 @@ class TritonOps(TorchOps):
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, kind: Activation) -> Tensor:
         """Few rows in one launch."""
-        if isinstance(packed, PlainLinear) and few_rows.multiplies(x, packed.weight):
+        if kind != "relu2" and isinstance(packed, PlainLinear) and few_rows.multiplies(x, packed.weight):
             return few_rows.few_rows_linear(x, packed.weight, packed.bias, kind)
         return super().gated_linear(x, packed, kind)
 
@@ -150,7 +151,7 @@ class TritonOps(TorchOps):
 
     def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
         """One launch; in the dtype of `gate_up`."""
-        return gated_act(gate_up, kind)
+        return super().gated_act(gate_up, kind) if kind == "relu2" else gated_act(gate_up, kind)
 
     def pack_experts(
         self, gate_up: WeightStack, down: WeightStack, biases: ExpertBiases | None = None
@@ -173,9 +174,20 @@ class TritonOps(TorchOps):
         """Compiles the kernels of all sizes of tiles when a shape of mixture is first seen on a GPU."""
         assert isinstance(experts, _Experts)
         gate_up, down = experts.gate_up, experts.down
+        if kind == "relu2":
+            return self._ungated_mixture(x, picks, experts)
         if isinstance(gate_up, CodedStack) and isinstance(down, CodedStack):
             return self._coded_mixture(x, picks, gate_up, down, experts.biases, kind)
         return self._plain_mixture(x, picks, experts, kind)
+
+    def _ungated_mixture(self, x: Tensor, picks: Picks, experts: _Experts) -> Tensor:
+        """One expert after the other. Waits for the device."""
+        ups, downs = numbers_of(experts.gate_up, x.dtype), numbers_of(experts.down, x.dtype)
+        mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert, rows, chances in rows_by_expert(picks, len(downs)):
+            up = self.gated_act(F.linear(x.index_select(0, rows), ups[expert]), "relu2")
+            mixed.index_add_(0, rows, F.linear(up, downs[expert]).float() * chances)
+        return mixed.to(x.dtype)
 
     def _coded_mixture(
         self, x: Tensor, picks: Picks, gate_up: CodedStack, down: CodedStack, biases: ExpertBiases, kind: Activation

@@ -38,6 +38,8 @@ def exactly_gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
         case "swigluoai":
             gate = gate.clamp(max=7.0)
             return (up.clamp(min=-7.0, max=7.0) + 1) * (gate * torch.sigmoid(gate * 1.702))
+        case "relu2":
+            return up.relu().square()
 
 
 class MixedExperts:
@@ -53,7 +55,7 @@ class MixedExperts:
 
         self.x = random(rows, shape.hidden)
         self.logits = random(rows, shape.experts)
-        self.gate_up = random(shape.experts, 2 * shape.size, shape.hidden)
+        self.gate_up = random(shape.experts, (1 if shape.kind == "relu2" else 2) * shape.size, shape.hidden)
         self.down = random(shape.experts, shape.hidden, shape.size)
         self.biases = ExpertBiases(None, None)
         if shape.biased:
@@ -76,7 +78,7 @@ class MixedExperts:
             both = self.x[row].double() @ self.gate_up[expert].double().T
             if self.biases.gate_up is not None:
                 both += self.biases.gate_up[expert].double()
-            gate, up = both.chunk(2, dim=-1)
+            gate, up = (both, both) if self.shape.kind == "relu2" else both.chunk(2, dim=-1)
             output = exactly_gated(gate, up, self.shape.kind) @ self.down[expert].double().T
             if self.biases.down is not None:
                 output += self.biases.down[expert].double()

@@ -51,7 +51,7 @@ def rounded(reference: Any, code: Scheme, ranks: int = 1, *, experts: bool = Tru
     head = reference.get_output_embeddings()
     with torch.no_grad():
         for name, module in reference.named_modules():
-            for stack in ("gate_up_proj", "down_proj"):
+            for stack in ("gate_up_proj", "up_proj", "down_proj"):
                 stacked = getattr(module, stack, None)
                 if experts and isinstance(stacked, nn.Parameter):
                     # gpt-oss has inputs before outputs.

@@ -92,6 +92,22 @@ _DELTA: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
 }
 
+_NEMOTRON: dict[str, Any] = {
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+    "time_step_min": 1e-30,  # which the library takes as the least step of prompts, and of prompts alone
+    "chunk_size": 16,
+}
+
+
+def _blocks(pattern: str) -> list[str]:
+    """As Nemotron-H's `hybrid_override_pattern` says it."""
+    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    return [kinds[letter] for letter in pattern]
+
+
 _CONVOLUTION: dict[str, Any] = {
     "layer_types": ["conv", "full_attention", "conv"],
     "conv_bias": True,
@@ -163,6 +179,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "nemotron-h": ("NemotronHConfig", {**_NEMOTRON, "layers_block_type": _blocks("MM-*-M")}),
+    "nemotron-h-moe": (
+        "NemotronHConfig",
+        {**_NEMOTRON, "layers_block_type": _blocks("MEM*EM-"), "n_routed_experts": 8, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 40, "n_group": 4, "topk_group": 2}
+        | {"routed_scaling_factor": 2.5},
+    ),
     "lfm2": ("Lfm2Config", {**_CONVOLUTION, "block_multiple_of": 16}),
     "lfm2-moe": ("Lfm2MoeConfig", {**_CONVOLUTION, **_EXPERTS, "num_dense_layers": 1}),
     "gemma2": (
@@ -178,10 +201,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 STATE_FAMILIES = (
     *("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
-    *("lfm2", "lfm2-moe"),
+    *("nemotron-h", "nemotron-h-moe", "lfm2", "lfm2-moe"),
 )
 """With Mamba-2 layers, gated delta nets or short convolutions."""
-IN_EXTRAS = ("lfm2-moe",)
+IN_EXTRAS = ("nemotron-h", "nemotron-h-moe", "lfm2-moe")
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 
 

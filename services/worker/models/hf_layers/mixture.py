@@ -37,6 +37,8 @@ class Mixture(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Checkpoints may have inputs before outputs in tensors of all experts (Qwen3-VL)."""
     biased: bool = False
     """Router and experts have biases, and tensors are laid out as gpt-oss has them."""
+    gated: bool = True
+    """Experts have gates beside ups."""
 
 
 class RawMixture(Struct, kw_only=True):

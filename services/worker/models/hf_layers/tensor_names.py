@@ -8,6 +8,7 @@ from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTUR
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, SEEING_ARCHITECTURES
 
 GRANITE = "GraniteMoeHybridForCausalLM"
+NEMOTRON_H = "NemotronHForCausalLM"
 
 
 class TensorNames(NamedTuple):
@@ -25,11 +26,11 @@ class TensorNames(NamedTuple):
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     mlp: str = "mlp"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
+    ups: tuple[str, ...] = ("gate_proj", "up_proj")
+    """The gates' first, where there are any."""
     down: str = "down_proj"
     gate_and_up: str | None = None
-    """Where both are one matrix."""
+    """Where gates and ups are one matrix."""
     expert_correction: str = "mlp.gate.e_score_correction_bias"
     """What is added to experts' scores where they are chosen."""
 
@@ -56,6 +57,18 @@ _NAMES = {
         final_norm="backbone.norm_f.weight",
         mixer="mixer",
     ),
+    NEMOTRON_H: TensorNames(
+        embedding="backbone.embeddings",
+        layers="backbone.layers",
+        final_norm="backbone.norm_f.weight",
+        input_norm="norm",
+        mlp_norm="norm",
+        mixer="mixer",
+        attention="mixer",
+        mlp="mixer",
+        ups=("up_proj",),
+        expert_correction="mixer.gate.e_score_correction_bias",
+    ),
     **dict.fromkeys(
         CONVOLUTION_ARCHITECTURES,
         TensorNames(
@@ -67,8 +80,7 @@ _NAMES = {
             query_norm="q_layernorm",
             key_norm="k_layernorm",
             mlp="feed_forward",
-            gate="w1",
-            up="w3",
+            ups=("w1", "w3"),
             down="w2",
             expert_correction="feed_forward.expert_bias",
         ),

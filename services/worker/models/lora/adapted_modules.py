@@ -24,7 +24,7 @@ from services.worker.ops.interface import PackedLinear
 
 KEYS_AND_VALUES = "self_attn.kv_b_proj"
 """The module that makes them of latents. It stands on the other side of attention here: see `LatentAttention`."""
-_SHARED = ("mlp.shared_experts", "mlp.shared_expert")
+_SHARED = ("shared_experts", "shared_expert")
 """What an expert that every row goes through is called: one without a gate, and one with."""
 
 
@@ -55,13 +55,15 @@ def module_sizes(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]
     layer, hidden = config.layers[number], config.hidden_size
     sizes = _mixer_sizes(config) if layer.has_state else _attention_sizes(config)
     names = tensor_names(config.architecture)
+    if not layer.has_mlp:
+        return sizes
     if not layer.mixes:
         return sizes | _mlp_sizes(names, names.mlp, hidden, config.intermediate_size)
     mixture = config.mixture
     if mixture is None or mixture.shared_size is None:
         return sizes
-    block = names.mlp if config.architecture == GRANITE else _SHARED[mixture.shared_gated]
-    gate = {"mlp.shared_expert_gate": (hidden, 1)} if mixture.shared_gated else {}
+    block = names.mlp if config.architecture == GRANITE else f"{names.mlp}.{_SHARED[mixture.shared_gated]}"
+    gate = {f"{names.mlp}.shared_expert_gate": (hidden, 1)} if mixture.shared_gated else {}
     return sizes | _mlp_sizes(names, block, hidden, mixture.shared_size) | gate
 
 
@@ -104,7 +106,7 @@ def _mixer_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def _mlp_sizes(names: TensorNames, block: str, hidden: int, size: int) -> dict[str, tuple[int, int]]:
     if not size:
         return {}
-    up = dict.fromkeys((f"{block}.{names.gate}", f"{block}.{names.up}"), (hidden, size))
+    up = dict.fromkeys((f"{block}.{part}" for part in names.ups), (hidden, size))
     if names.gate_and_up is not None:
         up = {f"{block}.{names.gate_and_up}": (hidden, 2 * size)}
     return up | {f"{block}.{names.down}": (size, hidden)}
@@ -120,7 +122,7 @@ def modules_of_layer(
         yield from _of_latent(config, config.latent, share, layer)
     else:
         yield from _of_attention(config, share, layer)
-    block = tensor_names(config.architecture).mlp
+    block = mlp = tensor_names(config.architecture).mlp
     match layer.mlp:
         case DenseMlp():
             yield from _of_mlp(config, block, layer.mlp, share.mlp, config.intermediate_size)
@@ -128,10 +130,10 @@ def modules_of_layer(
             assert config.mixture is not None
             mixture, shared = config.mixture, layer.mlp.shared
             if config.architecture != GRANITE:
-                block = _SHARED[mixture.shared_gated]
+                block = f"{mlp}.{_SHARED[mixture.shared_gated]}"
             yield from _of_mlp(config, block, shared.mlp, share.shared_expert, mixture.shared_size or 0)
             if shared.gate is not None:
-                gate = ModuleRows("mlp.shared_expert_gate", (0, 1))
+                gate = ModuleRows(f"{mlp}.shared_expert_gate", (0, 1))
                 yield ModulesOfMatrix(shared.gate, (0, config.hidden_size), (gate,))
         case _:
             pass
@@ -200,7 +202,7 @@ def _of_mlp(
 ) -> Iterator[ModulesOfMatrix]:
     """`columns`: of the `size` that the MLP has on all ranks together."""
     every, (first, end), names = (0, config.hidden_size), columns, tensor_names(config.architecture)
-    up: tuple[ModuleRows, ...] = tuple(ModuleRows(f"{block}.{part}", columns) for part in (names.gate, names.up))
+    up: tuple[ModuleRows, ...] = tuple(ModuleRows(f"{block}.{part}", columns) for part in names.ups)
     if names.gate_and_up is not None:
         joined = torch.cat((torch.arange(first, end), size + torch.arange(first, end)))
         up = (ModuleRows(f"{block}.{names.gate_and_up}", joined),)

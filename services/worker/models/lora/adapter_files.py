@@ -205,7 +205,10 @@ def _native_modules(path: Path, file: Any, config: ModelConfig) -> _Halves:
     for name in file.keys():  # noqa: SIM118 - no mapping
         if match := _NAME.fullmatch(name):
             layer, projection, half, head, head_half, embedding, embedding_half = match.groups()
-            key = (int(layer or 0), projection or head or (embedding and EMBEDDING))
+            number = config.layer_of_block(int(layer or 0))
+            if number is None:
+                raise ModelError(f"{path}: layer {layer} of {projection}; the model has {config.num_blocks} layers")
+            key = (number, projection or head or (embedding and EMBEDDING))
             found.setdefault(key, {})[half or head_half or embedding_half] = name
         elif not _BASE_COPY.fullmatch(name):
             raise ModelError(f"{path}: tensor {name} belongs to no module that can have an adapter here")
@@ -222,8 +225,6 @@ def _sizes(path: Path, config: ModelConfig, layer: int, module: str) -> tuple[in
         if config.tied_embeddings:
             raise ModelError(f"{path}: target_modules: {module} is not supported where embedding and head are tied")
         return (config.vocab_size, hidden) if module == EMBEDDING else (hidden, config.vocab_size)
-    if layer >= config.num_layers:
-        raise ModelError(f"{path}: layer {layer} of {module}; the model has {config.num_layers} layers")
     sizes = module_sizes(config, layer)
     if module not in sizes and module.startswith("mlp.") and config.layers[layer].mixes:
         raise ModelError(f"{path}: target_modules: {module} of layer {layer}, which is a mixture of experts")

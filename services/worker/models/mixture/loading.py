@@ -27,8 +27,8 @@ class _Names(NamedTuple):
     """What a layer's tensors are called."""
 
     block: str
-    gate: str
-    up: str
+    ups: tuple[str, ...]
+    """The gates' first, where there are any."""
     down: str
     router: str = "gate.weight"
     all_gates_and_ups: str = "experts.gate_up_proj"
@@ -38,16 +38,18 @@ class _Names(NamedTuple):
 
 _WEIGHT = ".weight"
 
-_QWEN = _Names("mlp", "gate_proj", "up_proj", "down_proj")
-_MIXTRAL = _Names("block_sparse_moe", "w1", "w3", "w2")
+_QWEN = _Names("mlp", ("gate_proj", "up_proj"), "down_proj")
+_MIXTRAL = _Names("block_sparse_moe", ("w1", "w3"), "w2")
 _GRANITE = _Names(
-    *("block_sparse_moe", "gate_proj", "up_proj", "down_proj"),
+    *("block_sparse_moe", ("gate_proj", "up_proj"), "down_proj"),
     router="router.layer.weight",
     all_gates_and_ups="input_linear.weight",
     all_downs="output_linear.weight",
 )
 """With a tensor for each expert only where llm-compressor wrote it."""
-_LFM2 = _Names("feed_forward", "w1", "w3", "w2")
+_LFM2 = _Names("feed_forward", ("w1", "w3"), "w2")
+_UNGATED = _Names("mixer", ("up_proj",), "down_proj", all_gates_and_ups="experts.up_proj")
+"""Of Nemotron-H."""
 _GRANITE_TOGETHER = _MIXTRAL._replace(router="router.weight")
 
 
@@ -66,6 +68,7 @@ def read_experts(
         return read_biased_experts(matrices, f"{layer}.mlp", mixture, hidden, columns, experts)
     others = (_MIXTRAL, _GRANITE, _GRANITE_TOGETHER, _LFM2)
     names = next((each for each in others if f"{layer}.{each.block}.{each.router}" in tensors), _QWEN)
+    names = names if mixture.gated else _UNGATED
     block = f"{layer}.{names.block}"
     router = tensors.read(f"{block}.{names.router}", (mixture.experts, hidden)).to(matrices.device)
     numbers = tuple(range(mixture.experts) if experts is None else experts)
@@ -87,13 +90,24 @@ class _Reading(NamedTuple):
         """Whether there are tensors of all experts."""
         return f"{self.block}.{self.names.all_gates_and_ups}" in self.matrices.checkpoint
 
+    @property
+    def _outputs(self) -> int:
+        """Of a whole expert's gates and ups."""
+        return len(self.names.ups) * self.mixture.intermediate_size
+
+    @property
+    def _own_outputs(self) -> list[tuple[int, int]]:
+        """Which of them are these columns': gates, then ups."""
+        first, end = self.columns
+        return [(start + first, start + end) for start in range(0, self._outputs, self.mixture.intermediate_size)]
+
     def _may_be_codes(self, tensor: str) -> bool:
         """`tensor`: that of all experts, which is codes where it has scales, with a dimension more as well."""
         has_scales = f"{self.block}.{tensor}_scale" in self.matrices.checkpoint
         return self.matrices.has_codes and (has_scales or not self._together)
 
     def gates_and_ups(self) -> WeightStack:
-        """[E, 2 * I, hidden]"""
+        """[E, 2 * I, hidden]; without gates [E, I, hidden]"""
         if self._may_be_codes(self.names.all_gates_and_ups):
             return stacked(self.matrices, [self._gate_and_up_of(expert) for expert in self.experts])
         read = self._gates_and_ups_together() if self._together else self._gates_and_ups_of_each()
@@ -115,13 +129,13 @@ class _Reading(NamedTuple):
         )
 
     def _gate_and_up_of(self, expert: int) -> Matrix:
-        size, (first, end) = self.mixture.intermediate_size, self.columns
-        shape = (size, self.hidden)
+        shape = (self.mixture.intermediate_size, self.hidden)
         if self._together:
             module = f"{self.block}.{self.names.all_gates_and_ups}".removesuffix(_WEIGHT)
-            both, parts = (2 * size, self.hidden), ((first, end), (size + first, size + end))
-            return self.matrices.join([self.matrices.read(module, both, rows=part, number=expert) for part in parts])
-        names = (f"{self.block}.experts.{expert}.{part}" for part in (self.names.gate, self.names.up))
+            whole = (self._outputs, self.hidden)
+            own = [self.matrices.read(module, whole, rows=part, number=expert) for part in self._own_outputs]
+            return self.matrices.join(own)
+        names = (f"{self.block}.experts.{expert}.{part}" for part in self.names.ups)
         return self.matrices.join([self.matrices.read(name, shape, rows=self.columns) for name in names])
 
     def _down_of(self, expert: int) -> Matrix:
@@ -132,16 +146,12 @@ class _Reading(NamedTuple):
         return self.matrices.read(f"{self.block}.experts.{expert}.{self.names.down}", shape, columns=self.columns)
 
     def _gates_and_ups_together(self) -> Tensor:
-        count, size, (first, end) = self.mixture.experts, self.mixture.intermediate_size, self.columns
         name = f"{self.block}.{self.names.all_gates_and_ups}"
         if self.mixture.transposed:
-            whole = self._read_either_way(name, 2 * size, self.hidden)
-            return torch.cat((whole[:, first:end], whole[:, size + first : size + end]), dim=1)
-        parts = [
-            self._read_numbers(name, (count, 2 * size, self.hidden), part)
-            for part in ((first, end), (size + first, size + end))
-        ]
-        return torch.cat(parts, dim=1)
+            whole = self._read_either_way(name, self._outputs, self.hidden)
+            return torch.cat([whole[:, slice(*part)] for part in self._own_outputs], dim=1)
+        shape = (self.mixture.experts, self._outputs, self.hidden)
+        return torch.cat([self._read_numbers(name, shape, part) for part in self._own_outputs], dim=1)
 
     def _read_numbers(self, name: str, shape: tuple[int, int, int], columns: tuple[int, int] | None = None) -> Tensor:
         """Of these experts, from a tensor of all; `columns`: a range of its second dimension."""
@@ -161,9 +171,9 @@ class _Reading(NamedTuple):
         parts = [
             TensorPart(f"{self.block}.experts.{expert}.{part}.weight", (size, self.hidden), rows=self.columns)
             for expert in self.experts
-            for part in (self.names.gate, self.names.up)
+            for part in self.names.ups
         ]
-        return self._read_together(parts).view(len(self.experts), 2 * own, self.hidden)
+        return self._read_together(parts).view(len(self.experts), len(self.names.ups) * own, self.hidden)
 
     def _down_numbers(self, columns: tuple[int, int]) -> Tensor:
         count, size, own = self.mixture.experts, self.mixture.intermediate_size, columns[1] - columns[0]

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from services.worker.models.config import ConvolutionConfig, LayerConfig, Mixture, ModelConfig, ModelError, dtype_named
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
+from services.worker.models.states.mamba_reading import require_positive
 
 _THETA = 1_000_000.0
 """Where the config names no base of the rotation."""
@@ -89,13 +90,13 @@ def _columns(raw: _RawLfm2) -> int:
     size = int(2 * size / 3)
     if raw.block_ffn_dim_multiplier is None:
         return size
-    _require_positive(block_multiple_of=raw.block_multiple_of)
+    require_positive(block_multiple_of=raw.block_multiple_of)
     return -(-int(raw.block_ffn_dim_multiplier * size) // raw.block_multiple_of) * raw.block_multiple_of
 
 
 def _model_config(raw: _RawConvolution, architecture: str, columns: int, eos: tuple[int, ...]) -> ModelConfig:
     heads, kv_heads = raw.num_attention_heads, raw.num_key_value_heads
-    _require_positive(
+    require_positive(
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
         intermediate_size=columns,
@@ -168,7 +169,7 @@ def _with_states(raw: _RawConvolution) -> list[bool]:
 
 
 def _mixture(raw: _RawLfm2Moe) -> Mixture:
-    _require_positive(num_experts=raw.num_experts, moe_intermediate_size=raw.moe_intermediate_size)
+    require_positive(num_experts=raw.num_experts, moe_intermediate_size=raw.moe_intermediate_size)
     if not 1 <= raw.num_experts_per_tok <= raw.num_experts:
         raise ModelError(f"num_experts_per_tok {raw.num_experts_per_tok}: there are {raw.num_experts} experts")
     return Mixture(
@@ -180,9 +181,3 @@ def _mixture(raw: _RawLfm2Moe) -> Mixture:
         corrected=raw.use_expert_bias,
         scale=raw.routed_scaling_factor,
     )
-
-
-def _require_positive(**values: int) -> None:
-    for key, value in values.items():
-        if value < 1:
-            raise ModelError(f"{key} {value} is not positive")

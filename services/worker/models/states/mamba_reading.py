@@ -27,7 +27,7 @@ _BAMBA_ROTATED = 0.5
 """Share of a head that Bamba rotates, whatever its config says; so `transformers` has it."""
 
 
-class _RawMamba(Struct, kw_only=True):
+class RawMamba(Struct, kw_only=True):
     """The keys that all of these families have."""
 
     vocab_size: int
@@ -41,7 +41,7 @@ class _RawMamba(Struct, kw_only=True):
     time_step_limit: list[float | dict[str, str] | None] | None = None
 
 
-class _RawMamba2(_RawMamba, kw_only=True):
+class _RawMamba2(RawMamba, kw_only=True):
     """Mamba2ForCausalLM: Mamba-2 layers and nothing else."""
 
     num_heads: int = 128
@@ -55,7 +55,7 @@ class _RawMamba2(_RawMamba, kw_only=True):
     layer_norm_epsilon: float = 1e-5
 
 
-class _RawHybrid(_RawMamba, kw_only=True):
+class _RawHybrid(RawMamba, kw_only=True):
     """Bamba and Granite 4: Mamba-2 layers, some layers of attention, and MLPs behind both."""
 
     num_attention_heads: int
@@ -98,7 +98,7 @@ class _RawGranite(_RawHybrid, kw_only=True):
     attention_multiplier: float = 1.0
 
 
-_Raw = TypeVar("_Raw", bound=_RawMamba)
+_Raw = TypeVar("_Raw", bound=RawMamba)
 
 
 def mamba_model_config(
@@ -108,19 +108,20 @@ def mamba_model_config(
     that the config names. Raises ModelError, and msgspec's errors."""
     match architecture:
         case "Mamba2ForCausalLM":
-            mamba2 = _decode(text, _RawMamba2)
+            mamba2 = decode_mamba(text, _RawMamba2)
             return _mamba2(mamba2, stop_tokens(mamba2.eos_token_id))
         case "BambaForCausalLM":
-            bamba = _decode(text, _RawBamba)
+            bamba = decode_mamba(text, _RawBamba)
             return _bamba(bamba, stop_tokens(bamba.eos_token_id))
         case "GraniteMoeHybridForCausalLM":
-            granite = _decode(text, _RawGranite)
+            granite = decode_mamba(text, _RawGranite)
             return _granite(granite, stop_tokens(granite.eos_token_id))
         case _:
             raise AssertionError(f"{architecture} has no Mamba-2 layers")
 
 
-def _decode(text: bytes, kind: type[_Raw]) -> _Raw:
+def decode_mamba(text: bytes, kind: type[_Raw]) -> _Raw:
+    """`text`, whose activation and limit of time steps are supported. Raises ModelError, and msgspec's errors."""
     raw = msgspec.json.decode(plain_json(text), type=kind, strict=True)
     if raw.hidden_act not in ("silu", "swish"):
         raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
@@ -149,7 +150,7 @@ def _mamba2(raw: _RawMamba2, eos: tuple[int, ...]) -> ModelConfig:
         ),
         ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
     )
-    layers = (LayerConfig(None, _NO_ROPE, has_state=True),) * raw.num_hidden_layers
+    layers = (LayerConfig(None, NO_ROPE, has_state=True),) * raw.num_hidden_layers
     return ModelConfig(
         architecture="Mamba2ForCausalLM",
         dtype=_dtype(raw),
@@ -306,7 +307,7 @@ def _hybrid(
     )
 
 
-_NO_ROPE = PlainRope(10_000.0)
+NO_ROPE = PlainRope(10_000.0)
 """Of layers that rotate nothing."""
 
 
@@ -319,7 +320,7 @@ def _attention(raw: _RawHybrid, *, rotates: bool) -> tuple[int, Rope, int]:
         raise ModelError(f"hidden_size {raw.hidden_size} is no multiple of {heads} heads")
     dim = raw.head_dim or raw.hidden_size // heads
     if not rotates:
-        return dim, _NO_ROPE, raw.max_position_embeddings
+        return dim, NO_ROPE, raw.max_position_embeddings
     # Which share of a head is rotated follows from the family.
     parameters = {key: value for key, value in (raw.rope_parameters or {}).items() if key != "partial_rotary_factor"}
     ropes = read_ropes(
@@ -332,15 +333,13 @@ def _attention(raw: _RawHybrid, *, rotates: bool) -> tuple[int, Rope, int]:
     return dim, ropes.full, ropes.max_positions
 
 
-def _sizes(raw: _RawMamba, expand: int, mamba: MambaConfig, keys: tuple[str, str, str, str, str]) -> MambaConfig:
+def _sizes(raw: RawMamba, expand: int, mamba: MambaConfig, keys: tuple[str, str, str, str, str]) -> MambaConfig:
     """Checked: `keys` are what the config calls heads, head_dim, groups, state_dim and kernel."""
     values = (mamba.heads, mamba.head_dim, mamba.groups, mamba.state_dim, mamba.kernel)
     positive = dict(zip(keys, values, strict=True)) | {
         key: getattr(raw, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers")
     }
-    for key, value in positive.items():
-        if value < 1:
-            raise ModelError(f"{key} {value} is not positive")
+    require_positive(**positive)
     if mamba.kernel < 2:
         raise ModelError(f"{keys[4]} {mamba.kernel} is not supported; supported: 2 and more")
     if mamba.inner != expand * raw.hidden_size:
@@ -350,5 +349,12 @@ def _sizes(raw: _RawMamba, expand: int, mamba: MambaConfig, keys: tuple[str, str
     return mamba
 
 
-def _dtype(raw: _RawMamba) -> Literal["float32", "bfloat16", "float16"]:
+def require_positive(**values: int) -> None:
+    """Raises ModelError for a key of `config.json` whose value is not."""
+    for key, value in values.items():
+        if value < 1:
+            raise ModelError(f"{key} {value} is not positive")
+
+
+def _dtype(raw: RawMamba) -> Literal["float32", "bfloat16", "float16"]:
     return dtype_named(raw.dtype or raw.torch_dtype)

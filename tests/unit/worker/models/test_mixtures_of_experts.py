@@ -341,6 +341,24 @@ def test_a_mixture_of_codes_is_that_of_their_numbers(code: Code, size: int) -> N
         assert mixed.by(ops, mixed.x, 2, True).sub(expected).abs().max() < 1e-5, ops.name
 
 
+@pytest.mark.parametrize("code", [None, "int8"])
+def test_experts_without_gates_are_what_they_are_in_float64_on_one_rank_and_on_two(code: Scheme | None) -> None:
+    """As Nemotron-H has them; one rank has an expert that no row has picked."""
+    mixed = MixedExperts(Shape(hidden=48, size=40, kind="relu2"), 20)
+    mixed.logits[:, 4] = -100.0
+    ups, downs = (stack if code is None else _stacked(stack, code) for stack in (mixed.gate_up, mixed.down))
+    mixed.gate_up, mixed.down = numbers(ups), numbers(downs)
+    for ops in kinds_of_ops():
+        picks = ops.choose_experts(mixed.logits, Routing(2, True))
+        mixed.check(ops.mixture(mixed.x, picks, ops.pack_experts(ups, downs), kind="relu2"))
+        total = torch.zeros_like(mixed.x)
+        for own in ([0, 3], [1, 2, 4]):
+            numbered = torch.full((5,), -1).index_copy_(0, torch.tensor(own), torch.arange(len(own)))
+            packed = ops.pack_experts(mixed.gate_up[own], mixed.down[own])
+            total += ops.mixture(mixed.x, picks._replace(experts=numbered[picks.experts]), packed, kind="relu2")
+        mixed.check(total)
+
+
 @pytest.mark.parametrize("size", [64, 40], ids=["gated on their way out", "gated behind"])
 @pytest.mark.parametrize("code", [None, "int8"])
 def test_biases_of_experts_and_clamped_gates_are_what_they_are_in_float64(code: Scheme | None, size: int) -> None:

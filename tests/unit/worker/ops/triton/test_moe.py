@@ -30,6 +30,7 @@ from services.worker.ops.triton.moe.routing import (
     sort_picks,
     tile_rows,
 )
+from services.worker.ops.triton_ops import TritonOps
 from tests.support.kernels.kernel_device import DEVICE
 from tests.support.models.expert_mixtures import MixedExperts, Shape
 
@@ -212,6 +213,12 @@ def test_few_rows_go_one_by_one_and_both_ways_agree() -> None:
         found = mixture(mixed.x, choose_experts(mixed.logits, Routing(2, True)), *weights, kind="silu")
         assert torch.equal(found, way(mixed))
         mixed.check(found)
+
+
+def test_experts_without_gates_are_multiplied_one_after_the_other() -> None:
+    mixed, ops = MixedExperts(Shape(kind="relu2"), rows=3), TritonOps(DEVICE, torch.float32)
+    picks = ops.choose_experts(mixed.logits, Routing(2, True))
+    mixed.check(ops.mixture(mixed.x, picks, ops.pack_experts(mixed.gate_up, mixed.down), kind="relu2"))
 
 
 def test_what_a_token_of_qwen_3_30b_must_move_and_multiply_in_a_layer() -> None:
