@@ -23,6 +23,7 @@ from services.worker.models.config import ModelError
 from services.worker.models.decoder import Decoder
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.loading import load_weights
+from services.worker.models.quantization.quantized_checkpoint import as_it_says
 from services.worker.models.sharding import shard_of
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.transfer import to_device
@@ -65,7 +66,7 @@ class DraftModelDrafter(Struct, frozen=True):
 def open_draft_model(settings: SpeculationSettings, target: TargetModel, most: int) -> DraftModelDrafter:
     """Reads the draft model, whole on the rank that draws, in the model's dtype. Raises ModelError."""
     folder = settings.folder()
-    config = read_model_config(folder)
+    config = read_model_config(folder, quantized=True)
     target.check_sizes(folder, vocab_size=config.vocab_size)
     if config.states is not None:
         raise ModelError(f"{folder}: a model with {config.states.kind} ({config.architecture}) drafts for no other")
@@ -75,7 +76,8 @@ def open_draft_model(settings: SpeculationSettings, target: TargetModel, most: i
         )
     share = shard_of(config, 0, 1)
     with open_checkpoint(folder, target.dtype) as checkpoint:
-        weights = load_weights(checkpoint, config, share, target.ops, target.device, target.max_model_len)
+        tensors = as_it_says(checkpoint, folder, target.dtype)
+        weights = load_weights(tensors, config, share, target.ops, target.device, target.max_model_len)
     return DraftModelDrafter(Decoder(config, weights, share, target.ops, SingleRank()), target, most)
 
 

@@ -22,8 +22,7 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.loaded_model import CausalLm
 from services.worker.models.loading import load_embedding, load_embedding_and_head
-from services.worker.models.quantization.method import read_method
-from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
+from services.worker.models.quantization.quantized_checkpoint import as_it_says
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta, EmbeddingTable, Ops, PackedLinear
 from services.worker.ops.native.native_ops import NativeOps
@@ -140,9 +139,8 @@ class TargetModel:
         if self.dummy:
             yield DummyTensors(self.dtype, self.device, norm_offset=self.native_config.norm_offset)
             return
-        method = read_method(self.folder)
         with open_checkpoint(self.folder, self.dtype, device=self.device) as checkpoint:
-            yield checkpoint if method is None else QuantizedCheckpoint(checkpoint, method, self.dtype)
+            yield as_it_says(checkpoint, self.folder, self.dtype)
 
     def _numbers(self, table: EmbeddingTable) -> Tensor:
         if not isinstance(table, Tensor):

@@ -17,8 +17,7 @@ from services.worker.distributed.communicator import SingleRank
 from services.worker.models.checkpoint import Checkpoint, TensorSource, open_checkpoint
 from services.worker.models.config import LayerConfig, ModelConfig, ModelError
 from services.worker.models.loading import load_layer
-from services.worker.models.quantization.method import read_method
-from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
+from services.worker.models.quantization.quantized_checkpoint import as_it_says
 from services.worker.models.sharding import shard_of
 from services.worker.models.weights import DecoderWeights, KvCaches
 from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
@@ -121,7 +120,7 @@ def open_mtp(target: TargetModel, most: int) -> HiddenStateDrafter:
     embedding, head = target.embedding_and_head()
     with open_checkpoint(target.folder, target.dtype, device=device) as checkpoint:
         names = _names(target, checkpoint)
-        source = _source(target, checkpoint.renamed(f"{names.layer}.", f"{_LAYER}."))
+        source = as_it_says(checkpoint.renamed(f"{names.layer}.", f"{_LAYER}."), target.folder, target.dtype)
         names = names._replace(
             **{field: value.replace(names.layer, _LAYER) for field, value in names._asdict().items()}
         )
@@ -150,12 +149,6 @@ def _names(target: TargetModel, checkpoint: Checkpoint) -> _ModuleNames:
         f"{target.folder}: speculative method mtp: the checkpoint has no module that predicts further tokens: neither "
         f"{beside.joined}.weight nor {behind.joined}.weight is there"
     )
-
-
-def _source(target: TargetModel, checkpoint: Checkpoint) -> TensorSource:
-    """Dequantised where the checkpoint is quantised."""
-    method = read_method(target.folder)
-    return checkpoint if method is None else QuantizedCheckpoint(checkpoint, method, target.dtype)
 
 
 def _layer_config(config: ModelConfig) -> ModelConfig:

@@ -207,7 +207,7 @@ def test_a_rank_has_its_part_of_a_weight(method: str, tmp_path: Path) -> None:
     ("settings", "says"),
     [
         ({"quant_method": "exl3"}, "quant_method 'exl3' is not supported; supported: compressed-tensors, gptq, awq"),
-        ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
+        ({"quant_method": "gptq", "bits": 5}, "bits 5 is not supported; supported: 2, 3, 4, 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' is not supported; supported: gemm"),
         (
             {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "uint4"}}},
@@ -222,7 +222,10 @@ def test_a_rank_has_its_part_of_a_weight(method: str, tmp_path: Path) -> None:
             "quant_type 'MXDynamicActivationMXWeightConfig' is not supported",
         ),
         ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "supported: Float8WeightOnlyConfig, Float8Dyn"),
-        ({"quant_method": "auto-round", "bits": 2}, "bits 2 is not supported; supported: 4, 8"),
+        (
+            {"quant_method": "auto-round", "bits": 2, "packing_format": "auto_round:auto_awq"},
+            "bits 2 is not supported; supported: 4",
+        ),
         (
             {"quant_method": "auto-round", "packing_format": "auto_round:mlx"},
             "packing_format 'auto_round:mlx' is not supported; supported: auto_round:auto_gptq, auto_round:auto_awq",

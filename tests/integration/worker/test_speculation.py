@@ -24,6 +24,7 @@ from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
+from tests.support.models.quantised_files import quantised
 from tests.support.models.tiny_drafters import make_draft, make_eagle, make_eagle3, make_medusa
 from tests.support.models.tiny_models import POSITIONS, VOCABULARY, TinyModel, make_model
 from tests.support.worker.launched_rank import Runner, launching
@@ -251,6 +252,16 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     for number, sampling in enumerate([*SAMPLINGS, *changed]):
         tokens = PROMPTS[3 + number % 3]
         driver.add(tokens, OUTPUT, sampling=sampling, min_tokens=9, stop_token_ids=tuple(range(40, 90)))
+    driver.run()
+    assert driver.accepted == driver.drafted > 0
+
+
+def test_a_draft_model_may_be_quantised(tmp_path: Path) -> None:
+    """By the checkpoint: the same as the model, so that it is always right."""
+    quantised(tmp_path, "gptq", "llama")
+    same = SpeculationSettings(method="draft", num_speculative_tokens=4, model=str(tmp_path))
+    driver = Driver(tiny_backend(tmp_path, ops="native", speculation=same), speculate=4)
+    driver.add(PROMPTS[3], OUTPUT)
     driver.run()
     assert driver.accepted == driver.drafted > 0
 

@@ -22,6 +22,9 @@ Written = tuple[dict[str, Tensor], Tensor]
 
 def words(codes: Tensor, bits: int) -> Tensor:
     """Along the last dimension, the lowest bits first."""
+    if bits == 3:
+        ones = (codes.long().unsqueeze(-1) >> torch.arange(3)) & 1
+        return words(ones.flatten(-2), 1)
     grouped = codes.long().view(*codes.shape[:-1], -1, 32 // bits)
     packed = sum(grouped[..., i] << (bits * i) for i in range(32 // bits))
     assert isinstance(packed, Tensor)
@@ -247,6 +250,8 @@ PACKED = compressed_config(4, "int", "group", "pack-quantized")
 METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
     "gptq": (GPTQ, gptq),
     "gptq of eight bits": ({**GPTQ, "bits": 8}, lambda weight: gptq(weight, 8)),
+    "gptq of two bits": ({**GPTQ, "bits": 2}, lambda weight: gptq(weight, 2)),
+    "gptq of three bits": ({**GPTQ, "bits": 3}, lambda weight: gptq(weight, 3)),
     "gptq in another order": ({**GPTQ, "desc_act": True}, lambda weight: gptq(weight, order=True)),
     "gptq whose last groups are smaller": (
         {**GPTQ, "group_size": 48},

@@ -31,6 +31,7 @@ _Read = TypeVar("_Read", bound=Struct)
 _E2M1 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized", *_E2M1)
 _BITS = (4, 8)
+GPTQ_BITS = (2, 3, *_BITS)
 
 _QUARK = ("fp8_e4m3", "int8", "fp4", "fp4+fp8_e4m3")
 _AUTO_ROUND: dict[str, MethodName] = {
@@ -219,10 +220,15 @@ def _method(raw: _RawQuantization) -> QuantizationMethod:
                 group_size=_compressed_group(raw),
             )
         case "gptq":
-            _check("bits", raw.bits, _BITS)
+            _check("bits", raw.bits, GPTQ_BITS)
             _check("checkpoint_format", raw.checkpoint_format, ("gptq", "gptq_v2"))
             zeros_less_one = raw.checkpoint_format == "gptq"
-            return QuantizationMethod("gptq", zeros_less_one=zeros_less_one, group_size=_group_size(raw.group_size))
+            return QuantizationMethod(
+                "gptq",
+                zeros_less_one=zeros_less_one,
+                growth=_growth(raw.bits < 4),
+                group_size=_group_size(raw.group_size),
+            )
         case "awq":
             _check("bits", raw.bits, (4,))
             _check("version", raw.version.lower(), ("gemm",))
@@ -254,9 +260,9 @@ def _method(raw: _RawQuantization) -> QuantizationMethod:
             raise ModelError(f"quant_method {other!r} is not supported; supported: {', '.join(get_args(MethodName))}")
 
 
-def _growth(e2m1: bool) -> int:
-    """e2m1 is read as codes of eight bits."""
-    return 2 if e2m1 else 1
+def _growth(doubled: bool) -> int:
+    """Their codes are read as such of twice the bits, or nearly."""
+    return 2 if doubled else 1
 
 
 def _modelopt(raw: _RawQuantization) -> QuantizationMethod:
@@ -274,7 +280,8 @@ def _modelopt(raw: _RawQuantization) -> QuantizationMethod:
 def _auto_round(raw: _RawQuantization) -> QuantizationMethod:
     _check("packing_format", raw.packing_format, tuple(_AUTO_ROUND))
     layout = _AUTO_ROUND[raw.packing_format]
-    _check("bits", raw.bits, (4,) if layout == "awq" else _BITS)
+    allowed = {"awq": (4,), "gptq": GPTQ_BITS}
+    _check("bits", raw.bits, allowed.get(layout, _BITS))
     floats = layout == "compressed-tensors"
     # Behind them may be how scales were found.
     if not raw.data_type.startswith(kinds := ("mx_fp", "nv_fp") if floats else ("int",)):
@@ -283,7 +290,7 @@ def _auto_round(raw: _RawQuantization) -> QuantizationMethod:
         "auto-round",
         layout,
         zeros_less_one=raw.packing_format == "auto_round:auto_gptq",
-        growth=_growth(floats and raw.bits == 4),
+        growth=_growth((floats and raw.bits == 4) or raw.bits < 4),
         group_size=_group_size(raw.group_size),
     )
 

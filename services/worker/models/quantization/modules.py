@@ -12,6 +12,7 @@ modelopt: `weight` float8_e4m3fn with `weight_scale` [], [out], [out / 128, 1, i
 (MXFP8); or e2m1 as above with `weight_scale` float8_e4m3fn [out, G] times `weight_scale_2` [] (NVFP4).
 quark: as modelopt, and `weight` int8 with `weight_scale` [] or [out].
 gptq: `qweight` int32 [in * bits / 32, out], `scales` [G, out], `qzeros` int32 [G, out * bits / 32]; maybe `g_idx` [in].
+Of 2 and 3 bits, too.
 awq: `qweight` int32 [in, out / 8], `scales` [G, out], `qzeros` int32 [G, out / 8].
 torchao: `_weight_qdata` int8 or float8_e4m3fn with `_weight_scale` [out, G] or [1, 1]; or of two inputs in a byte, the
 first in the low bits, in two's complement, with `_weight_scale` and `_weight_zero_point` [G, out], which is added to
@@ -38,7 +39,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from services.worker.models.config import ModelError
-from services.worker.models.quantization.method import QuantizationMethod
+from services.worker.models.quantization.method import GPTQ_BITS, QuantizationMethod
 from services.worker.models.quantization.packing import (
     powers_of_two,
     unpack_awq,
@@ -162,7 +163,7 @@ def _gptq(module: Module, method: QuantizationMethod) -> ReadWeight | None:
         return None
     out, inputs = module.shape
     words = module.read("qweight")
-    bits = _bits(module, words.shape[0] * 32 // inputs)
+    bits = _bits(module, words.shape[0] * 32 // inputs, GPTQ_BITS)
     codes = module.checked("qweight", unpack_rows(words, bits).T, (out, inputs))
     scales = module.read("scales").float().T.contiguous()
     zeros = unpack_columns(module.read("qzeros"), bits)[:, :out].T.to(torch.int16) + method.zeros_less_one
@@ -281,9 +282,10 @@ _READERS: dict[str, Callable[[Module, QuantizationMethod], ReadWeight | None]] =
 }
 
 
-def _bits(module: Module, bits: int) -> int:
-    if bits not in (4, 8):
-        raise ModelError(f"the codes of {module.name} have {bits} bits for each weight; 4 and 8 can be read")
+def _bits(module: Module, bits: int, known: tuple[int, ...] = (4, 8)) -> int:
+    if bits not in known:
+        can = ", ".join(map(str, known))
+        raise ModelError(f"the codes of {module.name} have {bits} bits for each weight; what can be read: {can}")
     return bits
 
 
@@ -358,7 +360,7 @@ def _read(
     known = not codes.is_meta
     if groups is not None and known and not torch.equal(groups.long(), in_order):
         return ReadWeight(None, _by_groups(bits, codes, scales, zeros, groups.long()))
-    if bits == 4:
+    if bits <= 4:  # whose codes are some of int4's
         return _quantized("int4", codes, scales, zeros, size)
     if zeros is not None and known and (zeros != _SIGNED).any():
         return ReadWeight(None, _by_groups(bits, codes, scales, zeros, in_order))

@@ -13,10 +13,21 @@ _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 
 
 def unpack_columns(words: Tensor, bits: int) -> Tensor:
-    """int32 [n, m] → uint8 [n, m * 32 / bits]: the lowest bits are the first column."""
+    """int32 [n, m] → uint8 [n, m * 32 / bits]: the lowest bits are the first column. Three words have 32 codes of three
+    bits, some of which begin in one and end in the next."""
+    if bits == 3:
+        return _unpack_threes(words)
     shifts = torch.arange(0, _WORD, bits, dtype=torch.int32, device=words.device)
     codes = (words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)
     return codes.to(torch.uint8).flatten(1)
+
+
+def _unpack_threes(words: Tensor) -> Tensor:
+    first = torch.arange(0, 3 * _WORD, 3, device=words.device)
+    word, shift = first // _WORD, first % _WORD
+    threes = (words.long() & (1 << _WORD) - 1).view(len(words), -1, 3)
+    following = threes[:, :, (word + 1).clamp(max=2)] << (_WORD - shift)
+    return ((threes[:, :, word] >> shift | following) & 7).to(torch.uint8).flatten(1)
 
 
 def unpack_rows(words: Tensor, bits: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import ModelError
-from services.worker.models.quantization.method import QuantizationMethod
+from services.worker.models.quantization.method import QuantizationMethod, read_method
 from services.worker.models.quantization.modules import CODES, Module, ReadWeight, module_of, read_module
 from services.worker.ops.quantized import QuantizedWeight
 
@@ -31,6 +32,13 @@ class _OneOfAll(NamedTuple):
     def read_stored(self, name: str) -> Tensor:
         """See `Checkpoint.read_stored`."""
         return self.checkpoint.read_stored(name, (self.number, self.number + 1))[0]
+
+
+def as_it_says(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Checkpoint | QuantizedCheckpoint:
+    """The open `checkpoint` of `folder`, quantised where its `quantization_config` says so. Raises ModelError for what
+    cannot be read."""
+    method = read_method(folder)
+    return checkpoint if method is None else QuantizedCheckpoint(checkpoint, method, dtype)
 
 
 class QuantizedCheckpoint:
