@@ -6,7 +6,7 @@ The library's processors of whole chats are not asked: some want torchvision, or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +16,7 @@ from torch import Tensor
 from shared.models.image_models import ImageModel
 from shared.models.tokenizer_files import load_tokenizer
 
-_OF_TEXTS = ("num_crops",)
+_OF_TEXTS = ("num_crops", "num_patches", "rows", "cols")
 """What processors of images say for the text alone."""
 Texts = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -33,7 +33,7 @@ class PreparedImage(NamedTuple):
 class ImageText(Protocol):
     """What a kind of models has in a prompt for an image: text around and among the tokens that have rows."""
 
-    settings: dict[str, Any]
+    settings: Mapping[str, Any]
     """Of the processor of images, beside its own."""
 
     def written(self, made: dict[str, Any], token: str) -> str:
@@ -47,7 +47,7 @@ class PixtralText:
 
     def __init__(self, config: Any) -> None:
         self._side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
-        self.settings = {"patch_size": {"height": self._side, "width": self._side}}
+        self.settings: Mapping[str, Any] = {"patch_size": {"height": self._side, "width": self._side}}
 
     def written(self, made: dict[str, Any], token: str) -> str:
         """See :class:`ImageText`. Raises ValueError for an image of one row, which the library's tower takes apart."""
@@ -67,8 +67,47 @@ class PixtralText:
         return math.prod(-(-side * longest // max(size) // self._side) * self._side for side in size)
 
 
-_TEXTS: dict[str, Callable[[Any], ImageText]] = {"pixtral": PixtralText}
-"""By `vision_config.model_type`. Other models have nothing but rows for an image."""
+class IdeficsText:
+    """Idefics3's and SmolVLM's: the rows of each tile behind its place, those of the whole image at the end."""
+
+    settings: Mapping[str, Any] = {"return_row_col_info": True}
+
+    def __init__(self, config: Any) -> None:
+        self._rows = (config.vision_config.image_size // config.vision_config.patch_size // config.scale_factor) ** 2
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        (lines,), (columns,) = made["rows"][0], made["cols"][0]
+        mark, rows = "<fake_token_around_image>", self._rows * token
+        tiles = [
+            "".join(f"{mark}<row_{line + 1}_col_{column + 1}>{rows}" for column in range(columns)) + "\n"
+            for line in range(lines)
+        ]
+        return "".join(tiles) + ("\n" if tiles else "") + f"{mark}<global-img>{rows}{mark}"
+
+
+class InternText:
+    """InternVL's: the rows of all tiles, one behind the other."""
+
+    settings: Mapping[str, Any] = {"crop_to_patches": True}
+
+    def __init__(self, config: Any) -> None:
+        tower = config.vision_config
+        (high, wide), (patch_high, patch_wide) = tower.image_size, tower.patch_size
+        self._rows = int((high // patch_high) * (wide // patch_wide) * config.downsample_ratio**2)
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        return f"<img>{int(made['num_patches'][0]) * self._rows * token}</img>"
+
+
+_TEXTS: dict[str, Callable[[Any], ImageText]] = {
+    "pixtral": PixtralText,
+    "idefics3": IdeficsText,
+    "smolvlm": IdeficsText,
+    "internvl": InternText,
+}
+"""By `model_type` of the tower, or of the model. Others have nothing but rows for an image."""
 
 
 class ImageProcessor:
@@ -79,7 +118,7 @@ class ImageProcessor:
         of a model that bounds the longer side alone, beyond which it is scaled down; None: as many as the longer side
         allows. Raises ValueError where the tokenizer does not know what is written for images."""
         self._images, self._max_pixels = images, max_pixels
-        kind = _TEXTS.get(config.vision_config.model_type)
+        kind = _TEXTS.get(config.vision_config.model_type, _TEXTS.get(config.model_type))
         self._text = None if kind is None else kind(config)
         if self._text is not None:
             self._tokenizer = load_tokenizer(folder).tokenizer

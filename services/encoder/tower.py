@@ -28,7 +28,7 @@ DTYPES: dict[EmbeddingDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_LANGUAGE_MODEL = "language_model."
+_LANGUAGE_MODELS = ("language_model.", "text_model.")
 _log = logging.getLogger(__name__)
 
 
@@ -70,7 +70,7 @@ class ImageTower:
             self._frames = FramePatches.of_model(folder, self._processor, self._max_rows, max_pixels)
             self._processor.size = self._bounded_size(max_pixels)
         elif max_pixels is not None and not self._images.bounds_sides:
-            raise TowerUnusable(f"{folder}: max_pixels is not allowed, as all images have one size")
+            raise TowerUnusable(f"{folder}: max_pixels is not allowed, as the model gives images sizes of its own")
         self._model: Any = load_tower(folder, config, DTYPES[self.dtype])
         self._check_an_image()
 
@@ -181,8 +181,8 @@ def load_tower(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     config.text_config.pad_token_id = None
     if hasattr(config.text_config, "layer_types"):
         config.text_config.layer_types = []
-    model = load_part(AutoModel, folder, config, dtype, lambda name: not name.startswith(_LANGUAGE_MODEL))
-    model.language_model = None
+    model = load_part(AutoModel, folder, config, dtype, lambda name: not name.startswith(_LANGUAGE_MODELS))
+    setattr(model, "text_model" if hasattr(model, "text_model") else "language_model", None)
     return model.eval()
 
 

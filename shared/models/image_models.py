@@ -11,10 +11,17 @@ GEMMA = "Gemma3ForConditionalGeneration"
 QWEN2_AUDIO = "Qwen2AudioForConditionalGeneration"
 LLAVA = "LlavaForConditionalGeneration"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
+TILED = (
+    "Idefics3ForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+)
+"""Those that cut an image into tiles, each of which the tower sees alone."""
 IMAGE_ARCHITECTURES = (
     GEMMA,
     LLAVA,
     MISTRAL3,
+    *TILED,
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",

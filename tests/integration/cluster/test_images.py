@@ -35,6 +35,7 @@ from tests.support.models.tiny_images import (
     text_part,
 )
 from tests.support.models.tiny_pixtral import make_pixtral_model
+from tests.support.models.tiny_tiles import make_tile_model
 
 LENGTH = 24
 ENGINES = 2
@@ -283,9 +284,9 @@ async def test_every_api_says_the_same_of_an_image(stack: RunningStack, client: 
 
 @pytest.mark.slow
 @pytest.mark.features("images", "federation")
-def test_another_cluster_is_shown_images(model: ImageModel, tmp_path: Path) -> None:
-    """Encoded here, as engines here are drained, and sent there."""
-    chat = user(A, "Compare it with", B)
+def test_another_cluster_is_shown_images(tmp_path: Path) -> None:
+    """Encoded here, as engines here are drained, and sent there; SmolVLM's, which are cut into tiles."""
+    model, chat = make_tile_model(tmp_path / "model", "smolvlm"), user(A, "Compare it with", B)
     with federated(tmp_path, [f"--served-model-name={NAME}", f"--model={model.path}"]) as clusters:
         answer = asyncio.run(ask_at(clusters.home, chat))
         heard = asyncio.run(clusters.home.ps())["encoder-1"].encoder

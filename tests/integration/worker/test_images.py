@@ -25,8 +25,9 @@ from tests.support.models.tiny_adapters import write_adapter
 from tests.support.models.tiny_gemma import make_gemma_model
 from tests.support.models.tiny_images import make_image_model, picture
 from tests.support.models.tiny_models import TinyModel
-from tests.support.models.tiny_pixtral import PixtralKind, make_pixtral_model
+from tests.support.models.tiny_pixtral import PixtralKind
 from tests.support.models.tiny_qwen_vl import make_qwen_model
+from tests.support.models.tiny_tiles import TileKind, make_written_model
 from tests.support.worker.image_chats import ImageChat
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.tiny_backend import tiny_backend
@@ -138,13 +139,22 @@ def test_images_whose_tokens_see_each_other_are_never_cut(tmp_path: Path, ops: O
 
 
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "speculative")
-@pytest.mark.parametrize(("kind", "ops"), [("mistral3", "native"), ("llava", "torch")])
+@pytest.mark.parametrize(
+    ("kind", "ops"),
+    [
+        ("mistral3", "native"),
+        ("llava", "torch"),
+        ("idefics3", "torch"),
+        ("smolvlm", "native"),
+        ("internvl", "native"),
+    ],
+)
 def test_text_among_the_rows_of_an_image_is_read_as_in_the_library(
-    tmp_path: Path, kind: PixtralKind, ops: OpsName
+    tmp_path: Path, kind: PixtralKind | TileKind, ops: OpsName
 ) -> None:
-    """Lines of rows with the end of each written behind it; several images, cut within a line and behind one, beside
-    texts, preempted, with drafts, and behind a prefix that ends among the lines."""
-    model = make_pixtral_model(tmp_path, kind)
+    """Lines of rows with the end of each written behind it, or tiles with the place of each before it; several images,
+    cut within a line and behind one, beside texts, preempted, with drafts, and behind a prefix that ends within one."""
+    model = make_written_model(tmp_path, kind)
     try:
         backend = tiny_backend(model.path, ops=ops, speculation=NGRAM)
     except OpsUnavailable as reason:

@@ -1,4 +1,4 @@
-"""What the configurations of LLaVA, Mistral 3 and Gemma 3 say of their language models. No torch."""
+"""What configurations say of the language model within a model that takes images, but Qwen's. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LANGUAGE_MODELS = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""The architectures of LLaVA's language models that are read, by `model_type`."""
+"""The architectures of language models that are read in LLaVA and in those that have tiles, by `model_type`."""
 _OWN_MODELS = {
     GEMMA: {"gemma3_text": "Gemma3ForCausalLM"},
     MISTRAL3: {"mistral": "MistralForCausalLM"},
@@ -110,5 +110,6 @@ _NAMES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
 )
-"""As releases of `transformers` before 4.52, and those since, call them."""
+"""As releases of `transformers` before 4.52, and those since, call them; the last one is Idefics3's and SmolVLM's."""
