@@ -9,7 +9,7 @@ from msgspec import Struct
 
 GEMMA = "Gemma3ForConditionalGeneration"
 QWEN2_AUDIO = "Qwen2AudioForConditionalGeneration"
-LLAVA = "LlavaForConditionalGeneration"
+LLAVA, LLAVA_NEXT = "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
 TILED = (
     "Idefics3ForConditionalGeneration",
@@ -20,6 +20,7 @@ TILED = (
 IMAGE_ARCHITECTURES = (
     GEMMA,
     LLAVA,
+    LLAVA_NEXT,
     MISTRAL3,
     *TILED,
     "Qwen2VLForConditionalGeneration",

@@ -136,6 +136,19 @@ async def test_an_image_becomes_the_rows_that_the_library_makes_of_it(memory_bus
         assert (report.encoded, report.hits) == (len(images), len(images))
 
 
+async def test_an_image_has_rows_by_its_size_alone(memory_bus: MemoryBus, tmp_path: Path) -> None:
+    """LLaVA-NeXT's, for which nothing else is written."""
+    model = make_image_model(tmp_path, "mistral", "tiles")
+    counts = []
+    async with running(memory_bus, model) as encoder:
+        for image in (picture(0, (150, 40)), picture(1, (10, 640)), picture(2, (300, 300))):
+            assert torch.equal(await encoder.rows(image), model.rows(image))
+            ids = model.ids_and_rows([{"role": "user", "content": [{"type": "image"}]}], [image])["input_ids"][0]
+            counts.append(ids.tolist().count(model.reference.config.image_token_index))
+            assert len(await encoder.rows(image)) == counts[-1]
+    assert len(set(counts)) == 3
+
+
 async def test_images_are_as_large_as_their_rows_say(memory_bus: MemoryBus, tmp_path: Path) -> None:
     """Of a model that takes images as large as they are: within its own bounds, and within a smaller one."""
     model = make_qwen_model(tmp_path)

@@ -44,6 +44,7 @@ NGRAM = SpeculationSettings(method="ngram", prompt_lookup_min=1)
         ("llama", "clip", "torch"),
         ("mistral", "clip", "torch"),
         ("qwen2", "siglip", "torch"),
+        ("mistral", "tiles", "native"),
     ],
 )
 def test_images_come_to_what_the_library_makes_of_them(tmp_path: Path, text: str, tower: str, ops: OpsName) -> None:

@@ -20,6 +20,10 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
     LlavaProcessor,
     MistralConfig,
     Qwen2Config,
@@ -117,28 +121,36 @@ class ImageModel(NamedTuple):
 
 
 def make_image_model(folder: Path, text: str = "llama", tower: str = "clip", seed: int = 0) -> ImageModel:
-    """Writes a LLaVA of that language model and tower to `folder`, with the demo model's tokenizer."""
+    """Writes a LLaVA of that language model and tower to `folder`, with the demo model's tokenizer. `tower`: tiles:
+    LLaVA-NeXT, whose images have rows by their size."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.chat_template = TEMPLATE
     texts: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
-    towers: dict[str, Any] = {"clip": CLIPVisionConfig, "siglip": SiglipVisionConfig}
-    config = LlavaConfig(
+    towers: dict[str, Any] = {"clip": CLIPVisionConfig, "siglip": SiglipVisionConfig, "tiles": CLIPVisionConfig}
+    tiles = {"image_grid_pinpoints": [[2 * SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, 2 * SIDE]]}
+    configs: Any = LlavaNextConfig if tower == "tiles" else LlavaConfig
+    config = configs(
         vision_config=towers[tower](**_TOWER),
         text_config=texts[text](vocab_size=len(tokenizer), **_TEXT),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-2,
-        vision_feature_select_strategy="default" if tower == "clip" else "full",
+        vision_feature_select_strategy="full" if tower == "siglip" else "default",
+        **(tiles if tower == "tiles" else {}),
     )
     torch.manual_seed(seed)
-    reference = LlavaForConditionalGeneration(config).eval()
+    models: Any = LlavaNextForConditionalGeneration if tower == "tiles" else LlavaForConditionalGeneration
+    reference = models(config).eval()
     reference.save_pretrained(folder)
-    processor = LlavaProcessor(
-        image_processor=CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}),
+    sizes: Any = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    images = LlavaNextImageProcessorPil(**sizes, **tiles) if tower == "tiles" else CLIPImageProcessorPil(**sizes)
+    processors: Any = LlavaNextProcessor if tower == "tiles" else LlavaProcessor
+    processor = processors(
+        image_processor=images,
         tokenizer=tokenizer,
         patch_size=PATCH,
         vision_feature_select_strategy=config.vision_feature_select_strategy,
-        num_additional_image_tokens=int(tower == "clip"),
+        num_additional_image_tokens=int(tower != "siglip"),
         chat_template=TEMPLATE,
     )
     processor.save_pretrained(folder)

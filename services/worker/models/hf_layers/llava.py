@@ -15,7 +15,7 @@ LANGUAGE_MODELS = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""The architectures of language models that are read in LLaVA and in those that have tiles, by `model_type`."""
+"""The language models that are read in LLaVA, LLaVA-NeXT and those that have tiles, by `model_type`."""
 _OWN_MODELS = {
     GEMMA: {"gemma3_text": "Gemma3ForCausalLM"},
     MISTRAL3: {"mistral": "MistralForCausalLM"},
