@@ -68,6 +68,8 @@ class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):
 
     text: str
     add_special_tokens: bool = True
+    text_tokens: Count | None = None
+    """See `PairPrompt.text_tokens`."""
 
 
 class TokenPrompt(Struct, frozen=True, array_like=True, tag="tokens"):

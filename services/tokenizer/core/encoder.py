@@ -224,7 +224,8 @@ class PromptEncoder:
             case RenderedPrompt():
                 return encode(prompt.text, add_special_tokens=prompt.add_special_tokens, field="messages")
             case TextPrompt():
-                return encode(prompt.text, add_special_tokens=prompt.add_special_tokens, field="prompt")
+                text = self._vocabulary.beginning(prompt.text, prompt.text_tokens)
+                return encode(text, add_special_tokens=prompt.add_special_tokens, field="prompt")
             case TokenPrompt():
                 return self._vocabulary.unpacked(prompt.tokens, "prompt")
             case EmbedsPrompt():

@@ -247,7 +247,7 @@ async def test_a_pause_may_leave_what_runs(
 async def test_engines_rest_and_forget_before_they_sleep(stack: GatewayStack, coordinator: FakeCoordinator) -> None:
     stream = await stack.openai.chat.completions.create(**chat(stream=True))
     await anext(stream)
-    assert (await stack.http.post("/sleep?level=2")).json() == {"is_sleeping": True}
+    assert (await stack.http.post("/sleep?level=2")).json() == {"status": "sleeping", "level": 2, "is_sleeping": True}
     asked = [("pause", {"mode": "new"}), ("reset_prefix_cache", {}), ("sleep", {"level": 2}), ("sleeping", {})]
     assert coordinator.asked == asked
     assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "abort"
@@ -257,7 +257,8 @@ async def test_engines_rest_and_forget_before_they_sleep(stack: GatewayStack, co
     assert [name for name, _ in coordinator.asked] == ["pause", "reset_prefix_cache", "sleep", "sleeping"]
     coordinator.asked.clear()
     assert (await stack.http.post("/resume_memory_occupation", json={"tags": ["weights", "kv_cache"]})).json() is None
-    assert (await stack.http.post("/wake_up?tags=weights&tags=kv_cache")).json() == {"is_sleeping": False}
+    awake = (await stack.http.post("/wake_up?tags=weights&tags=kv_cache")).json()
+    assert awake == {"status": "awake", "tags": ["weights", "kv_cache"], "is_sleeping": False}
     assert coordinator.asked == [("wake_up", {}), ("sleeping", {})] * 2
     assert (await stack.http.get("/is_sleeping")).json()["is_sleeping"] is False
 

@@ -87,7 +87,7 @@ async def test_streams_at_any_gateway_are_aborted(stack: RunningStack, client: A
     streams = [await client.completions.create(**asked, stream=True) for _ in range(4)]
     ids = {(await anext(stream)).id for stream in streams}
     async with httpx2.AsyncClient(base_url=stack.url, timeout=30) as http:
-        aborted = (await http.post("/abort_requests", json={"request_ids": sorted(ids)})).json()["aborted"]
+        aborted = (await http.post("/abort_requests", json={"request_ids": sorted(ids)})).json()["request_ids"]
     assert set(aborted) == ids
     for stream in streams:
         assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "abort"

@@ -236,12 +236,12 @@ def _pair_scores(
     if len(others) > limits.max_embeddings:
         raise invalid(field, f"{len(others)} texts are not allowed; at most {limits.max_embeddings} are")
     pooling = pooling_of(card, "embeddings", "labels")
+    bounds = (_bound("max_tokens_per_query", fields, card), _bound("max_tokens_per_doc", fields, card))
     prompts: tuple[Prompt, ...]
     if pooling.labels:
         if len(pooling.labels) > 1:
             text = f"model: {card.name} has {len(pooling.labels)} labels, and a score needs one; it serves /classify"
             raise RequestError(400, text, param="model", code="unsupported_parameter")
-        bounds = (_bound("max_tokens_per_query", fields, card), _bound("max_tokens_per_doc", fields, card))
         queries = ones * len(others) if len(ones) == 1 else ones
         prompts = tuple(PairPrompt(one, other, *bounds) for one, other in zip(queries, others, strict=True))
         pairs = tuple(_TextPair(number, number) for number in range(len(prompts)))
@@ -250,11 +250,10 @@ def _pair_scores(
     else:
         for name in (each for each in ACTIVATION_NAMES if getattr(fields, each) is not None):
             raise unsupported(name, "an activation of the cosine of two embeddings")
-        for name in (each for each in ("max_tokens_per_query", "max_tokens_per_doc") if getattr(fields, each)):
-            raise unsupported(
-                name, "a bound of its own for texts that become embeddings, beside truncate_prompt_tokens,"
-            )
-        prompts = tuple(TextPrompt(text) for text in (*ones, *others))
+        prompts = (
+            *(TextPrompt(text, text_tokens=bounds[0]) for text in ones),
+            *(TextPrompt(text, text_tokens=bounds[1]) for text in others),
+        )
         firsts = range(len(ones)) if len(ones) > 1 else [0] * len(others)
         pairs = tuple(_TextPair(one, len(ones) + number) for number, one in enumerate(firsts))
         options, activation = embedding_options(None, normalize=True, pooling=pooling), "none"

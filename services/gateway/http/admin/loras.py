@@ -35,22 +35,24 @@ class LoraEndpoints:
         self._cluster, self._registry = cluster, registry
 
     async def load(self, call: Call) -> None:
-        """Raises RequestError: 404 where this is not allowed or there is no adapter at the path, 400 where it cannot be
+        """With `load_inplace` an adapter of this name is unloaded before: its files may be others by now. Raises
+        RequestError: 404 where this is not allowed or there is no adapter at the path, 400 where it cannot be
         served or its name is taken, 503 where no engine is ready or one does not answer in time."""
         registry = self._allowed()
         wanted = decode_body(await call.body(), _LOAD)
         name, path = ModelName(wanted.lora_name), wanted.lora_path
-        if wanted.load_inplace:
-            raise not_allowed("load_inplace", True, "unload the adapter first, or give another lora_name")
         if "\0" in path:
             raise not_allowed("lora_path", path, "a folder's path has no NUL")
         for card in self._cluster.models():
             if card.name == name:
                 raise not_allowed("lora_name", name, "the model itself has this name")
-            if card.lora(name) is not None:
-                raise _bad(f"The lora adapter '{_shown(name)}' has already been loaded.")
+            if card.lora(name) is not None and not wanted.load_inplace:
+                in_place = "If you want to load the adapter in place, set 'load_inplace' to True."
+                raise _bad(f"The lora adapter '{_shown(name)}' has already been loaded. {in_place}")
         if not self._cluster.ready_engines():
             raise RequestError(503, "no engine is ready", retry_after=1.0)
+        if wanted.load_inplace and await self._take_out(registry, name):
+            log.info("adapter unloaded, to be loaded anew", extra={"adapter": name})
         await self._add(registry, name, path)
         try:
             loaded = await until(lambda: self._everywhere(name) or self._refusal(name, path) is not None, LOAD_SECONDS)
@@ -68,6 +70,13 @@ class LoraEndpoints:
         adapter, 400 where it was not loaded at run time, 503 where an engine does not answer in time."""
         registry = self._allowed()
         name = ModelName(decode_body(await call.body(), _UNLOAD).lora_name)
+        if not await self._take_out(registry, name):
+            raise RequestError(404, f"The lora adapter '{_shown(name)}' cannot be found.", param="lora_name")
+        log.info("adapter unloaded", extra={"adapter": name})
+        await call.respond(f"Success: LoRA adapter '{_shown(name)}' removed successfully.".encode(), content_type=_TEXT)
+
+    async def _take_out(self, registry: LoraRegistry, name: ModelName) -> bool:
+        """Unloads an adapter, and waits until no engine serves it; False where there is none."""
         try:
             removed = await asyncio.to_thread(registry.remove, name)
         except LoraRegistryError as error:
@@ -75,11 +84,10 @@ class LoraEndpoints:
         if not removed:
             if any(card.lora(name) is not None for card in self._cluster.models()):
                 raise _bad(f"The lora adapter '{_shown(name)}' was given by --lora, and stays as long as its engines.")
-            raise RequestError(404, f"The lora adapter '{_shown(name)}' cannot be found.", param="lora_name")
+            return False
         if not await until(lambda: not self._anywhere(name), UNLOAD_SECONDS):
             raise RequestError(503, f"some engine has not unloaded it within {UNLOAD_SECONDS:g} s, and will")
-        log.info("adapter unloaded", extra={"adapter": name})
-        await call.respond(f"Success: LoRA adapter '{_shown(name)}' removed successfully.".encode(), content_type=_TEXT)
+        return True
 
     def _allowed(self) -> LoraRegistry:
         if self._registry is None:

@@ -43,15 +43,17 @@ class SleepEndpoints:
         Answers once they have. Raises RequestError: 503 where an engine does not answer, 408 where it takes too
         long, 409 where it may not sleep: all go on then."""
         wanted = query(call, {"level": LEVELS, "mode": MODES})
-        await self._fall_asleep(wanted.get("mode", "abort"), wanted.get("level", 1))
-        await call.respond_json({"is_sleeping": True})
+        level = wanted.get("level", 1)
+        await self._fall_asleep(wanted.get("mode", "abort"), level)
+        await call.respond_json({"status": "sleeping", "level": level, "is_sleeping": True})
 
     async def wake_up(self, call: Call) -> None:
         """vLLM's `/wake_up`: answers once all engines serve again. Raises RequestError as `sleep` does, and 400 for a
         part of what a rank gave up: it gets back all."""
-        _check_all(query_list(call, "tags"))
+        tags = query_list(call, "tags")
+        _check_all(tags)
         await self._awake()
-        await call.respond_json({"is_sleeping": False})
+        await call.respond_json({"status": "awake", "tags": tags or None, "is_sleeping": False})
 
     async def release_memory(self, call: Call) -> None:
         """SGLang's `/release_memory_occupation`: what runs ends before, as it wants an idle server."""

@@ -127,6 +127,8 @@ def test_each_text_of_a_pair_has_a_bound_of_its_own(encoding: PromptEncoder) -> 
     assert found("x😀", 3) == found("x", None)
     assert routed(encoding, PairPrompt("Hello big", "x", 1)).tokens == routed(encoding, PairPrompt("Hello", "x")).tokens
     assert refused(encoding, PairPrompt("x", "\ud800", None, 9))[0] == "prompt"
+    alone = routed(encoding, TextPrompt("Hello big", text_tokens=1)).tokens
+    assert alone == routed(encoding, TextPrompt("Hello")).tokens
 
 
 @pytest.mark.parametrize("family", ["byte-level", "sentencepiece", "demo model"])

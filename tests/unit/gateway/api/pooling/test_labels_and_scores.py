@@ -218,13 +218,6 @@ def test_coheres_second_version_has_meta_and_no_documents() -> None:
         (read_rerank, ONE, {"query": "a", "documents": [{"title": "b"}]}, "documents[0].text", "required"),
         (read_rerank, ONE, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "-1 is not allowed"),
         (read_rerank, ONE, {"query": "a", "documents": ["b"], "rank_fields": ["c"]}, "rank_fields", "parts"),
-        (
-            read_rerank,
-            EMBEDDINGS,
-            {"query": "a", "documents": ["b"], "max_tokens_per_doc": 5},
-            "max_tokens_per_doc",
-            "beside truncate_prompt_tokens",
-        ),
     ],
 )
 def test_what_a_refusal_names(reader: Reader, card: ModelCard, fields: dict[str, Any], param: str, text: str) -> None:
@@ -244,6 +237,15 @@ def test_texts_of_a_pair_may_be_cut_each_and_together() -> None:
             read_score, ONE, **dict(zip(names, "ab", strict=True)), max_tokens_per_doc=4
         ).generation.prompts
         assert prompt == PairPrompt("a", "b", None, 4)
+
+
+def test_texts_that_become_embeddings_have_the_bound_of_their_side() -> None:
+    asked = read(read_rerank, EMBEDDINGS, query="a", documents=["b", "c"], max_tokens_per_query=3, max_tokens_per_doc=5)
+    assert asked.generation.prompts == tuple(
+        TextPrompt(text, text_tokens=bound) for text, bound in (("a", 3), ("b", 5), ("c", 5))
+    )
+    with pytest.raises(RequestError, match="max_tokens_per_doc: -1 is not allowed"):
+        read(read_rerank, EMBEDDINGS, query="a", documents="b", max_tokens_per_doc=-1)
 
 
 def test_steps_have_the_probabilities_of_the_tokens_that_are_asked_for() -> None:
