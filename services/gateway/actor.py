@@ -112,32 +112,10 @@ class Gateway(Actor):
         super().__init__(bus, config.instance_id())
         self._listens = listens
         self._gateway = GatewayId(self.instance)
-        federation = config.federation()
-        own_cluster = federation.own_cluster(self.incarnation)
+        own_cluster = config.federation().own_cluster(self.incarnation)
         clusters = None if own_cluster is None else RemoteClusters(own_cluster, time.time())
-        sounds = AudioDecoder(config.max_audio_s, config.audio_decode_s)
-        self.requests = RequestTable(
-            bus,
-            self._gateway,
-            config.policy(),
-            config.limits(),
-            config.max_open_requests,
-            StreamRecords(config.resumable_memory, config.resume_s, config.request_s),
-            clusters,
-            ImageRowsClient(
-                bus,
-                ImageFetcher(config.image_hosts, config.image_fetch_s),
-                VideoDecoder(config.video_decode_s),
-                sounds.whole,
-            ),
-        )
-        self.federation: Federation | None = None
-        if clusters is not None:
-            options = federation.nats_options()
-            drain_file = DrainFile(config.federation_state)
-            self.federation = Federation(
-                clusters, self.requests, lambda: connect(options), bus.liveness_now, drain_file=drain_file
-            )
+        self.requests = _request_table(bus, self._gateway, config, clusters)
+        self.federation = None if clusters is None else _federation(bus, config, clusters, self.requests, connect)
         self.metrics = gateway_collectors(self.requests.meters)
         self.peers = GatewayPeers(bus, self._gateway, ProcessMetrics(self.service, added=self.metrics))
         self.console = ConsoleFeed(bus, self.requests, self.peers)
@@ -417,6 +395,34 @@ class Gateway(Actor):
     def load(self) -> int:
         """Number of open requests."""
         return len(self.requests)
+
+
+def _request_table(
+    bus: Bus, gateway: GatewayId, config: GatewayConfig, clusters: RemoteClusters | None
+) -> RequestTable:
+    """With what makes rows of images, videos and sounds in requests."""
+    media = ImageRowsClient(
+        bus,
+        ImageFetcher(config.image_hosts, config.image_fetch_s),
+        VideoDecoder(config.video_decode_s),
+        AudioDecoder(config.max_audio_s, config.audio_decode_s).whole,
+    )
+    streams = StreamRecords(config.resumable_memory, config.resume_s, config.request_s)
+    return RequestTable(
+        *(bus, gateway, config.policy(), config.limits(), config.max_open_requests), streams, clusters, media
+    )
+
+
+def _federation(
+    bus: Bus,
+    config: GatewayConfig,
+    clusters: RemoteClusters,
+    requests: RequestTable,
+    connect: Callable[[NatsOptions], Awaitable[Bus]],
+) -> Federation:
+    options = config.federation().nats_options()
+    drain_file = DrainFile(config.federation_state)
+    return Federation(clusters, requests, lambda: connect(options), bus.liveness_now, drain_file=drain_file)
 
 
 def _database(config: GatewayConfig) -> Database | None:

@@ -140,7 +140,8 @@ class RayProcesses:
         """Those of `processes` that live there. An actor without any is ended."""
         try:
             actor = await asyncio.to_thread(ray.get_actor, name)
-            running = await asyncio.wait_for(actor.running.remote(), ADOPT_TIMEOUT)
+            async with asyncio.timeout(ADOPT_TIMEOUT):
+                running = await actor.running.remote()
             facts = NodeFacts(*await actor.facts.remote(str(self._spec.model), tuple(OWN)))
             group = await actor.group.remote()
         except (RayError, ValueError, TimeoutError):

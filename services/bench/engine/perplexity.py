@@ -214,7 +214,8 @@ class PromptScores(EngineClient):
 
     async def _next_end(self) -> RequestId:
         try:
-            ended = await asyncio.wait_for(self._done.get(), WINDOW_TIMEOUT)
+            async with asyncio.timeout(WINDOW_TIMEOUT):
+                ended = await self._done.get()
         except TimeoutError:
             raise BenchError(f"no window was scored in {WINDOW_TIMEOUT:.0f} s") from None
         if self._refused is not None:

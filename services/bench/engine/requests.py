@@ -120,7 +120,8 @@ class FiniteLoad(EngineClient):
         for _ in range(concurrency):
             await self._send()
         try:
-            await asyncio.wait_for(self._over.wait(), ROUND_TIMEOUT)
+            async with asyncio.timeout(ROUND_TIMEOUT):
+                await self._over.wait()
         except TimeoutError:
             raise BenchError(f"{len(self._open)} requests are not answered in {ROUND_TIMEOUT:.0f} s") from None
         if self._refused is not None:

@@ -224,7 +224,8 @@ class _ProbeStream:
     async def has_begun(self) -> None:
         """Returns once its first piece has arrived. Raises BenchError."""
         try:
-            await asyncio.wait_for(self._begun.wait(), REQUEST_TIMEOUT)
+            async with asyncio.timeout(REQUEST_TIMEOUT):
+                await self._begun.wait()
         except TimeoutError:
             raise BenchError(f"a stream did not begin within {REQUEST_TIMEOUT:g} s") from None
 

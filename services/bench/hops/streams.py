@@ -51,7 +51,8 @@ async def open_streams(url: str, model: str, key: str | None, streams: int, toke
     try:
         assert process.stdout is not None
         try:
-            said = (await asyncio.wait_for(process.stdout.readline(), BEGIN_TIMEOUT)).decode().strip()
+            async with asyncio.timeout(BEGIN_TIMEOUT):
+                said = (await process.stdout.readline()).decode().strip()
         except TimeoutError:
             said = f"not all of {streams} began within {BEGIN_TIMEOUT:g} s"
         if said != STREAMING:

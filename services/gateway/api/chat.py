@@ -13,6 +13,7 @@ import msgspec
 from services.gateway.api.embeds.prompt_embeds import EmbeddedParts
 from services.gateway.api.errors import abbreviated, check_packable, decode_body, invalid, not_allowed, unsupported
 from services.gateway.api.generation import (
+    BeamSearchParams,
     CommonFields,
     GenerationKind,
     GenerationRequest,
@@ -24,7 +25,7 @@ from services.gateway.api.generation import (
 from services.gateway.api.media.source import IMAGE, SOUND, MediaSource
 from services.gateway.api.prompts import chat_prompt, token_prompt
 from services.gateway.api.sampling import beam_search_params, chat_logprobs_request, generation_request
-from services.gateway.api.structured_outputs import read_output_grammar
+from services.gateway.api.structured_outputs import OutputGrammar, read_output_grammar
 from services.gateway.api.tool_grammars import combined_grammar, parser_options
 from services.gateway.api.tools import read_tool_options, template_tools
 from services.gateway.parsing.events import (
@@ -101,44 +102,13 @@ def chat_request(
     """The same for a body that was read; `kind`: of the API that it came by. Raises RequestError."""
     card = check_generates(choose_model(fields.model, cards))
     check_common_fields(fields, 1, limits)
-    for name in ("functions", "function_call"):
-        if getattr(fields, name) is not None:
-            raise invalid(name, "deprecated and not supported; use tools")
-    if fields.prompt_embeds is not None:
-        raise unsupported("prompt_embeds", "a prompt as embeddings outside of /v1/completions and parts of messages")
-    for name in ("audio", "web_search_options"):
-        if getattr(fields, name) is not None:
-            raise unsupported(name, "spoken output" if name == "audio" else "a search in the web")
-    if fields.reasoning_effort is not None and fields.reasoning_effort not in REASONING_EFFORTS:
-        raise not_allowed("reasoning_effort", fields.reasoning_effort, f"{', '.join(map(repr, REASONING_EFFORTS))} are")
-    if fields.modalities is not None and fields.modalities != ["text"]:
-        raise unsupported("modalities", f"anything but ['text'], such as {abbreviated(fields.modalities)},")
-    if fields.prompt_token_ids is not None:
-        _check_needs_no_template(fields)
-    # As in vLLM these are variables of the chat template; those that `chat_template_kwargs` gives take precedence.
-    effort = fields.reasoning_effort
-    thinking = None if effort is None else effort != "none"
-    variables = {"documents": fields.documents, "reasoning_effort": effort, "enable_thinking": thinking}
-    given = {name: value for name, value in variables.items() if value is not None}
-    for name, value in given.items():
-        check_packable(name, value)
-    fields.chat_template_kwargs = {**given, **(fields.chat_template_kwargs or {})}
+    _check_fields(fields)
+    _add_template_variables(fields)
     beam_search = beam_search_params(fields, limits)
     output = read_output_grammar(fields)
     parser: ParserOptions | None = None
     if dialect_of is not None:
-        if beam_search and fields.tools:
-            raise invalid("tools", "not allowed together with use_beam_search")
-        dialect, tools = dialect_of(card.name), read_tool_options(fields)
-        fields.tools = template_tools(fields)
-        go_on = (fields.chat_template_kwargs or {}).get("continue_final_message", fields.continue_final_message) is True
-        guided = output is not None and (tools is None or tools.choice != "required")
-        output = combined_grammar(dialect, tools, output, continued=go_on)
-        if beam_search is None:  # the text of a hypothesis is shown as it was ranked
-            shown = fields.include_reasoning is not False
-            parser = parser_options(dialect, tools, include_reasoning=shown, continued=go_on, guided=guided)
-            if parser is not None and parser.dialect.sees_special_tokens:
-                fields.skip_special_tokens = False
+        output, parser = _written_in(dialect_of(card.name), fields, output, beam_search)
     asked = _question(fields, card, limits, kind)
     generation = generation_request(
         fields,
@@ -155,6 +125,57 @@ def chat_request(
         parser_options=parser,
     )
     return msgspec.structs.replace(generation, media=asked.media) if asked.media else generation
+
+
+def _check_fields(fields: ChatFields) -> None:
+    """Those that only chats have. Raises RequestError."""
+    for name in ("functions", "function_call"):
+        if getattr(fields, name) is not None:
+            raise invalid(name, "deprecated and not supported; use tools")
+    if fields.prompt_embeds is not None:
+        raise unsupported("prompt_embeds", "a prompt as embeddings outside of /v1/completions and parts of messages")
+    for name in ("audio", "web_search_options"):
+        if getattr(fields, name) is not None:
+            raise unsupported(name, "spoken output" if name == "audio" else "a search in the web")
+    if fields.reasoning_effort is not None and fields.reasoning_effort not in REASONING_EFFORTS:
+        raise not_allowed("reasoning_effort", fields.reasoning_effort, f"{', '.join(map(repr, REASONING_EFFORTS))} are")
+    if fields.modalities is not None and fields.modalities != ["text"]:
+        raise unsupported("modalities", f"anything but ['text'], such as {abbreviated(fields.modalities)},")
+    if fields.prompt_token_ids is not None:
+        _check_needs_no_template(fields)
+
+
+def _add_template_variables(fields: ChatFields) -> None:
+    """As in vLLM some fields are variables of the chat template; those that `chat_template_kwargs` gives take
+    precedence. Raises RequestError."""
+    effort = fields.reasoning_effort
+    thinking = None if effort is None else effort != "none"
+    variables = {"documents": fields.documents, "reasoning_effort": effort, "enable_thinking": thinking}
+    given = {name: value for name, value in variables.items() if value is not None}
+    for name, value in given.items():
+        check_packable(name, value)
+    fields.chat_template_kwargs = {**given, **(fields.chat_template_kwargs or {})}
+
+
+def _written_in(
+    dialect: OutputDialect, fields: ChatFields, output: OutputGrammar | None, beam_search: BeamSearchParams | None
+) -> tuple[OutputGrammar | None, ParserOptions | None]:
+    """The grammar of the whole output, tool calls and reasoning included, and how it is read; None: as it is written.
+    `output`: the grammar of the answer alone. Raises RequestError."""
+    if beam_search and fields.tools:
+        raise invalid("tools", "not allowed together with use_beam_search")
+    tools = read_tool_options(fields)
+    fields.tools = template_tools(fields)
+    go_on = (fields.chat_template_kwargs or {}).get("continue_final_message", fields.continue_final_message) is True
+    guided = output is not None and (tools is None or tools.choice != "required")
+    output = combined_grammar(dialect, tools, output, continued=go_on)
+    if beam_search is not None:  # the text of a hypothesis is shown as it was ranked
+        return output, None
+    shown = fields.include_reasoning is not False
+    parser = parser_options(dialect, tools, include_reasoning=shown, continued=go_on, guided=guided)
+    if parser is not None and parser.dialect.sees_special_tokens:
+        fields.skip_special_tokens = False
+    return output, parser
 
 
 class _ChatQuestion(NamedTuple):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -320,7 +321,7 @@ class BatchRun:
                     self._results.put_nowait(None)
                     break
                 results[more[0]] = more[1]
-            await self._patiently(lambda found=results: self._add(found))  # type: ignore[misc]
+            await self._patiently(partial(self._add, results))
             for data in results.values():
                 _count(self._parts, data)
 

@@ -69,7 +69,7 @@ class _Counts(NamedTuple):
         """All of it, where the engine has begun anew since."""
         if self.output_tokens < before.output_tokens or self.first_tokens < before.first_tokens:
             return self
-        return _Counts(*(max(0, now - then) for now, then in zip(self, before, strict=True)))  # type: ignore[arg-type]
+        return _Counts._make(max(0, now - then) for now, then in zip(self, before, strict=True))
 
 
 _NOTHING = _Counts(0, 0.0, 0, 0.0, 0, 0, 0)
@@ -91,7 +91,7 @@ class LoadMeter:
         for engine, report in seen.reports.items():
             counts = _Counts.of(report)
             growth = counts.since(self._counts.pop(engine, _NOTHING))
-            grown = _Counts(*(a + b for a, b in zip(grown, growth, strict=True)))  # type: ignore[arg-type]
+            grown = _Counts._make(a + b for a, b in zip(grown, growth, strict=True))
             self._counts[engine] = counts
         while len(self._counts) > MAX_KNOWN:
             del self._counts[next(iter(self._counts))]

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from services.worker.guided import metrics
@@ -102,7 +103,7 @@ class GrammarLibrary:
     def forget(self, keys: Iterable[GrammarKey]) -> None:
         """No sequence follows these any more."""
         for key in keys:
-            self._command(lambda key=key: self._end(key))  # type: ignore[misc]
+            self._command(partial(self._end, key))
 
     def start_epoch(self) -> None:
         """What is compiled is kept as long as there is room, in case that it is requested again."""
