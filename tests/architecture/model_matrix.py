@@ -51,6 +51,7 @@ ARCHITECTURES = (
     Architecture("Qwen3.5-MoE", True, "qwen3.5-moe"),
     Architecture("Nemotron-H", True, "nemotron-h"),
     Architecture("Nemotron-H MoE", True, "nemotron-h-moe"),
+    Architecture("Falcon-H1", True, "falcon-h1"),
     Architecture("LFM2", True, "lfm2"),
     Architecture("LFM2-MoE", True, "lfm2-moe"),
     Architecture("GPT-2", False, "GPT2"),

@@ -13,6 +13,7 @@ from services.worker.models.hf_layers.convolution import ConvolutionConfig as Co
 from services.worker.models.hf_layers.delta import DeltaConfig as DeltaConfig
 from services.worker.models.hf_layers.latent import LatentConfig as LatentConfig
 from services.worker.models.hf_layers.mamba import MambaConfig as MambaConfig
+from services.worker.models.hf_layers.mamba import Multipliers as Multipliers
 from services.worker.models.hf_layers.mixture import Mixture as Mixture
 from services.worker.models.rope import Rope
 from services.worker.ops.interface import Activation
@@ -88,6 +89,8 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """The model's mixture takes the place of its MLP."""
     has_state: bool = False
     """The model's mixer with states takes the place of attention."""
+    beside: bool = False
+    """Its mixer reads what the one of the layer before it reads, and what both give is added up (Falcon-H1)."""
     has_mlp: bool = True
     """Where the model's layers have one, or a mixture."""
     blocks: tuple[int, int] | None = None
@@ -151,6 +154,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     scales_inputs: bool = False
     """Rows that clients give in place of the embedding's are multiplied by `embedding_scale`, too (Granite); Gemma's is
     a part of its embedding."""
+    multipliers: Multipliers | None = None
     plugin: str | None = None
     """The package that brings the architecture, with its version; None: it is ours."""
 
@@ -213,10 +217,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         last = self.layers[-1].blocks
         return self.num_layers if last is None else last[1] + 1
 
-    def layer_of_block(self, block: int) -> int | None:
-        """The layer that a checkpoint's layer of this number is, or is a part of; None: there is none."""
+    def layers_of_block(self, block: int) -> tuple[int, ...]:
+        """Those that a checkpoint's layer of this number is, or is a part of; none: it has no such layer."""
         numbers = (each.blocks or (number, number) for number, each in enumerate(self.layers))
-        return next((number for number, blocks in enumerate(numbers) if block in blocks), None)
+        return tuple(number for number, blocks in enumerate(numbers) if block in blocks)
 
     def _in_layers(self, layers: Sequence[LayerConfig], experts: int | None) -> int:
         """With so many experts in each of those that mix."""

@@ -22,6 +22,8 @@ from services.worker.models.native_decoder import NativeDecoder, native_decoder
 from services.worker.models.rope import rotations
 from services.worker.models.sharding import LayerShard
 from services.worker.models.states.checkpoint_pages import CheckpointPages, checkpoint_pages
+from services.worker.models.states.sequence_states import empty_states
+from services.worker.models.states.split_norm import normed_over_ranks
 from services.worker.models.weights import (
     DecoderWeights,
     ForwardPass,
@@ -32,7 +34,7 @@ from services.worker.models.weights import (
     apply_mlp,
     mix_shared_rows,
 )
-from services.worker.ops.interface import BatchMeta, InputRows, Ops, StateCache, StateMixer, cached_head_dim
+from services.worker.ops.interface import BatchMeta, InputRows, Ops, StateCache, cached_head_dim
 from shared.messages.kvstore import KvLayout
 
 
@@ -258,15 +260,18 @@ class Decoder:
             self.rearranger.begin_step()
         if self._native is not None and self._native.computes(meta):
             return self._native.forward(ids, meta, caches, features)
-        layers, step = self._weights.layers, meta
+        layers, step, beside = self._weights.layers, meta, None
         self._rows.begin(len(ids))
         residual, given = self._first_rows(ids, meta)
         x = self._ops.rms_norm(residual, layers[0].input_norm, self._config.norm_eps)
         self._tap(features, 0, residual)
         for number, (layer, following, cache) in enumerate(zip(layers[:-1], layers[1:], caches[:-1], strict=True)):
             meta = step if self._groups is None else step.of_group(self._groups.group_of[number])
-            x = self.attend(layer, self.queries(layer, self._rows.gathered(x), meta, cache), meta, cache)
-            x, residual = self.mlp_output(layer, x, residual)
+            queries = self.queries(layer, self._rows.gathered(x), meta, cache)
+            mixed = self.attend(layer, queries, meta, cache, beside=beside)
+            if (beside := mixed if following.beside else None) is not None:
+                continue
+            x, residual = self.mlp_output(layer, mixed, residual)
             if given is not None:
                 residual = given.add_level(residual, self._weights.first_layer + number)
             x, residual = self._ops.add_rms_norm(x, residual, following.input_norm, self._config.norm_eps)
@@ -275,13 +280,14 @@ class Decoder:
         meta = step if self._groups is None else step.of_group(self._groups.group_of[-1])
         queries = self.queries(last, self._rows.gathered(x), meta, cache)
         if self._weights.final_norm is None:
-            x, residual = self.mlp_output(last, self.attend(last, queries, meta, cache), residual)
+            x, residual = self.mlp_output(last, self.attend(last, queries, meta, cache, beside=beside), residual)
             if given is not None:
                 residual = given.add_level(residual, self._weights.first_layer + len(layers) - 1)
             self._pipeline.send(residual.add_(x))
             return None
         if features is not None and self.ends_every_row:
-            x, residual = self._mlp(last, self.attend(last, queries, meta, cache), residual, self._weights.final_norm)
+            mixed = self.attend(last, queries, meta, cache, beside=beside)
+            x, residual = self._mlp(last, mixed, residual, self._weights.final_norm)
             x = self._rows.gathered(x)
             if self._taps:
                 self._tap(features, len(layers), residual)
@@ -292,7 +298,8 @@ class Decoder:
             return None
         if len(meta.logits_rows) < len(ids):
             residual = self._rows.select(residual, meta.logits_rows)
-        x = self.attend(last, queries, meta, cache, meta.logits_rows)
+            beside = None if beside is None else self._rows.select(beside, meta.logits_rows)
+        x = self.attend(last, queries, meta, cache, meta.logits_rows, beside)
         x, _ = self._mlp(last, x, residual, self._weights.final_norm)
         return self.logits(self._rows.gathered(x))
 
@@ -345,18 +352,19 @@ class Decoder:
         [n, H * P]; states are in the cache then."""
         if layer.mixer is not None:
             assert meta.states is not None, "a model with states has them in every step"
-            projected, trial, states = self._ops.linear(x, layer.qkv), meta.states.trial, StateCache(*cache)
+            projected, trial, states = self._inputs(layer, x), meta.states.trial, StateCache(*cache)
             if layer.steps is not None:
                 projected = torch.cat((projected, self._ops.linear(x, layer.steps)), dim=1)
             if trial is not None:
                 mixed = trial.mix(projected, layer.mixer, states)
             else:
                 mixed = self._states.mix(projected, layer.mixer, states, meta)
-            return mixed if layer.split_norm is None else self._normed(mixed, layer.split_norm)
+            eps, norm = self._config.norm_eps, layer.split_norm
+            return mixed if norm is None else normed_over_ranks(mixed, norm, eps, self._communicator)
         if self._latent is not None:
             return self._latent.queries(layer, x, meta, cache)
         queries = self._ops.rope_and_store(
-            self._ops.linear(x, layer.qkv),
+            self._inputs(layer, x),
             meta,
             layer.cos_sin,
             *cache,
@@ -369,11 +377,10 @@ class Decoder:
             return queries
         return torch.stack((queries, self._ops.linear(x, layer.gate).view(queries.shape)))
 
-    def _normed(self, mixed: Tensor, weight: Tensor) -> Tensor:
-        """mixed [n, H * P], RMS-normed over the heads of all ranks."""
-        wide, elements = mixed.float(), mixed.shape[1] * self._communicator.world_size
-        squares = self._communicator.sum(wide.square().sum(1, keepdim=True))
-        return (wide * (squares / elements + self._config.norm_eps).rsqrt() * weight).to(mixed.dtype)
+    def _inputs(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        """x [n, hidden] → what a mixer begins with."""
+        inputs = self._ops.linear(x, layer.qkv)
+        return inputs if layer.scales is None else inputs.mul_(layer.scales[0])
 
     def attend(
         self,
@@ -382,8 +389,9 @@ class Decoder:
         meta: BatchMeta,
         cache: tuple[Tensor, Tensor],
         rows: Tensor | None = None,
+        beside: Tensor | None = None,
     ) -> Tensor:
-        """What `queries` gave → the block's output [n, hidden], or that of `rows` only; of these, this rank's rows."""
+        """What `queries` and the layer `beside` gave → [n, hidden], or that of `rows` only; of these, this rank's."""
         if layer.mixer is not None:
             mixed = queries
         elif self._latent is not None:
@@ -397,7 +405,9 @@ class Decoder:
         x = self._rows.summed(self._ops.linear(mixed, layer.output))
         if layer.attention_post_norm is not None:
             x = self._ops.rms_norm(x, layer.attention_post_norm, self._config.norm_eps)
-        return self._scaled(x)
+        if layer.scales is not None:
+            x = x.mul_(layer.scales[1])
+        return self._scaled(x if beside is None else x.add_(beside))
 
     def _attention(self, layer: LayerWeights, queries: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
         """queries [n, H, D] → [n, H * D]"""
@@ -476,15 +486,6 @@ class LayerwiseDecoder(Decoder):
         queries = super().queries(layer, x, meta, cache)
         self._on_layer(self._numbers[id(layer)])
         return queries
-
-
-def empty_states(mixer: StateMixer, sequences: int, device: torch.device) -> StateCache:
-    """One layer's states of so many sequences: zeros, which on a CPU take memory when they are first written to."""
-    kernel, channels = mixer.conv_weight.shape
-    return StateCache(
-        torch.zeros(sequences, kernel - 1, channels, device=device),
-        torch.zeros(sequences, mixer.heads, mixer.head_dim, mixer.state_dim, device=device),
-    )
 
 
 def _round_scale(scale: float | None, weights: DecoderWeights) -> float | None:

@@ -35,6 +35,7 @@ from services.worker.models.states.convolution_loading import ConvolutionLoader
 from services.worker.models.states.delta_loading import DeltaLoader
 from services.worker.models.states.gated_attention import read_gated_inputs
 from services.worker.models.states.mamba_loading import MambaLoader
+from services.worker.models.states.multipliers import Scales, mixer_scales, mlp_scales
 from services.worker.models.weights import (
     DecoderWeights,
     DenseMlp,
@@ -226,7 +227,12 @@ class _Loader:
             gate=mixer.gate,
             split_norm=mixer.split_norm,
             sinks=mixer.sinks,
+            beside=layer.beside,
+            scales=self._on_device(mixer_scales(config, self._share, has_state=layer.has_state)),
         )
+
+    def _on_device(self, scales: Scales) -> Scales:
+        return None if scales is None else (scales[0].to(self._device), scales[1])
 
     def _attention(self, name: str, layer: LayerConfig) -> _Mixer:
         if self._config.gated_attention:
@@ -333,7 +339,8 @@ class _Loader:
         if names.gate_and_up is not None:
             return DenseMlp(self._gates_and_ups(f"{name}.{names.gate_and_up}", size, columns), down)
         parts = [(f"{name}.{part}", size, columns) for part in names.ups]
-        return DenseMlp(self._column_parallel(parts, bias), down)
+        scales = self._on_device(mlp_scales(self._config, columns[1] - columns[0]))
+        return DenseMlp(self._column_parallel(parts, bias), down, scales)
 
     def _gates_and_ups(self, name: str, size: int, columns: tuple[int, int]) -> PackedLinear:
         """Of one matrix."""

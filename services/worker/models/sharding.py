@@ -180,14 +180,18 @@ class PipelineStage(Struct, frozen=True):
 
 
 def stage_of(config: ModelDescription, index: int, count: int, split: Sequence[int] | None = None) -> PipelineStage:
-    """The layers of stage `index`. `split`: layers of each stage, where they are not to be as even as can be.
+    """The layers of stage `index`. `split`: layers of each stage, where they are not to be as even as can be; two that
+    are beside each other count as one.
 
     Raises ModelError where they cannot be split so.
     """
-    layers = list(split) if split else _even(config.num_layers, count)
-    if len(layers) != count or sum(layers) != config.num_layers or min(layers) < 1:
+    together = 1 + (isinstance(config, ModelConfig) and any(layer.beside for layer in config.layers))
+    whole = config.num_layers // together
+    layers = list(split) if split else _even(whole, count)
+    if len(layers) != count or sum(layers) != whole or min(layers) < 1:
         shown = ",".join(map(str, layers))
-        raise ModelError(f"{config.num_layers} layers cannot be split as {shown} over {count} pipeline stages")
+        raise ModelError(f"{whole} layers cannot be split as {shown} over {count} pipeline stages")
+    layers = [together * each for each in layers]
     first = sum(layers[:index])
     return PipelineStage(index, count, first, first + layers[index])
 

@@ -29,6 +29,8 @@ class DenseMlp:
 
     gate_up: PackedLinear
     down: PackedLinear
+    scales: tuple[Tensor, float] | None = None
+    """What gates and ups [2 * I], and the output, are multiplied by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,10 @@ class LayerWeights:
     """[H * P] this rank's part of a mixer's norm that goes over all ranks' heads; None: the mixer has its norm."""
     sinks: Tensor | None = None
     """float32 [H]: see `Ops.paged_attention`."""
+    beside: bool = False
+    """See `LayerConfig`."""
+    scales: tuple[Tensor, float] | None = None
+    """What each output of `qkv`, and those of `output`, are multiplied by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +165,9 @@ class ForwardPass(Protocol):
 def apply_mlp(ops: Ops, mlp: Mlp, x: Tensor, activation: Activation) -> Tensor:
     """x [n, hidden] → [n, hidden], to be summed over the ranks."""
     match mlp:
+        case DenseMlp(scales=(ups, down)):
+            gated = ops.gated_act(ops.linear(x, mlp.gate_up).mul_(ups), activation)
+            return ops.linear(gated, mlp.down).mul_(down)
         case DenseMlp():
             return ops.linear(ops.gated_linear(x, mlp.gate_up, activation), mlp.down)
         case MixtureMlp():

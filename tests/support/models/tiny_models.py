@@ -186,6 +186,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 40, "n_group": 4, "topk_group": 2}
         | {"routed_scaling_factor": 2.5},
     ),
+    "falcon-h1": (
+        "FalconH1Config",
+        {
+            **_MAMBA,
+            "mamba_d_ssm": 96,
+            "head_dim": 12,
+            "lm_head_multiplier": 0.7,
+            "embedding_multiplier": 3.0,
+            "mlp_multipliers": [0.8, 1.3],
+            "key_multiplier": 0.6,
+            "attention_out_multiplier": 1.2,
+            "attention_in_multiplier": 1.1,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.9,
+        },
+    ),
     "lfm2": ("Lfm2Config", {**_CONVOLUTION, "block_multiple_of": 16}),
     "lfm2-moe": ("Lfm2MoeConfig", {**_CONVOLUTION, **_EXPERTS, "num_dense_layers": 1}),
     "gemma2": (
@@ -201,10 +218,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 STATE_FAMILIES = (
     *("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
-    *("nemotron-h", "nemotron-h-moe", "lfm2", "lfm2-moe"),
+    *("nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe"),
 )
 """With Mamba-2 layers, gated delta nets or short convolutions."""
-IN_EXTRAS = ("nemotron-h", "nemotron-h-moe", "lfm2-moe")
+IN_EXTRAS = ("nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe")
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 
 

@@ -5,11 +5,28 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-MAMBA_ARCHITECTURES = ("Mamba2ForCausalLM", "BambaForCausalLM", "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM")
+MAMBA_ARCHITECTURES = (
+    *("Mamba2ForCausalLM", "BambaForCausalLM", "GraniteMoeHybridForCausalLM"),
+    *("NemotronHForCausalLM", "FalconH1ForCausalLM"),
+)
 """Those whose layers, or some of them, have a state in place of keys and values."""
 
 
-class MambaConfig(Struct, frozen=True, kw_only=True):
+class Multipliers(Struct, frozen=True, kw_only=True):
+    """What is multiplied by a number of its own in every layer (muP: Yang et al., arXiv:2203.03466)."""
+
+    mixer_inputs: tuple[float, float, float, float, float]
+    """What a mixer's row is projected to, as `MambaConfig.parts` has it."""
+    mixer_output: float
+    attention_inputs: tuple[float, float, float]
+    """Queries, keys, values."""
+    attention_output: float
+    gate: float
+    """Of an MLP, before it is activated."""
+    down: float
+
+
+class MambaConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A Mamba-2 mixer (Dao and Gu, "Transformers are SSMs", arXiv:2405.21060): a causal convolution, and heads that
     each keep a state of `head_dim` times `state_dim` numbers of all tokens before."""
 
@@ -23,6 +40,8 @@ class MambaConfig(Struct, frozen=True, kw_only=True):
     conv_bias: bool
     bias: bool
     """Whether the projections into and out of the mixer have one."""
+    normed: bool = True
+    """Whether what heads give is normed in groups, and not gated alone."""
 
     @property
     def kind(self) -> str:
@@ -48,6 +67,12 @@ class MambaConfig(Struct, frozen=True, kw_only=True):
     def state_elements(self) -> int:
         """Numbers that one layer keeps of a sequence, however long that is."""
         return (self.kernel - 1) * self.conv_dim + self.inner * self.state_dim
+
+    @property
+    def parts(self) -> tuple[int, int, int, int, int]:
+        """What a row is projected to, by what it is for: the gate, inputs, B and C of all groups, time steps."""
+        shared = self.groups * self.state_dim
+        return self.inner, self.inner, shared, shared, self.heads
 
     def parameters(self, hidden: int) -> int:
         """Weights of one layer's matrices."""

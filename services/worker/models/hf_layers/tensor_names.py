@@ -36,8 +36,9 @@ class TensorNames(NamedTuple):
 
 
 _NAMES = {
-    "BambaForCausalLM": TensorNames(
-        mlp_norm="pre_ff_layernorm", mlp="feed_forward", final_norm="model.final_layernorm.weight"
+    **dict.fromkeys(
+        ("BambaForCausalLM", "FalconH1ForCausalLM"),
+        TensorNames(mlp_norm="pre_ff_layernorm", mlp="feed_forward", final_norm="model.final_layernorm.weight"),
     ),
     GRANITE: TensorNames(mlp="shared_mlp", gate_and_up="input_linear", down="output_linear"),
     **dict.fromkeys(DELTA_ARCHITECTURES, TensorNames(mixer="linear_attn")),

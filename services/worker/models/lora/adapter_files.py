@@ -205,9 +205,10 @@ def _native_modules(path: Path, file: Any, config: ModelConfig) -> _Halves:
     for name in file.keys():  # noqa: SIM118 - no mapping
         if match := _NAME.fullmatch(name):
             layer, projection, half, head, head_half, embedding, embedding_half = match.groups()
-            number = config.layer_of_block(int(layer or 0))
-            if number is None:
+            numbers = config.layers_of_block(int(layer or 0))
+            if not numbers:
                 raise ModelError(f"{path}: layer {layer} of {projection}; the model has {config.num_blocks} layers")
+            number = next((each for each in numbers if projection in module_sizes(config, each)), numbers[0])
             key = (number, projection or head or (embedding and EMBEDDING))
             found.setdefault(key, {})[half or head_half or embedding_half] = name
         elif not _BASE_COPY.fullmatch(name):

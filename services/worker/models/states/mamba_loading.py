@@ -57,13 +57,13 @@ class MambaLoader(NamedTuple):
             decay=self._read("A_log", (mamba.heads,))[heads].exp().neg(),
             skip=self._read("D", (mamba.heads,))[heads].contiguous(),
             step_bias=self._read("dt_bias", (mamba.heads,))[heads].contiguous(),
-            norm=self._norm() if shard.norm_parts == 1 else None,
+            norm=self._norm() if mamba.normed and shard.norm_parts == 1 else None,
             eps=self.config.norm_eps,
         )
 
     def split_norm(self) -> Tensor | None:
         """This rank's part of the norm's weight, where the norm goes over several ranks."""
-        return None if self.shard.norm_parts == 1 else self._norm()
+        return self._norm() if self.mamba.normed and self.shard.norm_parts > 1 else None
 
     def _norm(self) -> Tensor:
         whole = self._read("norm.weight", (self.mamba.inner,))

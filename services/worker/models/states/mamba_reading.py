@@ -55,7 +55,7 @@ class _RawMamba2(RawMamba, kw_only=True):
     layer_norm_epsilon: float = 1e-5
 
 
-class _RawHybrid(RawMamba, kw_only=True):
+class RawHybrid(RawMamba, kw_only=True):
     """Bamba and Granite 4: Mamba-2 layers, some layers of attention, and MLPs behind both."""
 
     num_attention_heads: int
@@ -76,14 +76,14 @@ class _RawHybrid(RawMamba, kw_only=True):
     mamba_proj_bias: bool = False
 
 
-class _RawBamba(_RawHybrid, kw_only=True):
+class _RawBamba(RawHybrid, kw_only=True):
     intermediate_size: int = 14336
     attn_layer_indices: list[int] | None = None
     rms_norm_eps: float = 1e-5
     mlp_bias: bool = False
 
 
-class _RawGranite(_RawHybrid, kw_only=True):
+class _RawGranite(RawHybrid, kw_only=True):
     shared_intermediate_size: int = 1024
     num_local_experts: int | None = 8
     num_experts_per_tok: int | None = 2
@@ -184,7 +184,7 @@ def _bamba(raw: _RawBamba, eos: tuple[int, ...]) -> ModelConfig:
     wrong = [index for index in raw.attn_layer_indices or () if not 0 <= index < raw.num_hidden_layers]
     if wrong:
         raise ModelError(f"attn_layer_indices {wrong[0]}: there are {raw.num_hidden_layers} layers")
-    dim, rope, positions = _attention(raw, rotates=True)
+    dim, rope, positions = read_attention(raw, rotates=True)
     rotated = int(dim * _BAMBA_ROTATED)
     if rotated % 2:
         raise ModelError(f"head_dim {dim} is no multiple of 4, half of which is rotated in pairs")
@@ -210,7 +210,7 @@ def _granite(raw: _RawGranite, eos: tuple[int, ...]) -> ModelConfig:
     if len(names) != raw.num_hidden_layers:
         raise ModelError(f"layer_types names {len(names)} layers, num_hidden_layers {raw.num_hidden_layers}")
     rotates = raw.position_embedding_type == "rope"
-    dim, rope, positions = _attention(raw, rotates=rotates)
+    dim, rope, positions = read_attention(raw, rotates=rotates)
     attends = [_LAYER_TYPES[name] for name in names]
     config = _hybrid(
         *(raw, "GraniteMoeHybridForCausalLM", attends, raw.shared_intermediate_size, dim, rope, eos),
@@ -253,7 +253,7 @@ def _granite_mixture(raw: _RawGranite) -> Mixture | None:
 
 
 def _hybrid(
-    raw: _RawHybrid,
+    raw: RawHybrid,
     architecture: str,
     attends: list[bool],
     intermediate_size: int,
@@ -311,7 +311,7 @@ NO_ROPE = PlainRope(10_000.0)
 """Of layers that rotate nothing."""
 
 
-def _attention(raw: _RawHybrid, *, rotates: bool) -> tuple[int, Rope, int]:
+def read_attention(raw: RawHybrid, *, rotates: bool) -> tuple[int, Rope, int]:
     """(elements of a head, its rotation, tokens of the longest sequence)."""
     heads, kv_heads = raw.num_attention_heads, raw.num_key_value_heads or raw.num_attention_heads
     if heads < 1 or kv_heads < 1 or heads % kv_heads:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.worker.models.weights import KvCaches
-from services.worker.ops.interface import StateCache
+from services.worker.ops.interface import StateCache, StateMixer
 
 
 class SequenceStates:
@@ -43,3 +43,12 @@ class SequenceStates:
             for part in (cache.windows[seq_index], cache.states[seq_index]):
                 yield part, kept[at : at + part.numel()].view_as(part)
                 at += part.numel()
+
+
+def empty_states(mixer: StateMixer, sequences: int, device: torch.device) -> StateCache:
+    """One layer's states of so many sequences: zeros, which on a CPU take memory when they are first written to."""
+    kernel, channels = mixer.conv_weight.shape
+    return StateCache(
+        torch.zeros(sequences, kernel - 1, channels, device=device),
+        torch.zeros(sequences, mixer.heads, mixer.head_dim, mixer.state_dim, device=device),
+    )
