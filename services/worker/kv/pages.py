@@ -44,8 +44,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 AHEAD_BYTES = 256 << 20
 """Most bytes of blocks that are provided beyond the last used one; the scheduler uses blocks in order."""
 FIRST_BYTES = 32 << 20
-FIRST_TOKENS = 4096
-"""Before any is used, blocks of so many tokens are provided, a step or two's, and of no more than `FIRST_BYTES`: an
+FIRST_TOKENS = 512
+"""Before any is used, blocks of so many tokens are provided, a few requests', and of no more than `FIRST_BYTES`: an
 engine that idles should not look as if it worked. From then on as many are provided as are in use, up to
 `AHEAD_BYTES`."""
 PIECE_BYTES = 2 << 20
@@ -66,7 +66,8 @@ class PagesAhead:
         self._at_a_time = max(1, PIECE_BYTES // max((run.block_bytes for run in self._runs), default=1))
         self._provided = 0
         """Blocks before this one have their pages, and it and those behind it in the first `_run` runs."""
-        self._run = 0
+        self._run = self._piece = 0
+        """The run that comes next, and the blocks that are provided in each: no more than have their pages already."""
         self._wanted = min(self._first, self._blocks) if self._runs else 0
 
     @property
@@ -82,13 +83,15 @@ class PagesAhead:
 
     def provide_some(self) -> None:
         """One piece, where some is left."""
-        run, count = self._runs[self._run], min(self._at_a_time, self._blocks - self._provided)
+        run = self._runs[self._run]
+        if self._run == 0:
+            self._piece = min(self._at_a_time, max(1, self._first, self._provided), self._blocks - self._provided)
         try:
-            provide(run.address + self._provided * run.block_bytes, count * run.block_bytes, write=True)
+            provide(run.address + self._provided * run.block_bytes, self._piece * run.block_bytes, write=True)
         except OSError as error:
             _log.warning("KV memory is not mapped in advance: %s", error)
             self._runs, self._wanted = (), 0
             return
         self._run = (self._run + 1) % len(self._runs)
         if self._run == 0:
-            self._provided += count
+            self._provided += self._piece

@@ -111,16 +111,18 @@ _ALIGNMENT = 64
 _MADV_HUGEPAGE = 14
 
 
-def zeroed(num_bytes: int) -> Tensor:
-    """`num_bytes` zero bytes that start on a huge page's bound, as a uint8 tensor; pages come when first touched."""
+def zeroed(num_bytes: int, *, grows: bool = False) -> Tensor:
+    """`num_bytes` zero bytes that start on a huge page's bound, as a uint8 tensor; pages come when first touched.
+    `grows`: what is first of it has small pages, so that a pool that has hardly been used takes hardly any memory."""
     room = num_bytes + _HUGE_PAGE
     whole = torch.frombuffer(_mapping(room), dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE
     aligned = whole[start : start + num_bytes]
     if sys.platform == "linux":
         # Streaming weights from 4 kB pages is a tenth slower. A refusal costs only that.
-        length = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(aligned.data_ptr()), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+        first = _HUGE_PAGE if grows else 0
+        length = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE - first
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(aligned.data_ptr() + first), ctypes.c_size_t(length), _MADV_HUGEPAGE)
     return aligned
 
 

@@ -49,7 +49,7 @@ class NativeLatents:
     def allocate(self, num_blocks: int, rank: int, rope_dim: int) -> tuple[Tensor, Tensor]:
         """As the interface says, nothing rearranged."""
         latents, rotated = (
-            zeroed(num_blocks * self._ops.block_size * dim * self._ops.dtype.itemsize)
+            zeroed(num_blocks * self._ops.block_size * dim * self._ops.dtype.itemsize, grows=True)
             .view(self._ops.dtype)
             .view(num_blocks, 1, self._ops.block_size, dim)
             for dim in (rank, rope_dim)

@@ -338,7 +338,7 @@ class NativeOps:
             raise OpsUnavailable(f"kv_cache_dtype: heads of {head_dim} elements are no multiple of 4; auto keeps them")
         shape = (num_blocks, kv_heads, self.block_size, self._padded_head_dim(head_dim))
         each = num_blocks * self.kv_block_bytes(kv_heads, head_dim) // 2
-        keys, values = (zeroed(each).view(self.cache_dtype).view(shape) for _ in range(2))
+        keys, values = (zeroed(each, grows=True).view(self.cache_dtype).view(shape) for _ in range(2))
         return keys, values
 
     def kv_copier(self, caches: list[tuple[Tensor, Tensor]], head_dim: int) -> NativeKvCopier:

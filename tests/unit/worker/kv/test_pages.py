@@ -16,6 +16,7 @@ from services.worker.kv.copier import BoundCopier, CacheRun, RankKvCache
 from services.worker.kv.pages import PagesAhead
 from services.worker.kv.rank_heads import RankHeads
 from services.worker.kv.transfers import Transfers
+from services.worker.ops.native.kernels import zeroed
 from tests.support.kv.ranks import BLOCKS, Rank, make_arena, make_layout, transfer
 
 LAYOUT = make_layout("float32")
@@ -95,6 +96,42 @@ def test_of_a_small_model_few_tokens_have_their_pages_first(monkeypatch: pytest.
     pages = PagesAhead(device.share)
     steps(pages)
     assert device.resident(0) == 16 * KIB, "two blocks, where four fit into 64 KiB"
+
+
+@linux_only
+@pytest.mark.usefixtures("small")
+def test_no_more_is_provided_at_once_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages_ahead, "FIRST_TOKENS", 2 * LAYOUT.block_size)
+    monkeypatch.setattr(pages_ahead, "PIECE_BYTES", 256 * KIB)
+    device = Device(blocks=64, block_bytes=8 * KIB)
+    pages = PagesAhead(device.share)
+    assert steps(pages) == 2
+    assert [device.resident(run) for run in (0, 1)] == [16 * KIB, 16 * KIB], "two blocks, where a piece has 32"
+    pages.used(0)
+    assert steps(pages) == 2
+    assert [device.resident(run) for run in (0, 1)] == [32 * KIB, 32 * KIB], "as many again"
+
+
+@linux_only
+def test_a_pool_has_small_pages_first_and_huge_ones_behind() -> None:
+    pool = zeroed(8 << 20, grows=True)
+    if not huge_pages_wanted(pool.data_ptr() + (4 << 20)):
+        pytest.skip("this system has no huge pages")
+    assert not huge_pages_wanted(pool.data_ptr())
+    assert huge_pages_wanted(zeroed(8 << 20).data_ptr())
+
+
+def huge_pages_wanted(address: int) -> bool:
+    """Whether the system was advised to have them there: `hg` in /proc/PID/smaps (proc(5))."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if first == "VmFlags:" and inside:
+            return "hg" in rest
+        if not first.endswith(":"):
+            begin, end = (int(bound, 16) for bound in first.split("-"))
+            inside = begin <= address < end
+    raise AssertionError("not mapped")
 
 
 @linux_only
