@@ -29,6 +29,8 @@ DTYPES: dict[EmbeddingDtype, torch.dtype] = {
     "float16": torch.float16,
 }
 _LANGUAGE_MODELS = ("language_model.", "text_model.")
+_SCALE = "_scale"
+"""What the name of a tensor ends with, or nearly so, that belongs to quantised weights."""
 _log = logging.getLogger(__name__)
 
 
@@ -173,9 +175,12 @@ def packed_rows(rows: Tensor, dtype: EmbeddingDtype, noun: str) -> bytes:
 
 
 def load_tower(folder: Path, config: Any, dtype: torch.dtype) -> Any:
-    """The model without its language model. Raises TowerUnusable."""
+    """The model without its language model. Of a quantised checkpoint too, where the tower's own weights are numbers,
+    as published ones have them: nothing of the library's quantizers is needed. Raises TowerUnusable."""
     from transformers import AutoModel
 
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     config.text_config.num_hidden_layers = 0
     config.text_config.vocab_size = 1
     config.text_config.pad_token_id = None
@@ -208,6 +213,9 @@ def load_part(models: Any, folder: Path, config: Any, dtype: torch.dtype, needs:
             )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise TowerUnusable(f"{folder}: {error}") from None
+    modules, scales = dict(model.named_modules()), (name for name in found["unexpected_keys"] if _SCALE in name)
+    if codes := sorted(name for name in scales if name.removeprefix("model.").rpartition(".")[0] in modules):
+        raise TowerUnusable(f"{folder}: {codes[0]}: quantised weights of a tower are not read")
     wrong = sorted(filter(needs, (*found["missing_keys"], *(str(each[0]) for each in found["mismatched_keys"]))))
     if wrong:
         raise TowerUnusable(f"{folder}: the checkpoint has no {', '.join(wrong[:3])} of the shape it needs")

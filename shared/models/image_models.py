@@ -17,6 +17,7 @@ TILED = (
     "InternVLForConditionalGeneration",
 )
 """Those that cut an image into tiles, each of which the tower sees alone."""
+QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 IMAGE_ARCHITECTURES = (
     GEMMA,
     LLAVA,
@@ -27,6 +28,7 @@ IMAGE_ARCHITECTURES = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    *QWEN3_5,
     QWEN2_AUDIO,
 )
 """Those that are served with their tower, of sight or, of the last one, of hearing."""
@@ -69,4 +71,6 @@ def read_image_model(folder: Path) -> ImageModel | None:
         return ImageModel(262_144 if token is None else token, (raw.boi_token_index, raw.eoi_token_index), mutual=True)
     if QWEN2_AUDIO in raw.architectures:
         return ImageModel(raw.audio_token_index, hears=True)
+    if token is None and any(each in QWEN3_5 for each in raw.architectures):
+        return ImageModel(248_056)
     return None if token is None else ImageModel(token)

@@ -10,10 +10,11 @@ from msgspec import Struct, field
 
 from shared.messages.encoder import MAX_FRAMES
 from shared.messages.model_card import VideoModel
+from shared.models.image_models import QWEN3_5
 
 _QWEN2 = "Qwen2VLForConditionalGeneration"
 _QWEN2_5 = "Qwen2_5_VLForConditionalGeneration"
-_QWEN3 = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+_QWEN3 = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", *QWEN3_5)
 
 _R = TypeVar("_R", bound=Struct)
 
@@ -42,8 +43,8 @@ class _RawVision(Struct):
 class _RawModel(Struct):
     architectures: tuple[str, ...] = ()
     video_token_id: int | None = None
-    vision_start_token_id: int = 151_652
-    vision_end_token_id: int = 151_653
+    vision_start_token_id: int | None = None
+    vision_end_token_id: int | None = None
     vision_config: _RawVision = field(default_factory=_RawVision)
 
 
@@ -83,7 +84,9 @@ def read_video_tokens(folder: Path) -> VideoTokens | None:
     raw = _read_model(folder)
     if raw is None or raw.video_token_id is None:
         return None
-    return VideoTokens(raw.video_token_id, raw.vision_start_token_id, raw.vision_end_token_id)
+    start, end = raw.vision_start_token_id, raw.vision_end_token_id
+    first = 248_053 if any(each in QWEN3_5 for each in raw.architectures) else 151_652
+    return VideoTokens(raw.video_token_id, first if start is None else start, first + 1 if end is None else end)
 
 
 def read_frame_size(folder: Path) -> FrameSize | None:

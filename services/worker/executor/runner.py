@@ -244,9 +244,11 @@ class RankState:
         return self._forward(ids, meta, self.caches, features), features
 
     def _rotated(self, meta: BatchMeta, shifts: Int32s) -> BatchMeta:
-        """A step of rows whose positions have several axes: `meta` has the places, which may have been moved back."""
-        assert self.decoder.rotations is not None, "of images that have no grids positions are places"
-        turned = self.decoder.rotations(meta.positions + to_device(shifts, self.device))
+        """A step of rows whose positions have several axes: `meta` has the places, which may have been moved back. A
+        stage in which no layer attends rotates nothing."""
+        if (turn := self.decoder.rotations) is None:
+            return meta
+        turned = turn(meta.positions + to_device(shifts, self.device))
         return replace(meta, rotations=turned, others=tuple(replace(each, rotations=turned) for each in meta.others))
 
     def verified(self, batch: Batch, ids: Tensor, rows: Tensor | None, drawn: Tensor) -> VerifiedDrafts | None:

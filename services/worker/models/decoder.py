@@ -246,9 +246,9 @@ class Decoder:
 
     @property
     def rotations(self) -> Callable[[Tensor], Tensor] | None:
-        """See `CausalLm.rotations`. All layers have the same."""
-        axes = self._config.rope_axes
-        return partial(rotations, self._weights.layers[0].cos_sin, torch.tensor(axes)) if axes else None
+        """See `CausalLm.rotations`. All layers that attend have the same."""
+        axes, tables = self._config.rope_axes, (each.cos_sin for each in self._weights.layers if each.mixer is None)
+        return next((partial(rotations, table, torch.tensor(axes)) for table in tables if axes), None)
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """ids [n] int32 → logits [R, vocab] of `meta.logits_rows` on rank 0 of the last stage; None where R is 0.

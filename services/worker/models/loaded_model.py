@@ -193,7 +193,8 @@ class CausalLm(Protocol):
 
     @property
     def rotations(self) -> Callable[[Tensor], Tensor] | None:
-        """Makes `BatchMeta.rotations` of rows' positions [3, n]; None where these have one axis."""
+        """Makes `BatchMeta.rotations` of rows' positions [3, n]; None where these have one axis, or no layer
+        of the stage attends."""
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """See `Decoder.forward`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import signal
 import struct
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import CLIPImageProcessorPil
 
 from services.encoder import actor as actor_module
@@ -331,10 +333,32 @@ async def test_a_crowd_of_one_client_leaves_room_for_another(memory_bus: MemoryB
     assert waiting > 0, "the other client had its turn before the crowd was through"
 
 
+@pytest.mark.features("images", "quantization")
+def test_a_quantised_checkpoint_needs_no_quantizer_where_its_tower_is_of_numbers(tmp_path: Path) -> None:
+    """Nothing of what the library asks for to read GPTQ's codes is installed."""
+    model = make_qwen_model(tmp_path, "qwen3.5")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rows = ImageTower(tmp_path).encode(DecodedImage(40, 30, decoded(picture(0))))
+    found = torch.frombuffer(bytearray(rows.rows), dtype=torch.float32).view(-1, rows.size)
+    torch.testing.assert_close(found, model.rows(picture(0)))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.visual.blocks.0.attn.qkv.weight_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TowerUnusable, match=r"qkv.weight_scale_inv: quantised weights of a tower are not read"):
+        ImageTower(tmp_path)
+
+
+def decoded(image: bytes) -> bytes:
+    """An image's pixels, three bytes each."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(image)).convert("RGB").tobytes()
+
+
 def test_a_model_without_images_or_with_a_torn_tower_is_refused(model: ImageModel, tmp_path: Path) -> None:
     import shutil
-
-    from safetensors.torch import load_file, save_file
 
     plain = make_model("llama", tmp_path / "plain")
     with pytest.raises(TowerUnusable, match="the model takes no images"):

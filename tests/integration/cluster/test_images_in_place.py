@@ -1,4 +1,4 @@
-"""Images through a whole stack that change what their tokens see or how they are turned (Qwen2.5-VL, Gemma 3): what
+"""Images through a whole stack that change what their tokens see or how they are turned (Qwen3.5, Gemma 3): what
 `transformers` generates of them, handed over, with drafts, from a shared prefix, in small steps, and behind a death;
 and of a video, as large as no other body may be."""
 
@@ -36,10 +36,19 @@ def user(*parts: bytes | str) -> dict[str, Any]:
 
 
 @pytest.mark.features(
-    "prompt embeds", "prefill/decode", "tensor parallel", "speculative", "prefix cache", "re-dispatch", "n > 1"
+    "prompt embeds",
+    "images",
+    "states",
+    "prefill/decode",
+    "tensor parallel",
+    "speculative",
+    "prefix cache",
+    "re-dispatch",
+    "n > 1",
 )
 async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path: Path) -> None:
-    model = make_qwen_model(tmp_path / "model")
+    """Of a model with states."""
+    model = make_qwen_model(tmp_path / "model", "qwen3.5")
     chats = [
         ([FLAT, TALL], user("Compare ", FLAT, " with ", TALL, " and tell all about both of them, please.")),
         ([LARGE], user(LARGE, "What is it?")),
@@ -80,7 +89,7 @@ async def _a_video_outlives_its_encoder(model: ImageModel, pools: RunningStack, 
     """Killed while it is asked for the first frames; asked again, for another's question, its rows are in the cache."""
     film = padded(video(noise(7)), 17 * 2**20)
     question = {"role": "user", "content": [video_part(film), text_part("What is it?")]}
-    tokens = VideoReference(model, "qwen2.5").greedy([question], [], [film], 24)
+    tokens = VideoReference(model, "qwen3.5").greedy([question], [], [film], 24)
     said = model.processor.tokenizer.decode(tokens, skip_special_tokens=True)
     short = {**how, "max_tokens": 24}
     encoder = pools.kill("encoder-1", signal.SIGSTOP)
@@ -105,7 +114,7 @@ async def _a_line_of_a_batch_has_a_video(model: ImageModel, pools: RunningStack,
     body = {"model": NAME, "messages": [question], "temperature": 0, "max_tokens": 12, "ignore_eos": True}
     line = {"custom_id": "film", "method": "POST", "url": "/v1/chat/completions", "body": body}
     answers = await batch_of(pools, [line], folder)
-    tokens = VideoReference(model, "qwen2.5").greedy([question], [], [film], 12)
+    tokens = VideoReference(model, "qwen3.5").greedy([question], [], [film], 12)
     said = model.processor.tokenizer.decode(tokens, skip_special_tokens=True)
     assert answers["film"]["choices"][0]["message"]["content"] == said
 

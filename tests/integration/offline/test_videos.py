@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 FLAT, ODD = video(noise(15)), video(noise(7, (40, 160), seed=1), 5, "webm", "libvpx")
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen2.5", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2.5", "qwen3", "qwen3.5"])
 def test_chats_with_videos_say_what_the_library_says(tmp_path: Path, kind: str) -> None:
     model = make_qwen_model(tmp_path, kind)
     reference, image = VideoReference(model, kind), picture(0, (60, 40))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,23 @@ from shared.messages.worker import StepPlan
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_adapters import write_adapter
 from tests.support.models.tiny_gemma import make_gemma_model
-from tests.support.models.tiny_images import make_image_model, picture
+from tests.support.models.tiny_images import ImageModel, make_image_model, picture
 from tests.support.models.tiny_models import TinyModel
 from tests.support.models.tiny_pixtral import PixtralKind
 from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.models.tiny_tiles import TileKind, make_written_model
 from tests.support.worker.image_chats import ImageChat
-from tests.support.worker.plan_driver import Driver
+from tests.support.worker.plan_driver import Driver, Sequence
+from tests.support.worker.planned_engine import LIMITS, PlannedEngine
 from tests.support.worker.tiny_backend import tiny_backend
 
 OUTPUT = 6
+OF_ANY_SIZE = (
+    ImageChat(picture(0, (150, 40)), "What is it?"),
+    ImageChat("Compare ", picture(1, (40, 160)), " with ", picture(2, (90, 90)), picture(0, (150, 40))),
+    ImageChat("No image at all, only a question."),
+    ImageChat("And ", picture(3, (30, 30))),
+)
 NGRAM = SpeculationSettings(method="ngram", prompt_lookup_min=1)
 
 
@@ -82,27 +90,52 @@ def test_images_of_any_size_turn_what_follows_them_as_in_the_library(tmp_path: P
         backend = tiny_backend(model.path, ops=ops, speculation=NGRAM)
     except OpsUnavailable as reason:
         pytest.skip(str(reason))
-    chats = [
-        ImageChat(picture(0, (150, 40)), "What is it?"),
-        ImageChat("Compare ", picture(1, (40, 160)), " with ", picture(2, (90, 90)), picture(0, (150, 40))),
-        ImageChat("No image at all, only a question."),
-        ImageChat("And ", picture(3, (30, 30))),
-    ]
-    count = 30
-    driver = Driver(backend, budget=11, speculate=2)
-    sequences = [chat.add_to(driver, model, count) for chat in chats]
+    count, driver = 30, Driver(backend, budget=11, speculate=2)
+    sequences = preempted_within_an_image(driver, model, count)
+    while sequences[1].computed < 50:
+        driver.step()
+    again = OF_ANY_SIZE[1].add_to(driver, model, count)
+    assert driver.share_prefix(again, sequences[1]) >= 48
+    driver.run()
+    expected = [chat.expected(model, count) for chat in OF_ANY_SIZE]
+    assert [each.output for each in (*sequences, again)] == [*expected, expected[1]]
+    assert driver.drafted > 0
+
+
+def preempted_within_an_image(driver: Driver, model: ImageModel, count: int) -> list[Sequence]:
+    """Sequences of all chats, the second of which has to begin anew."""
+    sequences = [chat.add_to(driver, model, count) for chat in OF_ANY_SIZE]
     for steps in (3, 8):
         for _ in range(steps):
             driver.step()
         driver.preempt(sequences[1])
-    while sequences[1].computed < 50:
-        driver.step()
-    again = chats[1].add_to(driver, model, count)
-    assert driver.share_prefix(again, sequences[1]) >= 48
+    return sequences
+
+
+@pytest.mark.features("images", "states", "chunked prefill", "preemption", "prefix cache", "speculative")
+@pytest.mark.parametrize(("kind", "ops"), [("qwen3.5", "torch"), ("qwen3.5-moe", "native")])
+def test_images_of_models_with_states(tmp_path: Path, kind: str, ops: OpsName) -> None:
+    """The same, of which a part of a head is rotated; and what a scheduler's core lets go on from a checkpoint of the
+    states behind the same images, and from none where one of them is another."""
+    model = make_qwen_model(tmp_path, kind, seed=3)
+    try:
+        backend = tiny_backend(model.path, ops=ops, speculation=NGRAM)
+    except OpsUnavailable as reason:
+        pytest.skip(str(reason))
+    count, driver = 30, Driver(backend, budget=11, speculate=2)
+    sequences = preempted_within_an_image(driver, model, count)
     driver.run()
-    expected = [chat.expected(model, count) for chat in chats]
-    assert [each.output for each in (*sequences, again)] == [*expected, expected[1]]
+    assert [each.output for each in sequences] == [chat.expected(model, count) for chat in OF_ANY_SIZE]
     assert driver.drafted > 0
+    engine = PlannedEngine(tiny_backend(model.path, ops=ops), replace(LIMITS, max_batch_tokens=11))
+    text = " with " + 3 * "a picture that is much the same as this one is "
+    chat, other = ImageChat(picture(1, (40, 160)), text), ImageChat(picture(2, (40, 160)), text)
+    for each, least in ((chat, 0), (chat, 32), (other, 0), (other, 32)):
+        ids, embeds = each.prompt(model)
+        output, computed = engine.generate(ids, count, embeds)
+        assert output == each.expected(model, count)
+        assert (computed >= least) if least else not computed
+    assert chat.expected(model, count) != other.expected(model, count)
 
 
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache")

@@ -1,4 +1,5 @@
-"""Tiny random Qwen2-VL, Qwen2.5-VL and Qwen3-VL models, one with experts, with the library's own of their weights."""
+"""Tiny random Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 models, some with experts, with the library's own of their
+weights."""
 
 from __future__ import annotations
 
@@ -15,6 +16,10 @@ from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -85,8 +90,23 @@ _MODELS: dict[str, tuple[Any, Any]] = {
     "qwen2.5": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "qwen3-moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
+    "qwen3.5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3.5-moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
 }
 _TOWERS["qwen3-moe"] = _TOWERS["qwen3"]
+_PLAIN = {key: value for key, value in _TOWERS["qwen3"].items() if key != "deepstack_visual_indexes"}
+_TOWERS |= {"qwen3.5": _PLAIN, "qwen3.5-moe": _PLAIN}
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {"rope_theta": 30.0, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]},
+}
+"""Of a layer with states and two that attend, half of whose heads' elements are rotated."""
 _MIXTURE: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2}
 
 
@@ -119,10 +139,14 @@ def make_qwen_model(folder: Path, kind: str = "qwen2.5", seed: int = 0, **differ
     tokenizer.chat_template = TEMPLATE
     pad, start, end, video = tokenizer.convert_tokens_to_ids(list(SPECIAL))
     config_of, model_of = _MODELS[kind]
-    if kind.startswith("qwen3"):
+    if kind.startswith("qwen3.5"):
+        different = _DELTA | different
+    elif kind.startswith("qwen3"):
         different = {"num_hidden_layers": 3, "head_dim": 16} | different
     if kind == "qwen3-moe":
         different = {**_MIXTURE, "mlp_only_layers": [1]} | different
+    if kind == "qwen3.5-moe":
+        different = {**_MIXTURE, "shared_expert_intermediate_size": 40} | different
     config = config_of(
         text_config={**_TEXT, "vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": None} | different,
         vision_config=_TOWERS[kind],

@@ -10,6 +10,7 @@ from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits
 from services.worker.backend import Backend, run_step
 from shared.ids import EngineId, Incarnation
+from shared.messages.generation import PromptEmbeds
 from shared.messages.scheduler import StepFinished
 from shared.messages.worker import StepPlan
 from tests.support.engines.checking_worker import generate
@@ -36,10 +37,10 @@ class PlannedEngine:
             )
         )
 
-    def generate(self, prompt: list[int], output: int) -> tuple[list[int], int]:
+    def generate(self, prompt: list[int], output: int, embeds: PromptEmbeds | None = None) -> tuple[list[int], int]:
         """The `output` tokens behind the prompt, drawn greedily, and how many tokens of it were computed before."""
         self._drawn, computed, self._requests = [], 0, self._requests + 1
-        asked = generate(f"r{self._requests}", prompt, max_tokens=output, ignore_eos=True)
+        asked = generate(f"r{self._requests}", prompt, max_tokens=output, ignore_eos=True, embeds=embeds)
         self._tell(replace(asked, generation=replace(asked.generation, sampling=GREEDY)))
         while self._plans:
             plan = self._plans.pop(0)

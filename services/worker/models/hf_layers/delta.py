@@ -5,11 +5,10 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-SEEING_ARCHITECTURES = {
-    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
-}
-"""Those with a vision tower, and what their language models are, which alone are read."""
+from shared.models.image_models import QWEN3_5
+
+SEEING_ARCHITECTURES = dict(zip(QWEN3_5, ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), strict=True))
+"""Those with a vision tower, and what their language models are."""
 
 DELTA_ARCHITECTURES = ("Qwen3NextForCausalLM", *SEEING_ARCHITECTURES.values(), *SEEING_ARCHITECTURES)
 """Those whose layers, or most of them, have a state in place of keys and values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
-from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, SEEING_ARCHITECTURES
+from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 
 GRANITE = "GraniteMoeHybridForCausalLM"
 NEMOTRON_H = "NemotronHForCausalLM"
@@ -42,15 +42,6 @@ _NAMES = {
     ),
     GRANITE: TensorNames(mlp="shared_mlp", gate_and_up="input_linear", down="output_linear"),
     **dict.fromkeys(DELTA_ARCHITECTURES, TensorNames(mixer="linear_attn")),
-    **dict.fromkeys(
-        SEEING_ARCHITECTURES,
-        TensorNames(
-            embedding="model.language_model.embed_tokens",
-            layers="model.language_model.layers",
-            final_norm="model.language_model.norm.weight",
-            mixer="linear_attn",
-        ),
-    ),
     "Mamba2ForCausalLM": TensorNames(
         embedding="backbone.embeddings",
         layers="backbone.layers",

@@ -10,10 +10,12 @@ from msgspec import Struct
 from services.worker.models.config import DeltaConfig, LayerConfig, ModelConfig, ModelError, dtype_named
 from services.worker.models.hf_layers.delta import SEEING_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import MixtureLayers, RawMixture, read_mixture
-from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
+from services.worker.models.hf_rope import Ropes, read_ropes
 
 _ROTATED = 0.25
 """Share of a head that is rotated where the config does not say."""
+_SECTIONS: dict[str, object] = {"mrope_section": [11, 11, 10]}
+"""Of a model with a vision tower that does not say; they are always interleaved."""
 _ATTENDING = 4
 """The last layer of so many attends where the config does not say."""
 
@@ -37,7 +39,7 @@ class _RawDelta(RawMixture, kw_only=True):
     eos_token_id: int | list[int] | None = None
     norm_topk_prob: bool | None = True
     rope_theta: float | None = None
-    rope_scaling: RawRope | None = None
+    rope_scaling: dict[str, object] | None = None
     rope_parameters: dict[str, object] | None = None
     partial_rotary_factor: float | None = None
     linear_conv_kernel_dim: int = 4
@@ -87,6 +89,7 @@ def delta_model_config(
     _refuse_unsupported(raw)
     delta, mixing, heads = _delta(raw), _mixing(raw), raw.num_attention_heads
     ropes, rotated = _rotation(raw)
+    sees = architecture in SEEING_ARCHITECTURES
     return ModelConfig(
         architecture=architecture,
         dtype=dtype_named(raw.dtype or raw.torch_dtype),
@@ -119,6 +122,7 @@ def delta_model_config(
         states=delta,
         gated_attention=True,
         rotary_dim=rotated,
+        rope_axes=_axes(raw, ropes, rotated) if sees else (),
     )
 
 
@@ -186,10 +190,8 @@ def _with_states(raw: _RawDelta) -> list[bool]:
 
 
 def _rotation(raw: _RawDelta) -> tuple[Ropes, int]:
-    """How heads are rotated, and so many of their elements. Of a text all of Qwen3.5's axes of positions are alike, so
-    its sections of frequencies (`mrope_section`) rotate as one."""
-    parameters = dict(raw.rope_parameters or {})
-    share = parameters.pop("partial_rotary_factor", raw.partial_rotary_factor)
+    """How heads are rotated, and so many of their elements."""
+    share = (raw.rope_parameters or {}).get("partial_rotary_factor", raw.partial_rotary_factor)
     if share is None:
         share = _ROTATED
     if not isinstance(share, int | float) or not 0 <= share <= 1:
@@ -197,11 +199,22 @@ def _rotation(raw: _RawDelta) -> tuple[Ropes, int]:
     rotated = int(raw.head_dim * share)
     if rotated % 2 or raw.head_dim % 2:
         raise ModelError(f"head_dim {raw.head_dim}: {rotated} of its elements are no pairs")
+    parameters = {**_SECTIONS, **(raw.rope_scaling or raw.rope_parameters or {}), "mrope_interleaved": True}
+    parameters.pop("partial_rotary_factor", None)
     ropes = read_ropes(
-        parameters=msgspec.Raw(msgspec.json.encode(parameters or None)),
-        scaling=raw.rope_scaling,
+        parameters=msgspec.Raw(msgspec.json.encode(parameters)),
+        scaling=None,
         theta=10_000.0 if raw.rope_theta is None else raw.rope_theta,
         local_theta=None,
         positions=raw.max_position_embeddings,
     )
     return ropes, rotated
+
+
+def _axes(raw: _RawDelta, ropes: Ropes, rotated: int) -> tuple[int, ...]:
+    """See `ModelConfig.rope_axes`. Elements that are not rotated stay as they are by any axis. Where there is no tower
+    nothing asks for them: of a text all axes are alike."""
+    given = (raw.rope_scaling or raw.rope_parameters or {}).get("mrope_section")
+    if given is not None and 2 * len(ropes.axes) != rotated:
+        raise ModelError(f"mrope_section has {len(ropes.axes)} frequencies, {rotated} rotated elements half as many")
+    return (ropes.axes[: rotated // 2] + (0,) * raw.head_dim)[: raw.head_dim // 2]

@@ -116,6 +116,14 @@ def test_qwen3_5_is_read_with_the_defaults_of_transformers(tmp_path: Path) -> No
     assert mixture.renormalised, "its router always does, whatever the configuration says"
 
 
+def test_with_a_tower_frequencies_have_axes_as_far_as_heads_are_rotated(tmp_path: Path) -> None:
+    """Of 32 frequencies 11 go by frames, 11 by rows and 10 by columns, in turns; the other 96 pairs stay."""
+    sees = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": QWEN35_DENSE}
+    axes = read(tmp_path, sees).rope_axes
+    assert (axes[:6], axes[32:], read(tmp_path, QWEN35_DENSE).rope_axes) == (2 * (0, 1, 2), 96 * (0,), ())
+    assert [axes[:32].count(axis) for axis in range(3)] == [11, 11, 10]
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "complaint"),
     [
@@ -142,6 +150,11 @@ def test_qwen3_5_is_read_with_the_defaults_of_transformers(tmp_path: Path) -> No
             "quantization_config is set: a checkpoint that is read here may not be quantized",
         ),
         (QWEN35_DENSE, {"intermediate_size": 0}, "intermediate_size 0 is not positive"),
+        (
+            {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**QWEN35_DENSE, "head_dim": 128}},
+            {},
+            "mrope_section has 32 frequencies, 32 rotated elements half as many",
+        ),
     ],
     ids=str,
 )
