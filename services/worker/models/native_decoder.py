@@ -19,6 +19,8 @@ from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
 from services.worker.ops.low_rank import LowRankProducts
 from services.worker.ops.native import library
 from services.worker.ops.native.kernels import ACTIVATIONS, PackedMatrix, address_of, batch_of, zeroed
+from services.worker.ops.native.matrix_stacks import MatrixStack
+from services.worker.ops.native.native_latents import MAX_HEAD_DIM
 from services.worker.ops.native.native_low_rank import NativeLowRank
 from services.worker.ops.native.native_mixture import matrices_of, rule_of
 from services.worker.ops.native.native_ops import NativeOps
@@ -92,8 +94,9 @@ class NativeDecoder:
         # Which what is next points to.
         self._mixtures = [_mixture(config, layer) for layer in weights.layers]
         self._mixers = [_states(layer) for layer in weights.layers]
+        self._latents = [_latent(config, layer) for layer in weights.layers]
         layers = (library.DecoderLayer * len(weights.layers))(
-            *map(_layer, weights.layers, self._mixtures, self._mixers)
+            *map(_layer, weights.layers, self._mixtures, self._mixers, self._latents)
         )
         described = self._config_struct(config, numbers)
         if not isinstance(weights.embedding, Tensor):
@@ -240,11 +243,13 @@ class NativeDecoder:
 def native_decoder(
     config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | Eagle3Inputs | None = None
 ) -> NativeDecoder | None:
-    """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for latent attention, a share
-    of the experts, and mixers with states that the library does not know.
+    """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for a share of the experts,
+    attention and mixers that the library does not know, and drafters' layers with latent attention.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
-    if not isinstance(ops, NativeOps) or config.latent is not None:
+    if not isinstance(ops, NativeOps):
+        return None
+    if config.latent is not None and (eagle is not None or config.latent.rope_dim > MAX_HEAD_DIM):
         return None
     if any(layer.mixer is not None and described_mixer(layer.mixer) is None for layer in weights.layers):
         return None
@@ -290,8 +295,33 @@ def _states(layer: LayerWeights) -> library.DecoderStates | None:
     return library.DecoderStates(mixer=mixer, steps=_linear(layer.steps))
 
 
+def _latent(config: ModelConfig, layer: LayerWeights) -> library.DecoderLatent | None:
+    """Points to the layer's tensors."""
+    sizes, latent = config.latent, layer.latent
+    if sizes is None or latent is None:
+        return None
+    keys_up, values_up = latent.keys_up, latent.values_up
+    assert isinstance(keys_up, MatrixStack)
+    assert isinstance(values_up, MatrixStack)
+    return library.DecoderLatent(
+        rank=sizes.kv_rank,
+        nope_dim=sizes.nope_dim,
+        rope_dim=sizes.rope_dim,
+        value_dim=sizes.value_dim,
+        q_norm=address_of(latent.q_norm),
+        q_up=_linear(latent.q_up),
+        kv_norm=address_of(latent.kv_norm),
+        keys_up=keys_up.linears,
+        values_up=values_up.linears,
+        eps=sizes.norm_eps,
+    )
+
+
 def _layer(
-    layer: LayerWeights, mixture: library.DecoderMixture | None, states: library.DecoderStates | None
+    layer: LayerWeights,
+    mixture: library.DecoderMixture | None,
+    states: library.DecoderStates | None,
+    latent: library.DecoderLatent | None,
 ) -> library.DecoderLayer:
     gate_up, down, _ = _mlp_matrices(layer)
     return library.DecoderLayer(
@@ -311,6 +341,7 @@ def _layer(
         sinks=address_of(layer.sinks),
         mixture=None if mixture is None else ctypes.pointer(mixture),
         states=None if states is None else ctypes.pointer(states),
+        latent=None if latent is None else ctypes.pointer(latent),
     )
 
 

@@ -27,6 +27,11 @@ class LatentConfig(Struct, frozen=True, kw_only=True):
     """Elements 2i and 2i + 1 are rotated together, not i and i + rope_dim / 2."""
 
     @property
+    def norm_eps(self) -> float:
+        """Of the norms of latents, whatever the model's others have."""
+        return 1e-6
+
+    @property
     def query_dim(self) -> int:
         """Elements of a head's queries."""
         return self.nope_dim + self.rope_dim

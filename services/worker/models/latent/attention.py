@@ -16,9 +16,6 @@ from services.worker.models.hf_layers.latent import LatentConfig
 from services.worker.models.weights import LatentWeights, LayerWeights
 from services.worker.ops.interface import AttentionName, BatchMeta, CacheDtype, LatentCache, Ops
 
-_EPS = 1e-6
-"""Of the norms of latents, whatever the model's others have."""
-
 
 def check_latent(latent: LatentConfig | None, cache: CacheDtype, attention: AttentionName) -> None:
     """Raises ModelError for settings that latent attention does not know, of a model that has it."""
@@ -47,7 +44,7 @@ class LatentAttention:
         made = ops.linear(x, layer.qkv)
         queries, cached = torch.split(made, [made.shape[1] - latent.cached_dim, latent.cached_dim], dim=1)
         if weights.q_norm is not None and weights.q_up is not None:
-            queries = ops.linear(ops.rms_norm(queries.contiguous(), weights.q_norm, _EPS), weights.q_up)
+            queries = ops.linear(ops.rms_norm(queries.contiguous(), weights.q_norm, latent.norm_eps), weights.q_up)
         return ops.latents.rope_and_store(
             queries.reshape(len(x), self._heads, latent.query_dim),
             cached.contiguous(),
@@ -55,7 +52,7 @@ class LatentAttention:
             layer.cos_sin,
             LatentCache(*cache),
             norm=weights.kv_norm,
-            eps=_EPS,
+            eps=latent.norm_eps,
         )
 
     def attend(self, layer: LayerWeights, queries: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:

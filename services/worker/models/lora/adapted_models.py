@@ -59,7 +59,9 @@ class AdaptedDecoder:
         products = {id(matrix.packed): matrix.products for matrix in self._matrices}
         self._latents = latent_products(decoder, config)
         self._ops = AdaptedOps(decoder.ops, products, self._embeddings, self._latents)
-        self._native = None if decoder.native is None else NativeAdapters(decoder.weights, products)
+        # What makes keys and values of latents is adapted on both sides of attention, operation by operation.
+        single = decoder.native is None or self._latents is not None
+        self._native = None if single else NativeAdapters(decoder.weights, products)
         self._adapted = decoder.on(cast(Ops, self._ops))
         self._embedding_memory = self._reserve_embeddings(max_loras)
 

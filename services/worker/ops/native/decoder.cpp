@@ -44,7 +44,9 @@ bool Decoder::run(const Forward& forward) {
         bool last = i + 1 == config_.layers;
         if (forward.taps) tap(forward, i);
         Rows x = config_.given_norm ? rows_of(pairs_, rows) : layer.input_norm ? rows_of(normed_, rows) : residual(rows);
-        layer.states ? mix_states(layer, forward, i, x) : attention(layer, forward, i, x);
+        if (layer.states) mix_states(layer, forward, i, x);
+        else if (layer.latent) attend_latents(layer, forward, i, x);
+        else attention(layer, forward, i, x);
         bool every = !last || forward.ends_every_row(config_.layers);
         if (!every && forward.logits == 0) return true;
         if (!every && forward.logits < rows) pick(forward), rows = forward.logits;
@@ -161,6 +163,69 @@ void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int i
     auto* gates = (float*)gates_.fit(rows, width, 4);
     multiply_adapted(x, layer.gate, first + kGate, gates, gates_.stride);
     gate_by(pool_, gates, gates_.stride, width, config_.number, mixed_.data(), mixed_.stride, rows);
+}
+
+// The same over latents: queries are multiplied with what makes keys of these, and what attention gives with what makes values.
+void Decoder::attend_latents(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x) {
+    const DecoderLatent& latent = *layer.latent;
+    int rows = x.count, heads = config_.heads, dim = latent.query_dim(), cached = latent.cached_dim(), rank = latent.rank;
+    make_latents(layer, x);
+    float* queries = latent_queries_.data();
+    LatentCache cache{config_.number, forward.keys[index], forward.values[index], rank, latent.rope_dim, config_.page_bits};
+    const Batch& batch = forward.of_layer(index);
+    store_latents(pool_, {latents_.data(), queries, heads, dim, layer.cos_sin, latent.kv_norm, latent.eps}, batch, cache);
+    if (index + 1 == config_.layers && forward.logits == 0 && !forward.ends_every_row(config_.layers)) return;
+    absorbed_.resize(size_t(rows) * heads * cached);
+    attended_.resize(size_t(rows) * heads * rank);
+    multiply_heads(latent.keys_up, rows, queries, dim, absorbed_.data(), int64_t(heads) * cached, cached);
+    each_row(pool_, rows, [&](int row) {
+        for (int64_t head = int64_t(row) * heads; head < int64_t(row + 1) * heads; ++head)
+            memcpy(absorbed_.data() + head * cached + rank, queries + head * dim + latent.nope_dim, size_t(latent.rope_dim) * 4);
+    });
+    ::attend_latents(pool_, {absorbed_.data(), heads, config_.attention_scale, attended_.data()}, batch, cache, plan(forward.batch, 0));
+    auto* mixed = (float*)mixed_.fit(rows, heads * latent.value_dim, 4);
+    mixed_number_ = Number::kSingle;
+    multiply_heads(latent.values_up, rows, attended_.data(), rank, mixed, mixed_.stride, latent.value_dim);
+}
+
+// Of the normed rows: their queries, and the latents and rotated keys that are to be cached.
+void Decoder::make_latents(const DecoderLayer& layer, const Rows& x) {
+    const DecoderLatent& latent = *layer.latent;
+    int rows = x.count, cached = latent.cached_dim(), width = layer.qkv.out - cached, queries = config_.heads * latent.query_dim();
+    auto* made = (float*)qkv_.fit(rows, layer.qkv.out, 4);
+    multiply(pool_, x, layer.qkv, {Out::kFloat, config_.activation, made, qkv_.stride});
+    latents_.resize(size_t(rows) * cached);
+    latent_queries_.resize(size_t(rows) * queries);
+    each_row(pool_, rows, [&](int row) {
+        const float* from = made + row * qkv_.stride;
+        if (!latent.q_norm) memcpy(latent_queries_.data() + int64_t(row) * queries, from, size_t(queries) * 4);
+        memcpy(latents_.data() + int64_t(row) * cached, from + width, size_t(cached) * 4);
+    });
+    if (!latent.q_norm) return;
+    mixed_.fit(rows, width, size_);
+    norm(pool_, {made, Number::kSingle, qkv_.stride, rows}, nullptr, 0, {latent.q_norm, latent.eps, width}, config_.number, mixed_.data(),
+         mixed_.stride);
+    multiply(pool_, rows_of(mixed_, rows), latent.q_up, {Out::kFloat, config_.activation, latent_queries_.data(), queries});
+}
+
+// Each head's row times its own matrix. Head after head lies `width` items behind the one before in `from`, as the products do
+// in `to`.
+void Decoder::multiply_heads(const Linear* linears, int rows, const float* from, int from_width, float* to, int64_t to_stride, int to_width) {
+    int heads = config_.heads, in = linears->in, out = linears->out;
+    by_head_.resize(size_t(heads) * rows * in);
+    products_.resize(size_t(heads) * rows * out);
+    head_starts_.resize(size_t(heads) + 1);
+    for (int head = 0; head <= heads; ++head) head_starts_[size_t(head)] = int64_t(head) * rows;
+    each_row(pool_, rows, [&](int row) {
+        for (int64_t head = 0; head < heads; ++head)
+            memcpy(by_head_.data() + (head * rows + row) * in, from + (int64_t(row) * heads + head) * from_width, size_t(in) * 4);
+    });
+    Rows x{by_head_.data(), Number::kSingle, in, heads * rows};
+    multiply_each(pool_, x, linears, head_starts_.data(), heads, {Out::kFloat, config_.activation, products_.data(), out});
+    each_row(pool_, rows, [&](int row) {
+        for (int64_t head = 0; head < heads; ++head)
+            memcpy(to + row * to_stride + head * to_width, products_.data() + (head * rows + row) * out, size_t(out) * 4);
+    });
 }
 
 // From the normed rows to what a mixer makes of them; their sequences' states are in the cache then.

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "latent.h"
 #include "linear.h"
 #include "low_rank.h"
 #include "mixture.h"
@@ -29,6 +30,24 @@ struct DecoderStates {
     Linear steps;
 };
 
+// Latent attention in the place of a layer's usual one; services.worker.models.latent.attention says what is multiplied.
+struct DecoderLatent {
+    int rank;       // of what is cached beside `rope_dim` rotated elements
+    int nope_dim;   // of a head's query, before those that are rotated
+    int rope_dim;
+    int value_dim;  // of a head
+    // [q_rank], and what makes queries of the latent that it norms; null: `qkv` makes queries.
+    const float* q_norm;
+    Linear q_up;
+    const float* kv_norm;     // [rank]
+    const Linear* keys_up;    // [heads] of [rank, nope_dim]
+    const Linear* values_up;  // [heads] of [value_dim, rank]
+    float eps;                // of these norms
+
+    int query_dim() const { return nope_dim + rope_dim; }
+    int cached_dim() const { return rank + rope_dim; }
+};
+
 struct DecoderLayer {
     const float* input_norm;  // null where nothing is normed: of the only layer of a decoder that foresees
     const float* q_norm;  // null where heads are not normed
@@ -48,6 +67,7 @@ struct DecoderLayer {
     // null where there is none.
     const DecoderMixture* mixture;
     const DecoderStates* states;  // null: the layer attends
+    const DecoderLatent* latent;  // null: not to latents
 };
 
 struct DecoderConfig {
@@ -154,6 +174,9 @@ class Decoder {
     void fit(int rows);
     bool begin(const Forward& forward);
     void attention(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
+    void attend_latents(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
+    void make_latents(const DecoderLayer& layer, const Rows& x);
+    void multiply_heads(const Linear* linears, int rows, const float* from, int from_width, float* to, int64_t to_stride, int to_width);
     void mix_states(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
     void multiply_adapted(const Rows& x, const Linear& linear, int adapted, float* to, int64_t stride);
     void pick(const Forward& forward);
@@ -184,7 +207,8 @@ class Decoder {
     Buffer pairs_, residual_, normed_, qkv_, queries_, gates_, mixed_, gate_up_, gated_, output_, shared_;
     Number mixed_number_ = Number::kSingle;  // of what `mixed_` holds: floats behind a mixer with states
     std::vector<float> router_logits_, chances_, shared_gates_;
-    std::vector<int64_t> picks_;
+    std::vector<int64_t> picks_, head_starts_;
+    std::vector<float> latents_, latent_queries_, by_head_, products_, absorbed_, attended_;
     AttentionPlan plans_[2];
     const LowRankTable* const* adapted_ = nullptr;  // of the batch in hand
     const int* slots_ = nullptr;                    // of the rows in hand

@@ -7,8 +7,14 @@ from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint
 from pathlib import Path
 
 from services.worker.ops.native.kv_structures import KvArena, KvBlocks, KvCells, NativeKvCaches
+from services.worker.ops.native.mixer_structures import MixStates as MixStates
+from services.worker.ops.native.mixer_structures import NativeLatentAttention as NativeLatentAttention
+from services.worker.ops.native.mixer_structures import NativeLatentCache as NativeLatentCache
+from services.worker.ops.native.mixer_structures import NativeStateCache as NativeStateCache
+from services.worker.ops.native.mixer_structures import NativeStateMixer as NativeStateMixer
+from services.worker.ops.native.mixer_structures import StoreLatents as StoreLatents
 
-VERSION = 30
+VERSION = 31
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -208,39 +214,6 @@ class Attention(Structure):
     )
 
 
-class NativeLatentCache(Structure):
-    """`LatentCache` of latent.h: one layer's latents and rotated keys."""
-
-    _fields_ = (
-        ("number", c_int),
-        ("latents", c_void_p),
-        ("rotated", c_void_p),
-        ("rank", c_int),
-        ("rope_dim", c_int),
-        ("page_bits", c_int),
-    )
-
-
-class StoreLatents(Structure):
-    """`StoreLatents` of latent.h: the arguments of `LatentOps.rope_and_store`."""
-
-    _fields_ = (
-        ("latents", c_void_p),
-        ("queries", c_void_p),
-        ("heads", c_int),
-        ("query_dim", c_int),
-        ("cos_sin", c_void_p),
-        ("norm", c_void_p),
-        ("eps", c_float),
-    )
-
-
-class NativeLatentAttention(Structure):
-    """`LatentAttention` of latent.h: the arguments of `LatentOps.attention`."""
-
-    _fields_ = (("queries", c_void_p), ("heads", c_int), ("scale", c_float), ("out", c_void_p))
-
-
 class DecoderMixture(Structure):
     """`DecoderMixture` of decoder.h: the experts of a layer."""
 
@@ -257,30 +230,27 @@ ADAPTED_OF_LAYER = 7
 """`kAdaptedOfLayer` of decoder.h: tables of what adapters add to a layer's matrices, in the order of `Adapted`."""
 
 
-class NativeStateMixer(Structure):
-    """`StateMixer` of states.h: a mixer between its projections."""
-
-    _fields_ = (
-        ("rule", c_int),
-        ("heads", c_int),
-        ("head_dim", c_int),
-        ("groups", c_int),
-        ("state_dim", c_int),
-        ("kernel", c_int),
-        ("conv_weight", c_void_p),
-        ("conv_bias", c_void_p),
-        ("decay", c_void_p),
-        ("skip", c_void_p),
-        ("step_bias", c_void_p),
-        ("norm", c_void_p),
-        ("eps", c_float),
-    )
-
-
 class DecoderStates(Structure):
     """`DecoderStates` of decoder.h: a mixer with states in the place of a layer's attention."""
 
     _fields_ = (("mixer", NativeStateMixer), ("steps", Linear))
+
+
+class DecoderLatent(Structure):
+    """`DecoderLatent` of decoder.h: latent attention in the place of a layer's usual one."""
+
+    _fields_ = (
+        ("rank", c_int),
+        ("nope_dim", c_int),
+        ("rope_dim", c_int),
+        ("value_dim", c_int),
+        ("q_norm", c_void_p),
+        ("q_up", Linear),
+        ("kv_norm", c_void_p),
+        ("keys_up", POINTER(Linear)),
+        ("values_up", POINTER(Linear)),
+        ("eps", c_float),
+    )
 
 
 class DecoderLayer(Structure):
@@ -303,6 +273,7 @@ class DecoderLayer(Structure):
         ("sinks", c_void_p),
         ("mixture", POINTER(DecoderMixture)),
         ("states", POINTER(DecoderStates)),
+        ("latent", POINTER(DecoderLatent)),
     )
 
 
@@ -372,24 +343,6 @@ class Forward(Structure):
         ("adapters", POINTER(Adapters)),
         ("inputs", POINTER(Inputs)),
         ("state_slots", c_void_p),
-    )
-
-
-class NativeStateCache(Structure):
-    """`StateCache` of states.h: one layer's states."""
-
-    _fields_ = (("windows", c_void_p), ("states", c_void_p))
-
-
-class MixStates(Structure):
-    """`MixStates` of states.h: the arguments of `StateOps.mix`."""
-
-    _fields_ = (
-        ("projected", c_void_p),
-        ("projected_stride", c_int64),
-        ("slots", c_void_p),
-        ("out", c_void_p),
-        ("out_stride", c_int64),
     )
 
 

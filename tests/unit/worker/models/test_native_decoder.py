@@ -10,7 +10,7 @@ from msgspec import structs
 from torch import Tensor
 
 from services.worker.distributed.communicator import SingleRank
-from services.worker.models.config import DeltaConfig, LayerConfig, MambaConfig, Mixture, ModelConfig
+from services.worker.models.config import DeltaConfig, LatentConfig, LayerConfig, MambaConfig, Mixture, ModelConfig
 from services.worker.models.decoder import Decoder
 from services.worker.models.expert_parallel.expert_load import empty_counts
 from services.worker.models.expert_parallel.local_experts import RankExperts
@@ -20,6 +20,7 @@ from services.worker.models.weights import (
     DecoderWeights,
     DenseMlp,
     KvCaches,
+    LatentWeights,
     LayerWeights,
     MixtureMlp,
     Mlp,
@@ -140,6 +141,17 @@ SPACES = structs.replace(
 MAMBA = structs.replace(SPACES, layers=_layers("ss", "--"), intermediate_size=0, residual_scale=None)
 """Layers without attention and without MLPs."""
 WITH_STATES = (DELTA, SPACES, MAMBA)
+LITE = structs.replace(
+    CORRECTED,
+    qkv_bias=False,
+    num_kv_heads=1,
+    head_dim=52,
+    latent=LatentConfig(q_rank=None, kv_rank=40, nope_dim=20, rope_dim=12, value_dim=18, interleaved=False),
+)
+"""As DeepSeek-V2-Lite's, of sizes that fill no lanes."""
+assert LITE.latent is not None
+LATENTS = (LITE, structs.replace(LITE, latent=structs.replace(LITE.latent, q_rank=24)))
+"""The second as DeepSeek-V3's, whose queries are made of a latent, too."""
 
 
 class _Seeded:
@@ -161,6 +173,19 @@ class _Seeded:
 
     def mlp(self, hidden: int, size: int, biased: bool) -> DenseMlp:
         return DenseMlp(gate_up=self.linear(2 * size, hidden, biased), down=self.linear(hidden, size, biased))
+
+    def latents(self, latent: LatentConfig, heads: int) -> LatentWeights:
+        def stack(out: int, inputs: int) -> object:
+            return self.ops.latents.pack_heads((self.tensor(heads, out, inputs) * inputs**-0.5).to(self.dtype))
+
+        rank, queries = latent.q_rank, heads * latent.query_dim
+        return LatentWeights(
+            q_norm=None if rank is None else self.norm(rank),
+            q_up=None if rank is None else self.linear(queries, rank, False),
+            kv_norm=self.norm(latent.kv_rank),
+            keys_up=stack(latent.kv_rank, latent.nope_dim),
+            values_up=stack(latent.value_dim, latent.kv_rank),
+        )
 
     def mixer(self, states: DeltaConfig | MambaConfig) -> StateMixer:
         channels, heads = states.conv_dim, states.heads
@@ -247,9 +272,22 @@ def _decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype, scheme: Sc
             gate=None,
         )
 
+    def over_latents(layer: LayerWeights) -> LayerWeights:
+        latent = config.latent
+        if latent is None:
+            return layer
+        queries = heads * latent.query_dim if latent.q_rank is None else latent.q_rank
+        return replace(
+            layer,
+            qkv=made.linear(queries + latent.cached_dim, hidden, False),
+            output=made.linear(hidden, heads * latent.value_dim, False),
+            cos_sin=cos_sin_table(PlainRope(10000.0), latent.rope_dim, config.max_positions),
+            latent=made.latents(latent, heads),
+        )
+
     weights = DecoderWeights(
         embedding=made.tensor(config.vocab_size, hidden).to(dtype),
-        layers=tuple(with_states(number, layer(each)) for number, each in enumerate(config.layers)),
+        layers=tuple(over_latents(with_states(number, layer(each))) for number, each in enumerate(config.layers)),
         final_norm=made.norm(hidden),
         head=made.linear(config.vocab_size, hidden, False),
     )
@@ -353,9 +391,9 @@ def test_experts_of_few_bits_are_mixed_in_one_call(scheme: Scheme) -> None:
 
 
 @pytest.mark.parametrize("level", runnable_levels())
-@pytest.mark.parametrize("config", WITH_STATES, ids=("delta", "spaces", "mamba"))
+@pytest.mark.parametrize("config", [*WITH_STATES, *LATENTS], ids=("delta", "spaces", "mamba", "lite", "latent queries"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_with_states_of_one_call_equal_those_of_single_operations(
+def test_states_and_latents_of_one_call_equal_those_of_single_operations(
     config: ModelConfig, dtype: torch.dtype, level: Level
 ) -> None:
     fused, single = (Steps(config, dtype, LENGTHS, fused=fused, level=level) for fused in (True, False))
@@ -381,7 +419,7 @@ def test_with_post_norms_in_bf16_both_ways_are_near_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [LLAMA, GEMMA, *MIXTURES, *WITH_STATES])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA, *MIXTURES, *WITH_STATES, *LATENTS])
 def test_a_stream_alone_and_in_a_batch_has_the_same_logits_bit_for_bit(config: ModelConfig, dtype: torch.dtype) -> None:
     together = Steps(config, dtype, LENGTHS, fused=True)
     batches = [dict(zip(counts, together.run(counts), strict=True)) for counts in STEPS]
