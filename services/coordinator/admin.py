@@ -318,7 +318,7 @@ def _refusal(registry: Registry, life: Lifecycle, leaving: Sequence[Lifecycle]) 
     if any(alike(other) for other in registry.all(life.service, "ready") if other.instance not in gone):
         return None
     last = f"{life.instance} is" if len(gone) == 1 else f"{', '.join(sorted(gone))} are"
-    return f"{last} the last ready {_kind_of(life)}; start another one first, or use force"
+    return f"{last} the last ready {_kind_of(life)}; start another one first, or force it"
 
 
 def _kind_of(life: Lifecycle) -> str:

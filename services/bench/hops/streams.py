@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from random import Random
 
 import msgspec
+import psutil
 
 from services.bench.client.http_client import HttpClient, HttpClientError
 from services.bench.client.load import SPARE_FILES, allow_open_files
@@ -42,7 +43,7 @@ def stream_body(model: str, tokens: int, **more: object) -> bytes:
 @contextlib.asynccontextmanager
 async def open_streams(url: str, model: str, key: str | None, streams: int, tokens: int) -> AsyncIterator[int]:
     """So many streams, in another process, all begun; they end with the context. Yields that process's id. Raises
-    BenchError."""
+    BenchError, in the place of psutil's NoSuchProcess, too, where the process ended within the context."""
     argv = [f"--base-url={url}", f"--model={model}", f"--streams={streams}", f"--tokens={tokens}"]
     environment = {**process_environment(), **({KEY_VARIABLE: key} if key else {})}
     process = await asyncio.create_subprocess_exec(
@@ -56,10 +57,17 @@ async def open_streams(url: str, model: str, key: str | None, streams: int, toke
         except TimeoutError:
             said = f"not all of {streams} began within {BEGIN_TIMEOUT:g} s"
         if said != STREAMING:
-            raise BenchError(f"the streams: {said or 'their process has ended'}")
-        yield process.pid
+            raise _broken(said)
+        try:
+            yield process.pid
+        except psutil.NoSuchProcess as error:
+            raise _broken((await process.stdout.read()).decode().strip()) from error
     finally:
         await end_helper(process)
+
+
+def _broken(said: str) -> BenchError:
+    return BenchError(f"the streams: {said or 'their process has ended'}")
 
 
 class _OpenStreams:

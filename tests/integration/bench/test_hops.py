@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
+from services.bench.errors import BenchError
 from services.bench.hops.command import hops_options
 from services.bench.hops.ring import generated_tokens
+from services.bench.hops.streams import open_streams
 from tests.support.cluster.stack import running_stack
 
 REQUEST_HOPS = 6
@@ -37,6 +41,29 @@ def test_every_hop_of_a_token_and_of_a_request_is_measured(tmp_path: Path) -> No
     (level,) = json.loads(ring.stdout)["levels"]
     assert 0 < level["output_throughput"] <= 4 / 0.020 * 1.5, "four streams, a token each in 20 ms"
     assert {share["actor"] for share in level["server_cpu"]} >= {"gateway", "scheduler", "worker", "nats-server"}
+
+
+async def test_a_reader_that_ends_within_a_measurement_says_why() -> None:
+    refusal, event = "HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", "data: {}\n\n"
+    stream = f"HTTP/1.1 200 OK\r\nContent-Length: {len(event)}\r\n\r\n{event}"
+    answers = iter([stream])
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        writer.write(next(answers, refusal).encode())
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def measure() -> None:
+        async with open_streams(url, "any", None, 1, 8) as reading:
+            while psutil.Process(reading).is_running():
+                await asyncio.sleep(0.05)
+
+    async with server, asyncio.timeout(60):
+        with pytest.raises(BenchError, match="the streams: HTTP 503: the server opens no more than 1"):
+            await measure()
 
 
 def test_tokens_are_counted_over_all_models_and_gateways() -> None:

@@ -103,9 +103,9 @@ def written(folder: Path, kind: str, **settings: Any) -> Path:
     [
         ("OpenAIGPT", {"vocab_size": 160, "n_embd": 64, "n_layer": 2, "n_head": 4}, "attention interface"),
         (
-            "Lfm2",
-            {**SMALL, "num_key_value_heads": 2, "intermediate_size": 96, "layer_types": ["conv", "full_attention"]},
-            "layer_types 'conv' is not supported",
+            "Jamba",
+            {**SMALL, "num_key_value_heads": 2, "intermediate_size": 96, "num_experts": 2, "use_mamba_kernels": False},
+            "layer_types 'linear_attention' is not supported",
         ),
         ("Doge", SMALL, "DogeAttention attends by a mask of its own"),
         (
