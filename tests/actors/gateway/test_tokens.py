@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from services.gateway.api.generation import RequestLimits
+from services.gateway.api.tokens.request import read_tokens
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.tokenizer import Tokenize
-from tests.support.gateway.fake_services import MODEL, FakeRing, said
+from tests.support.gateway.fake_services import CARD, MODEL, FakeRing, said
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
 
 PATH = "/inference/v1/generate"
@@ -64,6 +67,15 @@ async def test_an_answer_has_the_fields_of_vllms(stack: GatewayStack) -> None:
     first = {"token_id": 0, "logprob": -0.5, "rank": 1}
     assert positions[0] == {**first, "top_logprobs": [first, {"token_id": 1, "logprob": -1.5, "rank": 2}]}
     assert [len(position["top_logprobs"]) for position in (await logprobs(stack, 0))["content"]] == [1, 1, 1]
+    [choice] = (await generate(stack, {"logprobs": 1, "logprob_token_ids": [8, 7]}))["choices"]
+    shown = choice["logprobs"]["content"][0]["top_logprobs"]
+    assert [(each["token_id"], each["rank"]) for each in shown] == [(0, None), (8, None), (7, None)]
+
+
+async def test_all_tokens_of_a_small_vocabulary_are_shown() -> None:
+    card = replace(CARD, vocab_size=12)
+    body = b'{"token_ids": [1], "sampling_params": {"logprobs": -1}}'
+    assert read_tokens(body, [card], RequestLimits(), None).options.logprobs == 12
 
 
 async def logprobs(stack: GatewayStack, top: int, **fields: Any) -> Any:

@@ -89,7 +89,8 @@ def _logprobs(positions: Iterable[PositionLogprobs], options: TokensAnswerOption
     """As vLLM has it, the sampled token is the first of `top_logprobs`, and counts among them."""
     content = []
     for position in positions:
-        chosen, ranks = position.chosen, {text.token_id: i for i, text in enumerate(position.top, start=1)}
+        chosen = position.chosen
+        ranks = {text.token_id: i for i, text in enumerate(position.top, start=1)} if options.ranked else {}
         likely = [chosen, *(text for text in position.top if text.token_id != chosen.token_id)]
         top = likely[: max(options.logprobs or 0, 1)]
         if options.text:
@@ -101,7 +102,7 @@ def _logprobs(positions: Iterable[PositionLogprobs], options: TokensAnswerOption
 
 
 def _token(text: LogprobText, ranks: dict[int, int]) -> dict[str, Any]:
-    """The rank of a sampled token that is not among the most likely ones is not known here."""
+    """The rank of a token that is not among the most likely ones is not known here."""
     return {
         "token_id": text.token_id,
         "logprob": max(text.logprob, MIN_LOGPROB),

@@ -91,7 +91,9 @@ class TokensAnswerOptions(Struct, frozen=True):
     text: bool
     """The text, and log-probabilities of tokens that are named by their texts."""
     logprobs: int | None
-    """How many tokens at each position; None: no log-probabilities."""
+    """How many tokens at each position, the sampled one among them; None: no log-probabilities."""
+    ranked: bool
+    """Whether these are the most likely ones, rather than those that the client names."""
     prompt_ids: bool
 
 
@@ -148,12 +150,13 @@ def read_tokens(
         generation = completion_request(_completion(fields), cards, limits, default_max_tokens=None)
     except RequestError as error:
         raise renamed(error, _THEIRS) from None
-    if generation.model.encoder_decoder is not None:
-        raise unsupported("model", "a model with an encoder of prompts, which /v1/completions serves,")
     grammar = generation.output_grammar
     if grammar is not None:
         grammar = _placed(grammar, fields, generation.model, dialect_of)
-    options = TokensAnswerOptions(text, params.logprobs, bool(fields.return_token_ids))
+    sampling = generation.sampling
+    named = sampling.logprob_token_ids
+    shown = sampling.logprobs if named is None else 1 + len(named)
+    options = TokensAnswerOptions(text, shown, named is None, bool(fields.return_token_ids))
     return TokensRequest(replace(generation, kind="tokens", output_grammar=grammar), options)
 
 
