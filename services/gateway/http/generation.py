@@ -91,6 +91,8 @@ class GeneratingEndpoint:
         """The request as its key may make it; room for it is taken. Raises RequestError."""
         table = self._table
         call.record.model = generation.served_name
+        if generation.model.encoder_decoder is not None and generation.kind != "completion":
+            raise invalid("model", "it is an encoder with a decoder, which answers prompts of /v1/completions alone")
         generation = replace(self._access.bound(generation, call.key), trace=call.trace)
         table.admit(generation.sequences, generation.model.name)
         self._access.reserve(call, generation, table.free)

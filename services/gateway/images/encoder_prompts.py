@@ -26,7 +26,7 @@ async def read_by_encoder(
     without such an encoder as it is. Raises RequestError: 400 for a prompt that is too long, 503 where no encoder
     answers."""
     model = generation.model.encoder_decoder
-    if model is None or generation.kind != "completion":
+    if model is None:
         return generation
     begin = await _begin(tokenizer, generation, model)
     slots, turn = asyncio.Semaphore(MAX_AT_ONCE), generation.key or secrets.token_hex(8)

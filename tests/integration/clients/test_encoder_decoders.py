@@ -110,6 +110,15 @@ async def test_what_cannot_be_had_of_it_is_a_400(client: AsyncOpenAI, stack: Run
             answer = await http.post("/admin/scale", json={"service": pool, "count": 1})
         assert answer.status_code == 409
         assert why in answer.json()["error"]["message"]
+    async with httpx2.AsyncClient(base_url=stack.url, timeout=60) as http:
+        for path, body in (
+            ("/generate", {"text": "Hello"}),
+            ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {}}),
+            ("/generative_scoring", {"query": "a", "items": ["b"], "label_token_ids": [1]}),
+        ):
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 400, path
+            assert "answers prompts of /v1/completions alone" in answer.json()["error"]["message"]
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
     for content, more in (("Hello", {}), ([image], {}), ("Hello", {"tools": [tool]})):
