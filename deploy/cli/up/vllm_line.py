@@ -111,7 +111,7 @@ def translated(line: Sequence[str], switches: Container[str] = ()) -> tuple[list
             given = value if equals else rest.pop(0)
             try:
                 made += CONVERTED[name](given)
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, OverflowError) as error:
                 raise CommandError(f"{name} {given}: {error}", status=2) from None
         elif name in SETTINGS and (equals or rest):
             made += ["--set", f"{SETTINGS[name]}={value if equals else rest.pop(0)}"]
@@ -201,6 +201,8 @@ def _grammars(value: str) -> Iterator[str]:
     if unknown := config.keys() - {"backend"}:
         raise ValueError(f"{', '.join(sorted(unknown))}: only backend is taken")
     backend = config.get("backend", "auto")
+    if not isinstance(backend, str):
+        raise ValueError("backend: a string is expected")
     if backend != "auto":
         yield from ("--grammar-backend", {"guidance": "llguidance"}.get(backend, backend))
 
