@@ -76,16 +76,21 @@ class ResidualRows:
         self._exchange.all_gather(whole, self._shares)
         return whole
 
-    def select(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x, this rank's rows of all; `rows` [R] of those → this rank's rows of these, which are all from here on. The
-        sum of one rank's row and zeros of the others is that row, to the last bit. Raises RankGone."""
-        own = self.own
+    def select(self, x: Tensor, rows: Tensor, *, again: bool = False) -> Tensor:
+        """x, this rank's rows of all; `rows` [R] of those → this rank's rows of these, which are all from here on;
+        with `again` only from the next call on, which selects of the same rows. The sum of one rank's row and zeros of
+        the others is that row, to the last bit. Raises RankGone."""
+        before, own = self._shares, self.own
         if own is None:
             self.begin(len(rows))
             chosen = x.index_select(0, rows)
-            return chosen if (kept := self.own) is None else chosen[kept.first : kept.end]
-        here = ((rows >= own.first) & (rows < own.end)).nonzero().view(-1)
-        moved = x.new_zeros(len(rows), x.shape[1])
-        moved[here] = x.index_select(0, rows.index_select(0, here) - own.first)
-        self.begin(len(rows))
-        return self.summed(moved)
+            selected = chosen if (kept := self.own) is None else chosen[kept.first : kept.end]
+        else:
+            here = ((rows >= own.first) & (rows < own.end)).nonzero().view(-1)
+            moved = x.new_zeros(len(rows), x.shape[1])
+            moved[here] = x.index_select(0, rows.index_select(0, here) - own.first)
+            self.begin(len(rows))
+            selected = self.summed(moved)
+        if again:
+            self._shares = before
+        return selected

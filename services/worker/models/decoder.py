@@ -297,8 +297,8 @@ class Decoder:
         if not len(meta.logits_rows):
             return None
         if len(meta.logits_rows) < len(ids):
+            beside = None if beside is None else self._rows.select(beside, meta.logits_rows, again=True)
             residual = self._rows.select(residual, meta.logits_rows)
-            beside = None if beside is None else self._rows.select(beside, meta.logits_rows)
         x = self.attend(last, queries, meta, cache, meta.logits_rows, beside)
         x, _ = self._mlp(last, x, residual, self._weights.final_norm)
         return self.logits(self._rows.gathered(x))

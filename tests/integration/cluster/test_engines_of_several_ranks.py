@@ -151,6 +151,7 @@ def test_ranks_may_have_unlike_numbers_of_experts(
         ("gemma2", {"tp": 2}),
         ("qwen3-moe", {"tp": 4, "experts": ExpertSettings(parallel=True)}),
         ("granite-hybrid-moe", {"tp": 2}),
+        ("falcon-h1", {"tp": 2}),
         ("deepseek-v3", {"tp": 2, "experts": MOVING}),
         ("mixtral", {"tp": 2, "stages": 2, "hybrid": "on"}),
     ],
