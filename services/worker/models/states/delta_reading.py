@@ -189,9 +189,15 @@ def _with_states(raw: _RawDelta) -> list[bool]:
     return [_LAYER_TYPES[name] for name in raw.layer_types]
 
 
+def _rope_keys(raw: _RawDelta) -> dict[str, object]:
+    """Those of the older name alone where there are any, as in `transformers`."""
+    return raw.rope_scaling or raw.rope_parameters or {}
+
+
 def _rotation(raw: _RawDelta) -> tuple[Ropes, int]:
     """How heads are rotated, and so many of their elements."""
-    share = (raw.rope_parameters or {}).get("partial_rotary_factor", raw.partial_rotary_factor)
+    given = _rope_keys(raw)
+    share = given.get("partial_rotary_factor", raw.partial_rotary_factor)
     if share is None:
         share = _ROTATED
     if not isinstance(share, int | float) or not 0 <= share <= 1:
@@ -199,7 +205,7 @@ def _rotation(raw: _RawDelta) -> tuple[Ropes, int]:
     rotated = int(raw.head_dim * share)
     if rotated % 2 or raw.head_dim % 2:
         raise ModelError(f"head_dim {raw.head_dim}: {rotated} of its elements are no pairs")
-    parameters = {**_SECTIONS, **(raw.rope_scaling or raw.rope_parameters or {}), "mrope_interleaved": True}
+    parameters = {**_SECTIONS, **given, "mrope_interleaved": True}
     parameters.pop("partial_rotary_factor", None)
     ropes = read_ropes(
         parameters=msgspec.Raw(msgspec.json.encode(parameters)),
@@ -214,7 +220,6 @@ def _rotation(raw: _RawDelta) -> tuple[Ropes, int]:
 def _axes(raw: _RawDelta, ropes: Ropes, rotated: int) -> tuple[int, ...]:
     """See `ModelConfig.rope_axes`. Elements that are not rotated stay as they are by any axis. Where there is no tower
     nothing asks for them: of a text all axes are alike."""
-    given = (raw.rope_scaling or raw.rope_parameters or {}).get("mrope_section")
-    if given is not None and 2 * len(ropes.axes) != rotated:
+    if _rope_keys(raw).get("mrope_section") is not None and 2 * len(ropes.axes) != rotated:
         raise ModelError(f"mrope_section has {len(ropes.axes)} frequencies, {rotated} rotated elements half as many")
     return (ropes.axes[: rotated // 2] + (0,) * raw.head_dim)[: raw.head_dim // 2]

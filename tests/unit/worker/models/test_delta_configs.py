@@ -116,6 +116,13 @@ def test_qwen3_5_is_read_with_the_defaults_of_transformers(tmp_path: Path) -> No
     assert mixture.renormalised, "its router always does, whatever the configuration says"
 
 
+def test_the_rotation_is_that_of_the_older_name_where_both_are_there(tmp_path: Path) -> None:
+    """As `transformers` has it, the share of a head included."""
+    older = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    config = read(tmp_path, QWEN35_DENSE, rope_scaling=older)
+    assert (config.rotated_dim, config.layers[3].rope) == (128, PlainRope(1e6))
+
+
 def test_with_a_tower_frequencies_have_axes_as_far_as_heads_are_rotated(tmp_path: Path) -> None:
     """Of 32 frequencies 11 go by frames, 11 by rows and 10 by columns, in turns; the other 96 pairs stay."""
     sees = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": QWEN35_DENSE}
