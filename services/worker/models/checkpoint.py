@@ -320,7 +320,7 @@ def is_beside(name: str, num_layers: int) -> bool:
 
 
 def stored_bytes(model_dir: Path, num_layers: int) -> int:
-    """Bytes of the language model's tensors. Raises ModelError."""
+    """Bytes of the language model's tensors, with so many layers as the checkpoint counts them. Raises ModelError."""
     try:
         headers = [read_header(path).tensors for path in checkpoint_files(model_dir)]
     except (OSError, TensorFileError) as error:

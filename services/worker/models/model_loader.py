@@ -341,7 +341,7 @@ def _weight_bytes(
     """Bytes of the weights of all ranks of a stage together."""
     quantization = settings.quantization
     if method is not None:
-        return stored_bytes(settings.folder, config.num_layers) * method.growth * stage.num_layers // config.num_layers
+        return stored_bytes(settings.folder, config.num_blocks) * method.growth * stage.num_layers // config.num_layers
     table, item = config.vocab_size * config.hidden_size, TORCH_DTYPES[dtype].itemsize
     own_head = stage.is_last and not (config.tied_embeddings and stage.is_first)
     layers = config.layers[stage.first_layer : stage.end_layer]

@@ -10,6 +10,10 @@ import pytest
 
 from services.worker.models.config import MambaConfig, Mixture, ModelConfig, ModelError
 from services.worker.models.hf_config import is_native, read_model_config
+from services.worker.models.loaded_model import LoadSettings
+from services.worker.models.model_loader import load_model
+from services.worker.platforms.cpu import CpuPlatform
+from services.worker.platforms.interface import MemoryReading
 
 NANO_9B: dict[str, Any] = {
     "architectures": ["NemotronHForCausalLM"],
@@ -57,9 +61,9 @@ NANO_30B_A3B: dict[str, Any] = {
 }
 
 
-def read(folder: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
+def read(folder: Path, base: dict[str, Any], *, quantized: bool = False, **changes: Any) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps({**base, **changes}))
-    return read_model_config(folder)
+    return read_model_config(folder, quantized=quantized)
 
 
 def test_nano_of_9_billion_is_read(tmp_path: Path) -> None:
@@ -82,6 +86,31 @@ def test_nano_of_9_billion_is_read(tmp_path: Path) -> None:
         key: value for key, value in NANO_9B.items() if key not in ("hybrid_override_pattern", "num_hidden_layers")
     }
     assert read(tmp_path, newer, layers_block_type=[listed[letter] for letter in pattern]) == config
+
+
+def test_memory_for_a_quantised_checkpoint_is_that_of_all_its_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the 56 that it counts, of which we make 31."""
+    codes = {"quant_method": "gptq", "bits": 4}
+    read(tmp_path, NANO_9B, quantization_config=codes, quantized=True)
+    size = 64 << 20
+    header = json.dumps(
+        {
+            f"backbone.layers.{layer}.mixer.in_proj.qweight": {
+                "dtype": "I8",
+                "shape": [size],
+                "data_offsets": [layer * size, (layer + 1) * size],
+            }
+            for layer in range(56)
+        }
+    ).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 56 * size)  # nothing is stored of what nobody reads
+    monkeypatch.setattr(CpuPlatform, "memory", lambda _: MemoryReading(free=3 << 30))
+    with pytest.raises(ModelError, match=r"the weights take 3\.50 GiB"):
+        load_model(LoadSettings(folder=tmp_path, platform=CpuPlatform(0)))
 
 
 def test_nano_with_experts_is_read(tmp_path: Path) -> None:
