@@ -268,7 +268,7 @@ class Decoder:
         for number, (layer, following, cache) in enumerate(zip(layers[:-1], layers[1:], caches[:-1], strict=True)):
             meta = step if self._groups is None else step.of_group(self._groups.group_of[number])
             queries = self.queries(layer, self._rows.gathered(x), meta, cache)
-            mixed = self.attend(layer, queries, meta, cache, beside=beside)
+            mixed = self.attend(layer, queries, meta, cache, None, beside)
             if (beside := mixed if following.beside else None) is not None:
                 continue
             x, residual = self.mlp_output(layer, mixed, residual)
@@ -280,13 +280,13 @@ class Decoder:
         meta = step if self._groups is None else step.of_group(self._groups.group_of[-1])
         queries = self.queries(last, self._rows.gathered(x), meta, cache)
         if self._weights.final_norm is None:
-            x, residual = self.mlp_output(last, self.attend(last, queries, meta, cache, beside=beside), residual)
+            x, residual = self.mlp_output(last, self.attend(last, queries, meta, cache, None, beside), residual)
             if given is not None:
                 residual = given.add_level(residual, self._weights.first_layer + len(layers) - 1)
             self._pipeline.send(residual.add_(x))
             return None
         if features is not None and self.ends_every_row:
-            mixed = self.attend(last, queries, meta, cache, beside=beside)
+            mixed = self.attend(last, queries, meta, cache, None, beside)
             x, residual = self._mlp(last, mixed, residual, self._weights.final_norm)
             x = self._rows.gathered(x)
             if self._taps:
