@@ -65,7 +65,7 @@ test: $(DEV) $(KERNELS) ## what serves; the other lanes are below
 test-extras: $(DEV) $(KERNELS) ## what is beside serving: offline, benchmarks, simulation, tuning, Kubernetes, the wheel
 	$(BIN)/python -m pytest -m "extras and not slow and not faults" -n auto --dist loadfile --no-loadscope-reorder --durations 10 \
 	  $$($(BIN)/python -c 'from tests.support.left_out import EXTRAS; print(*EXTRAS)') \
-	  $$(grep -rl --include='test_*.py' 'by_lane(' tests/integration) $(ARGS)
+	  $$(grep -rlE --include='test_*.py' 'by_lane\(|mark\.extras' tests/integration) $(ARGS)
 
 test-faults: $(DEV) $(KERNELS) ## stacks whose parts are killed, hang, or are sent hostile input
 	$(BIN)/python -m pytest -m "faults and not slow" -n auto --dist loadfile --no-loadscope-reorder --durations 10 tests/faults $$(grep -rl --include='test_*.py' 'mark\.faults' tests/integration) $(ARGS)

@@ -19,7 +19,7 @@ from services.worker.ops.torch_ops import ExpertLinears, QuantizedLinear
 from shared.ids import ModelName
 from tests.support.models.quantised_files import quantised
 from tests.support.models.tiny_adapters import linear_layers, write_adapter
-from tests.support.models.tiny_models import VOCABULARY, TinyModel
+from tests.support.models.tiny_models import VOCABULARY, TinyModel, by_lane
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import record_logits
 from tests.support.worker.tiny_backend import tiny_backend
@@ -37,6 +37,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3-next": _DELTA | _EXPERTS,
     "qwen3.5": _DELTA,
     "qwen3.5-moe": _DELTA | _EXPERTS,
+    "nemotron-h": {"mamba_num_heads": 8},
+    "nemotron-h-moe": {"mamba_num_heads": 8, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
+    "falcon-h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "head_dim": 16},
+    "lfm2": {},
+    "lfm2-moe": {"moe_intermediate_size": 64},
 }
 """So that inputs are whole groups."""
 
@@ -57,6 +62,11 @@ def quantised_states(path: Path, method: str, family: str, **changes: Any) -> Ti
         ("qwen3.5", "awq", "native"),
         ("qwen3.5-moe", "fp8 of whole blocks", "native"),
         ("qwen3.5-moe", "gptq", "torch"),
+        *by_lane(["lfm2"], "awq", "native"),
+        *by_lane(["lfm2-moe"], "fp8 of blocks", "torch"),
+        *by_lane(["falcon-h1"], "packed", "native"),
+        *by_lane(["nemotron-h"], "gptq", "native"),
+        *by_lane(["nemotron-h-moe"], "nvfp4", "native"),
     ],
 )
 def test_logits_are_those_of_the_numbers_that_the_checkpoint_stands_for(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -351,7 +351,8 @@ def quantise(model: TinyModel, method: str) -> TinyModel:
     path = model.path
     tensors = load_file(path / "model.safetensors")
     with torch.no_grad():
-        for name, module in model.reference.named_modules():
+        for module_name, module in model.reference.named_modules():
+            name = _stored_name(module_name, tensors)
             if isinstance(module, nn.Linear) and not name.endswith(LEFT_ALONE):
                 own, numbers = write(module.weight.float())
                 del tensors[f"{name}.weight"]
@@ -360,14 +361,28 @@ def quantise(model: TinyModel, method: str) -> TinyModel:
             elif name.endswith(".experts"):
                 for together in ("input_linear", "output_linear"):  # Granite's
                     tensors.pop(f"{name.removesuffix('experts')}{together}.weight", None)
-                for expert, (gate_up, down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
-                    gate, up = gate_up.chunk(2)
-                    for part, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
-                        own, numbers = write(weight.detach().float().clone())
-                        tensors.pop(f"{name}.{expert}.{part}.weight", None)
-                        tensors |= {f"{name}.{expert}.{part}.{key}": each.contiguous() for key, each in own.items()}
-                        weight.copy_(numbers)
+                for expert, part, weight in _expert_weights(module, f"{name}.0.w1.weight" in tensors):
+                    own, numbers = write(weight.detach().float().clone())
+                    tensors.pop(f"{name}.{expert}.{part}.weight", None)
+                    tensors |= {f"{name}.{expert}.{part}.{key}": each.contiguous() for key, each in own.items()}
+                    weight.copy_(numbers)
     save_file(tensors, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     return model
+
+
+def _stored_name(module: str, tensors: dict[str, Tensor]) -> str:
+    """What a module of the library is called in its checkpoint: Nemotron-H's differ."""
+    return module.replace("model.", "backbone.", 1) if "backbone.embeddings.weight" in tensors else module
+
+
+def _expert_weights(experts: nn.Module, numbered: bool) -> Iterator[tuple[int, str, Tensor]]:
+    """Each expert's matrices with their names in a checkpoint; `numbered`: LFM2's names. Nemotron-H has no gates."""
+    gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
+    for name, parameter in experts.named_parameters():
+        for expert, weight in enumerate(parameter):
+            if name == "gate_up_proj":
+                yield from zip((expert, expert), (gate, up), weight.chunk(2), strict=True)
+            else:
+                yield expert, {"up_proj": up, "down_proj": down}[name], weight
