@@ -122,6 +122,7 @@ def _load_settings(
         steps=StepPooling(pooler.step_tag_id, pooler.returned_token_ids),
         normalize=pooler.normalize,
         use_activation=pooler.use_activation,
+        all_tokens=pooler.all_tokens,
         classifier_from_token=config.classifier_from_token,
         quantization=config.quantization,
         max_batch_tokens=config.max_batch_tokens,

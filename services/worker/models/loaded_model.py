@@ -106,6 +106,8 @@ class LoadSettings:
     """Whether embeddings are normalized where a request does not say; None: as the files say."""
     use_activation: bool | None = None
     """The same, and whether a classifier's logits go through its activation."""
+    all_tokens: bool = False
+    """Whether the model has to be one that gives every token labels."""
     classifier_from_token: tuple[str, ...] = ()
     """The one or two tokens whose logits judge a prompt; none: the model judges by a head of its own, or not at all."""
     quantization: QuantizationChoice = "auto"
@@ -326,6 +328,11 @@ def pooling_of(
         if asked is not None and (card is None or (card.labels and name == "normalize")):
             what = "a model that makes no vectors" if card is None else "a classifier; use_activation is"
             raise ModelError(f"{settings.folder}: pooler_config: {name} is not allowed for {what}")
+    if settings.all_tokens and (card is None or card.pooling != "all" or card.step_tag_id is not None):
+        raise ModelError(
+            f"{settings.folder}: pooler_config: ALL is for classifiers of tokens; other models make vectors of all "
+            "tokens for requests that say so by task, token_embed or token_classify"
+        )
     if card is None:
         return None
     if card.labels:

@@ -237,7 +237,7 @@ def test_logits_of_labels_are_the_librarys(family: str, how: str, tmp_path: Path
 def test_logits_of_tokens_are_the_librarys(family: str, tmp_path: Path) -> None:
     """Of decoders that classify tokens, as for named entities, whoever computes them."""
     reference = make_classifier(family, tmp_path, 3, "ForTokenClassification")
-    backend = tiny_backend(tmp_path)
+    backend = tiny_backend(tmp_path, all_tokens=True)
     card = backend.card.pooling
     assert card is not None
     assert (card.makes, card.labels, card.step_tag_id, card.activation, backend.card.generates) == (
@@ -407,6 +407,8 @@ def test_settings_say_what_becomes_of_vectors_where_requests_do_not(
         tiny_backend(tmp_path, normalize=True)
     with pytest.raises(ModelError, match="use_activation is not allowed for a model that makes no vectors"):
         tiny_backend(folder, use_activation=True)
+    with pytest.raises(ModelError, match=r"ALL is for classifiers of tokens; other models .* by task"):
+        tiny_backend(folder, pooling_type="mean", all_tokens=True)
 
 
 @pytest.mark.parametrize("family", ["GPT2", "OPT"])

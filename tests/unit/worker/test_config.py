@@ -71,6 +71,7 @@ def test_experts_that_would_not_be_placed_so_are_refused(argv: list[str], said: 
         ),
         ({"tok_pooling_type": "STEP"}, ["--pooling-step-tag-id=7"], PoolerSettings("step", 7)),
         ({"seq_pooling_type": "CLS", "normalize": True}, [], PoolerSettings("cls", normalize=True)),
+        ({"tok_pooling_type": "ALL"}, [], PoolerSettings(all_tokens=True)),
         ({"softmax": True}, ["--pooling-type=last"], PoolerSettings("last", use_activation=True)),
     ],
 )
@@ -88,7 +89,7 @@ def test_vllms_pooler_config_is_the_settings_that_it_names(
         ('{"step_tag_id": "12"}', [], r"Expected `int \| null`, got `str` - at `\$.step_tag_id`"),
         ('{"pooling_type": "FIRST"}', [], "pooling_type FIRST is not allowed; LAST, MEAN, CLS, .*, STEP are"),
         ('{"seq_pooling_type": "STEP"}', [], "seq_pooling_type STEP is not allowed; LAST"),
-        ('{"tok_pooling_type": "ALL"}', [], "tok_pooling_type ALL is not needed: .* by task"),
+        ('{"seq_pooling_type": "ALL"}', [], "seq_pooling_type ALL is not allowed; LAST"),
         ('{"pooling_type": "LAST", "tok_pooling_type": "STEP"}', [], "pooling_type and tok_pooling_type say the same"),
         ('{"use_activation": true, "softmax": false}', [], "use_activation and softmax say the same"),
         ('{"pooling_type": "MEAN"}', ["--pooling-type=last"], "pooling_type: pooler_config says pooling_type, too"),

@@ -14,7 +14,7 @@ PoolingChoice = Literal["auto", "none", "last", "mean", "cls", "max", "mean_sqrt
 """auto: what the checkpoint says; where it says nothing it makes no vectors, as with none."""
 
 _CHOICES: dict[str, PoolingChoice] = {each.upper(): each for each in get_args(PoolingChoice)}
-_BY_TOKENS = ("STEP",)
+_ALL, _BY_TOKENS = "ALL", ("STEP",)
 _OF_A_PROMPT = tuple(each for each in _CHOICES if each not in ("AUTO", "NONE", *_BY_TOKENS))
 
 
@@ -36,6 +36,8 @@ class PoolerSettings(NamedTuple):
     """Whether embeddings are normalized where a request does not say."""
     use_activation: bool | None = None
     """The same, and whether a classifier's logits go through its activation."""
+    all_tokens: bool = False
+    """Whether the model has to be one that gives every token labels, as vLLM's type ALL says."""
 
 
 class _PoolerConfig(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -69,6 +71,7 @@ def pooler_settings(text: str | None, single: PoolerSettings) -> PoolerSettings:
         said.returned_token_ids or (),
         said.normalize,
         None if (name := _given(said, *activations)) is None else getattr(said, name),
+        all_tokens=_ALL in ((said.pooling_type or "").upper(), (said.tok_pooling_type or "").upper()),
     )
     unset = PoolerSettings()
     own = {field: value for field, value in single._asdict().items() if value != getattr(unset, field)}
@@ -83,11 +86,8 @@ def _pooling_type(said: _PoolerConfig) -> PoolingChoice:
     if name is None:
         return "auto"
     given: str = getattr(said, name)
-    if given.upper() == "ALL":
-        raise ValueError(
-            f"pooler_config: {name} {given} is not needed: vectors of all tokens are made for requests that say so "
-            "by task, token_embed or token_classify"
-        )
+    if given.upper() == _ALL and name != "seq_pooling_type":
+        return "auto"
     allowed = {"pooling_type": _OF_A_PROMPT + _BY_TOKENS, "seq_pooling_type": _OF_A_PROMPT}.get(name, _BY_TOKENS)
     if given.upper() not in allowed:
         raise ValueError(f"pooler_config: {name} {given} is not allowed; {', '.join(allowed)} are")
