@@ -33,7 +33,7 @@ from tests.support.models.quantised_files import (
     torchao,
 )
 from tests.support.models.rounded_models import SIZES, assert_same_steps, round_inputs
-from tests.support.models.tiny_models import VOCABULARY, make_model
+from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import last_logits, record_logits
 from tests.support.worker.tiny_backend import tiny_backend
@@ -42,18 +42,22 @@ OUTPUT = 4
 PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(40)]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_logits_are_those_of_the_numbers_that_the_checkpoint_stands_for(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = quantised(tmp_path, method)
+def assert_logits_are_those_of(model: TinyModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is served of the checkpoint in `folder`, natively in float32, has the logits of `model`."""
     recorded = record_logits(monkeypatch)
-    driver = Driver(tiny_backend(tmp_path, ops="native", dtype="float32"))
+    driver = Driver(tiny_backend(folder, ops="native", dtype="float32"))
     recorded.clear()  # what it tried when it was started
     sequence = driver.add(PROMPT, OUTPUT)
     driver.run()
     expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
     assert (torch.cat(recorded[:OUTPUT]) - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logits_are_those_of_the_numbers_that_the_checkpoint_stands_for(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_logits_are_those_of(quantised(tmp_path, method), tmp_path, monkeypatch)
 
 
 def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
@@ -180,13 +184,7 @@ def test_experts_stay_codes_where_products_know_their_groups(
         matrices = MatrixLoader(tensors, TorchOps(CPU, torch.float32), CPU)
         experts = read_experts(matrices, "model.layers.0", config.mixture, config.hidden_size, (0, 64))
     assert [isinstance(stack, QuantizedStack) for stack in (experts.gate_up, experts.down)] == [keeps] * 2
-    recorded = record_logits(monkeypatch)
-    driver = Driver(tiny_backend(tmp_path, ops="native", dtype="float32"))
-    recorded.clear()  # what it tried when it was started
-    sequence = driver.add(PROMPT, OUTPUT)
-    driver.run()
-    expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
-    assert (torch.cat(recorded[:OUTPUT]) - expected).abs().max() < 1e-3
+    assert_logits_are_those_of(model, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -259,13 +257,7 @@ def test_transformers_computes_with_linear_layers_of_codes(
     architecture: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = quantise(library_model(architecture, tmp_path, **LIBRARY_SIZES), method)
-    recorded = record_logits(monkeypatch)
-    driver = Driver(tiny_backend(tmp_path, ops="native", dtype="float32"))
-    recorded.clear()  # what it tried when it was started
-    sequence = driver.add(PROMPT, OUTPUT)
-    driver.run()
-    expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
-    assert (torch.cat(recorded[:OUTPUT]) - expected).abs().max() < 1e-3
+    assert_logits_are_those_of(model, tmp_path, monkeypatch)
 
 
 def test_its_layers_stay_codes_and_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:

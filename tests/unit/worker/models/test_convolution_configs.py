@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,16 @@ import pytest
 import torch
 
 from services.worker.backend import BackendError
-from services.worker.models.config import ConvolutionConfig, Mixture, ModelConfig, ModelError
+from services.worker.models.config import ConvolutionConfig, Mixture, ModelError
 from services.worker.models.dummy_weights import DummyTensors
-from services.worker.models.hf_config import is_native, read_model_config
+from services.worker.models.hf_config import is_native
 from services.worker.models.loading import load_weights
 from services.worker.models.rope import PlainRope
 from services.worker.models.sharding import MixerShard, shard_of
 from services.worker.ops.interface import ShortConvolution
 from services.worker.ops.torch_ops import TorchOps
 from services.worker.sim.shape import read_shape
+from tests.support.models.config_files import read
 
 LFM2_1B: dict[str, Any] = {
     "architectures": ["Lfm2ForCausalLM"],
@@ -63,11 +63,6 @@ LFM2_8B_A1B: dict[str, Any] = {
     "use_expert_bias": True,
     "vocab_size": 65536,
 }
-
-
-def read(folder: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps({**base, **changes}))
-    return read_model_config(folder)
 
 
 def test_lfm2_of_1_billion_is_read(tmp_path: Path) -> None:

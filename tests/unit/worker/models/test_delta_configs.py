@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ import pytest
 import torch
 
 from services.worker.backend import BackendError
-from services.worker.models.config import DeltaConfig, ModelConfig, ModelError
+from services.worker.models.config import DeltaConfig, ModelError
 from services.worker.models.dummy_weights import DummyTensors
-from services.worker.models.hf_config import has_head, is_native, read_model_config
+from services.worker.models.hf_config import has_head, is_native
 from services.worker.models.loading import load_weights
 from services.worker.models.rope import PlainRope
 from services.worker.models.sharding import shard_of
@@ -20,6 +19,7 @@ from services.worker.models.states.limits import check_states
 from services.worker.ops.interface import DeltaNet
 from services.worker.ops.torch_ops import TorchOps
 from services.worker.sim.shape import read_shape
+from tests.support.models.config_files import read
 
 QWEN3_NEXT_80B: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -81,11 +81,6 @@ QWEN35_MOE: dict[str, Any] = {
     "norm_topk_prob": False,
     "vocab_size": 248320,
 }
-
-
-def read(folder: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps({**base, **changes}))
-    return read_model_config(folder)
 
 
 def test_qwen3_next_80b_is_read(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.models.config import LatentConfig, Mixture, ModelConfig, ModelError
-from services.worker.models.hf_config import read_model_config
+from services.worker.models.config import LatentConfig, Mixture, ModelError
 from services.worker.ops.interface import Routing
 from services.worker.ops.torch_routing import route
 from services.worker.sim.shape import read_shape
+from tests.support.models.config_files import read
 
 YARN = {
     "beta_fast": 32,
@@ -79,11 +78,6 @@ V3: dict[str, Any] = {
     "num_nextn_predict_layers": 1,
     "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
-
-
-def read(folder: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps({**base, **changes}))
-    return read_model_config(folder)
 
 
 def test_deepseek_v2_lite_is_read(tmp_path: Path) -> None:

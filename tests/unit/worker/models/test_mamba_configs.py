@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.worker.backend import BackendError
-from services.worker.models.config import MambaConfig, Mixture, ModelConfig, ModelError
-from services.worker.models.hf_config import is_native, read_model_config
+from services.worker.models.config import MambaConfig, Mixture, ModelError
+from services.worker.models.hf_config import is_native
 from services.worker.models.rope import PlainRope
 from services.worker.models.sharding import MixerShard, shard_of
 from services.worker.sim.shape import read_shape
+from tests.support.models.config_files import read
 
 MAMBA2_130M: dict[str, Any] = {
     "architectures": ["Mamba2ForCausalLM"],
@@ -76,11 +76,6 @@ GRANITE_1B: dict[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-
-
-def read(folder: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps({**base, **changes}))
-    return read_model_config(folder)
 
 
 def test_mamba2_of_130_million_is_read_with_its_limit_that_is_no_json(tmp_path: Path) -> None:
