@@ -14,9 +14,10 @@ import multiprocessing
 import os
 import select
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -46,6 +47,8 @@ _FORKING = multiprocessing.get_context("forkserver")
 """Ranks are forked from a process that has imported what they need: that takes most of the processor time of a rank."""
 _FORKING.set_forkserver_preload([main.__module__, "transformers.modeling_utils"])
 WHOLE_EXPERTS = ExpertSettings(parallel=True)
+MOVED_WITHIN = 120.0
+"""Seconds. Experts are moved by threads beside steps: how many steps that takes is the machine's."""
 
 
 @dataclass
@@ -309,6 +312,22 @@ class EngineOfRanks:
         while self._in_flight:
             self.step()
         assert all(request.over for request in self._requests.values())
+
+    def run_until_experts_move(
+        self, prompts: Sequence[list[int]], output: int, *, rearrangements: int = 1
+    ) -> list[tuple[list[int], Request]]:
+        """Until so many more are over than before, and at least one expert has moved: asks for what follows the next of
+        `prompts`, in turn. Returns what was asked, and the answers. Others of its group may be idle."""
+        over, moved = self.moves[0] + rearrangements, self.moves[1]
+        until = time.monotonic() + MOVED_WITHIN
+        asked = []
+        for tokens in cycle(prompts):
+            asked.append((tokens, self.ask(tokens, output)))
+            self.run()
+            if self.moves[0] >= over and self.moves[1] > moved:
+                break
+            assert time.monotonic() < until, f"{self.moves} in {self.steps} steps, of {over} and more than {moved}"
+        return asked
 
     @property
     def in_flight(self) -> int:
