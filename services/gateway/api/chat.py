@@ -12,13 +12,12 @@ import msgspec
 
 from services.gateway.api.embeds.prompt_embeds import EmbeddedParts
 from services.gateway.api.errors import abbreviated, check_packable, decode_body, invalid, not_allowed, unsupported
+from services.gateway.api.fields.generation import CommonFields, check_common_fields
 from services.gateway.api.generation import (
     BeamSearchParams,
-    CommonFields,
     GenerationKind,
     GenerationRequest,
     RequestLimits,
-    check_common_fields,
     check_generates,
     choose_model,
 )
@@ -101,7 +100,7 @@ def chat_request(
 ) -> GenerationRequest:
     """The same for a body that was read; `kind`: of the API that it came by. Raises RequestError."""
     card = check_generates(choose_model(fields.model, cards))
-    check_common_fields(fields, 1, limits)
+    check_common_fields(fields, 1, limits.max_choices)
     _check_fields(fields)
     _add_template_variables(fields)
     beam_search = beam_search_params(fields, limits)

@@ -8,14 +8,8 @@ import msgspec
 
 from services.gateway.api.embeds.prompt_embeds import embedded_prompts
 from services.gateway.api.errors import decode_body, invalid, not_allowed, unsupported
-from services.gateway.api.generation import (
-    CommonFields,
-    GenerationRequest,
-    RequestLimits,
-    check_common_fields,
-    check_generates,
-    choose_model,
-)
+from services.gateway.api.fields.generation import CommonFields, check_common_fields
+from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
 from services.gateway.api.prompts import completion_prompts, token_prompt
 from services.gateway.api.sampling import beam_search_params, completion_logprobs_request, generation_request
 from services.gateway.api.structured_outputs import read_output_grammar
@@ -95,7 +89,7 @@ def completion_request(
     only_echo = bool(fields.echo) and fields.max_tokens == 0
     decoder_prompt = _decoder_prompt(fields, card)
     prompts = _prompts(fields, card)
-    check_common_fields(fields, len(prompts), limits, unchecked="max_tokens" if only_echo else "")
+    check_common_fields(fields, len(prompts), limits.max_choices, unchecked="max_tokens" if only_echo else "")
     if fields.suffix:
         raise unsupported("suffix", "a suffix")
     if fields.stream and fields.return_prompt_text:

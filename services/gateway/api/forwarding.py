@@ -16,7 +16,7 @@ from msgspec import Raw, Struct
 
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.completions import CompletionFields
-from services.gateway.api.generation import NEUTRAL, WITHOUT_EFFECT
+from services.gateway.api.fields.generation import NEUTRAL, WITHOUT_EFFECT
 from services.gateway.core.overflow import ModelNames, NotForwardable, ProviderDialect
 from shared.messages.generation import StopConditions
 from shared.packing import NOT_DECODED

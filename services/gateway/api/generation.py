@@ -5,18 +5,19 @@ The allowed ranges are vLLM's.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from services.gateway.api.errors import RequestError, abbreviated, invalid, not_allowed, unsupported
+from services.gateway.api.errors import RequestError, abbreviated, invalid
+from services.gateway.api.fields.generation import CommonFields
+from services.gateway.api.fields.ranges import INT64
 from services.gateway.api.media.source import MediaSource
-from services.gateway.api.structured_outputs import OutputGrammar, ResponseFormat, StructuredOutputs
+from services.gateway.api.structured_outputs import OutputGrammar
 from services.gateway.api.vllm.kv_transfer import NO_TRANSFER, KvTransfer
+from services.gateway.core.beam_search import EarlyStopping
 from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import ModelName
 from shared.messages.gateway import MAX_STREAM_CHOICES
@@ -24,7 +25,6 @@ from shared.messages.generation import PoolingOptions, SamplingOptions, StopCond
 from shared.messages.model_card import LoraCard, ModelCard, PooledKind
 from shared.messages.tokenizer import Prompt, TextPrompt, TokenPrompt, TruncationSide
 
-INT64 = 2**63
 SEED_MASK = INT64 - 1
 
 
@@ -82,9 +82,6 @@ class StreamOptions(NamedTuple):
     include_usage: bool
     continuous_usage: bool
     resumable: bool = False
-
-
-EarlyStopping = bool | Literal["never"]
 
 
 class BeamSearchParams(NamedTuple):
@@ -209,200 +206,6 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
                 if i and self.stream is None:  # the first choice reports the prompt's log-probabilities for all
                     sampling = replace(sampling, prompt_logprobs=None)
                 yield ChoiceRequest(position, prompt, sampling)
-
-
-class AllowedRange(NamedTuple):
-    """The values that a number may have; NaN and infinity never are among them."""
-
-    low: float | None
-    high: float | None
-    low_allowed: bool = True
-
-    def __contains__(self, value: object) -> bool:
-        assert isinstance(value, int | float)
-        if isinstance(value, float) and not math.isfinite(value):
-            return False
-        above = self.low is None or value > self.low or (self.low_allowed and value == self.low)
-        return above and (self.high is None or value <= self.high)
-
-    def __str__(self) -> str:
-        low = "" if self.low is None else f"{'at least' if self.low_allowed else 'above'} {_bound(self.low)}"
-        high = "" if self.high is None else f"at most {_bound(self.high)}"
-        return " and ".join(part for part in (low, high) if part)
-
-
-def _bound(value: float) -> str:
-    """A bound in an error message: powers of two are unreadable in digits."""
-    powers = {2**31 - 1: "2^31 - 1", -(2**31): "-2^31", INT64 - 1: "2^63 - 1", -INT64: "-2^63"}
-    return powers.get(int(value), f"{value:g}")
-
-
-RANGES = {
-    "n": AllowedRange(1, 128),
-    "temperature": AllowedRange(0, None),
-    "top_p": AllowedRange(0, 1, low_allowed=False),
-    "top_k": AllowedRange(-1, INT64 - 1),
-    "min_p": AllowedRange(0, 1),
-    "presence_penalty": AllowedRange(-2, 2),
-    "frequency_penalty": AllowedRange(-2, 2),
-    "repetition_penalty": AllowedRange(0, None, low_allowed=False),
-    "max_tokens": AllowedRange(1, INT64 - 1),
-    "max_completion_tokens": AllowedRange(1, INT64 - 1),
-    "min_tokens": AllowedRange(0, INT64 - 1),
-    "seed": AllowedRange(-INT64, INT64 - 1),
-    "priority": AllowedRange(-(2**31), 2**31 - 1),
-    "thinking_token_budget": AllowedRange(-1, INT64 - 1),
-    "length_penalty": AllowedRange(-10, 10),
-    "stream_interval": AllowedRange(1, 1024),
-}
-
-
-class StreamOptionFields(Struct):
-    """The fields of OpenAI's `stream_options`."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    resumable: bool | None = None
-
-
-class CommonFields(Struct, kw_only=True):
-    """The JSON fields of both endpoints. Unknown fields are ignored; null means the default."""
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptionFields | None = None
-    n: int | None = None
-    best_of: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    priority: int | None = None
-    stream_interval: int | None = None
-    cache_salt: str | None = None
-    enable_prefix_caching: bool | None = None
-    user: str | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logprob_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: TruncationSide | None = None
-    thinking_token_budget: int | None = None
-    request_id: str | None = None
-    return_metrics: bool | None = None
-    return_token_ids: bool | None = None
-    return_prompt_text: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: EarlyStopping | None = None
-    vllm_xargs: dict[str, Any] | None = None
-    kv_transfer_params: Any = None
-    prompt_embeds: Any = None
-    # Of OpenAI's and vLLM's fields those that change no answer.
-    metadata: Any = None
-    prediction: Any = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    return_mm_kwargs: bool | None = None
-    safety_identifier: str | None = None
-    session_id: str | None = None
-    store: bool | None = None
-    # Those of which only the value that changes nothing is taken.
-    service_tier: str | None = None
-    verbosity: str | None = None
-    # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
-    ec_transfer_params: Any = None
-    guided_whitespace_pattern: Any = None
-    logits_processors: Any = None
-    media_io_kwargs: Any = None
-    mm_processor_kwargs: Any = None
-    repetition_detection: Any = None
-    return_token_offsets: Any = None
-    routed_experts_prompt_start: Any = None
-    watermarking: Any = None
-
-
-WITHOUT_EFFECT = frozenset(
-    {"metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "return_mm_kwargs"}
-    | {"safety_identifier", "session_id", "store", "user"}
-)
-"""What clients may send, and no answer depends on."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "service_tier": ("auto", "default"),
-    "verbosity": ("medium",),
-}
-"""Fields of which only these values are taken, as they change nothing."""
-_UNSUPPORTED = {
-    "ec_transfer_params": "an encoder's cache",
-    "guided_whitespace_pattern": "a pattern for white space",
-    "logits_processors": "a logits processor of the client's (vllm_xargs asks for one of the engine's)",
-    "media_io_kwargs": "anything but text",
-    "mm_processor_kwargs": "anything but text",
-    "repetition_detection": "an end by repetitions",
-    "return_token_offsets": "where each token is in the prompt",
-    "routed_experts_prompt_start": "which experts each token took",
-    "watermarking": "a watermark",
-}
-_ABSENT: tuple[Any, ...] = (None, False, [], {})
-"""Values by which a client asks for nothing. 0 equals False."""
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-def check_common_fields(fields: CommonFields, prompts: int, limits: RequestLimits, *, unchecked: str = "") -> None:
-    """Raises RequestError 400 for a number out of its range (except the field `unchecked`), for more choices than
-    allowed, and for unsupported values."""
-    for name, allowed in RANGES.items():
-        value = getattr(fields, name, None)
-        if value is not None and name != unchecked and value not in allowed:
-            raise not_allowed(name, value, f"it must be {allowed}")
-    for name, what in _UNSUPPORTED.items():
-        if getattr(fields, name) not in _ABSENT:
-            raise unsupported(name, what)
-    for name, neutral in NEUTRAL.items():
-        value = getattr(fields, name)
-        if value is not None and value not in neutral:
-            raise not_allowed(name, value, f"{' or '.join(map(repr, neutral))} is")
-    check_request_id(fields.request_id)
-    if fields.skip_special_tokens is False and fields.spaces_between_special_tokens is False:
-        raise unsupported("spaces_between_special_tokens", "taking spaces away from shown special tokens")
-    if fields.best_of is not None and fields.best_of != (fields.n or 1):
-        raise not_allowed("best_of", fields.best_of, f"only the value of n ({fields.n or 1}) is")
-    n = fields.n or 1
-    if prompts * n > limits.max_choices:
-        what = f"n = {n}" if prompts == 1 else f"{prompts} prompts" + (f" times n = {n}" if n > 1 else "")
-        raise invalid(
-            "n" if n > 1 else "prompt", f"{what} is not allowed; at most {limits.max_choices} choices in one request"
-        )
-    if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= 256:
-        raise invalid("cache_salt", "it must have 1 to 256 characters")
-
-
-def check_request_id(given: str | None) -> None:
-    """Raises RequestError 400 for what cannot be part of an answer's id."""
-    if given is not None and not REQUEST_ID.fullmatch(given):
-        raise not_allowed("request_id", given, "1 to 128 printable ASCII characters without spaces are")
 
 
 def stream_options(fields: CommonFields, *, force_usage: bool) -> StreamOptions | None:

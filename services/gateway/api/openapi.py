@@ -26,7 +26,8 @@ from services.gateway.api.batches.files import UploadFields
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.chat_batch import ChatBatchFields
 from services.gateway.api.completions import CompletionFields
-from services.gateway.api.generation import RANGES, AllowedRange, CommonFields
+from services.gateway.api.fields.generation import CommonFields
+from services.gateway.api.fields.ranges import RANGES, AllowedRange
 from services.gateway.api.ollama.request import OllamaChatFields, OllamaGenerateFields, ShowFields
 from services.gateway.api.pooling.classification import ClassificationFields
 from services.gateway.api.pooling.cohere import CohereEmbedFields

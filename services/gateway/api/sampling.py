@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from services.gateway.api.errors import abbreviated, check_packable, invalid, not_allowed
+from services.gateway.api.fields.generation import CommonFields
 from services.gateway.api.generation import (
     BeamSearchParams,
-    CommonFields,
     GenerationRequest,
     RequestLimits,
     ResponseOptions,

@@ -8,7 +8,8 @@ from typing import Annotated, Literal, NamedTuple, get_args
 from msgspec import Meta, Struct, field
 
 from services.gateway.api.errors import RequestError, invalid, not_allowed, unsupported
-from services.gateway.api.generation import INT64, RANGES, SEED_MASK
+from services.gateway.api.fields.ranges import INT64, RANGES
+from services.gateway.api.generation import SEED_MASK
 from shared.messages.model_card import AudioModel, ModelCard
 
 Task = Literal["transcribe", "translate"]

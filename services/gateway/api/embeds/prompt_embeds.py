@@ -9,7 +9,8 @@ from typing import Any, get_args
 from services.gateway.api.embeds.images import read_foreign_image, read_media
 from services.gateway.api.embeds.saved_tensor import NoSavedTensor, SavedTensor, read_saved_tensor
 from services.gateway.api.errors import RequestError, invalid, not_allowed
-from services.gateway.api.generation import CommonFields, RequestLimits
+from services.gateway.api.fields.generation import CommonFields
+from services.gateway.api.generation import RequestLimits
 from services.gateway.api.media.source import IMAGE, MEDIA, SOUND, VIDEO, MediaKind, MediaSource
 from shared.messages.generation import EMBEDDING_BYTES, MAX_PROMPT_EMBEDS_BYTES, EmbeddingDtype, PromptEmbeds
 from shared.messages.model_card import ModelCard

@@ -18,8 +18,8 @@ from services.gateway.api.chat import ChatFields, chat_request
 from services.gateway.api.completions import CompletionFields, completion_request
 from services.gateway.api.embeds.images import foreign_image
 from services.gateway.api.errors import RequestError, decode_body, invalid, not_allowed, unsupported
+from services.gateway.api.fields.generation import CommonFields
 from services.gateway.api.generation import (
-    CommonFields,
     GenerationRequest,
     RequestLimits,
     check_generates,

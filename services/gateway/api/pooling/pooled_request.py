@@ -10,13 +10,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.gateway.api.errors import RequestError, invalid, not_allowed, unsupported
+from services.gateway.api.fields.generation import check_request_id
+from services.gateway.api.fields.ranges import RANGES
 from services.gateway.api.generation import (
     POOLING_ENDPOINTS,
-    RANGES,
     GenerationKind,
     GenerationRequest,
     RequestLimits,
-    check_request_id,
     choose_alias,
     choose_lora,
 )

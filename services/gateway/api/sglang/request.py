@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from services.gateway.api.completions import CompletionFields, completion_request
 from services.gateway.api.errors import RequestError, decode_body, invalid, not_allowed, renamed, unsupported
+from services.gateway.api.fields.sampling import SamplingFields
 from services.gateway.api.generation import GenerationRequest, RequestLimits, ResponseOptions
 from services.gateway.api.structured_outputs import StructuredOutputs
 from shared.messages.model_card import ModelCard
@@ -20,27 +21,13 @@ NO_LOGPROBS_OF_PROMPT = -1
 """SGLang's `logprob_start_len` without log-probabilities of the prompt."""
 
 
-class SglangSamplingParams(Struct, kw_only=True, forbid_unknown_fields=True):
+class SglangSamplingParams(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """SGLang's `sampling_params`; null means the default."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
     sampling_seed: int | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -110,10 +97,7 @@ _UNSUPPORTED = {
     "session_params": "a session",
     "custom_logit_processor": "a logits processor of the client's",
 }
-_SAME = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"),
-)
+_SAME = SamplingFields.__struct_fields__
 """Fields of `sampling_params` that OpenAI's API, or vLLM's, has by the same name."""
 _THEIRS = {
     "prompt": "text",

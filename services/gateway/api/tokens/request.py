@@ -12,8 +12,10 @@ from msgspec.structs import replace
 
 from services.gateway.api.completions import CompletionFields, completion_request
 from services.gateway.api.errors import RequestError, decode_body, invalid, renamed, unsupported
-from services.gateway.api.generation import GenerationRequest, RequestLimits, StreamOptionFields
-from services.gateway.api.structured_outputs import OutputGrammar, StructuredOutputs
+from services.gateway.api.fields.generation import StreamOptionFields
+from services.gateway.api.fields.sampling import VllmSamplingFields
+from services.gateway.api.generation import GenerationRequest, RequestLimits
+from services.gateway.api.structured_outputs import OutputGrammar
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
 from shared.messages.model_card import ModelCard
@@ -21,43 +23,13 @@ from shared.messages.model_card import ModelCard
 OutputMode = Literal["tokens", "text"]
 
 
-class VllmSamplingParams(Struct, kw_only=True):
+class VllmSamplingParams(VllmSamplingFields, kw_only=True):
     """vLLM's `SamplingParams`; null means the default."""
 
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    max_tokens: int | None = None
-    """None: as many as the context holds."""
-    min_tokens: int | None = None
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    thinking_token_budget: int | None = None
-    stream_interval: int | None = None
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
     detokenize: bool | None = None
-    # Refused as in completions.
-    repetition_detection: Any = None
-    routed_experts_prompt_start: Any = None
-    watermarking: Any = None
     # Not supported.
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: Any = None

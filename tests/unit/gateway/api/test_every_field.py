@@ -17,7 +17,8 @@ from services.gateway.api.anthropic.request import MessagesFields, read_messages
 from services.gateway.api.chat import ChatFields, read_chat
 from services.gateway.api.completions import CompletionFields, read_completion
 from services.gateway.api.errors import RequestError
-from services.gateway.api.generation import NEUTRAL, WITHOUT_EFFECT, RequestLimits, StreamOptionFields
+from services.gateway.api.fields.generation import NEUTRAL, WITHOUT_EFFECT, StreamOptionFields
+from services.gateway.api.generation import RequestLimits
 from services.gateway.api.ollama.request import (
     OllamaChatFields,
     OllamaGenerateFields,

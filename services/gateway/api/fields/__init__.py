@@ -1,0 +1,1 @@
+"""The JSON fields that endpoints share, and which values they may have."""
