@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,13 @@ from services.encoder.tower import ImageTower, TowerUnusable
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
+from shared.error_groups import innermost
 from shared.models.audio_models import read_audio_model
 from shared.models.encoder_models import read_encoder_decoder
 from shared.models.model_files import ModelNotFound, resolve_model
 from shared.models.sound_models import read_sound_model
+
+log = logging.getLogger(__name__)
 
 
 def build(config: EncoderConfig, folder: Path, bus: Bus) -> EncoderActor:
@@ -54,7 +58,7 @@ def main() -> None:
     try:
         run_service(config, lambda bus: build(config, folder, bus), "encoder")
     except* TowerUnusable as errors:
-        print(f"encoder: {errors.exceptions[0]}", file=sys.stderr)
+        log.error("cannot serve", extra={"model": config.model, "reason": str(innermost(errors))})
         raise SystemExit(2) from None
 
 

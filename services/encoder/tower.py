@@ -186,14 +186,18 @@ def load_tower(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     config.text_config.pad_token_id = None
     if hasattr(config.text_config, "layer_types"):
         config.text_config.layer_types = []
-    model = load_part(AutoModel, folder, config, dtype, lambda name: not name.startswith(_LANGUAGE_MODELS))
+    needs: Callable[[str], bool] = lambda name: not name.startswith(_LANGUAGE_MODELS)  # noqa: E731 - one of four
+    model = load_part(AutoModel, folder, config, dtype, needs, "; --language-model-only serves it for texts")
     setattr(model, "text_model" if hasattr(model, "text_model") else "language_model", None)
     return model.eval()
 
 
-def load_part(models: Any, folder: Path, config: Any, dtype: torch.dtype, needs: Callable[[str], bool]) -> Any:
+def load_part(
+    models: Any, folder: Path, config: Any, dtype: torch.dtype, needs: Callable[[str], bool], instead: str = ""
+) -> Any:
     """A model of one of the library's classes, `config` having left the rest out of it. `needs`: whether a tensor of
-    that name is of the part. Pickles are not read. Raises TowerUnusable."""
+    that name is of the part. `instead`: what to say of a checkpoint without them. Pickles are not read. Raises
+    TowerUnusable."""
     from safetensors import SafetensorError
     from transformers.utils import logging as library_logging
 
@@ -218,6 +222,6 @@ def load_part(models: Any, folder: Path, config: Any, dtype: torch.dtype, needs:
         raise TowerUnusable(f"{folder}: {codes[0]}: quantised weights of a tower are not read")
     wrong = sorted(filter(needs, (*found["missing_keys"], *(str(each[0]) for each in found["mismatched_keys"]))))
     if wrong:
-        raise TowerUnusable(f"{folder}: the checkpoint has no {', '.join(wrong[:3])} of the shape it needs")
+        raise TowerUnusable(f"{folder}: the checkpoint has no {', '.join(wrong[:3])} of the shape it needs{instead}")
     _log.info("tower loaded: %d parameters", sum(each.numel() for each in model.parameters()))
     return model

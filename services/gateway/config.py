@@ -132,9 +132,9 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     max_choices: Annotated[Positive, Meta(description="Sequences of one request: prompts times n.")] = 128
     max_stop: Annotated[Positive, Meta(description="Stop strings in one request.")] = 16
     max_logprobs: Annotated[int, Meta(ge=0, le=1000, description="Upper bound of `logprobs` and `top_logprobs`.")] = 20
-    max_images: Annotated[Positive, Meta(description="Images in one chat.")] = 16
-    max_videos: Annotated[Positive, Meta(description="Videos in one chat.")] = 4
-    max_sounds: Annotated[Positive, Meta(description="Sounds in one chat.")] = 4
+    max_images: Annotated[int, Meta(ge=0, description="Images in one chat.")] = 16
+    max_videos: Annotated[int, Meta(ge=0, description="Videos in one chat.")] = 4
+    max_sounds: Annotated[int, Meta(ge=0, description="Sounds in one chat.")] = 4
     image_hosts: Annotated[
         tuple[str, ...],
         Meta(

@@ -130,8 +130,9 @@ class LocalCluster:
 
     def _encoders(self) -> list[Actor]:
         """What encodes images or prompts; nothing where the model has none encoded."""
-        encoded = read_image_model(self._folder) or read_encoder_decoder(self._folder)
-        if encoded is None or not self._configs.ranks[0].reads_weights:
+        worker = self._configs.ranks[0]
+        images = None if worker.language_model_only else read_image_model(self._folder)
+        if (images or read_encoder_decoder(self._folder)) is None or not worker.reads_weights:
             return []
         from services.encoder.__main__ import build as build_encoder  # seconds of imports, which no other model pays
 

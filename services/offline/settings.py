@@ -70,6 +70,7 @@ class EngineArguments(TypedDict, total=False):
     pipeline_parallel_size: int
     prefill_context_parallel_size: int
     enable_prefix_caching: bool
+    language_model_only: bool
 
 
 class ServiceConfigs(NamedTuple):

@@ -175,6 +175,11 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
         ),
         UpOption("Model"),
     ] = "auto"
+    language_model_only: Annotated[
+        bool,
+        Meta(description="Serve a model of images, videos or sounds for texts alone: its tower is not loaded."),
+        UpOption("Model"),
+    ] = False
     max_model_len: Annotated[
         int | None,
         Meta(ge=2, description="Maximum tokens of a sequence; default: the model's context length."),

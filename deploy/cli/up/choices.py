@@ -20,6 +20,7 @@ from deploy.cli.up.counts import (
     encoders,
     hands_over,
     layer_split,
+    texts_alone,
 )
 from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.machine import gpu_choice, numa_choice
@@ -100,7 +101,8 @@ def stack_spec(
     if stack.tokenizer is not None:
         model = folder_with_tokenizer(model, stack.tokenizer, run_dir, is_local=ray is None)
     dummy, simulated = _without_weights(values, assigned)
-    counts = _with_model(counts, stack, model, has_weights=not dummy and not simulated)
+    texts = texts_alone(values, assigned, model)
+    counts = _with_model(counts, stack, model, encodes=not (dummy or simulated or texts))
     federation = federation_choice(
         stack, values, model, dummy_weights=dummy, simulated=simulated, is_running=left is not None
     )
@@ -117,7 +119,7 @@ def stack_spec(
         counts=counts,
         pp_layers=layer_split(values.get("pp_layers"), counts),
         store=store or StoreSpec(),
-        settings=merged(service_settings(values), found, assigned),
+        settings=merged(service_settings(values), found, _of_texts(texts), assigned),
         api_keys=tuple(dealt["api_key"]),
         outside_bus=OutsideBus(urls=tuple(outside_bus)) if outside_bus else None,
         hosts=hosts,
@@ -225,10 +227,14 @@ def _of_several(
     )
 
 
-def _with_model(counts: Counts, stack: StackSettings, model: Path, *, has_weights: bool) -> Counts:
+def _with_model(counts: Counts, stack: StackSettings, model: Path, *, encodes: bool) -> Counts:
     """With what the model decides of them. Raises CommandError for pools that it cannot have."""
     check_pools(stack, model)
-    return replace(counts, encoder=encoders(stack, model, has_weights=has_weights), hands_over=hands_over(model))
+    return replace(counts, encoder=encoders(stack, model, encodes=encodes), hands_over=hands_over(model))
+
+
+def _of_texts(texts: bool) -> dict[str, dict[str, str]]:
+    return {"worker": {"language_model_only": "true"}} if texts else {}
 
 
 def _model_spec(
@@ -246,12 +252,13 @@ def _model_spec(
     model = model_folder(chosen.source, values.get("load_format"), run_dir)
     settings = merged(assigned, parsed_settings(assignments))
     dummy, simulated = _without_weights(values, settings)
+    texts = texts_alone(values, settings, model)
     return ModelSpec(
         name=chosen.name,
         model=model,
-        counts=_with_model(counts, stack, model, has_weights=not dummy and not simulated),
+        counts=_with_model(counts, stack, model, encodes=not (dummy or simulated or texts)),
         pp_layers=layer_split(values.get("pp_layers"), counts),
-        settings=merged(service_settings(values), drafted, settings),
+        settings=merged(service_settings(values), drafted, _of_texts(texts), settings),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.cli.up.assignments import Settings
 from deploy.cli.up.data_parallel import engines_of_groups
 from deploy.errors import CommandError
 from deploy.supervisor.core.plan import POOLS, Counts
@@ -14,6 +15,7 @@ from services.worker.distributed.binding import available_cores
 from shared.models.audio_models import read_audio_model
 from shared.models.encoder_models import encoder_type, read_encoder_decoder
 from shared.models.image_models import read_image_model
+from shared.models.video_models import read_video_model
 
 
 def counts_of(
@@ -139,11 +141,23 @@ def hands_over(model: Path) -> bool:
     return not _attends_to_rows(model) and encoder_type(model) is None
 
 
-def encoders(stack: StackSettings, model: Path, *, has_weights: bool) -> int:
-    """How many processes encode images, sounds or prompts: none for a model that has nothing encoded, or of which
-    nobody reads weights."""
-    encodes = _attends_to_rows(model) or read_image_model(model)
-    return stack.encoders if has_weights and encodes else 0
+def encoders(stack: StackSettings, model: Path, *, encodes: bool) -> int:
+    """How many processes encode images, sounds or prompts: none for a model that has nothing encoded. `encodes`: not
+    where nobody reads its weights, or it takes texts alone."""
+    encoded = _attends_to_rows(model) or read_image_model(model)
+    return stack.encoders if encodes and encoded else 0
+
+
+def texts_alone(values: Mapping[str, Any], assigned: Settings, model: Path) -> bool:
+    """Whether a model that sees or hears is served for texts: as the user says, or as none of what it takes is allowed
+    in a chat. Its tower is not loaded then."""
+    if (images := read_image_model(model)) is None:
+        return False
+    said = assigned.get("worker", {}).get("language_model_only", values.get("language_model_only"))
+    if said in (True, "true"):
+        return True
+    limits = ["max_sounds"] if images.hears else ["max_images", *(["max_videos"] if read_video_model(model) else ())]
+    return all(assigned.get("gateway", {}).get(name) == "0" for name in limits)
 
 
 def _attends_to_rows(model: Path) -> bool:

@@ -184,8 +184,8 @@ def _media_limits(value: str) -> Iterator[str]:
         if kind not in _MEDIA:
             raise ValueError(f"{kind!r} is none of {', '.join(_MEDIA)}")
         count = limit.get("count") if isinstance(limit, dict) else limit
-        if type(count) is not int or count < 1:
-            raise ValueError(f"{kind}: a number from 1 on is expected")
+        if type(count) is not int or count < 0:
+            raise ValueError(f"{kind}: a number from 0 on is expected")
         yield from ("--set", f"gateway.{_MEDIA[kind]}={count}")
 
 

@@ -108,6 +108,7 @@ def _load_settings(
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         load_format=config.load_format,
+        language_model_only=config.language_model_only,
         ops=config.ops,
         instructions=None if config.instructions == "auto" else config.instructions,
         kv_cache_dtype=config.kv_cache_dtype,

@@ -84,6 +84,8 @@ class LoadSettings:
     dtype: DtypeChoice = "auto"
     max_model_len: int | None = None
     load_format: LoadFormat = "auto"
+    language_model_only: bool = False
+    """Whether a model that sees or hears takes texts alone."""
     ops: OpsName = "auto"
     instructions: Level | None = None
     """Of native operations; None: the best of the machine."""

@@ -112,7 +112,8 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     decoder, classifier = _decoder(
         settings, config, stage, TORCH_DTYPES[dtype], length, pooling, method, plugin, experts
     )
-    media = plugin is None and takes_images(settings.folder, settings.load_format, settings.platform)
+    media = plugin is None and not settings.language_model_only
+    media = media and takes_images(settings.folder, settings.load_format, settings.platform)
     sounds = read_sound_model(settings.folder) if media else None
     return LoadedModel(
         settings=settings,

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,11 @@ from typing import Any
 import openai
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from services.gateway.videos.video_decoder import MODULE as VIDEO_MODULE
+from services.offline.llm import LLM
+from services.offline.requests import SamplingParams
 from shared.messages.lifecycle import Lifecycle
 from tests.support.cluster.batches import batch_of
 from tests.support.cluster.conversations import client_of
@@ -27,6 +32,7 @@ from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.models.tiny_videos import VideoReference, noise, padded, video, video_part
 
 NAME, LENGTH = "seer", 120
+EXTRA = {"ignore_eos": True}
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
 FLAT, TALL, LARGE = picture(0, (150, 40)), picture(1, (40, 160)), picture(2, (900, 700))
 
@@ -83,6 +89,33 @@ async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path
                     busy = [name for name, life in engines.items() if life.load]
                     pid = pools.kill(f"{(busy or sorted(engines))[0]}-rank0")
             assert text == said[0]
+
+
+async def test_a_checkpoint_without_its_tower_is_served_for_texts(tmp_path: Path) -> None:
+    """Where that is asked for, or no image and no video is allowed; else the error says how."""
+    model = make_qwen_model(tmp_path / "model", "qwen3.5")
+    file = model.path / "model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if ".visual." not in k}, file, {"format": "pt"})
+    run = [sys.executable, "-m", "deploy.cli", "up", "--model", str(model.path), "--port=0", "--engines=1"]
+    ended = await asyncio.to_thread(
+        subprocess.run, [*run, "--run-dir", str(tmp_path / "ends")], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode
+    assert "has no visual." in ended.stdout + ended.stderr
+    assert "--language-model-only serves it for texts" in ended.stdout + ended.stderr
+    question = {"role": "user", "content": "Only a question."}
+    limits = '--limit-mm-per-prompt={"image": 0, "video": 0}'
+    with running_stack(tmp_path / "runs", model=model.path, more=(f"--served-model-name={NAME}", limits)) as stack:
+        assert not stack.instances("encoder")
+        async with client_of(stack.url) as client:
+            create = client.chat.completions.create
+            answer = await create(model=NAME, messages=[question], temperature=0, max_tokens=24, extra_body=EXTRA)
+            assert answer.choices[0].message.content == model.text([question], [], 24)
+            with pytest.raises(openai.BadRequestError, match=f"{NAME} takes no images"):
+                await create(model=NAME, messages=[user(FLAT)])
+    with LLM(str(model.path), progress=False, language_model_only=True) as llm:
+        (said,) = llm.chat([[question]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+        assert said.outputs[0].text == model.text([question], [], 24)
 
 
 async def _a_video_outlives_its_encoder(model: ImageModel, pools: RunningStack, create: Any, how: Any) -> None:

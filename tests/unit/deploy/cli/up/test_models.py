@@ -97,9 +97,15 @@ def test_a_model_of_which_nobody_reads_weights_has_no_encoder(tmp_path: Path) ->
         ({"device": "sim"}, (), [0, 0]),
         ({"device": "cpu"}, ("b/worker.load_format=dummy",), [1, 0]),
         ({"device": "cpu"}, ("worker.load_format=dummy",), [0, 0]),
+        ({"device": "cpu", "language_model_only": True}, (), [0, 0]),
+        ({"device": "cpu"}, ("b/worker.language_model_only=true",), [1, 0]),
+        ({"device": "cpu"}, ("gateway.max_images=0",), [0, 0]),
+        ({"device": "cpu"}, ("gateway.max_videos=0",), [1, 1]),
     ):
         spec = described(tmp_path, *settings, models=models, **typed)
         assert [each.counts.encoder for each in spec.models] == encoders
+        texts = [each.settings.get("worker", {}).get("language_model_only") for each in spec.models]
+        assert "max_images" not in str(settings) or texts == ["true", "true"]
 
 
 READ_BY_ENCODERS = (

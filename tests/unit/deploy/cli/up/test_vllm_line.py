@@ -84,7 +84,7 @@ def test_a_model_may_stand_behind_options(line: str) -> None:
         (["--revision", "v1"], "--revision: of one model"),
         (["m", "--ssl-cert-reqs=2"], "--ssl-ca-certs"),
         (["m", "--tokenizer-revision", "v1"], "--tokenizer-revision: of one tokenizer with --tokenizer"),
-        (["m", "--limit-mm-per-prompt", '{"image": 0}'], "image: a number from 1 on is expected"),
+        (["m", "--limit-mm-per-prompt", '{"image": -1}'], "image: a number from 0 on is expected"),
         (["m", "--limit-mm-per-prompt", '{"smell": 1}'], "'smell' is none of image, video, audio"),
         (["m", "--allowed-origins", "x"], "--allowed-origins x: "),
         (["m", "--structured-outputs-config", '{"backend": "xgrammar", "x": 1}'], "x: only backend is taken"),
