@@ -103,12 +103,12 @@ async def test_a_checkpoint_without_its_tower_is_served_for_texts(tmp_path: Path
     assert ended.returncode
     assert "has no visual." in ended.stdout + ended.stderr
     assert "--language-model-only serves it for texts" in ended.stdout + ended.stderr
-    question = {"role": "user", "content": "Only a question."}
+    question: dict[str, Any] = {"role": "user", "content": "Only a question."}
     limits = '--limit-mm-per-prompt={"image": 0, "video": 0}'
     with running_stack(tmp_path / "runs", model=model.path, more=(f"--served-model-name={NAME}", limits)) as stack:
         assert not stack.instances("encoder")
         async with client_of(stack.url) as client:
-            create = client.chat.completions.create
+            create: Any = client.chat.completions.create
             answer = await create(model=NAME, messages=[question], temperature=0, max_tokens=24, extra_body=EXTRA)
             assert answer.choices[0].message.content == model.text([question], [], 24)
             with pytest.raises(openai.BadRequestError, match=f"{NAME} takes no images"):
