@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -11,12 +12,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from deploy.errors import CommandError
 from deploy.supervisor.log_files import LogFolder, log_files
+from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.state_file import StackState, is_held, read_state
 from shared.config import process_environment
 from shared.private_files import private_opener
@@ -27,22 +29,32 @@ STOP_TIMEOUT = 120.0
 """Seconds; the supervisor has tighter deadlines of its own."""
 
 
+def check_free(run_dir: Path) -> None:
+    """Raises CommandError where a stack runs in the folder."""
+    if is_held(run_dir):
+        raise CommandError(f"a stack runs in {run_dir} already (baton ps, baton down)")
+
+
 def start_in_background(
-    run_dir: Path, argv: list[str], *, show: bool = True, environment: Mapping[str, str] | None = None
+    run_dir: Path, stack: StackSpec | Sequence[str], *, show: bool = True, environment: Mapping[str, str] | None = None
 ) -> None:
     """Shows what the supervisor says until it is ready, unless `show` is off. Raises CommandError where it ends before,
-    with that text where it was not shown. `environment` is added to what the stack inherits.
+    with that text where it was not shown. `stack`: the words of a command line have the supervisor read them, for which
+    it takes 25 MiB more. `environment` is added to what the stack inherits.
 
     It has deadlines of its own (`--start-timeout`), so there is none here.
     """
-    if is_held(run_dir):
-        raise CommandError(f"a stack runs in {run_dir} already (baton ps, baton down)")
+    check_free(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     ready_read, ready_write = os.pipe()
     with open(run_dir / "up.log", "wb", opener=private_opener) as output, (run_dir / "up.log").open("rb") as said:
+        if isinstance(stack, StackSpec):
+            program, described = ["deploy.cli.up", str(run_dir), str(ready_write)], pickle.dumps(stack)
+        else:
+            program, described = ["deploy.cli", *stack, f"--ready-fd={ready_write}"], None
         supervisor = subprocess.Popen(
-            [sys.executable, "-m", "deploy.cli", *argv, f"--ready-fd={ready_write}"],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", *program],
+            stdin=subprocess.DEVNULL if described is None else subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**process_environment(), **(environment or {})},
@@ -51,6 +63,9 @@ def start_in_background(
         )
         try:
             os.close(ready_write)
+            if described is not None and supervisor.stdin is not None:
+                with contextlib.suppress(BrokenPipeError), supervisor.stdin as pipe:  # it says itself why it ended
+                    pipe.write(described)
             _wait(supervisor, ready_read, said, show)
         except KeyboardInterrupt:
             supervisor.terminate()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ from deploy.cli.hosts.joined_stack import joined_spec, model_here, own_node
 from deploy.cli.hosts.model_source import ModelSource, comes_from_peers, fetched_model
 from deploy.cli.running_stack import DEFAULT, Name, RunDir, run_dir_of
 from deploy.cli.up.assignments import parsed_settings
-from deploy.cli.up.options import DETACH, Detach, Offer, StackAssignments, given, offers, stack_settings, with_options
+from deploy.cli.up.options import Detach, Offer, StackAssignments, given, offers, stack_settings, with_options
 from deploy.cli.up.other_hosts import check_certificates, host_address
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder
@@ -124,8 +123,7 @@ def join(
     if detach:
         from deploy.supervisor.background import start_in_background
 
-        argv = [each for each in sys.argv[1:] if each not in (*DETACH, token)]
-        start_in_background(where, argv, environment={TOKEN_VARIABLE: ""})
+        start_in_background(where, spec, environment={TOKEN_VARIABLE: ""})
         print(f"\nIt runs in the background; stop it with: baton down --run-dir {where}")
         return
     from deploy.cli.up.run import run_stack

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +13,9 @@ from deploy.cli.running_stack import DEFAULT, Name, RunDir, run_dir_of
 from deploy.cli.up.assignments import parsed_settings
 from deploy.cli.up.choices import stack_spec
 from deploy.cli.up.models import split_assignments
-from deploy.cli.up.options import DETACH, Detach, StackAssignments, offers, with_options
+from deploy.cli.up.options import Detach, StackAssignments, offers, with_options
 from deploy.errors import CommandError
+from deploy.supervisor.background import check_free, start_in_background
 from shared.config import process_environment, replace_environment
 
 
@@ -35,16 +35,10 @@ def up(
     end_at_once()
     where = run_dir_of(name, run_dir)
     if detach:
-        from deploy.supervisor.background import start_in_background
-
-        raise_interrupt()
         check_run_dir(where)
-        start_in_background(where, [each for each in sys.argv[1:] if each not in DETACH])
-        named = "" if name == DEFAULT else f" --name {name}"
-        down = f"baton down{named}" if run_dir is None else f"baton down --run-dir {run_dir}"
-        print(f"\nIt runs in the background; stop it with: {down}")
-        return
-    from deploy.cli.up.run import run_stack
+        check_free(where)
+    else:
+        from deploy.cli.up.run import run_stack
 
     if (folder := typed.get("download_dir")) is not None:
         fetch_to(folder)
@@ -53,6 +47,12 @@ def up(
     spec = stack_spec(typed, assigned, name=name, run_dir=where, config=config, models=models, own=asked.own)
     raise_interrupt()
     check_run_dir(where)
+    if detach:
+        start_in_background(where, spec)
+        named = "" if name == DEFAULT else f" --name {name}"
+        down = f"baton down{named}" if run_dir is None else f"baton down --run-dir {run_dir}"
+        print(f"\nIt runs in the background; stop it with: {down}")
+        return
     run_stack(spec, ready_fd)
 
 

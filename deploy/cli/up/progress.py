@@ -1,19 +1,18 @@
-"""What `baton up` shows while the stack starts: a live table on a terminal, plain lines elsewhere."""
+"""What `baton up` shows while the stack starts: a live table on a terminal, plain lines elsewhere.
+
+A supervisor in the background does without rich, 3 MiB: whatever needs that imports it where it is used.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 
 import msgspec
-from rich.console import Console
-from rich.live import Live
-from rich.spinner import Spinner
-from rich.table import Table
-from rich.text import Text
 
 from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.log_files import LogFolder
@@ -21,6 +20,9 @@ from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.stack import Stack
 from shared.packing import NOT_DECODED
 from shared.telemetry.startup import STAGE_BEGUN
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 REFRESH = 0.1
 _STYLES = {"ready": "green", "starting": "yellow", "failed": "red", "draining": "cyan", "stopped": "dim"}
@@ -39,6 +41,40 @@ _WORDS: Mapping[str, str] = {
 """For the stages of a start (docs/startup.md) that may take long."""
 _MOST_READ = 256 * 1024
 """Bytes of a log at a time."""
+
+
+class Output(Protocol):
+    """Where `baton up` writes."""
+
+    def print(self, text: str, *, style: str | None = None, markup: bool = True) -> None:
+        """Writes a line. `style`: rich's name of one for all of it; `markup`: there are tags of rich's in it."""
+
+
+class RichOutput:
+    """Writes with rich's colours where the file is a terminal."""
+
+    def __init__(self, file: TextIO) -> None:
+        from rich.console import Console
+
+        self.console = Console(file=file)
+
+    def print(self, text: str, *, style: str | None = None, markup: bool = True) -> None:
+        """See `Output`."""
+        self.console.print(text, style=style, markup=markup, highlight=False, soft_wrap=True)
+
+
+class PlainOutput:
+    """Writes to a file that is no terminal."""
+
+    _TAGS = re.compile(r"\[/?(?:bold|green)\]")
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def print(self, text: str, *, style: str | None = None, markup: bool = True) -> None:
+        """See `Output`."""
+        self._file.write((self._TAGS.sub("", text) if markup else text) + "\n")
+        self._file.flush()
 
 
 class StartStages:
@@ -105,8 +141,8 @@ class Display(Protocol):
 class PlainDisplay:
     """One line whenever an instance becomes something else."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, output: Output) -> None:
+        self._output = output
         self._shown: dict[str, str] = {}
 
     def show(self, rows: Iterable[ProcessRow], seconds: float) -> None:
@@ -114,7 +150,7 @@ class PlainDisplay:
         for name, now in rows:
             if self._shown.get(name) != now:
                 self._shown[name] = now
-                self._console.print(f"{seconds:6.1f} s  {name:<20} {now}", highlight=False)
+                self._output.print(f"{seconds:6.1f} s  {name:<20} {now}", markup=False)
 
     def close(self) -> None:
         """Does nothing: every line is final."""
@@ -124,6 +160,9 @@ class LiveDisplay:
     """A table that is drawn again in place. Refreshed by hand: the supervisor has no threads."""
 
     def __init__(self, console: Console) -> None:
+        from rich.live import Live
+        from rich.spinner import Spinner
+
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
         self._spinner = Spinner("dots")
@@ -133,6 +172,9 @@ class LiveDisplay:
     def show(self, rows: Iterable[ProcessRow], seconds: float) -> None:
         """Draws the whole table again. Whoever is ready has the time when it became so, others that of what they are
         at."""
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(box=None, padding=(0, 2), show_header=False)
         for name, now in rows:
             before, since = self._shown.get(name, ("", seconds))
@@ -160,9 +202,11 @@ def described(member: SupervisedProcess, stage: str | None) -> str:
             return stage if stage is not None and phase in ("starting", "loading") else phase
 
 
-async def follow(stack: Stack, console: Console) -> None:
+async def follow(stack: Stack, output: Output) -> None:
     """Shows the start until all are ready or the stack stops."""
-    display: Display = LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+    display: Display = PlainDisplay(output)
+    if isinstance(output, RichOutput) and output.console.is_terminal:
+        display = LiveDisplay(output.console)
     begun = time.monotonic()
     stages = StartStages(LogFolder(stack.spec.run_dir).of, weight_bytes(stack.spec))
 

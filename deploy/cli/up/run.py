@@ -12,11 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
-from rich.console import Console
-
 from deploy.cli.gateway_client import wait_until_ready
-from deploy.cli.logs import shown_lines
-from deploy.cli.up.progress import follow
+from deploy.cli.up.progress import Output, PlainOutput, RichOutput, follow
 from deploy.errors import CommandError
 from deploy.supervisor.adoption import StackDiffers
 from deploy.supervisor.network import PortTaken
@@ -42,10 +39,11 @@ def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
     Writes a byte to `ready_fd`, for the process that started this in the background, once the stack is ready.
     """
     begun = time.monotonic()
-    console = Console(file=cast(TextIO, LossyOutput(sys.stdout)))
+    file = cast(TextIO, LossyOutput(sys.stdout))
+    output = RichOutput(file) if ready_fd is None else PlainOutput(file)
     try:
         with _remote_processes(spec) as remote, blank_processes(TEMPLATES if spec.forks else 0):
-            asyncio.run(_run(Stack(spec, remote=remote), console, begun, ready_fd))
+            asyncio.run(_run(Stack(spec, remote=remote), output, begun, ready_fd))
     except StackRunning:
         raise CommandError(
             f"stack {spec.name!r} runs already (baton ps, baton down); a second one needs --name and --port"
@@ -57,7 +55,7 @@ def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
     except (NatsServerUnavailable, RedisServerUnavailable, PortTaken, BusError, OSError) as error:
         raise CommandError(str(error)) from None
     finally:
-        console.file.close()
+        file.close()
 
 
 class LossyOutput:
@@ -94,6 +92,8 @@ class LossyOutput:
 
 def _last_words(failed: StartFailed) -> str:
     """The last lines of the log, as `baton logs` shows them."""
+    from deploy.cli.logs import shown_lines  # with typer, 7 MiB that a stack which starts does without
+
     return "\n".join([failed.heading, *shown_lines(failed.instance, failed.last_lines)])
 
 
@@ -110,33 +110,33 @@ def _remote_processes(spec: StackSpec) -> Iterator[RemoteProcesses | None]:
         yield RayProcesses(spec, spec.ray, cluster)
 
 
-async def _run(stack: Stack, console: Console, begun: float, ready_fd: int | None) -> None:
+async def _run(stack: Stack, output: Output, begun: float, ready_fd: int | None) -> None:
     spec = stack.spec
 
     async def show() -> None:
-        await follow(stack, console)
+        await follow(stack, output)
         if stack.phase == "ready":
             with contextlib.suppress(OSError):  # who waits for `ready_fd` may have gone; the stack does not hang on it
-                await _greet(stack, console, begun, ready_fd)
+                await _greet(stack, output, begun, ready_fd)
         await stack.stop_asked.wait()
-        console.print("\nDraining and stopping … (Ctrl-C again: faster)", style="dim")
+        output.print("\nDraining and stopping … (Ctrl-C again: faster)", style="dim")
 
     models = ", ".join(str(each.model) for each in spec.models or (spec,))
-    console.print(f"Starting stack [bold]{spec.name}[/bold] with {models}", highlight=False, soft_wrap=True)
+    output.print(f"Starting stack [bold]{spec.name}[/bold] with {models}")
     await stack.run(beside=(show,))
-    console.print("Stopped.", style="dim")
+    output.print("Stopped.", style="dim")
 
 
-async def _greet(stack: Stack, console: Console, begun: float, ready_fd: int | None) -> None:
+async def _greet(stack: Stack, output: Output, begun: float, ready_fd: int | None) -> None:
     if not stack.spec.counts.leads:
         assert stack.spec.hosts is not None
-        console.print(f"\n[green]Joined[/green] {stack.spec.hosts.master}: its ranks here are ready", highlight=False)
+        output.print(f"\n[green]Joined[/green] {stack.spec.hosts.master}: its ranks here are ready")
         if ready_fd is not None:
             os.write(ready_fd, b"!")
         return
     joined = stack.spec.cluster.first if stack.spec.cluster is not None else None
     if joined is not None and not stack.spec.counts.gateway:
-        console.print(f"\n[green]Joined[/green] {stack.spec.name} of {joined}: ready here", highlight=False)
+        output.print(f"\n[green]Joined[/green] {stack.spec.name} of {joined}: ready here")
         if ready_fd is not None:
             os.write(ready_fd, b"!")
         return
@@ -146,26 +146,24 @@ async def _greet(stack: Stack, console: Console, begun: float, ready_fd: int | N
         gateway = stack.spec.counts.named("gateway-1")
         stack.give_up(gateway, f"is up, but {stack.url}/ready did not say 200 within {FIRST_ANSWER_DEADLINE:g} s")
         return
-    _say_ready(stack, console, time.monotonic() - begun)
+    _say_ready(stack, output, time.monotonic() - begun)
     if ready_fd is not None:
         os.write(ready_fd, b"!")
 
 
-def _say_ready(stack: Stack, console: Console, seconds: float) -> None:
+def _say_ready(stack: Stack, output: Output, seconds: float) -> None:
     if stack.adopted:
-        console.print(f"Took over {stack.adopted} processes that went on without their supervisor", highlight=False)
-    console.print(
+        output.print(f"Took over {stack.adopted} processes that went on without their supervisor")
+    output.print(
         f"\n[green]Ready[/green] after {seconds:.1f} s: [bold]{stack.url}[/bold]"
         f"  model {', '.join(stack.spec.names)}\n",
-        highlight=False,
-        soft_wrap=True,
     )
-    console.print(pages_line(stack), markup=False, highlight=False, soft_wrap=True)
-    console.print(curl_line(stack), markup=False, highlight=False, soft_wrap=True)
+    output.print(pages_line(stack), markup=False)
+    output.print(curl_line(stack), markup=False)
     if stack.spec.cluster is not None and stack.spec.cluster.join_port is not None:
-        console.print("Other hosts join with what this prints: baton token --print-join-command", style="dim")
-    if console.is_terminal:
-        console.print("\nStop with Ctrl-C. In another terminal: baton chat, baton ps, baton logs", style="dim")
+        output.print("Other hosts join with what this prints: baton token --print-join-command", style="dim")
+    if isinstance(output, RichOutput) and output.console.is_terminal:
+        output.print("\nStop with Ctrl-C. In another terminal: baton chat, baton ps, baton logs", style="dim")
 
 
 def pages_line(stack: Stack) -> str:

@@ -33,6 +33,12 @@ def test_whoever_supervises_a_stack_carries_nothing_of_its_services() -> None:
     assert not set(said.stdout.split()) & (only_for_services | libraries)
 
 
+def test_a_supervisor_in_the_background_carries_nothing_of_the_command_line() -> None:
+    program = "import sys, deploy.cli.up.__main__, deploy.cli.up.run; print(*sys.modules)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert not {name.partition(".")[0] for name in said.stdout.split()} & {"typer", "click", "rich", "pydantic"}
+
+
 def test_a_name_that_is_none_is_met_with_what_it_may_have_meant() -> None:
     with pytest.raises(Exception, match=r"No such command 'pss'.*'ps'"):
         command_line().main(["pss"], standalone_mode=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deploy.cli.up.progress import LiveDisplay, PlainDisplay, ProcessRow, StartStages, described
+from deploy.cli.up.progress import LiveDisplay, PlainDisplay, PlainOutput, ProcessRow, StartStages, described
 from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.core.plan import ProcessSpec
 from shared.ids import InstanceId
@@ -49,7 +49,7 @@ def test_lines_are_printed_when_something_changes_and_a_table_has_the_time_of_wh
         (2.0, [ProcessRow("a", "ready"), ProcessRow("b", "warming up")]),
     ]
     lines, drawn = io.StringIO(), io.StringIO()
-    plain = PlainDisplay(Console(file=lines, width=80))
+    plain = PlainDisplay(PlainOutput(lines))
     table = LiveDisplay(Console(file=drawn, width=80, force_terminal=True, color_system=None))
     for seconds, rows in shown:
         plain.show(rows, seconds)
@@ -63,3 +63,11 @@ def test_lines_are_printed_when_something_changes_and_a_table_has_the_time_of_wh
     last = drawn.getvalue().rpartition("●")[2].split()
     assert last[:3] == ["a", "ready", "1.5"]
     assert last[last.index("up") + 1] == "2.0"
+
+
+def test_what_is_no_terminal_gets_words_without_their_tags_and_commands_as_they_are() -> None:
+    lines = io.StringIO()
+    output = PlainOutput(lines)
+    output.print("\n[green]Ready[/green]: [bold]http://[::1]:8000[/bold]", style="dim")
+    output.print("curl -d '[bold]'", markup=False)
+    assert lines.getvalue() == "\nReady: http://[::1]:8000\ncurl -d '[bold]'\n"

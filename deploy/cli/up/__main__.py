@@ -1,0 +1,36 @@
+"""`python -m deploy.cli.up RUN_DIR READY_FD`: supervises a stack in the background, which it reads from its input.
+
+Whoever starts it has read the command line; what that takes, 25 MiB of libraries and of their objects, is not here, nor
+in the templates that are forked of this process (ADR 196).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import sys
+
+from deploy.cli import end_at_once, raise_interrupt
+
+
+def main() -> None:
+    """Returns when the stack has ended in order; an expected failure is one line and a status."""
+    end_at_once()
+    from deploy.cli.up.run import run_stack
+    from deploy.errors import CommandError
+
+    logging.getLogger().addHandler(logging.NullHandler())  # what libraries log is not the user's concern
+    with sys.stdin.buffer as described:
+        spec = pickle.load(described)
+    os.open(os.devnull, os.O_RDONLY)  # the lowest free descriptor, that of the input
+    raise_interrupt()
+    try:
+        run_stack(spec, int(sys.argv[2]))
+    except CommandError as error:
+        print(f"baton: {error}", file=sys.stderr)
+        raise SystemExit(error.status) from None
+
+
+if __name__ == "__main__":
+    main()
