@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.worker.models.config import ModelError
-from services.worker.models.expert_parallel.expert_balance import balance_of
+from services.worker.models.expert_parallel.expert_balance import ExpertMoves, balance_of
 from services.worker.models.expert_parallel.expert_load import ExpertLoad
 from services.worker.models.expert_parallel.load_window import LoadWindow
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
@@ -33,7 +33,9 @@ from services.worker.ops.interface import PackedExperts
 CPU = torch.device("cpu")
 LAYERS, EXPERTS, RANKS, INTERVAL = (1, 4, 5), 6, 3, 4
 EVEN = spread_evenly(EXPERTS, RANKS)
-DEADLINE = 30.0
+DEADLINE = 120.0
+MAX_STEPS = 100_000
+"""How many a rearrangement takes is the machine's: threads prepare it beside steps."""
 
 
 class Hurry(ThreadPace):
@@ -101,50 +103,50 @@ class Rank:
         assert packed == held
         return PackedExperts(tuple(wanted))
 
-    def run(self, steps: int) -> None:
-        for step in range(steps):
+    def run(self, until: Callable[[ExpertMoves], bool]) -> None:
+        for step in range(MAX_STEPS):
             self.rearranger.begin_step()
             self.seen.append(tuple(self.rearranger.placements[layer] for layer in LAYERS))
             for layer, experts in self.layers.items():
                 assert experts.packed == self.rearranger.placements[layer].experts_of(self.number)
+            if until(self.rearranger.moves):
+                return
             for number, counts in enumerate(self.counts):
                 counts[(step // 12 + number) % EXPERTS] += 90
                 counts += 1
             time.sleep(0.0005)
 
 
-def run(seed: int, steps: int, fails: int | None = None) -> list[Rank]:
+def run(seed: int, until: Callable[[ExpertMoves], bool], fails: int | None = None) -> list[Rank]:
+    """`until`: of what is the same on all ranks in each step."""
     meeting = Meeting()
     ranks = [Rank(number, meeting, seed, fails_at=4 if number == fails else None) for number in range(RANKS)]
-    threads = [threading.Thread(target=rank.run, args=(steps,)) for rank in ranks]
+    threads = [threading.Thread(target=rank.run, args=(until,), daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(DEADLINE)
-    assert [len(rank.seen) for rank in ranks] == [steps] * RANKS, "every rank computed every step"
+    assert all(until(rank.rearranger.moves) for rank in ranks), [rank.rearranger.moves for rank in ranks]
+    assert len({len(rank.seen) for rank in ranks}) == 1, "every rank computed every step"
     return ranks
 
 
 @given(st.integers(0, 2**16))
 @settings(max_examples=8, deadline=None)
 def test_all_ranks_have_the_same_experts_before_each_step(seed: int) -> None:
-    first, *others = run(seed, 100)
+    first, *others = run(seed, lambda moves: moves.rearrangements >= 3 and moves.experts > moves.layers > 0)
     assert all(other.seen == first.seen for other in others)
     changes = [sum(a != b for a, b in zip(*pair, strict=True)) for pair in pairwise(first.seen)]
     assert max(changes) == 1, "a layer at a time"
-    moves = first.rearranger.moves
-    assert moves.rearrangements >= 2
-    assert moves.experts > moves.layers > 0
     load = [96 if expert == 0 else 6 for expert in range(EXPERTS)]
     assert balance_of(first.seen[8][0].loads(load)) >= balance_of(EVEN.loads(load))
 
 
 def test_where_one_rank_cannot_have_its_experts_all_keep_theirs(caplog: pytest.LogCaptureFixture) -> None:
-    ranks = run(1, 30, fails=2)
+    ranks = run(1, lambda moves: moves.failures > 0, fails=2)
     assert all(rank.seen == ranks[0].seen for rank in ranks)
     assert {placements[1:] for placements in ranks[0].seen} == {(EVEN, EVEN)}, "layers from that one on"
     assert ranks[0].seen[-1][0] != EVEN
-    assert {rank.rearranger.moves.failures > 0 for rank in ranks} == {True}
     assert "the file is gone" in caplog.text
 
 
