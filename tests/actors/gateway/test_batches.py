@@ -45,7 +45,7 @@ async def new_batch(client: openai.AsyncOpenAI, text: bytes, **fields: Any) -> A
 
 
 async def ended(client: openai.AsyncOpenAI, id: str) -> Any:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (batch := await client.batches.retrieve(id)).status in ("validating", "in_progress", "finalizing"):
             await asyncio.sleep(0.05)
     return batch
@@ -94,7 +94,7 @@ async def test_batches_are_listed_and_cancelled(stack: GatewayStack) -> None:
 
     cancelling = await client.batches.cancel(made[0])
     assert cancelling.status == "cancelling"
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (batch := await client.batches.retrieve(made[0])).status != "cancelled":
             await asyncio.sleep(0.05)
     assert (batch.output_file_id, batch.request_counts.completed) == (None, 0)
@@ -158,7 +158,7 @@ async def test_a_batch_outlives_its_gateway(memory_bus: MemoryBus, tmp_path: Pat
         silent = FakeRing(memory_bus)
         async with gateway_stack(memory_bus, ring=silent, wait=False, database_file=kept) as stack:
             batch = await new_batch(stack.openai, chats(30, held=range(10, 30), max_tokens=8), completion_window="48h")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while (await stack.openai.batches.retrieve(batch.id)).request_counts.completed < 3:
                     await asyncio.sleep(0.05)
         left = await other.openai.batches.retrieve(batch.id)

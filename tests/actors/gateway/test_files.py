@@ -200,7 +200,7 @@ async def test_a_client_that_leaves_within_its_upload_leaves_nothing(stack: Gate
         await stack.http.post("/v1/files", content=broken(), headers=BOUNDARY)
 
     assert stack.gateway.database is not None
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await stack.gateway.database.page(FILES, "", limit=5):
             await asyncio.sleep(0.02)
 

@@ -158,7 +158,7 @@ async def test_what_is_refused_is_named(stack: GatewayStack, fields: dict[str, A
 async def test_it_is_aborted_by_the_id_that_its_client_gave(memory_bus: MemoryBus) -> None:
     async with gateway_stack(memory_bus, ring=FakeRing(memory_bus, step=0.05)) as stack:
         asked = asyncio.create_task(generate(stack, {"max_tokens": 500}, request_id="long"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not list(stack.gateway.requests.open_responses()):
                 await asyncio.sleep(0.01)
             nothing = await stack.http.post("/inference/v1/abort_requests", json={})

@@ -18,6 +18,7 @@ from shared.bus.memory_bus import MemoryBus
 from shared.messages.supervisor import PlannerDecision
 from shared.models.profile_file import ProfileFile
 from tests.support.engines.planner_profiles import PROFILE_FILE, report
+from tests.support.settled import settled
 from tests.unit.planner.core.test_fleet_watch import life, rank, sums
 
 SETTINGS = PlannerSettings(
@@ -62,7 +63,7 @@ class Fleet:
         for host in self.hosts:
             await self.bus.publish(topics.lifecycles(), life("kvstore", f"{host}-kvstore-1"))
         await self.bus.flush()
-        await asyncio.sleep(0.01)
+        await settled()
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ async def decided(fleet: Fleet, settings: PlannerSettings = SETTINGS) -> Planner
     """After a rise of the load from nothing to 20 requests per second, which is more than one engine can do."""
     planner = fleet.planner(settings)
     listening = asyncio.create_task(planner.run())
-    await asyncio.sleep(0.01)
+    await settled()
     await fleet.works(0)
     assert await planner.decide() is None
     await fleet.works(1)
@@ -91,7 +92,7 @@ async def decided(fleet: Fleet, settings: PlannerSettings = SETTINGS) -> Planner
     second = await planner.decide()
     listening.cancel()
     assert second is not None
-    await asyncio.sleep(0.01)
+    await settled()
     return second
 
 
@@ -168,7 +169,7 @@ async def test_with_a_measured_profile_nothing_has_to_be_learnt(fleet: Fleet) ->
     fleet.measured = replace(PROFILE_FILE, engine=engine)
     planner = fleet.planner()
     listening = asyncio.create_task(planner.run())
-    await asyncio.sleep(0.01)
+    await settled()
     await fleet.works(1)
     decision = await planner.decide()
     listening.cancel()

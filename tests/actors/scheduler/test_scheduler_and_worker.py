@@ -35,6 +35,7 @@ from shared.protocol import PROTOCOL
 from tests.support.cluster.stall_proof_clock import StallProofClock
 from tests.support.engines.checking_worker import DETOKENIZER, generate
 from tests.support.engines.engine_on_a_bus import ENGINE, EngineOnABus, engine_on_a_bus, make_model, sim_backend
+from tests.support.settled import settled
 
 PROMPT = list(range(2, 22))
 
@@ -73,7 +74,7 @@ async def test_the_engine_is_ready_only_when_every_rank_is(memory_bus: MemoryBus
             ),
             "rank 0 is ready",
         )
-        await asyncio.sleep(0.01)
+        await settled()
         assert engine.scheduler.target_phase() == "starting"
         engine.add_worker(lambda: sim_backend(model, kv_memory_bytes=2**19), rank=1, world_size=2)
         await engine.ready()

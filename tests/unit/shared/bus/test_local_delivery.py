@@ -14,6 +14,7 @@ from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, EngineId, ModelName, RequestId
 from shared.messages.lifecycle import LifecycleRequest
 from shared.messages.scheduler import Cancel
+from tests.support.settled import settled
 
 TOPIC = topics.engine_control(EngineId("engine-1"))
 CANCELS = [Cancel(RequestId(f"r{number}"), Attempt(1)) for number in range(4)]
@@ -45,7 +46,7 @@ async def test_a_message_is_handed_over_as_it_is_and_passes_no_bus(memory_bus: M
     await second.publish(TOPIC, CANCELS[0], confirm=True)
     assert receiver.inbox.get_nowait() is CANCELS[0], "before anything else runs"
     await second.publish(topics.lifecycle_requests(), LifecycleRequest())
-    await asyncio.sleep(0.01)
+    await settled()
     assert seen == [topics.lifecycle_requests().subject]
 
 
@@ -71,7 +72,7 @@ async def test_nothing_overtakes_what_waits_for_a_full_inbox(memory_bus: MemoryB
             await bus.publish(TOPIC, cancel)
 
     publishing = asyncio.create_task(publish())
-    await asyncio.sleep(0.01)
+    await settled()
     assert not publishing.done(), "its sender waits"
     assert [await receiver.inbox.get() for _ in CANCELS] == CANCELS
 
