@@ -15,12 +15,13 @@ from services.worker.models.hf_layers.latent import LatentConfig as LatentConfig
 from services.worker.models.hf_layers.mamba import MambaConfig as MambaConfig
 from services.worker.models.hf_layers.mamba import Multipliers as Multipliers
 from services.worker.models.hf_layers.mixture import Mixture as Mixture
+from services.worker.models.hf_layers.selective import SelectiveConfig as SelectiveConfig
 from services.worker.models.rope import Rope
 from services.worker.ops.interface import Activation
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-StateConfig = MambaConfig | DeltaConfig | ConvolutionConfig
+StateConfig = MambaConfig | DeltaConfig | ConvolutionConfig | SelectiveConfig
 """The mixers that keep a state of a sequence."""
 
 

@@ -22,8 +22,8 @@ from services.worker.models.native_decoder import NativeDecoder, native_decoder
 from services.worker.models.rope import rotations
 from services.worker.models.sharding import LayerShard
 from services.worker.models.states.checkpoint_pages import CheckpointPages, checkpoint_pages
+from services.worker.models.states.mixing import StateMixing
 from services.worker.models.states.sequence_states import empty_states
-from services.worker.models.states.split_norm import normed_over_ranks
 from services.worker.models.weights import (
     DecoderWeights,
     ForwardPass,
@@ -34,7 +34,7 @@ from services.worker.models.weights import (
     apply_mlp,
     mix_shared_rows,
 )
-from services.worker.ops.interface import BatchMeta, InputRows, Ops, StateCache, cached_head_dim
+from services.worker.ops.interface import BatchMeta, InputRows, Ops, cached_head_dim
 from shared.messages.kvstore import KvLayout
 
 
@@ -70,7 +70,7 @@ class Decoder:
         self._latent: LatentAttention | None = None
         if config.latent is not None:
             self._latent = LatentAttention(config.latent, ops, self._share.num_heads, config.attention_scale)
-        self._states = ops.states
+        self._states = StateMixing(ops, self._communicator, config.norm_eps)
         alone = self._communicator.world_size == self._pipeline.stages == 1 and config.in_one_call
         self._native = native_decoder(config, self._weights, ops) if alone and type(self) is Decoder else None
         if self._native is not None and self._groups is not None:
@@ -351,16 +351,7 @@ class Decoder:
         attention is gated [2, n, H, D], queries and gates. Of a mixer with states all that `attend` is to project,
         [n, H * P]; states are in the cache then."""
         if layer.mixer is not None:
-            assert meta.states is not None, "a model with states has them in every step"
-            projected, trial, states = self._inputs(layer, x), meta.states.trial, StateCache(*cache)
-            if layer.steps is not None:
-                projected = torch.cat((projected, self._ops.linear(x, layer.steps)), dim=1)
-            if trial is not None:
-                mixed = trial.mix(projected, layer.mixer, states)
-            else:
-                mixed = self._states.mix(projected, layer.mixer, states, meta)
-            eps, norm = self._config.norm_eps, layer.split_norm
-            return mixed if norm is None else normed_over_ranks(mixed, norm, eps, self._communicator)
+            return self._states.mixed(layer, self._inputs(layer, x), x, meta, cache)
         if self._latent is not None:
             return self._latent.queries(layer, x, meta, cache)
         queries = self._ops.rope_and_store(

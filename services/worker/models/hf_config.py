@@ -21,7 +21,7 @@ from services.worker.models.hf_layers.mixture import MixtureLayers, read_mixture
 from services.worker.models.hf_layers.qwen_vl import LANGUAGE_MODELS as QWEN_VL
 from services.worker.models.hf_layers.qwen_vl import qwen_language_model
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
-from services.worker.models.states.readers import STATE_READERS
+from services.worker.models.states.reading.readers import STATE_READERS
 from services.worker.ops.interface import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from shared.models.image_models import IMAGE_ARCHITECTURES
 

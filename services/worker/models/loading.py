@@ -16,6 +16,7 @@ from services.worker.models.config import (
     LayerConfig,
     Mixture,
     ModelConfig,
+    SelectiveConfig,
 )
 from services.worker.models.expert_parallel.expert_load import empty_counts
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
@@ -36,12 +37,14 @@ from services.worker.models.states.delta_loading import DeltaLoader
 from services.worker.models.states.gated_attention import read_gated_inputs
 from services.worker.models.states.mamba_loading import MambaLoader
 from services.worker.models.states.multipliers import Scales, mixer_scales, mlp_scales
+from services.worker.models.states.selective_loading import SelectiveLoader
 from services.worker.models.weights import (
     DecoderWeights,
     DenseMlp,
     LatentWeights,
     LayerWeights,
     MixtureMlp,
+    SelectiveWeights,
     SharedExpert,
 )
 from services.worker.ops.interface import (
@@ -133,6 +136,7 @@ class _Mixer(NamedTuple):
     latent: LatentWeights | None = None
     mixer: StateMixer | None = None
     steps: PackedLinear | None = None
+    selective: SelectiveWeights | None = None
     gate: PackedLinear | None = None
     split_norm: Tensor | None = None
     sinks: Tensor | None = None
@@ -224,6 +228,7 @@ class _Loader:
             latent=mixer.latent,
             mixer=mixer.mixer,
             steps=mixer.steps,
+            selective=mixer.selective,
             gate=mixer.gate,
             split_norm=mixer.split_norm,
             sinks=mixer.sinks,
@@ -289,6 +294,10 @@ class _Loader:
         if isinstance(states, ConvolutionConfig):
             short = ConvolutionLoader(*how, states, name)
             return _Mixer(short.inputs(), short.output(), cos_sin=nothing, mixer=short.mixer())
+        if isinstance(states, SelectiveConfig):
+            space = SelectiveLoader(*how, states, name)
+            own, between = space.mixer(), space.between()
+            return _Mixer(space.inputs(), space.output(), cos_sin=nothing, mixer=own, selective=between)
         mamba = MambaLoader(*how, states, name)
         return _Mixer(
             inputs=mamba.inputs(),

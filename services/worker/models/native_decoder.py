@@ -253,6 +253,8 @@ def native_decoder(
         return None
     if any(layer.mixer is not None and described_mixer(layer.mixer) is None for layer in weights.layers):
         return None
+    if any(layer.selective is not None for layer in weights.layers):
+        return None
     mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
     if any(each.experts.local is not None for each in mixtures):
         return None

@@ -78,6 +78,21 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectiveWeights:
+    """What a Mamba-1 mixer has between its convolution and its states, for one rank's C channels."""
+
+    made: PackedLinear
+    """[R + 2 * N, C]: what time steps are made of, B and C; a sum over ranks."""
+    steps: PackedLinear
+    """[C, R]: time steps, before their bias."""
+    sizes: tuple[int, int, int]
+    """R, N, N."""
+    norms: tuple[Tensor, Tensor, Tensor] | None
+    """Of these three parts."""
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One rank's weights of one layer. Norm weights are float32."""
 
@@ -100,6 +115,8 @@ class LayerWeights:
     """Layers with states: it is in the place of attention."""
     steps: PackedLinear | None = None
     """The last of what a mixer's rows are projected to, where it is kept in another way; None: it is part of `qkv`."""
+    selective: SelectiveWeights | None = None
+    """Of a Mamba-1 mixer."""
     gate: PackedLinear | None = None
     """Gated attention: the sigmoid of a row times this [H * D, hidden] is how much of attention's output is taken."""
     split_norm: Tensor | None = None

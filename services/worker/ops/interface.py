@@ -21,6 +21,7 @@ from services.worker.ops.drafts import DraftAttempt, SlotCopies
 from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.quantized import ExpertBiases, QuantizedWeight, WeightStack
 from services.worker.ops.states.mixers import DeltaNet as DeltaNet
+from services.worker.ops.states.mixers import SelectiveSpace as SelectiveSpace
 from services.worker.ops.states.mixers import ShortConvolution as ShortConvolution
 from services.worker.ops.states.mixers import StateCache as StateCache
 from services.worker.ops.states.mixers import StateMixer as StateMixer
@@ -281,7 +282,12 @@ class StateOps(Protocol):
         square root of N, dt as above and b the sigmoid of its input: state ← exp(dt * decay) * state;
         state ← state + b * (v - state · k) ⊗ k; a head's output is state · q, RMS-normed, times SiLU(gate).
 
-        A short convolution: projected [n, 3 * C]: a gate of its input, a gate of its output, its input.
+        A short convolution: projected [n, 3 * C]: a gate of its input, a gate of its output, its input. Not gated:
+        [n, C], its input; its output is what its SiLU gives.
+
+        A selective space, behind its convolution: projected [n, 3 * C + 2 * N]: gates, inputs x, B, C, time steps. With
+        dt = softplus(time step + bias) of each channel: state ← exp(dt * decay) * state + dt * x * B; what it gives is
+        state · C + skip * x, times SiLU(gate). `cache.windows` is not looked at.
         """
 
 

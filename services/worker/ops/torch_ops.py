@@ -47,8 +47,8 @@ from services.worker.ops.quantized import (
 )
 from services.worker.ops.torch_attention import PagedAttentionStep
 from services.worker.ops.torch_latent import latent_attention, store_latents
+from services.worker.ops.torch_mixers.states import TorchStates
 from services.worker.ops.torch_routing import route, rows_by_expert
-from services.worker.ops.torch_states import TorchStates
 from shared.blocks import DEFAULT_BLOCK_SIZE
 
 

@@ -16,6 +16,7 @@ from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 from services.worker.models.hf_layers.latent import RawLatent, read_latent
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import read_mixture
+from services.worker.models.hf_layers.selective import SELECTIVE_ARCHITECTURES
 from services.worker.sim.accelerator import StepCost
 from services.worker.sim.expert_spread import ExpertSpread, exchange
 
@@ -182,6 +183,7 @@ def _refuse_states(path: Path) -> None:
         (MAMBA_ARCHITECTURES, "state-space layers"),
         (DELTA_ARCHITECTURES, "gated delta nets"),
         (CONVOLUTION_ARCHITECTURES, "short convolutions"),
+        (SELECTIVE_ARCHITECTURES, "selective state-space layers"),
     )
     for known, kind in kinds:
         of_kind = [each for each in named if each in known]

@@ -74,6 +74,7 @@ _MAMBA2: dict[str, Any] = {
     "conv_kernel": 4,
     "chunk_size": 16,
 }
+_SELECTIVE: dict[str, Any] = {"state_size": 12, "expand": 2, "time_step_rank": 5, "intermediate_size": 96}
 _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 6,
     "mamba_d_head": 16,
@@ -149,6 +150,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Mamba2Config",
         {**_MAMBA2, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False},
     ),
+    "mamba": ("MambaConfig", _SELECTIVE),
+    "falcon-mamba": ("FalconMambaConfig", {**_SELECTIVE, "mixer_rms_eps": 1e-5, "tie_word_embeddings": False}),
+    "jamba": (
+        "JambaConfig",
+        {"mamba_d_state": 12, "attn_layer_period": 3, "attn_layer_offset": 1}
+        | {"num_experts": 4, "num_experts_per_tok": 2},
+    ),
     "bamba": ("BambaConfig", {**_MAMBA, "attn_layer_indices": [1]}),
     "granite-hybrid": (
         "GraniteMoeHybridConfig",
@@ -218,10 +226,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 STATE_FAMILIES = (
     *("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
-    *("nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe"),
+    *("nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe", "mamba", "falcon-mamba", "jamba"),
 )
-"""With Mamba-2 layers, gated delta nets or short convolutions."""
-IN_EXTRAS = ("nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe")
+"""With Mamba-1 or Mamba-2 layers, gated delta nets or short convolutions."""
+IN_EXTRAS = ("nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "falcon-mamba", "jamba")
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 
 

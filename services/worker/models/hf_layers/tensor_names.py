@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
+from services.worker.models.hf_layers.selective import JAMBA
 
 GRANITE = "GraniteMoeHybridForCausalLM"
 NEMOTRON_H = "NemotronHForCausalLM"
@@ -37,17 +38,20 @@ class TensorNames(NamedTuple):
 
 _NAMES = {
     **dict.fromkeys(
-        ("BambaForCausalLM", "FalconH1ForCausalLM"),
+        ("BambaForCausalLM", "FalconH1ForCausalLM", JAMBA),
         TensorNames(mlp_norm="pre_ff_layernorm", mlp="feed_forward", final_norm="model.final_layernorm.weight"),
     ),
     GRANITE: TensorNames(mlp="shared_mlp", gate_and_up="input_linear", down="output_linear"),
     **dict.fromkeys(DELTA_ARCHITECTURES, TensorNames(mixer="linear_attn")),
-    "Mamba2ForCausalLM": TensorNames(
-        embedding="backbone.embeddings",
-        layers="backbone.layers",
-        input_norm="norm",
-        final_norm="backbone.norm_f.weight",
-        mixer="mixer",
+    **dict.fromkeys(
+        ("Mamba2ForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM"),
+        TensorNames(
+            embedding="backbone.embeddings",
+            layers="backbone.layers",
+            input_norm="norm",
+            final_norm="backbone.norm_f.weight",
+            mixer="mixer",
+        ),
     ),
     NEMOTRON_H: TensorNames(
         embedding="backbone.embeddings",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.models.config import ConvolutionConfig, DeltaConfig, MambaConfig, ModelConfig
+from services.worker.models.config import ConvolutionConfig, DeltaConfig, MambaConfig, ModelConfig, SelectiveConfig
 from services.worker.models.hf_layers.latent import LatentConfig
 from services.worker.models.hf_layers.tensor_names import GRANITE, TensorNames, tensor_names
 from services.worker.models.latent.loading import rotated_last
@@ -98,7 +98,13 @@ def _mixer_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     assert states is not None, "a layer has states"
     name, back = tensor_names(config.architecture).mixer, (states.inner, hidden)
     if not isinstance(states, DeltaConfig):
-        return {f"{name}.in_proj": (hidden, states.projected), f"{name}.out_proj": back}
+        sizes = {f"{name}.in_proj": (hidden, states.projected), f"{name}.out_proj": back}
+        if isinstance(states, SelectiveConfig):
+            sizes |= {
+                f"{name}.x_proj": (states.inner, states.made),
+                f"{name}.dt_proj": (states.step_rank, states.inner),
+            }
+        return sizes
     inputs = input_parts(config.architecture, states, MixerShard((0, states.heads), (0, states.groups), 1))
     return {**{f"{name}.{each.module}": (hidden, each.size) for each in inputs}, f"{name}.out_proj": back}
 
@@ -147,7 +153,10 @@ def _of_mixer(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> It
     if isinstance(states, MambaConfig):
         inputs: tuple[ModuleRows, ...] = (ModuleRows(f"{name}.in_proj", own_outputs(states, shard)),)
     elif isinstance(states, ConvolutionConfig):
-        inputs = (ModuleRows(f"{name}.in_proj", channel_outputs(states, shard)),)
+        inputs = (ModuleRows(f"{name}.in_proj", channel_outputs(states.heads, shard, 3)),)
+    elif isinstance(states, SelectiveConfig):
+        inputs = (ModuleRows(f"{name}.in_proj", channel_outputs(states.heads, shard, 2)),)
+        yield from _of_selective(name, states, shard, layer)
     else:
         parts = input_parts(config.architecture, states, shard)
         inputs = tuple(ModuleRows(f"{name}.{each.module}", each.outputs) for each in parts)
@@ -158,6 +167,16 @@ def _of_mixer(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> It
         yield ModulesOfMatrix(layer.qkv, every, inputs[:first])
         yield ModulesOfMatrix(layer.steps, every, inputs[first:])
     yield ModulesOfMatrix(layer.output, shard.elements(states.head_dim), (ModuleRows(f"{name}.out_proj", every),))
+
+
+def _of_selective(
+    name: str, states: SelectiveConfig, shard: MixerShard, layer: LayerWeights
+) -> Iterator[ModulesOfMatrix]:
+    """Between the convolution and the states."""
+    assert layer.selective is not None
+    yield ModulesOfMatrix(layer.selective.made, shard.heads, (ModuleRows(f"{name}.x_proj", (0, states.made)),))
+    steps = ModuleRows(f"{name}.dt_proj", shard.heads)
+    yield ModulesOfMatrix(layer.selective.steps, (0, states.step_rank), (steps,))
 
 
 def _of_attention(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:

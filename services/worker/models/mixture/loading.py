@@ -48,6 +48,7 @@ _GRANITE = _Names(
 )
 """With a tensor for each expert only where llm-compressor wrote it."""
 _LFM2 = _Names("feed_forward", ("w1", "w3"), "w2")
+_JAMBA = _Names("feed_forward", ("gate_proj", "up_proj"), "down_proj", router="router.weight")
 _UNGATED = _Names("mixer", ("up_proj",), "down_proj", all_gates_and_ups="experts.up_proj")
 """Of Nemotron-H."""
 _GRANITE_TOGETHER = _MIXTRAL._replace(router="router.weight")
@@ -66,7 +67,7 @@ def read_experts(
     tensors = matrices.checkpoint
     if mixture.biased:
         return read_biased_experts(matrices, f"{layer}.mlp", mixture, hidden, columns, experts)
-    others = (_MIXTRAL, _GRANITE, _GRANITE_TOGETHER, _LFM2)
+    others = (_MIXTRAL, _GRANITE, _GRANITE_TOGETHER, _LFM2, _JAMBA)
     names = next((each for each in others if f"{layer}.{each.block}.{each.router}" in tensors), _QWEN)
     names = names if mixture.gated else _UNGATED
     block = f"{layer}.{names.block}"

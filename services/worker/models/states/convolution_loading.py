@@ -29,7 +29,7 @@ class ConvolutionLoader(NamedTuple):
         matrix = self.matrices.read(name, (convolution.projected, self.config.hidden_size))
         bias = self.matrices.checkpoint.read(f"{name}.bias", (convolution.projected,)) if convolution.bias else None
         if self.shard.num_heads < convolution.heads:
-            own = channel_outputs(convolution, self.shard)
+            own = channel_outputs(convolution.heads, self.shard, 3)
             matrix, bias = permuted(matrix, own), None if bias is None else bias[own.to(bias.device)]
         return self.matrices.pack_linear(matrix, bias)
 
@@ -52,6 +52,6 @@ class ConvolutionLoader(NamedTuple):
         )
 
 
-def channel_outputs(convolution: ConvolutionConfig, shard: MixerShard) -> torch.Tensor:
-    """Which outputs of `in_proj` a rank has: of each of the three parts its channels."""
-    return torch.cat([part * convolution.heads + torch.arange(*shard.heads) for part in range(3)])
+def channel_outputs(channels: int, shard: MixerShard, parts: int) -> torch.Tensor:
+    """Which outputs of `in_proj` a rank has: of each of so many parts, of all `channels`, its own."""
+    return torch.cat([part * channels + torch.arange(*shard.heads) for part in range(parts)])

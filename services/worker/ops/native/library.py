@@ -14,7 +14,7 @@ from services.worker.ops.native.mixer_structures import NativeStateCache as Nati
 from services.worker.ops.native.mixer_structures import NativeStateMixer as NativeStateMixer
 from services.worker.ops.native.mixer_structures import StoreLatents as StoreLatents
 
-VERSION = 31
+VERSION = 32
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from services.worker.ops.interface import BatchMeta, DeltaNet, ShortConvolution, StateCache, StateMixer
+from services.worker.ops.interface import BatchMeta, DeltaNet, SelectiveSpace, ShortConvolution, StateCache, StateMixer
 from services.worker.ops.native import library
-from services.worker.ops.torch_states import TorchStates
+from services.worker.ops.torch_mixers.states import TorchStates
 
 if TYPE_CHECKING:
     from services.worker.ops.native.native_ops import NativeOps
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_KERNEL = 64
 """Tokens that a convolution sees at the most, as states.cpp counts them."""
 
-_STATE_SPACE, _GATED_DELTA = 0, 1
+_STATE_SPACE, _GATED_DELTA, _CONVOLUTION, _SELECTIVE = range(4)
 """`StateRule` of states.h."""
 
 
@@ -36,10 +36,12 @@ class NativeStates:
         if described is None:
             return self._plain.mix(projected, mixer, cache, meta)
         assert meta.states is not None, "a model with states has them in every step"
-        projected = projected.float().contiguous()
+        projected = projected.float()
+        if projected.stride(1) != 1:
+            projected = projected.contiguous()
         to = torch.empty(len(projected), mixer.heads * mixer.head_dim)
         what = library.MixStates(
-            *(projected.data_ptr(), projected.shape[1], meta.states.slots.data_ptr(), to.data_ptr(), to.shape[1])
+            *(projected.data_ptr(), projected.stride(0), meta.states.slots.data_ptr(), to.data_ptr(), to.shape[1])
         )
         caches = library.NativeStateCache(cache.windows.data_ptr(), cache.states.data_ptr())
         batch = self._ops.batch_of(meta)
@@ -51,8 +53,10 @@ class NativeStates:
 
 def described_mixer(mixer: StateMixer) -> library.NativeStateMixer | None:
     """For the library, with pointers to its tensors; None: the library does not know it."""
-    if isinstance(mixer, ShortConvolution) or mixer.conv_weight.shape[0] > MAX_KERNEL:
+    if mixer.conv_weight.shape[0] > MAX_KERNEL:
         return None
+    if isinstance(mixer, ShortConvolution | SelectiveSpace):
+        return _described_channels(mixer)
     return library.NativeStateMixer(
         rule=_GATED_DELTA if isinstance(mixer, DeltaNet) else _STATE_SPACE,
         heads=mixer.heads,
@@ -67,4 +71,23 @@ def described_mixer(mixer: StateMixer) -> library.NativeStateMixer | None:
         step_bias=mixer.step_bias.data_ptr(),
         norm=None if mixer.norm is None else mixer.norm.data_ptr(),
         eps=mixer.eps,
+    )
+
+
+def _described_channels(mixer: ShortConvolution | SelectiveSpace) -> library.NativeStateMixer | None:
+    selective = isinstance(mixer, SelectiveSpace)
+    if not selective and mixer.gated:
+        return None
+    return library.NativeStateMixer(
+        rule=_SELECTIVE if selective else _CONVOLUTION,
+        heads=mixer.heads,
+        head_dim=1,
+        groups=0,
+        state_dim=mixer.state_dim,
+        kernel=mixer.conv_weight.shape[0],
+        conv_weight=mixer.conv_weight.data_ptr(),
+        conv_bias=mixer.conv_bias.data_ptr(),
+        decay=mixer.decay.data_ptr() if selective else None,
+        skip=mixer.skip.data_ptr() if selective else None,
+        step_bias=mixer.step_bias.data_ptr() if selective else None,
     )

@@ -41,7 +41,7 @@ struct Pass {
     int end_row(int sequence) const { return batch.query_starts[sequence + 1]; }
     bool begins(int sequence) const { return batch.context_lens[sequence] == end_row(sequence) - first_row(sequence); }
     const float* row(int row) const { return what.projected + int64_t(row) * what.projected_stride; }
-    const float* inputs(int row) const { return this->row(row) + mixer.inner(); }
+    const float* inputs(int row) const { return this->row(row) + (alone() ? 0 : mixer.inner()); }
     float* out(int row) const { return what.out + int64_t(row) * what.out_stride; }
     float* window(int sequence) const {
         return cache.windows + what.slots[sequence] * int64_t(mixer.kernel - 1) * mixer.channels();
@@ -59,7 +59,7 @@ struct Pass {
         int sequence = scratch.sequence[at], channels = mixer.channels();
         const float* seen[64];
         for (int k = 0; k < mixer.kernel; ++k) seen[k] = before(at, sequence, mixer.kernel - 1 - k);
-        float* to = scratch.mixed.data() + int64_t(at) * channels;
+        float* to = alone() ? out(at) : scratch.mixed.data() + int64_t(at) * channels;
         int c = 0;
         for (; c + kLanes <= channels; c += kLanes) {
             F total = load(mixer.conv_bias + c);
@@ -73,6 +73,7 @@ struct Pass {
                 if (seen[k]) total += seen[k][c] * mixer.conv_weight[int64_t(k) * channels + c];
             to[c] = total / (1.0f + std::exp(-total));
         }
+        if (alone()) return;
         const float* raw = inputs(at) + channels;
         for (int h = 0; h < mixer.heads; ++h) {
             float x = raw[h] + mixer.step_bias[h];
@@ -85,6 +86,8 @@ struct Pass {
                 make_unit(to + mixer.inner() + group * mixer.state_dim, group < mixer.groups ? 1.0f : scale_of_queries());
     }
 
+    // A convolution, whose outputs are all that is asked for.
+    bool alone() const { return mixer.rule == StateRule::kConvolution; }
     bool delta() const { return mixer.rule == StateRule::kGatedDelta; }
     float scale_of_queries() const { return 1.0f / std::sqrt(float(mixer.state_dim)); }
 
@@ -299,6 +302,7 @@ struct Pass {
 }  // namespace
 
 void mix_states(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache) {
+    if (mixer.rule == StateRule::kSelective) return select_states(pool, what, batch, mixer, cache);
     static thread_local Scratch scratch;
     scratch.mixed.resize(std::max(scratch.mixed.size(), size_t(batch.rows) * mixer.channels()));
     scratch.steps.resize(std::max(scratch.steps.size(), size_t(batch.rows) * mixer.heads));
@@ -309,6 +313,7 @@ void mix_states(Pool& pool, const MixStates& what, const Batch& batch, const Sta
         std::fill(scratch.sequence.begin() + pass.first_row(sequence), scratch.sequence.begin() + pass.end_row(sequence), sequence);
     each_row(pool, batch.rows, [&](int row) { pass.convolve(row); });
     for (int sequence = 0; sequence < batch.sequences; ++sequence) pass.leave_window(sequence);
+    if (pass.alone()) return;
     int parts = (mixer.head_dim + kElementsOfTile - 1) / kElementsOfTile, tiles = mixer.heads * parts;
     int most = std::max(1, Pool::kMostTiles / tiles - 1);  // sequences of one job
     for (int from = 0; from < batch.sequences; from += most)

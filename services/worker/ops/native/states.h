@@ -1,11 +1,13 @@
-// Layers with states (Mamba-2, gated delta nets): what is between a mixer's two projections.
+// Layers with states (Mamba-1 and 2, gated delta nets): what is between a mixer's projections.
 #pragma once
 #include "attention.h"
 
-enum class StateRule : int { kStateSpace = 0, kGatedDelta = 1 };
+enum class StateRule : int { kStateSpace = 0, kGatedDelta = 1, kConvolution = 2, kSelective = 3 };
 
 // H heads of P elements in G groups, N numbers of state for each element; C = H * P + 2 * G * N channels. Of a delta net:
 // heads of values, groups with a key and a query each, N elements of these; channels are values, keys and queries.
+// Of a selective space: as many heads as it has channels, each of one element; its convolution is a mixer of its own, which
+// has neither groups nor states.
 struct StateMixer {
     StateRule rule;
     int heads;
@@ -15,7 +17,7 @@ struct StateMixer {
     int kernel;
     const float* conv_weight;  // [kernel, C], the oldest token's first
     const float* conv_bias;    // [C]
-    const float* decay;        // [H]
+    const float* decay;        // [H]; of a selective space [H, N]
     const float* skip;         // [H]; a delta net has none
     const float* step_bias;    // [H]
     const float* norm;         // [H * P], null: outputs are only gated; of a delta net [P]
@@ -34,7 +36,8 @@ struct StateCache {
 };
 
 struct MixStates {
-    // [rows, H * P + C + H]: gates, the convolution's inputs, time steps; of a delta net H more: how much is written
+    // [rows, H * P + C + H]: gates, the convolution's inputs, time steps; of a delta net H more: how much is written; of a
+    // selective space gates, inputs, B, C, time steps; of its convolution what goes into it
     const float* projected;
     int64_t projected_stride;
     const int64_t* slots;  // [sequences]
@@ -45,3 +48,5 @@ struct MixStates {
 // Token by token, as the recurrence is written down: a row's result depends on the rows of its own sequence alone, to the
 // last bit, not on how they are cut into steps.
 void mix_states(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache);
+// The same of a selective space, behind its convolution.
+void select_states(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache);

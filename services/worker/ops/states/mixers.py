@@ -52,12 +52,15 @@ class DeltaNet(NamedTuple):
 
 
 class ShortConvolution(NamedTuple):
-    """A gated short convolution between its two projections, of C channels. Tensors are float32 and on the device."""
+    """A short convolution of C channels: gated, between its two projections; or that of a selective space. Tensors are
+    float32 and on the device."""
 
     conv_weight: Tensor
     """[K, C]: as a state space's."""
     conv_bias: Tensor
     """[C]"""
+    gated: bool = True
+    """Else what it gives goes through a SiLU."""
 
     @property
     def heads(self) -> int:
@@ -75,7 +78,43 @@ class ShortConvolution(NamedTuple):
         return 0
 
 
-StateMixer = StateSpace | DeltaNet | ShortConvolution
+class SelectiveSpace(NamedTuple):
+    """A Mamba-1 mixer of C channels with states of N numbers. Between its convolution, a mixer of its own, and the
+    states are products with weights. Tensors are float32 and on the device."""
+
+    conv_weight: Tensor
+    """[K, C]: as a state space's."""
+    conv_bias: Tensor
+    """[C]"""
+    decay: Tensor
+    """[C, N] the continuous A, negative."""
+    skip: Tensor
+    """[C]"""
+    step_bias: Tensor
+    """[C] what is added to time steps before the softplus."""
+
+    @property
+    def convolution(self) -> ShortConvolution:
+        """What comes first."""
+        return ShortConvolution(self.conv_weight, self.conv_bias, gated=False)
+
+    @property
+    def heads(self) -> int:
+        """Each channel has its own state."""
+        return self.decay.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """A channel is one element."""
+        return 1
+
+    @property
+    def state_dim(self) -> int:
+        """Numbers of a channel's state."""
+        return self.decay.shape[1]
+
+
+StateMixer = StateSpace | DeltaNet | ShortConvolution | SelectiveSpace
 
 
 class StateCache(NamedTuple):

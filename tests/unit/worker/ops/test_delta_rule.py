@@ -14,8 +14,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from services.worker.ops.interface import DeltaNet, StateCache, StateOps
 from services.worker.ops.native.native_ops import NativeOps
-from services.worker.ops.torch_convolution import CHUNK
-from services.worker.ops.torch_states import TorchStates
+from services.worker.ops.torch_mixers.convolution import CHUNK
+from services.worker.ops.torch_mixers.states import TorchStates
 from tests.support.worker.state_steps import Share, meta_of
 
 HEADS, DIM, GROUPS, KEY, KERNEL, SLOTS = 6, 19, 2, 21, 4, 9

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from services.worker.ops.interface import ShortConvolution, StateCache
-from services.worker.ops.torch_states import TorchStates
+from services.worker.ops.torch_mixers.states import TorchStates
 from tests.support.worker.state_steps import Share, meta_of
 
 CHANNELS, KERNEL, LENGTH = 37, 3, 21

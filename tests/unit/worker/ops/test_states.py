@@ -9,8 +9,8 @@ from torch import Tensor
 
 from services.worker.ops.interface import StateCache, StateOps, StateSpace
 from services.worker.ops.native.native_ops import NativeOps
-from services.worker.ops.torch_convolution import CHUNK
-from services.worker.ops.torch_states import TorchStates
+from services.worker.ops.torch_mixers.convolution import CHUNK
+from services.worker.ops.torch_mixers.states import TorchStates
 from tests.support.worker.state_steps import Share, meta_of
 
 HEADS, DIM, GROUPS, STATE, KERNEL, SLOTS = 6, 8, 2, 12, 4, 9

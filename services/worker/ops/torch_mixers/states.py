@@ -2,7 +2,7 @@
 
 A state space, within a chunk: what tokens make of each other is a masked product, as in attention; only from chunk to
 chunk a state is handed on ("SSD": Dao and Gu, arXiv:2405.21060, section 6). All chunks of all prompts of a step are
-computed together. Gated delta nets: `torch_delta`.
+computed together. Gated delta nets: `delta`; Mamba-1: `selective`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import Tensor
 from services.worker.ops.interface import (
     BatchMeta,
     DeltaNet,
+    SelectiveSpace,
     ShortConvolution,
     StateCache,
     StateMixer,
     StateRows,
     StateSpace,
 )
-from services.worker.ops.torch_convolution import (
+from services.worker.ops.torch_mixers.convolution import (
     CHUNK,
     Channels,
     Prompts,
@@ -34,20 +35,23 @@ from services.worker.ops.torch_convolution import (
     states_of_decodes,
     states_of_prompts,
 )
-from services.worker.ops.torch_delta import DeltaRule
+from services.worker.ops.torch_mixers.delta import DeltaRule
+from services.worker.ops.torch_mixers.selective import SelectiveRows
 
 
 class TorchStates:
     """See :class:`services.worker.ops.interface.StateOps`. Computes in float32."""
 
     def __init__(self) -> None:
-        self._prompts: tuple[StateRows, Prompts] | None = None
+        self._prompts: tuple[StateRows, dict[int, Prompts]] | None = None
 
     def mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
         """In the dtype of `projected`."""
         assert meta.states is not None, "a model with states has them in every step"
         if isinstance(mixer, ShortConvolution):
             return self._convolved(projected, mixer, cache, meta, meta.states)
+        if isinstance(mixer, SelectiveSpace):
+            return self._selected(projected, mixer, cache, meta, meta.states)
         rule = DeltaRule(mixer) if isinstance(mixer, DeltaNet) else SpaceRule(mixer)
         inner, channels = mixer.heads * mixer.head_dim, mixer.conv_weight.shape[1]
         gate, inputs, steps = projected.float().tensor_split([inner, inner + channels], dim=1)
@@ -69,21 +73,41 @@ class TorchStates:
     def _convolved(
         self, projected: Tensor, mixer: ShortConvolution, cache: StateCache, meta: BatchMeta, states: StateRows
     ) -> Tensor:
-        before, behind, x = projected.float().chunk(3, dim=1)
-        inputs, decodes, parts = before * x, meta.num_decodes, []
+        inputs, behind, decodes, parts = projected.float(), None, meta.num_decodes, []
+        if mixer.gated:
+            before, behind, x = inputs.chunk(3, dim=1)
+            inputs = before * x
         if decodes:
             parts.append(convolve_decodes(inputs[:decodes], mixer, cache, states))
         if meta.prefills:
             prompts = self._laid_out(states, meta, mixer.conv_weight.shape[0])
             parts.append(convolve_prompts(inputs[decodes:], mixer, cache, prompts))
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return mixed.mul_(behind).to(projected.dtype)
+        return (F.silu(mixed) if behind is None else mixed.mul_(behind)).to(projected.dtype)
+
+    def _selected(
+        self, projected: Tensor, space: SelectiveSpace, cache: StateCache, meta: BatchMeta, states: StateRows
+    ) -> Tensor:
+        rows, decodes, parts = SelectiveRows.of(projected.float(), space), meta.num_decodes, []
+        if decodes:
+            state = states_of_decodes(cache, decodes, states).squeeze(2)
+            parts.append(rows.part(0, decodes).step(state))
+            cache.states.index_copy_(0, states.slots[:decodes], state.unsqueeze(2))
+        if meta.prefills:
+            prompts = self._laid_out(states, meta, space.conv_weight.shape[0])
+            state = states_of_prompts(cache, prompts).squeeze(2)
+            parts.append(rows.part(decodes, len(projected)).scan(state, prompts))
+            cache.states.index_copy_(0, prompts.slots, state.unsqueeze(2))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(projected.dtype)
 
     def _laid_out(self, states: StateRows, meta: BatchMeta, kernel: int) -> Prompts:
-        """The same for all layers of a step, which have the same `states`."""
+        """The same for all layers of a step with such a kernel, which have the same `states`."""
         if self._prompts is None or self._prompts[0] is not states:
-            self._prompts = states, lay_out(states.slots[meta.num_decodes :], meta.prefills, kernel)
-        return self._prompts[1]
+            self._prompts = states, {}
+        found = self._prompts[1]
+        if kernel not in found:
+            found[kernel] = lay_out(states.slots[meta.num_decodes :], meta.prefills, kernel)
+        return found[kernel]
 
 
 class SpaceRule(NamedTuple):

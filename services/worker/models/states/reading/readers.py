@@ -5,18 +5,21 @@ from __future__ import annotations
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
+from services.worker.models.hf_layers.selective import SELECTIVE_ARCHITECTURES
 from services.worker.models.hf_layers.tensor_names import NEMOTRON_H
-from services.worker.models.states.convolution_reading import convolution_model_config
-from services.worker.models.states.delta_reading import delta_model_config
-from services.worker.models.states.falcon_reading import falcon_model_config
-from services.worker.models.states.mamba_reading import mamba_model_config
-from services.worker.models.states.nemotron_reading import nemotron_model_config
+from services.worker.models.states.reading.convolution import convolution_model_config
+from services.worker.models.states.reading.delta import delta_model_config
+from services.worker.models.states.reading.falcon import falcon_model_config
+from services.worker.models.states.reading.mamba import mamba_model_config
+from services.worker.models.states.reading.nemotron import nemotron_model_config
+from services.worker.models.states.reading.selective import selective_model_config
 
 STATE_READERS = {
     **dict.fromkeys(MAMBA_ARCHITECTURES, mamba_model_config),
     NEMOTRON_H: nemotron_model_config,
     "FalconH1ForCausalLM": falcon_model_config,
     **dict.fromkeys(DELTA_ARCHITECTURES, delta_model_config),
+    **dict.fromkeys(SELECTIVE_ARCHITECTURES, selective_model_config),
     **dict.fromkeys(CONVOLUTION_ARCHITECTURES, convolution_model_config),
 }
 """By architecture."""

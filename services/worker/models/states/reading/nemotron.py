@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from services.worker.models.config import LayerConfig, MambaConfig, Mixture, ModelConfig, ModelError, dtype_named
 from services.worker.models.hf_layers.tensor_names import NEMOTRON_H
-from services.worker.models.states.mamba_reading import NO_ROPE, RawMamba, decode_mamba, require_positive
+from services.worker.models.states.reading.mamba import NO_ROPE, RawMamba, decode_mamba, require_positive
 
 
 class _RawNemotronH(RawMamba, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.worker.models.config import LayerConfig, MambaConfig, ModelConfig, ModelError, Multipliers, dtype_named
-from services.worker.models.states.mamba_reading import RawHybrid, decode_mamba, read_attention, require_positive
+from services.worker.models.states.reading.mamba import RawHybrid, decode_mamba, read_attention, require_positive
 
 
 class _RawFalconH1(RawHybrid, kw_only=True):

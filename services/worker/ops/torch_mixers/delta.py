@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.ops.interface import DeltaNet
-from services.worker.ops.torch_convolution import Channels, Prompts, backwards
+from services.worker.ops.torch_mixers.convolution import Channels, Prompts, backwards
 
 _LENGTH_EPS = 1e-6
 """What is added to a squared length; all checkpoints are trained with this one."""

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from services.worker.models.config import ConvolutionConfig, LayerConfig, Mixture, ModelConfig, ModelError, dtype_named
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
-from services.worker.models.states.mamba_reading import require_positive
+from services.worker.models.states.reading.mamba import require_positive
 
 _THETA = 1_000_000.0
 """Where the config names no base of the rotation."""

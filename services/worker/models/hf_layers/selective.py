@@ -1,0 +1,74 @@
+"""The sizes of Mamba-1 layers, and which architectures have some. No torch."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+JAMBA = "JambaForCausalLM"
+SELECTIVE_ARCHITECTURES = ("MambaForCausalLM", "FalconMambaForCausalLM", JAMBA)
+"""Those whose layers, or most of them, have such a mixer in place of attention."""
+
+
+class SelectiveConfig(Struct, frozen=True, kw_only=True):
+    """A Mamba-1 mixer (Gu and Dao, "Mamba", arXiv:2312.00752): a causal convolution, and channels that each keep a
+    state of `state_dim` numbers of all tokens before. Time steps, and what writes to and reads from the states (the
+    paper's B and C), are made of what the convolution gives."""
+
+    heads: int
+    """Channels, each of which has a state of its own."""
+    state_dim: int
+    kernel: int
+    """Tokens that the convolution sees, the newest included."""
+    step_rank: int
+    """Numbers of a row that all channels' time steps are made of."""
+    conv_bias: bool
+    bias: bool
+    """Whether the projections into and out of the mixer have one."""
+    norm_eps: float | None
+    """Time steps' numbers, B and C are RMS-normed each, with this; None: they are not."""
+    norm_weights: bool
+    """Whether these norms have weights."""
+
+    @property
+    def kind(self) -> str:
+        """What such layers are called, for errors."""
+        return "selective state-space layers"
+
+    @property
+    def groups(self) -> int:
+        """Channels share B and C, which every rank has."""
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        """A channel is one element."""
+        return 1
+
+    @property
+    def inner(self) -> int:
+        """Elements of all channels."""
+        return self.heads
+
+    @property
+    def projected(self) -> int:
+        """What a row is projected to: the convolution's input, and the gate behind the states."""
+        return 2 * self.heads
+
+    @property
+    def made(self) -> int:
+        """What is made of a row behind the convolution: the time steps' numbers, B and C."""
+        return self.step_rank + 2 * self.state_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers that one layer keeps of a sequence, however long that is."""
+        return self.heads * (self.kernel - 1 + self.state_dim)
+
+    def parameters(self, hidden: int) -> int:
+        """Weights of one layer's matrices."""
+        return hidden * (self.projected + self.inner) + self.inner * (self.made + self.step_rank)
+
+    def share(self, heads: int, _groups: int) -> SelectiveConfig:
+        """The sizes of so many channels."""
+        return replace(self, heads=heads)

@@ -1,0 +1,66 @@
+"""What a layer with states makes of rows, between its projections: a decoder's part of `StateOps.mix`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.worker.distributed.communicator import Communicator
+from services.worker.models.weights import LayerWeights, SelectiveWeights
+from services.worker.ops.interface import BatchMeta, Ops, SelectiveSpace, StateCache, StateMixer
+
+
+class StateMixing:
+    """By the operations of one rank, whose share of the heads, or of the channels, it has."""
+
+    def __init__(self, ops: Ops, communicator: Communicator, eps: float) -> None:
+        """`eps`: of a norm that goes over the heads of several ranks."""
+        self._ops, self._communicator, self._eps = ops, communicator, eps
+
+    def mixed(
+        self, layer: LayerWeights, projected: Tensor, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """projected [n, …], what `layer.qkv` makes of rows x [n, hidden] → [n, H * P]; states are in the cache then."""
+        mixer, states = layer.mixer, StateCache(*cache)
+        assert mixer is not None, "the layer has states"
+        if isinstance(mixer, SelectiveSpace):
+            assert layer.selective is not None
+            return self._selected(mixer, layer.selective, projected, meta, states)
+        if layer.steps is not None:
+            projected = torch.cat((projected, self._ops.linear(x, layer.steps)), dim=1)
+        mixed = self._mix(projected, mixer, states, meta)
+        return mixed if layer.split_norm is None else self._normed_over_ranks(mixed, layer.split_norm)
+
+    def _selected(
+        self, space: SelectiveSpace, weights: SelectiveWeights, projected: Tensor, meta: BatchMeta, cache: StateCache
+    ) -> Tensor:
+        """The convolution and the states are mixed each by itself, with a cache of its own, as products lie between
+        them: drafts that are computed again need only what was given to each."""
+        inputs, gates = projected.chunk(2, dim=1)
+        windows, states = cache
+        rows = self._mix(inputs, space.convolution, StateCache(windows, states[..., :0]), meta)
+        made = self._ops.linear(rows, weights.made)
+        if self._communicator.world_size > 1:  # each rank has made its channels' part of these
+            made = self._communicator.sum(made)
+        steps, b, c = torch.split(made, list(weights.sizes), dim=1)
+        if weights.norms is not None:
+            steps, b, c = (
+                self._ops.rms_norm(part.contiguous(), norm, weights.eps)
+                for part, norm in zip((steps, b, c), weights.norms, strict=True)
+            )
+        steps = self._ops.linear(steps.contiguous(), weights.steps)
+        given = torch.cat((gates, rows, b, c, steps), dim=1)
+        return self._mix(given, space, StateCache(windows[:, :0], states), meta)
+
+    def _mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
+        assert meta.states is not None, "a model with states has them in every step"
+        trial = meta.states.trial
+        if trial is not None:
+            return trial.mix(projected, mixer, cache)
+        return self._ops.states.mix(projected, mixer, cache, meta)
+
+    def _normed_over_ranks(self, mixed: Tensor, weight: Tensor) -> Tensor:
+        """mixed [n, H * P], RMS-normed over the heads of all ranks."""
+        wide, elements = mixed.float(), mixed.shape[1] * self._communicator.world_size
+        squares = self._communicator.sum(wide.square().sum(1, keepdim=True))
+        return (wide * (squares / elements + self._eps).rsqrt() * weight).to(mixed.dtype)

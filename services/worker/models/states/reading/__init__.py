@@ -1,0 +1,1 @@
+"""What `config.json` says of models whose layers have states."""

@@ -1,0 +1,1 @@
+"""Mixers with states in PyTorch, on any device."""

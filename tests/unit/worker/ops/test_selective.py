@@ -1,0 +1,115 @@
+"""Selective spaces (Mamba-1) and their convolution against the recurrence as it is written down, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.worker.ops.interface import SelectiveSpace, StateCache, StateOps
+from services.worker.ops.native.native_ops import NativeOps
+from services.worker.ops.torch_mixers.convolution import CHUNK
+from services.worker.ops.torch_mixers.states import TorchStates
+from tests.support.worker.state_steps import Share, meta_of
+
+CHANNELS, KERNEL, SLOTS = 37, 4, 9
+DIMS = (16, 12)
+"""One that is whole vectors of every kind, and one that is not."""
+
+
+def space(dim: int) -> SelectiveSpace:
+    torch.manual_seed(5)
+    return SelectiveSpace(
+        conv_weight=torch.randn(KERNEL, CHANNELS) * 0.5,
+        conv_bias=torch.randn(CHANNELS) * 0.1,
+        decay=-torch.rand(CHANNELS, dim) * 8,
+        skip=torch.randn(CHANNELS),
+        step_bias=torch.randn(CHANNELS) - 1,
+    )
+
+
+def states(dim: int) -> StateCache:
+    return StateCache(torch.empty(SLOTS, 0, CHANNELS), torch.full((SLOTS, CHANNELS, 1, dim), torch.nan))
+
+
+def reference(projected: Tensor, own: SelectiveSpace) -> tuple[Tensor, Tensor]:
+    """Outputs of a whole sequence, and its state behind it."""
+    decay, skip, bias = (each.double() for each in (own.decay, own.skip, own.step_bias))
+    dim = decay.shape[1]
+    gates, x, b, c, steps = torch.split(projected.double(), [CHANNELS, CHANNELS, dim, dim, CHANNELS], dim=1)
+    steps, state, outputs = F.softplus(steps + bias), torch.zeros(CHANNELS, dim, dtype=torch.float64), []
+    for token, step in enumerate(steps):
+        state = state * torch.exp(step[:, None] * decay) + (step * x[token])[:, None] * b[token]
+        outputs.append(((state * c[token]).sum(1) + skip * x[token]) * F.silu(gates[token]))
+    return torch.stack(outputs), state
+
+
+def native(threads: int = 2) -> StateOps:
+    return NativeOps(torch.device("cpu"), torch.float32, threads=threads).states
+
+
+@pytest.fixture(params=["torch", "native"])
+def ops(request: pytest.FixtureRequest) -> StateOps:
+    return TorchStates() if request.param == "torch" else native()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_sequences_in_steps_of_every_length_are_the_recurrence(ops: StateOps, dim: int) -> None:
+    """Four sequences, cut differently, in slots that hold what is no number until they begin."""
+    own, cache = space(dim), states(dim)
+    lengths = {7: 2 * CHUNK + 5, 2: CHUNK + 1, 0: CHUNK, 5: 9}
+    rows = {slot: torch.randn(length, 3 * CHANNELS + 2 * dim) for slot, length in lengths.items()}
+    steps = [
+        [Share(0, 0, 1), Share(7, 0, CHUNK + 3), Share(2, 0, 2)],
+        [Share(0, 1, 1), Share(5, 0, 1), Share(7, CHUNK + 3, 2), Share(2, 2, CHUNK - 1)],
+        [Share(7, CHUNK + 5, 1), Share(5, 1, 3), Share(0, 2, CHUNK - 2)],
+        [Share(5, 4, 5), Share(7, CHUNK + 6, CHUNK - 1)],
+    ]
+    outputs: dict[int, list[Tensor]] = {slot: [] for slot in lengths}
+    for shares in steps:
+        given = torch.cat([rows[share.slot][share.first : share.first + share.count] for share in shares])
+        mixed = ops.mix(given, own, cache, meta_of(shares))
+        for share, part in zip(shares, mixed.split([share.count for share in shares]), strict=True):
+            outputs[share.slot].append(part)
+    for slot, length in lengths.items():
+        expected, state = reference(rows[slot], own)
+        assert len(torch.cat(outputs[slot])) == length
+        torch.testing.assert_close(torch.cat(outputs[slot]).double(), expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(cache.states[slot, :, 0].double(), state, atol=2e-5, rtol=1e-4)
+    others = [slot for slot in range(SLOTS) if slot not in lengths]
+    assert cache.states[others].isnan().all(), "nobody else's state is written"
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_native_rows_are_the_same_to_the_last_bit_however_a_sequence_is_cut(dim: int) -> None:
+    """In one step or in many, alone or beside others, by one thread or two: who is computed again goes on alike."""
+    own, whole, cut, length = space(dim), states(dim), states(dim), CHUNK + 7
+    rows = torch.randn(length, 3 * CHANNELS + 2 * dim)
+    ops = native(threads=2)
+    expected = native(threads=1).mix(rows, own, whole, meta_of([Share(3, 0, length)]))
+    parts, first = [], 0
+    for count in (1, 2, 5, 1, 3, length - 12):
+        shares = [Share(6, 0, 1), Share(4, first, count)]
+        given = torch.cat((torch.randn(1, rows.shape[1]), rows[first : first + count]))
+        parts.append(ops.mix(given, own, cut, meta_of(shares))[1:])
+        first += count
+    assert torch.equal(torch.cat(parts), expected)
+    assert torch.equal(cut.states[4], whole.states[3])
+
+
+def test_the_convolution_before_it_is_a_sum_through_a_silu(ops: StateOps) -> None:
+    """Cut in steps within its width, beside another sequence, and from columns of wider rows."""
+    own, length = space(12).convolution, 21
+    cache = StateCache(torch.full((SLOTS, KERNEL - 1, CHANNELS), torch.nan), torch.empty(SLOTS, CHANNELS, 1, 0))
+    rows, outputs, first = torch.randn(length, CHANNELS), [], 0
+    for count in (1, 1, 2, 1, 7, 1, 1, length - 14):
+        given = torch.cat((torch.randn(1, CHANNELS), rows[first : first + count]))
+        wide = torch.cat((given, torch.randn(len(given), 5)), dim=1)
+        outputs.append(ops.mix(wide[:, :CHANNELS], own, cache, meta_of([Share(6, 0, 1), Share(4, first, count)]))[1:])
+        first += count
+    line = torch.cat((torch.zeros(KERNEL - 1, CHANNELS), rows)).double()
+    seen = torch.stack([(line[token : token + KERNEL] * own.conv_weight).sum(0) for token in range(length)])
+    torch.testing.assert_close(torch.cat(outputs).double(), F.silu(seen + own.conv_bias), atol=1e-5, rtol=1e-5)
+    assert torch.equal(cache.windows[4], rows[1 - KERNEL :])
+    assert cache.windows[0].isnan().all(), "nobody else's window is written"
