@@ -103,12 +103,6 @@ def written(folder: Path, kind: str, **settings: Any) -> Path:
     [
         ("OpenAIGPT", {"vocab_size": 160, "n_embd": 64, "n_layer": 2, "n_head": 4}, "attention interface"),
         (
-            "Jamba",
-            {**SMALL, "num_key_value_heads": 2, "intermediate_size": 96, "num_experts": 2, "use_mamba_kernels": False},
-            "layer_types 'linear_attention' is not supported",
-        ),
-        ("Mamba", {"vocab_size": 160, "hidden_size": 64}, "layer_types 'linear_attention' is not supported"),
-        (
             "Zamba2",
             {**SMALL, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "n_mamba_heads": 4}
             | {"mamba_ngroups": 1, "num_key_value_heads": 4, "intermediate_size": 96},

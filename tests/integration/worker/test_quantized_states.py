@@ -27,6 +27,7 @@ from tests.support.worker.tiny_backend import tiny_backend
 OUTPUT = 4
 PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(60)]
 _MAMBA = {"mamba_n_heads": 8}
+_SELECTIVE = {"time_step_rank": 32, "state_size": 16}
 _DELTA = {"linear_value_head_dim": 32}
 _EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -41,6 +42,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron-h-moe": {"mamba_num_heads": 8, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
     "falcon-h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "head_dim": 16},
     "lfm2": {},
+    "mamba": _SELECTIVE,
+    "falcon-mamba": _SELECTIVE,
+    "jamba": {"mamba_dt_rank": 32, "mamba_d_state": 16},
     "lfm2-moe": {"moe_intermediate_size": 64},
 }
 """So that inputs are whole groups."""
@@ -64,6 +68,9 @@ def quantised_states(path: Path, method: str, family: str, **changes: Any) -> Ti
         ("qwen3.5-moe", "gptq", "torch"),
         *by_lane(["lfm2"], "awq", "native"),
         *by_lane(["lfm2-moe"], "fp8 of blocks", "torch"),
+        *by_lane(["mamba"], "int8", "native"),
+        *by_lane(["falcon-mamba"], "packed", "torch"),
+        *by_lane(["jamba"], "gptq", "native"),
         *by_lane(["falcon-h1"], "packed", "native"),
         *by_lane(["nemotron-h"], "gptq", "native"),
         *by_lane(["nemotron-h-moe"], "nvfp4", "native"),

@@ -134,7 +134,7 @@ def test_more_layers_than_any_model_has_are_refused_at_once(tmp_path: Path, conf
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "architectures ['MambaForCausalLM'] is not supported"),
+        ({"architectures": ["Zamba2ForCausalLM"]}, "architectures ['Zamba2ForCausalLM'] is not supported"),
         ({"architectures": ...}, "missing required field `architectures`"),
         ({"hidden_size": "64"}, "Expected `int`, got `str` - at `$.hidden_size`"),
         ({"hidden_size": 66}, "hidden_size 66"),
