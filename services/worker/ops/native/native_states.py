@@ -75,19 +75,9 @@ def described_mixer(mixer: StateMixer) -> library.NativeStateMixer | None:
 
 
 def _described_channels(mixer: ShortConvolution | SelectiveSpace) -> library.NativeStateMixer | None:
-    selective = isinstance(mixer, SelectiveSpace)
-    if not selective and mixer.gated:
-        return None
-    return library.NativeStateMixer(
-        rule=_SELECTIVE if selective else _CONVOLUTION,
-        heads=mixer.heads,
-        head_dim=1,
-        groups=0,
-        state_dim=mixer.state_dim,
-        kernel=mixer.conv_weight.shape[0],
-        conv_weight=mixer.conv_weight.data_ptr(),
-        conv_bias=mixer.conv_bias.data_ptr(),
-        decay=mixer.decay.data_ptr() if selective else None,
-        skip=mixer.skip.data_ptr() if selective else None,
-        step_bias=mixer.step_bias.data_ptr() if selective else None,
-    )
+    weights = (mixer.conv_weight.data_ptr(), mixer.conv_bias.data_ptr())
+    sizes = (mixer.heads, mixer.head_dim, 0, mixer.state_dim, mixer.conv_weight.shape[0])
+    if isinstance(mixer, ShortConvolution):
+        return None if mixer.gated else library.NativeStateMixer(_CONVOLUTION, *sizes, *weights)
+    rest = (mixer.decay.data_ptr(), mixer.skip.data_ptr(), mixer.step_bias.data_ptr())
+    return library.NativeStateMixer(_SELECTIVE, *sizes, *weights, *rest)
