@@ -33,7 +33,7 @@ with _hidden("aiohttp"):
     import nats.aio.transport
     import nats.errors
     import nats.micro
-    from nats.aio.client import Client
+    from nats.aio.client import Client, Srv
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription as NatsNativeSubscription
     from nats.micro.request import ERROR_CODE_HEADER, ERROR_HEADER, Request
@@ -64,6 +64,14 @@ class PromptClient(Client):
     def __init__(self) -> None:
         super().__init__()
         self.direct = DirectReceivers()
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        """Ends the attempt before: the library forgets a connection on which a busy server does not answer in time, and
+        leaves its socket to the collection of garbage."""
+        transport = self._transport
+        if isinstance(transport, nats.aio.transport.TcpTransport) and transport._io_writer is not None:
+            transport._io_writer.transport.abort()
+        await super()._connect_to_server(s)
 
     async def _read_loop(self) -> None:
         transport = self._transport

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator
 
 import pytest
@@ -101,3 +102,35 @@ async def test_one_that_goes_on_closing_connections_is_given_up_with_its_reason(
     async with server_that_takes_over_users(closes=10**6) as (url, _), asyncio.timeout(60):
         with pytest.raises(BusError, match="authorization failed"):
             await connect(NatsOptions(servers=(url,), connect_timeout=0.3))
+
+
+async def test_attempts_that_are_not_answered_leave_no_connection() -> None:
+    """They were left to the collection of garbage, with a warning of Python's."""
+    silent = asyncio.Semaphore(0)  # connections that got no answer and were closed by the client
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal came
+        came += 1
+        with contextlib.suppress(ConnectionError):
+            if came == 2:
+                assert await reader.read() == b""
+                silent.release()
+            else:
+                writer.write(INFO)
+                while await reader.readline() != b"PING\r\n":
+                    pass
+                writer.write(b"PONG\r\n")
+                await (closing.wait() if came == 1 else reader.read())
+        writer.close()
+
+    came, closing = 0, asyncio.Event()
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    gc.disable()
+    try:
+        async with server, asyncio.timeout(60):
+            bus = await connect(NatsOptions(servers=(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}",)))
+            closing.set()
+            await silent.acquire()
+            await bus.close()
+    finally:
+        gc.enable()
