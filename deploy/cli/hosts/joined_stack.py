@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from deploy.cli.up.assignments import Settings, merged
-from deploy.cli.up.choices import check_gateway, gateway_files
+from deploy.cli.up.choices import check_gateway, gateway_files, log_level
 from deploy.cli.up.counts import cpu_share, standby_engines
 from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.options import placed, service_settings, stack_settings
@@ -19,14 +19,12 @@ from deploy.errors import CommandError
 from deploy.model_choice import DEMO_NAME, model_folder
 from deploy.supervisor.adoption import left_stack
 from deploy.supervisor.cluster.admission import MAX_NODE_NAME
-from deploy.supervisor.cluster.messages import HostMembership
+from deploy.supervisor.cluster.messages import HostMembership, StackMembership
 from deploy.supervisor.core.plan import Counts, LightService
 from deploy.supervisor.servers.arenas import clear_leftovers
 from deploy.supervisor.settings import StackSettings
 from deploy.supervisor.spec import ClusterSpec, FederationSpec, OutsideBus, StackSpec, StoreSpec
-from shared.config import ServiceConfig
 from shared.ids import ModelName
-from shared.settings import settings_of
 
 
 def own_node(text: str | None) -> str:
@@ -65,14 +63,10 @@ def joined_spec(
         check_store_unasked(values, found.model)
     store = _store(host, dealt["kvstore_memory"], run_dir)
     counts = _counts(host, values, stack, light, has_store=store is not None)
-    if not counts.all_engines + counts.kvstore + sum(light.values()):
-        raise CommandError("nothing is to run here: --engines, --prefill, --decode or --kvstore-memory", status=2)
-    if counts.gateway and found.keys_file and values.get("keys_file") is None:
-        raise CommandError("--gateways: the stack's keys are in a file; bring it here and give --keys-file", status=2)
-    if counts.gateway and found.tls and values.get("ssl_certfile") is None:
-        raise CommandError("--gateways: the stack's speak TLS; give --ssl-certfile, and --ssl-keyfile", status=2)
+    _check_part(counts, sum(light.values()), values, found)
     numa_nodes = numa_choice(values, assigned)
     threads = cpu_share(counts, numa_nodes) if counts.all_engines else None
+    own = _own_settings(host, values, threads, store)
     load_format = found.settings.get("worker", {}).get("load_format")
     spec = StackSpec(
         name=name,
@@ -84,24 +78,15 @@ def joined_spec(
         counts=counts,
         pp_layers=found.pp_layers if "pp" not in values else (),
         store=store or StoreSpec(node=host.node),
-        settings=merged(
-            found.settings, service_settings(values), _own_settings(host, values, threads, store), assigned
-        ),
+        settings=merged(found.settings, service_settings(values), own, assigned),
         api_keys=found.api_keys if counts.gateway else (),
         federation=_federation(host, stack) if counts.gateway else None,
         outside_bus=OutsideBus(urls=found.outside_bus) if found.outside_bus else None,
-        cluster=ClusterSpec(
-            node=host.node,
-            address=host.address,
-            route_port=host.route_port,
-            model_port=stack.model_port,
-            routes=found.routes,
-            first=found.first,
-        ),
+        cluster=_cluster(host, stack),
         gpus=gpu_choice(stack, values, assigned),
         numa_nodes=numa_nodes,
         namespace=found.namespace,
-        log_level=values.get("log_level", settings_of(ServiceConfig)["log_level"].default),
+        log_level=log_level(values),
         drain_timeout=found.drain_timeout,
         orphan_timeout=found.orphan_timeout,
         start_timeout=stack.start_timeout,
@@ -109,6 +94,29 @@ def joined_spec(
     if counts.gateway:
         spec = check_gateway(spec)
     return spec
+
+
+def _check_part(counts: Counts, light: int, values: Mapping[str, Any], stack: StackMembership) -> None:
+    """Raises CommandError where nothing would run here, of services without engines `light`, or a gateway without the
+    files that the first host's have."""
+    if not counts.all_engines + counts.kvstore + light:
+        raise CommandError("nothing is to run here: --engines, --prefill, --decode or --kvstore-memory", status=2)
+    if counts.gateway and stack.keys_file and values.get("keys_file") is None:
+        raise CommandError("--gateways: the stack's keys are in a file; bring it here and give --keys-file", status=2)
+    if counts.gateway and stack.tls and values.get("ssl_certfile") is None:
+        raise CommandError("--gateways: the stack's speak TLS; give --ssl-certfile, and --ssl-keyfile", status=2)
+
+
+def _cluster(host: HostMembership, stack: StackSettings) -> ClusterSpec:
+    """This host's place among the others."""
+    return ClusterSpec(
+        node=host.node,
+        address=host.address,
+        route_port=host.route_port,
+        model_port=stack.model_port,
+        routes=host.stack.routes,
+        first=host.stack.first,
+    )
 
 
 def _store(host: HostMembership, memory: str, run_dir: Path) -> StoreSpec | None:

@@ -42,7 +42,7 @@ from deploy.supervisor.core.plan import Counts, all_process_specs, process_specs
 from deploy.supervisor.launch import LaunchContext, secret_settings, service_command
 from deploy.supervisor.servers.arenas import clear_leftovers
 from deploy.supervisor.settings import StackSettings
-from deploy.supervisor.spec import ModelSpec, OutsideBus, RaySpec, StackSpec, StoreSpec
+from deploy.supervisor.spec import ClusterSpec, HostsSpec, ModelSpec, OutsideBus, RaySpec, StackSpec, StoreSpec
 from services.gateway.config import GatewayConfig
 from services.gateway.core.api_keys import KeyFileError
 from services.gateway.http.certificates import CertificateError
@@ -55,6 +55,39 @@ from shared.config import ConfigError, ServiceConfig, load_config, process_envir
 from shared.ids import ModelName
 from shared.plugins.entry_points import PluginError
 from shared.settings import settings_of
+
+
+class _Options(NamedTuple):
+    """What was typed, by whose it is."""
+
+    values: Mapping[str, Any]
+    """All, by their names."""
+    assigned: Settings
+    """What `--set` said, which wins."""
+    stack: StackSettings
+    placed: Mapping[str, Any]
+    """What is neither a service's nor of `stack`, with defaults."""
+    name: str
+    run_dir: Path
+    config: Path | None
+
+    @property
+    def pp(self) -> int:
+        """Stages of an engine."""
+        stages: int = self.placed["pp"]
+        return stages
+
+
+class _StackLayout(NamedTuple):
+    """Where the stack's processes run, and how many there are of everything."""
+
+    counts: Counts
+    store: StoreSpec | None
+    hosts: HostsSpec | None
+    cluster: ClusterSpec | None
+    ray: RaySpec | None
+    is_running: bool
+    """A stack of this run directory is left, to be adopted."""
 
 
 def stack_spec(
@@ -75,68 +108,9 @@ def stack_spec(
     chosen = chosen_models(models)
     values = given(first_of(chosen, typed))
     check_together(chosen, values, own)
-    stack, dealt = stack_settings(values), placed(values)
-    pp, outside_bus = dealt["pp"], dealt["nats_url"]
-    check_outside_bus(outside_bus or (), insecure=stack.insecure)
-    hosts = hosts_choice(
-        stack, outside_bus=bool(outside_bus), ranks=stack.tp * pp, kvstore_memory=dealt["kvstore_memory"]
-    )
-    clear_leftovers(run_dir)
-    left = left_stack(run_dir)
-    cluster = cluster_choice(stack, node_name(dealt["node"]), is_running=left is not None)
-    store = _store(stack, values, dealt, left, has_hosts=hosts is not None)
-    counts = counts_of(
-        stack,
-        pp,
-        has_store=store is not None,
-        data_parallel=dealt["data_parallel_size"],
-        context_parallel=dealt["prefill_context_parallel_size"],
-    )
-    check_hand_overs(values, prefill=stack.prefill, decode=stack.decode, has_store=store is not None)
-    ray = ray_choice(stack, values, assigned, runs_here=cluster is not None or hosts is not None)
-    if ray is not None:
-        counts = replace(counts, kvstore=0, engine_stores=store is not None)
-    check_journal(assigned, counts.all_engines)
-    model = model_folder(dealt["model"], values.get("load_format"), run_dir)
-    if stack.tokenizer is not None:
-        model = folder_with_tokenizer(model, stack.tokenizer, run_dir, is_local=ray is None)
-    dummy, simulated = _without_weights(values, assigned)
-    texts = texts_alone(values, assigned, model)
-    counts = _with_model(counts, stack, model, encodes=not (dummy or simulated or texts))
-    federation = federation_choice(
-        stack, values, model, dummy_weights=dummy, simulated=simulated, is_running=left is not None
-    )
-    numa_nodes = numa_choice(values, assigned) if ray is None else ()
-    threads = cpu_share(counts, numa_nodes) if ray is None else ray.cpus_per_rank
-    found = _found_settings(values, threads, stages=max(stack.stages(pp)), has_store=store is not None)
-    spec = StackSpec(
-        name=name,
-        run_dir=run_dir,
-        model=model,
-        served_model_name=served_name(dealt["model"], dealt["served_model_name"]),
-        host=dealt["host"],
-        port=dealt["port"] if counts.leads else 0,
-        counts=counts,
-        pp_layers=layer_split(values.get("pp_layers"), counts),
-        store=store or StoreSpec(),
-        settings=merged(service_settings(values), found, _of_texts(texts), assigned),
-        api_keys=tuple(dealt["api_key"]),
-        outside_bus=OutsideBus(urls=tuple(outside_bus)) if outside_bus else None,
-        hosts=hosts,
-        cluster=cluster,
-        federation=federation,
-        ray=ray,
-        gpus=gpu_choice(stack, values, assigned) if ray is None else None,
-        numa_nodes=numa_nodes,
-        namespace=dealt["namespace"],
-        config=config.absolute() if config else None,
-        log_level=values.get("log_level", settings_of(ServiceConfig)["log_level"].default),
-        drain_timeout=dealt["drain_timeout"],
-        orphan_timeout=dealt["orphan_timeout"],
-        start_timeout=stack.start_timeout,
-        start_method=stack.start_method,
-    )
-    if counts.leads:
+    options = _Options(values, assigned, stack_settings(values), placed(values), name, run_dir, config)
+    spec = _described(options, _layout(options))
+    if spec.counts.leads:
         spec = check_gateway(spec)
     if len(chosen) > 1:
         spec = _of_several(spec, chosen, values, assigned, own)
@@ -144,18 +118,93 @@ def stack_spec(
     return without_unused_store(spec, values)
 
 
-def _store(
-    stack: StackSettings,
-    values: Mapping[str, Any],
-    dealt: Mapping[str, Any],
-    left: LeftStack | None,
-    *,
-    has_hosts: bool,
-) -> StoreSpec | None:
+def _layout(options: _Options) -> _StackLayout:
+    """Raises CommandError for what cannot run so. Removes what a killed supervisor left in shared memory."""
+    values, stack, dealt = options.values, options.stack, options.placed
+    outside_bus = dealt["nats_url"]
+    check_outside_bus(outside_bus or (), insecure=stack.insecure)
+    ranks = stack.tp * options.pp
+    hosts = hosts_choice(stack, outside_bus=bool(outside_bus), ranks=ranks, kvstore_memory=dealt["kvstore_memory"])
+    clear_leftovers(options.run_dir)
+    left = left_stack(options.run_dir)
+    cluster = cluster_choice(stack, node_name(dealt["node"]), is_running=left is not None)
+    store = _store(options, left, has_hosts=hosts is not None)
+    counts = counts_of(
+        stack,
+        options.pp,
+        has_store=store is not None,
+        data_parallel=dealt["data_parallel_size"],
+        context_parallel=dealt["prefill_context_parallel_size"],
+    )
+    check_hand_overs(values, prefill=stack.prefill, decode=stack.decode, has_store=store is not None)
+    ray = ray_choice(stack, values, options.assigned, runs_here=cluster is not None or hosts is not None)
+    if ray is not None:
+        counts = replace(counts, kvstore=0, engine_stores=store is not None)
+    check_journal(options.assigned, counts.all_engines)
+    return _StackLayout(counts, store, hosts, cluster, ray, is_running=left is not None)
+
+
+def _described(options: _Options, layout: _StackLayout) -> StackSpec:
+    """The stack of one model. Raises CommandError for a model that cannot be served so."""
+    values, stack, dealt, ray = options.values, options.stack, options.placed, layout.ray
+    model = _model(options, is_local=ray is None)
+    without = _without_weights(values, options.assigned)
+    texts = texts_alone(values, options.assigned, model)
+    counts = _with_model(layout.counts, stack, model, encodes=not (any(without) or texts))
+    federation = federation_choice(
+        stack, values, model, dummy_weights=without.dummy, simulated=without.simulated, is_running=layout.is_running
+    )
+    numa_nodes = numa_choice(values, options.assigned) if ray is None else ()
+    threads = cpu_share(counts, numa_nodes) if ray is None else ray.cpus_per_rank
+    found = _found_settings(values, threads, stages=max(stack.stages(options.pp)), has_store=layout.store is not None)
+    return StackSpec(
+        name=options.name,
+        run_dir=options.run_dir,
+        model=model,
+        served_model_name=served_name(dealt["model"], dealt["served_model_name"]),
+        host=dealt["host"],
+        port=dealt["port"] if counts.leads else 0,
+        counts=counts,
+        pp_layers=layer_split(values.get("pp_layers"), counts),
+        store=layout.store or StoreSpec(),
+        settings=merged(service_settings(values), found, _of_texts(texts), options.assigned),
+        api_keys=tuple(dealt["api_key"]),
+        outside_bus=OutsideBus(urls=tuple(dealt["nats_url"])) if dealt["nats_url"] else None,
+        hosts=layout.hosts,
+        cluster=layout.cluster,
+        federation=federation,
+        ray=ray,
+        gpus=gpu_choice(stack, values, options.assigned) if ray is None else None,
+        numa_nodes=numa_nodes,
+        namespace=dealt["namespace"],
+        config=options.config.absolute() if options.config else None,
+        log_level=log_level(values),
+        drain_timeout=dealt["drain_timeout"],
+        orphan_timeout=dealt["orphan_timeout"],
+        start_timeout=stack.start_timeout,
+        start_method=stack.start_method,
+    )
+
+
+def log_level(values: Mapping[str, Any]) -> str:
+    """Of all processes."""
+    level: str = values.get("log_level", settings_of(ServiceConfig)["log_level"].default)
+    return level
+
+
+def _model(options: _Options, *, is_local: bool) -> Path:
+    """The model's folder, with the tokenizer that is asked for. Raises CommandError."""
+    model = model_folder(options.placed["model"], options.values.get("load_format"), options.run_dir)
+    tokenizer = options.stack.tokenizer
+    return model if tokenizer is None else folder_with_tokenizer(model, tokenizer, options.run_dir, is_local=is_local)
+
+
+def _store(options: _Options, left: LeftStack | None, *, has_hosts: bool) -> StoreSpec | None:
     """None: no store, as for engines over several hosts or with a connector. Raises CommandError."""
+    stack, dealt = options.stack, options.placed
     memory = dealt["kvstore_memory"]
     return store_choice(
-        memory="0" if has_hosts or with_connector(values, memory) else memory,
+        memory="0" if has_hosts or with_connector(options.values, memory) else memory,
         left=left,
         node=dealt["node"],
         redis=stack.redis,
@@ -251,12 +300,12 @@ def _model_spec(
     drafted = {} if drafts is None else {"worker": {"speculative": drafts}}
     model = model_folder(chosen.source, values.get("load_format"), run_dir)
     settings = merged(assigned, parsed_settings(assignments))
-    dummy, simulated = _without_weights(values, settings)
+    without = _without_weights(values, settings)
     texts = texts_alone(values, settings, model)
     return ModelSpec(
         name=chosen.name,
         model=model,
-        counts=_with_model(counts, stack, model, encodes=not (dummy or simulated or texts)),
+        counts=_with_model(counts, stack, model, encodes=not (any(without) or texts)),
         pp_layers=layer_split(values.get("pp_layers"), counts),
         settings=merged(service_settings(values), drafted, _of_texts(texts), settings),
     )
