@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.rows import Int32s
 from services.worker.batch.sequences import SequenceTable
 from services.worker.batch.staging import encoded_inputs, staging_for, state_rows
-from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
+from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.distributed.lockstep import LockstepMember
 from services.worker.executor.drafting import FORGETS_AFTER, RankDrafting
 from services.worker.guided.guided_sequences import GuidedSequences
@@ -60,87 +60,97 @@ class RanksApart(Exception):
     ones, so they start anew. The text says how many steps each has computed at the least and at the most."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankComponents:
+    """What a rank is made of, whatever memory it has."""
+
+    card: ModelCard
+    """With the longest sequences that are asked for; what fits may be shorter."""
+    platform: Platform
+    decoder: CausalLm
+    digest: str
+    """Tells this model's keys and values from those of any other."""
+    max_num_seqs: int
+    communicator: Communicator
+    pipeline: Pipeline
+    grammars: GrammarLibrary | None = None
+    """Given to the rank that samples."""
+    drafting: DraftSettings = NO_DRAFTS
+    expert_load: ExpertLoad | None = None
+    """Where steps count picks; see `Backend.expert_load`."""
+    processors: RequestProcessors | None = None
+    """What plug-ins change logits by; None on ranks that do not sample."""
+    classifier: PooledHead | None = None
+    """See `LoadedModel.classifier`."""
+    loras: LoraSlots | None = None
+    """The adapters that are served."""
+    groups: tuple[KvCacheGroup, ...] = ()
+    """Of layers, as the decoder uses them; empty: all layers have one block table."""
+
+
+class RankMemory(NamedTuple):
+    """What a rank has memory for."""
+
+    num_blocks: int
+    """KV blocks of sequences."""
+    state_checkpoints: int = 0
+    """Where the model has states."""
+
+
 class RankState:
     """Owns a rank's share of the model, its KV memory, and its sequences with their grammars. Used from the compute
     thread."""
 
     def __init__(
         self,
+        parts: RankComponents,
+        memory: RankMemory,
         *,
-        card: ModelCard,
-        platform: Platform,
-        decoder: CausalLm,
-        num_blocks: int,
-        max_num_seqs: int,
-        communicator: Communicator,
-        digest: str,
-        pipeline: Pipeline | None = None,
-        grammars: GrammarLibrary | None = None,
         proposer: Proposer | None = None,
-        drafting: DraftSettings = NO_DRAFTS,
         replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None = None,
-        classifier: PooledHead | None = None,
-        loras: LoraSlots | None = None,
-        groups: tuple[KvCacheGroup, ...] = (),
-        processors: RequestProcessors | None = None,
-        expert_load: ExpertLoad | None = None,
-        state_checkpoints: int = 0,
     ) -> None:
-        """`digest` tells this model's keys and values from those of any other. `grammars`, `processors`: given to the
-        rank that samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none. `replaying`:
-        captures what can be replayed of the decoder's forward pass on these caches. `classifier`: see
-        `LoadedModel.classifier`. `loras`: the adapters that are served. `groups`: of layers, as the decoder uses
-        them. `expert_load`: where steps count picks. `state_checkpoints`: places for them, where the model has
-        states."""
-        self.card = card
-        self.platform = platform
-        self.device = platform.device
-        self.decoder = decoder
-        self.num_blocks = num_blocks
-        self.max_num_seqs = max_num_seqs
-        self.communicator = communicator
-        self.pipeline = pipeline or SingleStage()
+        """`proposer`: that of rank 0 of each stage drafts for the others, which need none. `replaying`: captures what
+        can be replayed of the decoder's forward pass on these caches."""
+        self.card = parts.card
+        self.platform = parts.platform
+        self.device = parts.platform.device
+        self.decoder = parts.decoder
+        self.num_blocks = memory.num_blocks
+        self.max_num_seqs = parts.max_num_seqs
+        self.communicator = parts.communicator
+        self.pipeline = parts.pipeline
         self.draws = self.pipeline.stage + 1 == self.pipeline.stages
         """Or is of a stage before the last, which is sent later what was drawn."""
-        self.grammars = grammars
+        self.grammars = parts.grammars
         self.staging = staging_for(self.device)
-        branches = 0 if drafting.tree is None else drafting.tree.branch_blocks(max_num_seqs)
-        self.caches: KvCaches = decoder.allocate_kv(num_blocks + branches, max_num_seqs)
+        tree = parts.drafting.tree
+        branches = 0 if tree is None else tree.branch_blocks(self.max_num_seqs)
+        self.caches: KvCaches = self.decoder.allocate_kv(self.num_blocks + branches, self.max_num_seqs)
         """Read and written by steps and copies only, and by measurements without sequences."""
-        pages = decoder.checkpoint_pages
-        self.states = None if pages is None else SequenceStates(self.caches, state_checkpoints, pages.checkpoint_bytes)
+        self.states = self._allocated_states(memory.state_checkpoints)
         """None where no layer has any."""
         self._drafted_states: DraftedStates | None = None
         """Of the step that was computed last, if it had drafts."""
-        kept = None if self.states is None else RankCheckpoints(num_blocks, self.states.kept)
-        self.kv: RankKvCache | None = decoder.share_kv(self.caches, digest, kept)
+        kept = None if self.states is None else RankCheckpoints(self.num_blocks, self.states.kept)
+        self.kv: RankKvCache | None = self.decoder.share_kv(self.caches, parts.digest, kept)
+        pages = self.decoder.checkpoint_pages
         self.state_records = None if pages is None or self.kv is None else pages.records
-        self._dtype: torch.dtype = getattr(torch, card.dtype)
+        self._dtype: torch.dtype = getattr(torch, self.card.dtype)
         self.steps = 0
         """Plans of this epoch that were prepared; runners count them."""
         self._forward = self._eager_or(replaying)
-        self.sequences = SequenceTable(
-            max_sequences=max_num_seqs,
-            max_model_len=card.max_model_len,
-            num_blocks=num_blocks,
-            vocab_size=card.vocab_size,
-            block_size=card.block_size,
-            classifier=classifier,
-            groups=groups,
-            branches=BranchBlocks(num_blocks, branches),
-        )
-        self.loras = loras
-        if loras is not None:
-            self.sequences.lora_numbers = loras.numbers
-        self.groups = groups
-        self.expert_load = expert_load
-        self.processors = processors
-        """What plug-ins change logits by; None on ranks that have none."""
-        self.guided = None if grammars is None else GuidedSequences(grammars)
+        self.sequences = _sequence_table(parts, BranchBlocks(self.num_blocks, branches), self.num_blocks)
+        self.loras, self.groups = parts.loras, parts.groups
+        self.expert_load, self.processors = parts.expert_load, parts.processors
+        self.guided = None if self.grammars is None else GuidedSequences(self.grammars)
         self.drafting = RankDrafting(
-            *(drafting, proposer, self.sequences, self.guided, communicator, self.pipeline, self.device),
+            *(parts.drafting, proposer, self.sequences, self.guided, self.communicator, self.pipeline, self.device),
             rolls_back=self.states is None or self.device.type == "cpu",
         )
+
+    def _allocated_states(self, checkpoints: int) -> SequenceStates | None:
+        pages = self.decoder.checkpoint_pages
+        return None if pages is None else SequenceStates(self.caches, checkpoints, pages.checkpoint_bytes)
 
     @torch.inference_mode()
     def _eager_or(self, replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None) -> ForwardPass:
@@ -342,6 +352,23 @@ def masked(guided: GuidedSequences, choices: SamplingBatch | None) -> SamplingBa
     if choices is None or (mask := guided.masks()) is None:
         return choices
     return choices.masked(mask)
+
+
+def _sequence_table(parts: RankComponents, branches: BranchBlocks, num_blocks: int) -> SequenceTable:
+    card = parts.card
+    table = SequenceTable(
+        max_sequences=parts.max_num_seqs,
+        max_model_len=card.max_model_len,
+        num_blocks=num_blocks,
+        vocab_size=card.vocab_size,
+        block_size=card.block_size,
+        classifier=parts.classifier,
+        groups=parts.groups,
+        branches=branches,
+    )
+    if parts.loras is not None:
+        table.lora_numbers = parts.loras.numbers
+    return table
 
 
 class SplitLogits(NamedTuple):

@@ -2,57 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from services.worker.batch.pooled_rows import PooledHead
-from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.executor.device_runner import DeviceRunner
 from services.worker.executor.host_runner import HostRunner
-from services.worker.executor.runner import RankState
+from services.worker.executor.runner import RankComponents, RankMemory, RankState
 from services.worker.executor.token_table import table_bytes
 from services.worker.graphs.replayed_decodes import Replaying
-from services.worker.guided.library import GrammarLibrary
-from services.worker.models.expert_parallel.expert_load import ExpertLoad
-from services.worker.models.loaded_model import CausalLm
-from services.worker.models.lora.slots import LoraSlots
-from services.worker.platforms.interface import Platform
-from services.worker.sampling.plugins.request_processors import RequestProcessors
 from services.worker.speculation.drafter import Drafter, ReplaysDecodes
-from services.worker.speculation.proposer import DraftSettings, Proposer
-from shared.kv_groups import KvCacheGroup
-from shared.messages.model_card import ModelCard
+from services.worker.speculation.proposer import Proposer
 
 Runner = HostRunner | DeviceRunner
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerParts:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerParts(RankComponents):
     """What runners of one rank are made of."""
 
-    card: ModelCard
-    """With the longest sequences that are asked for; what fits may be shorter."""
-    platform: Platform
-    decoder: CausalLm
-    digest: str
-    max_num_seqs: int
-    communicator: Communicator
-    pipeline: Pipeline
-    grammars: GrammarLibrary | None
-    drafter: Drafter | None
-    drafting: DraftSettings
-    expert_load: ExpertLoad | None = None
-    """See `Backend.expert_load`."""
-    processors: RequestProcessors | None = None
-    """See `RankState`."""
+    drafter: Drafter | None = None
     processed: bool = False
     """Whether the engine has logits processors, on one of its ranks."""
-    classifier: PooledHead | None = None
-    """See `LoadedModel.classifier`."""
-    loras: LoraSlots | None = None
-    groups: tuple[KvCacheGroup, ...] = ()
-    """Of layers, as the decoder uses them; empty: all layers have one block table."""
 
     @property
     def kv_block_bytes(self) -> int:
@@ -70,26 +42,9 @@ class RunnerParts:
     ) -> Runner:
         """With memory of its own for so many blocks; what is `replaying` captures the model's decodes, and those of a
         model that drafts."""
-        rank = RankState(
-            card=replace(self.card, max_model_len=max_model_len),
-            platform=self.platform,
-            decoder=self.decoder,
-            num_blocks=num_blocks,
-            max_num_seqs=self.max_num_seqs,
-            communicator=self.communicator,
-            digest=self.digest,
-            pipeline=self.pipeline,
-            grammars=self.grammars,
-            proposer=self._proposer(num_blocks, replaying_drafts),
-            drafting=self.drafting,
-            replaying=replaying,
-            classifier=self.classifier,
-            loras=self.loras,
-            groups=self.groups,
-            processors=self.processors,
-            expert_load=self.expert_load,
-            state_checkpoints=state_checkpoints,
-        )
+        parts = dataclasses.replace(self, card=replace(self.card, max_model_len=max_model_len))
+        proposer = self._proposer(num_blocks, replaying_drafts)
+        rank = RankState(parts, RankMemory(num_blocks, state_checkpoints), proposer=proposer, replaying=replaying)
         return DeviceRunner(rank) if self.launches else HostRunner(rank)
 
     def _proposer(self, num_blocks: int, replaying: Replaying | None) -> Proposer | None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from services.worker.distributed.communicator import SingleRank
+from services.worker.distributed.communicator import SingleRank, SingleStage
 from services.worker.executor.device_runner import DeviceRunner
 from services.worker.executor.host_runner import HostRunner
-from services.worker.executor.runner import RankState
+from services.worker.executor.runner import RankComponents, RankMemory, RankState
 from services.worker.graphs.capture import Capture
 from services.worker.graphs.choice import DecodeGraphs
 from services.worker.models.loaded_model import DtypeChoice, LoadedModel, LoadSettings, QuantizationChoice
@@ -52,18 +52,21 @@ def tiny_runner(
     )
     platform = loaded.settings.platform
     graphs = DecodeGraphs(loaded.decoder, platform, (max_num_seqs,), loaded.max_model_len, features=False)
-    rank = RankState(
+    parts = RankComponents(
         card=loaded.card(ModelName("tiny")),
         platform=platform,
         decoder=loaded.decoder,
-        num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         communicator=SingleRank(),
+        pipeline=SingleStage(),
         digest=loaded.digest,
-        proposer=None if drafted_by is None else _drafts(loaded, drafted_by, num_blocks, max_num_seqs, capture),
         drafting=NO_DRAFTS if drafted_by is None else DraftSettings(2, False),
+    )
+    rank = RankState(
+        parts,
+        RankMemory(num_blocks, state_checkpoints),
+        proposer=None if drafted_by is None else _drafts(loaded, drafted_by, num_blocks, max_num_seqs, capture),
         replaying=None if capture is None else graphs.replaying(capture),
-        state_checkpoints=state_checkpoints,
     )
     return DeviceRunner(rank) if launching else HostRunner(rank)
 
