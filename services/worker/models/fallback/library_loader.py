@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
@@ -12,7 +13,7 @@ from services.worker.models.checkpoint import (
     open_checkpoint,
     stored_bytes,
 )
-from services.worker.models.config import ModelError
+from services.worker.models.config import Dtype, ModelError
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.expert_parallel.engine_experts import check_experts, check_library_experts
 from services.worker.models.loaded_model import (
@@ -31,24 +32,21 @@ from services.worker.models.loaded_model import (
 )
 from services.worker.models.pooling.classification import ClassifierHead, label_head, token_ids
 from services.worker.models.pooling.sentence_transformers import read_projections
+from services.worker.models.quantization.method import QuantizationMethod
 from services.worker.models.sharding import PipelineStage, stage_of
 from shared.models.encoder_models import encoder_type
 from shared.telemetry.startup import STARTUP
+
+if TYPE_CHECKING:
+    from services.worker.models.fallback.library_model import LibraryModel
 
 
 def load_library_model(settings: LoadSettings) -> LoadedModel:
     """Of an architecture that `transformers` computes."""
     # Seconds of imports, which nobody else should pay for.
-    from services.worker.models.fallback.library_model import LibraryModel
+    from services.worker.models.fallback.library_model import LibraryModel, RankShare
 
-    if settings.on_layer is not None:
-        raise ModelError("a layer-wise KV connector is not told of the layers of a model that transformers computes")
-    for name, asked in (
-        ("enable_sp", settings.shared_rows),
-        ("prefill_context_parallel_size", settings.context_rows),
-    ):
-        if asked:
-            raise ModelError(f"{name}: only for architectures that Baton computes itself, not transformers")
+    _check_alone(settings)
     if encoder_type(settings.folder) is not None:
         return _library_encoder(settings)
     method = quantization_of(settings)
@@ -63,24 +61,18 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
     dtype = dtype_of(settings.dtype, config)
     length = model_len(config, settings.max_model_len)
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
-    if codes is None:
-        stage_bytes = library.stage_parameters(stage) * TORCH_DTYPES[dtype].itemsize
-    else:
-        whole = stored_bytes(settings.folder, config.num_layers) * codes.growth
-        stage_bytes = whole * stage.num_layers // config.num_layers
-    check_weights_fit(stage_bytes, dtype, 1, settings.platform.memory().free)
+    check_weights_fit(_stage_bytes(library, settings, stage, dtype, codes), dtype, 1, settings.platform.memory().free)
     digest = digest_of(settings, config)
-    ops = create_ops(settings, TORCH_DTYPES[dtype])
+    share = RankShare(
+        *(create_ops(settings, TORCH_DTYPES[dtype]), TORCH_DTYPES[dtype], settings.device, length),
+        *(settings.communicator, stage, settings.pipeline),
+        quantization=code_of(settings),
+        whole_experts=settings.experts.parallel,
+        group=settings.group,
+        all2all=settings.experts.all2all,
+    )
     with STARTUP.stage("weights"):
-        decoder = library.decoder(
-            *(ops, TORCH_DTYPES[dtype], settings.device, length, settings.communicator, stage, settings.pipeline),
-            dummy=settings.load_format == "dummy",
-            quantization=code_of(settings),
-            whole_experts=settings.experts.parallel,
-            group=settings.group,
-            all2all=settings.experts.all2all,
-            judged_by=judged_by,
-        )
+        decoder = library.decoder(share, dummy=settings.load_format == "dummy", judged_by=judged_by)
     if pooling is not None and not decoder.has_features:
         raise ModelError(f"{settings.folder}: pooling_type: {config.architecture} does not show its hidden states")
     classifier: ClassifierHead | None = decoder.token_head
@@ -101,6 +93,28 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         classifier=classifier,
         generates=pooling is None or not pooling.labels or bool(judged_by),
     )
+
+
+def _check_alone(settings: LoadSettings) -> None:
+    """Raises ModelError for what only architectures have that Baton computes itself."""
+    if settings.on_layer is not None:
+        raise ModelError("a layer-wise KV connector is not told of the layers of a model that transformers computes")
+    for name, asked in (
+        ("enable_sp", settings.shared_rows),
+        ("prefill_context_parallel_size", settings.context_rows),
+    ):
+        if asked:
+            raise ModelError(f"{name}: only for architectures that Baton computes itself, not transformers")
+
+
+def _stage_bytes(
+    library: LibraryModel, settings: LoadSettings, stage: PipelineStage, dtype: Dtype, codes: QuantizationMethod | None
+) -> int:
+    """What the weights of a stage take as they are read. Raises ModelError where the model cannot be split so."""
+    if codes is None:
+        return library.stage_parameters(stage) * TORCH_DTYPES[dtype].itemsize
+    layers = library.config.num_layers
+    return stored_bytes(settings.folder, layers) * codes.growth * stage.num_layers // layers
 
 
 def _library_encoder(settings: LoadSettings) -> LoadedModel:

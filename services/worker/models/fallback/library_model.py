@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Container
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -44,6 +44,45 @@ from shared.models.library_builds import BUILDING
 _log = logging.getLogger(__name__)
 
 
+class RankShare(NamedTuple):
+    """What of a model one rank computes, and with what."""
+
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    communicator: Communicator
+    stage: PipelineStage
+    pipeline: Pipeline
+    quantization: Scheme | None = None
+    """What linear layers are rounded to, the head to int8."""
+    whole_experts: bool = False
+    """Each rank of the stage, or of the `group`, has some experts."""
+    group: RankGroup | None = None
+    all2all: All2AllBackend = "auto"
+    """How rows travel in a group."""
+
+
+class _SplitExperts(NamedTuple):
+    """The mixtures of a model whose ranks have some experts each."""
+
+    mixtures: list[WholeExperts]
+    group: tuple[RankGroup, GroupMeeting] | None
+    """Who meets: the engines of a group; None: the ranks of a stage."""
+
+    @classmethod
+    def of(cls, model: nn.Module, share: RankShare) -> _SplitExperts:
+        """Leaves `model` this rank's experts; without `whole_experts`, all of them. Raises ModelError."""
+        group, communicator = share.group, share.communicator
+        meeting = StageMeeting(communicator) if group is None else GroupMeeting(group.row_exchange(share.all2all))
+        mixtures: list[WholeExperts] = []
+        if share.whole_experts:
+            number = communicator.rank if group is None else group.place.in_group
+            ranks = communicator.world_size if group is None else group.place.group_size
+            mixtures = keep_whole_experts(model, number, ranks, meeting, grouped=group is not None)
+        return cls(mixtures, (group, meeting) if group is not None and isinstance(meeting, GroupMeeting) else None)
+
+
 class LibraryModel:
     """A model in a directory, that `transformers` knows."""
 
@@ -67,70 +106,54 @@ class LibraryModel:
         return sum(parameter.numel() for parameter in model.parameters())
 
     @torch.inference_mode()
-    def decoder(
-        self,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_model_len: int,
-        communicator: Communicator,
-        stage: PipelineStage,
-        pipeline: Pipeline,
-        *,
-        dummy: bool,
-        quantization: Scheme | None = None,
-        whole_experts: bool = False,
-        group: RankGroup | None = None,
-        all2all: All2AllBackend = "auto",
-        judged_by: tuple[int, ...] = (),
-    ) -> LibraryDecoder:
-        """With this rank's share of the directory's weights, or of random ones where `dummy`. The whole of `stage` is
-        read into main memory before, of random ones the whole model; `quantization` is what linear layers are rounded
-        to, the head to int8. `whole_experts`: each rank of the stage, or of the `group`, has some experts; `all2all`:
-        how rows travel in a group. `judged_by`: tokens whose logits judge what is read, for `token_head`. Raises
-        ModelError for a broken checkpoint, and where its layers are not of a kind that can be served, or not by so many
-        ranks."""
-        if dummy:
-            model = _dummy_model(self._own, dtype, trust_remote_code=self._trusts)
-            passing = PassOfStage() if stage.count == 1 else strip_to_stage(model, stage)
-        else:
-            with open_checkpoint(self._folder, dtype) as files:  # cut files are found before memory is taken
-                kind = self._class if stage.count == 1 else class_of_stage(self._class, stage)
-                if self._method is not None:
-                    model = self._read_codes(kind, QuantizedCheckpoint(files, self._method, dtype))
-                else:
-                    _check_blocks(self._folder, set(files.names))
-                    if not has_mxfp4(self._own):
-                        check_matrices(files)
-                    model = _read_model(kind, self._folder, self._own, dtype)
-            passing = _stage_of(model)
+    def decoder(self, share: RankShare, *, dummy: bool, judged_by: tuple[int, ...] = ()) -> LibraryDecoder:
+        """With this rank's share of the directory's weights, or of random ones where `dummy`. The whole stage is read
+        into main memory before, of random ones the whole model. `judged_by`: tokens whose logits judge what is read,
+        for `token_head`. Raises ModelError for a broken checkpoint, and where its layers are not of a kind that can be
+        served, or not by so many ranks."""
+        stage, communicator, device = share.stage, share.communicator, share.device
+        model, passing = self._whole_stage(stage, share.dtype, dummy=dummy)
         adapt(model, self._own)
         rows = _head_rows(model, judged_by) if judged_by and stage.is_last else None
-        meeting = StageMeeting(communicator) if group is None else GroupMeeting(group.row_exchange(all2all))
-        mixtures: list[WholeExperts] = []
-        if whole_experts:
-            number = communicator.rank if group is None else group.place.in_group
-            ranks = communicator.world_size if group is None else group.place.group_size
-            mixtures = keep_whole_experts(model, number, ranks, meeting, grouped=group is not None)
-        split_heads = communicator.world_size > 1 and shard_model(model, communicator, quantization)
+        experts = _SplitExperts.of(model, share)
+        split_heads = communicator.world_size > 1 and shard_model(model, communicator, share.quantization)
         model = model.to(device)
         own: Any = model
-        pack_products(model, ops, quantization, own.get_output_embeddings())
+        pack_products(model, share.ops, share.quantization, own.get_output_embeddings())
         place = HeadPlace(communicator.rank, communicator.world_size, split_heads)
-        kind_of_decoder: Callable[..., LibraryDecoder] = LibraryDecoder
-        if hears(self._own) or reads_text(self._own):
-            kind_of_decoder = LibraryEncoderDecoder
-            prepare_decoder(model)
-        if isinstance(meeting, GroupMeeting) and group is not None:
-            kind_of_decoder = partial(GroupLibraryDecoder, group, meeting, mixtures)
-        made = kind_of_decoder(
-            *(model, ops, self.config.hidden_size, max_model_len, device, place),
-            *(StagePlace(stage, pipeline, passing), communicator),
+        made = self._kind_of_decoder(model, experts)(
+            *(model, share.ops, self.config.hidden_size, share.max_model_len, device, place),
+            *(StagePlace(stage, share.pipeline, passing), communicator),
         )
         check_cached_passes(made, self.config.vocab_size, device)
         if rows is not None and made.has_features:
             made.judge_by(*rows)
         return made
+
+    def _whole_stage(self, stage: PipelineStage, dtype: torch.dtype, *, dummy: bool) -> tuple[nn.Module, PassOfStage]:
+        """The layers of `stage`, of all ranks, in main memory. Raises ModelError for a broken checkpoint."""
+        if dummy:
+            model = _dummy_model(self._own, dtype, trust_remote_code=self._trusts)
+            return model, PassOfStage() if stage.count == 1 else strip_to_stage(model, stage)
+        with open_checkpoint(self._folder, dtype) as files:  # cut files are found before memory is taken
+            kind = self._class if stage.count == 1 else class_of_stage(self._class, stage)
+            if self._method is not None:
+                model = self._read_codes(kind, QuantizedCheckpoint(files, self._method, dtype))
+            else:
+                _check_blocks(self._folder, set(files.names))
+                if not has_mxfp4(self._own):
+                    check_matrices(files)
+                model = _read_model(kind, self._folder, self._own, dtype)
+        return model, _stage_of(model)
+
+    def _kind_of_decoder(self, model: nn.Module, experts: _SplitExperts) -> Callable[..., LibraryDecoder]:
+        """Prepares the model where it has an encoder."""
+        beside_encoder = hears(self._own) or reads_text(self._own)
+        if beside_encoder:
+            prepare_decoder(model)
+        if experts.group is not None:
+            return partial(GroupLibraryDecoder, *experts.group, experts.mixtures)
+        return LibraryEncoderDecoder if beside_encoder else LibraryDecoder
 
     def _read_codes(self, kind: type[PreTrainedModel], checkpoint: QuantizedCheckpoint) -> nn.Module:
         """As `_read_model`, of linear layers the codes that the checkpoint has."""
