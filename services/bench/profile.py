@@ -27,12 +27,11 @@ from services.bench.datasets.writers import PromptWriter, TokenWriter, seen_voca
 from services.bench.errors import BenchError
 from services.bench.options import checked, natural, output_group, output_options, parse, positive
 from services.bench.report import Report, Table, machine_line
-from services.bench.stack_bus import bus_arguments, stack_bus
+from services.bench.stack_bus import StackProcesses, bus_arguments, stack_bus
 from services.bench.statistics import RequestOutcome
-from shared import topics
 from shared.bus import Bus
 from shared.ids import EngineId, InstanceId
-from shared.messages.lifecycle import EngineReport, LatencySums, Lifecycle, LifecycleRequest, WorkerReport
+from shared.messages.lifecycle import EngineReport, LatencySums, Lifecycle, WorkerReport
 from shared.models.profile_file import DecodePoint, MeasuredEngine, PrefillPoint, ProfileFile
 
 KNOWN_AFTER = 2.5
@@ -220,32 +219,22 @@ def serving_engine(lives: Sequence[Lifecycle]) -> EngineView:
 
 
 class EngineProfiler:
-    """Owns what was heard of the stack, and the prompts that were made."""
+    """Owns the prompts that were made for the engine, and what was heard of the stack."""
 
     def __init__(self, bus: Bus, api: Api, writer: PromptWriter, random: Random) -> None:
         self._bus, self._api, self._writer, self._random = bus, api, writer, random
-        self._heard: dict[InstanceId, Lifecycle] = {}
-        self._news = asyncio.Event()
+        self._processes = StackProcesses(bus)
         self._chosen: InstanceId | None = None
         self._prompts: dict[int, list[Any]] = {}
         """Of the decode measurements, by length: the same ones again and again, so that a prefix cache holds them."""
 
     async def listen(self) -> None:
         """Returns once every process has said something."""
-        await self._bus.subscribe(topics.lifecycles(), self._hear)
-        await self._bus.publish(topics.lifecycle_requests(), LifecycleRequest())
-        await asyncio.sleep(KNOWN_AFTER)
-
-    async def _hear(self, life: Lifecycle) -> None:
-        if life.phase in ("stopped", "failed"):
-            self._heard.pop(life.instance, None)
-        else:
-            self._heard[life.instance] = life
-        self._news.set()
+        await self._processes.listen(KNOWN_AFTER)
 
     def engine(self) -> EngineView:
         """The one to measure. Raises BenchError as `serving_engine`."""
-        view = serving_engine(list(self._heard.values()))
+        view = serving_engine(list(self._processes.lives.values()))
         self._chosen = view.instance
         return view
 
@@ -303,19 +292,19 @@ class EngineProfiler:
     async def _sums(self, first_tokens: int) -> LatencySums:
         """The engine's, once it has counted so many first tokens. Raises BenchError."""
         for _ in range(ceil(REPORT_TIMEOUT / ASK_EVERY)):
-            self._news.clear()
-            await self._bus.publish(topics.lifecycle_requests(), LifecycleRequest())
+            self._processes.news.clear()
+            await self._processes.ask()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ASK_EVERY):
                     while True:
-                        await self._news.wait()
-                        self._news.clear()
+                        await self._processes.news.wait()
+                        self._processes.news.clear()
                         if (sums := self._reported()).first_tokens >= first_tokens:
                             return sums
         raise BenchError(f"{self._chosen} does not report what it has answered; is --nats-url this stack's?")
 
     def _reported(self) -> LatencySums:
-        life = None if self._chosen is None else self._heard.get(self._chosen)
+        life = None if self._chosen is None else self._processes.lives.get(self._chosen)
         if life is None or life.engine is None:
             raise BenchError(f"{self._chosen} is gone")
         return life.engine.latency or LatencySums()

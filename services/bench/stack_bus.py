@@ -1,16 +1,21 @@
-"""The bus of the stack under test: the flags that say where it is, and a connection as an operator."""
+"""The bus of the stack under test: the flags that say where it is, a connection as an operator, and what the stack's
+processes say of themselves."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from services.bench.errors import BenchError
+from shared import topics
 from shared.bus import Bus, BusError
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.config import process_environment
+from shared.ids import InstanceId
+from shared.messages.lifecycle import Lifecycle, LifecycleRequest
 
 PASSWORD_VARIABLE = "BATON_BENCH_NATS_PASSWORD"
 
@@ -42,3 +47,30 @@ async def stack_bus(options: argparse.Namespace) -> AsyncIterator[Bus]:
         yield bus
     finally:
         await bus.close()
+
+
+class StackProcesses:
+    """Owns the last lifecycle of each process of the stack that runs."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.lives: dict[InstanceId, Lifecycle] = {}
+        self.news = asyncio.Event()
+        """Set by each lifecycle; who waits clears it."""
+
+    async def listen(self, seconds: float) -> None:
+        """Returns after so many, in which every process has said something."""
+        await self._bus.subscribe(topics.lifecycles(), self._record)
+        await self.ask()
+        await asyncio.sleep(seconds)
+
+    async def ask(self) -> None:
+        """Has every process say something."""
+        await self._bus.publish(topics.lifecycle_requests(), LifecycleRequest())
+
+    async def _record(self, life: Lifecycle) -> None:
+        if life.phase in ("stopped", "failed"):
+            self.lives.pop(life.instance, None)
+        else:
+            self.lives[life.instance] = life
+        self.news.set()

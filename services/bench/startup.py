@@ -24,11 +24,11 @@ from services.bench.client.http_client import HttpClient
 from services.bench.errors import BenchError
 from services.bench.options import natural, output_group, output_options, parse, positive
 from services.bench.report import Report, Table, machine_line
-from services.bench.stack_bus import bus_arguments, stack_bus
+from services.bench.stack_bus import StackProcesses, bus_arguments, stack_bus
 from shared import topics
 from shared.bus import Bus, BusError, EndpointError
 from shared.ids import InstanceId
-from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, LifecycleRequest
+from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle
 
 ADMIN_TIMEOUT = 35.0
 RETRY_PAUSE = 0.02
@@ -125,32 +125,22 @@ class BenchedStack:
 
     def __init__(self, bus: Bus, api: Api, timeout: float) -> None:
         self._bus, self._api, self._timeout = bus, api, timeout
-        self._heard: dict[InstanceId, Lifecycle] = {}
-        self._news = asyncio.Event()
+        self._processes = StackProcesses(bus)
 
     async def listen(self) -> None:
         """Returns once every process has said something."""
-        await self._bus.subscribe(topics.lifecycles(), self._hear)
-        await self._bus.publish(topics.lifecycle_requests(), LifecycleRequest())
-        await asyncio.sleep(KNOWN_AFTER)
-
-    async def _hear(self, life: Lifecycle) -> None:
-        if life.phase in ("stopped", "failed"):
-            self._heard.pop(life.instance, None)
-        else:
-            self._heard[life.instance] = life
-        self._news.set()
+        await self._processes.listen(KNOWN_AFTER)
 
     async def scale_out(self, *, standby: bool) -> ScaleOut:
         """Has one more engine, waits for its first token, and stops it again. `standby`: once one stands by, which is
         what scaling takes then. Raises BenchError."""
         if standby:
-            await self._until(lambda: any(life.stands_by for life in self._heard.values()))
-        schedulers = [life for life in self._heard.values() if life.service == "scheduler"]
+            await self._until(lambda: any(life.stands_by for life in self._processes.lives.values()))
+        schedulers = [life for life in self._processes.lives.values() if life.service == "scheduler"]
         engines = [life.instance for life in schedulers if not life.standby]
         for engine in engines:
             await self._admin("drain", instance=engine, force=True)
-        await self._until(lambda: all(self._heard[engine].phase == "draining" for engine in engines))
+        await self._until(lambda: all(self._processes.lives[engine].phase == "draining" for engine in engines))
         new: list[InstanceId] = []
         try:
             asked, began = time.time(), time.perf_counter()
@@ -163,26 +153,26 @@ class BenchedStack:
         finally:
             for engine in engines:
                 await self._admin("undrain", instance=engine)
-            await self._until(lambda: all(self._heard[engine].phase == "ready" for engine in engines))
+            await self._until(lambda: all(self._processes.lives[engine].phase == "ready" for engine in engines))
             await self._admin("scale", service="engines", count=len(engines))
-        await self._until(lambda: not any(name in self._heard for name in new))
+        await self._until(lambda: not any(name in self._processes.lives for name in new))
         return ScaleOut({} if loaded_before else _stages(slowest, asked, ready), ready, token, slowest["processor"])
 
     async def _one_more(self, engines: int) -> list[InstanceId]:
         """Starts one more than `engines`; its scheduler and its ranks, once they are ready."""
         answer = await self._admin("scale", service="engines", count=engines + 1)
-        new = [InstanceId(name) for name in answer["started"]]
-        await self._until(lambda: all(name in self._heard and self._heard[name].phase == "ready" for name in new))
+        new, lives = [InstanceId(name) for name in answer["started"]], self._processes.lives
+        await self._until(lambda: all(name in lives and lives[name].phase == "ready" for name in new))
         return new
 
     async def _until(self, condition: Any) -> None:
         try:
             async with asyncio.timeout(self._timeout):
                 while not condition():
-                    self._news.clear()
-                    await self._news.wait()
+                    self._processes.news.clear()
+                    await self._processes.news.wait()
         except TimeoutError:
-            phases = {name: life.phase for name, life in self._heard.items()}
+            phases = {name: life.phase for name, life in self._processes.lives.items()}
             raise BenchError(f"after {self._timeout:g} s the processes are {phases}") from None
 
     async def _admin(self, endpoint: str, **request: Any) -> dict[str, Any]:
@@ -209,7 +199,7 @@ class BenchedStack:
 
     async def _slowest_rank(self, new: Sequence[InstanceId]) -> dict[str, float]:
         """What the rank reports that was ready last. Raises BenchError."""
-        ranks = [self._heard[name] for name in new if self._heard[name].service == "worker"]
+        ranks = [self._processes.lives[name] for name in new if self._processes.lives[name].service == "worker"]
         return max([await _metrics(life) for life in ranks], key=lambda each: each["began"] + each["total"])
 
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from services.worker.executor.host_runner import HostRunner
 from services.worker.models.loaded_model import ModelImpl
 from tests.support.worker.library_situations import prompt
-from tests.support.worker.plan_driver import Driver
+from tests.support.worker.plan_driver import Driver, Sequence
 from tests.support.worker.tiny_backend import tiny_backend
 
 CONCURRENCIES = (1, 16)
@@ -58,6 +58,11 @@ def step_milliseconds(runner: HostRunner, concurrency: int, steps: int) -> float
     driver = Driver(runner)
     # Whoever comes first decodes while others' prompts are computed.
     sequences = [driver.add(prompt(PROMPT, seed), steps + 2 + concurrency // 8) for seed in range(concurrency)]
+    return median_milliseconds(driver, sequences, steps)
+
+
+def median_milliseconds(driver: Driver, sequences: list[Sequence], steps: int) -> float:
+    """Of `steps` steps in which all `sequences` decode, in processor time."""
     while not all(sequence.output for sequence in sequences):
         driver.step()
     took = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from services.worker.executor.host_runner import HostRunner
 from services.worker.models.lora.slots import LoraSettings
 from shared.ids import ModelName
-from tests.benchmarks.library_cost import SHAPE
+from tests.benchmarks.library_cost import SHAPE, median_milliseconds
 from tests.support.models.tiny_adapters import write_adapter
 from tests.support.models.tiny_models import TinyModel
 from tests.support.worker.library_situations import prompt
@@ -58,14 +57,7 @@ def step_milliseconds(runner: HostRunner, adapters: int) -> float:
     driver, cards = Driver(runner), runner.card.loras
     loras = [cards[number % adapters].id if adapters else None for number in range(SEQUENCES)]
     sequences = [driver.add(prompt(PROMPT, seed), STEPS + 2, lora=lora) for seed, lora in enumerate(loras)]
-    while not all(sequence.output for sequence in sequences):
-        driver.step()
-    took = []
-    for _ in range(STEPS):
-        started = time.process_time()
-        driver.step()
-        took.append(time.process_time() - started)
-    return statistics.median(took) * 1e3
+    return median_milliseconds(driver, sequences, STEPS)
 
 
 def main() -> None:

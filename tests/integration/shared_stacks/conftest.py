@@ -6,10 +6,11 @@ import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 from openai import AsyncOpenAI
 
-from tests.support.cluster.conversations import client_of
+from tests.support.cluster.conversations import DEADLINE, client_of
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.kv.prompts import CHUNKED_AND_HANDED_OVER, PATIENT
 from tests.support.models.tiny_adapters import ATTENTION, demo_reference, write_adapter
@@ -81,3 +82,9 @@ def pools(
 async def client(stack: RunningStack) -> AsyncIterator[AsyncOpenAI]:
     async with client_of(stack.url) as client:
         yield client
+
+
+@pytest.fixture
+async def http(stack: RunningStack) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=stack.url, timeout=DEADLINE) as http:
+        yield http

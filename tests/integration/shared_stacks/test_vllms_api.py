@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
@@ -42,12 +41,6 @@ USAGE = {"include_usage": True}
 @pytest.fixture(scope="module")
 def stack(ring: RunningStack) -> RunningStack:
     return ring
-
-
-@pytest.fixture
-async def http(stack: RunningStack) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=stack.url, timeout=DEADLINE) as http:
-        yield http
 
 
 @pytest.fixture(scope="module")

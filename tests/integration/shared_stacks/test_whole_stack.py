@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
@@ -31,12 +30,6 @@ CONCURRENT, TOKENS = 64, 16
 @pytest.fixture(scope="module")
 def stack(ring: RunningStack) -> RunningStack:
     return ring
-
-
-@pytest.fixture
-async def http(stack: RunningStack) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=stack.url, timeout=DEADLINE) as http:
-        yield http
 
 
 @pytest.fixture(scope="module")

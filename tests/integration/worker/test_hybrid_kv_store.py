@@ -18,7 +18,7 @@ from services.worker.models.loaded_model import LoadSettings
 from services.worker.models.model_loader import load_model
 from services.worker.platforms.installed import built_in_platform
 from shared.ids import EngineId
-from tests.support.engines.real_engine import OUTPUT, RealEngine, asked, right
+from tests.support.engines.real_engine import OUTPUT, RealEngine, asked, assert_handed_over, right
 from tests.support.kv.arenas import Clock, new_directory, remove, store_in
 from tests.support.kv.ranks import make_arena, transfer
 from tests.support.models.library_models import library_model
@@ -56,17 +56,7 @@ def test_what_each_group_saved_is_handed_over_and_loaded(gemma3: TinyModel, dire
     assert [group.window for group in prefill.backend.kv_groups] == [None] + [24] * 5
     assert prefill.backend.kv.layout.layers == 1, "a record is a block of one group"
     prompts = {f"r{seed}": prompt(length, seed) for seed, length in enumerate(LENGTHS)}
-    for name, tokens in prompts.items():
-        prefill.send(asked(name, tokens, decode_on=EngineId("decode")))
-    prefill.run()
-    assert [request.generation.request for request in prefill.handed] == list(prompts)
-    for request in prefill.handed:
-        decode.send(request)
-    decode.run()
-    for name, tokens in prompts.items():
-        said = prefill.tokens[name] + decode.tokens[name]
-        assert len(said) == OUTPUT
-        assert said == right(gemma3, tokens, said)
+    assert_handed_over(prefill, decode, gemma3, prompts)
     assert prefill.computed == sum(LENGTHS)
     assert decode.computed == len(LENGTHS) * (OUTPUT - 1)
     blocks = sum(-(-length // 16) for length in LENGTHS)

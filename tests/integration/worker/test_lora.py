@@ -39,6 +39,17 @@ class Served(NamedTuple):
     def lora(self, name: str) -> LoraId | None:
         return self.ids.get(name)
 
+    def logprobs(self, names: list[str]) -> list[float]:
+        """Of what the first of these adapters draws while the others draw beside it."""
+        driver = Driver(self.backend)
+        sequences = [
+            driver.add(prompt(number), 8, lora=self.lora(name), sampling=replace(GREEDY, logprobs=0))
+            for number, name in enumerate(names)
+        ]
+        driver.run()
+        self.backend.reset()
+        return [one.logprob for one in sequences[0].logprobs]
+
 
 def prompt(seed: int, length: int = 20) -> list[int]:
     random = Random(seed)
@@ -106,17 +117,7 @@ def test_adapters_mixed_in_one_batch_give_what_merged_weights_give(
 def test_an_adapter_alone_gives_the_same_bits_as_in_a_mixed_batch(served: Callable[[str, OpsName], Served]) -> None:
     each = served("llama", "native")
 
-    def logprobs(names: list[str]) -> list[float]:
-        driver = Driver(each.backend)
-        sequences = [
-            driver.add(prompt(number), 8, lora=each.lora(name), sampling=replace(GREEDY, logprobs=0))
-            for number, name in enumerate(names)
-        ]
-        driver.run()
-        each.backend.reset()
-        return [one.logprob for one in sequences[0].logprobs]
-
-    assert logprobs(["all"]) == logprobs(["all", BASE, "rank-stable", "all", "words", "narrow"])
+    assert each.logprobs(["all"]) == each.logprobs(["all", BASE, "rank-stable", "all", "words", "narrow"])
 
 
 def peft_adapters(model: TinyModel, folder: Path) -> dict[str, TinyModel]:
@@ -169,17 +170,7 @@ def test_adapters_of_models_that_transformers_computes(
 def test_an_adapter_of_latents_alone_gives_the_same_bits_as_in_a_mixed_batch(tmp_path: Path) -> None:
     each = serve("deepseek-v3", tmp_path, made=of_mixers, max_loras=2, ops="native")
 
-    def logprobs(names: list[str]) -> list[float]:
-        driver = Driver(each.backend)
-        sequences = [
-            driver.add(prompt(number), 8, lora=each.lora(name), sampling=replace(GREEDY, logprobs=0))
-            for number, name in enumerate(names)
-        ]
-        driver.run()
-        each.backend.reset()
-        return [one.logprob for one in sequences[0].logprobs]
-
-    assert logprobs(["around"]) == logprobs(["around", BASE, "every", "around", "every"])
+    assert each.logprobs(["around"]) == each.logprobs(["around", BASE, "every", "around", "every"])
 
 
 def of_mixers(model: TinyModel, folder: Path) -> dict[str, TinyModel]:

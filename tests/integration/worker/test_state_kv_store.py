@@ -10,7 +10,7 @@ import pytest
 
 from services.worker.ops.interface import OpsName
 from shared.ids import EngineId
-from tests.support.engines.real_engine import OUTPUT, RealEngine, asked, right
+from tests.support.engines.real_engine import OUTPUT, RealEngine, asked, assert_handed_over, right
 from tests.support.kv.arenas import Clock, new_directory, remove, store_in
 from tests.support.models.tiny_models import STATE_FAMILIES, by_lane, make_model
 from tests.support.worker.library_situations import prompt
@@ -38,17 +38,7 @@ def test_states_are_handed_over_and_loaded(tmp_path: Path, directory: Path, fami
 
     prefill, decode = engine("prefill", "native"), engine("decode", "torch")
     prompts = {f"r{seed}": prompt(length, seed) for seed, length in enumerate(LENGTHS)}
-    for name, tokens in prompts.items():
-        prefill.send(asked(name, tokens, decode_on=EngineId("decode")))
-    prefill.run()
-    assert [request.generation.request for request in prefill.handed] == list(prompts)
-    for request in prefill.handed:
-        decode.send(request)
-    decode.run()
-    for name, tokens in prompts.items():
-        said = prefill.tokens[name] + decode.tokens[name]
-        assert len(said) == OUTPUT
-        assert said == right(model, tokens, said)
+    assert_handed_over(prefill, decode, model, prompts)
     assert prefill.computed == sum(LENGTHS)
     assert decode.computed == len(LENGTHS) * (OUTPUT - 1)
     records = decode.backend.state_records

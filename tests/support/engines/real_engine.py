@@ -150,3 +150,20 @@ def right(model: TinyModel, tokens: list[int], said: list[int]) -> list[int]:
 def asked(name: str, tokens: list[int], **more: Any) -> GenerateRequest:
     request = generate(name, tokens, max_tokens=OUTPUT, ignore_eos=True, **more)
     return replace(request, generation=replace(request.generation, sampling=GREEDY))
+
+
+def assert_handed_over(
+    prefill: RealEngine, decode: RealEngine, model: TinyModel, prompts: dict[str, list[int]]
+) -> None:
+    """Every one of `prompts` is handed over, and both engines together say what `transformers` says."""
+    for name, tokens in prompts.items():
+        prefill.send(asked(name, tokens, decode_on=EngineId("decode")))
+    prefill.run()
+    assert [request.generation.request for request in prefill.handed] == list(prompts)
+    for request in prefill.handed:
+        decode.send(request)
+    decode.run()
+    for name, tokens in prompts.items():
+        said = prefill.tokens[name] + decode.tokens[name]
+        assert len(said) == OUTPUT
+        assert said == right(model, tokens, said)

@@ -78,6 +78,13 @@ class Ring:
         return report.blocks_free
 
 
+def started(limits: EngineLimits) -> EngineCore:
+    """An engine whose workers hold three sequences, in 64 blocks, and 40 tokens a step."""
+    engine = EngineCore(EngineId("e"), Incarnation(1), limits)
+    engine.handle(WorkersReady(card(), 64, max_running=3, max_batch_tokens=40), 0.0)
+    return engine
+
+
 def plans(outputs: list[Output]) -> list[StepPlan]:
     return [o.plan for o in outputs if isinstance(o, SendPlan)]
 

@@ -10,7 +10,13 @@ from services.worker.models.config import ModelConfig
 from services.worker.models.hf_config import read_model_config
 
 
+def write(folder: Path, base: dict[str, Any], **changes: Any) -> Path:
+    """The `config.json` of `base` with `changes`, in `folder`, which is made where it is not there."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**base, **changes}))
+    return folder
+
+
 def read(folder: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
     """Of `base` with `changes`, written into `folder`."""
-    (folder / "config.json").write_text(json.dumps({**base, **changes}))
-    return read_model_config(folder)
+    return read_model_config(write(folder, base, **changes))

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.events import (
     Event,
     SendPlan,
     TimePassed,
-    WorkersReady,
 )
 from services.scheduler.core.limits import EngineLimits
-from shared.ids import EngineId, Incarnation
 from shared.messages.worker import StepPlan
-from tests.support.engines.checking_worker import HonestWorker, card, generate
-
-ENGINE = EngineId("e")
-
-CARD = card()
-
-
-def started(limits: EngineLimits) -> EngineCore:
-    engine = EngineCore(ENGINE, Incarnation(1), limits)
-    engine.handle(WorkersReady(CARD, 64, max_running=3, max_batch_tokens=40), 0.0)
-    return engine
+from tests.support.engines.checking_worker import HonestWorker, generate
+from tests.support.engines.single_engine import started
 
 
 def test_the_plan_ahead_waits_and_takes_in_who_came_meanwhile() -> None:

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.core.engine import EngineCore
-from services.scheduler.core.events import (
-    WorkersReady,
-)
 from services.scheduler.core.invariants import BrokenInvariant, check
 from services.scheduler.core.limits import EngineLimits
-from shared.ids import EngineId, Incarnation, RequestId
-from tests.support.engines.checking_worker import card, generate
-
-ENGINE = EngineId("e")
-
-CARD = card()
-
-
-def started(limits: EngineLimits) -> EngineCore:
-    engine = EngineCore(ENGINE, Incarnation(1), limits)
-    engine.handle(WorkersReady(CARD, 64, max_running=3, max_batch_tokens=40), 0.0)
-    return engine
+from shared.ids import RequestId
+from tests.support.engines.checking_worker import generate
+from tests.support.engines.single_engine import started
 
 
 def test_a_broken_pool_is_noticed() -> None:

@@ -17,6 +17,7 @@ from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import ModelName
 from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import ChatPrompt
+from tests.support.gateway.cut_outputs import assert_events_add_up
 from tests.support.gateway.tool_calls import Call, written
 
 CARD = ModelCard(name=ModelName("m"), created=17, max_model_len=64, vocab_size=100, eos_token_ids=(2,), dtype="float32")
@@ -216,18 +217,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_the_events_of_a_stream_add_up_to_the_blocks_wherever_the_text_is_cut(name: str) -> None:
-    text = OUTPUTS[name]
-    whole = _blocks()
-    whole.feed(text, "stop")
-    expected = _without_ids(whole.body())
-    for at in range(len(text) + 1):
-        blocks = _blocks()
-        events = [*blocks.feed(text[:at], None), *blocks.feed(text[at:], "stop")]
-        assert _without_ids(blocks.body()) == expected
-        assert _without_ids(_added_up(events)) == expected
-    pieces = _blocks()
-    events = [event for character in text for event in pieces.feed(character, None)]
-    assert _without_ids(_added_up([*events, *pieces.feed("", "stop")])) == expected
+    assert_events_add_up(OUTPUTS[name], _blocks, _added_up, _without_ids)
 
 
 def test_blocks_are_what_the_output_says() -> None:

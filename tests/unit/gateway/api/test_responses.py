@@ -21,6 +21,7 @@ from shared.messages.gateway import Delta, LogprobText, PositionLogprobs
 from shared.messages.generation import FinishReason
 from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import ChatPrompt
+from tests.support.gateway.cut_outputs import assert_events_add_up
 from tests.support.gateway.tool_calls import Call, written
 
 CARD = ModelCard(name=ModelName("m"), created=17, max_model_len=64, vocab_size=100, eos_token_ids=(2,), dtype="float32")
@@ -280,18 +281,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_the_events_of_a_stream_add_up_to_the_items_wherever_the_text_is_cut(name: str) -> None:
-    text = OUTPUTS[name]
-    whole = _items()
-    whole.feed(text, "stop")
-    expected = _without_ids(whole.body())
-    for at in range(len(text) + 1):
-        items = _items()
-        events = [*items.feed(text[:at], None), *items.feed(text[at:], "stop")]
-        assert _without_ids(items.body()) == expected
-        assert _without_ids(_added_up(events)) == expected
-    pieces = _items()
-    events = [event for character in text for event in pieces.feed(character, None)]
-    assert _without_ids(_added_up([*events, *pieces.feed("", "stop")])) == expected
+    assert_events_add_up(OUTPUTS[name], _items, _added_up, _without_ids)
 
 
 def test_items_are_what_the_output_says() -> None:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.events import (
     SendPlan,
-    WorkersReady,
 )
 from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.planning.step_builder import new_sequence
-from shared.ids import EngineId, Incarnation
-from tests.support.engines.checking_worker import card, generate
-
-ENGINE = EngineId("e")
-
-CARD = card()
-
-
-def started(limits: EngineLimits) -> EngineCore:
-    engine = EngineCore(ENGINE, Incarnation(1), limits)
-    engine.handle(WorkersReady(CARD, 64, max_running=3, max_batch_tokens=40), 0.0)
-    return engine
+from tests.support.engines.checking_worker import generate
+from tests.support.engines.single_engine import started
 
 
 def test_workers_that_hold_less_bound_the_engine() -> None:

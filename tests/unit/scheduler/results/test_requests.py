@@ -5,28 +5,16 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.events import (
     GatewayGone,
     SendTokens,
-    WorkersReady,
 )
 from services.scheduler.core.limits import EngineLimits
-from shared.ids import EngineId, Incarnation, RequestId
+from shared.ids import RequestId
 from shared.messages.gateway import RequestRejected
 from shared.messages.scheduler import SequenceFailed, SequenceFault
-from tests.support.engines.checking_worker import GATEWAY, card, generate
-from tests.support.engines.single_engine import PROMPT, Ring, told
-
-ENGINE = EngineId("e")
-
-CARD = card()
-
-
-def started(limits: EngineLimits) -> EngineCore:
-    engine = EngineCore(ENGINE, Incarnation(1), limits)
-    engine.handle(WorkersReady(CARD, 64, max_running=3, max_batch_tokens=40), 0.0)
-    return engine
+from tests.support.engines.checking_worker import GATEWAY, generate
+from tests.support.engines.single_engine import PROMPT, Ring, started, told
 
 
 def test_a_gateway_that_is_gone_takes_its_requests_along() -> None:

@@ -16,8 +16,9 @@ from shared.messages.kvstore import Find, Reserve
 from shared.messages.scheduler import GenerateRequest
 from shared.messages.worker import Transfer
 from shared.packing import pack, unpack
-from tests.support.engines.checking_worker import generate, right_output
+from tests.support.engines.checking_worker import generate
 from tests.support.engines.engines_and_store import EnginesAndStore
+from tests.support.engines.loads import assert_failed_load_leaves_cached, computed, expect_right
 
 P, D = EngineId("p"), EngineId("d")
 PROMPT = [5 + i % 17 for i in range(200)]
@@ -42,15 +43,6 @@ def copied(engines: EnginesAndStore, name: str, kind: str) -> int:
 
 def transfers(engines: EnginesAndStore, name: str) -> list[Transfer]:
     return [transfer for plan in engines[name].sent_plans for transfer in plan.transfers]
-
-
-def computed(engines: EnginesAndStore, name: str) -> int:
-    return sum(work.count for plan in engines[name].sent_plans for work in plan.work)
-
-
-def expect_right(engines: EnginesAndStore, asked: GenerateRequest) -> None:
-    stream = engines.stream(asked.generation.request)
-    assert (stream.tokens, stream.finish) == right_output(asked, 256)
 
 
 def names_of(prompt: list[int], group: int = 0) -> list[BlockHash]:
@@ -133,18 +125,7 @@ def test_a_beginning_whose_window_is_gone_counts_up_to_there() -> None:
 def test_a_load_that_fails_leaves_what_was_cached() -> None:
     """D has the first 96 tokens, and windows at their end: these are there again for who computes from there on."""
     engines, asked = engines_of_groups(), request(PROMPT, "b")
-    engines["p"].send(request(PROMPT, "a"))
-    engines["d"].send(request(PROMPT[:97], "c"))
-    engines.settle()
-    before = computed(engines, "d")
-    engines["d"].send(asked)
-    engines.until(lambda: "loading" in engines["d"].phases)
-    while not engines["d"].copy(fails=True):
-        engines["d"].step()
-    engines.settle()
-    expect_right(engines, asked)
-    assert computed(engines, "d") - before == 200 - 96 + 19
-    engines.check_nothing_is_held()
+    assert_failed_load_leaves_cached(engines, request(PROMPT, "a"), request(PROMPT[:97], "c"), asked)
 
 
 def test_windows_have_no_parents() -> None:

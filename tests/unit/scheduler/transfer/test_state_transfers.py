@@ -14,8 +14,9 @@ from shared.kv_groups import StateRecords
 from shared.messages.kvstore import Find, FindAny
 from shared.messages.scheduler import GenerateRequest
 from shared.packing import pack, unpack
-from tests.support.engines.checking_worker import generate, right_output
+from tests.support.engines.checking_worker import generate
 from tests.support.engines.engines_and_store import EnginesAndStore
+from tests.support.engines.loads import assert_failed_load_leaves_cached, computed, expect_right
 
 P, D = EngineId("p"), EngineId("d")
 PROMPT = [5 + i % 17 for i in range(200)]
@@ -37,15 +38,6 @@ def loaded(engines: EnginesAndStore, name: str) -> int:
     """Records of the store that the engine's plans load."""
     transfers = [each for plan in engines[name].sent_plans for each in plan.transfers]
     return sum(len(unpack(each.blocks)) for each in transfers if each.kind == "load")
-
-
-def computed(engines: EnginesAndStore, name: str) -> int:
-    return sum(work.count for plan in engines[name].sent_plans for work in plan.work)
-
-
-def expect_right(engines: EnginesAndStore, asked: GenerateRequest) -> None:
-    stream = engines.stream(asked.generation.request)
-    assert (stream.tokens, stream.finish) == right_output(asked, 256)
 
 
 def names_of(prompt: list[int]) -> list[BlockHash]:
@@ -128,18 +120,7 @@ def test_a_record_that_is_gone_is_a_miss(gone: BlockHash) -> None:
 def test_a_load_that_fails_leaves_what_was_cached() -> None:
     """D has the states behind the first 96 tokens."""
     engines, asked = engines_with_states(KINDS[0]), request(PROMPT, "b")
-    engines["p"].send(request(PROMPT, "a"))
-    engines["d"].send(request(PROMPT[:97], "c"))
-    engines.settle()
-    before = computed(engines, "d")
-    engines["d"].send(asked)
-    engines.until(lambda: "loading" in engines["d"].phases)
-    while not engines["d"].copy(fails=True):
-        engines["d"].step()
-    engines.settle()
-    expect_right(engines, asked)
-    assert computed(engines, "d") - before == 200 - 96 + 19
-    engines.check_nothing_is_held()
+    assert_failed_load_leaves_cached(engines, request(PROMPT, "a"), request(PROMPT[:97], "c"), asked)
 
 
 def test_without_a_place_for_its_last_states_a_request_stays_where_it_is() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -32,6 +31,7 @@ from services.worker.ops.quantized import Code, QuantizedStack, Scheme, WeightSt
 from services.worker.ops.torch_ops import TorchOps
 from services.worker.ops.torch_routing import route
 from services.worker.sim.shape import read_shape
+from tests.support.models.config_files import read, write
 from tests.support.models.expert_mixtures import MixedExperts, Shape
 from tests.support.models.tiny_models import TinyModel, make_model
 
@@ -47,16 +47,6 @@ BASE: dict[str, Any] = {
 QWEN3 = {**BASE, "architectures": ["Qwen3MoeForCausalLM"]}
 QWEN2 = {**BASE, "architectures": ["Qwen2MoeForCausalLM"]}
 MIXTRAL = {**BASE, "architectures": ["MixtralForCausalLM"]}
-
-
-def write(folder: Path, base: dict[str, Any], **changes: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**base, **changes}))
-    return folder
-
-
-def read(folder: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
-    return read_model_config(write(folder, base, **changes))
 
 
 def mixing(config: ModelConfig) -> list[bool]:
