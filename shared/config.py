@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_a
 from msgspec import Meta, Struct
 
 from shared.blocks import DEFAULT_BLOCK_SIZE, BlockSize
-from shared.bus.nats_bus import NatsOptions
+from shared.bus.nats_connection import NatsOptions
 from shared.ids import InstanceId, ModelName, checked_instance
 from shared.messages.lifecycle import HEARTBEAT_SECONDS, KEEP_ALIVE_SECONDS, MAX_KEEP_ALIVE_SECONDS, Service
 from shared.settings import ContainerVariable, Port, UpOption, settings_of

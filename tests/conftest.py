@@ -17,7 +17,7 @@ import pytest
 
 from shared.bus import Bus
 from shared.bus.memory_bus import MemoryBus
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from tests.support.cluster.nats_server import NatsServer, nats_server
 from tests.support.cluster.stall_proof_clock import StallProofClock
 from tests.support.left_out import EXTRAS, LeftOutReport

@@ -32,7 +32,7 @@ from services.planner.config import PlannerSettings
 from services.planner.core.host_spread import Host
 from services.planner.fleet_scaler import AdminScaler, FleetScaler, ScalingRefused
 from shared.bus import Bus
-from shared.bus.nats_bus import NatsOptions
+from shared.bus.nats_connection import NatsOptions
 from shared.messages.supervisor import PlannerDecision
 from shared.models.profile_file import ProfileError, ProfileFile, read_profile
 from shared.settings import settings_of

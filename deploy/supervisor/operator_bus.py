@@ -16,7 +16,7 @@ from deploy.errors import CommandError
 from deploy.supervisor.state_file import StackState
 from shared import topics
 from shared.bus import Bus, BusError, EndpointError, NoResponders, ReplyTimeout
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 
 CONNECT_TIMEOUT = 30.0
 """Seconds for a bus that is there and does not answer: commands must work on a machine that is too busy, above all."""

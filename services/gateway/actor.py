@@ -59,7 +59,7 @@ from services.gateway.videos.video_decoder import VideoDecoder
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, Undelivered
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import GatewayId
 from shared.messages.gateway import (
     AbortRequests,

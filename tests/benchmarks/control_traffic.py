@@ -33,7 +33,7 @@ import psutil
 from services.bench.report import Table
 from services.coordinator.core.fleet_heartbeat import REPEAT_SECONDS
 from shared import topics
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.messages.lifecycle import Lifecycle
 from shared.registry import Registry
 from tests.benchmarks.imagined_engines import IMAGINED_HOST, ImaginedEngines

@@ -21,7 +21,7 @@ import psutil
 from openai import AsyncOpenAI
 
 from kvstore.arena.shared_bandwidth import FILE, SharedBandwidth
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import NodeId
 from tests.benchmarks.transfer_links import BLOCK_BYTES, LAYOUT, MEBIBYTE
 from tests.support.cluster.conversations import client_of

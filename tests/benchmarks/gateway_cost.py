@@ -22,7 +22,7 @@ import uvloop
 
 from shared import topics
 from shared.bus import Bus
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import GatewayId
 from shared.messages.gateway import Delta, Deltas, RequestPlaced, StreamOpened
 from shared.messages.tokenizer import Tokenize

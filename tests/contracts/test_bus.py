@@ -11,7 +11,8 @@ from shared import topics
 from shared.bus import Bus, EndpointError, NoResponders, PayloadTooLarge, ReplyTimeout, Undelivered
 from shared.bus.codec import encode
 from shared.bus.concurrent_requests import MAX_REQUESTS
-from shared.bus.nats_bus import NatsBus, NatsOptions, connect
+from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import Attempt, EngineId, GatewayId, RequestId
 from shared.messages.gateway import RequestFailed
 from shared.messages.scheduler import Cancel, Probe, ProbeReply

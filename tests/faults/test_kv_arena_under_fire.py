@@ -15,7 +15,7 @@ from kvstore.arena.mapped_arena import MappedArena
 from kvstore.core.layout import COMMITTED, FREE, geometry
 from shared import topics
 from shared.bus import Bus
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import Incarnation, InstanceId
 from shared.messages.kvstore import LeaseOwner
 from shared.messages.lifecycle import Lifecycle, StoreReport

@@ -15,7 +15,8 @@ import pytest
 from shared import topics
 from shared.bus import EndpointError
 from shared.bus.codec import Undecodable, decode, encode
-from shared.bus.nats_bus import NatsBus, NatsOptions, connect
+from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, NodeId
 from shared.messages.lifecycle import Drain, Lifecycle, Standby, Undrain
 from shared.messages.scheduler import PauseGeneration, SleepEngine

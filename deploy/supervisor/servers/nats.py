@@ -30,7 +30,7 @@ from deploy.supervisor.servers.server_process import HOST, ServerNotStarted, Ser
 from deploy.supervisor.spec import ClusterSpec, HostsSpec, StackSpec
 from deploy.supervisor.state_file import StackState
 from shared.bus import Bus, ReplyTimeout
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.permissions import User
 from shared.private_files import replace_private, write_private
 

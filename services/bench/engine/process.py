@@ -14,7 +14,7 @@ from pathlib import Path
 from services.bench.errors import BenchError
 from shared import topics
 from shared.bus import Bus, BusError
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.config import process_environment
 from shared.ids import EngineId
 from shared.messages.lifecycle import Lifecycle

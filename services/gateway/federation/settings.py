@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from services.gateway.core.remote_clusters import OwnCluster
-from shared.bus.nats_bus import NatsOptions
+from shared.bus.nats_connection import NatsOptions
 from shared.ids import MAX_ID, ClusterName, GatewayId, Incarnation, relay_id
 
 

@@ -31,10 +31,11 @@ from services.worker.config import WorkerConfig
 from services.worker.rank_sleep import RankSleep
 from shared import topics
 from shared.actor import Actor, ActorRuntime, NameTaken, keep_from_collecting, run_loop
-from shared.actor.runtime import NAME_TAKEN_STATUS, end_as_orphan, set_up_process
+from shared.actor.service_process import NAME_TAKEN_STATUS, end_as_orphan, set_up_process
 from shared.bus import Bus, BusError
 from shared.bus.local_delivery import LocalDeliveryBus, LocalReceivers
-from shared.bus.nats_bus import NatsBus, connect
+from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_connection import connect
 from shared.config import ConfigError, load_config, process_environment
 from shared.error_groups import innermost
 from shared.ids import DetokenizerId, EngineId

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from shared import topics
-from shared.bus.nats_bus import NatsBus, NatsOptions, connect
+from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import EngineId
 from shared.messages.detokenizer import NewTokens, TokenBatch
 from shared.messages.gateway import GatewayMessage, RequestFailed, RequestRejected

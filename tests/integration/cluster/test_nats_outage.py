@@ -13,7 +13,7 @@ import pytest
 
 from shared import topics
 from shared.bus import Bus, BusError, ReplyTimeout
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import Attempt, EngineId, RequestId
 from shared.messages.scheduler import Cancel
 from tests.support.cluster.nats_server import NatsServer, nats_server

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shared import topics
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import InstanceId
 from shared.messages.lifecycle import Drain, Lifecycle
 from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, client_of, stream_chat

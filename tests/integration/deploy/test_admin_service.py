@@ -18,7 +18,8 @@ from services.coordinator.actor import CoordinatorActor
 from services.coordinator.config import CoordinatorConfig
 from shared import topics
 from shared.actor import ActorRuntime
-from shared.bus.nats_bus import NatsBus, NatsOptions, connect
+from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import EngineId, InstanceId, NodeId
 from shared.messages.gateway import RequestPlaced
 from shared.messages.lifecycle import Drain, Lifecycle, Role, Undrain

@@ -16,7 +16,7 @@ import pytest
 
 from deploy.cli.app import main
 from shared.bus import Bus
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
 from tests.support.tiny_stack.running import DEADLINE, TinyStack

@@ -13,7 +13,7 @@ from deploy.supervisor.servers.nats_config import make_passwords, nats_config
 from deploy.supervisor.spec import TlsFiles
 from shared import topics
 from shared.bus import BusError
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import Attempt, RequestId
 from shared.messages.coordinator import Withdraw
 from tests.support.cluster.nats_server import NatsServer, nats_server

@@ -13,7 +13,8 @@ from nats.aio.client import Client
 
 from deploy.supervisor.servers.nats_config import authorization, make_passwords
 from shared import topics
-from shared.bus.nats_bus import NatsBus, NatsOptions, connect
+from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, RequestId
 from shared.messages.lifecycle import NameClaim
 from shared.messages.scheduler import Probe, ProbeReply

@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 
 from deploy.supervisor import operator_bus
 from shared.bus import NoResponders, ReplyTimeout
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from tests.support.cluster.nats_server import NatsServer
 
 SUBJECT = "admin.anything"

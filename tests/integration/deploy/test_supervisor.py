@@ -26,7 +26,7 @@ from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.state_file import StackState, directory_of, is_held
 from shared import topics
 from shared.bus import Bus, BusError
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import InstanceId
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shared import topics
 from shared.bus import Bus
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import EngineId, NodeId
 from shared.messages.kvstore import Commit, Find, Reserve
 from shared.messages.scheduler import StepFinished

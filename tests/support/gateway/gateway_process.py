@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import httpx2
 
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from tests.support.cluster.nats_server import NatsServer
 from tests.support.cluster.ports import free_port
 from tests.support.gateway.fake_services import FakeRing

@@ -15,7 +15,7 @@ from services.gateway.actor import Gateway
 from services.gateway.config import GatewayConfig
 from shared.actor import ActorRuntime
 from shared.bus import Bus
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from tests.support.gateway.fake_services import FakeRing, eventually
 
 

@@ -17,7 +17,7 @@ from shared import topics
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.blocks import BlockHash
 from shared.bus import Bus, NoResponders, ReplyTimeout
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import Incarnation, InstanceId, LeaseId, NodeId
 from shared.messages.kvstore import (
     NO_SLOT,

@@ -15,7 +15,7 @@ from deploy.configuration import CONFIGS
 from deploy.container_secrets import SERVICES, make
 from deploy.healthcheck import is_healthy
 from deploy.supervisor.servers.nats_config import CONTAINER_CONFIGS, container_config
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.config import load_config
 from shared.settings import parse_bytes
 from tests.support.cluster.nats_server import BINARY

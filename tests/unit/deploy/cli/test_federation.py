@@ -19,7 +19,7 @@ from deploy.supervisor.settings import StackSettings
 from deploy.supervisor.spec import FederationSpec
 from services.gateway.federation.topics import cluster_requests, cluster_statuses, relayed_output
 from shared.bus import NoResponders
-from shared.bus.nats_bus import NatsOptions, connect
+from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import ClusterName, GatewayId
 from shared.messages.federation import ClusterStatus
 from tests.support.cluster.nats_server import run_config

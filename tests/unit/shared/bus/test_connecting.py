@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from shared.bus import BusError
-from shared.bus.nats_bus import NatsOptions, _in_time, connect
+from shared.bus.nats_connection import NatsOptions, _in_time, connect
 
 INFO = b'INFO {"server_id":"s","version":"2.10.0","proto":1,"port":1,"max_payload":1048576,"headers":true}\r\n'
 
