@@ -65,9 +65,9 @@ def image_requests(model: ModelName) -> Topic[encoder.EncodeInput]:
     return Topic(f"encoder.{subject_token(model)}.ask", encoder.EncodeInput, queue="encoders")
 
 
-def rows_leases(model: ModelName) -> Topic[encoder.RenewRows]:
-    """gateway → every encoder of that model: which rows open requests need."""
-    return Topic(f"encoder.{subject_token(model)}.leases", encoder.RenewRows)
+def rows_leases(model: ModelName) -> Topic[encoder.RowsNotice]:
+    """gateway → every encoder of that model: which rows open requests need, or that others are to be forgotten."""
+    return Topic(f"encoder.{subject_token(model)}.leases", encoder.RowsNotice)
 
 
 def kept_rows(owner: InstanceId) -> Topic[encoder.ReadRows]:

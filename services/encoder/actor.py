@@ -28,6 +28,7 @@ from shared.messages.encoder import (
     EncoderReply,
     EncoderReport,
     EncoderRows,
+    ForgetRows,
     ReadRows,
     RenewRows,
     RowsPiece,
@@ -95,7 +96,7 @@ class EncoderActor(Actor):
         self._tower = await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
 
     async def handle(self, message: Any) -> None:
-        """Takes the time, and what open requests need."""
+        """Takes the time, what open requests need, and that the rest is to be forgotten."""
         match message:
             case Tick():
                 self._rows.tick()
@@ -103,6 +104,8 @@ class EncoderActor(Actor):
                     self._answer(image, EncoderRefusal("nobody asked for it any more", "overloaded"))
             case RenewRows(names):
                 self._rows.renew(names)
+            case ForgetRows():
+                self._rows.forget()
             case _:
                 raise TypeError(f"an encoder takes no {type(message).__name__}")
 

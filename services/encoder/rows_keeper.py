@@ -100,6 +100,11 @@ class RowsKeeper:
         for name in self._table.renew(names, time.monotonic()):
             self._folder.renew(name)
 
+    def forget(self) -> None:
+        """No image is found any more; rows that nobody needs are removed."""
+        self._remove(self._table.forget_images(time.monotonic()))
+        self._measure()
+
     def piece(self, request: ReadRows) -> RowsPiece:
         """For who shares no memory with this process."""
         self.renew((request.name,))

@@ -308,8 +308,8 @@ class RequestTable:
         await self._perform(effects)
 
     async def abort(self, responses: Collection[str] | None) -> list[str]:
-        """Ends the responses with these ids, or all: their clients keep what they have. Returns the ids that it found.
-        A response that has nothing to keep fails."""
+        """Ends the responses with these ids, or all: their clients keep what they have. Returns the ids that it found,
+        as clients see them. A response that has nothing to keep fails."""
         found = [each for each in self._responses if not each.ended.done()]
         if responses is not None:
             found = [each for each in found if {each.header.id, each.header.shown_id}.intersection(responses)]
@@ -322,7 +322,7 @@ class RequestTable:
             await self._perform(
                 [effect for request in requests for effect in self._supervisor.close(request, now, aborted=True)]
             )
-        return [each.header.id for each in found]
+        return [each.header.shown_id or each.header.id for each in found]
 
     def open_responses(self) -> Iterable[GenerationResponse]:
         """Returns the open responses; they are the table's to change."""

@@ -16,13 +16,15 @@ from shared.messages.tokenizer import (
     EncodeReply,
     Prompt,
     TextPrompt,
+    TokenizerInfo,
     TokenizerRefusal,
     TokenizerReply,
+    TokenizerRequest,
     TokenPrompt,
 )
 from shared.packing import pack, unpack
 
-Reply = TypeVar("Reply", EncodeReply, DecodeReply)
+Reply = TypeVar("Reply", EncodeReply, DecodeReply, TokenizerInfo)
 
 ANSWER_TIMEOUT = 10.0
 """Seconds that a tokenizer may take."""
@@ -45,7 +47,7 @@ class TokenizerClient:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
-    async def ask(self, model: ModelCard, question: Encode | Decode, expected: type[Reply]) -> Reply:
+    async def ask(self, model: ModelCard, question: TokenizerRequest, expected: type[Reply]) -> Reply:
         """Returns the reply, which is of the `expected` type. Raises RequestError."""
         topic = topics.tokenizer_requests(model.name)
         try:

@@ -10,6 +10,7 @@ from services.tokenizer.config import TokenizerConfig
 from services.tokenizer.core.chat_template import IMAGE_TOKENS, VIDEO_TOKENS, ChatTemplates, score_template
 from services.tokenizer.core.encoder import PromptEncoder
 from services.tokenizer.core.template_files import read_template, read_templates
+from services.tokenizer.core.tokenizer_info import tokenizer_info
 from services.tokenizer.core.vocabulary import Vocabulary
 from shared.actor import run_service
 from shared.bus import Bus
@@ -23,14 +24,16 @@ from shared.models.video_models import read_video_model, read_video_tokens
 def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
     """The encoder for the model in `folder`. Raises TokenizerUnusable."""
     files = load_tokenizer(folder)
-    templates = ChatTemplates(read_templates(files, config.template_file()), config.content_format())
+    sources = read_templates(files, config.template_file())
+    templates = ChatTemplates(sources, config.content_format())
     tokens, image = files.special_tokens, read_image_model(folder)
     if image is not None:
         named = [*zip(IMAGE_TOKENS, (image.token_id, *(image.frame or ())), strict=False), *_of_videos(folder)]
         found = {key: files.tokenizer.id_to_token(token) for key, token in named}
         tokens |= {key: name for key, name in found.items() if name is not None}
     pairs = None if config.score_template is None else score_template(read_template(config.score_template))
-    return PromptEncoder(Vocabulary(files), templates, tokens, config.block_size, pairs)
+    info = tokenizer_info(files, sources.get("default"))
+    return PromptEncoder(Vocabulary(files), templates, tokens, config.block_size, pairs, info)
 
 
 def _of_videos(folder: Path) -> list[tuple[str, int]]:

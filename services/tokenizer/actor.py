@@ -30,6 +30,7 @@ from shared.messages.tokenizer import (
     Encode,
     PairPrompt,
     Prompt,
+    ReadTokenizerInfo,
     TextPrompt,
     Tokenize,
     TokenizerRefusal,
@@ -131,6 +132,8 @@ class TokenizerActor(Actor):
                 short = self._is_short(request.prompt)
             case Decode():
                 short = len(request.tokens) <= INLINE_BYTES
+            case ReadTokenizerInfo():
+                return self._encoder.answer(request)
             case _:
                 assert_never(request)
         if short:
@@ -140,7 +143,7 @@ class TokenizerActor(Actor):
             return TokenizerRefusal(full, kind="overloaded")
         return self._start_long(self._answer_long(request, size), size)
 
-    async def _answer_long(self, request: TokenizerRequest, size: int) -> TokenizerReply:
+    async def _answer_long(self, request: Encode | Decode, size: int) -> TokenizerReply:
         if isinstance(request, Encode):
             try:
                 request = replace(request, prompt=await self._render(request.prompt))

@@ -95,6 +95,13 @@ class RenewRows(Struct, frozen=True, array_like=True, tag=True):
     names: tuple[RowsName, ...]
 
 
+class ForgetRows(Struct, frozen=True, array_like=True, tag=True):
+    """An operator wants every input to be encoded anew; rows that open requests need stay as long as they do."""
+
+
+RowsNotice = RenewRows | ForgetRows
+
+
 class ReadRows(Struct, frozen=True, array_like=True, tag=True):
     """Requests a piece of rows, from a byte on. Answered by `RowsPiece`. For who shares no memory with their owner."""
 

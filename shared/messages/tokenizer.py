@@ -1,4 +1,4 @@
-"""Messages to a tokenizer: prompts on their way to an engine, and two requests that are answered directly."""
+"""Messages to a tokenizer: prompts on their way to an engine, and requests that are answered directly."""
 
 from __future__ import annotations
 
@@ -208,6 +208,17 @@ class Decode(Struct, frozen=True, array_like=True, tag=True):
     skip_special_tokens: bool = False
 
 
+class ReadTokenizerInfo(Struct, frozen=True, array_like=True, tag=True):
+    """Requests what the tokenizer's files say (`GET /tokenizer_info`). Answered by `TokenizerInfo`."""
+
+
+class TokenizerInfo(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `ReadTokenizerInfo`."""
+
+    info: bytes
+    """A JSON object: `tokenizer_config.json` with tokens as their text, without files' paths."""
+
+
 class EncodeReply(Struct, frozen=True, array_like=True, tag=True):
     """Reply to `Encode`: the tokens of a prompt, packed uint32, and their spellings where `return_strings` is set."""
 
@@ -229,5 +240,5 @@ class TokenizerRefusal(Struct, frozen=True, array_like=True, tag=True):
     kind: ErrorKind = "invalid_request"
 
 
-TokenizerRequest = Encode | Decode
-TokenizerReply = EncodeReply | DecodeReply | TokenizerRefusal
+TokenizerRequest = Encode | Decode | ReadTokenizerInfo
+TokenizerReply = EncodeReply | DecodeReply | TokenizerInfo | TokenizerRefusal

@@ -584,6 +584,9 @@ MESSAGES: list[Any] = [
             dtype="float16", size=1, rows=b"\0<" * 2, runs=((0, 3),), texts=((1, (12,)), (3, (13, 300)))
         )
     ),
+    encoder.ForgetRows(),
+    tokenizer.ReadTokenizerInfo(),
+    tokenizer.TokenizerInfo(b"{}"),
 ]
 
 
@@ -675,6 +678,7 @@ def test_unions_tell_their_members_apart() -> None:
         tokenizer.TokenizerRequest,
         tokenizer.TokenizerReply,
         encoder.EncoderReply,
+        encoder.RowsNotice,
         lifecycle.InstanceControl,
         supervisor.ScaleReply,
         kvstore.KvStoreQuestion,

@@ -8,6 +8,8 @@ from typing import Any
 
 from deploy.errors import CommandError
 
+MAX_SHOWN = 80
+"""Characters of a value in an error."""
 SAME: Mapping[str, str] = {
     "--tensor-parallel-size": "--tp",
     "-tp": "--tp",
@@ -49,6 +51,7 @@ NEEDLESS: Mapping[str, str] = {
     "--async-scheduling": "steps are planned before the one before them has ended",
     "--enable-request-id-headers": "answers always have X-Request-Id",
     "--enable-scale-out": "/inference/v1/generate and /render always answer",
+    "--enable-tokenizer-info-endpoint": "/tokenizer_info always answers, keys with the scope admin",
     "--enable-elastic-ep": "/scale_elastic_ep always answers",
     "--no-enable-log-outputs": "outputs are not logged",
     "--disable-cascade-attn": "attention has no cascade",
@@ -74,7 +77,6 @@ INSTEAD: Mapping[str, str] = {
     "--convert": "--pooling-type TYPE has a model make vectors",
     "--logprobs-mode": "log-probabilities are those of the model, before sampling changes them",
     "--uds": "--host and --port; a proxy in front may listen on a socket",
-    "--enable-tokenizer-info-endpoint": "there is no /tokenizer_info; /tokenize and /detokenize",
     "--enable-log-requests": "--trace-sample-rate, baton trace",
     "--uvicorn-log-level": "--log-level",
     "--swap-space": "preempted sequences go to the KV store: --kvstore-memory SIZE",
@@ -111,8 +113,8 @@ def translated(line: Sequence[str], switches: Container[str] = ()) -> tuple[list
             given = value if equals else rest.pop(0)
             try:
                 made += CONVERTED[name](given)
-            except (ValueError, OverflowError) as error:
-                raise CommandError(f"{name} {given}: {error}", status=2) from None
+            except (ValueError, OverflowError, RecursionError) as error:
+                raise CommandError(f"{name} {_shortened(given)}: {error}", status=2) from None
         elif name in SETTINGS and (equals or rest):
             made += ["--set", f"{SETTINGS[name]}={value if equals else rest.pop(0)}"]
         elif name in VALUES and (equals or rest):
@@ -174,8 +176,9 @@ def _adapters(values: Sequence[str]) -> Iterator[str]:
         try:
             adapter: Any = json.loads(value)
             yield f"{adapter['name']}={adapter['path']}"
-        except (ValueError, KeyError, TypeError):
-            raise CommandError(f'--lora-modules {value}: {{"name": …, "path": …}} is expected', status=2) from None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            said = f'--lora-modules {_shortened(value)}: {{"name": …, "path": …}} is expected'
+            raise CommandError(said, status=2) from None
 
 
 def _media_limits(value: str) -> Iterator[str]:
@@ -215,6 +218,11 @@ def _tokenizer_mode(value: str) -> Iterator[str]:
     if value not in ("auto", "hf"):
         raise ValueError("only auto and hf are taken: a tokenizer.json is read by the tokenizers library")
     yield from ()
+
+
+def _shortened(value: str) -> str:
+    """As much of an option's value as an error shows."""
+    return value if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}… ({len(value)} characters)"
 
 
 def _object(value: str) -> dict[str, Any]:

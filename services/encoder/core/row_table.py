@@ -109,6 +109,13 @@ class RowTable:
             kept.images.append(image)
             self._found[image] = name, answer
 
+    def forget_images(self, now: float) -> list[RowsName]:
+        """Every image is one that was never seen; forgets rows that are not leased, and returns their names."""
+        self._found.clear()
+        for kept in self._rows.values():
+            kept.images.clear()
+        return self._forget([each for each in self._rows.items() if each[1].leased_until <= now], self.bytes_used)
+
     def _forget(self, free: list[tuple[RowsName, _KeptRows]], surplus: int) -> list[RowsName]:
         """So many bytes of those that are not leased, or a little more."""
         forgotten: list[RowsName] = []

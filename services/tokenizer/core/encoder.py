@@ -42,8 +42,10 @@ from shared.messages.tokenizer import (
     EncodeReply,
     PairPrompt,
     Prompt,
+    ReadTokenizerInfo,
     TextPrompt,
     Tokenize,
+    TokenizerInfo,
     TokenizerRefusal,
     TokenizerReply,
     TokenizerRequest,
@@ -75,10 +77,11 @@ class PromptEncoder:
         special_tokens: dict[str, str],
         block_size: int = DEFAULT_BLOCK_SIZE,
         pair_template: ChatTemplate | None = None,
+        info: bytes = b"{}",
     ) -> None:
         """`block_size`: tokens of each block that prompts are hashed by. `pair_template`: makes a prompt of two texts;
-        None: the tokenizer does, as a cross-encoder reads them."""
-        self._vocabulary = vocabulary
+        None: the tokenizer does, as a cross-encoder reads them. `info`: see `TokenizerInfo`."""
+        self._vocabulary, self._info = vocabulary, info
         self._block_size = block_size
         self._templates = templates
         self._pair_template = pair_template
@@ -175,7 +178,8 @@ class PromptEncoder:
         return replace(stopping, stop_token_ids=tuple(dict.fromkeys((*stopping.stop_token_ids, *own))))
 
     def answer(self, request: TokenizerRequest) -> TokenizerReply:
-        """Text to tokens or back, for requests that ask for that alone; a refusal where the prompt is at fault."""
+        """Text to tokens or back, or what the files say, for requests that ask for that alone; a refusal where the
+        prompt is at fault."""
         try:
             match request:
                 case Encode():
@@ -185,6 +189,8 @@ class PromptEncoder:
                 case Decode():
                     ids = self._vocabulary.unpacked(request.tokens, "tokens") if request.tokens else []
                     return DecodeReply(self._vocabulary.decode(ids, skip_special_tokens=request.skip_special_tokens))
+                case ReadTokenizerInfo():
+                    return TokenizerInfo(self._info)
                 case _:
                     assert_never(request)
         except PromptRefused as refused:

@@ -186,6 +186,15 @@ async def test_an_aborted_stream_ends_with_what_it_has(stack: GatewayStack) -> N
     assert len(stack.gateway.requests) == 0
 
 
+@pytest.mark.parametrize("asked", [["chatcmpl-mine"], []])
+async def test_what_is_aborted_has_the_name_that_its_client_sees(stack: GatewayStack, asked: list[str]) -> None:
+    stream = await stack.openai.chat.completions.create(**chat(stream=True, extra_body={"request_id": "mine"}))
+    assert (await anext(stream)).id == "chatcmpl-mine"
+    answer = await stack.http.post("/abort_requests", json={"request_ids": asked})
+    assert answer.json() == {"status": "aborted", "aborted": 1, "request_ids": ["chatcmpl-mine"]}
+    assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "abort"
+
+
 async def test_a_search_that_is_aborted_has_nothing_to_show(stack: GatewayStack) -> None:
     body = chat(n=2, use_beam_search=True, temperature=0)
     search = asyncio.create_task(stack.http.post("/v1/chat/completions", json=body))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx2
 import ollama
 import openai
 import pytest
@@ -125,6 +126,27 @@ async def test_a_prefix_is_shared_with_the_same_image_and_with_no_other(
     assert cached(other) < IMAGE_TOKENS
     heard = await stack.until_heard(lambda lives: (e := lives["encoder-1"].encoder) is not None and e.hits > said.hits)
     assert heard["encoder-1"].encoder is not None
+
+
+async def test_images_that_are_forgotten_are_encoded_anew(
+    client: AsyncOpenAI, stack: RunningStack, model: ImageModel
+) -> None:
+    async def encoded() -> int:
+        report = (await stack.ps())["encoder-1"].encoder
+        assert report is not None
+        return report.encoded
+
+    new = picture(70)
+    for _ in range(2):
+        await ask(client, user(new))
+    before = await encoded()
+    for path in ("/reset_mm_cache", "/reset_encoder_cache"):
+        async with httpx2.AsyncClient(base_url=stack.url, timeout=30) as http:
+            answer = await http.post(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        again = await ask(client, user(new))
+        assert again.choices[0].message.content == wanted(model, user(new), images=(new,))
+    assert await encoded() == before + 2
 
 
 async def test_what_is_no_image_is_a_400_and_nobody_dies(client: AsyncOpenAI, stack: RunningStack) -> None:

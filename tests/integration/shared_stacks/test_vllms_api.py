@@ -62,6 +62,24 @@ async def chunks_of(answer: Any) -> list[Any]:
     return [chunk async for chunk in answer]
 
 
+# The server.
+
+
+async def test_what_the_tokenizers_files_say_is_what_vllm_shows(http: httpx2.AsyncClient, tokenizer: Any) -> None:
+    """Which shows what `transformers` was made with; here is no key that it has not, and no path."""
+    shown = (await http.get("/tokenizer_info")).json()
+    assert shown["chat_template"] == tokenizer.chat_template
+    theirs = {**tokenizer.init_kwargs, **{name: str(token) for name, token in tokenizer.special_tokens_map.items()}}
+    same = [name for name in shown if name in theirs and name not in ("chat_template", "extra_special_tokens")]
+    assert {name: shown[name] for name in same} == {name: theirs[name] for name in same}
+    assert {"eos_token", "model_max_length"} <= set(same)
+    assert isinstance(shown["tokenizer_class"], str)
+    assert str(DEMO_MODEL) not in str(shown)
+    assert (await http.get("/tokenizer_info", params={"model": MODEL})).json() == shown
+    missing = await http.get("/tokenizer_info", params={"model": "none"})
+    assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
+
+
 # Completions.
 
 

@@ -24,7 +24,9 @@ from services.gateway.http.admin.waiting import until
 from services.gateway.http.call import Call
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
+from shared import topics
 from shared.bus import Bus
+from shared.messages.encoder import ForgetRows
 from shared.packing import to_plain
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,14 @@ class FleetEndpoints:
                 raise unsupported(name, "more than the engines' own prefix caches")
         done = await ask_coordinator(self._bus, "reset_prefix_cache", {})
         await call.respond_json({"success": True, **done})  # the former is vLLM's
+
+    async def reset_encoder_cache(self, call: Call) -> None:
+        """`/reset_mm_cache` and `/reset_encoder_cache` of vLLM: encoders find none of the images, sounds or prompts
+        again that they have encoded until now. As there, nobody waits for it."""
+        query(call, {})
+        for card in self._table.cluster.models():
+            await self._bus.publish(topics.rows_leases(card.name), ForgetRows())
+        await call.respond(b"")
 
     async def abort_requests(self, call: Call) -> None:
         """`/abort_requests`: these responses end with what their clients have, and the finish reason `abort`."""

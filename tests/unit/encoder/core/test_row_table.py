@@ -74,3 +74,15 @@ def test_an_image_is_named_by_its_bytes_and_its_size() -> None:
     salted = {image_hash(EncodeInput(b"a", salt)) for salt in (None, "", "alice", "bob")}
     assert len(salted | {image_hash(EncodeInput(b"a", max_side=side)) for side in (256, 512)}) == 6
     assert len(A) == 16
+
+
+def test_images_that_are_forgotten_leave_the_rows_that_somebody_needs() -> None:
+    rows = table()
+    (a, of_a), (b, of_b) = made(2), made(2, first=1)
+    rows.keep(a, 8, 0.0, A, of_a)
+    rows.keep(b, 8, 5.0, B, of_b)
+    assert rows.forget_images(12.0) == [a], "b is leased"
+    assert (rows.find(A, 12.0), rows.find(B, 12.0), rows.bytes_used) == (None, None, 8)
+    assert rows.renew((a, b), 12.0) == [b]
+    rows.keep(b, 8, 13.0, B, of_b)
+    assert rows.find(B, 14.0) == (b, of_b)

@@ -93,6 +93,11 @@ def test_a_model_may_stand_behind_options(line: str) -> None:
         (["m", "--kv-offloading-size", "much"], "--kv-offloading-size much: "),
         (["m", "--kv-offloading-size", "inf"], "--kv-offloading-size inf: "),
         (["m", "--hf-token", "hf_x"], "HF_TOKEN"),
+        *(
+            (["m", name, "[" * 3000], rf"{name} \[+… \(3000 characters\): maximum recursion depth")
+            for name in ("--limit-mm-per-prompt", "--allowed-origins", "--structured-outputs-config")
+        ),
+        (["m", "--lora-modules", '{"a":' * 3000], r"\(15000 characters\): {\"name\": …"),
         (["m", "--lora-modules", "{}"], "--lora-modules {}: "),
     ],
 )
