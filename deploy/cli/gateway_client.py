@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deploy.errors import CommandError
+from shared.tls.client_context import CERTIFICATE, KEY, ClientCertificateError, client_context
 
 POLL_INTERVAL = 0.05
 ANSWER_TIMEOUT = 300.0
@@ -83,8 +84,17 @@ def _connection(url: str) -> http.client.HTTPConnection:
     where = urlsplit(url)
     if where.scheme not in ("http", "https") or not where.hostname:
         raise CommandError(f"--url {url}: http://HOST:PORT is expected", status=2)
-    kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-    return kind(where.hostname, where.port, timeout=ANSWER_TIMEOUT)
+    if where.scheme == "http":
+        return http.client.HTTPConnection(where.hostname, where.port, timeout=ANSWER_TIMEOUT)
+    return http.client.HTTPSConnection(where.hostname, where.port, timeout=ANSWER_TIMEOUT, context=checked_tls())
+
+
+def checked_tls() -> ssl.SSLContext:
+    """See `client_context`. Raises CommandError."""
+    try:
+        return client_context()
+    except ClientCertificateError as error:
+        raise CommandError(str(error), status=2) from None
 
 
 def _post(
@@ -107,6 +117,9 @@ def _answer(
         ) from None
     except (OSError, http.client.HTTPException) as error:
         where = f"{connection.host}:{connection.port}"
+        if isinstance(connection, http.client.HTTPSConnection) and isinstance(error, ssl.SSLError | ConnectionError):
+            said = f"{where} ends the connection ({error}); where it wants a certificate of its clients"
+            raise CommandError(f"{said}, {CERTIFICATE} (and {KEY}) name one") from None
         raise CommandError(
             f"{where} does not answer: {error}; is a stack running there? (baton up, baton ps)"
         ) from None

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
 
+from deploy.cli.gateway_client import checked_tls
 from deploy.errors import CommandError
 from services.gateway.api.batches.lines import BatchAnswer, BatchRequest
 from shared.reliability.retry import Backoff
@@ -29,7 +30,7 @@ async def http_server(
     """While a server is away or busy, requests are retried for `patience` seconds. Then raises CommandError."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT, sock_connect=10)
-    connector = aiohttp.TCPConnector(limit=concurrency)
+    connector = aiohttp.TCPConnector(limit=concurrency, ssl=checked_tls())
     root = base_url.rstrip("/").removesuffix("/v1")
     async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
 

@@ -7,7 +7,6 @@ test then lacks. Redirects, proxies, cookies and compression are left out on pur
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 from services.bench.errors import BenchError
+from shared.tls.client_context import ClientCertificateError, client_context
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_BODY_BYTES = 64 * 2**20
@@ -148,13 +148,16 @@ class HttpClient:
     """Owns the idle connections to one server."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
-        """Raises ValueError where `base_url` is no http or https URL."""
+        """Raises ValueError where `base_url` is no http or https URL, or no certificate that could be shown there."""
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"{base_url!r} is no http or https URL")
         self._host = url.hostname
         self._port = url.port or (443 if url.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if url.scheme == "https" else None
+        try:
+            self._tls = client_context() if url.scheme == "https" else None
+        except ClientCertificateError as error:
+            raise ValueError(str(error)) from None
         self._prefix = url.path.rstrip("/")
         authority = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
         authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""

@@ -13,11 +13,10 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.api.errors import RequestError, abbreviated, invalid
+from services.gateway.api.errors import RequestError, abbreviated
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.database.records import DatabaseUnavailable
 from services.gateway.http.access import AccessControl, check_model
-from services.gateway.http.admin.query import query_list
 from services.gateway.http.body_parser import BodyKind, BodyParser
 from services.gateway.http.call import BodyLimits, Call, ErrorBody
 from services.gateway.metrics import MergedPages
@@ -28,7 +27,7 @@ from services.gateway.tokenizer_client import Reply
 from shared.ids import GatewayId
 from shared.messages.gateway import GatewayOverview, ReadOverview
 from shared.messages.model_card import LoraCard, ModelCard
-from shared.messages.tokenizer import DecodeReply, EncodeReply, ReadTokenizerInfo, TokenizerInfo
+from shared.messages.tokenizer import DecodeReply, EncodeReply
 from shared.packing import unpack
 from shared.telemetry.metrics import OPENMETRICS, TEXT, wants_openmetrics
 from shared.telemetry.tracing import CLIENT_REQUEST, RESPONSE, TRACING, RequestSpan
@@ -207,20 +206,6 @@ class InfoEndpoints:
         """`/detokenize`: the text of token ids. Raises RequestError."""
         _, decoded = await ask_tokenizer(call, self._table, self._parser, "detokenize", DecodeReply)
         await call.respond_json({"prompt": decoded.text})
-
-    async def tokenizer_info(self, call: Call) -> None:
-        """`/tokenizer_info`: what the files of a model's tokenizer say; `model` in the query where there are several.
-        Raises RequestError."""
-        cards = [card for card in self._table.cluster.models() if call.key.allows_model(card.name)]
-        names = query_list(call, "model") or [card.name for card in cards][: 2 if len(cards) > 1 else 1]
-        if len(names) != 1:
-            raise invalid("model", f"one is needed in the query; allowed are {', '.join(card.name for card in cards)}")
-        card = next((each for each in cards if names[0] in (each.name, *each.aliases)), None)
-        if card is None:
-            message = f"The model `{abbreviated(names[0])[1:-1]}` does not exist."
-            raise RequestError(404, message, param="model", code="model_not_found")
-        found = await self._table.tokenizer.ask(card, ReadTokenizerInfo(), TokenizerInfo)
-        await call.respond(found.info)
 
 
 async def ask_tokenizer(

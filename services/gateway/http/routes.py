@@ -230,7 +230,7 @@ class _Routes:
             route("POST", "/flush_cache", fleet.reset_prefix_cache, "admin"),
             route("POST", "/reset_mm_cache", fleet.reset_encoder_cache, "admin"),
             route("POST", "/reset_encoder_cache", fleet.reset_encoder_cache, "admin"),
-            route("GET", "/tokenizer_info", info.tokenizer_info, "admin"),
+            route("GET", "/tokenizer_info", fleet.tokenizer_info, "admin"),
             route("POST", "/abort_requests", fleet.abort_requests, "admin"),
             route("POST", "/inference/v1/abort_requests", fleet.abort_named, "admin"),
             route("POST", "/scale_elastic_ep", fleet.scale, "admin"),

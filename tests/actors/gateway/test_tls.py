@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import shutil
 import socket
@@ -15,11 +16,16 @@ import httpx2
 import openai
 import pytest
 
-from deploy.cli.gateway_client import wait_until_ready
+from deploy.cli.batch.http_server import http_server
+from deploy.cli.gateway_client import served_models, wait_until_ready
+from deploy.errors import CommandError
+from services.bench.client.http_client import HttpClient
+from services.gateway.api.batches.lines import BatchRequest
 from services.gateway.config import GatewayConfig
 from services.gateway.http import certificates
 from services.gateway.http.certificates import CertificateError
 from shared.bus.memory_bus import MemoryBus
+from shared.tls.client_context import CERTIFICATE, KEY
 from tests.support.cluster.tls_authority import Authority
 from tests.support.gateway.fake_services import MODEL, eventually
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
@@ -113,6 +119,37 @@ async def test_clients_show_a_certificate_where_authorities_are_given(
             async with client(stack, files, shown) as unknown:
                 with pytest.raises(openai.APIConnectionError):
                     await unknown.models.list()
+
+
+async def test_commands_show_the_certificate_that_the_environment_names(
+    memory_bus: MemoryBus, files: Files, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`baton chat` and `lora` by one client, `batch` and `bench` by their own."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(files.authority))
+    certificate, key = authority.files("alice")[:2]
+    one = tmp_path / "alice.pem"
+    shutil.copy(certificate, one)
+    with one.open("a") as both:
+        both.write(Path(key).read_text())  # noqa: ASYNC240
+    request = BatchRequest("a", "b", "/v1/chat/completions", json.dumps({"model": MODEL, "messages": HELLO}).encode())
+    tls = {"ssl_certfile": files.certificate, "ssl_keyfile": files.key, "ssl_ca_certs": files.authority}
+    async with gateway_stack(memory_bus, **tls) as stack:
+        url = stack.url.replace("http:", "https:")
+        with pytest.raises(CommandError, match=r"wants a certificate of its clients, BATON_CLIENT_CERT \(and"):
+            await asyncio.to_thread(served_models, url, None)
+        for shown in ((certificate, key), (str(one), None)):
+            for name, file in zip((CERTIFICATE, KEY), shown, strict=True):
+                monkeypatch.setenv(name, file or "")
+            assert await asyncio.to_thread(served_models, url, None) == [MODEL]
+            async with http_server(url, None, 2, 0.0) as ask:
+                assert (await ask(request)).status == 200
+            assert await HttpClient(url).post(request.url, request.body, lambda data, at: None, 30) == 200
+    monkeypatch.setenv(KEY, str(tmp_path / "none.key"))
+    with pytest.raises(CommandError, match=r"BATON_CLIENT_KEY .*none\.key: No such file"):
+        served_models(url, None)
+    monkeypatch.setenv(CERTIFICATE, "")
+    with pytest.raises(CommandError, match="BATON_CLIENT_CERT has to name its certificate"):
+        served_models(url, None)
 
 
 def test_files_that_cannot_be_used_are_named_with_the_reason(files: Files, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from services.gateway.api.admin.operations import (
     StrikeFields,
     UndrainFields,
 )
-from services.gateway.api.errors import RequestError, decode_body, invalid, unsupported
+from services.gateway.api.errors import RequestError, abbreviated, decode_body, invalid, unsupported
 from services.gateway.http.admin.coordinator_client import ask_coordinator
-from services.gateway.http.admin.query import SWITCH, query
+from services.gateway.http.admin.query import SWITCH, query, query_list
 from services.gateway.http.admin.waiting import until
 from services.gateway.http.call import Call
 from services.gateway.peers import GatewayPeers
@@ -27,6 +27,7 @@ from services.gateway.request_table import RequestTable
 from shared import topics
 from shared.bus import Bus
 from shared.messages.encoder import ForgetRows
+from shared.messages.tokenizer import ReadTokenizerInfo, TokenizerInfo
 from shared.packing import to_plain
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,20 @@ class FleetEndpoints:
         for card in self._table.cluster.models():
             await self._bus.publish(topics.rows_leases(card.name), ForgetRows())
         await call.respond(b"")
+
+    async def tokenizer_info(self, call: Call) -> None:
+        """`/tokenizer_info`: what the files of a model's tokenizer say; `model` in the query where there are several.
+        Raises RequestError."""
+        cards = [card for card in self._table.cluster.models() if call.key.allows_model(card.name)]
+        names = query_list(call, "model") or [card.name for card in cards][: 2 if len(cards) > 1 else 1]
+        if len(names) != 1:
+            raise invalid("model", f"one is needed in the query; allowed are {', '.join(card.name for card in cards)}")
+        card = next((each for each in cards if names[0] in (each.name, *each.aliases)), None)
+        if card is None:
+            message = f"The model `{abbreviated(names[0])[1:-1]}` does not exist."
+            raise RequestError(404, message, param="model", code="model_not_found")
+        found = await self._table.tokenizer.ask(card, ReadTokenizerInfo(), TokenizerInfo)
+        await call.respond(found.info)
 
     async def abort_requests(self, call: Call) -> None:
         """`/abort_requests`: these responses end with what their clients have, and the finish reason `abort`."""

@@ -1,0 +1,1 @@
+"""TLS of those who ask a server by HTTPS."""
