@@ -20,7 +20,7 @@ def client_context(environment: Mapping[str, str] | None = None) -> ssl.SSLConte
     names, if any. Raises ClientCertificateError."""
     environment = process_environment() if environment is None else environment
     context = ssl.create_default_context()
-    certificate, key = environment.get(CERTIFICATE), environment.get(KEY)
+    certificate, key = environment.get(CERTIFICATE), environment.get(KEY) or None
     if not certificate:
         if key:
             raise ClientCertificateError(f"{KEY} {key}: {CERTIFICATE} has to name its certificate")
