@@ -134,7 +134,7 @@ async def lines_of(process: Process, file: str | None) -> list[Any]:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -358,7 +358,7 @@ async def test_a_gateway_that_stops_gives_its_batch_away_at_once(gateways: list[
     run = await first.claim("one")
     assert run is not None
     working = asyncio.create_task(run.run())
-    await asyncio.sleep(0.1)
+    await until(lambda: len(first.asked) == 2)
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
 
@@ -431,18 +431,19 @@ async def test_what_has_no_answer_at_the_end_of_the_window_gets_an_error(gateway
     assert (expired["custom_id"], expired["response"], expired["error"]["code"]) == ("b", None, "batch_expired")
 
 
-async def test_a_batch_waits_for_a_database_that_is_away_for_a_moment(gateways: list[Process]) -> None:
+async def test_a_batch_waits_for_a_database_that_is_away_for_a_moment(
+    gateways: list[Process], caplog: pytest.LogCaptureFixture
+) -> None:
     first, _ = gateways
     id = await new_batch(first, b"".join(map(line, "abcdef")))
     first.hold.clear()
     run = await first.claim("one")
     assert run is not None
     working = asyncio.create_task(run.run())
-    await asyncio.sleep(0.1)
+    await until(lambda: len(first.asked) == 6)
     first.cut = True
     first.hold.set()
-    await until(lambda: len(first.asked) == 6)
-    await asyncio.sleep(0.1)
+    await until(lambda: "batch waits for the database" in caplog.messages)
     first.cut = False
 
     await working
