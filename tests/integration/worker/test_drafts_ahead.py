@@ -36,6 +36,8 @@ MAKERS = {"draft": make_draft, "medusa": make_medusa, "eagle": make_eagle, "eagl
 AHEAD: list[Method] = ["medusa", "eagle"]
 """Those that are asked before it is known what stands."""
 METHODS: list[Method] = ["ngram", "draft", *AHEAD, "eagle3"]
+BY_LANE = [pytest.param(method, marks=[] if method in AHEAD else [pytest.mark.extras]) for method in METHODS]
+"""The others' drafts are awaited, as those of any who asks for penalties."""
 LASTING = [sampling for sampling in SAMPLINGS if sampling.repetition_penalty == 1.0 and not sampling.presence_penalty]
 """What changes with nothing but positions."""
 
@@ -89,12 +91,16 @@ def expected(backend: HostRunner, samplings: list[SamplingOptions], **more: Any)
 
 
 @pytest.mark.features("speculative", "chunked prefill", "logprobs")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("samplings", [LASTING, SAMPLINGS], ids=["what lasts", "everything"])
+@pytest.mark.parametrize(
+    ("samplings", "method"),
+    [(LASTING, method) for method in AHEAD] + [(SAMPLINGS, method) for method in METHODS],
+    ids=[f"what lasts-{method}" for method in AHEAD] + [f"everything-{method}" for method in METHODS],
+)
 def test_whatever_is_asked_for_is_drawn_as_without_drafts(
     backends: dict[Method, HostRunner], method: Method, samplings: list[SamplingOptions], clock: LateClock
 ) -> None:
-    """Seeds, cuts, log-probabilities; and penalties, for whose sake drafts are awaited."""
+    """Seeds, cuts, log-probabilities; and penalties, for whose sake drafts are awaited, as those of other methods than
+    `AHEAD` always are: what lasts is tried of these two by itself."""
     wanted = expected(backends[method], samplings)
     driver = DriverAhead(late(backends[method]), ahead=2, budget=60, speculate=3)
     sequences = ask(driver, samplings)
@@ -103,7 +109,7 @@ def test_whatever_is_asked_for_is_drawn_as_without_drafts(
     assert driver.drafted > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BY_LANE)
 def test_as_many_drafts_stand_as_step_by_step(method: Method, clock: LateClock) -> None:
     """Of drafters that have learned something: whoever drafts ahead knows as much as who waits."""
     asked = SpeculationSettings(method=method, model=None if method == "ngram" else str(DEMO / method))
@@ -208,7 +214,7 @@ def test_who_takes_the_slot_of_one_that_left_is_not_moved_back(
     assert [sequence.output for sequence in coming] == [sequence.output for sequence in wanted]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.extras)])
 def test_whatever_happens_to_sequences_each_draws_what_it_would_alone(
     backends: dict[Method, HostRunner], clock: LateClock, seed: int
 ) -> None:
