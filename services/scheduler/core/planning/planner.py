@@ -7,6 +7,8 @@ copied to the KV store and what is compiled. A suspect of a death has steps of i
 
 from __future__ import annotations
 
+from itertools import chain, islice
+
 from services.scheduler.core.counters import EngineCounters
 from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.memory import BlockAllocator
@@ -64,6 +66,13 @@ class StepPlanner:
         sought = len(self.queues.seeking) > self._prompts.waiting
         return bool(sought or self.queues.handing or self._copies.in_flight or self._grammars.answers_awaited)
 
+    def _prompts_left(self) -> tuple[int, int]:
+        """Tokens of prompts that are not computed, as far as they may soon be: of all, and of the first. What is cached
+        of a waiting one is not known yet."""
+        coming = islice(chain(self.queues.prefilling, self.queues.waiting), self._limits.max_running)
+        left = [sequence.tokens.length - sequence.tokens.planned for sequence in coming]
+        return sum(left), left[0]
+
     def plan(self, now: float, *, admits: bool = True) -> StepBuilder | None:
         """The next step, or None where there is nothing to compute, copy or compile before results come. `admits`:
         whether it may begin with waiting sequences."""
@@ -76,7 +85,8 @@ class StepPlanner:
             self.decodes.plan(step)
             step.decodes = step.samples
             if self._limits.has_prefill_targets and (queues.prefilling or queues.waiting):
-                step.limit(self._prefill_budget.chunk(self._limits.max_batch_tokens - step.budget, step.budget))
+                planned = self._limits.max_batch_tokens - step.budget
+                step.limit(self._prefill_budget.chunk(planned, step.budget, *self._prompts_left()))
             reserved = self._prefills.reserve(step)
             if queues.prefilling:
                 self._prefills.plan(step)

@@ -8,7 +8,7 @@ and other batches, too. Pure: seconds are measured by the caller.
 
 from __future__ import annotations
 
-from math import inf, log2
+from math import inf, log2, sqrt
 from typing import NamedTuple
 
 SIZES_PER_OCTAVE = 2
@@ -146,7 +146,8 @@ class PrefillBudget:
     A chunk is the largest that keeps the targets. So it is below the efficient one only where the first could not be
     kept otherwise; and where the decodes alone take longer than the target, or any efficient step does, nothing is won
     by small chunks, and it is the efficient one. For the second target prompts get as many tokens as are decoded beside
-    them at least: where decodes alone take about as long, prompts would wait until most of these have ended.
+    them at least: where decodes alone take about as long, prompts would wait until most of these have ended. Where
+    several prompts wait, steps are shorter than it: in one all would have their first tokens when the last one has.
     """
 
     def __init__(self, itl_target: float | None, prefill_target: float | None = None) -> None:
@@ -163,14 +164,15 @@ class PrefillBudget:
         if self._target is not None or (self._prefill_target is not None and prefills):
             self.estimator.record(tokens, seconds)
 
-    def chunk(self, planned: int, budget: int) -> int:
+    def chunk(self, planned: int, budget: int, waiting: int, first: int) -> int:
         """Prompt tokens for a step in which `planned` tokens are decoded and `budget` more are allowed, 1 at least if
-        any is."""
+        any is. `waiting`: tokens of prompts that are not computed yet, `first`: of these the first prompt's."""
         if budget <= MIN_CHUNK:
             return budget
         chunk = self._beside(planned, budget) if planned else budget
         if self._prefill_target is not None:
-            chunk = min(chunk, max(planned, self._of_step(self._prefill_target) - planned))
+            most = min(self._of_step(self._prefill_target) - planned, max(first, self._soonest(planned, waiting)))
+            chunk = min(chunk, max(planned, most))
         return int(min(budget, max(MIN_CHUNK, chunk)))
 
     def _beside(self, planned: int, budget: int) -> float:
@@ -182,6 +184,19 @@ class PrefillBudget:
             return FIRST_CHUNK
         chunk = int(within) - planned
         return chunk if chunk >= MIN_CHUNK else self.estimator.efficient_tokens() or FIRST_CHUNK
+
+    def _soonest(self, planned: int, waiting: int) -> float:
+        """Prompt tokens of a step with which the mean prompt is computed soonest.
+
+        Of W waiting tokens in chunks of P, beside decodes and a fixed cost that are worth D tokens, a prompt is whole
+        after (W / P + 1) / 2 steps of P + D on the average: least where P is the root of W * D. Below what is efficient
+        the cost is not fixed: devices that are bound by their weights compute fewer tokens in the same time.
+        """
+        efficient = self.estimator.efficient_tokens(PREFILL_SHARE)
+        if efficient is None:
+            return inf
+        fixed = efficient * (1 / PREFILL_SHARE - 1)
+        return max(efficient - planned, sqrt(waiting * (planned + fixed)))
 
     def _of_step(self, target: float) -> float:
         """Tokens of a step that takes so many seconds. The first steps are as large as they may be: most devices need

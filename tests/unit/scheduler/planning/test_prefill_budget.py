@@ -16,6 +16,9 @@ from services.scheduler.core.planning.prefill_budget import (
     StepTimeEstimator,
 )
 
+LONG = (1 << 20, 1 << 20)
+"""Tokens of all prompts that wait, and of the first: one that is longer than any step."""
+
 
 def device(tokens: float) -> float:
     """A roofline: 8 ms for the weights, or 25 µs a token; and 1 ms for every step."""
@@ -71,7 +74,7 @@ def driven(target: float, decodes: int, steps: int = 300, budget: int = 2048, sl
     prefill = PrefillBudget(target)
     chunks = []
     for _ in range(steps):
-        chunks.append(prefill.chunk(decodes, budget))
+        chunks.append(prefill.chunk(decodes, budget, *LONG))
         tokens = decodes + chunks[-1]
         prefill.record(tokens, slower * device(tokens), prefills=True)
     return chunks
@@ -89,20 +92,20 @@ def test_below_the_efficient_chunk_only_where_the_target_cannot_be_kept_otherwis
     prefill.estimator = measured(16, 64, 128, 256, 512, 1024, 2048)
     efficient = prefill.estimator.efficient_tokens()
     assert efficient is not None
-    assert MIN_CHUNK <= prefill.chunk(64, 2048) < efficient
-    assert device(64 + prefill.chunk(64, 2048)) <= 0.0097
+    assert MIN_CHUNK <= prefill.chunk(64, 2048, *LONG) < efficient
+    assert device(64 + prefill.chunk(64, 2048, *LONG)) <= 0.0097
     late = PrefillBudget(0.004)
     late.estimator = prefill.estimator
-    assert late.chunk(64, 2048) == int(efficient), "the decodes alone take longer, whatever the chunk"
+    assert late.chunk(64, 2048, *LONG) == int(efficient), "the decodes alone take longer, whatever the chunk"
 
 
 def test_without_decodes_or_a_target_a_step_is_as_large_as_it_may_be() -> None:
     prefill = PrefillBudget(0.001)
     prefill.record(2048, 1.0, prefills=True)
-    assert prefill.chunk(0, 2048) == 2048
+    assert prefill.chunk(0, 2048, *LONG) == 2048
     without = PrefillBudget(None)
     without.record(2048, 1.0, prefills=True)
-    assert without.chunk(100, 1948) == 1948
+    assert without.chunk(100, 1948, *LONG) == 1948
     assert without.estimator.seconds(5) is None, "nothing is kept that nothing needs"
 
 
@@ -121,7 +124,7 @@ def test_a_step_with_prompts_takes_no_longer_than_the_target_where_that_costs_no
 ) -> None:
     prefill, steps = PrefillBudget(None, 0.25), []
     for _ in range(120):
-        steps.append(decodes + prefill.chunk(decodes, 2048 - decodes))
+        steps.append(decodes + prefill.chunk(decodes, 2048 - decodes, *LONG))
         prefill.record(steps[-1], seconds_of(steps[-1]), prefills=True)
         prefill.record(1, 5.0, prefills=False)
     assert steps[0] == 2048, "nothing is known yet"
@@ -131,13 +134,52 @@ def test_a_step_with_prompts_takes_no_longer_than_the_target_where_that_costs_no
     assert rate > 0.88 * max(tokens / seconds_of(tokens) for tokens in range(1, 2049))
 
 
+def mean_first_token(prompts: int, length: int, decodes: int, chunk: Callable[[int, int], int]) -> tuple[float, float]:
+    """Seconds until a prompt of a burst is computed on the average, and until the last is. A prompt that is computed
+    decodes from then on. `chunk`: of the tokens that decode and those that wait."""
+    now, left, ended = 0.0, [length] * prompts, []
+    while left:
+        room = chunk(decodes + len(ended), sum(left))
+        now += device(decodes + len(ended) + min(room, sum(left)))
+        while left and room:
+            taken = min(room, left[0])
+            room, left[0] = room - taken, left[0] - taken
+            if not left[0]:
+                ended.append(now)
+                left.pop(0)
+    return sum(ended) / prompts, now
+
+
+@pytest.mark.parametrize("decodes", [0, 48])
+def test_prompts_of_a_burst_are_computed_one_after_the_other_as_far_as_that_gives_first_tokens_sooner(
+    decodes: int,
+) -> None:
+    prefill = PrefillBudget(None, 0.25)
+    prefill.estimator = measured(64, 128, 256, 512, 1024, 2048)
+    chosen, last = mean_first_token(16, 128, decodes, lambda planned, left: prefill.chunk(planned, 2048, left, 128))
+    at_once, whole = mean_first_token(16, 128, decodes, lambda planned, left: 2048)
+    assert chosen < 0.8 * at_once
+    assert last < 1.25 * whole
+    best = min(mean_first_token(16, 128, decodes, lambda planned, left, n=n: n)[0] for n in range(64, 2049, 64))  # type: ignore[misc]
+    assert chosen < 1.1 * best
+
+
+def test_a_prompt_alone_is_computed_in_as_few_steps_as_before() -> None:
+    prefill = PrefillBudget(None, 0.25)
+    prefill.estimator = measured(64, 128, 256, 512, 1024, 2048)
+    assert prefill.chunk(16, 2032, 1500, 1500) == 1500
+    without = PrefillBudget(0.25)
+    without.estimator = prefill.estimator
+    assert without.chunk(16, 2032, 4096, 128) == 2032, "only of steps that have a time for prompts"
+
+
 def test_a_device_that_becomes_slower_gets_smaller_chunks() -> None:
     prefill = PrefillBudget(0.026)
     for slower in (1.0, 2.0):
         for _ in range(200):
-            chunk = prefill.chunk(100, 2048)
+            chunk = prefill.chunk(100, 2048, *LONG)
             prefill.record(100 + chunk, slower * device(100 + chunk), prefills=True)
-    assert 2.0 * device(100 + prefill.chunk(100, 2048)) < 1.15 * 0.026
+    assert 2.0 * device(100 + prefill.chunk(100, 2048, *LONG)) < 1.15 * 0.026
 
 
 @given(
@@ -152,6 +194,6 @@ def test_some_of_a_prompt_is_computed_in_every_step_and_never_more_than_allowed(
     prefill = PrefillBudget(target)
     for tokens, seconds in steps:
         prefill.record(tokens, seconds, prefills=True)
-    assert min(budget, MIN_CHUNK) <= prefill.chunk(decodes, budget) <= budget
+    assert min(budget, MIN_CHUNK) <= prefill.chunk(decodes, budget, *LONG) <= budget
     times = [prefill.estimator.seconds(tokens) for tokens in (1, 10, 100, 1000, 10_000)]
     assert times == sorted(times, key=lambda each: each or 0.0), "more tokens never take less"
