@@ -39,7 +39,9 @@ NOT_TAKEN = {
 """What `generation_config.json` may say of a search, and the value that changes nothing: requests are not searched by
 it."""
 
-ALONE = ("bert", "camembert", "gemma3_text", "modernbert", "roberta", "xlm-roberta")
+ALONE = (
+    *("albert", "bert", "camembert", "distilbert", "electra", "gemma3_text", "modernbert", "roberta", "xlm-roberta"),
+)
 """Encoders without a decoder, by `model_type`."""
 _ALSO_DECODERS = ("gemma3_text",)
 """Encoders where the configuration says `use_bidirectional_attention`, as EmbeddingGemma's does."""

@@ -15,7 +15,9 @@ from tokenizers.processors import TemplateProcessing
 
 WORDS = 120
 LONGEST = 64
-ENCODERS = ("Bert", "Roberta", "ModernBert", "Gemma3Text")
+ENCODERS = ("Bert", "Roberta", "ModernBert", "Gemma3Text", "DistilBert", "Electra", "Albert")
+SEGMENTED = ("Bert", "Electra", "Albert")
+"""Those that tell the texts of a pair apart."""
 _SIZES: dict[str, Any] = {
     "vocab_size": WORDS,
     "hidden_size": 48,
@@ -27,6 +29,9 @@ _SIZES: dict[str, Any] = {
 }
 _OWN: dict[str, dict[str, Any]] = {
     "Bert": {"max_position_embeddings": LONGEST, "type_vocab_size": 2},
+    "DistilBert": {"max_position_embeddings": LONGEST, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 4},
+    "Electra": {"max_position_embeddings": LONGEST, "type_vocab_size": 2, "embedding_size": 32},
+    "Albert": {"max_position_embeddings": LONGEST, "type_vocab_size": 2, "embedding_size": 32},
     "Roberta": {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1},
     "Gemma3Text": {
         "max_position_embeddings": LONGEST,
@@ -73,11 +78,11 @@ def make_encoder(
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1" if kind == "Bert" else "[CLS] $A [SEP] $B [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1" if kind in SEGMENTED else "[CLS] $A [SEP] $B [SEP]",
         special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    names = ["input_ids", "token_type_ids", "attention_mask"] if kind == "Bert" else ["input_ids", "attention_mask"]
+    names = ["input_ids", "token_type_ids", "attention_mask"] if kind in SEGMENTED else ["input_ids", "attention_mask"]
     settings = {**SPECIAL, "tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": names}
     (folder / "tokenizer_config.json").write_text(
         json.dumps(settings | {"model_max_length": config.max_position_embeddings})

@@ -38,6 +38,8 @@ from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
 NAME = "baton-encoder"
 """Of the attention, to the library."""
 
+_LAYERS = ("encoder", "transformer", "layers")
+"""Where families have their layers."""
 _HEADS, _HEAD_SIZE = 1, 16
 """Of the cache that nothing is written to: blocks only count what room prompts have."""
 
@@ -68,6 +70,16 @@ def _cls(_: Any) -> PoolingType:
 
 def _bert_head(model: Any, states: Tensor) -> Tensor:
     logits: Tensor = model.classifier(model.bert.pooler(states.unsqueeze(1)))
+    return logits
+
+
+def _distilbert_head(model: Any, states: Tensor) -> Tensor:
+    logits: Tensor = model.classifier(F.relu(model.pre_classifier(states)))
+    return logits
+
+
+def _albert_head(model: Any, states: Tensor) -> Tensor:
+    logits: Tensor = model.classifier(model.albert.pooler_activation(model.albert.pooler(states)))
     return logits
 
 
@@ -106,8 +118,11 @@ def _behind_padding(config: Any) -> int:
 
 _ROBERTA = _Encoder(_cls, _roberta_head, _behind_padding)
 FAMILIES = {
+    "albert": _Encoder(_cls, _albert_head, _zero, segments=True),
     "bert": _Encoder(_cls, _bert_head, _zero, segments=True),
     "camembert": _ROBERTA,
+    "distilbert": _Encoder(_cls, _distilbert_head, _zero),
+    "electra": _Encoder(_cls, _roberta_head, _zero, segments=True),
     "gemma3_text": _Encoder(_last, _gemma_head, _zero, token_head=None),
     "modernbert": _Encoder(_modernbert_pooling, _modernbert_head, _zero, token_head=_modernbert_head),
     "roberta": _ROBERTA,
@@ -168,7 +183,8 @@ class LibraryEncoderModel:
         model = (self._dummy(dtype) if dummy else self._read(dtype)).to(device)
         base: Any = model.base_model if self._kind else model
         head = None if self._head is None else partial(_logits, self._head, model, dtype)
-        pack_products(base.encoder if hasattr(base, "encoder") else base.layers, ops, quantization)
+        layers = next(getattr(base, name) for name in _LAYERS if hasattr(base, name))
+        pack_products(layers, ops, quantization)
         positions = self._family.first_position(self._own)
         separator = _separator(self._folder) if self._family.segments and self._own.type_vocab_size > 1 else None
         return LibraryEncoder(base, ops, self.config, positions, separator), head
