@@ -12,9 +12,20 @@ import logging
 from services.offline.errors import EngineFailed, InvalidRequest
 from services.offline.llm import LLM
 from services.offline.outputs import CompletionOutput, Logprob, RequestOutput
+from services.offline.pooling import PoolingParams, PoolingRequestOutput
 from services.offline.requests import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "EngineFailed", "InvalidRequest", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineFailed",
+    "InvalidRequest",
+    "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 _above = __name__.removesuffix("offline").removesuffix("services.")  # `baton.` where this is installed
 for _package in ("shared", "services", "kvstore"):  # a library logs, and prints nothing by itself

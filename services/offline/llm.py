@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, overload
 
 import msgspec
 
@@ -19,6 +19,21 @@ from services.gateway.http.local_call import LocalAnswer
 from services.offline.errors import EngineFailed, InvalidRequest
 from services.offline.local_cluster import LocalCluster
 from services.offline.outputs import RequestOutput, request_output, tokens_with_logprobs
+from services.offline.pooling import (
+    CLASSIFICATION,
+    EMBEDDING,
+    POOLING,
+    ClassificationOutput,
+    EmbeddingOutput,
+    PooledCall,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    PoolingTask,
+    ScoringOutput,
+    pair_calls,
+    prompt_calls,
+)
 from services.offline.requests import (
     Message,
     Prompt,
@@ -31,6 +46,7 @@ from services.offline.requests import (
 from services.offline.settings import EngineArguments, ServiceConfigs, service_configs
 from shared.error_groups import innermost
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 STOP_SECONDS = 15.0
@@ -111,11 +127,64 @@ class LLM:
         own = zip(each, params_for(len(each), params), strict=True)
         return self._run([PromptRequest({"messages": chat, **fields}, chosen) for chat, chosen in own], progress)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids that a prompt becomes. Raises EngineFailed."""
-        body = {"model": self.model, "prompt": text, "add_special_tokens": add_special_tokens}
-        tokens: list[int] = self._engine.wait(self._post("/tokenize", body))["tokens"]
-        return tokens
+    @overload
+    def encode(self, prompts: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    @overload
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: PoolingTask,
+        progress: bool | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]: ...
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        add_special_tokens: bool = True,
+        progress: bool | None = None,
+    ) -> list[int] | list[PoolingRequestOutput[PoolingOutput]]:
+        """Returns what `/pooling` makes of each prompt for that task; without one the token ids that a text becomes.
+        Raises what `generate` raises."""
+        if pooling_task is not None:
+            return self._pool(prompt_calls(POOLING, prompts, pooling_params, task=pooling_task), progress)
+        return self._engine.wait(self._tokens(prompts, {"add_special_tokens": add_special_tokens}))
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        progress: bool | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Returns the embedding of each prompt. `pooling_params`: one for all, or one for each. Raises what `generate`
+        raises."""
+        return self._pool(prompt_calls(EMBEDDING, prompts, pooling_params), progress)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        progress: bool | None = None,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Returns what there is of each label of each prompt. As `embed`."""
+        return self._pool(prompt_calls(CLASSIFICATION, prompts, pooling_params), progress)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        progress: bool | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Returns how well texts go together: one with each of several, or each with its own. As `embed`."""
+        return self._pool(pair_calls(data_1, data_2, pooling_params), progress)
 
     def close(self) -> None:
         """Ends the engine and frees what it holds. Safe to call again."""
@@ -139,17 +208,42 @@ class LLM:
         with progress_bar(len(requests), self._progress if progress is None else progress) as done:
             return self._engine.wait(self._generate(requests, done))
 
+    def _pool(self, calls: list[PooledCall], progress: bool | None) -> list[PoolingRequestOutput[Any]]:
+        with progress_bar(len(calls), self._progress if progress is None else progress, "pooling") as done:
+            return self._engine.wait(self._all(calls, lambda call, turn: self._pooled(call, turn, done)))
+
     # On the engine's event loop.
 
     async def _generate(self, requests: list[PromptRequest], done: Callable[[int], None]) -> list[RequestOutput]:
+        return await self._all(requests, lambda request, turn: self._complete(request, turn, done))
+
+    async def _all(self, asked: list[R], answer: Callable[[R, asyncio.Semaphore], Coroutine[Any, Any, T]]) -> list[T]:
         """All outputs in order; as many requests at a time as keep the engine busy. The first error ends the others."""
         in_flight = asyncio.Semaphore(self._window)
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._complete(request, in_flight, done)) for request in requests]
+                running = [tasks.create_task(answer(each, in_flight)) for each in asked]
         except BaseExceptionGroup as errors:
             raise innermost(errors) from None
         return [task.result() for task in running]
+
+    async def _pooled(
+        self, call: PooledCall, in_flight: asyncio.Semaphore, done: Callable[[int], None]
+    ) -> PoolingRequestOutput[Any]:
+        async with in_flight:
+            answer = await self._post(call.kind.path, {"model": self.model, **call.body})
+            cut = {name: call.body[name] for name in ("truncate_prompt_tokens",) if name in call.body}
+            tokens = [] if call.prompt is None else await self._tokens(call.prompt, cut)
+        done(0)
+        return call.output(answer, tokens)
+
+    async def _tokens(self, prompt: str | list[int], more: Mapping[str, Any]) -> list[int]:
+        """What a prompt becomes. Raises InvalidRequest, EngineFailed."""
+        if not isinstance(prompt, str):
+            kept = more.get("truncate_prompt_tokens")
+            return prompt if kept is None or kept < 0 else prompt[-kept:]
+        tokens: list[int] = (await self._post("/tokenize", {"model": self.model, "prompt": prompt, **more}))["tokens"]
+        return tokens
 
     async def _complete(
         self, request: PromptRequest, in_flight: asyncio.Semaphore, done: Callable[[int], None]
