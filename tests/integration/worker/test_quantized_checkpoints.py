@@ -305,3 +305,17 @@ def test_what_does_not_fit_in_the_last_layer_is_found_before_the_first_is_read(
     monkeypatch.setattr(TensorFiles, "read_together", reads)
     with pytest.raises(ModelError, match=r"model\.layers\.2\.self_attn\.o_proj"):
         tiny_backend(tmp_path)
+
+
+@pytest.mark.parametrize(("tensor", "words"), [("qweight", 7), ("qzeros", 5)])
+def test_codes_of_three_bits_that_end_within_a_word_are_named(tensor: str, words: int, tmp_path: Path) -> None:
+    quantised(tmp_path, "gptq of three bits")
+    tensors, name = load_file(tmp_path / "model.safetensors"), f"model.layers.2.self_attn.o_proj.{tensor}"
+    found = tensors[name]
+    if tensor == "qweight":
+        tensors[name] = torch.cat((found, found))[:words].contiguous()
+    else:
+        tensors[name] = found[:, :words].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"o_proj\.{tensor} has {words} words of codes of 3 bits; a multiple of 3"):
+        tiny_backend(tmp_path)

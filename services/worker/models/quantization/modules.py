@@ -164,12 +164,23 @@ def _gptq(module: Module, method: QuantizationMethod) -> ReadWeight | None:
     out, inputs = module.shape
     words = module.read("qweight")
     bits = _bits(module, words.shape[0] * 32 // inputs, GPTQ_BITS)
+    _check_threes(module, "qweight", words.shape[0], bits)
     codes = module.checked("qweight", unpack_rows(words, bits).T, (out, inputs))
     scales = module.read("scales").float().T.contiguous()
-    zeros = unpack_columns(module.read("qzeros"), bits)[:, :out].T.to(torch.int16) + method.zeros_less_one
+    packed = module.read("qzeros")
+    _check_threes(module, "qzeros", packed.shape[1], bits)
+    zeros = unpack_columns(packed, bits)[:, :out].T.to(torch.int16) + method.zeros_less_one
     zeros = module.checked("qzeros", zeros, scales.shape) & ((1 << bits) - 1)
     groups = module.read("g_idx") if module.has("g_idx") else None
     return _read(bits, codes, scales, zeros.to(torch.uint8), groups, _group_size(module, scales, method))
+
+
+def _check_threes(module: Module, suffix: str, words: int, bits: int) -> None:
+    """Raises ModelError where codes of three bits end within a word."""
+    if bits == 3 and words % 3:
+        raise ModelError(
+            f"tensor {module.name}.{suffix} has {words} words of codes of 3 bits; a multiple of 3 is needed"
+        )
 
 
 def _awq(module: Module, method: QuantizationMethod) -> ReadWeight | None:
