@@ -43,6 +43,8 @@ ARCHITECTURES = (
     Architecture("gpt-oss", True, "gpt-oss"),
     Architecture("DeepSeek-V2", True, "deepseek-v2"),
     Architecture("DeepSeek-V3", True, "deepseek-v3"),
+    Architecture("DeepSeek-V3.2", True, "deepseek-v3.2"),
+    Architecture("GLM-5", True, "glm-5"),
     Architecture("Mamba-2", True, "mamba2"),
     Architecture("Bamba", True, "bamba"),
     Architecture("Granite 4", True, "granite-hybrid-moe"),

@@ -164,7 +164,7 @@ class Decoder:
 
         def allocate() -> tuple[Tensor, Tensor]:
             if latent is not None:
-                return self._ops.latents.allocate(num_blocks, latent.kv_rank, latent.rope_dim)
+                return self._ops.latents.allocate(num_blocks, latent.kv_rank, latent.beside_dim)
             return self._ops.allocate_kv(num_blocks, heads, dim)
 
         if self._config.states is None:
@@ -193,7 +193,7 @@ class Decoder:
                 kv_heads=self._config.num_kv_heads,
                 head_dim=dim if latent is None else latent.kv_rank,
                 block_size=self._ops.block_size,
-                value_dim=None if latent is None else latent.rope_dim,
+                value_dim=None if latent is None else latent.beside_dim,
             ),
             first_head=first,
             num_heads=last - first,
@@ -220,7 +220,7 @@ class Decoder:
         """Bytes of one block over all layers of this rank."""
         latent = self._config.latent
         if latent is not None:
-            per_layer = self._ops.latents.block_bytes(latent.kv_rank, latent.rope_dim)
+            per_layer = self._ops.latents.block_bytes(latent.kv_rank, latent.beside_dim)
         else:
             per_layer = self._ops.kv_block_bytes(self._share.num_kv_heads, self._config.head_dim)
         attending = sum(layer.mixer is None for layer in self._weights.layers)

@@ -91,6 +91,8 @@ _FAMILIES = {
     ),
     "DeepseekV2ForCausalLM": _Family(),
     "DeepseekV3ForCausalLM": _Family(),
+    "DeepseekV32ForCausalLM": _Family(),
+    "GlmMoeDsaForCausalLM": _Family(eps=1e-5),
 }
 
 _BASES = {
@@ -102,6 +104,8 @@ _BASES = {
     "Gemma3TextModel": "Gemma3ForCausalLM",
     "DeepseekV2Model": "DeepseekV2ForCausalLM",
     "DeepseekV3Model": "DeepseekV3ForCausalLM",
+    "DeepseekV32Model": "DeepseekV32ForCausalLM",
+    "GlmMoeDsaModel": "GlmMoeDsaForCausalLM",
     "LlamaForSequenceClassification": "LlamaForCausalLM",
     "MistralForSequenceClassification": "MistralForCausalLM",
     "MixtralForSequenceClassification": "MixtralForCausalLM",

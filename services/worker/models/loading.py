@@ -212,7 +212,7 @@ class _Loader:
         # Gemma's post_attention_layernorm comes directly behind attention, Llama's before the MLP.
         before_mlp = "pre_feedforward_layernorm" if config.post_norms else names.mlp_norm
         has_mlp = layer.mixes or (layer.has_mlp and config.intermediate_size > 0)
-        mixer = self._with_states(f"{name}.{names.mixer}") if layer.has_state else self._attention(name, layer)
+        mixer = self._with_states(f"{name}.{names.mixer}") if layer.has_state else self._attention(name, index, layer)
         return LayerWeights(
             input_norm=self._norm(f"{name}.{names.input_norm}.weight"),
             qkv=mixer.inputs,
@@ -239,12 +239,12 @@ class _Loader:
     def _on_device(self, scales: Scales) -> Scales:
         return None if scales is None else (scales[0].to(self._device), scales[1])
 
-    def _attention(self, name: str, layer: LayerConfig) -> _Mixer:
+    def _attention(self, name: str, index: int, layer: LayerConfig) -> _Mixer:
         if self._config.gated_attention:
             return self._gated_attention(f"{name}.{self._names.attention}", layer)
         config, dim, names = self._config, self._config.head_dim, self._names
         name = f"{name}.{names.attention}"
-        latent = None if config.latent is None else self._latent(config.latent, name)
+        latent = None if config.latent is None else self._latent(config.latent, name, index)
         value_dim = dim if config.latent is None else config.latent.value_dim
         return _Mixer(
             inputs=self._qkv(name) if latent is None else latent.inputs(),
@@ -307,8 +307,9 @@ class _Loader:
             split_norm=mamba.split_norm(),
         )
 
-    def _latent(self, latent: LatentConfig, name: str) -> LatentLoader:
-        return LatentLoader(self._matrices, self._ops, self._device, self._config, latent, self._share.heads, name)
+    def _latent(self, latent: LatentConfig, name: str, index: int) -> LatentLoader:
+        how = (self._matrices, self._ops, self._device, self._config, latent)
+        return LatentLoader(*how, self._share.heads, name, index)
 
     def _qkv(self, name: str) -> PackedLinear:
         config, dim = self._config, self._config.head_dim

@@ -85,13 +85,14 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     if settings.model_impl == "transformers" or (settings.model_impl == "auto" and not ours):
         return load_library_model(settings)
     config = read_model_config(settings.folder, quantized=True) if plugin is None else plugin.config
-    check_latent(config.latent, settings.kv_cache_dtype, settings.attention)
     method = quantization_of(settings)
     if plugin is not None:
         _check_plugin(settings, plugin, method)
     if settings.context_rows is not None and config.states is not None:
         raise ModelError("prefill_context_parallel_size: not for a model with states, which go on from row to row")
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
+    if config.latent is not None:
+        check_latent(config.latent, settings.kv_cache_dtype, settings.attention, settings.platform, stage)
     dtype = dtype_of(settings.dtype, config)
     length = model_len(config, settings.max_model_len)
     generates = plugin is not None or has_head(settings.folder)

@@ -244,12 +244,14 @@ def native_decoder(
     config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | Eagle3Inputs | None = None
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for a share of the experts,
-    attention and mixers that the library does not know, and drafters' layers with latent attention.
+    attention and mixers that the library does not know, sparse attention, and drafters' layers with latent attention.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps):
         return None
     if config.latent is not None and (eagle is not None or config.latent.rope_dim > MAX_HEAD_DIM):
+        return None
+    if config.latent is not None and config.latent.index is not None:
         return None
     if any(layer.mixer is not None and described_mixer(layer.mixer) is None for layer in weights.layers):
         return None

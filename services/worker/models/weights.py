@@ -75,6 +75,20 @@ class LatentWeights:
     it."""
     values_up: PackedHeads
     """[H, value_dim, kv_rank]: the same for values, behind attention."""
+    index: IndexWeights | None = None
+    """Where an indexer chooses what is attended to; None: there is none, or the layer before has it for both."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexWeights:
+    """A layer's indexer, whole on every rank. Of its queries and keys the last rope_dim elements are rotated."""
+
+    inputs: PackedLinear
+    """[dim + heads, hidden]: a row's key, and how much each head's score counts."""
+    key_norm: tuple[Tensor, Tensor]
+    """float32 [dim] each: weight and bias of the layer norm of keys."""
+    q_up: PackedLinear
+    """[heads * dim, q_rank]: the queries, of the normed latent of a row's queries."""
 
 
 @dataclass(frozen=True, slots=True)

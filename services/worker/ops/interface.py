@@ -186,6 +186,16 @@ class LatentCache(NamedTuple):
 
     latents: Tensor
     rotated: Tensor
+    """[..., rope_dim]: these may be the first elements of longer rows."""
+    index_keys: Tensor | None = None
+    """[..., dim] keys of an indexer, which are the others of those rows."""
+
+    @staticmethod
+    def of(cache: tuple[Tensor, Tensor], rope_dim: int) -> LatentCache:
+        """What lies in a layer's cache."""
+        latents, beside = cache
+        rotated, index = beside[..., :rope_dim], beside[..., rope_dim:]
+        return LatentCache(latents, rotated, index if index.shape[-1] else None)
 
 
 class Routing(NamedTuple):
@@ -231,12 +241,12 @@ class LatentOps(Protocol):
     def linear_of_heads(self, x: Tensor, packed: PackedHeads) -> Tensor:
         """x [n, H, in] → each head's row times its own weight [n, H, out]."""
 
-    def block_bytes(self, rank: int, rope_dim: int) -> int:
+    def block_bytes(self, rank: int, beside: int) -> int:
         """Bytes that one block of latents takes in one layer."""
 
-    def allocate(self, num_blocks: int, rank: int, rope_dim: int) -> tuple[Tensor, Tensor]:
+    def allocate(self, num_blocks: int, rank: int, beside: int) -> tuple[Tensor, Tensor]:
         """One layer's cache of multi-head latent attention: latents [num_blocks, 1, block_size, rank], and rotated keys
-        [num_blocks, 1, block_size, rope_dim]; contents finite, else undefined."""
+        with what lies behind them [num_blocks, 1, block_size, beside]; contents finite, else undefined."""
 
     def copier(self, caches: list[tuple[Tensor, Tensor]]) -> KvCopier:
         """Copies blocks of these caches, one pair for each layer, beside the other operations."""
@@ -256,11 +266,27 @@ class LatentOps(Protocol):
 
         latents [n, rank + rope_dim]: the first `rank` are RMS-normed by `norm` (float32 [rank]) and stored, the others
         are rotated and stored, both at `meta.slots`. Rotation and `cos_sin` [positions, rope_dim] are those of
-        `Ops.rope_and_store`. Both inputs may be overwritten.
+        `Ops.rope_and_store`. Where the cache has an indexer's keys, a row's lies behind these [dim], and is stored once
+        its last rope_dim elements are rotated. Both inputs may be overwritten.
         """
 
-    def attention(self, q: Tensor, cache: LatentCache, meta: BatchMeta, *, scale: float) -> Tensor:
-        """Causal attention of q [n, H, rank + rope_dim] over the cached latents of each row's own sequence.
+    def choose(
+        self, q: Tensor, weights: Tensor, meta: BatchMeta, cos_sin: Tensor, cache: LatentCache, count: int
+    ) -> Tensor:
+        """The tokens that an indexer chooses: int64 [n, count] where they lie (as `meta.slots`), in rising order of
+        positions. A row at position p sees min(p + 1, count) of them, which are the first; what is behind is defined
+        in no way, but is a slot.
+
+        q [n, heads, dim], whose last rope_dim elements are rotated here (and may be overwritten), weights [n, heads]:
+        a token's score is the sum of max(0, q · its key) * weight over the heads, in float32. Of equal scores the
+        earlier token's is better.
+        """
+
+    def attention(
+        self, q: Tensor, cache: LatentCache, meta: BatchMeta, *, scale: float, chosen: Tensor | None = None
+    ) -> Tensor:
+        """Causal attention of q [n, H, rank + rope_dim] over the cached latents of each row's own sequence, or of those
+        of them that `choose` has `chosen`.
 
         A token's key is its latent and its rotated key, its value is its latent: → [n, H, rank]. Scores are scaled.
         """

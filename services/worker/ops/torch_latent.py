@@ -55,10 +55,21 @@ class LatentAttentionStep(NamedTuple):
 
     def _gather(self, sequences: slice, most: int) -> Tensor:
         """Latents and rotated keys of the sequences' first `most` tokens (rounded up to blocks): [S, tokens, D]."""
-        block_size = self.cache.latents.shape[2]
-        tables = self.meta.block_tables[sequences, : -(-most // block_size)]
-        parts = [cache.index_select(0, tables.reshape(-1)).flatten(1, 2) for cache in self.cache]
-        return torch.cat(parts, dim=-1).view(len(tables), -1, self.q.shape[2])
+        parts = [_first_rows(cache, self.meta, sequences, most) for cache in (self.cache.latents, self.cache.rotated)]
+        return torch.cat(parts, dim=-1)
+
+    def attend_to(self, chosen: Tensor) -> Iterator[Tensor]:
+        """The same of some rows at a time, each of which attends to those tokens alone; `chosen`: see
+        `LatentOps.choose`."""
+        count = chosen.shape[1]
+        step = max(1, _MAX_GATHERED // (self.q.shape[2] * count))
+        tokens = torch.arange(count, dtype=torch.int32, device=chosen.device)
+        for rows in (slice(first, first + step) for first in range(0, len(self.q), step)):
+            slots = chosen[rows].flatten()
+            parts = [cache.flatten(0, 2).index_select(0, slots) for cache in (self.cache.latents, self.cache.rotated)]
+            keys = torch.cat(parts, dim=-1).view(-1, count, self.q.shape[2])
+            unseen = tokens > self.meta.positions[rows].unsqueeze(1)
+            yield self._attend(self.q[rows], keys, unseen.unsqueeze(1))
 
     def _attend(self, q: Tensor, keys: Tensor, unseen: Tensor) -> Tensor:
         """q [S, rows of heads, D], keys [S, tokens, D], unseen [S, 1 or rows of heads, tokens] → [S, rows, rank]."""
@@ -77,8 +88,88 @@ def latent_attention(q: Tensor, cache: LatentCache, meta: BatchMeta, scale: floa
 
 def store_latents(latents: Tensor, rotated: Tensor, meta: BatchMeta, cache: LatentCache) -> None:
     """latents [n, rank] and rotated [n, rope_dim] to `meta.slots`, in the cache's dtype."""
-    block_size = cache.latents.shape[2]
+    store_rows(latents, meta, cache.latents)
+    store_rows(rotated, meta, cache.rotated)
+
+
+def store_rows(rows: Tensor, meta: BatchMeta, cache: Tensor) -> None:
+    """rows [n, D] to `meta.slots` of [blocks, 1, block_size, D], in its dtype."""
+    block_size = cache.shape[2]
     block = torch.div(meta.slots, block_size, rounding_mode="floor")
-    offset = meta.slots - block * block_size
-    cache.latents[block, 0, offset] = latents.to(cache.latents.dtype)
-    cache.rotated[block, 0, offset] = rotated.to(cache.rotated.dtype)
+    cache[block, 0, meta.slots - block * block_size] = rows.to(cache.dtype)
+
+
+def chosen_attention(q: Tensor, cache: LatentCache, meta: BatchMeta, chosen: Tensor, scale: float) -> Tensor:
+    """See `LatentOps.attention`: of tokens that are chosen."""
+    parts = [*LatentAttentionStep(q, cache, meta, scale).attend_to(chosen)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class IndexStep(NamedTuple):
+    """What one layer's indexer scores in one step; see `LatentOps.choose`."""
+
+    q: Tensor
+    """[n, heads, dim], rotated."""
+    weights: Tensor
+    """float32 [n, heads]"""
+    cache: LatentCache
+    meta: BatchMeta
+
+    def pieces(self) -> Iterator[tuple[slice, slice, int]]:
+        """(rows, sequences, the tokens of the longest): as many decodes at once as take little memory, then all rows of
+        each prefill."""
+        meta, (_, heads, dim) = self.meta, self.q.shape
+        decodes, longest = meta.num_decodes, meta.max_context
+        step = max(1, min(_MAX_GATHERED // (dim * longest), _MAX_SCORES // (heads * longest)))
+        for first in range(0, decodes, step):
+            rows = slice(first, min(first + step, decodes))
+            yield rows, rows, longest
+        start = decodes
+        for sequence, (rows_of_it, context) in enumerate(meta.prefills, start=decodes):
+            yield slice(start, start + rows_of_it), slice(sequence, sequence + 1), context
+            start += rows_of_it
+
+    def score(self, rows: slice, keys: Tensor) -> Tensor:
+        """keys [S, tokens, dim] of S sequences, to which the rows belong in turn, or all to one → [rows, tokens]; -inf
+        where a row does not see."""
+        q, weights = self.q[rows].to(keys.dtype), self.weights[rows]
+        scores = torch.matmul(q.view(len(keys), -1, q.shape[2]), keys.transpose(1, 2)).float().relu_()
+        scores = torch.matmul(weights.unsqueeze(1), scores.view(*q.shape[:2], -1)).squeeze(1)
+        tokens = torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device)
+        return scores.masked_fill_(tokens > self.meta.positions[rows].unsqueeze(1), float("-inf"))
+
+
+def choose_tokens(step: IndexStep, count: int) -> Tensor:
+    """See `LatentOps.choose`: decodes together, prefills one after the other; as many rows at a time as take little
+    memory."""
+    meta, cache = step.meta, step.cache.index_keys
+    assert cache is not None, "there are an indexer's keys"
+    parts = []
+    for rows, sequences, tokens in step.pieces():
+        keys, tables = _first_rows(cache, meta, sequences, tokens), meta.block_tables[sequences].long()
+        most = rows.stop - rows.start
+        if len(keys) == 1:
+            most = max(1, _MAX_SCORES // (step.q.shape[1] * keys.shape[1]))
+        for first in range(rows.start, rows.stop, most):
+            positions = best_tokens(step.score(slice(first, min(first + most, rows.stop)), keys), count)
+            blocks = tables.expand(len(positions), -1).gather(1, positions // cache.shape[2])
+            parts.append(blocks * cache.shape[2] + positions % cache.shape[2])
+    return torch.cat(parts)
+
+
+def best_tokens(scores: Tensor, count: int) -> Tensor:
+    """scores [rows, tokens] → the places of the `count` greatest in rising order, int64 [rows, count]; of equal ones
+    the first are taken. Behind those of fewer tokens there are zeros."""
+    rows, tokens = scores.shape
+    taken = min(count, tokens)
+    least = scores.topk(taken, dim=1).values[:, -1:]
+    better, equal = scores > least, scores == least
+    chosen = better | (equal & (equal.cumsum(1) <= taken - better.sum(1, keepdim=True)))
+    places = chosen.nonzero()[:, 1].view(rows, taken)
+    return torch.cat((places, places.new_zeros(rows, count - taken)), dim=1) if taken < count else places
+
+
+def _first_rows(cache: Tensor, meta: BatchMeta, sequences: slice, most: int) -> Tensor:
+    """The rows of the sequences' first `most` tokens (rounded up to blocks), [S, tokens, D]."""
+    tables = meta.block_tables[sequences, : -(-most // cache.shape[2])]
+    return cache.index_select(0, tables.reshape(-1)).flatten(1, 2).view(len(tables), -1, cache.shape[3])

@@ -46,7 +46,14 @@ from services.worker.ops.quantized import (
     unpack_nibbles,
 )
 from services.worker.ops.torch_attention import PagedAttentionStep
-from services.worker.ops.torch_latent import latent_attention, store_latents
+from services.worker.ops.torch_latent import (
+    IndexStep,
+    choose_tokens,
+    chosen_attention,
+    latent_attention,
+    store_latents,
+    store_rows,
+)
 from services.worker.ops.torch_mixers.states import TorchStates
 from services.worker.ops.torch_routing import route, rows_by_expert
 from shared.blocks import DEFAULT_BLOCK_SIZE
@@ -300,16 +307,16 @@ class TorchLatents:
         assert isinstance(packed, Tensor)
         return torch.bmm(x.transpose(0, 1).to(packed.dtype), packed).transpose(0, 1).contiguous()
 
-    def block_bytes(self, rank: int, rope_dim: int) -> int:
+    def block_bytes(self, rank: int, beside: int) -> int:
         """Latents are kept in the model's dtype."""
-        return self._ops.block_size * (rank + rope_dim) * self._dtype.itemsize
+        return self._ops.block_size * (rank + beside) * self._dtype.itemsize
 
-    def allocate(self, num_blocks: int, rank: int, rope_dim: int) -> tuple[Tensor, Tensor]:
+    def allocate(self, num_blocks: int, rank: int, beside: int) -> tuple[Tensor, Tensor]:
         """Zeros, as those of `allocate_kv`."""
-        latents, rotated = (
-            _zeros((num_blocks, 1, self._ops.block_size, dim), self._dtype, self._device) for dim in (rank, rope_dim)
+        latents, keys = (
+            _zeros((num_blocks, 1, self._ops.block_size, dim), self._dtype, self._device) for dim in (rank, beside)
         )
-        return latents, rotated
+        return latents, keys
 
     def copier(self, caches: list[tuple[Tensor, Tensor]]) -> KvCopier:
         """As of keys and values."""
@@ -330,12 +337,27 @@ class TorchLatents:
         rank, rope_dim = len(norm), cos_sin.shape[1]
         rows = cos_sin.index_select(0, meta.positions).unsqueeze(1)
         normed = self._ops.rms_norm(latents[:, :rank].contiguous(), norm, eps)
-        store_latents(normed, rotate(latents[:, rank:].unsqueeze(1), rows).squeeze(1), meta, cache)
+        keys = latents[:, rank : rank + rope_dim]
+        store_latents(normed, rotate(keys.unsqueeze(1), rows).squeeze(1), meta, cache)
+        if cache.index_keys is not None:
+            own = latents[:, rank + rope_dim :].unsqueeze(1)
+            store_rows(rotate_last(own, rows).squeeze(1), meta, cache.index_keys)
         q[:, :, -rope_dim:] = rotate(q[:, :, -rope_dim:], rows)
         return q
 
-    def attention(self, q: Tensor, cache: LatentCache, meta: BatchMeta, *, scale: float) -> Tensor:
-        """Decodes together, prefills one after the other; scores in float32."""
+    def choose(
+        self, q: Tensor, weights: Tensor, meta: BatchMeta, cos_sin: Tensor, cache: LatentCache, count: int
+    ) -> Tensor:
+        """Scores of decodes together, of prefills one after the other."""
+        rows = cos_sin.index_select(0, meta.positions).unsqueeze(1)
+        return choose_tokens(IndexStep(rotate_last(q, rows), weights, cache, meta), count)
+
+    def attention(
+        self, q: Tensor, cache: LatentCache, meta: BatchMeta, *, scale: float, chosen: Tensor | None = None
+    ) -> Tensor:
+        """Decodes together, prefills one after the other, or rows together that have `chosen`; scores in float32."""
+        if chosen is not None:
+            return chosen_attention(q, cache, meta, chosen, scale)
         return latent_attention(q, cache, meta, scale)
 
 
@@ -375,6 +397,12 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin.chunk(2, dim=-1)
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+def rotate_last(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [n, heads, D], of which as many last elements as cos_sin float32 [n, 1, R] has are rotated."""
+    kept = x.shape[2] - cos_sin.shape[2]
+    return torch.cat((x[:, :, :kept], rotate(x[:, :, kept:], cos_sin)), dim=2)
 
 
 # Mixtures of experts, one expert after the other: only the weights of those that were chosen are read. They come in

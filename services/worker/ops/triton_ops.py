@@ -299,8 +299,11 @@ class TritonOps(TorchOps):
 class TritonLatents(TorchLatents):
     """See :class:`services.worker.ops.interface.LatentOps`."""
 
-    def attention(self, q: Tensor, cache: LatentCache, meta: BatchMeta, *, scale: float) -> Tensor:
+    def attention(
+        self, q: Tensor, cache: LatentCache, meta: BatchMeta, *, scale: float, chosen: Tensor | None = None
+    ) -> Tensor:
         """Decodes by one launch or two, without waiting for the device; then prefills, one after the other."""
+        assert chosen is None, "sparse attention is refused on GPUs"
         decodes = meta.num_decodes
         parts = []
         if decodes:

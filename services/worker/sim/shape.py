@@ -263,7 +263,7 @@ def _attention(raw: _Raw) -> _Attention:
     heads, latent = raw.num_attention_heads, read_latent(raw)
     if latent is not None:
         pair = heads * (latent.cached_dim + latent.kv_rank)
-        return _Attention(latent.parameters(raw.hidden_size, heads), 1, latent.cached_dim, pair)
+        return _Attention(latent.parameters(raw.hidden_size, heads), 1, latent.kv_rank + latent.beside_dim, pair)
     kv_heads = raw.num_key_value_heads or heads
     head_dim = raw.head_dim or raw.hidden_size // heads
     parameters = raw.hidden_size * head_dim * (2 * heads + 2 * kv_heads)

@@ -41,14 +41,16 @@ from tests.support.worker.tiny_backend import tiny_backend
 OUTPUT = 6
 MEMORY = 16 << 20
 LIMITS = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
+_OF_LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTED = {
     "GPT2": ("c_attn", "c_proj", "c_fc"),
     "Glm4Moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "Llama4Text": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "gpt-oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    **dict.fromkeys(("deepseek-v3.2", "glm-5"), _OF_LATENTS),
 }
 """Modules of an adapter, by checkpoint, where they are not all linear layers: of a mixture that `transformers` computes
-the attention."""
+the attention; of sparse attention no indexer's."""
 
 
 @dataclass

@@ -23,7 +23,8 @@ OUTPUT = 16
 
 @pytest.mark.features("speculative", "chunked prefill", "preemption")
 @pytest.mark.parametrize(
-    ("family", "ops"), [("deepseek-v3", "torch"), ("qwen3-next", "native"), ("deepseek-v3", "native")]
+    ("family", "ops"),
+    [("deepseek-v3", "torch"), ("qwen3-next", "native"), ("deepseek-v3", "native"), ("deepseek-v3.2", "native")],
 )
 def test_the_module_draws_what_transformers_parts_draw_and_changes_no_text(
     tmp_path: Path, family: str, ops: OpsName, monkeypatch: pytest.MonkeyPatch

@@ -50,7 +50,7 @@ class LatentRows:
 
     def expected(self, norm: Tensor, dtype: torch.dtype, first: int, end: int) -> Tensor:
         """[end - first, H, rank] float64: what the rows from `first` on make of all latents up to theirs."""
-        latents, rotated = self.cached(norm, dtype)
+        latents, rotated, _ = self.cached(norm, dtype)
         keys = torch.cat((latents, rotated), dim=1)[:end]
         scores = torch.einsum("rhd,td->hrt", self.queries()[first:end], keys) * self.shape.scale
         unseen = torch.arange(end) > torch.arange(first, end).unsqueeze(1)

@@ -63,6 +63,16 @@ _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "rope_parameters": _DEEPSEEK_YARN,
 }
+_SPARSE: dict[str, Any] = {
+    "q_lora_rank": 20,
+    "index_topk": 12,
+    "index_n_heads": 16,
+    "index_head_dim": 20,
+    "pad_token_id": None,
+}
+"""A part of most prompts is attended to. Scores are seldom equal, of which the library takes any: they were 0 of few
+heads, and of a token whose embedding is."""
+_PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -145,6 +155,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": (
         "DeepseekV3Config",
         {**_LATENT, "q_lora_rank": 20, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+    ),
+    "deepseek-v3.2": ("DeepseekV32Config", {**_LATENT, **_SPARSE, "n_shared_experts": 1}),
+    "glm-5": (
+        "GlmMoeDsaConfig",
+        {**_LATENT, **_SPARSE, "rope_parameters": _PLAIN, "indexer_types": ["full", "shared", "full"]},
     ),
     "mamba2": (
         "Mamba2Config",
@@ -229,7 +244,7 @@ STATE_FAMILIES = (
     *("nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe", "mamba", "falcon-mamba", "jamba"),
 )
 """With Mamba-1 or Mamba-2 layers, gated delta nets or short convolutions."""
-IN_EXTRAS = ("nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "falcon-mamba", "jamba")
+IN_EXTRAS = ("nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "falcon-mamba", "jamba", "glm-5")
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 
 

@@ -6,10 +6,31 @@ from msgspec import UNSET, Struct, UnsetType
 
 from services.worker.models.hf_layers.mixture import RawMixture
 
-LATENT_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+SPARSE_ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+"""Of which an indexer chooses what a token attends to."""
+LATENT_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", *SPARSE_ARCHITECTURES)
 
 
-class LatentConfig(Struct, frozen=True, kw_only=True):
+class IndexConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The lightning indexer of DeepSeek sparse attention (DeepSeek-V3.2): few small heads score all tokens that are
+    cached, by one key of each that is cached beside its latent, and attention goes to those with the best scores."""
+
+    heads: int
+    dim: int
+    """Elements of a key, and of each head's query; as many as are rotated elsewhere are rotated."""
+    chosen: int
+    """Tokens that are attended to."""
+    interleaved: bool
+    """As `LatentConfig.interleaved`, of the indexer's keys and queries."""
+    shared: tuple[int, ...] = ()
+    """Layers without one, which attend to what the layer before them chose (IndexCache, arXiv:2603.12201)."""
+
+    def parameters(self, hidden: int, q_rank: int) -> int:
+        """Weights of one layer's matrices."""
+        return q_rank * self.heads * self.dim + hidden * (self.dim + self.heads)
+
+
+class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of all heads are made of one latent
     of each token, and of one rotated key that all heads share. These two are what is cached."""
 
@@ -25,6 +46,8 @@ class LatentConfig(Struct, frozen=True, kw_only=True):
     """Elements of a head's values."""
     interleaved: bool
     """Elements 2i and 2i + 1 are rotated together, not i and i + rope_dim / 2."""
+    index: IndexConfig | None = None
+    """None: a token attends to all before it."""
 
     @property
     def norm_eps(self) -> float:
@@ -38,46 +61,113 @@ class LatentConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def cached_dim(self) -> int:
-        """Elements that a token has in a layer's cache."""
+        """Elements that a token has in a layer's cache, but for those of an indexer."""
         return self.kv_rank + self.rope_dim
+
+    @property
+    def beside_dim(self) -> int:
+        """Elements of them that lie beside the latent: the rotated key, and behind it the indexer's."""
+        return self.rope_dim + (0 if self.index is None else self.index.dim)
 
     def parameters(self, hidden: int, heads: int) -> int:
         """Weights of one layer's matrices."""
         queries = heads * self.query_dim
         made = hidden * queries if self.q_rank is None else self.q_rank * (hidden + queries)
         keys_and_values = self.kv_rank * heads * (self.nope_dim + self.value_dim)
-        return made + hidden * self.cached_dim + keys_and_values + hidden * heads * self.value_dim
+        index = 0 if self.index is None else self.index.parameters(hidden, self.q_rank or 0)
+        return made + index + hidden * self.cached_dim + keys_and_values + hidden * heads * self.value_dim
 
 
 class RawLatent(RawMixture, kw_only=True):
-    """The keys of `config.json` that latent attention follows from; defaults are those of both families."""
+    """The keys of `config.json` that latent attention follows from; defaults are those of all families, or in
+    `_DEFAULTS`."""
 
     q_lora_rank: int | UnsetType | None = UNSET
     kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
+    qk_nope_head_dim: int | None = None
     qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
+    v_head_dim: int | None = None
     rope_interleave: bool = True
+    index_topk: int = 2048
+    index_head_dim: int = 128
+    index_n_heads: int | None = None
+    indexer_rope_interleave: bool | None = None
+    indexer_types: list[str] | None = None
+    index_topk_pattern: str | list[str] | None = None
+    index_topk_freq: int = 1
+    index_skip_topk_offset: int = 2
 
 
-_DEFAULT_Q_RANK = 1536
+class _SizeDefaults(Struct, frozen=True):
+    """Sizes that a family's config may leave out."""
+
+    q_rank: int = 1536
+    nope_dim: int = 128
+    value_dim: int = 128
+    index_heads: int = 64
+
+
+_DEFAULTS = {"GlmMoeDsaForCausalLM": _SizeDefaults(q_rank=2048, nope_dim=192, value_dim=256, index_heads=32)}
+_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_INDEX_SIZES = ("index_topk", "index_head_dim", "index_n_heads")
 
 
 def read_latent(raw: RawLatent) -> LatentConfig | None:
     """None for architectures with the usual attention. Raises ValueError, naming key and value."""
     if not any(each in LATENT_ARCHITECTURES for each in raw.architectures):
         return None
-    for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+    architecture = raw.architectures[0]
+    sparse = architecture in SPARSE_ARCHITECTURES
+    for key in (*_SIZES, *_INDEX_SIZES) if sparse else _SIZES:
         value = getattr(raw, key)
         if isinstance(value, int) and value < 1:
             raise ValueError(f"{key} {value} is not positive")
     if raw.qk_rope_head_dim % 2:
         raise ValueError(f"qk_rope_head_dim {raw.qk_rope_head_dim} is odd")
+    default = _DEFAULTS.get(architecture, _SizeDefaults())
+    q_rank = default.q_rank if isinstance(raw.q_lora_rank, UnsetType) else raw.q_lora_rank
+    if sparse and q_rank is None:
+        raise ValueError("q_lora_rank null: the indexer's queries are made of the latent of queries")
     return LatentConfig(
-        q_rank=_DEFAULT_Q_RANK if isinstance(raw.q_lora_rank, UnsetType) else raw.q_lora_rank,
+        q_rank=q_rank,
         kv_rank=raw.kv_lora_rank,
-        nope_dim=raw.qk_nope_head_dim,
+        nope_dim=default.nope_dim if raw.qk_nope_head_dim is None else raw.qk_nope_head_dim,
         rope_dim=raw.qk_rope_head_dim,
-        value_dim=raw.v_head_dim,
-        interleaved=raw.rope_interleave or raw.architectures[0] == "DeepseekV2ForCausalLM",
+        value_dim=default.value_dim if raw.v_head_dim is None else raw.v_head_dim,
+        interleaved=raw.rope_interleave or architecture != "DeepseekV3ForCausalLM",
+        index=_read_index(raw, default.index_heads) if sparse else None,
     )
+
+
+def _read_index(raw: RawLatent, heads: int) -> IndexConfig:
+    if raw.index_head_dim < raw.qk_rope_head_dim:
+        raise ValueError(
+            f"index_head_dim {raw.index_head_dim} is less than qk_rope_head_dim {raw.qk_rope_head_dim}, of which its "
+            "rotated elements are"
+        )
+    interleaved = raw.indexer_rope_interleave
+    return IndexConfig(
+        heads=heads if raw.index_n_heads is None else raw.index_n_heads,
+        dim=raw.index_head_dim,
+        chosen=raw.index_topk,
+        interleaved=raw.architectures[0] == "GlmMoeDsaForCausalLM" if interleaved is None else interleaved,
+        shared=_shared_layers(raw) if raw.architectures[0] == "GlmMoeDsaForCausalLM" else (),
+    )
+
+
+_KINDS = {"F": "full", "S": "shared"}
+
+
+def _shared_layers(raw: RawLatent) -> tuple[int, ...]:
+    """By the types of layers, else by a pattern of letters, else by how often there is an indexer."""
+    every, first = max(raw.index_topk_freq, 1), raw.index_skip_topk_offset - 1
+    kinds = ["shared" if max(each - first, 0) % every else "full" for each in range(raw.num_hidden_layers)]
+    if raw.index_topk_pattern is not None:
+        kinds = [_KINDS.get(each, each) for each in raw.index_topk_pattern]
+    kinds = kinds if raw.indexer_types is None else raw.indexer_types
+    unknown = sorted(set(kinds) - set(_KINDS.values()))
+    if unknown:
+        raise ValueError(f"indexer_types {unknown[0]!r} is not supported; supported: full, shared")
+    if len(kinds) < raw.num_hidden_layers or kinds[0] != "full":
+        raise ValueError(f"indexer_types {kinds}: must name {raw.num_hidden_layers} layers, of which the first is full")
+    return tuple(number for number in range(raw.num_hidden_layers) if kinds[number] == "shared")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 Scoring = Literal["softmax", "sigmoid"]
 
@@ -56,6 +57,7 @@ class RawMixture(Struct, kw_only=True):
     norm_topk_prob: bool | None = None
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
+    mlp_layer_types: list[str] | None = None
     n_routed_experts: int | None = None
     n_shared_experts: int | None = None
     first_k_dense_replace: int | None = None
@@ -132,6 +134,9 @@ _FAMILIES = {
         ),
     ),
 }
+_FAMILIES["DeepseekV32ForCausalLM"] = _V3 = _FAMILIES["DeepseekV3ForCausalLM"]
+assert _V3.routing is not None
+_FAMILIES["GlmMoeDsaForCausalLM"] = replace(_V3, routing=replace(_V3.routing, groups=1, chosen_groups=1))
 
 
 class MixtureLayers(Struct, frozen=True):
@@ -193,8 +198,18 @@ def _deepseek(raw: RawMixture, family: _Defaults, routing: _Routing) -> MixtureL
     )
     _check(raw, mixture)
     _check_groups(mixture)
+    if raw.mlp_layer_types is not None:
+        return MixtureLayers(mixture, _named_mixing(raw, raw.mlp_layer_types))
     dense = _given(raw.first_k_dense_replace, routing.dense)
     return MixtureLayers(mixture, tuple(layer >= dense for layer in range(raw.num_hidden_layers)))
+
+
+def _named_mixing(raw: RawMixture, types: list[str]) -> tuple[bool, ...]:
+    for kind in types:
+        _require("mlp_layer_types", kind, ("dense", "sparse"))
+    if len(types) < raw.num_hidden_layers:
+        raise ValueError(f"mlp_layer_types names {len(types)} layers, num_hidden_layers {raw.num_hidden_layers}")
+    return tuple(kind == "sparse" for kind in types[: raw.num_hidden_layers])
 
 
 def _require(key: str, value: object, allowed: tuple[object, ...]) -> None:

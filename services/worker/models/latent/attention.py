@@ -8,27 +8,49 @@ head of keys that all queries read.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.models.config import ModelError
-from services.worker.models.hf_layers.latent import LatentConfig
-from services.worker.models.weights import LatentWeights, LayerWeights
+from services.worker.models.hf_layers.latent import IndexConfig, LatentConfig
+from services.worker.models.sharding import PipelineStage
+from services.worker.models.weights import IndexWeights, LatentWeights, LayerWeights
 from services.worker.ops.interface import AttentionName, BatchMeta, CacheDtype, LatentCache, Ops
+from services.worker.platforms.interface import Platform
+
+_KEY_EPS = 1e-6
+"""Of the norm of an indexer's keys."""
 
 
-def check_latent(latent: LatentConfig | None, cache: CacheDtype, attention: AttentionName) -> None:
-    """Raises ModelError for settings that latent attention does not know, of a model that has it."""
-    if latent is None:
-        return
+def check_latent(
+    latent: LatentConfig, cache: CacheDtype, attention: AttentionName, platform: Platform, stage: PipelineStage
+) -> None:
+    """Raises ModelError for settings that latent attention does not know."""
     if cache != "auto":
         raise ModelError(f"kv_cache_dtype {cache}: latents are kept in the model's dtype")
     if attention == "flash-attn":
         raise ModelError("attention flash-attn: it knows no latents, which have kernels of their own; choose auto")
+    if latent.index is not None and not platform.in_main_memory:
+        raise ModelError(f"index_topk {latent.index.chosen}: sparse attention is computed on CPUs, not on {platform}")
+    if latent.index is not None and stage.first_layer in latent.index.shared:
+        raise ModelError(
+            f"pp-layers: a stage begins with layer {stage.first_layer}, which attends to what the layer before it chose"
+        )
+
+
+class _Choice(NamedTuple):
+    """What the last indexer chose for the rows of a step; None: they attend to all."""
+
+    meta: BatchMeta
+    slots: Tensor | None
 
 
 class LatentAttention:
-    """Knows no weights and no cache: they are given with each call."""
+    """Knows no weights and no cache: they are given with each call. Of DeepSeek sparse attention it keeps what was
+    chosen in a layer until it attends, there and in the layers behind that share it."""
 
     def __init__(self, latent: LatentConfig, ops: Ops, heads: int, scale: float) -> None:
         """`heads`: of this rank. `scale`: of the scores."""
@@ -36,6 +58,7 @@ class LatentAttention:
         self._ops = ops
         self._heads = heads
         self._scale = scale
+        self._choice: _Choice | None = None
 
     def queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
         """x [n, hidden] → queries [n, H, nope + rope], the last of which are rotated; the cache has the rows' latents
@@ -43,25 +66,69 @@ class LatentAttention:
         ops, latent, weights = self._ops, self._latent, _weights(layer)
         made = ops.linear(x, layer.qkv)
         queries, cached = torch.split(made, [made.shape[1] - latent.cached_dim, latent.cached_dim], dim=1)
+        normed, counts = queries, None
         if weights.q_norm is not None and weights.q_up is not None:
-            queries = ops.linear(ops.rms_norm(queries.contiguous(), weights.q_norm, latent.norm_eps), weights.q_up)
-        return ops.latents.rope_and_store(
+            normed = ops.rms_norm(queries.contiguous(), weights.q_norm, latent.norm_eps)
+            queries = ops.linear(normed, weights.q_up)
+        if latent.index is not None:
+            cached, counts = self._with_index_key(latent.index, weights.index, x, cached)
+        rotated = ops.latents.rope_and_store(
             queries.reshape(len(x), self._heads, latent.query_dim),
             cached.contiguous(),
             meta,
             layer.cos_sin,
-            LatentCache(*cache),
+            LatentCache.of(cache, latent.rope_dim),
             norm=weights.kv_norm,
             eps=latent.norm_eps,
         )
+        if latent.index is not None and weights.index is not None and counts is not None:
+            self._choice = self._choose(latent.index, weights.index, normed, counts, meta, layer.cos_sin, cache)
+        return rotated
+
+    def _with_index_key(
+        self, index: IndexConfig, weights: IndexWeights | None, x: Tensor, cached: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """`cached` with the indexer's keys of rows x behind it, and how much its heads count. Keys of layers that have
+        no indexer are zeros."""
+        if weights is None:
+            return torch.cat((cached, cached.new_zeros(len(x), index.dim)), dim=1), None
+        keys, counts = torch.split(self._ops.linear(x, weights.inputs).float(), [index.dim, index.heads], dim=1)
+        keys = F.layer_norm(keys, (index.dim,), *weights.key_norm, eps=_KEY_EPS)
+        return torch.cat((cached, keys.to(cached.dtype)), dim=1), counts
+
+    def _choose(
+        self,
+        index: IndexConfig,
+        weights: IndexWeights,
+        normed: Tensor,
+        counts: Tensor,
+        meta: BatchMeta,
+        cos_sin: Tensor,
+        cache: tuple[Tensor, Tensor],
+    ) -> _Choice:
+        """Nothing is scored while no sequence is longer than what is chosen."""
+        if meta.max_context <= index.chosen:
+            return _Choice(meta, None)
+        q = self._ops.linear(normed, weights.q_up).view(len(normed), index.heads, index.dim)
+        keys = LatentCache.of(cache, self._latent.rope_dim)
+        return _Choice(meta, self._ops.latents.choose(q, counts, meta, cos_sin, keys, index.chosen))
 
     def attend(self, layer: LayerWeights, queries: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
         """What `queries` makes → what the heads' values add up to, [n, H * value_dim]."""
         ops, weights = self._ops.latents, _weights(layer)
         nope, rotated = torch.split(queries, [self._latent.nope_dim, self._latent.rope_dim], dim=2)
         absorbed = ops.linear_of_heads(nope.contiguous(), weights.keys_up)
+        chosen = None
+        if self._latent.index is not None:
+            assert self._choice is not None, "the first layer of a stage has an indexer"
+            assert self._choice.meta is meta, "an indexer chose for this step"
+            chosen = self._choice.slots
         mixed = ops.attention(
-            torch.cat((absorbed, rotated.to(absorbed.dtype)), dim=2), LatentCache(*cache), meta, scale=self._scale
+            torch.cat((absorbed, rotated.to(absorbed.dtype)), dim=2),
+            LatentCache.of(cache, self._latent.rope_dim),
+            meta,
+            scale=self._scale,
+            chosen=chosen,
         )
         return ops.linear_of_heads(mixed, weights.values_up).flatten(1)
 

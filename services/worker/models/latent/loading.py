@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from services.worker.models.config import ModelConfig
-from services.worker.models.hf_layers.latent import LatentConfig
+from services.worker.models.hf_layers.latent import IndexConfig, LatentConfig
 from services.worker.models.quantization.matrices import Matrix, MatrixLoader, permuted
-from services.worker.models.weights import LatentWeights
+from services.worker.models.weights import IndexWeights, LatentWeights
 from services.worker.ops.interface import Ops, PackedLinear
 
 
@@ -29,6 +29,8 @@ class LatentLoader(NamedTuple):
     latent: LatentConfig
     heads: tuple[int, int]
     name: str
+    layer: int
+    """Its number."""
 
     def inputs(self) -> PackedLinear:
         """What a row is multiplied with: see `LayerWeights.qkv`."""
@@ -73,6 +75,25 @@ class LatentLoader(NamedTuple):
             kv_norm=self._norm("kv_a_layernorm", latent.kv_rank),
             keys_up=self.ops.latents.pack_heads(keys.transpose(1, 2).contiguous()),
             values_up=self.ops.latents.pack_heads(values.contiguous()),
+            index=None if latent.index is None or self.layer in latent.index.shared else self._index(latent.index),
+        )
+
+    def _index(self, index: IndexConfig) -> IndexWeights:
+        """Never rounded beyond what the checkpoint is: it only chooses, as routers do."""
+        hidden, name = self.config.hidden_size, f"{self.name}.indexer"
+        order = rotated_first(index.interleaved, self.latent.rope_dim, index.dim)
+        by_head = (torch.arange(index.heads).unsqueeze(1) * index.dim + order).flatten()
+        keys = permuted(self.matrices.read(f"{name}.wk", (index.dim, hidden)), order)
+        weights = self.matrices.read(f"{name}.weights_proj", (index.heads, hidden))
+        numbers = [self.matrices.numbers(each) for each in (keys, weights)]
+        assert self.latent.q_rank is not None, "queries are made of a latent"
+        queries = self.matrices.read(f"{name}.wq_b", (index.heads * index.dim, self.latent.q_rank))
+        norm = (self.matrices.checkpoint.read(f"{name}.k_norm.{part}", (index.dim,)) for part in ("weight", "bias"))
+        weight, bias = (each.float()[order].to(self.device) for each in norm)
+        return IndexWeights(
+            inputs=self.matrices.pack(self.matrices.join([each.to(numbers[0].dtype) for each in numbers]), None),
+            key_norm=(weight, bias),
+            q_up=self.matrices.pack(permuted(queries, by_head), None),
         )
 
     def _read(self, part: str, shape: tuple[int, int]) -> Matrix:
@@ -99,3 +120,11 @@ def rotated_last(latent: LatentConfig, heads: int, dim: int) -> Tensor:
         rotated = torch.cat((rotated[0::2], rotated[1::2]))
     own = torch.cat((torch.arange(dim - len(rotated)), dim - len(rotated) + rotated))
     return (torch.arange(heads).unsqueeze(1) * dim + own).flatten()
+
+
+def rotated_first(interleaved: bool, rope_dim: int, dim: int) -> Tensor:
+    """Of `dim` outputs whose first rope_dim are rotated, in which order they are to lie: those are the last ones."""
+    rotated = torch.arange(rope_dim)
+    if interleaved:
+        rotated = torch.cat((rotated[0::2], rotated[1::2]))
+    return torch.cat((torch.arange(rope_dim, dim), rotated))

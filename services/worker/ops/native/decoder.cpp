@@ -171,7 +171,7 @@ void Decoder::attend_latents(const DecoderLayer& layer, const Forward& forward, 
     int rows = x.count, heads = config_.heads, dim = latent.query_dim(), cached = latent.cached_dim(), rank = latent.rank;
     make_latents(layer, x);
     float* queries = latent_queries_.data();
-    LatentCache cache{config_.number, forward.keys[index], forward.values[index], rank, latent.rope_dim, config_.page_bits};
+    LatentCache cache{config_.number, forward.keys[index], forward.values[index], rank, latent.rope_dim, 0, config_.page_bits};
     const Batch& batch = forward.of_layer(index);
     store_latents(pool_, {latents_.data(), queries, heads, dim, layer.cos_sin, latent.kv_norm, latent.eps}, batch, cache);
     if (index + 1 == config_.layers && forward.logits == 0 && !forward.ends_every_row(config_.layers)) return;

@@ -70,13 +70,14 @@ template <class Item> struct Task {
     void transpose_page(int index, float* to) const {
         int64_t first = page(index);
         const Item* latents = (const Item*)cache.latents + first * cache.rank;
-        const Item* rotated = (const Item*)cache.rotated + first * cache.rope_dim;
-        transpose(latents, cache.rank, to);
-        transpose(rotated, cache.rope_dim, to + int64_t(cache.rank) * kPageTokens);
+        const Item* rotated = (const Item*)cache.rotated + first * cache.beside();
+        transpose(latents, cache.rank, cache.rank, to);
+        transpose(rotated, cache.rope_dim, cache.beside(), to + int64_t(cache.rank) * kPageTokens);
     }
-    static void transpose(const Item* from, int elements, float* to) {
+    // Of tokens `width` apart, the first `elements` of each.
+    static void transpose(const Item* from, int elements, int width, float* to) {
         for (int d = 0; d < elements; ++d)
-            for (int token = 0; token < kPageTokens; ++token) to[d * kPageTokens + token] = as_float(from[int64_t(token) * elements + d]);
+            for (int token = 0; token < kPageTokens; ++token) to[d * kPageTokens + token] = as_float(from[int64_t(token) * width + d]);
     }
     void widen_page(int index) const {
         const Item* latents = (const Item*)cache.latents + page(index) * cache.rank;

@@ -6,7 +6,7 @@ from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 
 
 class NativeLatentCache(Structure):
-    """`LatentCache` of latent.h: one layer's latents and rotated keys."""
+    """`LatentCache` of latent.h: one layer's latents and rotated keys, and an indexer's."""
 
     _fields_ = (
         ("number", c_int),
@@ -14,6 +14,7 @@ class NativeLatentCache(Structure):
         ("rotated", c_void_p),
         ("rank", c_int),
         ("rope_dim", c_int),
+        ("index_dim", c_int),
         ("page_bits", c_int),
     )
 

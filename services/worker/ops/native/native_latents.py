@@ -7,18 +7,24 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.kv.plain_copier import PlainKvCopier
 from services.worker.ops.interface import BatchMeta, LatentCache, PackedHeads
 from services.worker.ops.native import library
 from services.worker.ops.native.kernels import zeroed
+from services.worker.ops.native.library import PAGE_TOKENS
 from services.worker.ops.native.matrix_stacks import MatrixStack, multiply_each, pack_stack
+from services.worker.ops.torch_latent import IndexStep, choose_tokens
+from services.worker.ops.torch_ops import rotate_last
 
 if TYPE_CHECKING:
     from services.worker.ops.native.native_ops import NativeOps
 
 
+_MAX_GATHERED = 1 << 24
+"""Elements of chosen latents that are gathered at once: 32 MiB in half precision."""
 MAX_HEAD_DIM = 1024
 """`kMostDim` of rope.cpp."""
 
@@ -42,19 +48,19 @@ class NativeLatents:
         made = multiply_each(self._ops, by_head, packed, starts)
         return made.view(heads, rows, packed.out).transpose(0, 1).contiguous()
 
-    def block_bytes(self, rank: int, rope_dim: int) -> int:
+    def block_bytes(self, rank: int, beside: int) -> int:
         """Latents are kept in the weights' type."""
-        return self._ops.block_size * (rank + rope_dim) * self._ops.dtype.itemsize
+        return self._ops.block_size * (rank + beside) * self._ops.dtype.itemsize
 
-    def allocate(self, num_blocks: int, rank: int, rope_dim: int) -> tuple[Tensor, Tensor]:
+    def allocate(self, num_blocks: int, rank: int, beside: int) -> tuple[Tensor, Tensor]:
         """As the interface says, nothing rearranged."""
-        latents, rotated = (
+        latents, keys = (
             zeroed(num_blocks * self._ops.block_size * dim * self._ops.dtype.itemsize, grows=True)
             .view(self._ops.dtype)
             .view(num_blocks, 1, self._ops.block_size, dim)
-            for dim in (rank, rope_dim)
+            for dim in (rank, beside)
         )
-        return latents, rotated
+        return latents, keys
 
     def copier(self, caches: list[tuple[Tensor, Tensor]]) -> PlainKvCopier:
         """Plain copies, on the thread that asks."""
@@ -81,21 +87,64 @@ class NativeLatents:
         self._call(self._ops.kernels.library.baton_store_latents, what, meta, cache)
         return q
 
-    def attention(self, q: Tensor, cache: LatentCache, meta: BatchMeta, *, scale: float) -> Tensor:
+    def choose(
+        self, q: Tensor, weights: Tensor, meta: BatchMeta, cos_sin: Tensor, cache: LatentCache, count: int
+    ) -> Tensor:
+        """By PyTorch."""
+        rows = cos_sin.index_select(0, meta.positions).unsqueeze(1)
+        return choose_tokens(IndexStep(rotate_last(q, rows), weights, cache, meta), count)
+
+    def attention(
+        self, q: Tensor, cache: LatentCache, meta: BatchMeta, *, scale: float, chosen: Tensor | None = None
+    ) -> Tensor:
         """In float32; a row's result does not depend on the others."""
         q = q.float().contiguous()
         rows, heads, _ = q.shape
         to = torch.empty(rows, heads, cache.latents.shape[3])
+        if chosen is not None:
+            for first in range(0, rows, step := max(1, _MAX_GATHERED // (chosen.shape[1] * q.shape[2]))):
+                some = slice(first, first + step)
+                gathered, own = _gathered(cache, chosen[some], meta.positions[some])
+                what = library.NativeLatentAttention(q[some].data_ptr(), heads, scale, to[some].data_ptr())
+                self._call(self._ops.kernels.library.baton_attend_latents, what, own, gathered)
+            return to
         what = library.NativeLatentAttention(q.data_ptr(), heads, scale, to.data_ptr())
         self._call(self._ops.kernels.library.baton_attend_latents, what, meta, cache)
         return to
 
     def _call(self, function: Callable[..., None], what: ctypes.Structure, meta: BatchMeta, cache: LatentCache) -> None:
         """`function` with one layer's cache."""
-        latents, rotated = cache
+        latents, rotated, index = cache
         given = library.NativeLatentCache(
             *(self._ops.number, latents.data_ptr(), rotated.data_ptr(), latents.shape[3], rotated.shape[3]),
+            0 if index is None else index.shape[3],
             library.page_bits(latents.shape[2]),
         )
         batch = self._ops.batch_of(meta)
         function(self._ops.kernels.pool, ctypes.byref(what), ctypes.byref(batch), ctypes.byref(given))
+
+
+def _gathered(cache: LatentCache, chosen: Tensor, positions: Tensor) -> tuple[LatentCache, BatchMeta]:
+    """A cache of what is chosen for some rows, as if each were a sequence of that, and a step that decodes them."""
+    rows, count = chosen.shape
+    blocks = -(-count // PAGE_TOKENS)
+    slots = F.pad(chosen, (0, blocks * PAGE_TOKENS - count)).flatten()
+    latents, rotated = (
+        each.flatten(0, 2).index_select(0, slots).view(rows * blocks, 1, PAGE_TOKENS, -1)
+        for each in (cache.latents, cache.rotated)
+    )
+    lasts = positions.clamp_max(count - 1)
+    step = BatchMeta(
+        query_starts=torch.arange(rows + 1, dtype=torch.int32),
+        context_lens=lasts + 1,
+        block_tables=torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks),
+        slots=torch.zeros(rows, dtype=torch.int32),
+        positions=lasts,
+        logits_rows=torch.empty(0, dtype=torch.int32),
+        num_decodes=rows,
+        prefills=(),
+        max_query=1,
+        max_context=count,
+        block_size=PAGE_TOKENS,
+    )
+    return LatentCache(latents, rotated), step

@@ -159,7 +159,7 @@ template <class Item> void store_latent(const StoreLatents& what, const Batch& b
         float* query = what.queries + (int64_t(row) * what.heads + h + 1) * what.query_dim - rope;
         rotate(query, query, cos_sin, rope);
     }
-    const float* from = what.latents + int64_t(row) * (rank + rope);
+    const float* from = what.latents + int64_t(row) * (rank + cache.beside());
     Item* latent = (Item*)cache.latents + int64_t(batch.slots[row]) * rank;
     float scale = 1.0f / std::sqrt(sum_of_squares(from, rank) / float(rank) + what.eps);
     alignas(64) float x[kLanes];
@@ -168,7 +168,12 @@ template <class Item> void store_latent(const StoreLatents& what, const Batch& b
         for (int i = 0; i < count; ++i) x[i] = from[first + i] * scale * what.norm[first + i];
         narrow(latent + first, x, count);
     }
-    prepare((Item*)cache.rotated + int64_t(batch.slots[row]) * rope, from + rank, nullptr, 0, cos_sin, rope);
+    Item* key = (Item*)cache.rotated + int64_t(batch.slots[row]) * cache.beside();
+    prepare(key, from + rank, nullptr, 0, cos_sin, rope);
+    if (!cache.index_dim) return;
+    int kept = cache.index_dim - rope;
+    narrow(key + rope, from + rank + rope, kept);
+    prepare(key + rope + kept, from + rank + rope + kept, nullptr, 0, cos_sin, rope);
 }
 
 template <class Call> void by_tiles(Pool& pool, int rows, const Call& call) {

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GlmMoeDsaConfig
 
 from services.worker.models.config import LatentConfig, Mixture, ModelError
+from services.worker.models.hf_layers.latent import IndexConfig
 from services.worker.ops.interface import Routing
 from services.worker.ops.torch_routing import route
 from services.worker.sim.shape import read_shape
@@ -79,6 +81,44 @@ V3: dict[str, Any] = {
     "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
 
+V32: dict[str, Any] = {
+    **V3,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
+GLM5: dict[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "vocab_size": 154880,
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_rope_interleave": True,
+    "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "dtype": "bfloat16",
+}
+
 
 def test_deepseek_v2_lite_is_read(tmp_path: Path) -> None:
     config = read(tmp_path, LITE)
@@ -116,6 +156,58 @@ def test_deepseek_v3_is_read(tmp_path: Path) -> None:
     assert round(config.parameters / 1e9) == 671
 
 
+def test_deepseek_v3_2_is_read(tmp_path: Path) -> None:
+    config = read(tmp_path, V32)
+    assert config.latent is not None
+    assert config.latent.index == IndexConfig(heads=64, dim=128, chosen=2048, interleaved=False)
+    assert (config.latent.cached_dim, config.latent.beside_dim) == (576, 192)
+    # V3's, and in each layer an indexer's of 14 million.
+    assert config.parameters - read(tmp_path, V3).parameters == 61 * (1536 * 64 * 128 + 7168 * (128 + 64))
+    assert read_shape(tmp_path, "auto").kv_bytes_per_token == 61 * 576 * 2
+    read(tmp_path, V32)
+    assert read_shape(tmp_path, "auto").kv_bytes_per_token == 61 * 704 * 2
+
+
+def test_glm_5_is_read(tmp_path: Path) -> None:
+    config = read(tmp_path, GLM5)
+    assert config.latent == LatentConfig(
+        q_rank=2048,
+        kv_rank=512,
+        nope_dim=192,
+        rope_dim=64,
+        value_dim=256,
+        interleaved=True,
+        index=IndexConfig(heads=32, dim=128, chosen=2048, interleaved=True),
+    )
+    assert config.mixture is not None
+    assert (config.mixture.groups, config.mixture.shared_size, config.norm_eps) == (1, 2048, 1e-5)
+    assert round(config.parameters / 1e9) == 744  # the model card
+    left_out = {key: value for key, value in GLM5.items() if not key.startswith(("index", "q_lora", "v_head", "qk_"))}
+    assert read(tmp_path, left_out).latent == config.latent
+
+
+@pytest.mark.parametrize(
+    ("keys", "shared"),
+    [
+        ({}, ()),
+        ({"indexer_types": ["full", "full", "shared", "full"]}, (2,)),
+        ({"index_topk_pattern": "FSSF"}, (1, 2)),
+        ({"index_topk_freq": 2}, (2,)),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 1}, (1, 2, 3)),
+    ],
+    ids=str,
+)
+def test_layers_may_share_what_the_one_before_chose(
+    tmp_path: Path, keys: dict[str, Any], shared: tuple[int, ...]
+) -> None:
+    latent = read(tmp_path, GLM5, num_hidden_layers=4, **keys).latent
+    assert latent is not None
+    assert latent.index is not None
+    assert latent.index.shared == shared
+    types = GlmMoeDsaConfig(num_hidden_layers=4, **keys).indexer_types
+    assert [kind == "shared" for kind in types] == [number in shared for number in range(4)]
+
+
 def test_the_simulation_caches_and_computes_latents(tmp_path: Path) -> None:
     read(tmp_path, LITE)
     shape = read_shape(tmp_path, "auto")
@@ -138,6 +230,25 @@ def test_the_simulation_caches_and_computes_latents(tmp_path: Path) -> None:
         (V3, {"topk_group": 9}, "topk_group 9: there are 8 groups"),
         (V3, {"num_experts_per_tok": 129}, "num_experts_per_tok 129: there are 128 experts in 4 groups"),
         (V3, {"n_group": 256, "topk_group": 8}, "n_group 256: a group of 256 experts needs two of them"),
+        (V32, {"index_topk": 0}, "index_topk 0 is not positive"),
+        (V32, {"q_lora_rank": None}, "q_lora_rank null: the indexer's queries are made of the latent of queries"),
+        (
+            V32,
+            {"index_head_dim": 32},
+            "index_head_dim 32 is less than qk_rope_head_dim 64, of which its rotated elements are",
+        ),
+        (
+            GLM5,
+            {"num_hidden_layers": 2, "indexer_types": ["shared", "full"]},
+            "indexer_types ['shared', 'full']: must name 2 layers, of which the first is full",
+        ),
+        (
+            GLM5,
+            {"num_hidden_layers": 1, "indexer_types": ["some"]},
+            "indexer_types 'some' is not supported; supported: full, shared",
+        ),
+        (V32, {"mlp_layer_types": ["dense"]}, "mlp_layer_types names 1 layers, num_hidden_layers 61"),
+        (V32, {"mlp_layer_types": ["some"]}, "mlp_layer_types 'some' is not supported; supported: dense, sparse"),
     ],
     ids=str,
 )

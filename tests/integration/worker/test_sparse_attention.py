@@ -1,0 +1,124 @@
+"""Models with DeepSeek sparse attention (DeepSeek-V3.2, GLM-5) beyond what is tested of every family: their variants,
+what their caches take, published checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.worker.models.config import ModelError
+from services.worker.models.hf_config import read_model_config
+from services.worker.models.latent.attention import check_latent
+from services.worker.models.sharding import PipelineStage
+from services.worker.ops.interface import OpsName
+from services.worker.platforms.installed import built_in_platform
+from services.worker.speculation.settings import SpeculationSettings
+from tests.support.models.quantised_files import quantised
+from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
+from tests.support.worker.plan_driver import Driver
+from tests.support.worker.recorded_logits import record_logits
+from tests.support.worker.tiny_backend import tiny_backend
+
+PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(50)]
+OUTPUT = 5
+RANK, ROTATED, INDEX, LAYERS = 32, 8, 20, 3
+"""Of the tiny models."""
+WHOLE_BLOCKS = {"moe_intermediate_size": 64, "q_lora_rank": 64, "v_head_dim": 16}
+"""So that inputs are whole groups."""
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    return record_logits(monkeypatch)
+
+
+def agrees(model: TinyModel, recorded: list[Tensor], **settings: Any) -> None:
+    """Logits of a prompt in chunks and of what follows it are the reference's."""
+    driver = Driver(tiny_backend(model.path, dtype="float32", **settings), budget=24)
+    recorded.clear()  # what it tried when it was started
+    sequence = driver.add(PROMPT, OUTPUT)
+    driver.run()
+    expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
+    assert torch.cat(recorded[-OUTPUT:]).sub(expected).abs().max() < 1e-3
+    assert expected.std() > 0.3, "a reference this flat would agree with anything"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "ops"),
+    [
+        ("deepseek-v3.2", {"index_topk": 52, "attention_bias": True}, "native"),
+        ("deepseek-v3.2", {"index_head_dim": 8, "first_k_dense_replace": 0, "mlp_layer_types": None}, "torch"),
+        ("glm-5", {"indexer_types": None, "n_group": 1, "topk_group": 1}, "native"),
+        ("glm-5", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "torch"),
+    ],
+    ids=["from dense on", "all rotated", "as published", "named layers"],
+)
+def test_variants_are_as_the_reference_has_them(
+    tmp_path: Path, recorded: list[Tensor], family: str, changes: dict[str, Any], ops: OpsName
+) -> None:
+    agrees(make_model(family, tmp_path, **changes), recorded, ops=ops)
+
+
+@pytest.mark.parametrize(("family", "ops"), [("deepseek-v3.2", "native"), ("glm-5", "torch")])
+def test_a_part_of_a_long_prompt_is_what_is_attended_to(
+    tmp_path: Path, recorded: list[Tensor], family: str, ops: OpsName
+) -> None:
+    model = make_model(family, tmp_path / "sparse")
+    agrees(model, recorded, ops=ops)
+    dense = make_model(family, tmp_path / "dense", index_topk=4096)
+    difference = (model.logits(PROMPT) - dense.logits(PROMPT)).abs().amax(dim=1)
+    assert difference[:12].max() < 1e-4
+    assert difference[-1] > 0.1, "models that attend to everything would agree, too"
+
+
+@pytest.mark.features("speculative", "chunked prefill", "preemption")
+@pytest.mark.parametrize("family", ["deepseek-v3.2", "glm-5"])
+def test_drafts_chunks_and_preemption_change_no_text(tmp_path: Path, family: str) -> None:
+    model = make_model(family, tmp_path)
+    ngram = SpeculationSettings(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
+    driver = Driver(tiny_backend(model.path, dtype="float32", ops="native", speculation=ngram), budget=17, speculate=3)
+    prompts = [[5, 60, 17, 33, 90, 8, 44] * 5, [9], PROMPT]
+    sequences = [driver.add(prompt, 12) for prompt in prompts]
+    while len(sequences[2].output) < 5:
+        driver.step()
+    driver.preempt(sequences[2])
+    driver.run()
+    assert [sequence.output for sequence in sequences] == [model.greedy(prompt, 12) for prompt in prompts]
+    assert driver.drafted > 0
+
+
+@pytest.mark.parametrize("ops", ["torch", "native"])
+def test_checkpoints_in_fp8_with_scales_of_blocks_are_read(
+    tmp_path: Path, recorded: list[Tensor], ops: OpsName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the published ones: the indexer's weights of heads are numbers, its other matrices codes."""
+    left = ("lm_head", "weights_proj", "kv_b_proj")
+    monkeypatch.setattr("tests.support.models.quantised_files.LEFT_ALONE", left)
+    agrees(quantised(tmp_path, "fp8 of blocks", "deepseek-v3.2", **WHOLE_BLOCKS), recorded, ops=ops)
+
+
+@pytest.mark.parametrize("ops", ["torch", "native"])
+def test_a_token_is_cached_with_a_key_of_the_indexer(tmp_path: Path, ops: OpsName) -> None:
+    backend = tiny_backend(make_model("deepseek-v3.2", tmp_path).path, ops=ops)
+    each = 4 * LAYERS * backend.card.block_size
+    assert backend.rank.decoder.kv_block_bytes == each * (RANK + ROTATED + INDEX)
+
+
+@pytest.mark.refuses("sparse attention (DSA)", "--kv-cache-dtype fp8", "--model-impl transformers", "GPUs")
+def test_what_does_not_combine_is_refused_at_start(tmp_path: Path) -> None:
+    model = make_model("glm-5", tmp_path)
+    with pytest.raises(ModelError, match="kv_cache_dtype fp8: latents are kept in the model's dtype"):
+        tiny_backend(model.path, kv_cache_dtype="fp8")
+    with pytest.raises(ModelError, match="layer_types 'indexed_attention' is not supported"):
+        tiny_backend(model.path, model_impl="transformers")
+    latent = read_model_config(model.path).latent
+    assert latent is not None
+    whole, behind = PipelineStage(0, 1, 0, LAYERS), PipelineStage(1, 2, 1, LAYERS)
+    with pytest.raises(ModelError, match="index_topk 12: sparse attention is computed on CPUs, not on cuda"):
+        check_latent(latent, "auto", "auto", built_in_platform("cuda"), whole)
+    with pytest.raises(ModelError, match="pp-layers: a stage begins with layer 1, which attends to what the layer"):
+        check_latent(latent, "auto", "auto", built_in_platform("cpu"), behind)
