@@ -40,7 +40,7 @@ def start_in_background(
 ) -> None:
     """Shows what the supervisor says until it is ready, unless `show` is off. Raises CommandError where it ends before,
     with that text where it was not shown. `stack`: the words of a command line have the supervisor read them, for which
-    it takes 25 MiB more. `environment` is added to what the stack inherits.
+    it takes memory that it keeps (ADR 196). `environment` is added to what the stack inherits.
 
     It has deadlines of its own (`--start-timeout`), so there is none here.
     """

@@ -1,7 +1,7 @@
 """`python -m deploy.cli.up RUN_DIR READY_FD`: supervises a stack in the background, which it reads from its input.
 
-Whoever starts it has read the command line; what that takes, 25 MiB of libraries and of their objects, is not here, nor
-in the templates that are forked of this process (ADR 196).
+Whoever starts it has read the command line; what that takes, 20 MiB of a stack, is not here, nor in the templates
+that are forked of this process (ADR 196).
 """
 
 from __future__ import annotations

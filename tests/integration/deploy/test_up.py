@@ -67,6 +67,12 @@ def test_a_question_is_answered_with_the_stacks_own_key(detached: Path) -> None:
     assert "Paris" in done.stdout, done.stderr
 
 
+def test_nothing_of_the_command_line_is_in_the_supervisor(detached: Path) -> None:
+    supervisor = psutil.Process(present(detached).pid)
+    assert KEY not in " ".join(supervisor.cmdline())
+    assert not [found.path for found in supervisor.memory_maps() if "pydantic" in found.path]
+
+
 def test_a_wrong_key_is_refused_in_one_line(detached: Path) -> None:
     done = baton("chat", QUESTION, "--api-key=wrong", f"--run-dir={detached}")
     assert done.returncode == 1
