@@ -20,6 +20,7 @@ from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.quantization.method import read_method
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.tensor_file import TensorFiles
+from services.worker.ops.interface import OpsName
 from services.worker.ops.quantized import Code, QuantizedStack, QuantizedWeight
 from services.worker.ops.torch_ops import QuantizedLinear, TorchOps
 from tests.support.models.library_models import library_model
@@ -143,12 +144,13 @@ DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic"}
         ("quark's int8", quark("int8", "per_channel", DYNAMIC_INT8), "int8"),
         ("quark's int8", quark("int8", "per_channel", DYNAMIC_INT8 | {"qscheme": "per_tensor"}), None),
         ("fp8 of whole blocks", DYNAMIC | {"weight_block_size": [32, 32]}, None),
+        ("modelopt's fp8 of blocks", DYNAMIC | {"weight_block_size": [128, 128]}, None),
     ],
 )
 def test_activations_are_rounded_where_the_scheme_asks_for_it(
     method: str, config: dict[str, Any], rounds: Code | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM does; where it asks for something else, they stay more exact."""
+    """As vLLM does; where it asks for something else, they stay more exact: blocks do, also such as have all inputs."""
     monkeypatch.setitem(METHODS, "w8a8", (config, METHODS[method][1]))
     model = quantised(tmp_path, "w8a8")
     exact = model.logits(PROMPT)
@@ -159,7 +161,8 @@ def test_activations_are_rounded_where_the_scheme_asks_for_it(
         assert (model.logits(PROMPT) - exact).abs().median() > 1e-2
     recorded = record_logits(monkeypatch)
     # Native operations round no rows to fp8.
-    backend = tiny_backend(tmp_path, ops="native" if rounds != "fp8" else "torch", dtype="float32")
+    ops: OpsName = "torch" if rounds == "fp8" or "weight_block_size" in config else "native"
+    backend = tiny_backend(tmp_path, ops=ops, dtype="float32")
     prompts = [PROMPT[first : first + 12] for first in range(0, 25, 4)]
     found = [last_logits(backend, prompt, recorded) for prompt in prompts]
     assert_same_steps(found, [model.logits(prompt)[-1] for prompt in prompts])

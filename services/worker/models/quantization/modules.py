@@ -323,7 +323,9 @@ def _scaled_bytes(
     scales = _scales_of_outputs(scales, module.shape[0], method.block)
     size = module.shape[1] // scales.shape[1] if method.block is None else method.block[1]
     read = _quantized(code, weight.view(torch.uint8), scales, None, size)
-    if method.activations != code or read.codes is None or scales.shape[1] != 1:
+    # Of a block that has all inputs, too: other matrices of such files stay W8A16.
+    rounds = method.activations == code and method.block is None
+    if not rounds or read.codes is None or scales.shape[1] != 1:
         return read
     return ReadWeight(read.codes._replace(rounded_activations=True))
 
