@@ -18,6 +18,7 @@ from services.worker.batch.batch import BrokenPlan
 from services.worker.models.config import ModelError
 from services.worker.models.hf_config import read_model_config
 from services.worker.ops.interface import OpsName
+from services.worker.ops.torch_mixers.convolution import Prompts, lay_out
 from shared.kv_groups import StateRecords
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, TinyModel, by_lane, make_config, make_model
@@ -116,6 +117,22 @@ def test_rounded_weights_are_those_of_all_projections(
     rounded(model.reference, "int8")
     agrees(model, recorded, ops=ops, quantization="int8")
     assert (model.logits(PROMPT) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
+
+
+@pytest.mark.parametrize("family", ["mamba2", "mamba"])
+def test_prompts_are_laid_out_once_in_a_step(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in each layer: on a GPU that takes copies from the host."""
+    backend, laid_out = tiny_backend(make_model(family, tmp_path).path), []
+
+    def counted(*given: Any) -> Prompts:
+        laid_out.append(given)
+        return lay_out(*given)
+
+    monkeypatch.setattr("services.worker.ops.torch_mixers.states.lay_out", counted)
+    driver = Driver(backend, budget=60)
+    driver.add(PROMPT, 1)
+    driver.run()
+    assert len(laid_out) == 3
 
 
 def test_a_sequence_begins_without_what_its_slot_held(bamba: TinyModel) -> None:

@@ -16,6 +16,8 @@ class StateMixing:
     def __init__(self, ops: Ops, communicator: Communicator, eps: float) -> None:
         """`eps`: of a norm that goes over the heads of several ranks."""
         self._ops, self._communicator, self._eps = ops, communicator, eps
+        self._states = ops.states
+        """One for all steps: it lays out the prompts of a step once for all layers."""
 
     def mixed(
         self, layer: LayerWeights, projected: Tensor, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]
@@ -57,7 +59,7 @@ class StateMixing:
         trial = meta.states.trial
         if trial is not None:
             return trial.mix(projected, mixer, cache)
-        return self._ops.states.mix(projected, mixer, cache, meta)
+        return self._states.mix(projected, mixer, cache, meta)
 
     def _normed_over_ranks(self, mixed: Tensor, weight: Tensor) -> Tensor:
         """mixed [n, H * P], RMS-normed over the heads of all ranks."""
