@@ -121,7 +121,7 @@ def _refuse_unsupported(config: PretrainedConfig, *, codes: bool) -> None:
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
         raise ModelError(
             f"model_type {config.model_type!r} is an encoder that is not supported; BERT, RoBERTa, XLM-RoBERTa, "
-            "CamemBERT and ModernBERT are, and decoders"
+            "CamemBERT, ModernBERT, DistilBERT, ELECTRA and ALBERT are, and decoders"
         )
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False) and not hears(config):
