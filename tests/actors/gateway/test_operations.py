@@ -195,6 +195,19 @@ async def test_what_is_aborted_has_the_name_that_its_client_sees(stack: GatewayS
     assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "abort"
 
 
+async def test_each_of_several_responses_with_an_id_that_a_client_gave_them_is_counted(stack: GatewayStack) -> None:
+    streams = [
+        await stack.openai.chat.completions.create(**chat(stream=True, extra_body={"request_id": "same"}))
+        for _ in range(2)
+    ]
+    for stream in streams:
+        await anext(stream)
+    answer = await stack.http.post("/abort_requests", json={"request_ids": ["chatcmpl-same"]})
+    assert answer.json() == {"status": "aborted", "aborted": 2, "request_ids": ["chatcmpl-same"] * 2}
+    for stream in streams:
+        assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "abort"
+
+
 async def test_a_search_that_is_aborted_has_nothing_to_show(stack: GatewayStack) -> None:
     body = chat(n=2, use_beam_search=True, temperature=0)
     search = asyncio.create_task(stack.http.post("/v1/chat/completions", json=body))
