@@ -10,9 +10,26 @@ __all__ = ["end_at_once", "main", "raise_interrupt"]
 def main() -> None:
     """Run the command that was typed."""
     end_at_once()
+    leave_out_users_modules()
     from deploy.cli.app import main as run
 
     run()
+
+
+def leave_out_users_modules() -> None:
+    """Processes that are started as modules, `python -m`, would look for all others in the folder where the command was
+    typed first: a user's `queue.py` or `shared/` there would be run in place of Python's or ours. In the checkout that
+    this is of, whatever is there is ours."""
+    from pathlib import Path
+
+    from shared.config import default_environment
+
+    try:
+        is_ours = Path.cwd() == Path(__file__).resolve().parents[2]
+    except OSError:  # the folder is gone
+        is_ours = False
+    if not is_ours:
+        default_environment({"PYTHONSAFEPATH": "1"}, unless="PYTHONSAFEPATH")
 
 
 def end_at_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import stat
 import subprocess
@@ -120,6 +121,29 @@ def test_what_cannot_be_served_is_said_once_and_in_words(tmp_path: Path, flag: s
     assert '{"' not in done.stderr
     assert len(done.stderr.splitlines()) < 10
     assert not is_held(tmp_path)
+
+
+def test_nothing_of_the_folder_where_it_is_typed_is_run(tmp_path: Path) -> None:
+    """However users call what they wrote."""
+    folder = tmp_path / "theirs"
+    for module in ("deploy", "services", "shared", "queue", "tokenize"):
+        (folder / module).mkdir(parents=True)
+        (folder / module / "__init__.py").write_text("raise SystemExit('of the user')")
+    command = [sys.executable, "-P", "-m", "deploy.cli"]  # as the installed one, which looks there for nothing
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    options = ("--device=sim", "--port=0", "--kvstore-memory=0", f"--run-dir={tmp_path / 'run'}")
+    for argv in (("up", "--detach", *options), ("down", f"--run-dir={tmp_path / 'run'}")):
+        done = subprocess.run(
+            [*command, *argv],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=START_DEADLINE,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+        assert (done.returncode, "of the user" in done.stdout) == (0, False), done.stdout + done.stderr
 
 
 @pytest.mark.faults
