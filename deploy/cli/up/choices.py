@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from deploy.cli.up.assignments import Settings, check_journal, merged, parsed_settings
 from deploy.cli.up.counts import (
+    allows_texts_alone,
     check_hand_overs,
     check_pools,
     counts_of,
@@ -20,7 +22,6 @@ from deploy.cli.up.counts import (
     encoders,
     hands_over,
     layer_split,
-    texts_alone,
 )
 from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.machine import gpu_choice, numa_choice
@@ -55,6 +56,8 @@ from shared.config import ConfigError, ServiceConfig, load_config, process_envir
 from shared.ids import ModelName
 from shared.plugins.entry_points import PluginError
 from shared.settings import settings_of
+
+_Part = TypeVar("_Part", StackSpec, ModelSpec)
 
 
 class _Options(NamedTuple):
@@ -114,8 +117,9 @@ def stack_spec(
         spec = check_gateway(spec)
     if len(chosen) > 1:
         spec = _of_several(spec, chosen, values, assigned, own)
-    check_adapters(spec)
-    return without_unused_store(spec, values)
+    configs = worker_configs(spec)
+    check_adapters(configs.values())
+    return without_unused_store(_without_unread_towers(spec, configs), values)
 
 
 def _layout(options: _Options) -> _StackLayout:
@@ -149,8 +153,7 @@ def _described(options: _Options, layout: _StackLayout) -> StackSpec:
     values, stack, dealt, ray = options.values, options.stack, options.placed, layout.ray
     model = _model(options, is_local=ray is None)
     without = _without_weights(values, options.assigned)
-    texts = texts_alone(values, options.assigned, model)
-    counts = _with_model(layout.counts, stack, model, encodes=not (any(without) or texts))
+    counts = _with_model(layout.counts, stack, model)
     federation = federation_choice(
         stack, values, model, dummy_weights=without.dummy, simulated=without.simulated, is_running=layout.is_running
     )
@@ -167,7 +170,7 @@ def _described(options: _Options, layout: _StackLayout) -> StackSpec:
         counts=counts,
         pp_layers=layer_split(values.get("pp_layers"), counts),
         store=layout.store or StoreSpec(),
-        settings=merged(service_settings(values), found, _of_texts(texts), options.assigned),
+        settings=merged(service_settings(values), found, options.assigned),
         api_keys=tuple(dealt["api_key"]),
         outside_bus=OutsideBus(urls=tuple(dealt["nats_url"])) if dealt["nats_url"] else None,
         hosts=layout.hosts,
@@ -276,14 +279,10 @@ def _of_several(
     )
 
 
-def _with_model(counts: Counts, stack: StackSettings, model: Path, *, encodes: bool) -> Counts:
+def _with_model(counts: Counts, stack: StackSettings, model: Path) -> Counts:
     """With what the model decides of them. Raises CommandError for pools that it cannot have."""
     check_pools(stack, model)
-    return replace(counts, encoder=encoders(stack, model, encodes=encodes), hands_over=hands_over(model))
-
-
-def _of_texts(texts: bool) -> dict[str, dict[str, str]]:
-    return {"worker": {"language_model_only": "true"}} if texts else {}
+    return replace(counts, encoder=encoders(stack, model), hands_over=hands_over(model))
 
 
 def _model_spec(
@@ -300,34 +299,71 @@ def _model_spec(
     drafted = {} if drafts is None else {"worker": {"speculative": drafts}}
     model = model_folder(chosen.source, values.get("load_format"), run_dir)
     settings = merged(assigned, parsed_settings(assignments))
-    without = _without_weights(values, settings)
-    texts = texts_alone(values, settings, model)
+    _device(values, settings)
     return ModelSpec(
         name=chosen.name,
         model=model,
-        counts=_with_model(counts, stack, model, encodes=not (any(without) or texts)),
+        counts=_with_model(counts, stack, model),
         pp_layers=layer_split(values.get("pp_layers"), counts),
-        settings=merged(service_settings(values), drafted, _of_texts(texts), settings),
+        settings=merged(service_settings(values), drafted, settings),
     )
 
 
-def check_adapters(spec: StackSpec) -> None:
-    """Raises CommandError where one of an engine's adapters, `NAME=FOLDER`, is none, whoever names it: options, a TOML
-    file or the environment. Its workers would say so only once they have the model."""
+def worker_configs(spec: StackSpec) -> dict[ModelName | None, WorkerConfig]:
+    """What the workers of each model are told, whoever says so: options, a TOML file or the environment. Not of those
+    that would refuse it, and say so themselves."""
     processes = all_process_specs(spec.counts, [each.counts for each in spec.models])
     of_engines = (part for process in processes for part in (process, *(process.hosted if process.colocated else ())))
     workers = {process.model: process for process in of_engines if process.service == "worker"}
-    where = LaunchContext(port=spec.port, rendezvous="127.0.0.1:0")
-    for process in workers.values():
-        argv = service_command(spec, process, where)[3:]
-        try:
-            config = load_config("worker", WorkerConfig, argv, process_environment())
-        except ConfigError:
-            continue  # the worker says so itself
+    where, configs = LaunchContext(port=spec.port, rendezvous="127.0.0.1:0"), {}
+    for model, process in workers.items():
+        with contextlib.suppress(ConfigError):
+            argv = service_command(spec, process, where)[3:]
+            configs[model] = load_config("worker", WorkerConfig, argv, process_environment())
+    return configs
+
+
+def check_adapters(configs: Iterable[WorkerConfig]) -> None:
+    """Raises CommandError where one of an engine's adapters, `NAME=FOLDER`, is none. Its workers would say so only once
+    they have the model."""
+    for config in configs:
         for name, folder in config.lora_folders():
             if not (path := folder / "adapter_config.json").is_file():
                 said = f"--lora {name}={folder}: there is no {path}; an adapter is a folder as PEFT writes it"
                 raise CommandError(said, status=2)
+
+
+def _without_unread_towers(spec: StackSpec, configs: Mapping[ModelName | None, WorkerConfig]) -> StackSpec:
+    """Nothing is encoded for a model whose weights nobody reads, nor for one that is served for texts: as its workers
+    are told, or as none of what it sees or hears is allowed in a chat, which its workers are told then."""
+    try:
+        gateway = _gateway_config(spec)
+    except ConfigError:  # of a host without gateways
+        gateway = GatewayConfig()
+    spec = _without_unread_tower(spec, configs, gateway)
+    return replace(spec, models=tuple(_without_unread_tower(each, configs, gateway) for each in spec.models))
+
+
+def _without_unread_tower(
+    part: _Part, configs: Mapping[ModelName | None, WorkerConfig], gateway: GatewayConfig
+) -> _Part:
+    config = configs.get(part.counts.model)
+    if config is None:
+        return part
+    settings = part.settings
+    if allows_texts_alone(part.model, gateway):
+        settings = merged({"worker": {"language_model_only": "true"}}, settings)
+    elif not config.language_model_only and config.load_format != "dummy" and config.device != "sim":
+        return part
+    return replace(part, counts=replace(part.counts, encoder=0), settings=settings)
+
+
+def _gateway_config(spec: StackSpec) -> GatewayConfig:
+    """What its gateways are told. Raises ConfigError."""
+    (process,) = process_specs("gateway", 1, spec.counts)
+    where = LaunchContext(port=spec.port, rendezvous=None)
+    environment = {**process_environment(), **secret_settings(spec, process, where)}
+    return load_config("gateway", GatewayConfig, service_command(spec, process, where)[3:], environment)
 
 
 def check_gateway(spec: StackSpec) -> StackSpec:
@@ -337,12 +373,8 @@ def check_gateway(spec: StackSpec) -> StackSpec:
     certificate."""
     if not all(spec.api_keys):
         raise CommandError("--api-key: '' is no key; at least one character is needed", status=2)
-    (process,) = process_specs("gateway", 1, spec.counts)
-    where = LaunchContext(port=spec.port, rendezvous=None)
-    argv = service_command(spec, process, where)[3:]
-    environment = {**process_environment(), **secret_settings(spec, process, where)}
     try:
-        config = load_config("gateway", GatewayConfig, argv, environment)
+        config = _gateway_config(spec)
         KeyFileWatcher(config.api_keys, config.keys_file).load()
         if (files := config.certificate_files()) is not None:
             files.context()

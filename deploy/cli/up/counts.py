@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.cli.up.assignments import Settings
 from deploy.cli.up.data_parallel import engines_of_groups
 from deploy.errors import CommandError
 from deploy.supervisor.core.plan import POOLS, Counts
 from deploy.supervisor.settings import StackSettings
+from services.gateway.config import GatewayConfig
 from services.worker.distributed.binding import available_cores
 from shared.models.audio_models import read_audio_model
 from shared.models.encoder_models import encoder_type, read_encoder_decoder
@@ -141,23 +141,18 @@ def hands_over(model: Path) -> bool:
     return not _attends_to_rows(model) and encoder_type(model) is None
 
 
-def encoders(stack: StackSettings, model: Path, *, encodes: bool) -> int:
-    """How many processes encode images, sounds or prompts: none for a model that has nothing encoded. `encodes`: not
-    where nobody reads its weights, or it takes texts alone."""
-    encoded = _attends_to_rows(model) or read_image_model(model)
-    return stack.encoders if encodes and encoded else 0
+def encoders(stack: StackSettings, model: Path) -> int:
+    """How many processes encode images, sounds or prompts: none for a model that has nothing encoded."""
+    return stack.encoders if _attends_to_rows(model) or read_image_model(model) else 0
 
 
-def texts_alone(values: Mapping[str, Any], assigned: Settings, model: Path) -> bool:
-    """Whether a model that sees or hears is served for texts: as the user says, or as none of what it takes is allowed
-    in a chat. Its tower is not loaded then."""
+def allows_texts_alone(model: Path, gateway: GatewayConfig) -> bool:
+    """Whether a chat may have none of what a model sees or hears."""
     if (images := read_image_model(model)) is None:
         return False
-    said = assigned.get("worker", {}).get("language_model_only", values.get("language_model_only"))
-    if said in (True, "true"):
-        return True
-    limits = ["max_sounds"] if images.hears else ["max_images", *(["max_videos"] if read_video_model(model) else ())]
-    return all(assigned.get("gateway", {}).get(name) == "0" for name in limits)
+    if images.hears:
+        return gateway.max_sounds == 0
+    return gateway.max_images == 0 and (gateway.max_videos == 0 or read_video_model(model) is None)
 
 
 def _attends_to_rows(model: Path) -> bool:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from deploy.cli.ps import duration
 from deploy.cli.up.assignments import parsed_settings
-from deploy.cli.up.choices import check_adapters, check_gateway
+from deploy.cli.up.choices import check_adapters, check_gateway, worker_configs
 from deploy.cli.up.counts import counts_of
 from deploy.cli.up.data_parallel import engines_of_groups
 from deploy.errors import CommandError
@@ -221,11 +221,11 @@ def test_an_adapter_is_looked_for_before_anything_starts_whoever_names_it(
     )
     for each in (spec(config=config), spec(config=config, counts=Counts(colocate=True)), spec(models=(of_one,))):
         with pytest.raises(CommandError, match=said):
-            check_adapters(each)
-    check_adapters(spec(config=config, settings={"worker": {"lora": ""}}))
+            check_adapters(worker_configs(each).values())
+    check_adapters(worker_configs(spec(config=config, settings={"worker": {"lora": ""}})).values())
     monkeypatch.setenv("BATON_WORKER_LORA", "a=/nope")
     with pytest.raises(CommandError, match=said):
-        check_adapters(spec())
+        check_adapters(worker_configs(spec()).values())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ BOTH = (f"org/a={DEMO_MODEL}", f"b={DEMO_MODEL}")
 WHERE = LaunchContext(port=8001, rendezvous="127.0.0.1:9")
 
 
-def described(folder: Path, *settings: str, models: tuple[str, ...] = BOTH, **typed: object) -> StackSpec:
+def described(
+    folder: Path, *settings: str, models: tuple[str, ...] = BOTH, config: Path | None = None, **typed: object
+) -> StackSpec:
     said = split_assignments(settings)
     options = {"device": "sim", "kvstore_memory": "0", **typed}
     return stack_spec(
@@ -27,7 +29,7 @@ def described(folder: Path, *settings: str, models: tuple[str, ...] = BOTH, **ty
         parsed_settings(said.shared),
         name="s",
         run_dir=folder,
-        config=None,
+        config=config,
         models=models,
         own=said.own,
     )
@@ -82,14 +84,45 @@ def test_each_has_processes_of_its_own_beside_what_all_share(tmp_path: Path) -> 
     assert "--world-size=1" in service_command(spec, processes["org-a-engine-1"], WHERE)
 
 
-def test_a_model_of_which_nobody_reads_weights_has_no_encoder(tmp_path: Path) -> None:
-    """However that is said, and of whichever model."""
-    seeing = tmp_path / "seeing"
-    seeing.mkdir()
-    (seeing / "config.json").write_text(
+def seeing(folder: Path) -> Path:
+    """Of a model that sees what its encoder makes of images."""
+    found = folder / "seeing"
+    found.mkdir()
+    (found / "config.json").write_text(
         json.dumps({"architectures": ["LlavaForConditionalGeneration"], "image_token_index": 5})
     )
-    models = (f"a={seeing}", f"b={seeing}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("table", "setting", "value", "has_encoder"),
+    [
+        ("worker", "language_model_only", "true", False),
+        ("worker", "language_model_only", "false", True),
+        ("worker", "load_format", '"dummy"', False),
+        ("gateway", "max_images", "0", False),
+        ("gateway", "max_images", "1", True),
+    ],
+)
+def test_a_file_or_the_environment_says_that_there_is_no_encoder_as_a_flag_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, setting: str, value: str, has_encoder: bool
+) -> None:
+    model = (str(seeing(tmp_path)),)
+    file = tmp_path / "baton.toml"
+    file.write_text(f"[{table}]\n{setting} = {value}\n")
+    by_file = described(tmp_path, models=model, config=file, device="cpu")
+    monkeypatch.setenv(f"BATON_{table}_{setting}".upper(), value.strip('"'))
+    by_environment = described(tmp_path, models=model, device="cpu")
+    for spec in (by_file, by_environment):
+        assert bool(spec.counts.encoder) == has_encoder
+        told = "language_model_only" in spec.settings.get("worker", {})
+        assert told == (setting == "max_images" and not has_encoder)
+
+
+def test_a_model_of_which_nobody_reads_weights_has_no_encoder(tmp_path: Path) -> None:
+    """However that is said, and of whichever model."""
+    folder = seeing(tmp_path)
+    models = (f"a={folder}", f"b={folder}")
     said = ("b/worker.device=sim",)
     for typed, settings, encoders in (
         ({"device": "cpu"}, (), [1, 1]),
