@@ -134,10 +134,14 @@ class TargetModel:
         with self._tensors() as tensors:
             return load_embedding(tensors, self.native_config, self.ops, self.device)
 
+    def dummy_tensors(self) -> DummyTensors:
+        """In place of a checkpoint of the model's kind."""
+        return DummyTensors(self.dtype, self.device, norm_offset=self.native_config.norm_offset)
+
     @contextmanager
     def _tensors(self) -> Iterator[TensorSource]:
         if self.dummy:
-            yield DummyTensors(self.dtype, self.device, norm_offset=self.native_config.norm_offset)
+            yield self.dummy_tensors()
             return
         with open_checkpoint(self.folder, self.dtype, device=self.device) as checkpoint:
             yield as_it_says(checkpoint, self.folder, self.dtype)

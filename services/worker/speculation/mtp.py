@@ -7,6 +7,8 @@ chained, what that norm gives takes the place of the model's hidden state. Of se
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -115,15 +117,11 @@ def _deepseek(layer: int) -> _ModuleNames:
 
 
 def open_mtp(target: TargetModel, most: int) -> HiddenStateDrafter:
-    """Reads the module beside the model, whole on the rank that draws. Raises ModelError where there is none."""
+    """Reads the module beside the model, whole on the rank that draws, or makes one up as the model. Raises ModelError
+    where there is none."""
     config, device = _layer_config(target.native_config), target.device
     embedding, head = target.embedding_and_head()
-    with open_checkpoint(target.folder, target.dtype, device=device) as checkpoint:
-        names = _names(target, checkpoint)
-        source = as_it_says(checkpoint.renamed(f"{names.layer}.", f"{_LAYER}."), target.folder, target.dtype)
-        names = names._replace(
-            **{field: value.replace(names.layer, _LAYER) for field, value in names._asdict().items()}
-        )
+    with _module(target) as (source, names):
         weights = MtpWeights(
             weights=DecoderWeights(
                 embedding,
@@ -138,6 +136,19 @@ def open_mtp(target: TargetModel, most: int) -> HiddenStateDrafter:
             ),
         )
     return HiddenStateDrafter(MtpHead(config, weights, target.ops), target, most)
+
+
+@contextmanager
+def _module(target: TargetModel) -> Iterator[tuple[TensorSource, _ModuleNames]]:
+    """Its tensors, and what they are called: the layer's as a model's first. Raises ModelError."""
+    if target.dummy:
+        yield target.dummy_tensors(), _deepseek(0)  # whose names say which are norms
+        return
+    with open_checkpoint(target.folder, target.dtype, device=target.device) as checkpoint:
+        names = _names(target, checkpoint)
+        renamed = {field: value.replace(names.layer, _LAYER) for field, value in names._asdict().items()}
+        source = checkpoint.renamed(f"{names.layer}.", f"{_LAYER}.")
+        yield as_it_says(source, target.folder, target.dtype), _ModuleNames(**renamed)
 
 
 def _names(target: TargetModel, checkpoint: Checkpoint) -> _ModuleNames:

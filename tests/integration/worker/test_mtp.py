@@ -66,3 +66,18 @@ def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path)
     with pytest.raises(ModelError, match=r"method mtp: .* neither mtp\.fc\.weight nor model\.layers\.3\.eh_proj"):
         tiny_backend(model.path, speculation=MTP)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3-next"])
+def test_a_module_is_made_up_where_the_model_is(tmp_path: Path, family: str) -> None:
+    model = make_model(family, tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    outputs = []
+    for speculation in (None, MTP):
+        driver = Driver(tiny_backend(model.path, load_format="dummy", speculation=speculation), speculate=3)
+        sequence = driver.add(PROMPTS[0], OUTPUT)
+        driver.run()
+        outputs.append(sequence.output)
+    assert driver.drafted > 0
+    assert outputs[0] == outputs[1]
