@@ -159,8 +159,9 @@ def choose_tokens(step: IndexStep, count: int) -> Tensor:
 
 def best_tokens(scores: Tensor, count: int) -> Tensor:
     """scores [rows, tokens] → the places of the `count` greatest in rising order, int64 [rows, count]; of equal ones
-    the first are taken. Behind those of fewer tokens there are zeros."""
+    the first are taken, and what is no number is the least. Behind those of fewer tokens there are zeros."""
     rows, tokens = scores.shape
+    scores = scores.masked_fill(scores.isnan(), float("-inf"))
     taken = min(count, tokens)
     least = scores.topk(taken, dim=1).values[:, -1:]
     better, equal = scores > least, scores == least

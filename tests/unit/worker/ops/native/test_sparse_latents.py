@@ -117,3 +117,9 @@ def test_of_equal_scores_the_first_are_taken() -> None:
     unseen = torch.tensor([[1.0, 2.0, float("-inf"), float("-inf"), float("-inf")]])
     assert best_tokens(unseen, 3)[0, :2].tolist() == [0, 1]
     assert best_tokens(unseen, 7).shape == (1, 7)
+
+
+def test_scores_that_are_no_numbers_cost_their_row_alone() -> None:
+    scores = torch.tensor([[0.0, 3.0, 1.0], [float("nan"), float("nan"), float("nan")], [float("nan"), 1.0, 2.0]])
+    chosen = best_tokens(scores, 2).tolist()
+    assert [chosen[0], chosen[2]] == [[1, 2], [1, 2]]
