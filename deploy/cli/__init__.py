@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-__all__ = ["end_at_once", "main", "raise_interrupt"]
+__all__ = ["end_at_once", "main", "raise_at_end", "raise_interrupt"]
 
 
 def main() -> None:
@@ -46,3 +46,11 @@ def raise_interrupt() -> None:
 def _set(handler: signal._HANDLER) -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a script
         signal.signal(signal.SIGINT, handler)
+
+
+def raise_at_end() -> None:
+    """From here on what ends this process at once raises KeyboardInterrupt, too: a stack that is not ready yet has
+    servers that are to be ended in order."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as of `nohup`
+            signal.signal(number, signal.default_int_handler)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import signal
 import sys
 
-from deploy.cli import end_at_once, raise_interrupt
+from deploy.cli import end_at_once, raise_at_end, raise_interrupt
 
 
 def main() -> None:
@@ -25,8 +26,11 @@ def main() -> None:
         spec = pickle.load(described)
     os.open(os.devnull, os.O_RDONLY)  # the lowest free descriptor, that of the input
     raise_interrupt()
+    raise_at_end()
     try:
         run_stack(spec, int(sys.argv[2]))
+    except KeyboardInterrupt:  # before the stack could be asked to end: it is ended
+        raise SystemExit(128 + signal.SIGTERM) from None
     except CommandError as error:
         print(f"baton: {error}", file=sys.stderr)
         raise SystemExit(error.status) from None

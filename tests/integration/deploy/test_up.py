@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -144,6 +145,29 @@ def test_nothing_of_the_folder_where_it_is_typed_is_run(tmp_path: Path) -> None:
             check=False,
         )
         assert (done.returncode, "of the user" in done.stdout) == (0, False), done.stdout + done.stderr
+
+
+def of_the_stack(run_dir: Path) -> list[psutil.Process]:
+    """Processes whose command lines name its folder."""
+    return [
+        each
+        for each in psutil.process_iter(["cmdline"])
+        if any(str(run_dir) in word for word in each.info["cmdline"] or ())
+    ]
+
+
+def test_an_interrupt_before_a_stack_in_the_background_is_ready_leaves_nothing(tmp_path: Path) -> None:
+    """Its supervisor is told as soon as there is a server that it has to end."""
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "deploy.cli", "up", "--detach", "--device=sim", "--port=0", f"--run-dir={run_dir}"]
+    typed = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + START_DEADLINE
+    while not any("nats.conf" in each.info["cmdline"][-1] for each in of_the_stack(run_dir)):
+        assert time.monotonic() < until
+        time.sleep(LOOK_EVERY)
+    typed.send_signal(signal.SIGINT)
+    assert typed.wait(START_DEADLINE) == 130
+    assert psutil.wait_procs(of_the_stack(run_dir), timeout=10)[1] == []  # their keeper would end them much later
 
 
 @pytest.mark.faults
