@@ -129,7 +129,7 @@ def latent_decode(
     shares = q.new_empty(sequences, heads, splits, rank, dtype=torch.float32) if split else q
     weights = q.new_empty(sequences, heads, splits, dtype=torch.float32) if split else q
     latent_decode_kernel[(triton.cdiv(heads, tile.rows), splits, sequences)](
-        *(q.contiguous(), *cache, block_tables, context_lens, out, shares, weights),
+        *(q.contiguous(), cache.latents, cache.rotated, block_tables, context_lens, out, shares, weights),
         *(block_tables.shape[1], splits, scale),
         HEADS=heads,
         BLOCK=cache.latents.shape[2],

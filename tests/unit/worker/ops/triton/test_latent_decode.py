@@ -42,7 +42,7 @@ def test_decodes_are_what_they_are_in_float64(
     blocks = scattered_blocks(CONTEXTS, block_size=block_size)
     ops = TritonOps(DEVICE, dtype, block_size=block_size)
     cache = LatentCache(*ops.latents.allocate(sum(map(len, blocks)) + 1, shape.rank, shape.rope_dim))
-    for cached in cache:
+    for cached in (cache.latents, cache.rotated):
         cached[0] = float("nan")  # of a block that is nobody's
     for each, own in zip(rows, blocks, strict=True):
         count = len(each.latents)
