@@ -68,7 +68,7 @@ def _kept_step(parts: RunnerParts, rows: int, model: str) -> int:
 def _of_graphs(graphs: DecodeGraphs) -> int:
     """Bytes that the graphs of decode steps will take."""
     platform = graphs.platform
-    caches = graphs.decoder.allocate_kv(_BLOCKS_WHILE_CAPTURING)
+    caches = graphs.decoder.allocate_kv(_BLOCKS_WHILE_CAPTURING, sequences=1)
     capture = MeasuredCapture(CudaCapture(platform.device), lambda: _all_free(platform))
     with torch.inference_mode():
         replace(graphs, sizes=graphs.sizes[-2:]).replaying(capture)(graphs.decoder.forward, caches)

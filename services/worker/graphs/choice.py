@@ -104,7 +104,8 @@ class DecodeGraphs(Struct, frozen=True):
     def _captured(self, forward: ForwardPass, caches: KvCaches, capture: Capture) -> ReplayedDecodes:
         most = self.sizes[-1]
         length, size = self.max_model_len, self.decoder.ops.block_size
-        inputs = DecodeInputs(self.platform.device, most, blocks_for(length, size), length, size)
+        states = self.decoder.state_bytes > 0
+        inputs = DecodeInputs(self.platform.device, most, blocks_for(length, size), length, size, states=states)
         features = self.decoder.empty_features(most) if self.features else None
         return ReplayedDecodes(forward, caches, capture, self.sizes, inputs, features)
 

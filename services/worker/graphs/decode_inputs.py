@@ -7,7 +7,7 @@ from bisect import bisect_left
 import torch
 from torch import Tensor
 
-from services.worker.ops.interface import BatchMeta
+from services.worker.ops.interface import BatchMeta, StateRows
 
 PADDING_SLOT = -1
 """The slot of a padding row: nothing is stored for it."""
@@ -18,8 +18,11 @@ PADDING_CONTEXT = 0
 class DecodeInputs:
     """Owns room for `most` rows with tables of `width` blocks. All of it is padding at first."""
 
-    def __init__(self, device: torch.device, most: int, width: int, max_context: int, block_size: int) -> None:
-        """`max_context`: what captured decodes are made for, however long the contexts of a batch are."""
+    def __init__(
+        self, device: torch.device, most: int, width: int, max_context: int, block_size: int, *, states: bool = False
+    ) -> None:
+        """`max_context`: what captured decodes are made for, however long the contexts of a batch are. `states`:
+        whether sequences have some."""
         self._max_context = max_context
         self._block_size = block_size
         self._ids = torch.zeros(most, dtype=torch.int32, device=device)
@@ -28,6 +31,7 @@ class DecodeInputs:
         self._contexts = torch.full((most,), PADDING_CONTEXT, dtype=torch.int32, device=device)
         self._tables = torch.zeros(most, width, dtype=torch.int32, device=device)
         self._counting = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._states = torch.zeros(most, dtype=torch.int64, device=device) if states else None
 
     @property
     def width(self) -> int:
@@ -49,15 +53,27 @@ class DecodeInputs:
             max_context=self._max_context,
             block_size=self._block_size,
             every_row=True,
+            # Operations that are captured find by its context whether a decode begins.
+            states=None if self._states is None else StateRows(self._states[:size], None),
         )
         return self._ids[:size], meta
 
+    def holds(self, meta: BatchMeta) -> bool:
+        """Whether there is room for all that decodes of this kind have, however many they are."""
+        if meta.inputs is not None or meta.rotations is not None or meta.block_tables.shape[1] > self.width:
+            return False
+        if self._states is None:
+            return True
+        return meta.states is not None and meta.states.trial is None
+
     def fill(self, ids: Tensor, meta: BatchMeta, size: int) -> None:
         """The first rows are those of a batch of decodes, the others of `size` are padding: their ids, positions and
-        tables stay somebody's, which are valid and read by nobody."""
+        tables stay somebody's, which are valid and read by nobody; so do the slots of their states."""
         fill = _by_kernel if ids.is_cuda else _by_copies
         own = (self._ids, self._positions, self._slots, self._contexts, self._tables)
         fill((ids, meta.positions, meta.slots, meta.context_lens, meta.block_tables), own, size)
+        if self._states is not None and meta.states is not None:
+            self._states[: len(meta.states.slots)].copy_(meta.states.slots)
 
 
 _Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -68,14 +68,11 @@ class ReplayedDecodes:
 
     def _size(self, meta: BatchMeta, caches: KvCaches, features: Tensor | None) -> int | None:
         """What to replay; None: nothing that was captured is this step."""
-        rows, width = meta.block_tables.shape
-        if caches is not self._caches or meta.prefills or width > self._inputs.width:
-            return None
-        if meta.inputs is not None or meta.rotations is not None:
+        if caches is not self._caches or meta.prefills or not self._inputs.holds(meta):
             return None
         if features is not None and self._features is None:
             return None
-        return padded_size(rows, self._sizes)
+        return padded_size(len(meta.block_tables), self._sizes)
 
     def _wanted(self, meta: BatchMeta) -> Tensor | None:
         if self._logits is None or not len(meta.logits_rows):

@@ -96,8 +96,8 @@ class Decoder:
     @property
     def capturable(self) -> bool:
         """Where attention is not latent, as what computes that asks the device how long contexts are; and where no
-        layer has states."""
-        return self._latent is None and self._config.states is None
+        experts have no gates, which are multiplied one after the other."""
+        return self._latent is None and not (self._config.activation == "relu2" and self._config.mixture is not None)
 
     @property
     def native(self) -> NativeDecoder | None:

@@ -51,6 +51,7 @@ from services.worker.ops.triton.quantized_linear import (
 )
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
+from services.worker.ops.triton.states.mixing import TritonStates
 from services.worker.ops.triton.verification import verify
 from shared.blocks import DEFAULT_BLOCK_SIZE
 
@@ -290,6 +291,11 @@ class TritonOps(TorchOps):
     def latents(self) -> TritonLatents:
         """Decodes by a kernel, the rest by PyTorch."""
         return TritonLatents(self, self._device, self._dtype)
+
+    @property
+    def states(self) -> TritonStates:
+        """By kernels, but for prompts of state spaces and delta nets."""
+        return TritonStates()
 
     def verify(self, attempt: DraftAttempt) -> Tensor:
         """Verifies drafts in one kernel launch; see `Ops.verify`."""

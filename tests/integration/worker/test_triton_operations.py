@@ -39,9 +39,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 1},
     "gemma2": {"num_hidden_layers": 2, "sliding_window": 5},
     "qwen3-moe": {"num_hidden_layers": 1},
+    "mamba": {"num_hidden_layers": 1},
+    "falcon-mamba": {"num_hidden_layers": 1},
+    "jamba": {"num_hidden_layers": 2},
 }
 """A plain one; one with soft caps, a window in one of its layers, and norms behind attention and MLP; one with norms of
-queries and keys, and experts."""
+queries and keys, and experts; some with states, of which the last attends in one of its layers and has experts."""
+WITH_STATES: dict[str, dict[str, Any]] = {
+    "mamba": {"num_hidden_layers": 1},
+    "mamba2": {"num_hidden_layers": 1},
+    "qwen3-next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +119,25 @@ def test_captured_decodes_generate_what_launched_ones_do(llama: TinyModel) -> No
     output = generated(runner)
     assert output == [llama.greedy(prompt, OUTPUT) for prompt in PROMPTS]
     assert (capture.captured, capture.replayed) == (1, 2)
+
+
+@pytest.mark.parametrize("family", list(WITH_STATES))
+def test_captured_decodes_go_on_with_their_states(family: str, tmp_path: Path) -> None:
+    """Padded to three rows, of which some are nobody's."""
+    model, capture = make_model(family, tmp_path, **WITH_STATES[family]), RunAgain()
+    runner = tiny_runner(
+        model.path, "triton", device=str(DEVICE), dtype="float32", max_num_seqs=3, capture=capture, launching=True
+    )
+    output = generated(runner)
+    assert output == [model.greedy(prompt, OUTPUT) for prompt in PROMPTS]
+    assert (capture.captured, capture.replayed) == (1, 2)
+
+
+@pytest.mark.parametrize(("family", "captured"), [("nemotron-h", True), ("nemotron-h-moe", False)])
+def test_experts_without_gates_are_not_captured(family: str, captured: bool, tmp_path: Path) -> None:
+    """They are multiplied one after the other, for which the host has to know which were chosen."""
+    runner = tiny_runner(make_model(family, tmp_path).path, "triton", device=str(DEVICE), dtype="float32")
+    assert runner.rank.decoder.capturable == captured
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen2-moe"])

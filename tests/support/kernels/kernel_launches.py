@@ -212,6 +212,12 @@ def _copies() -> Iterator[Launch]:
     return copies()
 
 
+def _states() -> Iterator[Launch]:
+    from tests.support.kernels.state_launches import states
+
+    return states()
+
+
 FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (
     _attention,
     _mixtures,
@@ -222,6 +228,7 @@ FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (
     _quantized,
     _low_rank,
     _products,
+    _states,
 )
 """A function for each family of kernels that gives its launches."""
 

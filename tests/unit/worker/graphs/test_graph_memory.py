@@ -25,11 +25,12 @@ class WatchedDecoder:
     """As much of a decoder as capturing needs."""
 
     ops = SimpleNamespace(block_size=16)
+    state_bytes = 0
 
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def allocate_kv(self, num_blocks: int) -> KvCaches:
+    def allocate_kv(self, num_blocks: int, sequences: int) -> KvCaches:
         return [(torch.zeros(num_blocks), torch.zeros(num_blocks))]
 
     def check_inputs(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from services.worker.batch.staging import rows_on_device
 from services.worker.graphs.decode_inputs import MAX_CAPTURED_ROWS, DecodeInputs, capture_sizes, padded_size
 from services.worker.graphs.replayed_decodes import ReplayedDecodes
 from services.worker.models.weights import KvCaches
-from services.worker.ops.interface import BatchMeta
+from services.worker.ops.interface import BatchMeta, StateCache, StateMixer, StateRows
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from tests.support.worker.emulated_graphs import RunAgain
 
@@ -42,6 +44,13 @@ class WrittenForward:
         if not self._of_rank_0 or not len(meta.logits_rows):
             return None
         return rows.index_select(0, meta.logits_rows)[:, None].expand(-1, VOCAB).contiguous()
+
+
+class NoTrial:
+    """Of drafts; see `StateTrial`."""
+
+    def mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache) -> Tensor:
+        raise NotImplementedError
 
 
 def caches_of() -> KvCaches:
@@ -124,6 +133,24 @@ def test_padded_rows_read_nothing_and_store_nothing_whatever_was_there_before() 
     assert (last.num_decodes, last.max_context, last.max_query, last.prefills) == (8, MAX_CONTEXT, 1, ())
     assert int(last.positions.min()) >= 0
     assert int(last.positions.max()) < MAX_CONTEXT
+
+
+def test_states_are_where_the_batch_has_them_and_steps_that_try_drafts_are_not_replayed() -> None:
+    forward, capture, caches = WrittenForward(), RunAgain(), caches_of()
+    inputs = DecodeInputs(CPU, SIZES[-1], WIDTH, MAX_CONTEXT, BLOCK_SIZE, states=True)
+    graphs = ReplayedDecodes(forward, caches, capture, SIZES, inputs)
+    rows = decodes(3)
+    ids, meta = rows_on_device(rows, rows.last_rows, CPU)
+    states = StateRows(torch.tensor([5, 2, 7]), None)
+    graphs(ids, replace(meta, states=states), caches)
+    last = forward.calls[-1].states
+    assert last is not None
+    assert last.slots[:3].tolist() == [5, 2, 7]
+    assert len(last.slots) == 4
+    for other in (None, states._replace(trial=NoTrial())):
+        graphs(ids, replace(meta, states=other), caches)
+        assert forward.calls[-1].states is other
+    assert capture.replayed == 1
 
 
 def test_sizes_are_captured_once_the_largest_first() -> None:

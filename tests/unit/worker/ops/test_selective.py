@@ -7,42 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops.interface import SelectiveSpace, StateCache, StateOps
+from services.worker.ops.interface import StateCache, StateOps
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.torch_mixers.convolution import CHUNK
 from services.worker.ops.torch_mixers.states import TorchStates
+from tests.support.worker.selective_reference import (
+    CHANNELS,
+    KERNEL,
+    SLOTS,
+    empty_states,
+    selective_reference,
+    selective_space,
+)
 from tests.support.worker.state_steps import Share, meta_of
 
-CHANNELS, KERNEL, SLOTS = 37, 4, 9
 DIMS = (16, 12)
 """One that is whole vectors of every kind, and one that is not."""
-
-
-def space(dim: int) -> SelectiveSpace:
-    torch.manual_seed(5)
-    return SelectiveSpace(
-        conv_weight=torch.randn(KERNEL, CHANNELS) * 0.5,
-        conv_bias=torch.randn(CHANNELS) * 0.1,
-        decay=-torch.rand(CHANNELS, dim) * 8,
-        skip=torch.randn(CHANNELS),
-        step_bias=torch.randn(CHANNELS) - 1,
-    )
-
-
-def states(dim: int) -> StateCache:
-    return StateCache(torch.empty(SLOTS, 0, CHANNELS), torch.full((SLOTS, CHANNELS, 1, dim), torch.nan))
-
-
-def reference(projected: Tensor, own: SelectiveSpace) -> tuple[Tensor, Tensor]:
-    """Outputs of a whole sequence, and its state behind it."""
-    decay, skip, bias = (each.double() for each in (own.decay, own.skip, own.step_bias))
-    dim = decay.shape[1]
-    gates, x, b, c, steps = torch.split(projected.double(), [CHANNELS, CHANNELS, dim, dim, CHANNELS], dim=1)
-    steps, state, outputs = F.softplus(steps + bias), torch.zeros(CHANNELS, dim, dtype=torch.float64), []
-    for token, step in enumerate(steps):
-        state = state * torch.exp(step[:, None] * decay) + (step * x[token])[:, None] * b[token]
-        outputs.append(((state * c[token]).sum(1) + skip * x[token]) * F.silu(gates[token]))
-    return torch.stack(outputs), state
 
 
 def native(threads: int = 2) -> StateOps:
@@ -57,7 +37,7 @@ def ops(request: pytest.FixtureRequest) -> StateOps:
 @pytest.mark.parametrize("dim", DIMS)
 def test_sequences_in_steps_of_every_length_are_the_recurrence(ops: StateOps, dim: int) -> None:
     """Four sequences, cut differently, in slots that hold what is no number until they begin."""
-    own, cache = space(dim), states(dim)
+    own, cache = selective_space(dim), empty_states(dim)
     lengths = {7: 2 * CHUNK + 5, 2: CHUNK + 1, 0: CHUNK, 5: 9}
     rows = {slot: torch.randn(length, 3 * CHANNELS + 2 * dim) for slot, length in lengths.items()}
     steps = [
@@ -73,7 +53,7 @@ def test_sequences_in_steps_of_every_length_are_the_recurrence(ops: StateOps, di
         for share, part in zip(shares, mixed.split([share.count for share in shares]), strict=True):
             outputs[share.slot].append(part)
     for slot, length in lengths.items():
-        expected, state = reference(rows[slot], own)
+        expected, state = selective_reference(rows[slot], own)
         assert len(torch.cat(outputs[slot])) == length
         torch.testing.assert_close(torch.cat(outputs[slot]).double(), expected, atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(cache.states[slot, :, 0].double(), state, atol=2e-5, rtol=1e-4)
@@ -84,7 +64,7 @@ def test_sequences_in_steps_of_every_length_are_the_recurrence(ops: StateOps, di
 @pytest.mark.parametrize("dim", DIMS)
 def test_native_rows_are_the_same_to_the_last_bit_however_a_sequence_is_cut(dim: int) -> None:
     """In one step or in many, alone or beside others, by one thread or two: who is computed again goes on alike."""
-    own, whole, cut, length = space(dim), states(dim), states(dim), CHUNK + 7
+    own, whole, cut, length = selective_space(dim), empty_states(dim), empty_states(dim), CHUNK + 7
     rows = torch.randn(length, 3 * CHANNELS + 2 * dim)
     ops = native(threads=2)
     expected = native(threads=1).mix(rows, own, whole, meta_of([Share(3, 0, length)]))
@@ -100,7 +80,7 @@ def test_native_rows_are_the_same_to_the_last_bit_however_a_sequence_is_cut(dim:
 
 def test_the_convolution_before_it_is_a_sum_through_a_silu(ops: StateOps) -> None:
     """Cut in steps within its width, beside another sequence, and from columns of wider rows."""
-    own, length = space(12).convolution, 21
+    own, length = selective_space(12).convolution, 21
     cache = StateCache(torch.full((SLOTS, KERNEL - 1, CHANNELS), torch.nan), torch.empty(SLOTS, CHANNELS, 1, 0))
     rows, outputs, first = torch.randn(length, CHANNELS), [], 0
     for count in (1, 1, 2, 1, 7, 1, 1, length - 14):

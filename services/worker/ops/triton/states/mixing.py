@@ -1,0 +1,64 @@
+"""Layers with states on a GPU: which of their operations are Triton kernels, and which are PyTorch's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.interface import (
+    BatchMeta,
+    DeltaNet,
+    SelectiveSpace,
+    ShortConvolution,
+    StateCache,
+    StateMixer,
+    StateRows,
+    StateSpace,
+)
+from services.worker.ops.torch_mixers.convolution import split_channels, states_of_prompts
+from services.worker.ops.torch_mixers.delta import DeltaRule
+from services.worker.ops.torch_mixers.states import SpaceRule, TorchStates
+from services.worker.ops.triton.states.convolution import convolve
+from services.worker.ops.triton.states.one_token import step_decodes
+from services.worker.ops.triton.states.selective import select
+
+
+class TritonStates(TorchStates):
+    """See :class:`services.worker.ops.interface.StateOps`. All but prompts of state spaces and delta nets is kernels,
+    which know padding: a row whose context is 0 leaves nothing behind. Decodes can be captured."""
+
+    def mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
+        """In the dtype of `projected`; computed in float32."""
+        rows = meta.states
+        assert rows is not None, "a model with states has them in every step"
+        if isinstance(mixer, ShortConvolution):
+            return convolve(projected, mixer, cache.windows, meta, rows, projected.dtype, gated=mixer.gated)
+        if isinstance(mixer, SelectiveSpace):
+            return select(projected, mixer, cache.states, meta, rows)
+        rule = DeltaRule(mixer) if isinstance(mixer, DeltaNet) else SpaceRule(mixer)
+        inner, channels, decodes = mixer.heads * mixer.head_dim, mixer.conv_weight.shape[1], meta.num_decodes
+        gate, inputs, steps = projected.tensor_split([inner, inner + channels], dim=1)
+        seen, parts = convolve(inputs, mixer, cache.windows, meta, rows, torch.float32), []
+        if decodes:
+            parts.append(step_decodes(seen, steps, mixer, cache.states, meta, rows))
+        if meta.prefills:
+            parts.append(self._scanned(rule, seen[decodes:], steps[decodes:].float(), mixer, cache, meta, rows))
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return rule.normed(mixed, gate.float()).to(projected.dtype)
+
+    def _scanned(
+        self,
+        rule: SpaceRule | DeltaRule,
+        seen: Tensor,
+        steps: Tensor,
+        mixer: StateSpace | DeltaNet,
+        cache: StateCache,
+        meta: BatchMeta,
+        rows: StateRows,
+    ) -> Tensor:
+        """The prompts of a step, chunk by chunk."""
+        prompts = self._laid_out(rows, meta, mixer.conv_weight.shape[0])
+        state = states_of_prompts(cache, prompts)
+        mixed = rule.scan(split_channels(seen, mixer), steps, state, prompts)
+        cache.states.index_copy_(0, prompts.slots, state)
+        return mixed
