@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from services.encoder import metrics
 from services.encoder.audio_tower import AudioTower, SampleReader
 from services.encoder.core.image_queue import ImageQueue
@@ -113,6 +115,8 @@ class EncoderActor(Actor):
         """Where the rows of an image are, or a future of that; a piece of rows."""
         if isinstance(request, ReadRows):
             return self._rows.piece(request)
+        if not (isinstance(self._tower, ImageTower) and self._tower.heeds_others):
+            request = replace(request, several=False)
         image, now = image_hash(request), time.monotonic()
         if request.written is None and (rows := self._rows.find(image)) is not None:
             self._count_hit()

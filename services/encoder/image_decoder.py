@@ -8,6 +8,7 @@ from asyncio.subprocess import Process
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.encoder import metrics
 from services.encoder.image_process import DecodedImage, DecodingRefusal, DecodingReply, DecodingRequest
@@ -64,7 +65,8 @@ class ImageDecoder:
         """The pixels of an image, or of frames, which a gateway has decoded (ADR 118). Raises ImageRefused."""
         if question.frames is not None:
             return DecodedFrames.of(question.frames, question.content)
-        return await self._decoded(DecodingRequest(question.content, question.max_side))
+        image = await self._decoded(DecodingRequest(question.content, question.max_side))
+        return replace(image, several=question.several)
 
     async def _decoded(self, request: DecodingRequest) -> DecodedImage:
         asked = msgspec.msgpack.encode(request)

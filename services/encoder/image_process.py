@@ -41,6 +41,8 @@ class DecodedImage(Struct, frozen=True, array_like=True, tag=True):
     width: int
     height: int
     pixels: bytes
+    several: bool = False
+    """See `EncodeInput`."""
 
     @property
     def measures(self) -> dict[str, int]:

@@ -18,6 +18,8 @@ from shared.models.tokenizer_files import load_tokenizer
 
 _OF_TEXTS = ("num_crops", "num_patches", "rows", "cols")
 """What processors of images say for the text alone."""
+_COUNTED = "batch_num_images"
+"""How many images each chat has, of models that look at each of several less closely."""
 Texts = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -120,6 +122,8 @@ class ImageProcessor:
         self._images, self._max_pixels = images, max_pixels
         kind = _TEXTS.get(config.vision_config.model_type, _TEXTS.get(config.model_type))
         self._text = None if kind is None else kind(config)
+        self.heeds_others = _COUNTED in getattr(images, "model_input_names", ())
+        """Whether an image is prepared otherwise where its chat has others."""
         if self._text is not None:
             self._tokenizer = load_tokenizer(folder).tokenizer
             self._token_id = model.token_id
@@ -130,8 +134,11 @@ class ImageProcessor:
         """Whether images are as large as they are, up to a longest side."""
         return isinstance(self._text, PixtralText)
 
-    def prepared(self, image: Any) -> PreparedImage:
-        """`image`: Pillow's. Raises what the processor does that makes nothing of it."""
+    def prepared(self, image: Any, *, several: bool = False) -> PreparedImage:
+        """`image`: Pillow's. `several`: its chat has others, too. Raises what the processor does that makes nothing of
+        it."""
+        if several and self.heeds_others:
+            return PreparedImage(self._beside_another(image))
         settings = {} if self._text is None else self._text.settings
         if self._max_pixels is not None and isinstance(self._text, PixtralText):
             longest = self._text.longest_edge(image.size, self._images.size["longest_edge"], self._max_pixels)
@@ -142,6 +149,12 @@ class ImageProcessor:
             return PreparedImage(inputs)
         text = self._text.written(made, self._token)
         return PreparedImage(inputs, self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _beside_another(self, image: Any) -> dict[str, Tensor]:
+        """What LLaVA-OneVision's processor makes of an image that is not alone: it is padded to a square, and no tile
+        is cut. The tower is told of two, and gets one."""
+        made = self._images([[image, image.resize((1, 1))]], return_tensors="pt")
+        return {name: value if name == _COUNTED else value[:1] for name, value in made.items()}
 
     def placed(self, tokens: list[int] | None, rows: int) -> tuple[tuple[int, int], Texts]:
         """Of an image of so many rows, the run of tokens from the first that has one up to the last, and the pieces of

@@ -41,7 +41,7 @@ class TowerUnusable(Exception):
 class ImageTower:
     """Owns the weights of a tower and what prepares images for it. One thread at a time.
 
-    An image is encoded alone, so its rows depend on no other.
+    An image is encoded alone, so its rows depend on no other, at most on whether there is one.
     """
 
     def __init__(self, folder: Path, dtype: DtypeChoice = "auto", max_pixels: int | None = None) -> None:
@@ -83,7 +83,8 @@ class ImageTower:
         if isinstance(image, DecodedFrames):
             prepared = PreparedImage(self._prepared_frames(image))
         else:
-            prepared = self._prepared(np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3))
+            pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
+            prepared = self._prepared(pixels, several=image.several)
         rows, grid = self._rows_of(prepared.inputs)
         if len(rows) > self._max_rows:
             raise TowerUnusable(f"the image has {len(rows)} rows; {self._max_rows} are allowed")
@@ -98,12 +99,17 @@ class ImageTower:
             texts=texts,
         )
 
-    def _prepared(self, pixels: np.ndarray[Any, Any]) -> PreparedImage:
+    @property
+    def heeds_others(self) -> bool:
+        """Whether an image alone in a chat has other rows than one of several."""
+        return self._images.heeds_others
+
+    def _prepared(self, pixels: np.ndarray[Any, Any], *, several: bool = False) -> PreparedImage:
         """pixels [height, width, 3]. Raises TowerUnusable where the processor makes nothing of them."""
         from PIL import Image
 
         try:
-            return self._images.prepared(Image.fromarray(pixels))
+            return self._images.prepared(Image.fromarray(pixels), several=several)
         except ValueError as error:
             raise TowerUnusable(f"the model's processor does not take the image: {error}") from None
 

@@ -60,6 +60,8 @@ class EncodeInput(Struct, frozen=True, array_like=True, tag="EncodeImage"):
     """What was written down of the window that `content` is, of whose tokens the times are asked for."""
     max_side: Annotated[int, Meta(ge=1)] | None = None
     """Pixels of the longer side of an image, to which a larger one is scaled down; None: it is taken as it is."""
+    several: bool = False
+    """Whether its chat has further images: there are models that look at each of several less closely."""
 
 
 class EncoderRows(Struct, frozen=True, array_like=True, tag="ImageRows"):

@@ -10,6 +10,7 @@ from msgspec import Struct
 GEMMA = "Gemma3ForConditionalGeneration"
 QWEN2_AUDIO = "Qwen2AudioForConditionalGeneration"
 LLAVA, LLAVA_NEXT = "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"
+LLAVA_ONEVISION = "LlavaOnevisionForConditionalGeneration"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
 TILED = (
     "Idefics3ForConditionalGeneration",
@@ -22,6 +23,7 @@ IMAGE_ARCHITECTURES = (
     GEMMA,
     LLAVA,
     LLAVA_NEXT,
+    LLAVA_ONEVISION,
     MISTRAL3,
     *TILED,
     "Qwen2VLForConditionalGeneration",
@@ -32,6 +34,10 @@ IMAGE_ARCHITECTURES = (
     QWEN2_AUDIO,
 )
 """Those that are served with their tower, of sight or, of the last one, of hearing."""
+
+
+_TOKENS = {LLAVA_ONEVISION: 151_646, **dict.fromkeys(QWEN3_5, 248_056)}
+"""Of an image, as `transformers` has it where a configuration does not say."""
 
 
 class ImageModel(Struct, frozen=True):
@@ -71,6 +77,6 @@ def read_image_model(folder: Path) -> ImageModel | None:
         return ImageModel(262_144 if token is None else token, (raw.boi_token_index, raw.eoi_token_index), mutual=True)
     if QWEN2_AUDIO in raw.architectures:
         return ImageModel(raw.audio_token_index, hears=True)
-    if token is None and any(each in QWEN3_5 for each in raw.architectures):
-        return ImageModel(248_056)
+    if token is None:
+        token = next((default for each, default in _TOKENS.items() if each in raw.architectures), None)
     return None if token is None else ImageModel(token)

@@ -19,8 +19,8 @@ HASH_BYTES = 16
 
 def image_hash(asked: EncodeInput) -> ImageHash:
     """Names an image: BLAKE2b-128 of its file, keyed by the salt. Two files of the same picture are two images, and so
-    are two sizes of it. Of frames, that of their pixels, their size and how many the video has; of what was written
-    down, its tokens', too."""
+    are two sizes of it, and one that is alone and one of several. Of frames, that of their pixels, their size and how
+    many the video has; of what was written down, its tokens', too."""
     key = b"" if asked.salt is None else blake2b(asked.salt.encode(), digest_size=HASH_BYTES).digest()
     named = blake2b(asked.content, digest_size=HASH_BYTES, key=key)
     if (frames := asked.frames) is not None:
@@ -29,6 +29,8 @@ def image_hash(asked: EncodeInput) -> ImageHash:
         named.update(b"written %d " % written.begin + written.tokens)
     if asked.max_side is not None:
         named.update(b"side %d" % asked.max_side)
+    if asked.several:
+        named.update(b"several")
     return ImageHash(named.digest())
 
 

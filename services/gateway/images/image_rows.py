@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from services.gateway.api.errors import STATUS, RequestError, invalid
 from services.gateway.api.generation import GenerationRequest
-from services.gateway.api.media.source import SOUND, VIDEO, MediaSource
+from services.gateway.api.media.source import IMAGE, SOUND, VIDEO, MediaSource
 from services.gateway.images.image_fetcher import ImageFetcher
 from services.gateway.images.open_rows import OpenRows
 from services.gateway.videos.video_decoder import VideoDecoder
@@ -80,8 +80,8 @@ class ImageRowsClient:
         """An error is returned, so that which of several is raised depends on no clock."""
 
         async def encode(source: MediaSource, file: bytes, frames: FramePair | None) -> PromptEmbeds:
-            model = generation.model.name
-            question = EncodeInput(file, generation.cache_salt, turn, frames, max_side=source.max_side)
+            model, several = generation.model.name, source.kind == IMAGE and _images(generation) > 1
+            question = EncodeInput(file, generation.cache_salt, turn, frames, max_side=source.max_side, several=several)
             rows = await self.encoded(source.field, question, model)
             self.open_rows.add(rows, question, model)
             return rows
@@ -153,6 +153,10 @@ async def _patiently(ask: Callable[[], Awaitable[_A]]) -> _A:
             if error.status != 429 or loop.time() > end:
                 raise
         await asyncio.sleep(CROWD_INTERVAL)
+
+
+def _images(generation: GenerationRequest) -> int:
+    return sum(source.kind == IMAGE for source in generation.media)
 
 
 def _with_rows(prompt: ChatPrompt, media: tuple[MediaSource, ...], found: list[MediaEmbeds]) -> ChatPrompt:

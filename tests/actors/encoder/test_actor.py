@@ -42,11 +42,13 @@ from tests.support.models.sounds import sweep
 from tests.support.models.tiny_gemma import TOKENS, make_gemma_model
 from tests.support.models.tiny_images import IMAGE_TOKENS, ImageModel, make_image_model, picture, png_of_size
 from tests.support.models.tiny_models import make_model
+from tests.support.models.tiny_onevision import make_onevision_model
 from tests.support.models.tiny_pixtral import PixtralKind, make_pixtral_model
 from tests.support.models.tiny_qwen_vl import SIDE, make_qwen_model
 from tests.support.models.tiny_tiles import TileKind, make_written_model
 from tests.support.models.tiny_whisper import make_whisper
 
+ONEVISION_SIZES = ((30, 9), (150, 40), (40, 160), (300, 300))
 MODEL, INSTANCE = ModelName("tiny"), InstanceId("encoder-1")
 
 
@@ -72,13 +74,15 @@ class Encoder:
         self.actor = EncoderActor(bus, INSTANCE, MODEL, lambda: ImageTower(model.path), rows, ImageDecoder(decode_s))
         self.runtime = ActorRuntime(self.actor, drain_timeout=10)
 
-    async def ask(self, image: bytes, salt: str | None = None, max_side: int | None = None) -> EncoderReply:
-        asked, topic = EncodeInput(image, salt, max_side=max_side), topics.image_requests(MODEL)
+    async def ask(
+        self, image: bytes, salt: str | None = None, max_side: int | None = None, several: bool = False
+    ) -> EncoderReply:
+        asked, topic = EncodeInput(image, salt, max_side=max_side, several=several), topics.image_requests(MODEL)
         reply: EncoderReply = await self.bus.request(topic, asked, EncoderReply, 60.0)
         return reply
 
-    async def rows(self, image: bytes) -> torch.Tensor:
-        reply = await self.ask(image)
+    async def rows(self, image: bytes, several: bool = False) -> torch.Tensor:
+        reply = await self.ask(image, several=several)
         assert isinstance(reply, EncoderRows)
         return await read(self.bus, reply.rows)
 
@@ -149,6 +153,29 @@ async def test_an_image_has_rows_by_its_size_alone(memory_bus: MemoryBus, tmp_pa
             counts.append(ids.tolist().count(model.reference.config.image_token_index))
             assert len(await encoder.rows(image)) == counts[-1]
     assert len(set(counts)) == 3
+
+
+async def test_an_image_alone_has_other_rows_than_one_of_several(
+    memory_bus: MemoryBus, model: ImageModel, tmp_path: Path
+) -> None:
+    """LLaVA-OneVision's: tiles with a row behind each line of them, scaled down beyond a number of them; or one square.
+    Of other models both are the same image."""
+    onevision = make_onevision_model(tmp_path)
+    token, images = onevision.reference.config.image_token_id, [picture(0, size) for size in ONEVISION_SIZES]
+    async with running(memory_bus, onevision) as encoder:
+        for image in images:
+            for several in (False, True):
+                shown = [image, image] if several else [image]
+                rows = await encoder.rows(image, several)
+                torch.testing.assert_close(rows, onevision.rows(image, several))
+                chat = [{"role": "user", "content": len(shown) * [{"type": "image"}]}]
+                ids = onevision.ids_and_rows(chat, shown)["input_ids"][0].tolist()
+                assert len(rows) == ids.count(token) / len(shown)
+        counts = [len(await encoder.rows(image)) for image in images]
+        assert (counts, encoder.actor.encoder_report().hits) == ([34, 68, 76, 88], len(images))
+    async with running(memory_bus, model) as encoder:
+        assert await encoder.ask(images[0]) == await encoder.ask(images[0], several=True)
+        assert encoder.actor.encoder_report().encoded == 1
 
 
 async def test_images_are_as_large_as_their_rows_say(memory_bus: MemoryBus, tmp_path: Path) -> None:

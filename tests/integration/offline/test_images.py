@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,15 @@ from PIL import Image
 from services.offline.errors import InvalidRequest
 from services.offline.llm import LLM
 from services.offline.requests import SamplingParams
-from tests.support.models.tiny_images import image_part, make_image_model, picture, shown, text_part
+from tests.support.models.tiny_images import ImageModel, image_part, make_image_model, picture, shown, text_part
+from tests.support.models.tiny_onevision import make_onevision_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-def test_chats_with_images_say_what_the_library_says(tmp_path: Path) -> None:
-    model, images = make_image_model(tmp_path), [picture(0), picture(1)]
+@pytest.mark.parametrize("make", [make_image_model, make_onevision_model])
+def test_chats_with_images_say_what_the_library_says(tmp_path: Path, make: Callable[[Path], ImageModel]) -> None:
+    model, images = make(tmp_path), [picture(0), picture(1)]
     chats = [
         ([{"role": "user", "content": [image_part(images[0]), text_part("What is it?")]}], images[:1]),
         ([{"role": "user", "content": [text_part("Compare"), *map(image_part, images)]}], images),

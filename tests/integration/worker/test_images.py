@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from services.worker.backend import run_step
@@ -26,12 +27,14 @@ from tests.support.models.tiny_adapters import write_adapter
 from tests.support.models.tiny_gemma import make_gemma_model
 from tests.support.models.tiny_images import ImageModel, make_image_model, picture
 from tests.support.models.tiny_models import TinyModel
+from tests.support.models.tiny_onevision import make_onevision_model
 from tests.support.models.tiny_pixtral import PixtralKind
 from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.models.tiny_tiles import TileKind, make_written_model
 from tests.support.worker.image_chats import ImageChat
 from tests.support.worker.plan_driver import Driver, Sequence
 from tests.support.worker.planned_engine import LIMITS, PlannedEngine
+from tests.support.worker.recorded_logits import record_logits
 from tests.support.worker.tiny_backend import tiny_backend
 
 OUTPUT = 6
@@ -173,6 +176,27 @@ def test_images_whose_tokens_see_each_other_are_never_cut(tmp_path: Path, ops: O
 
 
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "speculative")
+def test_an_image_that_is_alone_is_looked_at_more_closely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLaVA-OneVision: of one image the tiles, of several a square each; cut within an image, beside texts, preempted,
+    with drafts, behind a prefix that ends within an image; and logits."""
+    model = make_onevision_model(tmp_path)
+    check_written_images(model, "native")
+    check_logits(model, ImageChat("What is ", picture(0, (150, 40)), " here?"), monkeypatch)
+
+
+def check_logits(model: ImageModel, chat: ImageChat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those behind a chat are the library's."""
+    recorded = record_logits(monkeypatch)
+    driver = Driver(tiny_backend(model.path, ops="native", dtype="float32"))
+    recorded.clear()  # what it tried when it was started
+    sequence = chat.add_to(driver, model, OUTPUT)
+    driver.run()
+    expected = chat.logits(model, sequence.output)
+    assert (torch.cat(recorded[:OUTPUT]) - expected).abs().max() < 1e-3
+    assert expected.std() > 0.3, "a reference this flat would agree with anything"
+
+
+@pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "speculative")
 @pytest.mark.parametrize(
     ("kind", "ops"),
     [
@@ -188,7 +212,11 @@ def test_text_among_the_rows_of_an_image_is_read_as_in_the_library(
 ) -> None:
     """Lines of rows with the end of each written behind it, or tiles with the place of each before it; several images,
     cut within a line and behind one, beside texts, preempted, with drafts, and behind a prefix that ends within one."""
-    model = make_written_model(tmp_path, kind)
+    check_written_images(make_written_model(tmp_path, kind), ops)
+
+
+def check_written_images(model: ImageModel, ops: OpsName) -> None:
+    """Greedy text of one image and of several is the library's, in each situation."""
     try:
         backend = tiny_backend(model.path, ops=ops, speculation=NGRAM)
     except OpsUnavailable as reason:

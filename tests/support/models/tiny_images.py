@@ -75,13 +75,16 @@ class ImageModel(NamedTuple):
     processor: Any
     settings: Mapping[str, Any] = {}
     """What the whole processor asks that of images for."""
+    heeds_others: bool = False
+    """Whether an image alone in a chat has other rows than one of several."""
 
     def ids_and_rows(self, messages: list[dict[str, Any]], images: list[bytes]) -> dict[str, Any]:
         """What the library's processor makes of a chat: token ids and pixels."""
         text = self.processor.apply_chat_template(messages, add_generation_prompt=True)
         loaded = [load_image(Image.open(io.BytesIO(each))) for each in images]
+        given = [loaded] if self.heeds_others and loaded else loaded
         made: dict[str, Any] = self.processor(
-            text=text, images=loaded or None, add_special_tokens=False, return_tensors="pt"
+            text=text, images=given or None, add_special_tokens=False, return_tensors="pt"
         )
         return made
 
@@ -100,9 +103,12 @@ class ImageModel(NamedTuple):
         return decoded
 
     @torch.inference_mode()
-    def rows(self, image: bytes) -> torch.Tensor:
-        """[tokens, hidden] what stands for an image."""
+    def rows(self, image: bytes, several: bool = False) -> torch.Tensor:
+        """[tokens, hidden] what stands for an image. `several`: its chat has others, here itself once more."""
         loaded = load_image(Image.open(io.BytesIO(image)))
+        if several and self.heeds_others:
+            pixels = self.processor.image_processor([[loaded, loaded]], return_tensors="pt")
+            return self.reference.get_image_features(**pixels).pooler_output[0]
         pixels = self.processor.image_processor(loaded, return_tensors="pt", **self.settings)
         for name in ("num_crops", "num_patches", "rows", "cols"):
             pixels.pop(name, None)

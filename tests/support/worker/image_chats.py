@@ -10,6 +10,9 @@ from tests.support.models.embedded_prompts import prompt_embeds
 from tests.support.models.tiny_images import ImageModel, image_part, shown, text_part
 from tests.support.worker.plan_driver import Driver, Sequence
 
+_KINDS = ("mm_token_type_ids", "token_type_ids")
+"""What the library's processors say of each token."""
+
 
 class ImageChat:
     """One message of texts and images."""
@@ -31,7 +34,7 @@ class ImageChat:
         if not self.images:
             return ids, None
         places = [place for place, each in enumerate(ids) if each == token]
-        rows, runs = [model.rows(image) for image in self.images], list[tuple[int, int]]()
+        rows, runs = [model.rows(image, len(self.images) > 1) for image in self.images], list[tuple[int, int]]()
         for own in np.split(places, np.cumsum([len(each) for each in rows])[:-1]):
             runs.append((int(own[0]), int(own[-1] + 1 - own[0])))
         within = {place for first, count in runs for place in range(first, first + count)} - set(places)
@@ -47,6 +50,21 @@ class ImageChat:
             texts=tuple((place, (ids[place],)) for place in sorted(within)),
         )
         return [0 if each == token else each for each in ids], embeds
+
+    @torch.inference_mode()
+    def logits(self, model: ImageModel, output: list[int]) -> torch.Tensor:
+        """[tokens, words] those that each token of `output` is drawn from, by the library."""
+        inputs = model.ids_and_rows(self.messages, self.images)
+        prompt, behind = inputs["input_ids"], torch.tensor([output[:-1]], dtype=torch.long)
+        more = {
+            name: torch.cat((value, value.new_zeros(behind.shape)), 1)
+            for name, value in inputs.items()
+            if name in _KINDS
+        }
+        whole = {**inputs, **more, "input_ids": torch.cat((prompt, behind), 1)}
+        whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+        found: torch.Tensor = model.reference(**whole).logits[0, prompt.shape[1] - 1 :]
+        return found
 
     def expected(self, model: ImageModel, output: int) -> list[int]:
         """What the library generates of it."""

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from shared.models.image_models import GEMMA, MISTRAL3
+from shared.models.image_models import GEMMA, LLAVA_ONEVISION, MISTRAL3
 
 LANGUAGE_MODELS = {
     "llama": "LlamaForCausalLM",
@@ -19,6 +19,7 @@ LANGUAGE_MODELS = {
 _OWN_MODELS = {
     GEMMA: {"gemma3_text": "Gemma3ForCausalLM"},
     MISTRAL3: {"mistral": "MistralForCausalLM"},
+    LLAVA_ONEVISION: {"qwen2": "Qwen2ForCausalLM"},
 }
 """Those of others, by the architecture of the whole."""
 

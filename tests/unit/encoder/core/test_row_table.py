@@ -69,10 +69,11 @@ def test_what_a_former_process_left_is_found_when_it_is_made_again() -> None:
     assert (rows.find(A, 1.0), rows.bytes_used) == ((name, answer), 4)
 
 
-def test_an_image_is_named_by_its_bytes_and_its_size() -> None:
+def test_an_image_is_named_by_its_bytes_its_size_and_whether_it_is_alone() -> None:
     assert image_hash(EncodeInput(b"a", turn="bob")) == A != B
     salted = {image_hash(EncodeInput(b"a", salt)) for salt in (None, "", "alice", "bob")}
     assert len(salted | {image_hash(EncodeInput(b"a", max_side=side)) for side in (256, 512)}) == 6
+    assert image_hash(EncodeInput(b"a", several=True)) not in salted
     assert len(A) == 16
 
 

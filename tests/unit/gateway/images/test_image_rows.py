@@ -74,34 +74,50 @@ def test_a_videos_further_rows_stand_behind_all_others() -> None:
     assert filled.videos == (VideoParts((0, 2, 3), (0.5, 1.5, 2.5)),)
 
 
+def of_chat(media: tuple[MediaSource, ...], videos: VideoModel | None = None) -> GenerationRequest:
+    prompt = ChatPrompt(messages=b"[]", embeds=len(media) * (rows("float32", 1),), images=tuple(range(len(media))))
+    return GenerationRequest(
+        kind="chat",
+        model=replace(CARD, videos=videos),
+        prompts=(prompt,),
+        n=1,
+        seed=None,
+        sampling=SamplingOptions(seed=0),
+        stopping=StopConditions(),
+        stream=None,
+        media=media,
+    )
+
+
+class Encoding(ImageRowsClient):
+    """Keeps what an encoder would be asked."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBus())
+        self.asked: list[EncodeInput] = []
+
+    async def encoded(self, field: str, question: EncodeInput, model: ModelName) -> PromptEmbeds:
+        self.asked.append(question)
+        return rows("float32", 8)
+
+
+async def test_an_encoder_is_told_whether_an_image_is_alone_in_its_chat() -> None:
+    images = [MediaSource(field=FIELD, number=number, data=b"file") for number in (0, 1)]
+    for media in (images[:1], images):
+        client = Encoding()
+        await client.filled(of_chat(tuple(media)))
+        assert [each.several for each in client.asked] == len(media) * [len(media) > 1]
+
+
 async def test_what_another_process_has_read_is_what_it_is() -> None:
     """As large bodies are: an image stays an image, a video a video."""
-    bus, video_model = MemoryBus(), VideoModel()
     read = [MediaSource(field=FIELD, number=0, data=b"file"), MediaSource(field=FIELD, number=0, data=b"x", kind=VIDEO)]
-    asked: list[EncodeInput] = []
-
-    class Encoding(ImageRowsClient):
-        async def encoded(self, field: str, question: EncodeInput, model: ModelName) -> PromptEmbeds:
-            asked.append(question)
-            return rows("float32", 8)
-
-    client = Encoding(bus)
+    client = Encoding()
     for source in pickle.loads(pickle.dumps(read)):
-        prompt = ChatPrompt(messages=b"[]", embeds=(rows("float32", 1),), images=(0,))
-        generation = GenerationRequest(
-            kind="chat",
-            model=replace(CARD, videos=video_model),
-            prompts=(prompt,),
-            n=1,
-            seed=None,
-            sampling=SamplingOptions(seed=0),
-            stopping=StopConditions(),
-            stream=None,
-            media=(source,),
-        )
+        generation = of_chat((source,), VideoModel())
         if source.kind == VIDEO:
             with pytest.raises(RequestError, match="the file is no video"):
                 await client.filled(generation)
         else:
             await client.filled(generation)
-    assert [each.content for each in asked] == [b"file"]
+    assert [each.content for each in client.asked] == [b"file"]

@@ -1,0 +1,92 @@
+"""Tiny random LLaVA-OneVision models, and the library's own of the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoTokenizer,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionImageProcessorPil,
+    LlavaOnevisionProcessor,
+    Qwen2Config,
+    SiglipVisionConfig,
+)
+
+from tests.support.models.tiny_images import ImageModel
+from tests.support.paths import DEMO_MODEL
+
+PATCH, SIDE = 7, 28
+"""Of a tile: 16 patches, each of which is a row."""
+SIZES = [[SIDE * height, SIDE * width] for height in (1, 2, 3) for width in (1, 2, 3)]
+MOST = "anyres_max_4"
+"""Beyond so many tiles, and a fifth more, rows are scaled down."""
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}"
+    "{% if message['content'] is string %}{{ '\n' + message['content'] }}{% else %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ '\n' + content['text'] }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The models' own, which shows a message's images first."""
+
+_TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+}
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+    "vision_use_head": False,
+}
+
+
+class _Processor(LlavaOnevisionProcessor):
+    """Without the processor of videos, which asks for torchvision."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any, **more: Any) -> None:
+        super().__init__(image_processor, tokenizer, None, **more)
+
+
+def make_onevision_model(folder: Path, seed: int = 0, **different: Any) -> ImageModel:
+    """Writes the model to `folder`, with the demo model's tokenizer. `different`: of the language model."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<image>", "<video>"]})
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(seed)
+    config = LlavaOnevisionConfig(
+        vision_config=SiglipVisionConfig(**_TOWER),
+        text_config=Qwen2Config(vocab_size=len(tokenizer), **{**_TEXT, **different}),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=SIZES,
+        vision_aspect_ratio=MOST,
+    )
+    reference: Any = LlavaOnevisionForConditionalGeneration(config).eval()
+    reference.save_pretrained(folder)
+    images = LlavaOnevisionImageProcessorPil(size={"height": SIDE, "width": SIDE}, image_grid_pinpoints=SIZES)
+    processor = _Processor(
+        images,
+        tokenizer,
+        num_image_tokens=(SIDE // PATCH) ** 2,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio=MOST,
+        chat_template=TEMPLATE,
+    )
+    images.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return ImageModel(folder, reference, processor, heeds_others=True)
