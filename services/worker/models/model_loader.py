@@ -92,7 +92,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         raise ModelError("prefill_context_parallel_size: not for a model with states, which go on from row to row")
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
     if config.latent is not None:
-        check_latent(config.latent, settings.kv_cache_dtype, settings.attention, settings.platform, stage)
+        check_latent(config.latent, settings.kv_cache_dtype, settings.attention, stage)
     dtype = dtype_of(settings.dtype, config)
     length = model_len(config, settings.max_model_len)
     generates = plugin is not None or has_head(settings.folder)

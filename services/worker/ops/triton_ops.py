@@ -30,9 +30,10 @@ from services.worker.ops.interface import (
 from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.quantized import ExpertBiases, QuantizedStack, QuantizedWeight, WeightStack
 from services.worker.ops.torch_latent import LatentAttentionStep
-from services.worker.ops.torch_ops import PlainLinear, QuantizedLinear, TorchLatents, TorchOps
+from services.worker.ops.torch_ops import PlainLinear, QuantizedLinear, TorchLatents, TorchOps, rotate_last
 from services.worker.ops.torch_routing import rows_by_expert
 from services.worker.ops.triton import few_rows, rounded_linear
+from services.worker.ops.triton.attention.indexer import choose_slots
 from services.worker.ops.triton.attention.latent_decode import latent_decode, latent_tile
 from services.worker.ops.triton.attention.paged_attention import create_attention
 from services.worker.ops.triton.attention.tiles import decode_splits
@@ -289,7 +290,7 @@ class TritonOps(TorchOps):
 
     @property
     def latents(self) -> TritonLatents:
-        """Decodes by a kernel, the rest by PyTorch."""
+        """Decodes and what an indexer chooses by kernels, the rest by PyTorch."""
         return TritonLatents(self, self._device, self._dtype)
 
     @property
@@ -302,23 +303,51 @@ class TritonOps(TorchOps):
         return verify(attempt)
 
 
+_MAX_ROWS = 1 << 15
+"""Of one launch, whose grid has 65,535 at the most."""
+
+
 class TritonLatents(TorchLatents):
     """See :class:`services.worker.ops.interface.LatentOps`."""
 
     def attention(
         self, q: Tensor, cache: LatentCache, meta: BatchMeta, *, scale: float, chosen: Tensor | None = None
     ) -> Tensor:
-        """Decodes by one launch or two, without waiting for the device; then prefills, one after the other."""
-        assert chosen is None, "sparse attention is refused on GPUs"
+        """Decodes, or all rows that have `chosen`, by one launch or two, without waiting for the device; then prefills,
+        one after the other."""
+        if chosen is not None:
+            return self._attend_to(q, cache, meta, chosen, scale)
         decodes = meta.num_decodes
         parts = []
         if decodes:
-            tile = latent_tile(cache.latents.element_size())
-            splits = decode_splits(decodes, q.shape[1], 1, meta.max_context, tile, sm_count(self._device))
+            splits = self._splits(decodes, q.shape[1], meta.max_context, cache)
             tables, lengths = meta.block_tables[:decodes], meta.context_lens[:decodes]
             parts.append(latent_decode(q[:decodes], cache, tables, lengths, scale=scale, splits=splits))
         parts += LatentAttentionStep(q, cache, meta, scale).prefills()
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def choose(
+        self, q: Tensor, weights: Tensor, meta: BatchMeta, cos_sin: Tensor, cache: LatentCache, count: int
+    ) -> Tensor:
+        """Decodes together, prefills one after the other, in three launches each, without waiting for the device."""
+        assert cache.index_keys is not None, "there are an indexer's keys"
+        rows = cos_sin.index_select(0, meta.positions).unsqueeze(1)
+        return choose_slots(rotate_last(q, rows), weights, cache.index_keys, meta, count)
+
+    def _attend_to(self, q: Tensor, cache: LatentCache, meta: BatchMeta, chosen: Tensor, scale: float) -> Tensor:
+        """Each row is a decode of its own."""
+        lengths, parts = (meta.positions + 1).clamp_(max=chosen.shape[1]), []
+        for first in range(0, len(q), _MAX_ROWS):
+            rows = slice(first, first + _MAX_ROWS)
+            splits = self._splits(len(q[rows]), q.shape[1], chosen.shape[1], cache)
+            parts.append(
+                latent_decode(q[rows], cache, chosen[rows], lengths[rows], scale=scale, splits=splits, chosen=True)
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _splits(self, rows: int, heads: int, tokens: int, cache: LatentCache) -> int:
+        tile = latent_tile(cache.latents.element_size())
+        return decode_splits(rows, heads, 1, tokens, tile, sm_count(self._device))
 
 
 def _check_device(device: torch.device) -> None:

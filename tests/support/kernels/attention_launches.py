@@ -8,6 +8,14 @@ from typing import Any
 
 from services.worker.ops.gpu import generation_of
 from services.worker.ops.triton.attention.decode import decode_kernel
+from services.worker.ops.triton.attention.indexer import (
+    CHOSEN_AT_ONCE,
+    SCORE_STAGES,
+    TILES_OF_PROGRAM,
+    TOKENS_OF_TILE,
+    chosen_slots_kernel,
+    index_scores_kernel,
+)
 from services.worker.ops.triton.attention.latent_decode import latent_decode_kernel, latent_tile
 from services.worker.ops.triton.attention.paged_context import merge_kernel, merged_at_once, merged_pad
 from services.worker.ops.triton.attention.prefill import prefill_kernel
@@ -19,6 +27,9 @@ from services.worker.ops.triton.attention.tiles import (
     prefill_tile,
 )
 from tests.support.kernels.kernel_launches import Instruction, Launch
+
+INDEX_DIM = 128
+"""Of an indexer's keys."""
 
 
 def attention() -> Iterator[Launch]:
@@ -55,6 +66,8 @@ def attention() -> Iterator[Launch]:
             for target in shape.targets
         )
     yield from (_latent_decode(heads, split) for heads, split in ((16, True), (16, False), (128, True)))
+    yield from (_latent_decode(128, split, chosen=True) for split in (True, False))
+    yield from _indexer()
     yield _merge(512, decodes=True, rare=True)
     yield _merge(128, decodes=True, rare=False)
     yield from (_merge(dim, decodes, rare=True) for dim in (64, 80, 128, 256) for decodes in (False, True))
@@ -155,22 +168,53 @@ class AttentionShape:
         return shape | {"WINDOW": self.window, "SOFTCAP": self.softcap} | scales | none
 
 
-def _latent_decode(heads: int, split: bool) -> Launch:
-    """DeepSeek-V2-Lite's, or V3's on one rank."""
+def _latent_decode(heads: int, split: bool, chosen: bool = False) -> Launch:
+    """DeepSeek-V2-Lite's, or V3's on one rank; V3.2's of what its indexer has chosen."""
     tile = latent_tile(2)
     pointers = dict.fromkeys(("q", "latents", "rotated", "out"), "*bf16")
     return Launch(
-        f"latent decode, {heads} heads, split {split}",
+        f"latent decode, {heads} heads, split {split}{', of chosen tokens' if chosen else ''}",
         latent_decode_kernel,
         pointers
-        | {"tables": "*i32", "lengths": "*i32", "shares": "*fp32", "weights": "*fp32"}
+        | {"tables": "*i64" if chosen else "*i32", "lengths": "*i32", "shares": "*fp32", "weights": "*fp32"}
         | {"width": "i32", "splits": "i32", "scale": "fp32"},
         {"HEADS": heads, "BLOCK": 16, "RANK": 512, "RANK_PAD": 512, "ROPE": 64, "ROPE_PAD": 64}
-        | {"ROWS": tile.rows, "TILE": tile.tokens, "SPLIT": split},
+        | {"ROWS": tile.rows, "TILE": tile.tokens, "SPLIT": split}
+        | {"APART": 64 + INDEX_DIM if chosen else 64, "CHOSEN": chosen},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         must=frozenset({"mma", "cp.async16", "store16"}),
         rare=True,
+    )
+
+
+def _indexer() -> Iterator[Launch]:
+    """DeepSeek-V3.2's, and GLM-5's with half as many heads."""
+    for heads in (64, 32):
+        yield Launch(
+            f"scores of an indexer's {heads} heads",
+            index_scores_kernel,
+            {"q": "*bf16", "keys": "*bf16", "weights": "*fp32", "tables": "*i32", "positions": "*i32"}
+            | {"scores": "*fp32", "width": "i32", "tokens": "i32"},
+            {
+                "HEADS": heads,
+                "HEADS_PAD": heads,
+                "DIM": INDEX_DIM,
+                "DIM_PAD": INDEX_DIM,
+                "BLOCK": 16,
+                "APART": 64 + INDEX_DIM,
+            }
+            | {"TILE": TOKENS_OF_TILE, "TILES": TILES_OF_PROGRAM},
+            num_stages=SCORE_STAGES,
+            must=frozenset({"cp.async16"}),
+            rare=heads == 32,
+        )
+    yield Launch(
+        "slots that an indexer chooses",
+        chosen_slots_kernel,
+        {"scores": "*fp32", "least": "*fp32", "tables": "*i32", "slots": "*i64"}
+        | dict.fromkeys(("width", "tokens", "taken", "count"), "i32"),
+        {"BLOCK": 16, "AT_ONCE": CHOSEN_AT_ONCE},
     )
 
 

@@ -19,22 +19,17 @@ from services.worker.models.hf_layers.latent import IndexConfig, LatentConfig
 from services.worker.models.sharding import PipelineStage
 from services.worker.models.weights import IndexWeights, LatentWeights, LayerWeights
 from services.worker.ops.interface import AttentionName, BatchMeta, CacheDtype, LatentCache, Ops
-from services.worker.platforms.interface import Platform
 
 _KEY_EPS = 1e-6
 """Of the norm of an indexer's keys."""
 
 
-def check_latent(
-    latent: LatentConfig, cache: CacheDtype, attention: AttentionName, platform: Platform, stage: PipelineStage
-) -> None:
+def check_latent(latent: LatentConfig, cache: CacheDtype, attention: AttentionName, stage: PipelineStage) -> None:
     """Raises ModelError for settings that latent attention does not know."""
     if cache != "auto":
         raise ModelError(f"kv_cache_dtype {cache}: latents are kept in the model's dtype")
     if attention == "flash-attn":
         raise ModelError("attention flash-attn: it knows no latents, which have kernels of their own; choose auto")
-    if latent.index is not None and not platform.in_main_memory:
-        raise ModelError(f"index_topk {latent.index.chosen}: sparse attention is computed on CPUs, not on {platform}")
     if latent.index is not None and stage.first_layer in latent.index.shared:
         raise ModelError(
             f"pp-layers: a stage begins with layer {stage.first_layer}, which attends to what the layer before it chose"

@@ -1,5 +1,8 @@
 """Latent attention of one new token per sequence: flash-decoding with one head of keys for all query heads.
 
+Or of one token that attends to chosen tokens alone, wherever they lie (DeepSeek sparse attention): a row of a prompt
+then is what a decode is.
+
 A program takes a chunk of the query heads and a share of the context. A tile of latents is read once and used twice, as
 keys and as values; rotated keys add to the scores alone. Shares are cut and merged as those of `decode` are.
 
@@ -56,11 +59,14 @@ def latent_decode_kernel(
     RANK_PAD: tl.constexpr,
     ROPE: tl.constexpr,
     ROPE_PAD: tl.constexpr,
+    APART: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):
-    """Grid (chunks of heads, splits, sequences).
+    """Grid (chunks of heads, splits, sequences). Rotated keys lie APART elements apart. CHOSEN: `tables` [S, width]
+    int64 has the slots of each sequence's tokens, of which `lengths` count.
 
     Not SPLIT: writes `out` [S, H, RANK]. SPLIT: writes normalised `shares` [S, H, splits, RANK] and their log-sum-exps
     `weights` [S, H, splits], both float32, of the shares that have tokens.
@@ -90,10 +96,13 @@ def latent_decode_kernel(
     for start in tl.range(begin, end, TILE):
         tokens = start + tl.arange(0, TILE)
         there = tokens < end
-        at = cached_rows(table, tokens, there, 0, 1, BLOCK)[:, None]
+        if CHOSEN:
+            at = tl.load(table + tokens, mask=there, other=0)[:, None]
+        else:
+            at = cached_rows(table, tokens, there, 0, 1, BLOCK)[:, None]
         # What is not there may hold anything, NaN too: it is neither read nor multiplied.
         values = cached_tile(latents, at * RANK + of_rank[None, :], there, of_rank, RANK)
-        keys = cached_tile(rotated, at * ROPE + of_rope[None, :], there, of_rope, ROPE)
+        keys = cached_tile(rotated, at * APART + of_rope[None, :], there, of_rope, ROPE)
         products = dot(absorbed, tl.trans(values), tl.zeros([ROWS, TILE], tl.float32))
         products = dot(rotation, tl.trans(keys), products)
         scores = tl.where(there[None, :], scaled_scores(products, scale, None), float("-inf"))
@@ -116,11 +125,21 @@ def latent_decode_kernel(
 
 
 def latent_decode(
-    q: Tensor, cache: LatentCache, block_tables: Tensor, context_lens: Tensor, *, scale: float, splits: int
+    q: Tensor,
+    cache: LatentCache,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    splits: int,
+    chosen: bool = False,
 ) -> Tensor:
     """q [S, H, rank + rope_dim] → [S, H, rank] of the newest token of each sequence of `context_lens` cached tokens,
     its own among them; a length of 0 is a padded row and gives zeros. `splits`: any number gives the same within
     rounding. Nothing is read from the device.
+
+    `chosen`: `block_tables` [S, count] int64 are the slots of the tokens that each of S rows attends to, the first
+    `context_lens` of them.
     """
     (sequences, heads, _), (rank, rope_dim) = q.shape, (cache.latents.shape[3], cache.rotated.shape[3])
     tile = latent_tile(cache.latents.element_size())
@@ -137,9 +156,11 @@ def latent_decode(
         RANK_PAD=max(16, triton.next_power_of_2(rank)),
         ROPE=rope_dim,
         ROPE_PAD=max(16, triton.next_power_of_2(rope_dim)),
+        APART=cache.rotated.stride(2),
         ROWS=tile.rows,
         TILE=tile.tokens,
         SPLIT=split,
+        CHOSEN=chosen,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
