@@ -33,7 +33,8 @@ def _import_all(config: WorkerConfig, folder: Path) -> None:
 
         if computed_by_the_library(config, folder):
             with suppress(ImportError):  # the worker says so
-                from services.worker.models.fallback import library_decoder, library_encoder  # noqa: F401
+                from services.worker.models.fallback import library_decoder  # noqa: F401
+                from services.worker.models.fallback.encoders import library_encoder  # noqa: F401
 
 
 def computed_by_the_library(config: WorkerConfig, folder: Path) -> bool:

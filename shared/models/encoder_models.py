@@ -40,7 +40,9 @@ NOT_TAKEN = {
 it."""
 
 ALONE = (
-    *("albert", "bert", "camembert", "distilbert", "electra", "gemma3_text", "modernbert", "roberta", "xlm-roberta"),
+    *("albert", "bert", "camembert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra", "ernie"),
+    *("eurobert", "gemma3_text", "gte", "jina_embeddings_v3", "modernbert", "mpnet", "nomic_bert", "roberta"),
+    *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
 )
 """Encoders without a decoder, by `model_type`."""
 _ALSO_DECODERS = ("gemma3_text",)

@@ -4,23 +4,38 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from services.worker.models.config import ModelError
-from services.worker.models.fallback.library_encoder import FAMILIES
+from services.worker.models.fallback.encoders.families import FAMILIES
 from shared.messages.generation import PoolingOptions, PoolingType
 from shared.models.encoder_models import ALONE
+from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_encoders import ENCODERS, LONGEST, SEGMENTED, WORDS, make_encoder
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.tiny_backend import tiny_backend
 
 POOLINGS: tuple[PoolingType, ...] = ("cls", "mean", "last")
+BY_NAME = (
+    "Electra",
+    "NomicBert",
+    "Gte",
+    "JinaEmbeddingsV3",
+    "XLMRobertaXL",
+    "Data2VecText",
+    "RobertaPreLayerNorm",
+    "Ernie",
+)
+"""Of which nothing is our own but a row in a table."""
+KINDS = [pytest.param(kind, marks=[pytest.mark.extras] if kind in BY_NAME else []) for kind in ENCODERS]
+OF_TOKENS = [kind for kind in KINDS if kind.values != ("Gemma3Text",)]
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_vectors_of_many_prompts_in_one_step(kind: str, tmp_path: Path) -> None:
     reference = make_encoder(kind, tmp_path)
     backend = tiny_backend(tmp_path, pooling_type="cls", ops="native" if kind == "Bert" else "torch")
@@ -41,14 +56,14 @@ def test_vectors_of_many_prompts_in_one_step(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_pairs(kind: str, tmp_path: Path) -> None:
     """BERT and its like tell the texts of a pair apart."""
     reference = make_encoder(kind, tmp_path, labels=3)
     backend = tiny_backend(tmp_path)
     assert backend.card.pooling is not None
     pooling = backend.card.pooling.pooling
-    assert pooling == {"ModernBert": "mean", "Gemma3Text": "last"}.get(kind, "cls")
+    assert pooling == {"ModernBert": "mean", "EuroBert": "mean", "Gemma3Text": "last"}.get(kind, "cls")
     driver = Driver(backend, budget=256)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     pairs = [tokenizer("w5 w6", "w7 w8 w9"), tokenizer("w50 w6 w7"), tokenizer("w10", "w20 " * 20)]
@@ -62,7 +77,7 @@ def test_logits_of_pairs(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ENCODERS if kind != "Gemma3Text"])
+@pytest.mark.parametrize("kind", OF_TOKENS)
 def test_logits_of_tokens(kind: str, tmp_path: Path) -> None:
     """As models of named entities have them."""
     reference = make_encoder(kind, tmp_path, labels=5, head="ForTokenClassification")
@@ -81,6 +96,67 @@ def test_logits_of_tokens(kind: str, tmp_path: Path) -> None:
         with torch.inference_mode():
             wanted = reference(torch.tensor([prompt])).logits[0].flatten()
         torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "different"),
+    [
+        ("DebertaV2", {"share_att_key": False, "norm_rel_ebd": "none"}),
+        ("DebertaV2", {"conv_kernel_size": 3, "conv_act": "gelu", "type_vocab_size": 2}),  # as v2-xlarge has it
+        ("DebertaV2", {"position_buckets": -1, "pos_att_type": ["c2p"], "position_biased_input": True}),
+        ("DebertaV2", {"relative_attention": False, "position_biased_input": True}),
+        ("Deberta", {"pos_att_type": ["p2c"], "max_relative_positions": -1}),
+        ("EuroBert", {"classifier_pooling": "late"}),
+        ("EuroBert", {"classifier_pooling": "bos"}),
+    ],
+)
+def test_what_configurations_say_of_attention_and_heads(kind: str, different: dict[str, Any], tmp_path: Path) -> None:
+    reference = make_encoder(kind, tmp_path, labels=3, **different)
+    backend = tiny_backend(tmp_path)
+    assert backend.card.pooling is not None
+    driver = Driver(backend, budget=256)
+    options = PoolingOptions(pooling=backend.card.pooling.pooling, dimensions=3, normalize=False, whole=True)
+    prompts = [[2, *range(10, 10 + n), 3] for n in (1, 50, 7)]
+    asked = [driver.add(prompt, 0, pooling=options) for prompt in prompts]
+    driver.run()
+    for sequence, prompt in zip(asked, prompts, strict=True):
+        with torch.inference_mode():
+            wanted = reference(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["MPNet", "Deberta", "DebertaV2"])
+def test_weights_rounded_to_int8_are_those_of_the_library_rounded(kind: str, tmp_path: Path) -> None:
+    reference = make_encoder(kind, tmp_path)
+    backend = tiny_backend(tmp_path, pooling_type="mean", quantization="int8")
+    rounded(reference, "int8")
+    driver, prompt = Driver(backend, budget=256), [2, *range(20, 50), 3]
+    options = PoolingOptions(pooling="mean", dimensions=48, normalize=False, whole=True)
+    sequence = driver.add(prompt, 0, pooling=options)
+    driver.run()
+    with torch.inference_mode():
+        wanted = reference(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+    torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "different", "said"),
+    [
+        ("Deberta", {"talking_head": True}, "talking_head: true: mixing heads is not supported"),
+        (
+            "EuroBert",
+            {"classifier_pooling": "max"},
+            "classifier_pooling 'max' is not supported; supported: 'bos', 'mean'",
+        ),
+        ("NomicBert", {"rotary_emb_base": 5000}, "rotary_emb_base 5000: transformers reads rope_parameters"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(
+    kind: str, different: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    make_encoder(kind, tmp_path, labels=2, **different)
+    with pytest.raises(ModelError, match=said):
+        tiny_backend(tmp_path)
 
 
 def test_what_an_encoder_needs_is_said(tmp_path: Path) -> None:

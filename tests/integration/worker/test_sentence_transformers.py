@@ -40,6 +40,7 @@ def post(stack: RunningStack, path: str, **fields: Any) -> Any:
         pytest.param("Bert", "max", marks=pytest.mark.slow),
         pytest.param("Roberta", "cls", marks=pytest.mark.slow),
         pytest.param("ModernBert", "mean", marks=pytest.mark.slow),
+        pytest.param("MPNet", "mean", marks=pytest.mark.slow),
         ("Gemma3Text", "mean"),
     ],
 )
@@ -64,7 +65,10 @@ def test_embeddings_are_those_of_sentence_transformers(
         assert "it serves /v1/embeddings" in refused["message"]
 
 
-@pytest.mark.parametrize("kind", ["Bert", pytest.param("Roberta", marks=pytest.mark.slow)])
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("Roberta", "DebertaV2")]
+
+
+@pytest.mark.parametrize("kind", ["Bert", *SLOW_KINDS])
 def test_scores_are_those_of_a_cross_encoder(kind: str, library: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_encoder(kind, folder, labels=1)

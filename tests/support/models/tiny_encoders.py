@@ -15,8 +15,31 @@ from tokenizers.processors import TemplateProcessing
 
 WORDS = 120
 LONGEST = 64
-ENCODERS = ("Bert", "Roberta", "ModernBert", "Gemma3Text", "DistilBert", "Electra", "Albert")
-SEGMENTED = ("Bert", "Electra", "Albert")
+ENCODERS = (
+    *(
+        "Bert",
+        "Roberta",
+        "ModernBert",
+        "Gemma3Text",
+        "DistilBert",
+        "Electra",
+        "Albert",
+        "MPNet",
+        "Deberta",
+        "DebertaV2",
+    ),
+    *(
+        "NomicBert",
+        "Gte",
+        "JinaEmbeddingsV3",
+        "EuroBert",
+        "XLMRobertaXL",
+        "Data2VecText",
+        "RobertaPreLayerNorm",
+        "Ernie",
+    ),
+)
+SEGMENTED = ("Bert", "Electra", "Albert", "NomicBert", "Ernie")
 """Those that tell the texts of a pair apart."""
 _SIZES: dict[str, Any] = {
     "vocab_size": WORDS,
@@ -33,6 +56,41 @@ _OWN: dict[str, dict[str, Any]] = {
     "Electra": {"max_position_embeddings": LONGEST, "type_vocab_size": 2, "embedding_size": 32},
     "Albert": {"max_position_embeddings": LONGEST, "type_vocab_size": 2, "embedding_size": 32},
     "Roberta": {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1},
+    "MPNet": {"max_position_embeddings": LONGEST + 2},
+    # As deberta-v3-base has it, with buckets that tokens of one prompt share.
+    "DebertaV2": {
+        "max_position_embeddings": LONGEST,
+        "type_vocab_size": 0,
+        "relative_attention": True,
+        "position_buckets": 16,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+    },
+    "Deberta": {
+        "max_position_embeddings": LONGEST,
+        "type_vocab_size": 0,
+        "relative_attention": True,
+        "max_relative_positions": 24,
+        "pos_att_type": ["c2p", "p2c"],
+        "position_biased_input": False,
+    },
+    "NomicBert": {"max_position_embeddings": LONGEST, "type_vocab_size": 2},
+    "Ernie": {"max_position_embeddings": LONGEST, "type_vocab_size": 2, "use_task_id": True},
+    "Gte": {"max_position_embeddings": LONGEST, "type_vocab_size": 1},
+    "JinaEmbeddingsV3": {"max_position_embeddings": LONGEST, "type_vocab_size": 1},
+    "EuroBert": {
+        "max_position_embeddings": LONGEST,
+        "num_key_value_heads": 2,
+        "classifier_pooling": "mean",
+        "mask_token_id": 4,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+    },
+    "XLMRobertaXL": {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1},
+    "Data2VecText": {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1},
+    "RobertaPreLayerNorm": {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1},
     "Gemma3Text": {
         "max_position_embeddings": LONGEST,
         "use_bidirectional_attention": True,

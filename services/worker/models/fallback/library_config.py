@@ -24,7 +24,7 @@ from services.worker.models.fallback.attention import NAME, register
 from services.worker.models.hf_config import stop_tokens
 from services.worker.models.pooling.classification import SUFFIX, TOKEN_SUFFIX
 from shared.models.audio_models import WHISPER
-from shared.models.encoder_models import ENCODER_DECODER_ARCHITECTURES, TRAINED_POSITIONS
+from shared.models.encoder_models import ALONE, ENCODER_DECODER_ARCHITECTURES, TRAINED_POSITIONS
 from shared.models.library_builds import BUILDING
 
 NO_INTERFACE = "{} does not take its attention from transformers' attention interface"
@@ -120,8 +120,8 @@ def _refuse_unsupported(config: PretrainedConfig, *, codes: bool) -> None:
         return
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
         raise ModelError(
-            f"model_type {config.model_type!r} is an encoder that is not supported; BERT, RoBERTa, XLM-RoBERTa, "
-            "CamemBERT, ModernBERT, DistilBERT, ELECTRA and ALBERT are, and decoders"
+            f"model_type {config.model_type!r} is an encoder that is not supported; supported: "
+            f"{', '.join(ALONE)}, and decoders"
         )
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False) and not hears(config):

@@ -119,7 +119,7 @@ def _stage_bytes(
 
 def _library_encoder(settings: LoadSettings) -> LoadedModel:
     """An encoder, by one rank."""
-    from services.worker.models.fallback.library_encoder import LibraryEncoderModel
+    from services.worker.models.fallback.encoders.library_encoder import LibraryEncoderModel
 
     if settings.communicator.world_size > 1:
         raise ModelError("tp: an encoder is computed by one rank; more engines serve more prompts")

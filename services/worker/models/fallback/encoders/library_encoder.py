@@ -6,24 +6,23 @@ all prompts of a step lie behind each other, as one sequence does for the librar
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
+from transformers import AutoConfig
 
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.layer_groups import LayerGroups
 from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.checkpoint import check_matrices, open_checkpoint
 from services.worker.models.config import ModelError
+from services.worker.models.fallback.encoders.families import FAMILIES
+from services.worker.models.fallback.encoders.prompt_attention import NAME, prompts_of, register
 from services.worker.models.fallback.library_config import LibraryConfig, first_line, settings_digest, weights_dtype
 from services.worker.models.fallback.packed_products import pack_products
 from services.worker.models.pooling.classification import SUFFIX, TOKEN_SUFFIX, ClassifierHead
@@ -35,100 +34,10 @@ from shared.messages.kvstore import KvLayout
 from shared.models.library_builds import BUILDING
 from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
 
-NAME = "baton-encoder"
-"""Of the attention, to the library."""
-
 _LAYERS = ("encoder", "transformer", "layers")
 """Where families have their layers."""
 _HEADS, _HEAD_SIZE = 1, 16
 """Of the cache that nothing is written to: blocks only count what room prompts have."""
-
-
-def _token_head(model: Any, states: Tensor) -> Tensor:
-    logits: Tensor = model.classifier(states)
-    return logits
-
-
-class _Encoder(NamedTuple):
-    """What is particular to a family."""
-
-    pooling: Callable[[Any], PoolingType]
-    """The configuration → what the classification head reads."""
-    head: Callable[[Any, Tensor], Tensor]
-    """(the model with a head, pooled states [k, size]) → logits [k, labels]."""
-    first_position: Callable[[Any], int]
-    """The configuration → the number of the first position."""
-    segments: bool = False
-    """Whether tokens are told by which text of a pair they are of."""
-    token_head: Callable[[Any, Tensor], Tensor] | None = _token_head
-    """As `head`, of a model that classifies tokens; None: there is no such model."""
-
-
-def _cls(_: Any) -> PoolingType:
-    return "cls"
-
-
-def _bert_head(model: Any, states: Tensor) -> Tensor:
-    logits: Tensor = model.classifier(model.bert.pooler(states.unsqueeze(1)))
-    return logits
-
-
-def _distilbert_head(model: Any, states: Tensor) -> Tensor:
-    logits: Tensor = model.classifier(F.relu(model.pre_classifier(states)))
-    return logits
-
-
-def _albert_head(model: Any, states: Tensor) -> Tensor:
-    logits: Tensor = model.classifier(model.albert.pooler_activation(model.albert.pooler(states)))
-    return logits
-
-
-def _roberta_head(model: Any, states: Tensor) -> Tensor:
-    logits: Tensor = model.classifier(states.unsqueeze(1))
-    return logits
-
-
-def _modernbert_head(model: Any, states: Tensor) -> Tensor:
-    logits: Tensor = model.classifier(model.head(states))
-    return logits
-
-
-def _modernbert_pooling(config: Any) -> PoolingType:
-    pooling: Literal["cls", "mean"] = config.classifier_pooling
-    return pooling
-
-
-def _last(_: Any) -> PoolingType:
-    return "last"
-
-
-def _gemma_head(model: Any, states: Tensor) -> Tensor:
-    logits: Tensor = model.score(states)
-    return logits
-
-
-def _zero(_: Any) -> int:
-    return 0
-
-
-def _behind_padding(config: Any) -> int:
-    padding: int = config.pad_token_id
-    return padding + 1
-
-
-_ROBERTA = _Encoder(_cls, _roberta_head, _behind_padding)
-FAMILIES = {
-    "albert": _Encoder(_cls, _albert_head, _zero, segments=True),
-    "bert": _Encoder(_cls, _bert_head, _zero, segments=True),
-    "camembert": _ROBERTA,
-    "distilbert": _Encoder(_cls, _distilbert_head, _zero),
-    "electra": _Encoder(_cls, _roberta_head, _zero, segments=True),
-    "gemma3_text": _Encoder(_last, _gemma_head, _zero, token_head=None),
-    "modernbert": _Encoder(_modernbert_pooling, _modernbert_head, _zero, token_head=_modernbert_head),
-    "roberta": _ROBERTA,
-    "xlm-roberta": _ROBERTA,
-}
-"""By `model_type`: each of `encoder_models.ALONE`."""
 
 
 class LibraryEncoderModel:
@@ -149,7 +58,7 @@ class LibraryEncoderModel:
             raise ModelError(f"{folder}: quantization_config is set: quantized checkpoints are not supported")
         own._attn_implementation = NAME
         own.use_cache = False
-        _register()
+        register()
         with BUILDING, torch.device("meta"):
             model = self._automatic.from_config(own)
         self.config = LibraryConfig(
@@ -183,11 +92,17 @@ class LibraryEncoderModel:
         model = (self._dummy(dtype) if dummy else self._read(dtype)).to(device)
         base: Any = model.base_model if self._kind else model
         head = None if self._head is None else partial(_logits, self._head, model, dtype)
+        if self._family.adapt is not None:
+            try:
+                self._family.adapt(base)
+            except ModelError as error:
+                raise ModelError(f"{self._folder}: {error}") from None
         layers = next(getattr(base, name) for name in _LAYERS if hasattr(base, name))
         pack_products(layers, ops, quantization)
         positions = self._family.first_position(self._own)
         separator = _separator(self._folder) if self._family.segments and self._own.type_vocab_size > 1 else None
-        return LibraryEncoder(base, ops, self.config, positions, separator), head
+        rows = partial(self._family.rows, model) if self._kind == SUFFIX and self._family.rows else None
+        return LibraryEncoder(base, ops, self.config, positions, separator, rows), head
 
     def _read(self, dtype: torch.dtype) -> nn.Module:
         own: Any = transformers
@@ -244,14 +159,22 @@ class LibraryEncoder:
     wire = "no rows"
 
     def __init__(
-        self, model: nn.Module, ops: Ops, config: LibraryConfig, first_position: int, separator: int | None
+        self,
+        model: nn.Module,
+        ops: Ops,
+        config: LibraryConfig,
+        first_position: int,
+        separator: int | None,
+        rows: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        """`separator`: the token behind the first text of a pair, where the model tells texts apart."""
+        """`separator`: the token behind the first text of a pair, where the model tells texts apart. `rows`: what is
+        made of hidden states before they are pooled."""
         self._model = model
         self._ops = ops
         self._config = config
         self._first_position = first_position
         self._separator = separator
+        self._rows = rows
 
     @property
     def ops_name(self) -> str:
@@ -336,14 +259,15 @@ class LibraryEncoder:
         separator = self._separator
         more = {} if separator is None else {"token_type_ids": _segments(ids, lengths, separator).unsqueeze(0)}
         model: Any = self._model
-        with _prompts_of(lengths):
+        with prompts_of(lengths):
             output = model(
                 input_ids=ids.long().unsqueeze(0),
                 position_ids=(meta.positions.long() + self._first_position).unsqueeze(0),
                 **more,
             )
         if features is not None:
-            features.copy_(output.last_hidden_state[0])
+            hidden = output.last_hidden_state[0]
+            features.copy_(hidden if self._rows is None else self._rows(hidden))
         rows = len(meta.logits_rows)
         return torch.zeros(rows, self._config.vocab_size, device=ids.device) if rows else None
 
@@ -354,53 +278,3 @@ def _segments(ids: Tensor, lengths: list[int], separator: int) -> Tensor:
     found = torch.eq(ids, separator).long()
     parts = [(part.cumsum(0) - part).clamp(max=1) for part in torch.split(found, lengths)]
     return torch.cat(parts)
-
-
-_current = threading.local()
-"""`lengths`: rows of each prompt in this thread's pass."""
-
-
-@contextmanager
-def _prompts_of(lengths: list[int]) -> Iterator[None]:
-    _current.lengths = lengths
-    try:
-        yield
-    finally:
-        del _current.lengths
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The library's signature: query [1, H, n, D], key and value [1, K, n, D] → ([1, n, H, D], no weights). A window
-    is one more than the distance that tokens see on either side."""
-    mixed = []
-    for q, k, v in zip(*(torch.split(each, _current.lengths, dim=2) for each in (query, key, value)), strict=True):
-        near = None if sliding_window is None or sliding_window >= q.shape[2] else _near(q, sliding_window)
-        shared = q.shape[1] != k.shape[1]
-        mixed.append(F.scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scaling, enable_gqa=shared))
-    return torch.cat(mixed, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _near(query: Tensor, window: int) -> Tensor:
-    """bool [n, n]: which tokens are nearer than `window`."""
-    at = torch.arange(query.shape[2], device=query.device)
-    return (at[:, None] - at).abs() < window
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _register() -> None:
-    """Makes the attention known to the library, with no mask: what a row sees is decided here."""
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _no_mask)

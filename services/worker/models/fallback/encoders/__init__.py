@@ -1,0 +1,1 @@
+"""Encoders without a decoder, by the modules of `transformers`."""
