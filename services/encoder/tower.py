@@ -29,6 +29,8 @@ DTYPES: dict[EmbeddingDtype, torch.dtype] = {
     "float16": torch.float16,
 }
 _LANGUAGE_MODELS = ("language_model.", "text_model.")
+_COUNT_FRAMES = ("glm4v", "glm4v_moe")
+"""By `model_type`, those whose bounds are of all frames that a patch is deep, though an image is the same in each."""
 _SCALE = "_scale"
 """What the name of a tensor ends with, or nearly so, that belongs to quantised weights."""
 _log = logging.getLogger(__name__)
@@ -70,7 +72,8 @@ class ImageTower:
         self._frames: FramePatches | None = None
         if self._merged > 1:
             self._frames = FramePatches.of_model(folder, self._processor, self._max_rows, max_pixels)
-            self._processor.size = self._bounded_size(max_pixels)
+            counted = self._processor.temporal_patch_size if config.model_type in _COUNT_FRAMES else 1
+            self._processor.size = self._bounded_size(max_pixels, counted)
         elif max_pixels is not None and not self._images.bounds_sides:
             raise TowerUnusable(f"{folder}: max_pixels is not allowed, as the model gives images sizes of its own")
         self._model: Any = load_tower(folder, config, DTYPES[self.dtype])
@@ -136,16 +139,15 @@ class ImageTower:
         frames, height, width = patches[0].tolist()
         return rows, (frames, height // self._merged, width // self._merged)
 
-    def _bounded_size(self, max_pixels: int | None) -> Any:
+    def _bounded_size(self, max_pixels: int | None, counted: int) -> Any:
         """As the processor has it, pixels of the smallest and the largest image, but never more than `max_pixels` and
-        what has as many rows as a prompt may."""
+        what has as many rows as a prompt may. `counted`: how often it counts each pixel."""
         size, side = self._processor.size, self._processor.patch_size * self._merged
-        most = min(
-            size["longest_edge"], self._max_rows * side**2, size["longest_edge"] if max_pixels is None else max_pixels
-        )
+        own = size["longest_edge"] // counted
+        most = min(own, self._max_rows * side**2, own if max_pixels is None else max_pixels)
         if most < side**2:
             raise TowerUnusable(f"max_pixels {most} is not allowed; at least {side**2}, a row")
-        return {"shortest_edge": min(size["shortest_edge"], most), "longest_edge": most}
+        return {"shortest_edge": min(size["shortest_edge"], counted * most), "longest_edge": counted * most}
 
     @torch.inference_mode()
     def _check_an_image(self) -> None:

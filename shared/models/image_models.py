@@ -12,6 +12,7 @@ QWEN2_AUDIO = "Qwen2AudioForConditionalGeneration"
 LLAVA, LLAVA_NEXT = "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"
 LLAVA_ONEVISION = "LlavaOnevisionForConditionalGeneration"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
+GLM4V, GLM4V_MOE = "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"
 TILED = (
     "Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
@@ -31,12 +32,14 @@ IMAGE_ARCHITECTURES = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     *QWEN3_5,
+    GLM4V,
+    GLM4V_MOE,
     QWEN2_AUDIO,
 )
 """Those that are served with their tower, of sight or, of the last one, of hearing."""
 
 
-_TOKENS = {LLAVA_ONEVISION: 151_646, **dict.fromkeys(QWEN3_5, 248_056)}
+_TOKENS = {LLAVA_ONEVISION: 151_646, GLM4V: 151_343, GLM4V_MOE: 151_363, **dict.fromkeys(QWEN3_5, 248_056)}
 """Of an image, as `transformers` has it where a configuration does not say."""
 
 

@@ -141,6 +141,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How much of each element that attention gives is taken is computed, beside its query (Qwen3-Next)."""
     rotary_dim: int | None = None
     """So many elements of a head are rotated, the first ones; None: all of them."""
+    rotary_pairs: bool = False
+    """What is rotated together are neighbours (GLM-4.1V); else an element and one half of all that is rotated behind
+    it."""
     rope_axes: tuple[int, ...] = ()
     """Of each frequency of the rotation, head_dim / 2: which of a token's three positions it goes by (m-RoPE). None:
     tokens have one position."""
@@ -170,6 +173,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.rotary_dim is not None:
             return self.rotary_dim
         return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def reorders_heads(self) -> bool:
+        """Whether elements of queries and keys lie in another order than in checkpoints; see `rope.partly_rotated`."""
+        return self.rotary_pairs or self.rotary_dim not in (None, 0, self.head_dim)
 
     @property
     def state_elements(self) -> int:

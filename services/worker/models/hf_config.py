@@ -18,8 +18,8 @@ from services.worker.models.config import LayerConfig, ModelConfig, ModelError, 
 from services.worker.models.hf_layers.latent import LATENT_ARCHITECTURES, LatentConfig, RawLatent, read_latent
 from services.worker.models.hf_layers.llava import language_model
 from services.worker.models.hf_layers.mixture import MixtureLayers, read_mixture
-from services.worker.models.hf_layers.qwen_vl import LANGUAGE_MODELS as QWEN_VL
-from services.worker.models.hf_layers.qwen_vl import qwen_language_model
+from services.worker.models.hf_layers.multi_axis import LANGUAGE_MODELS as MULTI_AXIS
+from services.worker.models.hf_layers.multi_axis import multi_axis_language_model
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
 from services.worker.models.states.reading.readers import STATE_READERS
 from services.worker.ops.interface import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
@@ -56,6 +56,11 @@ class _Family(Struct, frozen=True):
     """`max_position_embeddings` has the scaling of its rotation in it."""
     rope: RawRope | None = None
     """That of a config without any."""
+    post_norms: bool = False
+    """Norms behind attention and MLP, as Gemma has them, too."""
+    part_rotates: Literal["halves", "pairs"] | None = None
+    """Heads may be rotated in part: each element with one half of that part further on, or with its neighbour. None:
+    all of a head is, in halves."""
 
 
 _FAMILIES = {
@@ -93,6 +98,8 @@ _FAMILIES = {
     "DeepseekV3ForCausalLM": _Family(),
     "DeepseekV32ForCausalLM": _Family(),
     "GlmMoeDsaForCausalLM": _Family(eps=1e-5),
+    "Glm4vForCausalLM": _Family(qkv_bias=True, output_bias=False, eps=1e-5, post_norms=True, part_rotates="pairs"),
+    "Glm4vMoeForCausalLM": _Family(output_bias=False, eps=1e-5, attention_bias=True, part_rotates="halves"),
 }
 
 _BASES = {
@@ -235,9 +242,7 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
 def _language_model(path: Path, architecture: str, described: bytes | None) -> bytes:
     text = plain_json(path.read_bytes() if described is None else described)
     try:
-        return (
-            qwen_language_model(text, architecture) if architecture in QWEN_VL else language_model(text, architecture)
-        )
+        return (multi_axis_language_model if architecture in MULTI_AXIS else language_model)(text, architecture)
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
 
@@ -304,10 +309,6 @@ def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
     heads = _heads(raw, family, latent)
     ropes = _ropes(raw, family)
     layers = _layers(raw, family, mixing, ropes)
-    if ropes.axes and 2 * len(ropes.axes) != heads.dim:
-        raise ModelError(
-            f"mrope_section has {len(ropes.axes)} frequencies, a head of {heads.dim} half as many elements"
-        )
     if raw.input_levels >= len(layers):
         raise ModelError(
             f"deepstack_visual_indexes has {raw.input_levels} levels, which is not below {len(layers)} layers"
@@ -333,7 +334,7 @@ def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
         output_bias=_attention_bias(raw, family) if family.output_bias is None else family.output_bias,
         mlp_bias=raw.mlp_bias and architecture == "LlamaForCausalLM",
         qk_norm=family.qk_norm,
-        post_norms=family.gemma,
+        post_norms=family.gemma or family.post_norms,
         norm_offset=family.gemma,
         embedding_scale=raw.hidden_size**0.5 if family.gemma else None,
         tied_embeddings=family.gemma if raw.tie_word_embeddings is None else raw.tie_word_embeddings,
@@ -341,7 +342,9 @@ def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
         attention_sinks=family.sinks,
         mixture=mixing.mixture,
         latent=latent,
-        rope_axes=ropes.axes,
+        rotary_dim=ropes.rotated_of(heads.dim),
+        rotary_pairs=family.part_rotates == "pairs",
+        rope_axes=ropes.axes_of(heads.dim),
         input_levels=raw.input_levels,
     )
 
@@ -447,6 +450,7 @@ def _ropes(raw: _RawConfig, family: _Family) -> Ropes:
         theta=raw.rope_theta if raw.rope_theta is not None else family.theta,
         local_theta=(raw.rope_local_base_freq or family.local_theta) if family.local_theta else None,
         positions=raw.max_position_embeddings,
+        partly=family.part_rotates is not None,
     )
 
 

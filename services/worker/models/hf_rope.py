@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.worker.models.config import ModelError
 from services.worker.models.rope import LinearRope, Llama3Rope, PlainRope, Rope, YarnRope, yarn_magnitude, yarn_mscale
@@ -46,22 +47,54 @@ class Ropes(Struct, frozen=True):
     latent_scale: float = 1.0
     """What scores of latent attention are multiplied by besides: `mscale_all_dim` of YaRN, squared."""
     axes: tuple[int, ...] = ()
-    """See `ModelConfig.rope_axes`."""
+    """See `ModelConfig.rope_axes`; of what is rotated."""
+    share: float = 1.0
+    """How much of a head is rotated."""
+
+    def rotated_of(self, head_dim: int) -> int | None:
+        """See `ModelConfig.rotary_dim`. Raises ModelError where these are no pairs."""
+        if self.share == 1.0:
+            return None
+        rotated = int(head_dim * self.share)
+        if rotated % 2 or head_dim % 2 or not 0 < rotated < head_dim:
+            raise ModelError(f"partial_rotary_factor {self.share}: {rotated} of {head_dim} elements are no pairs")
+        return rotated
+
+    def axes_of(self, head_dim: int) -> tuple[int, ...]:
+        """See `ModelConfig.rope_axes`. Elements that are not rotated stay as they are by any axis. Raises ModelError
+        where there are others than there are frequencies."""
+        rotated = self.rotated_of(head_dim) or head_dim
+        if self.axes and 2 * len(self.axes) != rotated:
+            raise ModelError(
+                f"mrope_section has {len(self.axes)} frequencies, {rotated} rotated elements of a head half as many"
+            )
+        return self.axes and self.axes + (0,) * ((head_dim - rotated) // 2)
 
 
 def read_ropes(
-    *, parameters: msgspec.Raw, scaling: RawRope | None, theta: float, local_theta: float | None, positions: int
+    *,
+    parameters: msgspec.Raw,
+    scaling: RawRope | None,
+    theta: float,
+    local_theta: float | None,
+    positions: int,
+    partly: bool = False,
 ) -> Ropes:
-    """Both rotations. `theta` and `local_theta` hold where the parameters name no base; without `local_theta`,
-    sliding layers rotate as the others do. Raises ModelError for a kind of scaling that is not supported."""
+    """Both rotations. `partly`: heads may be rotated in part. `theta` and `local_theta` hold where the parameters name
+    no base; without `local_theta`, sliding layers rotate as the others do. Raises ModelError for a kind of scaling
+    that is not supported."""
     flat, nested = _decode(parameters)
     full_raw = scaling or flat or (nested.full_attention if nested else None) or RawRope()
-    full = _rope(full_raw, theta, positions)
+    share = full_raw.partial_rotary_factor if partly else None
+    full = _rope(replace(full_raw, partial_rotary_factor=None) if partly else full_raw, theta, positions)
     if local_theta is not None:
         sliding = _rope((nested.sliding_attention if nested else None) or RawRope(), local_theta, positions)
     else:
         sliding = _rope(nested.sliding_attention, theta, positions) if nested and nested.sliding_attention else full
-    return Ropes(full, sliding, _max_positions(full, positions), _latent_scale(full_raw), _axes(full_raw))
+    return Ropes(
+        *(full, sliding, _max_positions(full, positions), _latent_scale(full_raw), _axes(full_raw)),
+        share=1.0 if share is None else share,
+    )
 
 
 def _axes(raw: RawRope) -> tuple[int, ...]:

@@ -209,8 +209,6 @@ class _Loader:
     def layer(self, index: int, layer: LayerConfig) -> LayerWeights:
         config, names = self._config, self._names
         name, mlp = (f"{names.layers}.{number}" for number in layer.blocks or (index, index))
-        # Gemma's post_attention_layernorm comes directly behind attention, Llama's before the MLP.
-        before_mlp = "pre_feedforward_layernorm" if config.post_norms else names.mlp_norm
         has_mlp = layer.mixes or (layer.has_mlp and config.intermediate_size > 0)
         mixer = self._with_states(f"{name}.{names.mixer}") if layer.has_state else self._attention(name, index, layer)
         return LayerWeights(
@@ -219,10 +217,10 @@ class _Loader:
             q_norm=mixer.q_norm,
             k_norm=mixer.k_norm,
             output=mixer.output,
-            attention_post_norm=self._post_norm(f"{name}.post_attention_layernorm.weight"),
-            mlp_norm=self._norm(f"{mlp}.{before_mlp}.weight") if has_mlp else None,
+            attention_post_norm=self._post_norm(f"{name}.{names.attention_post_norm}.weight"),
+            mlp_norm=self._norm(f"{mlp}.{names.mlp_norm}.weight") if has_mlp else None,
             mlp=self._mixture(mlp, index) if layer.mixes else self._mlp(f"{mlp}.{names.mlp}") if has_mlp else None,
-            mlp_post_norm=self._post_norm(f"{name}.post_feedforward_layernorm.weight"),
+            mlp_post_norm=self._post_norm(f"{name}.{names.mlp_post_norm}.weight"),
             cos_sin=mixer.cos_sin,
             window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
             latent=mixer.latent,
@@ -316,7 +314,7 @@ class _Loader:
         sizes = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
         heads, kv = _columns_of_heads(self._share.heads, dim), _columns_of_heads(self._share.kv_heads, dim)
         parts = [(f"{name}.{part}_proj", sizes[part], heads if part == "q" else kv) for part in sizes]
-        if config.rotary_dim not in (None, 0, dim):
+        if config.reorders_heads:
             return self._partly_rotated(parts)
         return self._column_parallel(parts, config.qkv_bias, self.attention_inputs)
 
@@ -324,7 +322,7 @@ class _Loader:
         """Queries and keys have their elements in the order in which whole heads are rotated: what is rotated is the
         first half of either half. Scores are sums over elements, whatever their order."""
         hidden, dim = self._config.hidden_size, self._config.head_dim
-        order = partly_rotated(dim, self._config.rotated_dim)
+        order = partly_rotated(dim, self._config.rotated_dim, pairs=self._config.rotary_pairs)
         matrices, biases = [], []
         for number, (name, size, rows) in enumerate(parts):
             matrix = self._matrices.read(name, (size, hidden), rows=rows)

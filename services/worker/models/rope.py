@@ -71,11 +71,13 @@ def rotations(table: Tensor, axes: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((cosines, sines)).T.contiguous()
 
 
-def partly_rotated(head_dim: int, rotated: int) -> Tensor:
+def partly_rotated(head_dim: int, rotated: int, *, pairs: bool = False) -> Tensor:
     """[head_dim] in which order a head's elements are to lie where the first `rotated` are rotated, i together with
-    i + rotated / 2, and operations rotate whole heads, i together with i + head_dim / 2."""
+    i + rotated / 2, or neighbours as `pairs`, and operations rotate whole heads, i together with i + head_dim / 2."""
     half, rest = rotated // 2, (head_dim - rotated) // 2
     first, second = torch.arange(half), torch.arange(half, rotated)
+    if pairs:
+        first, second = torch.arange(0, rotated, 2), torch.arange(1, rotated, 2)
     return torch.cat((first, rotated + torch.arange(rest), second, rotated + rest + torch.arange(rest)))
 
 

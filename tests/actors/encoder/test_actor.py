@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from tests.fuzz.image_files import spoilt, valid_files
 from tests.support.gateway.fake_services import eventually
 from tests.support.models.sounds import sweep
 from tests.support.models.tiny_gemma import TOKENS, make_gemma_model
+from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_images import IMAGE_TOKENS, ImageModel, make_image_model, picture, png_of_size
 from tests.support.models.tiny_models import make_model
 from tests.support.models.tiny_onevision import make_onevision_model
@@ -178,9 +179,12 @@ async def test_an_image_alone_has_other_rows_than_one_of_several(
         assert encoder.actor.encoder_report().encoded == 1
 
 
-async def test_images_are_as_large_as_their_rows_say(memory_bus: MemoryBus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [make_qwen_model, make_glm_model])
+async def test_images_are_as_large_as_their_rows_say(
+    memory_bus: MemoryBus, tmp_path: Path, make: Callable[[Path], ImageModel]
+) -> None:
     """Of a model that takes images as large as they are: within its own bounds, and within a smaller one."""
-    model = make_qwen_model(tmp_path)
+    model = make(tmp_path)
     small, flat, large = picture(0, (9, 9)), picture(1, (150, 40)), picture(2, (900, 700))
     async with running(memory_bus, model) as encoder:
         for image in (small, flat, large):

@@ -25,6 +25,7 @@ from tests.support.models.library_models import library_model
 from tests.support.models.rounded_models import SIZES, assert_same_steps, rounded
 from tests.support.models.tiny_drafters import make_eagle, make_eagle3, make_medusa
 from tests.support.models.tiny_gemma import make_gemma_model
+from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_images import picture
 from tests.support.models.tiny_models import FAMILIES, STATE_FAMILIES, TinyModel, make_model
 from tests.support.models.tiny_qwen_vl import make_qwen_model
@@ -376,13 +377,16 @@ def test_rows_of_clients_are_what_the_first_stage_begins_with(
         ("qwen3-moe", {"tp": 2, "context_rows": 4, "ops": "native", "drafts": 2}),
         ("gemma3", {"hybrid": "on", "ops": "native"}),
         ("qwen3.5-moe", {"tp": 2, "stages": 2, "layers": (1, 2)}),
+        pytest.param("glm4v", {"tp": 2, "stages": 2, "layers": (1, 2)}, marks=pytest.mark.extras),
+        pytest.param("glm4v-moe", {"tp": 2, "ops": "native", "drafts": 2}, marks=pytest.mark.extras),
     ],
 )
 def test_images_say_the_same_on_any_ranks(ranks: RankProcesses, tmp_path: Path, kind: str, how: dict[str, Any]) -> None:
     """Positions of three axes, rows that join behind layers of both stages, drafts that are taken back on a device that
     is launched ahead, tokens that see each other in layers with tables of their own, and a stage in which nothing
     attends; in little memory."""
-    model = make_gemma_model(tmp_path) if kind == "gemma3" else make_qwen_model(tmp_path, kind)
+    make = make_glm_model if kind.startswith("glm") else make_qwen_model
+    model = make_gemma_model(tmp_path) if kind == "gemma3" else make(tmp_path, kind)
     chats = [
         ImageChat("Compare ", picture(1, (40, 160)), " with ", picture(2, (90, 90)), picture(0, (150, 40))),
         ImageChat(picture(0, (150, 40)), "What is it?"),

@@ -136,6 +136,8 @@ _FAMILIES = {
 }
 _FAMILIES["DeepseekV32ForCausalLM"] = _V3 = _FAMILIES["DeepseekV3ForCausalLM"]
 assert _V3.routing is not None
+_GLM_ROUTING = replace(_V3.routing, groups=1, chosen_groups=1, scale=1.0, dense=1)
+_FAMILIES["Glm4vMoeForCausalLM"] = _Defaults(experts=128, chosen=8, size=1408, routing=_GLM_ROUTING)
 _FAMILIES["GlmMoeDsaForCausalLM"] = replace(_V3, routing=replace(_V3.routing, groups=1, chosen_groups=1))
 
 

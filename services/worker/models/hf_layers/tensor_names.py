@@ -20,6 +20,10 @@ class TensorNames(NamedTuple):
     final_norm: str = "model.norm.weight"
     input_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
+    """Directly before the MLP."""
+    attention_post_norm: str = "post_attention_layernorm"
+    mlp_post_norm: str = "post_feedforward_layernorm"
+    """Directly behind attention and MLP, in models that have norms there."""
     mixer: str = "mamba"
     """That with states."""
     attention: str = "self_attn"
@@ -40,6 +44,10 @@ _NAMES = {
     **dict.fromkeys(
         ("BambaForCausalLM", "FalconH1ForCausalLM", JAMBA),
         TensorNames(mlp_norm="pre_ff_layernorm", mlp="feed_forward", final_norm="model.final_layernorm.weight"),
+    ),
+    **dict.fromkeys(("Gemma2ForCausalLM", "Gemma3ForCausalLM"), TensorNames(mlp_norm="pre_feedforward_layernorm")),
+    "Glm4vForCausalLM": TensorNames(
+        attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm", gate_and_up="gate_up_proj"
     ),
     GRANITE: TensorNames(mlp="shared_mlp", gate_and_up="input_linear", down="output_linear"),
     **dict.fromkeys(DELTA_ARCHITECTURES, TensorNames(mixer="linear_attn")),

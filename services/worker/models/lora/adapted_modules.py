@@ -187,8 +187,8 @@ def _of_attention(config: ModelConfig, share: LayerShard, layer: LayerWeights) -
         own = gated_outputs(config, share)
         rows = (own.queries, own.keys, own.values)
         yield ModulesOfMatrix(layer.gate, every, (ModuleRows(f"{names.attention}.q_proj", own.gates),))
-    elif config.rotary_dim not in (None, 0, dim):
-        order = partly_rotated(dim, config.rotated_dim)
+    elif config.reorders_heads:
+        order = partly_rotated(dim, config.rotated_dim, pairs=config.rotary_pairs)
         queries, keys = ((torch.arange(*each).view(-1, dim)[:, order]).flatten() for each in (heads, kv))
         rows = (queries, keys, kv)
     parts = (ModuleRows(f"{names.attention}.{name}_proj", each) for name, each in zip("qkv", rows, strict=True))

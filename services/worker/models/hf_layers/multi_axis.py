@@ -1,4 +1,5 @@
-"""What the configuration of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL says of its language model. No torch."""
+"""What configurations say of the language model within one whose images have positions of three axes: Qwen2-VL,
+Qwen2.5-VL, Qwen3-VL, GLM-4.1V and GLM-4.5V. No torch."""
 
 from __future__ import annotations
 
@@ -6,25 +7,32 @@ from typing import Any
 
 import msgspec
 
+from shared.models.image_models import GLM4V, GLM4V_MOE
+
 _QWEN2: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
 _QWEN3: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 500_000.0}
+_GLM: dict[str, Any] = {"rms_norm_eps": 1e-5}
 _SECTIONS: dict[str, Any] = {"mrope_section": [16, 24, 24], "mrope_interleaved": False}
 _INTERLEAVED: dict[str, Any] = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+_GLM_SECTIONS: dict[str, Any] = {"mrope_section": [8, 12, 12], "mrope_interleaved": False}
 
 LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM", _QWEN2, _SECTIONS),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", _QWEN2, _SECTIONS),
     "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", _QWEN3, _INTERLEAVED),
     "Qwen3VLMoeForConditionalGeneration": ("Qwen3VLMoeForCausalLM", _QWEN3, _INTERLEAVED),
+    GLM4V: ("Glm4vForCausalLM", _GLM, _GLM_SECTIONS),
+    GLM4V_MOE: ("Glm4vMoeForCausalLM", _GLM, {**_GLM_SECTIONS, "partial_rotary_factor": 0.5}),
 }
 """The language model's architecture, what `transformers` takes where nothing is said, and its rotation, by the
 architecture of the whole."""
 
 _TIED = "tie_word_embeddings"
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", _TIED)
+_ROTATED = "partial_rotary_factor"
 
 
-def qwen_language_model(text: bytes, architecture: str) -> bytes:
+def multi_axis_language_model(text: bytes, architecture: str) -> bytes:
     """The configuration of the language model within `text`, the `config.json` of that architecture, as if that were
     all. Both spellings are read: published files have it beside the tower's, later releases of `transformers` write it
     into `text_config`. Raises ValueError for a rotation that is not read, and msgspec's errors."""
@@ -38,7 +46,8 @@ def qwen_language_model(text: bytes, architecture: str) -> bytes:
     if _TIED in given:  # the head is the whole's; Qwen3-VL's mixtures say otherwise of their language model
         read[_TIED] = given[_TIED]
     key = next((each for each in ("rope_scaling", "rope_parameters") if read.get(each)), "rope_parameters")
-    read[key] = _rope({**sections, **(read.get(key) or {})}, interleaved=sections["mrope_interleaved"])
+    beside = {_ROTATED: read[_ROTATED]} if _ROTATED in read else {}
+    read[key] = _rope({**sections, **beside, **(read.get(key) or {})}, interleaved=sections["mrope_interleaved"])
     levels = len((whole.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
     return msgspec.json.encode({**read, "architectures": [alone], "input_levels": levels})
 
