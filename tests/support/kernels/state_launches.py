@@ -7,6 +7,15 @@ from collections.abc import Iterator
 
 import triton
 
+from services.worker.ops.torch_mixers.convolution import CHUNK as TOKENS
+from services.worker.ops.triton.states.chunks import (
+    COLUMNS_AT_ONCE,
+    DELTA_WARPS,
+    ELEMENTS_AT_ONCE,
+    NUMBERS_AT_ONCE,
+    delta_chunks_kernel,
+    hand_on_chunks_kernel,
+)
 from services.worker.ops.triton.states.convolution import CHANNELS_AT_ONCE, TOKENS_AT_ONCE, convolution_kernel
 from services.worker.ops.triton.states.one_token import elements_at_once, one_token_kernel
 from services.worker.ops.triton.states.selective import (
@@ -27,6 +36,8 @@ def states() -> Iterator[Launch]:
         yield from _selections(channels, rare=channels != 5120)
         yield from _convolutions(channels, 4, gated=False, rare=channels != 5120)
     yield from _convolutions(2048, 3, gated=True, rare=True)
+    yield from _chunks(80, 64, 128)
+    yield from _chunks(32, 128, 128)
     yield _one_token("Mamba-2", 80, 64, 1, 128, delta=False)
     yield _one_token("delta", 32, 128, 16, 128, delta=True)
 
@@ -65,6 +76,29 @@ def _convolutions(channels: int, kernel: int, *, gated: bool, rare: bool) -> Ite
             num_warps=warps,
             rare=rare,
         )
+
+
+def _chunks(heads: int, dim: int, state: int) -> Iterator[Launch]:
+    counted = {"turn_starts": "*i32", "chunk_counts": "*i32"}
+    yield Launch(
+        f"state space {heads} from chunk to chunk",
+        hand_on_chunks_kernel,
+        dict.fromkeys(("states", "kept", "added"), "*fp32") | counted,
+        {"HEADS": heads, "NUMBERS": dim * state, "BLOCK": NUMBERS_AT_ONCE},
+        must=frozenset({"load16", "store16"}),
+        rare=heads != 80,
+    )
+    matrices = ("states", "values", "forgotten", "reading", "within", "writing", "left", "out")
+    yield Launch(
+        f"delta net {heads} from chunk to chunk",
+        delta_chunks_kernel,
+        dict.fromkeys(matrices, "*fp32") | counted,
+        {"HEADS": heads, "DIM": dim, "STATE": state, "ROWS": TOKENS, "BLOCK": ELEMENTS_AT_ONCE}
+        | {"NUMBERS": COLUMNS_AT_ONCE},
+        num_warps=DELTA_WARPS,
+        num_stages=1,
+        rare=heads != 32,
+    )
 
 
 def _one_token(name: str, heads: int, dim: int, groups: int, state: int, *, delta: bool) -> Launch:

@@ -33,6 +33,10 @@ class Prompts(NamedTuple):
     """[chunks * CHUNK] the row of each place of each chunk; m: none."""
     from_chunks: Tensor
     """[m] the place of each row."""
+    turn_starts: Tensor
+    """int32 [turns] the first chunk of each turn; that of the prompt that is the n-th here is n behind it."""
+    chunk_counts: Tensor
+    """int32 [S] chunks of each prompt."""
     turns: tuple[int, ...]
     """How many prompts have a first chunk, a second one, and so on. Chunks lie in this order: all first ones, then all
     second ones."""
@@ -72,6 +76,8 @@ def lay_out(slots: Tensor, prefills: tuple[tuple[int, int], ...], kernel: int) -
         after=to_device((starts + counts)[:, None] + window, device),
         in_chunks=to_device(in_chunks.ravel(), device),
         from_chunks=to_device(from_chunks[:rows], device),
+        turn_starts=to_device(chunk_of_turn[:-1].astype(np.int32), device),
+        chunk_counts=to_device((-(-counts // CHUNK)).astype(np.int32), device),
         turns=turns,
     )
 

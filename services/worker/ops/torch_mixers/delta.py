@@ -7,6 +7,7 @@ solved for all chunks of all prompts of a step together; only from chunk to chun
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,12 +39,15 @@ class DeltaRule(NamedTuple):
         grouped.addcmul_(written.view(len(values), net.groups, -1, 1), keys.unsqueeze(2))
         return torch.matmul(grouped, queries.unsqueeze(3)).view(values.shape)
 
-    def scan(self, seen: Channels, steps: Tensor, state: Tensor, prompts: Prompts) -> Tensor:
-        """All rows of prompts: steps [m, 2 * H], as they are projected → [m, H, P]. `state` [S, H, P, N] goes on."""
+    def scan(
+        self, seen: Channels, steps: Tensor, state: Tensor, prompts: Prompts, over_chunks: OverChunks | None = None
+    ) -> Tensor:
+        """All rows of prompts: steps [m, 2 * H], as they are projected → [m, H, P]. `state` [S, H, P, N] goes on, by
+        `over_chunks` or PyTorch's operations."""
         keys, queries = self._keys_and_queries(seen)
         decays, rates = self._decays_and_rates(steps)
-        chunks = _DeltaChunks.of(*map(prompts.chunked, (seen.x, keys, queries, decays, rates)))
-        mixed = chunks.scan(state, prompts.turns)
+        chunks = DeltaChunks.of(*map(prompts.chunked, (seen.x, keys, queries, decays, rates)))
+        mixed = (over_chunks or DeltaChunks.scan)(chunks, state, prompts)
         # [chunks, H, Q, P] → rows
         return mixed.transpose(1, 2).flatten(0, 1).index_select(0, prompts.from_chunks)
 
@@ -62,7 +66,7 @@ class DeltaRule(NamedTuple):
         return F.softplus(times + self.net.step_bias).mul_(self.net.decay), rates.sigmoid()
 
 
-class _DeltaChunks(NamedTuple):
+class DeltaChunks(NamedTuple):
     """What all chunks read and write. Q is CHUNK; i is a place, j one before it."""
 
     values: Tensor
@@ -79,7 +83,7 @@ class _DeltaChunks(NamedTuple):
     """[chunks, H, 1, 1] how much of the state before the chunk is left behind it."""
 
     @classmethod
-    def of(cls, values: Tensor, keys: Tensor, queries: Tensor, decays: Tensor, rates: Tensor) -> _DeltaChunks:
+    def of(cls, values: Tensor, keys: Tensor, queries: Tensor, decays: Tensor, rates: Tensor) -> DeltaChunks:
         """Of [chunks, Q, …]. Places without a row have zeros: they write nothing, and nothing is lost there."""
         each = values.shape[2] // keys.shape[2]
         values, keys, queries = (part.transpose(1, 2) for part in (values, keys, queries))
@@ -103,17 +107,21 @@ class _DeltaChunks(NamedTuple):
             whole.exp().unsqueeze(3),
         )
 
-    def scan(self, state: Tensor, turns: tuple[int, ...]) -> Tensor:
+    def scan(self, state: Tensor, prompts: Prompts) -> Tensor:
         """[chunks, H, Q, P]. `state` [S, H, P, N] is that before the first chunk of each prompt, and behind its last
         one in the end."""
         mixed, first = torch.empty_like(self.values), 0
-        for prompts in turns:
-            turn, own = slice(first, first + prompts), state[:prompts]
+        for count in prompts.turns:
+            turn, own = slice(first, first + count), state[:count]
             written = self.values[turn] - torch.matmul(self.forgotten[turn], own.mT)
             mixed[turn] = torch.matmul(self.reading[turn], own.mT) + torch.matmul(self.within[turn], written)
             own.mul_(self.left[turn]).add_(torch.matmul(written.mT, self.writing[turn]))
-            first += prompts
+            first += count
         return mixed
+
+
+OverChunks = Callable[[DeltaChunks, Tensor, Prompts], Tensor]
+"""As `DeltaChunks.scan`."""
 
 
 def _unit(rows: Tensor) -> Tensor:

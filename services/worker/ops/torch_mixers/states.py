@@ -7,6 +7,7 @@ computed together. Gated delta nets: `delta`; Mamba-1: `selective`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -110,6 +111,22 @@ class TorchStates:
         return found[kernel]
 
 
+HandingOn = Callable[[Tensor, Tensor, Tensor, Prompts], Tensor]
+"""How much of a state each chunk leaves [chunks, H, 1, 1], what it adds to it [chunks, H, P, N], the states of the S
+prompts [S, H, P, N], which go on → the state before each chunk."""
+
+
+def hand_on_in_turns(kept: Tensor, added: Tensor, state: Tensor, prompts: Prompts) -> Tensor:
+    """See `HandingOn`; three operations for each turn."""
+    before, first = torch.empty_like(added), 0
+    for count in prompts.turns:
+        turn = slice(first, first + count)
+        before[turn] = state[:count]
+        state[:count].mul_(kept[turn]).add_(added[turn])
+        first += count
+    return before
+
+
 class SpaceRule(NamedTuple):
     """How a state space goes on."""
 
@@ -123,11 +140,14 @@ class SpaceRule(NamedTuple):
         grouped.addcmul_((x * steps.unsqueeze(2)).view(len(x), space.groups, -1, 1), b.unsqueeze(2))
         return torch.matmul(grouped, c.unsqueeze(3)).view(x.shape).addcmul_(x, space.skip.unsqueeze(1))
 
-    def scan(self, seen: Channels, steps: Tensor, state: Tensor, prompts: Prompts) -> Tensor:
-        """All rows of prompts: steps [m, H], as they are projected → [m, H, P]. `state` [S, H, P, N] goes on."""
+    def scan(
+        self, seen: Channels, steps: Tensor, state: Tensor, prompts: Prompts, hand_on: HandingOn | None = None
+    ) -> Tensor:
+        """All rows of prompts: steps [m, H], as they are projected → [m, H, P]. `state` [S, H, P, N] goes on, by
+        `hand_on` or PyTorch's operations."""
         space = self.space
         chunks = _Chunks.of(seen, self._steps(steps), space, prompts)
-        mixed = chunks.within() + chunks.from_before(state, prompts.turns)
+        mixed = chunks.within() + chunks.from_before(state, prompts, hand_on or hand_on_in_turns)
         # [chunks, G, heads of a group * P, places] → rows
         flat = mixed.view(len(mixed), space.heads, space.head_dim, CHUNK).permute(0, 3, 1, 2).flatten(0, 1)
         return flat.index_select(0, prompts.from_chunks).addcmul_(seen.x, space.skip.unsqueeze(1))
@@ -180,7 +200,7 @@ class _Chunks(NamedTuple):
         by_head = self.inputs.view(*weights.shape[:3], self.head_dim, CHUNK)
         return torch.matmul(by_head, weights).view(self.inputs.shape)
 
-    def from_before(self, state: Tensor, turns: tuple[int, ...]) -> Tensor:
+    def from_before(self, state: Tensor, prompts: Prompts, hand_on: HandingOn) -> Tensor:
         """[chunks, G, R, Q]: what they read of the states that the chunks before have left. `state` [S, H, P, N] is
         that before the first chunk of each prompt, and behind its last one in the end."""
         groups, dim = self.b.shape[1], self.b.shape[3]
@@ -189,10 +209,6 @@ class _Chunks(NamedTuple):
         shape = (*self.decays.shape[:2], self.head_dim, CHUNK)
         written = (self.inputs.view(shape) * ahead.unsqueeze(2)).view(self.inputs.shape)
         added = torch.matmul(written, self.b).view(*shape[:3], dim)
-        kept, before, first = whole.exp().unsqueeze(3), torch.empty_like(added), 0
-        for prompts in turns:
-            before[first : first + prompts] = state[:prompts]
-            state[:prompts].mul_(kept[first : first + prompts]).add_(added[first : first + prompts])
-            first += prompts
+        before = hand_on(whole.exp().unsqueeze(3), added, state, prompts)
         read = torch.matmul(before.view(len(before), groups, -1, dim), self.c)
         return (read.view(shape) * self.decays.exp().unsqueeze(2)).view(self.inputs.shape)

@@ -18,14 +18,16 @@ from services.worker.ops.interface import (
 from services.worker.ops.torch_mixers.convolution import split_channels, states_of_prompts
 from services.worker.ops.torch_mixers.delta import DeltaRule
 from services.worker.ops.torch_mixers.states import SpaceRule, TorchStates
+from services.worker.ops.triton.states.chunks import hand_on, scan_delta
 from services.worker.ops.triton.states.convolution import convolve
 from services.worker.ops.triton.states.one_token import step_decodes
 from services.worker.ops.triton.states.selective import select
 
 
 class TritonStates(TorchStates):
-    """See :class:`services.worker.ops.interface.StateOps`. All but prompts of state spaces and delta nets is kernels,
-    which know padding: a row whose context is 0 leaves nothing behind. Decodes can be captured."""
+    """See :class:`services.worker.ops.interface.StateOps`. All is kernels but what chunks of prompts are made of in
+    state spaces and delta nets. A row whose context is 0 is padding and leaves nothing behind: decodes can be
+    captured."""
 
     def mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
         """In the dtype of `projected`; computed in float32."""
@@ -56,9 +58,13 @@ class TritonStates(TorchStates):
         meta: BatchMeta,
         rows: StateRows,
     ) -> Tensor:
-        """The prompts of a step, chunk by chunk."""
+        """The prompts of a step: chunks by PyTorch, all together; from chunk to chunk one kernel."""
         prompts = self._laid_out(rows, meta, mixer.conv_weight.shape[0])
         state = states_of_prompts(cache, prompts)
-        mixed = rule.scan(split_channels(seen, mixer), steps, state, prompts)
+        channels = split_channels(seen, mixer)
+        if isinstance(rule, DeltaRule):
+            mixed = rule.scan(channels, steps, state, prompts, scan_delta)
+        else:
+            mixed = rule.scan(channels, steps, state, prompts, hand_on)
         cache.states.index_copy_(0, prompts.slots, state)
         return mixed

@@ -19,8 +19,12 @@ from services.worker.ops.interface import (
     StateMixer,
     StateSpace,
 )
-from services.worker.ops.torch_mixers.states import TorchStates
+from services.worker.ops.torch_mixers.convolution import CHUNK as PROMPT_CHUNK
+from services.worker.ops.torch_mixers.convolution import Prompts, lay_out
+from services.worker.ops.torch_mixers.delta import DeltaChunks
+from services.worker.ops.torch_mixers.states import TorchStates, hand_on_in_turns
 from services.worker.ops.triton.states import selective
+from services.worker.ops.triton.states.chunks import hand_on, scan_delta
 from services.worker.ops.triton.states.mixing import TritonStates
 from tests.support.kernels.kernel_device import DEVICE
 from tests.support.worker.selective_reference import (
@@ -181,6 +185,7 @@ def test_state_spaces_and_delta_nets_are_pytorchs(make: type[StateSpace] | type[
         [Share(6, 0, 1), Share(2, 0, 5)],
         [Share(6, 1, 1), Share(2, 5, 1), Share(4, 0, 1)],
         [Share(4, 1, 1), Share(2, 6, 3)],
+        [Share(6, 2, 1), Share(8, 0, 7), Share(2, 9, 2 * CHUNK + 5), Share(4, 2, CHUNK)],
     ):
         rows = projected(mixer, sum(share.count for share in shares))
         mixed = mix(rows, mixer, cache, shares)
@@ -213,3 +218,33 @@ def test_padding_leaves_nothing_behind(kind: str) -> None:
     assert torch.equal(mixed[:1], expected)
     assert all(torch.equal(own, other) for own, other in zip(padded, alone, strict=True))
     assert any((own.cpu() != before).any() for own, before in zip(padded, (windows, states), strict=True))
+
+
+def _prompts() -> Prompts:
+    """Of three chunks, one and two: not in the order of their lengths."""
+    counts = (2 * PROMPT_CHUNK + 1, 9, PROMPT_CHUNK + 1)
+    return lay_out(torch.arange(3, device=DEVICE), tuple((count, count) for count in counts), KERNEL)
+
+
+def test_states_are_handed_on_from_chunk_to_chunk() -> None:
+    """With more numbers than one program has."""
+    prompts = _prompts()
+    kept, added, state = torch.rand(6, 2, 1, 1), torch.randn(6, 2, 30, 40), torch.randn(3, 2, 30, 40)
+    own = state.clone().to(DEVICE)
+    before = hand_on(kept.to(DEVICE), added.clone().to(DEVICE), own, prompts)
+    assert torch.equal(prompts.chunk_counts.cpu(), torch.tensor([3, 2, 1], dtype=torch.int32))
+    torch.testing.assert_close(before.cpu(), hand_on_in_turns(kept, added, state, prompts), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(own.cpu(), state, atol=1e-6, rtol=1e-6)
+
+
+def test_delta_nets_correct_what_the_chunks_before_have_written() -> None:
+    """Heads of more elements, with longer states, than one program looks at together, in float64."""
+    prompts, dim, numbers = _prompts(), 40, 70
+    sizes = ((PROMPT_CHUNK, dim), *[(PROMPT_CHUNK, numbers)] * 2, (PROMPT_CHUNK,) * 2, (PROMPT_CHUNK, numbers), (1, 1))
+    chunks = DeltaChunks(*(torch.randn(6, 2, *size) / 8 for size in sizes))
+    state = torch.randn(3, 2, dim, numbers)
+    wide, own = state.double(), state.to(DEVICE)
+    expected = DeltaChunks(*(each.double() for each in chunks)).scan(wide, prompts)
+    found = scan_delta(DeltaChunks(*(each.to(DEVICE) for each in chunks)), own, prompts)
+    torch.testing.assert_close(found.cpu().double(), expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(own.cpu().double(), wide, atol=2e-5, rtol=1e-4)
