@@ -159,10 +159,12 @@ def open_eagle(
 
 
 def _layer_config(raw: _RawEagle, target: ModelConfig) -> ModelConfig:
+    """Of a layer of Llama's, whatever the model is, by its names."""
     kv_heads = raw.num_key_value_heads or raw.num_attention_heads
     head_dim = raw.head_dim or raw.hidden_size // raw.num_attention_heads
     return msgspec.structs.replace(
         target,
+        architecture="LlamaForCausalLM",
         intermediate_size=raw.intermediate_size,
         num_heads=raw.num_attention_heads,
         num_kv_heads=kv_heads,
@@ -177,5 +179,6 @@ def _layer_config(raw: _RawEagle, target: ModelConfig) -> ModelConfig:
         qk_norm=False,
         post_norms=False,
         norm_offset=False,
+        rotary_pairs=False,
         mixture=None,
     )

@@ -206,6 +206,20 @@ def test_an_eagle_layer_means_the_same_in_every_layout(
     assert drafts == dict.fromkeys(drafts, next(iter(drafts.values())))
 
 
+def test_an_eagle_layer_is_llamas_whatever_the_model_is(tmp_path: Path) -> None:
+    """Gemma has other norms, and another one of a name that Llama has, too."""
+    gemma = make_model("gemma2", tmp_path / "gemma")
+    tensors = {name: each for name, each in eagle_tensors(gemma).items() if "feedforward" not in name}
+    (tmp_path / "head").mkdir()
+    save_file(tensors, tmp_path / "head" / "model.safetensors")
+    own = json.loads((gemma.path / "config.json").read_text())
+    (tmp_path / "head" / "config.json").write_text(json.dumps(own | {"num_hidden_layers": 1}))
+    decoder = tiny_backend(gemma.path).rank.decoder
+    config = read_model_config(gemma.path)
+    how = (decoder.ops, torch.device("cpu"), torch.float32, POSITIONS, 1)
+    assert len(drafted(TargetModel(gemma.path, config, decoder, *how), "eagle", tmp_path / "head")) == 3
+
+
 def test_the_norm_and_the_bias_of_an_eagle_layer_count(model: TinyModel, target: TargetModel, tmp_path: Path) -> None:
     hidden, drafts = target.config.hidden_size, set()
     more: list[Tensors] = [
