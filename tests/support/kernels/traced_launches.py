@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from services.worker.batch.rows import RowRuns, rows_of
 from services.worker.batch.staging import packed
 from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
-from services.worker.ops.interface import BatchMeta, Routing
+from services.worker.ops.interface import BatchMeta, Routing, SelectiveSpace, StateRows, StateSpace
 from services.worker.ops.low_rank import AdapterRows, AdapterSpan, LowRankPart, LowRankShape
 from services.worker.ops.quantized import quantize
 from services.worker.ops.triton import rounded_linear
@@ -33,6 +34,9 @@ from services.worker.ops.triton.moe.mixture import choose_experts, compile_all, 
 from services.worker.ops.triton.quantized_linear import MAX_ROWS, compile_tiles, quantized_linear
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
+from services.worker.ops.triton.states.convolution import convolve
+from services.worker.ops.triton.states.one_token import step_decodes
+from services.worker.ops.triton.states.selective import select
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 
 CONTEXT, MOST_ROWS, CAPTURED = 131072, 4096, 64
@@ -109,6 +113,22 @@ def layer(meta: BatchMeta) -> None:
     else:
         numbers(WEIGHT, torch.bfloat16)
     rounded_linear.rounded_linear(x, WEIGHT, None)
+    through_states(meta)
+
+
+def through_states(meta: BatchMeta) -> None:
+    """A selective space behind its convolution, and the decodes of a state space of 4 heads of 16 elements."""
+    states, rows, channels, dim = meta.states, len(meta.positions), 64, 16
+    assert states is not None
+    space = SelectiveSpace(torch.empty(4, channels), *(torch.empty(channels, *n) for n in ((), (dim,), (), ())))
+    wide = torch.empty((rows, 3 * channels + 2 * dim), dtype=torch.bfloat16)
+    convolve(wide[:, channels:][:, :channels], space.convolution, torch.empty(1, 3, channels), meta, states, wide.dtype)
+    select(wide, space, torch.empty(1, channels, 1, dim), meta, states)
+    if meta.num_decodes:
+        of_heads = torch.empty(4)
+        weights = (torch.empty(4, 96), torch.empty(96), of_heads, of_heads.clone(), of_heads.clone())
+        other = StateSpace(4, 16, 1, dim, *weights, None, 1e-5)
+        step_decodes(torch.empty(rows, 96), wide[:, 160:164], other, torch.empty(1, 4, 16, dim), meta, states)
 
 
 def through_experts(way: Callable[..., object], rows: int) -> None:
@@ -131,7 +151,8 @@ def step(*sequences: tuple[int, int]) -> None:
         BLOCK_SIZE,
     )
     together = packed(rows, rows.last_rows)
-    layer(together.tensors(torch.empty(together.length, dtype=torch.int32))[1])
+    meta = together.tensors(torch.empty(together.length, dtype=torch.int32))[1]
+    layer(replace(meta, states=StateRows(torch.zeros(len(sequences), dtype=torch.int64), None)))
 
 
 def start() -> None:
@@ -143,7 +164,7 @@ def start() -> None:
     numbers(WEIGHT, torch.bfloat16)
     rounded_linear.compile_tiles(row, WEIGHT, None)
     step((1, 1))
-    inputs = DecodeInputs(CPU, CAPTURED, CONTEXT // BLOCK_SIZE, CONTEXT, BLOCK_SIZE)
+    inputs = DecodeInputs(CPU, CAPTURED, CONTEXT // BLOCK_SIZE, CONTEXT, BLOCK_SIZE, states=True)
     for size in reversed(capture_sizes(CAPTURED)):
         layer(inputs.views(size)[1])
     for rows in (1 << power for power in range(1, MOST_ROWS.bit_length())):
