@@ -90,13 +90,7 @@ def join(
     exchanges raise. `backend`: as torch.distributed has it; a GPU of NCCL's is current on this thread. `shared` is used
     where every rank of a stage has it, and they are on one host. Raises OSError where the first rank cannot have HOST's
     address and PORT, or PATH."""
-    dist.init_process_group(
-        backend,
-        store=rendezvous_store(rendezvous, place, timeout),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timeout,
-    )
+    _meet(place, rendezvous, timeout, backend)
     # Every rank has to take part in the making of every group.
     groups = [dist.new_group(place.ranks_of(stage), timeout=timeout) for stage in range(place.stages)]
     group = groups[place.stage]
@@ -105,19 +99,24 @@ def join(
     return Joined(communicator, TorchPipeline(place))
 
 
+def _meet(place: RankTopology, rendezvous: str, timeout: timedelta, backend: str) -> None:
+    """Blocks until every rank of `place` is there."""
+    dist.init_process_group(
+        backend,
+        store=rendezvous_store(rendezvous, place, timeout),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+    )
+
+
 def join_group(
     place: GroupTopology, *, rendezvous: str, timeout: timedelta, shared: SharedExchange | None
 ) -> JoinedGroup:
     """Blocks until every rank of the data-parallel group has joined, as `join` does, on CPUs of one host. Raises
     GroupUnavailable where they do not share memory there, OSError as `join` does."""
     everybody = RankTopology(place.in_group, place.group_size)
-    dist.init_process_group(
-        "gloo",
-        store=rendezvous_store(rendezvous, everybody, timeout),
-        rank=everybody.rank,
-        world_size=everybody.world_size,
-        timeout=timeout,
-    )
+    _meet(everybody, rendezvous, timeout, "gloo")
     exchange = _exchange_on_host(everybody, None, shared, timeout)
     if exchange is None:
         raise GroupUnavailable("the ranks need the C++ library, and room in /dev/shm of one host")

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from services.worker.models.config import ModelConfig
+import pytest
+
+from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.hf_config import read_model_config
 
 
@@ -20,3 +22,10 @@ def write(folder: Path, base: dict[str, Any], **changes: Any) -> Path:
 def read(folder: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
     """Of `base` with `changes`, written into `folder`."""
     return read_model_config(write(folder, base, **changes))
+
+
+def assert_refused(folder: Path, base: dict[str, Any], changes: dict[str, Any], complaint: str) -> None:
+    """That `base` with `changes` cannot be read, for `complaint` of the file."""
+    with pytest.raises(ModelError) as error:
+        read(folder, base, **changes)
+    assert str(error.value) == f"{folder / 'config.json'}: {complaint}"

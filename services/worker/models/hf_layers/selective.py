@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
-from msgspec.structs import replace
+from services.worker.models.hf_layers.convolution import ChannelSizes
 
 JAMBA = "JambaForCausalLM"
 SELECTIVE_ARCHITECTURES = ("MambaForCausalLM", "FalconMambaForCausalLM", JAMBA)
 """Those whose layers, or most of them, have such a mixer in place of attention."""
 
 
-class SelectiveConfig(Struct, frozen=True, kw_only=True):
+class SelectiveConfig(ChannelSizes, frozen=True, kw_only=True):
     """A Mamba-1 mixer (Gu and Dao, "Mamba", arXiv:2312.00752): a causal convolution, and channels that each keep a
     state of `state_dim` numbers of all tokens before. Time steps, and what writes to and reads from the states (the
     paper's B and C), are made of what the convolution gives."""
 
-    heads: int
-    """Channels, each of which has a state of its own."""
     state_dim: int
     kernel: int
     """Tokens that the convolution sees, the newest included."""
@@ -36,21 +33,6 @@ class SelectiveConfig(Struct, frozen=True, kw_only=True):
         return "selective state-space layers"
 
     @property
-    def groups(self) -> int:
-        """Channels share B and C, which every rank has."""
-        return self.heads
-
-    @property
-    def head_dim(self) -> int:
-        """A channel is one element."""
-        return 1
-
-    @property
-    def inner(self) -> int:
-        """Elements of all channels."""
-        return self.heads
-
-    @property
     def projected(self) -> int:
         """What a row is projected to: the convolution's input, and the gate behind the states."""
         return 2 * self.heads
@@ -68,7 +50,3 @@ class SelectiveConfig(Struct, frozen=True, kw_only=True):
     def parameters(self, hidden: int) -> int:
         """Weights of one layer's matrices."""
         return hidden * (self.projected + self.inner) + self.inner * (self.made + self.step_rank)
-
-    def share(self, heads: int, _groups: int) -> SelectiveConfig:
-        """The sizes of so many channels."""
-        return replace(self, heads=heads)

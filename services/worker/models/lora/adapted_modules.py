@@ -15,10 +15,10 @@ from services.worker.models.hf_layers.tensor_names import GRANITE, TensorNames, 
 from services.worker.models.latent.loading import rotated_last
 from services.worker.models.rope import partly_rotated
 from services.worker.models.sharding import LayerShard, MixerShard
-from services.worker.models.states.convolution_loading import channel_outputs
 from services.worker.models.states.delta_loading import input_parts
 from services.worker.models.states.gated_attention import gated_outputs
 from services.worker.models.states.mamba_loading import own_outputs
+from services.worker.models.states.mixer_loading import channel_outputs
 from services.worker.models.weights import DenseMlp, LayerWeights, MixtureMlp, Rows
 from services.worker.ops.interface import PackedLinear
 

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from services.worker.models.checkpoint import read_exactly
-from services.worker.models.config import ModelConfig, SelectiveConfig
-from services.worker.models.quantization.matrices import MatrixLoader, permuted
-from services.worker.models.sharding import MixerShard
-from services.worker.models.states.convolution_loading import channel_outputs
+from services.worker.models.config import SelectiveConfig
+from services.worker.models.states.mixer_loading import MixerLoader, channel_outputs
 from services.worker.models.weights import SelectiveWeights
-from services.worker.ops.interface import PackedLinear, SelectiveSpace
+from services.worker.ops.interface import SelectiveSpace
 
 
-class SelectiveLoader(NamedTuple):
-    """Of the mixer whose tensors begin with `name`. What makes states is read as exactly as it is stored."""
+class SelectiveLoader(MixerLoader[SelectiveConfig]):
+    """Of Mamba-1."""
 
-    matrices: MatrixLoader
-    device: torch.device
-    config: ModelConfig
-    shard: MixerShard
-    sizes: SelectiveConfig
-    name: str
-
-    def inputs(self) -> PackedLinear:
-        """What a row is projected by: to the convolution's inputs, then to gates."""
-        sizes, name = self.sizes, f"{self.name}.in_proj"
-        matrix = self.matrices.read(name, (sizes.projected, self.config.hidden_size))
-        bias = self.matrices.checkpoint.read(f"{name}.bias", (sizes.projected,)) if sizes.bias else None
-        if self.shard.num_heads < sizes.heads:
-            own = channel_outputs(sizes.heads, self.shard, 2)
-            matrix, bias = permuted(matrix, own), None if bias is None else bias[own.to(bias.device)]
-        return self.matrices.pack_linear(matrix, bias)
-
-    def output(self) -> PackedLinear:
-        """What the mixer's rows are projected back by; rank 0 alone adds the bias."""
-        name, hidden, columns = f"{self.name}.out_proj", self.config.hidden_size, self.shard.heads
-        adds_bias = self.sizes.bias and columns[0] == 0
-        bias = self.matrices.checkpoint.read(f"{name}.bias", (hidden,)) if adds_bias else None
-        return self.matrices.pack_inputs(name, (hidden, self.sizes.heads), columns, bias)
+    @property
+    def own_outputs(self) -> Tensor:
+        """The convolution's inputs, gates."""
+        return channel_outputs(self.sizes.heads, self.shard, 2)
 
     def mixer(self) -> SelectiveSpace:
         """The rules between them."""

@@ -7,9 +7,14 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import ConvolutionConfig, LayerConfig, Mixture, ModelConfig, ModelError, dtype_named
+from services.worker.models.config import ConvolutionConfig, LayerConfig, Mixture, ModelConfig, ModelError
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
-from services.worker.models.states.reading.mamba import require_positive
+from services.worker.models.states.reading.model import (
+    head_dim_of,
+    model_with_states,
+    require_kernel,
+    require_positive,
+)
 
 _THETA = 1_000_000.0
 """Where the config names no base of the rotation."""
@@ -105,39 +110,21 @@ def _model_config(raw: _RawConvolution, architecture: str, columns: int, eos: tu
         num_key_value_heads=kv_heads,
         max_position_embeddings=raw.max_position_embeddings,
     )
-    if heads % kv_heads:
-        raise ModelError(f"num_attention_heads {heads} is no multiple of {kv_heads} KV heads")
-    if raw.head_dim is None and raw.hidden_size % heads:
-        raise ModelError(f"hidden_size {raw.hidden_size} is no multiple of {heads} heads")
-    if raw.conv_L_cache < 2:
-        raise ModelError(f"conv_L_cache {raw.conv_L_cache} is not supported; supported: 2 and more")
-    head_dim, ropes = raw.head_dim or raw.hidden_size // heads, _ropes(raw)
-    return ModelConfig(
-        architecture=architecture,
-        dtype=dtype_named(raw.dtype or raw.torch_dtype),
-        vocab_size=raw.vocab_size,
-        hidden_size=raw.hidden_size,
-        intermediate_size=columns,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+    head_dim, ropes = head_dim_of(raw.hidden_size, heads, kv_heads, raw.head_dim), _ropes(raw)
+    require_kernel("conv_L_cache", raw.conv_L_cache)
+    raw.tie_word_embeddings = raw.tie_word_embeddings if raw.tie_embedding is None else raw.tie_embedding
+    return model_with_states(
+        *(raw, architecture),
         layers=tuple(LayerConfig(None, ropes.full, has_state=each) for each in _with_states(raw)),
+        states=ConvolutionConfig(heads=raw.hidden_size, kernel=raw.conv_L_cache, bias=raw.conv_bias),
         max_positions=ropes.max_positions,
         norm_eps=raw.norm_eps,
-        activation="silu",
-        attention_scale=head_dim**-0.5,
-        attention_softcap=None,
-        logits_softcap=None,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
+        eos=eos,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=columns,
         qk_norm=True,
-        post_norms=False,
-        norm_offset=False,
-        embedding_scale=None,
-        tied_embeddings=raw.tie_word_embeddings if raw.tie_embedding is None else raw.tie_embedding,
-        eos_token_ids=eos,
-        states=ConvolutionConfig(heads=raw.hidden_size, kernel=raw.conv_L_cache, bias=raw.conv_bias),
     )
 
 

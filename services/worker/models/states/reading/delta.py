@@ -7,10 +7,16 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import DeltaConfig, LayerConfig, ModelConfig, ModelError, dtype_named
+from services.worker.models.config import DeltaConfig, LayerConfig, ModelConfig, ModelError
 from services.worker.models.hf_layers.delta import SEEING_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import MixtureLayers, RawMixture, read_mixture
 from services.worker.models.hf_rope import Ropes, read_ropes
+from services.worker.models.states.reading.model import (
+    head_dim_of,
+    model_with_states,
+    require_kernel,
+    require_positive,
+)
 
 _ROTATED = 0.25
 """Share of a head that is rotated where the config does not say."""
@@ -90,36 +96,24 @@ def delta_model_config(
     delta, mixing, heads = _delta(raw), _mixing(raw), raw.num_attention_heads
     ropes, rotated = _rotation(raw)
     sees = architecture in SEEING_ARCHITECTURES
-    return ModelConfig(
-        architecture=architecture,
-        dtype=dtype_named(raw.dtype or raw.torch_dtype),
-        vocab_size=raw.vocab_size,
-        hidden_size=raw.hidden_size,
-        intermediate_size=raw.intermediate_size,
-        num_heads=heads,
-        num_kv_heads=raw.num_key_value_heads or heads,
-        head_dim=raw.head_dim,
+    return model_with_states(
+        *(raw, architecture),
         layers=tuple(
             LayerConfig(None, ropes.full, mixes, has_state)
             for mixes, has_state in zip(mixing.mixing, _with_states(raw), strict=True)
         ),
+        states=delta,
         max_positions=ropes.max_positions,
         norm_eps=raw.rms_norm_eps,
-        activation="silu",
-        attention_scale=raw.head_dim**-0.5,
-        attention_softcap=None,
-        logits_softcap=None,
-        qkv_bias=raw.attention_bias,
-        output_bias=raw.attention_bias,
-        mlp_bias=False,
+        eos=stop_tokens(raw.eos_token_id),
+        heads=heads,
+        kv_heads=raw.num_key_value_heads or heads,
+        head_dim=raw.head_dim,
+        intermediate_size=raw.intermediate_size,
+        attention_bias=raw.attention_bias,
         qk_norm=True,
-        post_norms=False,
         norm_offset=True,
-        embedding_scale=None,
-        tied_embeddings=raw.tie_word_embeddings,
-        eos_token_ids=stop_tokens(raw.eos_token_id),
         mixture=mixing.mixture,
-        states=delta,
         gated_attention=True,
         rotary_dim=rotated,
         rope_axes=_axes(raw, ropes, rotated) if sees else (),
@@ -142,21 +136,16 @@ def _language_model(text: bytes) -> bytes:
 def _refuse_unsupported(raw: _RawDelta) -> None:
     if raw.hidden_act not in ("silu", "swish"):
         raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
-    for key in _POSITIVE:
-        value = getattr(raw, key)
-        if value is not None and value < 1:
-            raise ModelError(f"{key} {value} is not positive")
-    heads, kv_heads = raw.num_attention_heads, raw.num_key_value_heads or raw.num_attention_heads
-    if heads % kv_heads:
-        raise ModelError(f"num_attention_heads {heads} is no multiple of {kv_heads} KV heads")
+    require_positive(**{key: value for key in _POSITIVE if (value := getattr(raw, key)) is not None})
+    heads = raw.num_attention_heads
+    head_dim_of(raw.hidden_size, heads, raw.num_key_value_heads or heads, raw.head_dim)
 
 
 def _delta(raw: _RawDelta) -> DeltaConfig:
     heads, groups, kernel = raw.linear_num_value_heads, raw.linear_num_key_heads, raw.linear_conv_kernel_dim
     if heads % groups:
         raise ModelError(f"linear_num_value_heads {heads} is no multiple of {groups} key heads")
-    if kernel < 2:
-        raise ModelError(f"linear_conv_kernel_dim {kernel} is not supported; supported: 2 and more")
+    require_kernel("linear_conv_kernel_dim", kernel)
     return DeltaConfig(
         heads=heads,
         head_dim=raw.linear_value_head_dim,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.worker.models.config import LayerConfig, MambaConfig, ModelConfig, ModelError, Multipliers, dtype_named
-from services.worker.models.states.reading.mamba import RawHybrid, decode_mamba, read_attention, require_positive
+from services.worker.models.config import LayerConfig, MambaConfig, ModelConfig, ModelError, Multipliers
+from services.worker.models.states.reading.mamba import RawHybrid, decode_mamba, read_attention
+from services.worker.models.states.reading.model import model_with_states, require_kernel, require_positive
 
 
 class _RawFalconH1(RawHybrid, kw_only=True):
@@ -39,36 +40,22 @@ def falcon_model_config(
     _refuse_unsupported(raw)
     head_dim, rope, positions = read_attention(raw, rotates=True)
     blocks = [(number, number) for number in range(raw.num_hidden_layers)]
-    return ModelConfig(
-        architecture=architecture,
-        dtype=dtype_named(raw.dtype or raw.torch_dtype),
-        vocab_size=raw.vocab_size,
-        hidden_size=raw.hidden_size,
-        intermediate_size=raw.intermediate_size,
-        num_heads=raw.num_attention_heads,
-        num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
-        head_dim=head_dim,
+    return model_with_states(
+        *(raw, architecture),
         layers=tuple(
             LayerConfig(None, rope, has_state=not attends, beside=attends, has_mlp=attends, blocks=block)
             for block in blocks
             for attends in (False, True)
         ),
+        states=_mamba(raw),
         max_positions=positions,
         norm_eps=raw.rms_norm_eps,
-        activation="silu",
-        attention_scale=head_dim**-0.5,
-        attention_softcap=None,
-        logits_softcap=None,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        post_norms=False,
-        norm_offset=False,
+        eos=stop_tokens(raw.eos_token_id),
+        heads=raw.num_attention_heads,
+        kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
+        head_dim=head_dim,
+        intermediate_size=raw.intermediate_size,
         embedding_scale=None if raw.embedding_multiplier == 1 else raw.embedding_multiplier,
-        tied_embeddings=raw.tie_word_embeddings,
-        eos_token_ids=stop_tokens(raw.eos_token_id),
-        states=_mamba(raw),
         logits_divisor=None if raw.lm_head_multiplier == 1 else 1 / raw.lm_head_multiplier,
         multipliers=_multipliers(raw),
     )
@@ -121,8 +108,7 @@ def _refuse_unsupported(raw: _RawFalconH1) -> None:
     for key in ("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias"):
         if getattr(raw, key):
             raise ModelError(f"{key} true is not supported")
-    if raw.mamba_d_conv < 2:
-        raise ModelError(f"mamba_d_conv {raw.mamba_d_conv} is not supported; supported: 2 and more")
+    require_kernel("mamba_d_conv", raw.mamba_d_conv)
     if raw.mamba_rms_norm and raw.mamba_norm_before_gate:
         raise ModelError("mamba_norm_before_gate true is not supported with mamba_rms_norm; supported: false")
     if not raw.lm_head_multiplier:

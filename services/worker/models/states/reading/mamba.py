@@ -9,17 +9,16 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import (
-    LayerConfig,
-    MambaConfig,
-    Mixture,
-    ModelConfig,
-    ModelError,
-    dtype_named,
-    plain_json,
-)
+from services.worker.models.config import LayerConfig, MambaConfig, Mixture, ModelConfig, ModelError, plain_json
 from services.worker.models.hf_rope import RawRope, read_ropes
-from services.worker.models.rope import PlainRope, Rope
+from services.worker.models.rope import Rope
+from services.worker.models.states.reading.model import (
+    NO_ROPE,
+    head_dim_of,
+    model_with_states,
+    require_kernel,
+    require_positive,
+)
 
 MAMBA2_POSITIONS = 1 << 20
 """Tokens of the longest sequence of a model without attention, whose config names none: nothing depends on it."""
@@ -151,32 +150,13 @@ def _mamba2(raw: _RawMamba2, eos: tuple[int, ...]) -> ModelConfig:
         ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
     )
     layers = (LayerConfig(None, NO_ROPE, has_state=True),) * raw.num_hidden_layers
-    return ModelConfig(
-        architecture="Mamba2ForCausalLM",
-        dtype=_dtype(raw),
-        vocab_size=raw.vocab_size,
-        hidden_size=raw.hidden_size,
-        intermediate_size=0,
-        num_heads=0,
-        num_kv_heads=0,
-        head_dim=0,
+    return model_with_states(
+        *(raw, "Mamba2ForCausalLM"),
         layers=layers,
+        states=mamba,
         max_positions=MAMBA2_POSITIONS,
         norm_eps=raw.layer_norm_epsilon,
-        activation="silu",
-        attention_scale=1.0,
-        attention_softcap=None,
-        logits_softcap=None,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        post_norms=False,
-        norm_offset=False,
-        embedding_scale=None,
-        tied_embeddings=raw.tie_word_embeddings,
-        eos_token_ids=eos,
-        states=mamba,
+        eos=eos,
     )
 
 
@@ -237,9 +217,7 @@ def _granite_mixture(raw: _RawGranite) -> Mixture | None:
     experts, chosen = raw.num_local_experts or 0, 2 if raw.num_experts_per_tok is None else raw.num_experts_per_tok
     if not experts:
         return None
-    for key, value in (("num_local_experts", experts), ("intermediate_size", raw.intermediate_size)):
-        if value < 1:
-            raise ModelError(f"{key} {value} is not positive")
+    require_positive(num_local_experts=experts, intermediate_size=raw.intermediate_size)
     if not 1 <= chosen <= experts:
         raise ModelError(f"num_experts_per_tok {chosen}: there are {experts} experts")
     return Mixture(
@@ -276,49 +254,26 @@ def _hybrid(
         ),
         ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     )
-    if intermediate_size < 1:
-        raise ModelError(f"intermediate_size {intermediate_size} is not positive")
-    return ModelConfig(
-        architecture=architecture,
-        dtype=_dtype(raw),
-        vocab_size=raw.vocab_size,
-        hidden_size=raw.hidden_size,
-        intermediate_size=intermediate_size,
-        num_heads=raw.num_attention_heads,
-        num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
-        head_dim=head_dim,
+    require_positive(intermediate_size=intermediate_size)
+    return model_with_states(
+        *(raw, architecture),
         layers=tuple(LayerConfig(None, rope, has_state=not each) for each in attends),
+        states=mamba,
         max_positions=raw.max_position_embeddings,
         norm_eps=1e-5,
-        activation="silu",
-        attention_scale=head_dim**-0.5,
-        attention_softcap=None,
-        logits_softcap=None,
-        qkv_bias=raw.attention_bias,
-        output_bias=raw.attention_bias,
-        mlp_bias=False,
-        qk_norm=False,
-        post_norms=False,
-        norm_offset=False,
-        embedding_scale=None,
-        tied_embeddings=raw.tie_word_embeddings,
-        eos_token_ids=eos,
-        states=mamba,
+        eos=eos,
+        heads=raw.num_attention_heads,
+        kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate_size,
+        attention_bias=raw.attention_bias,
     )
-
-
-NO_ROPE = PlainRope(10_000.0)
-"""Of layers that rotate nothing."""
 
 
 def read_attention(raw: RawHybrid, *, rotates: bool) -> tuple[int, Rope, int]:
     """(elements of a head, its rotation, tokens of the longest sequence)."""
     heads, kv_heads = raw.num_attention_heads, raw.num_key_value_heads or raw.num_attention_heads
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ModelError(f"num_attention_heads {heads} is no multiple of {kv_heads} KV heads")
-    if raw.head_dim is None and raw.hidden_size % heads:
-        raise ModelError(f"hidden_size {raw.hidden_size} is no multiple of {heads} heads")
-    dim = raw.head_dim or raw.hidden_size // heads
+    dim = head_dim_of(raw.hidden_size, heads, kv_heads, raw.head_dim)
     if not rotates:
         return dim, NO_ROPE, raw.max_position_embeddings
     # Which share of a head is rotated follows from the family.
@@ -340,21 +295,9 @@ def _sizes(raw: RawMamba, expand: int, mamba: MambaConfig, keys: tuple[str, str,
         key: getattr(raw, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers")
     }
     require_positive(**positive)
-    if mamba.kernel < 2:
-        raise ModelError(f"{keys[4]} {mamba.kernel} is not supported; supported: 2 and more")
+    require_kernel(keys[4], mamba.kernel)
     if mamba.inner != expand * raw.hidden_size:
         raise ModelError(f"{mamba.heads} heads of {mamba.head_dim} are not {expand} * hidden_size {raw.hidden_size}")
     if mamba.heads % mamba.groups:
         raise ModelError(f"{keys[2]} {mamba.groups}: {mamba.heads} heads do not divide by it")
     return mamba
-
-
-def require_positive(**values: int) -> None:
-    """Raises ModelError for a key of `config.json` whose value is not."""
-    for key, value in values.items():
-        if value < 1:
-            raise ModelError(f"{key} {value} is not positive")
-
-
-def _dtype(raw: RawMamba) -> Literal["float32", "bfloat16", "float16"]:
-    return dtype_named(raw.dtype or raw.torch_dtype)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.worker.models.config import LayerConfig, MambaConfig, Mixture, ModelConfig, ModelError, dtype_named
+from services.worker.models.config import LayerConfig, MambaConfig, Mixture, ModelConfig, ModelError
 from services.worker.models.hf_layers.tensor_names import NEMOTRON_H
-from services.worker.models.states.reading.mamba import NO_ROPE, RawMamba, decode_mamba, require_positive
+from services.worker.models.states.reading.mamba import RawMamba, decode_mamba
+from services.worker.models.states.reading.model import (
+    NO_ROPE,
+    head_dim_of,
+    model_with_states,
+    require_kernel,
+    require_positive,
+)
 
 
 class _RawNemotronH(RawMamba, kw_only=True):
@@ -59,35 +66,12 @@ def nemotron_model_config(
     assert architecture == NEMOTRON_H
     raw = decode_mamba(text, _RawNemotronH)
     kinds, heads = _kinds(raw), raw.num_attention_heads
-    kv_heads, head_dim = raw.num_key_value_heads or heads, raw.head_dim or raw.attention_head_dim or 128
+    kv_heads = raw.num_key_value_heads or heads
     _refuse_unsupported(raw, kinds, kv_heads)
-    mixes = "moe" in kinds
-    return ModelConfig(
-        architecture=architecture,
-        dtype=dtype_named(raw.dtype or raw.torch_dtype),
-        vocab_size=raw.vocab_size,
-        hidden_size=raw.hidden_size,
-        intermediate_size=raw.intermediate_size if "mlp" in kinds else 0,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+    head_dim = head_dim_of(raw.hidden_size, heads, kv_heads, raw.head_dim or raw.attention_head_dim or 128)
+    return model_with_states(
+        *(raw, architecture),
         layers=_layers(kinds),
-        max_positions=raw.max_position_embeddings,
-        norm_eps=raw.layer_norm_epsilon,
-        activation="relu2",
-        attention_scale=head_dim**-0.5,
-        attention_softcap=None,
-        logits_softcap=None,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=raw.mlp_bias,
-        qk_norm=False,
-        post_norms=False,
-        norm_offset=False,
-        embedding_scale=None,
-        tied_embeddings=raw.tie_word_embeddings,
-        eos_token_ids=stop_tokens(raw.eos_token_id),
-        mixture=_mixture(raw) if mixes else None,
         states=MambaConfig(
             heads=raw.mamba_num_heads,
             head_dim=raw.mamba_head_dim,
@@ -97,6 +81,16 @@ def nemotron_model_config(
             conv_bias=raw.use_conv_bias,
             bias=raw.use_bias,
         ),
+        max_positions=raw.max_position_embeddings,
+        norm_eps=raw.layer_norm_epsilon,
+        eos=stop_tokens(raw.eos_token_id),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=raw.intermediate_size if "mlp" in kinds else 0,
+        activation="relu2",
+        mlp_bias=raw.mlp_bias,
+        mixture=_mixture(raw) if "moe" in kinds else None,
         rotary_dim=0,
     )
 
@@ -152,10 +146,7 @@ def _refuse_unsupported(raw: _RawNemotronH, kinds: list[str], kv_heads: int) -> 
         n_groups=raw.n_groups,
         ssm_state_size=raw.ssm_state_size,
     )
-    if raw.num_attention_heads % kv_heads:
-        raise ModelError(f"num_attention_heads {raw.num_attention_heads} is no multiple of {kv_heads} KV heads")
-    if raw.conv_kernel < 2:
-        raise ModelError(f"conv_kernel {raw.conv_kernel} is not supported; supported: 2 and more")
+    require_kernel("conv_kernel", raw.conv_kernel)
     if raw.mamba_num_heads % raw.n_groups:
         raise ModelError(f"n_groups {raw.n_groups}: {raw.mamba_num_heads} heads do not divide by it")
     if raw.mlp_hidden_act != "relu2":

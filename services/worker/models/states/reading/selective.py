@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from msgspec import Struct
-
-from services.worker.models.config import (
-    LayerConfig,
-    Mixture,
-    ModelConfig,
-    ModelError,
-    SelectiveConfig,
-    dtype_named,
-)
+from services.worker.models.config import LayerConfig, Mixture, ModelConfig, ModelError, SelectiveConfig
 from services.worker.models.hf_layers.selective import JAMBA, SELECTIVE_ARCHITECTURES
-from services.worker.models.states.reading.mamba import (
-    MAMBA2_POSITIONS,
+from services.worker.models.states.reading.mamba import MAMBA2_POSITIONS, RawMamba, decode_mamba
+from services.worker.models.states.reading.model import (
     NO_ROPE,
-    RawMamba,
-    decode_mamba,
+    head_dim_of,
+    model_with_states,
+    require_kernel,
     require_positive,
 )
 
@@ -94,7 +86,7 @@ def _mamba(raw: _RawSelective, architecture: str, eos: tuple[int, ...]) -> Model
         state_size=raw.state_size,
         time_step_rank=rank,
     )
-    _check_kernel("conv_kernel", raw.conv_kernel)
+    require_kernel("conv_kernel", raw.conv_kernel)
     states = SelectiveConfig(
         heads=inner,
         state_dim=raw.state_size,
@@ -105,9 +97,14 @@ def _mamba(raw: _RawSelective, architecture: str, eos: tuple[int, ...]) -> Model
         norm_eps=raw.mixer_rms_eps if architecture == "FalconMambaForCausalLM" else None,
         norm_weights=False,
     )
-    layers = (LayerConfig(None, NO_ROPE, has_state=True),) * raw.num_hidden_layers
-    sizes = _Sizes(raw.layer_norm_epsilon, MAMBA2_POSITIONS)
-    return _model_config(raw, architecture, sizes, layers, states, eos)
+    return model_with_states(
+        *(raw, architecture),
+        layers=(LayerConfig(None, NO_ROPE, has_state=True),) * raw.num_hidden_layers,
+        states=states,
+        max_positions=MAMBA2_POSITIONS,
+        norm_eps=raw.layer_norm_epsilon,
+        eos=eos,
+    )
 
 
 def _jamba(raw: _RawJamba, eos: tuple[int, ...]) -> ModelConfig:
@@ -129,11 +126,8 @@ def _jamba(raw: _RawJamba, eos: tuple[int, ...]) -> ModelConfig:
         mamba_dt_rank=rank,
         head_dim=1 if raw.head_dim is None else raw.head_dim,
     )
-    _check_kernel("mamba_d_conv", raw.mamba_d_conv)
-    if heads % kv_heads:
-        raise ModelError(f"num_attention_heads {heads} is no multiple of {kv_heads} KV heads")
-    if raw.head_dim is None and raw.hidden_size % heads:
-        raise ModelError(f"hidden_size {raw.hidden_size} is no multiple of {heads} heads")
+    require_kernel("mamba_d_conv", raw.mamba_d_conv)
+    head_dim = head_dim_of(raw.hidden_size, heads, kv_heads, raw.head_dim)
     if raw.sliding_window is not None:
         raise ModelError(f"sliding_window {raw.sliding_window} is not supported; supported: null")
     if not raw.mamba_inner_layernorms:
@@ -159,11 +153,20 @@ def _jamba(raw: _RawJamba, eos: tuple[int, ...]) -> ModelConfig:
     )
     if not any(layer.has_state for layer in layers):
         raise ModelError(f"attn_layer_period {raw.attn_layer_period}: no layer has a mixer with states")
-    sizes = _Sizes(
-        *(raw.rms_norm_eps, raw.max_position_embeddings, raw.intermediate_size, heads, kv_heads),
-        head_dim=raw.head_dim or raw.hidden_size // heads,
+    return model_with_states(
+        *(raw, JAMBA),
+        layers=layers,
+        states=states,
+        max_positions=raw.max_position_embeddings,
+        norm_eps=raw.rms_norm_eps,
+        eos=eos,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=raw.intermediate_size,
+        mixture=mixture,
+        rotary_dim=0,
     )
-    return _model_config(raw, JAMBA, sizes, layers, states, eos, mixture)
 
 
 def _mixture(raw: _RawJamba) -> Mixture | None:
@@ -180,61 +183,5 @@ def _mixture(raw: _RawJamba) -> Mixture | None:
     )
 
 
-class _Sizes(Struct, frozen=True):
-    """What a model has beside its mixers."""
-
-    norm_eps: float
-    positions: int
-    intermediate_size: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-
-
-def _model_config(
-    raw: RawMamba,
-    architecture: str,
-    sizes: _Sizes,
-    layers: tuple[LayerConfig, ...],
-    states: SelectiveConfig,
-    eos: tuple[int, ...],
-    mixture: Mixture | None = None,
-) -> ModelConfig:
-    return ModelConfig(
-        architecture=architecture,
-        dtype=dtype_named(raw.dtype or raw.torch_dtype),
-        vocab_size=raw.vocab_size,
-        hidden_size=raw.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.heads,
-        num_kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        layers=layers,
-        max_positions=sizes.positions,
-        norm_eps=sizes.norm_eps,
-        activation="silu",
-        attention_scale=sizes.head_dim**-0.5 if sizes.head_dim else 1.0,
-        attention_softcap=None,
-        logits_softcap=None,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        post_norms=False,
-        norm_offset=False,
-        embedding_scale=None,
-        tied_embeddings=raw.tie_word_embeddings,
-        eos_token_ids=eos,
-        mixture=mixture,
-        states=states,
-        rotary_dim=0 if sizes.head_dim else None,
-    )
-
-
 def _step_rank(rank: int | Literal["auto"], hidden: int) -> int:
     return -(-hidden // _ELEMENTS_OF_A_STEP) if rank == "auto" else rank
-
-
-def _check_kernel(key: str, kernel: int) -> None:
-    if kernel < 2:
-        raise ModelError(f"{key} {kernel} is not supported; supported: 2 and more")
