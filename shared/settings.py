@@ -136,7 +136,8 @@ class Setting(NamedTuple):
         try:
             return msgspec.convert(parsed, wanted, strict=False, dec_hook=_path)
         except msgspec.ValidationError as error:
-            allowed = f"; one of {', '.join(map(str, self.choices))} is expected" if self.choices else ""
+            choices = ("true", "false") if self.plain_type is bool else self.choices
+            allowed = f"; one of {', '.join(map(str, choices))} is expected" if choices else ""
             raise ValueError(f"{error}{allowed}") from None
 
     def _from_text(self, value: Any) -> Any:

@@ -12,7 +12,7 @@ from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
 from deploy.supervisor.launch import EVERY_SERVICE
 from shared.messages.lifecycle import Service
-from shared.settings import settings_of
+from shared.settings import Setting, settings_of
 
 Settings = Mapping[str, Mapping[str, str]]
 
@@ -33,8 +33,20 @@ def parsed_settings(assignments: Sequence[str]) -> dict[str, dict[str, str]]:
             close = get_close_matches(name, known, 1)
             meant = f", {service}.{close[0]} is near" if close else ""
             raise CommandError(f"--set {assignment}: no such setting{meant}; docs/configuration.md has all", status=2)
+        if name in known:
+            value = _checked(known[name], value, assignment)
         settings[service if dot else EVERY_SERVICE][name] = value
     return dict(settings)
+
+
+def _checked(setting: Setting, value: str, assignment: str) -> str:
+    """`value`, as the service's command line takes it. Raises CommandError for one that the setting does not allow, so
+    that it is named as it was given, before anything starts."""
+    try:
+        parsed = setting.parse(value)
+    except ValueError as error:
+        raise CommandError(f"--set {assignment}: {error}", status=2) from None
+    return str(parsed).lower() if setting.plain_type is bool and parsed is not None else value
 
 
 def merged(*layers: Settings) -> dict[str, dict[str, str]]:

@@ -196,12 +196,14 @@ def size_kv(demand: KvDemand, memory: DeviceMemory) -> KvSize:
         enough = (demand.max_num_seqs + checkpoints) * demand.sequence_blocks
         num_blocks = max(demand.sequence_blocks, min(enough, _MAX_WEIGHTLESS_BLOCKS))
         return KvSize(num_blocks, demand.max_model_len, checkpoints)
-    num_blocks = _bytes(demand, memory) // demand.block_bytes
+    room = _bytes(demand, memory)
+    num_blocks = room // demand.block_bytes
     longest = demand.longest(num_blocks)
     if longest < 1 or (demand.explicit_model_len and num_blocks < demand.sequence_blocks):
+        there = f"there are {gib(room)}" if demand.given is None else f"kv_memory leaves {gib(room)} for it"
         raise ModelError(
-            f"one sequence of {demand.max_model_len} tokens needs {gib(demand.sequence_bytes)} of KV "
-            f"memory and there are {gib(num_blocks * demand.block_bytes)}: give more KV memory"
+            f"one sequence of {demand.max_model_len} tokens needs {gib(demand.sequence_bytes)} of KV memory and "
+            f"{there}: give kv_memory of so much or more"
             + (f", or lower the maximum model length to {longest}" if longest else "")
         )
     return KvSize(num_blocks, min(demand.max_model_len, longest), checkpoints)

@@ -16,8 +16,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def gib(size: int) -> str:
-    """Bytes as people read them."""
-    return f"{size / (1 << 30):.2f} GiB"
+    """Bytes as people read them; less than a tenth of a GiB in smaller units, so that little is not nothing."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= (1 << shift) / 10:
+            return f"{size / (1 << shift):.2f} {unit}"
+    return f"{size} bytes"
 
 
 def free_bytes() -> int:

@@ -10,6 +10,7 @@ import pytest
 from services.worker.executor.kv_sizing import DeviceMemory, KvDemand, KvSize, size_kv
 from services.worker.models.config import ModelError
 from services.worker.platforms.installed import built_in_platform
+from services.worker.platforms.main_memory import gib
 from shared.kv_groups import MAX_TOKENS, KvCacheGroup
 
 CPU = built_in_platform("cpu")
@@ -138,8 +139,15 @@ def test_what_takes_what_is_told() -> None:
 
 
 def test_a_full_machine_is_refused() -> None:
-    with pytest.raises(ModelError, match="give more KV memory"):
+    with pytest.raises(ModelError, match="and there are 0 bytes: give kv_memory of so much or more"):
         size_kv(demand(), cpu(MIB, 2 * MIB))
+
+
+def test_kv_memory_that_holds_nothing_is_named_and_so_is_what_it_takes() -> None:
+    said = "one sequence of 4096 tokens needs 0.25 GiB of KV memory and kv_memory leaves 3 bytes for it: give kv_memory"
+    with pytest.raises(ModelError, match=said):
+        size_kv(demand(given=3), cpu(3 * GIB, GIB))
+    assert [gib(size) for size in (2 * MIB, 3 << 10, 7)] == ["2.00 MiB", "3.00 KiB", "7 bytes"]
 
 
 def test_the_peak_of_a_piece_of_work_is_measured_even_after_a_higher_one() -> None:

@@ -22,5 +22,26 @@ def test_settings_that_mean_nothing_are_refused_by_name(text: str) -> None:
         parsed_settings([text])
 
 
+def test_switches_take_what_the_environment_takes() -> None:
+    given = [f"worker.enforce_eager={value}" for value in ("1", "true", "True")]
+    assert [parsed_settings([each]) for each in given] == [{"worker": {"enforce_eager": "true"}}] * 3
+    assert parsed_settings(["worker.enforce_eager=0"]) == {"worker": {"enforce_eager": "false"}}
+
+
+@pytest.mark.parametrize(
+    ("assignment", "complaint"),
+    [
+        ("worker.enforce_eager=maybe", "Expected `bool`, got `str`; one of true, false is expected"),
+        ("worker.ops=fast", "Invalid enum value 'fast'; one of auto, torch, native, triton is expected"),
+        ("worker.max_num_seqs=0", "Expected `int` >= 1"),
+        ("worker.kv_memory=much", "a size is a number with an optional unit such as 512MiB, 2GiB or 1.5GB"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_as_it_was_given(assignment: str, complaint: str) -> None:
+    with pytest.raises(CommandError) as error:
+        parsed_settings([assignment])
+    assert str(error.value) == f"--set {assignment}: {complaint}"
+
+
 def test_later_settings_win() -> None:
     assert merged({"a": {"k": "1", "l": "1"}}, {"a": {"k": "2"}}) == {"a": {"k": "2", "l": "1"}}
