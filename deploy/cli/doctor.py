@@ -142,7 +142,7 @@ def gateway(run_dir: Path) -> Finding:
         if is_held(run_dir):
             return warn("gateway", "a stack is starting", "wait; baton logs --follow shows what it does")
         return ok("gateway", "no stack runs")
-    if asyncio.run(wait_until_ready(state.url, READY_WITHIN)):
+    if asyncio.run(wait_until_ready(state.url, READY_WITHIN, wants_certificates=state.spec.wants_certificates)):
         return ok("gateway", f"{state.url} is ready, model {state.model}")
     return fail("gateway", f"{state.url}/ready does not say 200", "baton ps shows who is missing, baton logs why")
 

@@ -19,33 +19,38 @@ ANSWER_TIMEOUT = 300.0
 """Seconds between two pieces of an answer; the gateway sends keep-alive comments much more often."""
 
 
-async def wait_until_ready(url: str, seconds: float) -> bool:
-    """Whether GET /ready says 200 within that time."""
+async def wait_until_ready(url: str, seconds: float, *, wants_certificates: bool = False) -> bool:
+    """Whether GET /ready says 200 within that time. A gateway that `wants_certificates` of its clients is asked with
+    the one that the environment names; where it takes none, it is ready once it speaks TLS. Raises CommandError for a
+    certificate that cannot be read."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            while not await _is_ready(url):
+            while not await _is_ready(url, wants_certificates):
                 await asyncio.sleep(POLL_INTERVAL)
             return True
     return False
 
 
-async def _is_ready(url: str) -> bool:
-    where = urlsplit(url)
+async def _is_ready(url: str, wants_certificates: bool) -> bool:
+    where, refused = urlsplit(url), False
+    tls = _unchecked(wants_certificates) if where.scheme == "https" else None
     with contextlib.suppress(OSError):
-        tls = _unchecked() if where.scheme == "https" else None
         reader, writer = await asyncio.open_connection(where.hostname, where.port, ssl=tls)
+        # Until it answers: who shows none has shaken hands already when the connection ends (RFC 8446, 4.4.2.4).
+        refused = tls is not None and wants_certificates
         try:
             writer.write(f"GET /ready HTTP/1.1\r\nHost: {where.netloc}\r\nConnection: close\r\n\r\n".encode())
-            return b" 200 " in await reader.readline()
+            if answer := await reader.readline():
+                return b" 200 " in answer
         finally:
             writer.close()
-    return False
+    return refused
 
 
-def _unchecked() -> ssl.SSLContext:
+def _unchecked(wants_certificates: bool) -> ssl.SSLContext:
     """For a gateway of this machine that is asked for nothing but whether it is ready, by an address that its
     certificate need not name."""
-    context = ssl.create_default_context()
+    context = checked_tls() if wants_certificates else ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
 

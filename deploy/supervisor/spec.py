@@ -204,6 +204,11 @@ class StackSpec(Struct, frozen=True, kw_only=True):
         return self.start_method == "forkserver" and sys.platform == "linux" and self.ray is None
 
     @property
+    def wants_certificates(self) -> bool:
+        """Whether gateways ask their clients for a certificate."""
+        return "ssl_ca_certs" in self.settings.get("gateway", {})
+
+    @property
     def names(self) -> tuple[ModelName, ...]:
         """Of all models, for clients."""
         return tuple(each.name for each in self.models) or (self.served_model_name,)

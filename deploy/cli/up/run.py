@@ -140,9 +140,8 @@ async def _greet(stack: Stack, output: Output, begun: float, ready_fd: int | Non
         if ready_fd is not None:
             os.write(ready_fd, b"!")
         return
-    # Where clients have to show a certificate, there is none to show here.
-    asked = "ssl_ca_certs" not in stack.spec.settings.get("gateway", {})
-    if asked and not await wait_until_ready(stack.url, FIRST_ANSWER_DEADLINE):
+    wants_certificates = stack.spec.wants_certificates
+    if not await wait_until_ready(stack.url, FIRST_ANSWER_DEADLINE, wants_certificates=wants_certificates):
         gateway = stack.spec.counts.named("gateway-1")
         stack.give_up(gateway, f"is up, but {stack.url}/ready did not say 200 within {FIRST_ANSWER_DEADLINE:g} s")
         return

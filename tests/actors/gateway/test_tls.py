@@ -152,6 +152,27 @@ async def test_commands_show_the_certificate_that_the_environment_names(
         served_models(url, None)
 
 
+@pytest.mark.parametrize("shown", ["none", "its own", "a stranger's"])
+async def test_a_start_waits_by_tls_for_a_gateway_that_wants_certificates(
+    memory_bus: MemoryBus,
+    files: Files,
+    authority: Authority,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shown: str,
+) -> None:
+    if shown != "none":
+        of = authority if shown == "its own" else Authority(tmp_path / "another")
+        for name, file in zip((CERTIFICATE, KEY), of.files("operator")[:2], strict=True):
+            monkeypatch.setenv(name, file)
+    tls = {"ssl_certfile": files.certificate, "ssl_keyfile": files.key, "ssl_ca_certs": files.authority}
+    async with gateway_stack(memory_bus, **tls) as stack:
+        url = stack.url.replace("http:", "https:")
+        assert await wait_until_ready(url, 60, wants_certificates=True)
+        assert not await wait_until_ready(stack.url, 0.2, wants_certificates=True), "it speaks TLS alone"
+    assert not await wait_until_ready(url, 0.2, wants_certificates=True), "nobody is there any more"
+
+
 def test_files_that_cannot_be_used_are_named_with_the_reason(files: Files, tmp_path: Path) -> None:
     def used(**more: Path) -> None:
         found = GatewayConfig(instance="g", **{"ssl_certfile": files.certificate, "ssl_keyfile": files.key, **more})
