@@ -313,6 +313,7 @@ ENGINE_NAMES = (
     "vllm:request_decode_time_seconds",
     "vllm:request_inference_time_seconds",
     "vllm:iteration_tokens_total",
+    "vllm:prompt_tokens_by_source",
 )
 """What the API's page says of engines."""
 
@@ -367,6 +368,20 @@ class EngineCollector(Collector):
                 if said.figures is not None:
                     histogram.add_metric([engine, said.model.name], *_cumulative(bounds, counts(said.figures)))
             yield histogram
+        sources = CounterMetricFamily(next(names), "Prompt tokens by source.", labels=[*labels, "source"])
+        for engine, said in reports:
+            for source, count in _by_source(said).items():
+                sources.add_metric([engine, said.model.name, source], count)
+        yield sources
+
+
+def _by_source(said: EngineReport) -> dict[str, int]:
+    """Prompt tokens of requests that entered a step, as vLLM calls where their keys and values are from."""
+    return {
+        "local_compute": said.prompt_tokens - said.cached_tokens,
+        "local_cache_hit": said.cached_tokens - said.loaded_tokens,
+        "external_kv_transfer": said.loaded_tokens,
+    }
 
 
 def _cumulative(bounds: tuple[float, ...], histogram: BucketCounts) -> tuple[list[tuple[str, float]], float]:

@@ -35,6 +35,8 @@ class OpenStream(Struct, frozen=True, array_like=True, kw_only=True):
     """Passed on to the gateway in `StreamOpened.thinking`."""
     trace: str | None = None
     """See `Generation.trace`."""
+    queued: float | None = None
+    """Passed on to the gateway in `StreamOpened.queued`."""
 
 
 class NewTokens(Struct, frozen=True, array_like=True, gc=False):

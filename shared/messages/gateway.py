@@ -165,6 +165,8 @@ class StreamOpened(Struct, frozen=True, array_like=True):
     engine: EngineId | None = None
     """The engine that opened it: there a gateway ends what it has given up, though it never received the placement.
     None from a detokenizer of an older release."""
+    queued: float | None = None
+    """Seconds that it waited at the engine for its first step. None from an engine of an older release."""
 
 
 class Deltas(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

@@ -187,6 +187,8 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Preemptions of running sequences in this epoch."""
     speculated: int = 0
     """Steps of single sequences that verified drafts, since the start."""
+    loaded_tokens: int = 0
+    """How many of `cached_tokens` were loaded from a KV store."""
 
     @property
     def suspect(self) -> str | None:

@@ -115,6 +115,7 @@ ENGINE_REPORT = lifecycle.EngineReport(
     ),
     preemptions=3,
     speculated=4,
+    loaded_tokens=2,
 )
 KV_GROUPS = (kv_groups.KvCacheGroup(layers=2), kv_groups.KvCacheGroup(layers=2, window=24))
 WORKER_REPORT = lifecycle.WorkerReport(
@@ -266,7 +267,7 @@ MESSAGES: list[Any] = [
         detokenizer=DetokenizerId("detokenizer-1"),
         epoch=Incarnation(1),
         number=0,
-        opened=(gateway.StreamOpened(R, A, 1, 0, None, E),),
+        opened=(gateway.StreamOpened(R, A, 1, 0, None, E, 0.5),),
         deltas=(gateway.Delta(R, A, 0, (9,), "a", "stop", None, (gateway.PositionLogprobs(LOGPROB_TEXT, ()),)),),
         scored=(gateway.PromptLogprobsDelta(R, A, 1, (gateway.PositionLogprobs(LOGPROB_TEXT, (), 3),)),),
         pooled=(gateway.PooledDelta(R, A, b"\0\0\x80?"),),

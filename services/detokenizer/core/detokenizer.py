@@ -182,7 +182,8 @@ class Detokenizer:
         stream = self.streams[opened.request] = RequestStream(opened, engine, self._vocabulary)
         self._pending[opened.gateway].opened.append(
             StreamOpened(
-                opened.request, opened.attempt, opened.prompt_tokens, opened.cached_tokens, opened.thinking, engine
+                *(opened.request, opened.attempt, opened.prompt_tokens, opened.cached_tokens),
+                *(opened.thinking, engine, opened.queued),
             )
         )
         if opened.resumed and (replayed := stream.replay()) is not None:

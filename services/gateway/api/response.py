@@ -51,9 +51,7 @@ client gets the overflow provider's answer."""
 
 
 PROMPT_FIELDS = {
-    "chat": "messages",
-    "messages": "messages",
-    "ollama": "messages",
+    **dict.fromkeys(("chat", "messages", "ollama"), "messages"),
     "sglang": "text",
     "tokens": "token_ids",
     "responses": "input",
@@ -97,8 +95,8 @@ class ResponseHeader(NamedTuple):
 
 
 METRICS = (
-    *("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms"),
-    *("tokens_per_second", "speculative_decoding"),
+    *("time_to_first_token_ms", "generation_time_ms", "queue_time_ms"),
+    *("mean_itl_ms", "tokens_per_second", "speculative_decoding"),
 )
 """The fields of `metrics`."""
 
@@ -136,9 +134,10 @@ class ChoiceState:
     """Tokens of the prompt that an encoder has read; `prompt_tokens` counts them, too."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    queued: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
-    """When its newest tokens arrived."""
+    """How many seconds it waited at its engine; when its first and its newest tokens arrived."""
     texts: list[str] = field(default_factory=list)
     """The output in pieces; collected only where the response is one body."""
     logprobs: list[PositionLogprobs] = field(default_factory=list)
@@ -199,20 +198,20 @@ def usage(choices: list[ChoiceState], completion_tokens: int | None = None) -> d
 
 
 def timing_metrics(choices: Sequence[ChoiceState], started_at: float) -> dict[str, float | None] | None:
-    """Returns vLLM's `metrics` of a request that began at `started_at`; None where it has several choices, as they are
-    one choice's. How long it waited in an engine's queue is not known here."""
+    """Returns vLLM's `metrics` of a request that began at `started_at`; None where there are several choices."""
     if len(choices) != 1:
         return None
-    choice, metrics = choices[0], dict[str, float | None].fromkeys(METRICS)
-    if choice.first_token_at is None or choice.last_token_at is None:
-        return metrics
-    generation = choice.last_token_at - choice.first_token_at
-    metrics["time_to_first_token_ms"] = 1000 * (choice.first_token_at - started_at)
-    metrics["generation_time_ms"] = 1000 * generation
-    metrics["mean_itl_ms"] = 1000 * generation / (choice.tokens - 1) if choice.tokens > 1 else None
-    if (whole := choice.last_token_at - started_at) > 0:
-        metrics["tokens_per_second"] = choice.tokens / whole
-    return metrics
+    choice, first, last = choices[0], choices[0].first_token_at, choices[0].last_token_at
+    if first is None or last is None:
+        return dict.fromkeys(METRICS)
+    generation, whole = last - first, last - started_at
+    return dict.fromkeys(METRICS) | {
+        "time_to_first_token_ms": 1000 * (first - started_at),
+        "generation_time_ms": 1000 * generation,
+        "queue_time_ms": None if choice.queued is None else 1000 * choice.queued,
+        "mean_itl_ms": 1000 * generation / (choice.tokens - 1) if choice.tokens > 1 else None,
+        "tokens_per_second": choice.tokens / whole if whole > 0 else None,
+    }
 
 
 def prompt_tokens(choices: Sequence[ChoiceState]) -> int:
@@ -298,7 +297,7 @@ class GenerationResponse:
         """Notes what is known of a choice's prompt when its generation starts."""
         choice = self.requests[opened.request]
         choice.prompt_tokens = choice.encoder_tokens + opened.prompt_tokens
-        choice.cached_tokens = opened.cached_tokens
+        choice.cached_tokens, choice.queued = opened.cached_tokens, opened.queued
         if choice.message is not None:
             choice.message.parser.thinking = opened.thinking
 

@@ -18,6 +18,8 @@ class EngineCounters:
     """Prompt tokens of all requests that entered a step."""
     cached_tokens: int = 0
     """How many of `prompt_tokens` a cache held, so that they were not computed."""
+    loaded_tokens: int = 0
+    """How many of `cached_tokens` were loaded from a KV store."""
     blocks_saved: int = 0
     """Blocks that were committed to the KV store."""
     blocks_unsaved: int = 0

@@ -294,6 +294,7 @@ class EngineCore:
             paused=self.paused,
             preemptions=epoch.preemptions,
             speculated=counters.speculated,
+            loaded_tokens=counters.loaded_tokens,
         )
 
     @property

@@ -173,7 +173,7 @@ class EpochState:
     def issue(self, step: StepBuilder, now: float) -> StepPlan:
         """The step as the ranks are to be sent it, under the number that it has in flight from now on."""
         for sequence, cached in step.started:
-            self._open(sequence, cached)
+            self._open(sequence, cached, now)
         for sequence in step.handing:
             self.transfers.hand_overs.start(sequence)
         tokens = self.limits.max_batch_tokens - step.budget - step.withheld
@@ -214,9 +214,9 @@ class EpochState:
         self._validator.card = card
         self.lora_refusals = changed.refusals
 
-    def _open(self, sequence: Sequence, cached: int) -> None:
+    def _open(self, sequence: Sequence, cached: int, now: float) -> None:
         """Its prompt is being computed, but for the first `cached` tokens."""
-        self._outbox.streams.open(sequence, cached)
+        self._outbox.streams.open(sequence, cached, queued=now - sequence.last_token_at)
         if sequence.detokenizer == CANARY_DETOKENIZER:
             return
         if (kept := sequence.generation.kept) is not None:  # what was found is loaded by now
@@ -224,6 +224,7 @@ class EpochState:
         prompt = sequence.tokens.prompt_length
         self._counters.prompt_tokens += prompt
         self._counters.cached_tokens += min(prompt, cached)
+        self._counters.loaded_tokens += min(prompt, cached, sequence.transfer.loaded_tokens)
         if sequence.transfer.decode_node is None:
             return
         if (ahead := self._sender.prefetch(sequence, self.memory)) is not None:
@@ -328,19 +329,19 @@ class EpochState:
     def record_transfers(self, report: TransferProgress, now: float) -> None:
         """A rank has copied blocks, or failed to."""
         for outcome in self.transfers.record_report(report, now):
-            self._finish_load(outcome)
+            self._finish_load(outcome, now)
 
     def expire_loads(self, now: float) -> None:
         """Sequences that a KV connector keeps waiting for too long are computed."""
         for outcome in self.transfers.connector_loads.expire(now):
-            self._finish_load(outcome)
+            self._finish_load(outcome, now)
 
-    def _finish_load(self, outcome: LoadOutcome) -> None:
+    def _finish_load(self, outcome: LoadOutcome, now: float) -> None:
         sequence, tokens, others, computed = outcome
         if sequence is not None:
             self.queues.finish_loading(sequence, tokens, computed)
             if tokens is not None and computed:  # the workers know it already
-                self._open(sequence, tokens)
+                self._open(sequence, tokens, now)
         for other in others:
             self.queues.resume(other)
 

@@ -208,6 +208,7 @@ class TransferState:
         "decode_node",
         "decode_on",
         "kv_source",
+        "loaded_tokens",
         "partial",
         "passed_by",
         "preempted",
@@ -226,6 +227,8 @@ class TransferState:
         """The node whose KV store probably holds its blocks; None if none is known."""
         self.partial = BlockHash(handed.partial) if handed is not None and handed.partial else None
         """Hash of its last, partial block in the store, if it was handed over; else None."""
+        self.loaded_tokens = 0
+        """How many of its tokens lie in blocks that were loaded from a KV store."""
         self.preempted = False
         """Whether it lost its blocks to others, and has not begun again."""
         self.unsought = False
@@ -241,6 +244,11 @@ class TransferState:
     def preempt(self) -> None:
         """It loses its blocks to others. What these leave of them shows only when its turn comes again."""
         self.preempted = self.unsought = True
+        self.loaded_tokens = 0
+
+    def record_loaded(self, tokens: int) -> None:
+        """Blocks of so many tokens were loaded."""
+        self.loaded_tokens = tokens
 
     def seek(self) -> None:
         """The store is asked for what it has lost, or need not be."""

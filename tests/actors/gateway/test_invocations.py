@@ -123,6 +123,7 @@ async def test_a_client_names_its_request_and_is_told_its_times(stack: GatewaySt
     assert 0 < metrics["time_to_first_token_ms"] < 60_000
     assert metrics["generation_time_ms"] == pytest.approx(3 * metrics["mean_itl_ms"])
     assert metrics["tokens_per_second"] > 0
+    assert 0 <= metrics["queue_time_ms"] <= metrics["time_to_first_token_ms"]
     options = {"stream": True, "stream_options": {"include_usage": True}}
     response = await stack.http.post("/v1/completions", json=body | options)
     *_, last = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]

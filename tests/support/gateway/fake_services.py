@@ -303,7 +303,7 @@ class FakeRing:
         text = prompt_text(message.prompt)
         prompt_tokens = len(text.split(" "))
         opened: tuple[StreamOpened, ...] = (
-            StreamOpened(message.request, message.attempt, prompt_tokens, prompt_tokens // 2, self.thinking),
+            StreamOpened(message.request, message.attempt, prompt_tokens, prompt_tokens // 2, self.thinking, None, 0.0),
         )
         if message.sampling.prompt_logprobs is not None and not ("UNSCORED" in text and message.attempt == 1):
             await self.deltas(message, opened, (), _scored(message, prompt_tokens))

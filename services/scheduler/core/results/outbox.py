@@ -66,8 +66,8 @@ class TokenStreams:
         self.pending: defaultdict[DetokenizerId, PendingBatch] = defaultdict(PendingBatch)
         """What the next message to each detokenizer will hold, to be appended to."""
 
-    def open(self, sequence: Sequence, cached_tokens: int) -> None:
-        """Announces a request, once."""
+    def open(self, sequence: Sequence, cached_tokens: int, *, queued: float) -> None:
+        """Announces a request, once, which waited here for `queued` seconds."""
         if sequence.stream.opened:
             return
         generation, stopping = sequence.generation, sequence.generation.stopping
@@ -92,6 +92,7 @@ class TokenStreams:
             keep_markup=generation.keep_markup,
             thinking=generation.thinking,
             trace=generation.trace,
+            queued=queued,
         )
         self.pending[sequence.detokenizer].opened.append(opening)
 

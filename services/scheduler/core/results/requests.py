@@ -246,7 +246,7 @@ class EngineRequests:
         self.held[sequence.generation.request] = sequence
         self._queues.add(sequence)
         if len(sequence.tokens.known) >= sequence.tokens.limit:  # earlier attempts produced every token
-            self._outbox.streams.open(sequence, 0)
+            self._outbox.streams.open(sequence, 0, queued=0.0)
             self._outbox.streams.pending[sequence.detokenizer].entries.append(token_entry(sequence, (), "length"))
             self.end(sequence, tell_detokenizer=False)
 

@@ -84,6 +84,8 @@ class PendingLoad:
     names: list[_LoadedBlock] = field(default_factory=list)
     tokens: int = 0
     """How many of the sequence's tokens are computed when what is wanted, or then found, is loaded."""
+    own: int = 0
+    """How many of those our own memory had."""
     computed: int = 0
     """How many tokens behind those the plan that loads them computes."""
     drop: bytes = b""
@@ -267,7 +269,7 @@ class BlockLoads:
         load.move("copying")
         blocks = self._memory.start_load(sequence, cached, load.tokens)
         copies = list(zip(blocks, self._missing(load, len(cached)), strict=True))
-        load.computed = overlap
+        load.own, load.computed = len(cached) // self._memory.tables * self._memory.block_size, overlap
         self._copy(load, sequence, len(cached), copies, now)
         lasts = self._lasting(load.tokens)
         load.names = [_LoadedBlock(each.place, each.hash, block) for block, each in copies if each.place < lasts]
@@ -308,6 +310,8 @@ class BlockLoads:
         counters = self._source.counters
         if done:
             counters.blocks_loaded += len(load.names) + len(load.drop) // HASH_BYTES
+            if load.sequence is not None:
+                load.sequence.transfer.record_loaded(load.tokens - load.own)
         else:
             counters.loads_failed += 1
         self._source.release(lease, load.drop)

@@ -158,12 +158,12 @@ def test_every_field_of_vllms_answers_is_there_and_null_where_it_says_nothing() 
 
 
 def test_metrics_are_one_choices_times() -> None:
-    choice = ChoiceState(0, 0, tokens=5, first_token_at=10.25, last_token_at=12.25, finish="stop")
+    choice = ChoiceState(0, 0, tokens=5, queued=0.125, first_token_at=10.25, last_token_at=12.25, finish="stop")
     options = ResponseOptions(metrics=True)
     wanted = {
         "time_to_first_token_ms": 250.0,
         "generation_time_ms": 2000.0,
-        "queue_time_ms": None,
+        "queue_time_ms": 125.0,
         "mean_itl_ms": 500.0,
         "tokens_per_second": 5 / 2.25,
         "speculative_decoding": None,

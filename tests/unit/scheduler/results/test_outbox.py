@@ -23,7 +23,7 @@ def test_openings_of_many_requests_with_long_stop_strings_are_sent_in_several_me
         stop = LONG if number < 128 else ("short",)
         generated = generate(f"r{number}", PROMPT, stop=stop)
         sequence = Sequence(generated, QueueKey(0, 0.0, number), 99, frozenset(), 16)
-        streams.open(sequence, 0)
+        streams.open(sequence, 0, queued=0.0)
     streams.disown(sequence.detokenizer, sequence.generation.request, sequence.generation.attempt)
     outputs = streams.flush()
     batches: list[TokenBatch] = [output.batch for output in outputs if isinstance(output, SendTokens)]

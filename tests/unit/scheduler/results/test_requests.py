@@ -42,3 +42,13 @@ def test_what_a_logits_processor_refuses_or_fails_for_ends_for_good(
     assert (word.request, word.kind, word.message, word.field) == ("a", kind, "begin: 7 is not", field)
     ring.finish()
     assert len(ring.output_of("b")) == 5
+
+
+def test_how_long_a_request_waited_is_told_with_its_first_step() -> None:
+    ring = Ring(EngineLimits(max_running=1))
+    outputs = [*ring.send(generate("a", PROMPT, max_tokens=2)), *ring.send(generate("b", PROMPT, max_tokens=2))]
+    ring.now = 3.5
+    while ring.plans:
+        outputs += ring.step()
+    opened = [each for output in outputs if isinstance(output, SendTokens) for each in output.batch.opened]
+    assert {each.request: each.queued for each in opened} == {"a": 0.0, "b": 3.5}

@@ -113,6 +113,8 @@ def test_what_another_engine_saved_is_loaded_and_counts_as_cached() -> None:
     assert engines.stream("r").cached_tokens == 32
     assert computed(engines["b"]) == 37 - 32 + 2
     assert engines["b"].engine.counters.blocks_loaded == 2
+    report = engines["b"].report
+    assert (report.prompt_tokens, report.cached_tokens, report.loaded_tokens) == (37, 32, 32)
     engines.check_nothing_is_held()
 
 
@@ -125,6 +127,7 @@ def test_what_was_loaded_is_shared_like_what_was_computed_and_not_saved_again() 
     b.send(generate("again", PROMPT, max_tokens=1))
     engines.settle()
     assert engines.stream("again").cached_tokens == 32
+    assert (engines["b"].report.cached_tokens, engines["b"].report.loaded_tokens) == (64, 32)
     assert asked(b.outputs, Reserve) == []
     assert not transfers(b.outputs[before:])
 
