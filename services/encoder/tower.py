@@ -29,7 +29,7 @@ DTYPES: dict[EmbeddingDtype, torch.dtype] = {
     "float16": torch.float16,
 }
 _LANGUAGE_MODELS = ("language_model.", "text_model.")
-_COUNT_FRAMES = ("glm4v", "glm4v_moe")
+_COUNT_FRAMES = ("glm4v", "glm4v_moe", "glm46v")
 """By `model_type`, those whose bounds are of all frames that a patch is deep, though an image is the same in each."""
 _SCALE = "_scale"
 """What the name of a tensor ends with, or nearly so, that belongs to quantised weights."""

@@ -13,6 +13,7 @@ LLAVA, LLAVA_NEXT = "LlavaForConditionalGeneration", "LlavaNextForConditionalGen
 LLAVA_ONEVISION = "LlavaOnevisionForConditionalGeneration"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
 GLM4V, GLM4V_MOE = "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"
+GLM46V = "Glm46VForConditionalGeneration"
 TILED = (
     "Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
@@ -34,12 +35,19 @@ IMAGE_ARCHITECTURES = (
     *QWEN3_5,
     GLM4V,
     GLM4V_MOE,
+    GLM46V,
     QWEN2_AUDIO,
 )
 """Those that are served with their tower, of sight or, of the last one, of hearing."""
 
 
-_TOKENS = {LLAVA_ONEVISION: 151_646, GLM4V: 151_343, GLM4V_MOE: 151_363, **dict.fromkeys(QWEN3_5, 248_056)}
+_TOKENS = {
+    LLAVA_ONEVISION: 151_646,
+    GLM4V: 151_343,
+    GLM46V: 151_343,
+    GLM4V_MOE: 151_363,
+    **dict.fromkeys(QWEN3_5, 248_056),
+}
 """Of an image, as `transformers` has it where a configuration does not say."""
 
 

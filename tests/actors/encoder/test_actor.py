@@ -179,7 +179,7 @@ async def test_an_image_alone_has_other_rows_than_one_of_several(
         assert encoder.actor.encoder_report().encoded == 1
 
 
-@pytest.mark.parametrize("make", [make_qwen_model, make_glm_model])
+@pytest.mark.parametrize("make", [make_qwen_model, make_glm_model, partial(make_glm_model, kind="glm46v")])
 async def test_images_are_as_large_as_their_rows_say(
     memory_bus: MemoryBus, tmp_path: Path, make: Callable[[Path], ImageModel]
 ) -> None:

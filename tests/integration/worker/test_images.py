@@ -122,7 +122,7 @@ def make_turned_model(folder: Path, kind: str) -> ImageModel:
     return make_glm_model(folder, kind) if kind.startswith("glm") else make_qwen_model(folder, kind)
 
 
-@pytest.mark.parametrize("kind", ["glm4v", "glm4v-moe"])
+@pytest.mark.parametrize("kind", ["glm4v", "glm4v-moe", "glm46v"])
 def test_logits_behind_images_are_the_librarys(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_logits(make_glm_model(tmp_path, kind), OF_ANY_SIZE[1], monkeypatch)
 

@@ -1,4 +1,4 @@
-"""Tiny random GLM-4.1V and GLM-4.5V models, with the library's own of their weights."""
+"""Tiny random GLM-4.1V, GLM-4.5V and GLM-4.6V models, with the library's own of their weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from transformers import (
     Glm4vMoeConfig,
     Glm4vMoeForConditionalGeneration,
     Glm4vProcessor,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
 )
 
 from tests.support.models.tiny_images import ImageModel
@@ -72,6 +74,13 @@ _TOWER: dict[str, Any] = {
 }
 
 
+_MODELS: dict[str, tuple[Any, Any]] = {
+    "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration),
+    "glm4v-moe": (Glm4vMoeConfig, Glm4vMoeForConditionalGeneration),
+    "glm46v": (Glm46VConfig, Glm46VForConditionalGeneration),
+}
+
+
 class _Processor(Glm4vProcessor):
     """Without the processor of videos, which asks for torchvision."""
 
@@ -85,21 +94,19 @@ class _Processor(Glm4vProcessor):
 
 
 def make_glm_model(folder: Path, kind: str = "glm4v", seed: int = 0, **different: Any) -> ImageModel:
-    """Writes a model to `folder`, with the demo model's tokenizer. `kind`: glm4v, or glm4v-moe: GLM-4.5V, whose first
-    layer has no experts. `different`: of the language model."""
+    """Writes a model to `folder`, with the demo model's tokenizer. `kind`: glm4v; glm4v-moe: GLM-4.5V, whose first
+    layer has no experts; or glm46v, with either's language model, here that with experts. `different`: of the language
+    model."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [*SPECIAL, "[gMASK]", "<sop>", "<|user|>", "<|assistant|>"]}
     )
     tokenizer.chat_template = TEMPLATE
     image, start, end, video, video_start, video_end = tokenizer.convert_tokens_to_ids(list(SPECIAL))
-    configs: Any
-    configs, models = (
-        (Glm4vMoeConfig, Glm4vMoeForConditionalGeneration)
-        if kind == "glm4v-moe"
-        else (Glm4vConfig, Glm4vForConditionalGeneration)
-    )
-    text = {**_TEXT, **(_MIXTURE if kind == "glm4v-moe" else {}), "vocab_size": len(tokenizer), **different}
+    configs, models = _MODELS[kind]
+    text = {**_TEXT, **({} if kind == "glm4v" else _MIXTURE), "vocab_size": len(tokenizer), **different}
+    if kind == "glm46v":
+        text["model_type"] = "glm4v_moe_text"
     config = configs(
         text_config=text,
         vision_config=_TOWER,

@@ -1,5 +1,5 @@
 """What configurations say of the language model within one whose images have positions of three axes: Qwen2-VL,
-Qwen2.5-VL, Qwen3-VL, GLM-4.1V and GLM-4.5V. No torch."""
+Qwen2.5-VL, Qwen3-VL, GLM-4.1V, GLM-4.5V and GLM-4.6V. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shared.models.image_models import GLM4V, GLM4V_MOE
+from shared.models.image_models import GLM4V, GLM4V_MOE, GLM46V
 
 _QWEN2: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
 _QWEN3: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 500_000.0}
@@ -22,6 +22,7 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", _QWEN3, _INTERLEAVED),
     "Qwen3VLMoeForConditionalGeneration": ("Qwen3VLMoeForCausalLM", _QWEN3, _INTERLEAVED),
     GLM4V: ("Glm4vForCausalLM", _GLM, _GLM_SECTIONS),
+    GLM46V: ("Glm4vForCausalLM", _GLM, _GLM_SECTIONS),
     GLM4V_MOE: ("Glm4vMoeForCausalLM", _GLM, {**_GLM_SECTIONS, "partial_rotary_factor": 0.5}),
 }
 """The language model's architecture, what `transformers` takes where nothing is said, and its rotation, by the
@@ -40,6 +41,8 @@ def multi_axis_language_model(text: bytes, architecture: str) -> bytes:
     own = whole.get("text_config")
     if own is None:
         own = {key: value for key, value in whole.items() if key != "vision_config"}
+    if architecture == GLM46V and own.get("model_type") == "glm4v_moe_text":
+        architecture = GLM4V_MOE
     alone, defaults, sections = LANGUAGE_MODELS[architecture]
     given = {key: whole[key] for key in _OF_THE_WHOLE if whole.get(key) is not None}
     read = {**defaults, **given, **{key: value for key, value in own.items() if value is not None}}

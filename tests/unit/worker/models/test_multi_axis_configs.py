@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Glm4vConfig, Glm4vMoeConfig, Qwen2VLConfig, Qwen3VLConfig
+from transformers import Glm4vConfig, Glm4vMoeConfig, Glm46VConfig, Qwen2VLConfig, Qwen3VLConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 from services.worker.models.config import ModelConfig, ModelError
@@ -156,6 +156,19 @@ def test_glm_with_experts_is_the_librarys_where_nothing_is_said(tmp_path: Path) 
     for key in _LEFT_OUT:
         del said["text_config"][key]
     assert read(tmp_path, said) == whole
+
+
+def test_glm_4_6_has_either_language_model(tmp_path: Path) -> None:
+    for kind, whole in (("glm4v_text", Glm4vConfig), ("glm4v_moe_text", Glm4vMoeConfig)):
+        rope = {"rope_type": "default", "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5, "rope_theta": 1e4}
+        text = {"head_dim": 128, "rope_parameters": rope}
+        own = whole(text_config=deepcopy(text))
+        own.architectures = [f"{whole.__name__.removesuffix('Config')}ForConditionalGeneration"]
+        both = Glm46VConfig(text_config={"model_type": kind, **text})
+        both.architectures = ["Glm46VForConditionalGeneration"]
+        found = read(tmp_path, json.loads(both.to_json_string()))
+        assert found == read(tmp_path, json.loads(own.to_json_string()))
+        assert (found.mixture is None) == (kind == "glm4v_text")
 
 
 _LEFT_OUT = (
