@@ -216,7 +216,7 @@ def _behind_states(demand: KvDemand, memory: DeviceMemory) -> tuple[KvDemand, De
         return demand, memory, 0
     room = memory.usable if demand.given is None else demand.given
     if demand.given is None and memory.kind == "own":
-        room = min(room, int(memory.total * demand.gpu_share) - memory.held - memory.activations)
+        room = min(room, int(memory.total * demand.gpu_share) - memory.held - memory.activations - memory.graphs)
     if states > room:
         raise ModelError(
             f"max_num_seqs {demand.max_num_seqs}: the states of so many sequences take {gib(states)} of KV memory, "

@@ -141,7 +141,7 @@ def why_eager(
     if pipeline.stages > 1:
         return "rows come from another stage and go to one"
     if not decoder.capturable:
-        return "transformers' code may wait for the device"
+        return "what computes its layers may wait for the device"
     if not _capturable(decoder.ops):
         return f"{decoder.ops_name} operations cannot be captured"
     if communicator.world_size > 1 and not _capturable(communicator):

@@ -295,7 +295,7 @@ class TritonOps(TorchOps):
 
     @property
     def states(self) -> TritonStates:
-        """By kernels, but for prompts of state spaces and delta nets."""
+        """By kernels, but for what chunks of prompts are made of in state spaces and delta nets."""
         return TritonStates()
 
     def verify(self, attempt: DraftAttempt) -> Tensor:

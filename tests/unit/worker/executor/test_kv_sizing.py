@@ -64,6 +64,13 @@ def test_states_of_all_sequences_come_before_blocks() -> None:
     )
 
 
+def test_states_leave_room_for_captured_decodes() -> None:
+    assert size_kv(demand(state_bytes=GIB), gpu(graphs=4 * GIB)) == KvSize((126 - 18 - 4 - 64 - 10) * 1024, 4096, 10)
+    without = demand(block_bytes=0, state_bytes=GIB, max_num_seqs=106)
+    with pytest.raises(ModelError, match=r"take 106.00 GiB of KV memory, 1.00 GiB each, and there are 104.00 GiB"):
+        size_kv(without, gpu(graphs=4 * GIB))
+
+
 def test_a_model_without_attention_is_limited_by_its_sequences() -> None:
     without = demand(block_bytes=0, state_bytes=MIB, max_num_seqs=4, max_model_len=100_000)
     assert size_kv(without, cpu(GIB)) == KvSize((4 + 8) * 6250, 100_000, 8)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from services.worker.ops import triton_ops
 from services.worker.ops.interface import LatentCache
 from services.worker.ops.torch_latent import IndexStep, choose_tokens
 from services.worker.ops.triton.attention import indexer
@@ -21,6 +22,14 @@ from tests.support.worker.native_batches import Rows, meta_of, on_device, scatte
 def test_rows_attend_to_what_their_indexer_scores_best(dtype: torch.dtype, size: int) -> None:
     """Decodes and prompts, of fewer tokens than are chosen and of more."""
     check_sparse(Sparse(TritonOps(DEVICE, dtype, block_size=size), dtype, [9, 30, 50], DEVICE), again=5)
+
+
+def test_decodes_are_scored_and_attend_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as scores take memory for, and as a launch may have."""
+    monkeypatch.setattr(indexer, "MAX_SCORES", 2 * 28)
+    monkeypatch.setattr(triton_ops, "_MAX_ROWS", 2)
+    sparse = Sparse(TritonOps(DEVICE, torch.float32), torch.float32, [9, 26, 28], DEVICE)
+    check_sparse(sparse, again=3)
 
 
 def _chosen(keys: Tensor, q: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor]:

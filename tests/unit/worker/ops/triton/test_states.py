@@ -23,7 +23,7 @@ from services.worker.ops.torch_mixers.convolution import CHUNK as PROMPT_CHUNK
 from services.worker.ops.torch_mixers.convolution import Prompts, lay_out
 from services.worker.ops.torch_mixers.delta import DeltaChunks
 from services.worker.ops.torch_mixers.states import TorchStates, hand_on_in_turns
-from services.worker.ops.triton.states import selective
+from services.worker.ops.triton.states import one_token, selective
 from services.worker.ops.triton.states.chunks import hand_on, scan_delta
 from services.worker.ops.triton.states.mixing import TritonStates
 from tests.support.kernels.kernel_device import DEVICE
@@ -193,6 +193,23 @@ def test_state_spaces_and_delta_nets_are_pytorchs(make: type[StateSpace] | type[
         torch.testing.assert_close(mixed, expected, atol=2e-5, rtol=1e-4)
         for own, other in zip(cache, plain, strict=True):
             torch.testing.assert_close(own.cpu(), other, atol=2e-5, rtol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("make", [space, delta_net])
+def test_heads_have_more_elements_than_one_program(
+    make: type[StateSpace] | type[DeltaNet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three programs for each, the last of which has fewer."""
+    monkeypatch.setattr(one_token, "_NUMBERS_AT_ONCE", 8 * 16)
+    mixer = make()  # type: ignore[call-arg]
+    plain = states_of(mixer)
+    cache = moved_cache(StateCache(*(each.clone() for each in plain)))
+    for first in (0, 1):
+        shares, rows = [Share(6, first, 1), Share(2, first, 1)], projected(mixer, 2)
+        mixed = mix(rows, mixer, cache, shares)
+        expected = TorchStates().mix(rows, mixer, plain, meta_of(shares))
+        torch.testing.assert_close(mixed, expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(cache.states.cpu(), plain.states, atol=2e-5, rtol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["selective", "convolution", "space", "delta"])
