@@ -221,12 +221,6 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return 2 if self.activation == "relu2" else 3
 
     @property
-    def in_one_call(self) -> bool:
-        """Whether the C++ library's whole pass knows all that layers have: neither MLPs without gates, nor layers that
-        are beside others, nor multipliers."""
-        return self.activation != "relu2" and self.multipliers is None and not any(each.beside for each in self.layers)
-
-    @property
     def num_blocks(self) -> int:
         """Layers as the checkpoint counts them; see `LayerConfig.blocks`."""
         last = self.layers[-1].blocks

@@ -71,7 +71,7 @@ class Decoder:
         if config.latent is not None:
             self._latent = LatentAttention(config.latent, ops, self._share.num_heads, config.attention_scale)
         self._states = StateMixing(ops, self._communicator, config.norm_eps)
-        alone = self._communicator.world_size == self._pipeline.stages == 1 and config.in_one_call
+        alone = self._communicator.world_size == self._pipeline.stages == 1
         self._native = native_decoder(config, self._weights, ops) if alone and type(self) is Decoder else None
         if self._native is not None and self._groups is not None:
             self._native.use_groups(self._groups.group_of)

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from services.worker.models.config import ModelConfig
-from services.worker.models.weights import DecoderWeights, DenseMlp, KvCaches, LayerWeights, MixtureMlp
+from services.worker.models.weights import (
+    DecoderWeights,
+    DenseMlp,
+    KvCaches,
+    LayerWeights,
+    MixtureMlp,
+    SelectiveWeights,
+)
 from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
 from services.worker.ops.low_rank import LowRankProducts
 from services.worker.ops.native import library
@@ -53,7 +60,9 @@ class NativeAdapters:
         """`products`: by the `id` of the matrix beside which they are."""
         matrices: list[PackedLinear | None] = []
         for layer in weights.layers:
-            of_layer = [layer.qkv, layer.steps, layer.gate, layer.output, *_mlp_matrices(layer)]
+            between = layer.selective
+            steps, made = (layer.steps, None) if between is None else (between.steps, between.made)
+            of_layer = [layer.qkv, steps, made, layer.gate, layer.output, *_mlp_matrices(layer)]
             assert len(of_layer) == library.ADAPTED_OF_LAYER
             matrices += of_layer
         found = [products.get(id(matrix)) for matrix in (*matrices, weights.head)]
@@ -244,7 +253,8 @@ def native_decoder(
     config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | Eagle3Inputs | None = None
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for a share of the experts,
-    attention and mixers that the library does not know, sparse attention, and drafters' layers with latent attention.
+    attention and mixers that the library does not know, sparse attention, drafters' layers with latent attention, and
+    post norms among multipliers.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps):
@@ -255,7 +265,7 @@ def native_decoder(
         return None
     if any(layer.mixer is not None and described_mixer(layer.mixer) is None for layer in weights.layers):
         return None
-    if any(layer.selective is not None for layer in weights.layers):
+    if config.multipliers is not None and config.post_norms:
         return None
     mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
     if any(each.experts.local is not None for each in mixtures):
@@ -296,7 +306,19 @@ def _states(layer: LayerWeights) -> library.DecoderStates | None:
     if mixer is None:
         return None
     assert layer.split_norm is None, "the model is whole"
-    return library.DecoderStates(mixer=mixer, steps=_linear(layer.steps))
+    between = None if layer.selective is None else ctypes.pointer(_selective(layer.selective))
+    return library.DecoderStates(mixer=mixer, steps=_linear(layer.steps), selective=between)
+
+
+def _selective(between: SelectiveWeights) -> library.DecoderSelective:
+    """Points to these tensors."""
+    norms = between.norms or (None, None, None)
+    return library.DecoderSelective(
+        made=_linear(between.made),
+        steps=_linear(between.steps),
+        norms=(ctypes.c_void_p * 3)(*map(address_of, norms)),
+        eps=between.eps,
+    )
 
 
 def _latent(config: ModelConfig, layer: LayerWeights) -> library.DecoderLatent | None:
@@ -328,6 +350,8 @@ def _layer(
     latent: library.DecoderLatent | None,
 ) -> library.DecoderLayer:
     gate_up, down, _ = _mlp_matrices(layer)
+    inputs, output = layer.scales or (None, 1.0)
+    ups, down_scale = (layer.mlp.scales if isinstance(layer.mlp, DenseMlp) else None) or (None, 1.0)
     return library.DecoderLayer(
         input_norm=layer.input_norm.data_ptr(),
         q_norm=address_of(layer.q_norm),
@@ -346,6 +370,11 @@ def _layer(
         mixture=None if mixture is None else ctypes.pointer(mixture),
         states=None if states is None else ctypes.pointer(states),
         latent=None if latent is None else ctypes.pointer(latent),
+        input_scales=address_of(inputs),
+        up_scales=address_of(ups),
+        output_scale=output,
+        down_scale=down_scale,
+        beside=layer.beside,
     )
 
 

@@ -79,7 +79,8 @@ void baton_norm(Pool* pool, const void* x, int number, int count, int hidden, fl
     norm(*pool, {x, Number(number), hidden, count}, residual, hidden, {weight, eps, hidden}, Number(to_number), to, hidden);
 }
 void baton_gate(Pool* pool, const float* gate_up, int count, int width, int activation, int to_number, void* to) {
-    gate(*pool, {gate_up, Number::kSingle, 2 * width, count}, width, Activation(activation), Number(to_number), to, width);
+    int outputs = has_gates(Activation(activation)) ? 2 * width : width;
+    gate(*pool, {gate_up, Number::kSingle, outputs, count}, width, Activation(activation), Number(to_number), to, width);
 }
 void baton_gate_by(Pool* pool, const float* gates, int count, int width, int number, void* x) {
     gate_by(*pool, gates, width, width, Number(number), x, width, count);

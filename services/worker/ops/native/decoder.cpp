@@ -47,10 +47,14 @@ bool Decoder::run(const Forward& forward) {
         if (layer.states) mix_states(layer, forward, i, x);
         else if (layer.latent) attend_latents(layer, forward, i, x);
         else attention(layer, forward, i, x);
+        if (!last && layers_[i + 1].beside) {
+            keep_output(layer, i, rows);
+            continue;
+        }
         bool every = !last || forward.ends_every_row(config_.layers);
         if (!every && forward.logits == 0) return true;
         if (!every && forward.logits < rows) pick(forward), rows = forward.logits;
-        add_output(mixed(rows), layer.output, layer.attention_post_norm, kAdaptedOfLayer * i + kOutput);
+        add_output(mixed(rows), layer.output, layer.attention_post_norm, kAdaptedOfLayer * i + kOutput, layer.output_scale, layer.beside);
         mlp(layer, i, rows, last ? config_.final_norm : layers_[i + 1].input_norm, forward.inputs);
     }
     if (forward.ends_every_row(config_.layers)) {
@@ -147,7 +151,7 @@ void Decoder::norm_residual(const float* weight, int rows) {
 void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x) {
     int rows = x.count, first = kAdaptedOfLayer * index, width = config_.heads * config_.head_dim;
     auto* qkv = (float*)qkv_.fit(rows, width + 2 * config_.kv_heads * config_.head_dim, 4);
-    multiply_adapted(x, layer.qkv, first + kQkv, qkv, qkv_.stride);
+    multiply_adapted(x, layer.qkv, first + kQkv, qkv, qkv_.stride, layer.input_scales);
     Cache cache{config_.number, forward.keys[index], forward.values[index], config_.kv_heads, config_.head_dim, config_.page_bits, config_.cache_code};
     rope_and_store(pool_,
                    {qkv, qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
@@ -230,10 +234,11 @@ void Decoder::multiply_heads(const Linear* linears, int rows, const float* from,
 
 // From the normed rows to what a mixer makes of them; their sequences' states are in the cache then.
 void Decoder::mix_states(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x) {
-    const auto& [mixer, steps] = *layer.states;
+    const auto& [mixer, steps, selective] = *layer.states;
     int first = kAdaptedOfLayer * index;
-    auto* projected = (float*)qkv_.fit(x.count, mixer.projected(), 4);
-    multiply_adapted(x, layer.qkv, first + kQkv, projected, qkv_.stride);
+    auto* projected = (float*)qkv_.fit(x.count, layer.qkv.out + (steps.groups ? steps.out : 0), 4);
+    multiply_adapted(x, layer.qkv, first + kQkv, projected, qkv_.stride, layer.input_scales);
+    if (selective) return select_states(layer, forward, index, projected);
     if (steps.groups) multiply_adapted(x, steps, first + kSteps, projected + layer.qkv.out, qkv_.stride);
     auto* out = (float*)mixed_.fit(x.count, mixer.inner(), 4);
     mixed_number_ = Number::kSingle;
@@ -241,10 +246,58 @@ void Decoder::mix_states(const DecoderLayer& layer, const Forward& forward, int 
     ::mix_states(pool_, {projected, qkv_.stride, forward.state_slots, out, mixed_.stride}, forward.batch, mixer, cache);
 }
 
-// to = x * linear, and what adapters add.
-void Decoder::multiply_adapted(const Rows& x, const Linear& linear, int adapted, float* to, int64_t stride) {
+// The same of a selective space, with the products that lie between its convolution and its states.
+void Decoder::select_states(const DecoderLayer& layer, const Forward& forward, int index, const float* projected) {
+    const StateMixer& mixer = layer.states->mixer;
+    int rows = forward.batch.rows, channels = mixer.heads;
+    auto* given = (float*)selected_.fit(rows, 3 * channels + 2 * mixer.state_dim, 4);
+    StateMixer convolution = mixer;
+    convolution.rule = StateRule::kConvolution, convolution.state_dim = 0;
+    StateCache cache{(float*)forward.keys[index], (float*)forward.values[index]};
+    MixStates what{projected, qkv_.stride, forward.state_slots, given + channels, selected_.stride};
+    ::mix_states(pool_, what, forward.batch, convolution, cache);
+    fill_rows(layer, index, projected, rows);
+    auto* out = (float*)mixed_.fit(rows, channels, 4);
+    mixed_number_ = Number::kSingle;
+    ::mix_states(pool_, {given, selected_.stride, forward.state_slots, out, mixed_.stride}, forward.batch, mixer, cache);
+}
+
+// Of what a selective space is given, all but what its convolution made: gates before it, B, C and time steps behind it.
+void Decoder::fill_rows(const DecoderLayer& layer, int index, const float* projected, int rows) {
+    const auto& [mixer, _, selective] = *layer.states;
+    int first = kAdaptedOfLayer * index, channels = mixer.heads, dim = mixer.state_dim, rank = selective->steps.in;
+    auto* given = (float*)selected_.data();
+    auto* made = (float*)made_.fit(rows, rank + 2 * dim, 4);
+    int64_t stride = selected_.stride;
+    multiply_adapted({given + channels, Number::kSingle, stride, rows}, selective->made, first + kMade, made, made_.stride);
+    Rows steps{made, Number::kSingle, made_.stride, rows};
+    if (selective->norms[0]) {
+        // In the weights' type, as what is normed is multiplied; B and C are floats of these numbers.
+        void* normed = mixed_.fit(rows, rank + 2 * dim, size_);
+        int sizes[] = {rank, dim, dim};
+        for (int part = 0, at = 0; part < 3; at += sizes[part++])
+            norm(pool_, {made + at, Number::kSingle, made_.stride, rows}, nullptr, 0, {selective->norms[part], selective->eps, sizes[part]},
+                 config_.number, (char*)normed + int64_t(at) * size_, mixed_.stride);
+        steps = {normed, config_.number, mixed_.stride, rows};
+    }
+    each_row(pool_, rows, [&](int row) {
+        float* to = given + row * stride;
+        memcpy(to, projected + row * qkv_.stride + channels, size_t(channels) * 4);
+        const char* from = (const char*)steps.data + row * steps.stride * (steps.number == Number::kHalf ? 2 : 4);
+        for (int i = 0; i < 2 * dim; ++i)
+            to[2 * channels + i] = steps.number == Number::kHalf ? float_of(((const Bf16*)from)[rank + i]) : ((const float*)from)[rank + i];
+    });
+    multiply_adapted(steps, selective->steps, first + kSteps, given + 2 * channels + 2 * dim, stride);
+}
+
+// to = (x * linear, and what adapters add) * scales.
+void Decoder::multiply_adapted(const Rows& x, const Linear& linear, int adapted, float* to, int64_t stride, const float* scales) {
     multiply(pool_, x, linear, {Out::kFloat, config_.activation, to, stride});
     adapt(adapted, x, to, stride);
+    if (!scales) return;
+    each_row(pool_, x.count, [&](int row) {
+        for (int i = 0; i < linear.out; ++i) to[row * stride + i] *= scales[i];
+    });
 }
 
 // Keeps the rows whose logits are wanted: the last layer computes no others.
@@ -259,6 +312,7 @@ void Decoder::pick(const Forward& forward) {
     };
     copy(mixed_, queries_, mixed_number_ == Number::kHalf ? 2 : 4);
     copy(residual_, output_, 4);
+    if (layers_.back().beside) copy(beside_, output_, 4);
     if (adapted_) slots_ = forward.adapters->logits_slots;
 }
 
@@ -293,21 +347,43 @@ void Decoder::adapt(int adapted, const Rows& x, float* to, int64_t stride) {
     if (adapts(adapted)) add_low_rank(pool_, x, *adapted_[adapted], slots_, to, stride);
 }
 
-// residual += x * linear, normed first where the model says so.
-void Decoder::add_output(const Rows& x, const Linear& linear, const float* post_norm, int adapted) {
+// residual += x * linear, normed and scaled first where the model says so, with what the layer beside gave.
+void Decoder::add_output(const Rows& x, const Linear& linear, const float* post_norm, int adapted, float scale, bool beside) {
     // With what adapters add, sums come before the residual, as by single operations.
-    if (!post_norm && !adapts(adapted) && config_.residual_scale == 1)
+    if (!post_norm && !adapts(adapted) && config_.residual_scale == 1 && scale == 1 && !beside)
         return multiply(pool_, x, linear, {Out::kAdded, config_.activation, residual_.data(), residual_.stride});
-    multiply_adapted(x, linear, adapted, (float*)output_.data(), output_.stride);
-    add_rows(x.count, post_norm);
+    auto* output = (float*)output_.data();
+    multiply_adapted(x, linear, adapted, output, output_.stride);
+    norm_output(x.count, post_norm);
+    if (scale != 1 || beside)
+        each_row(pool_, x.count, [&](int row) {
+            float* to = output + row * output_.stride;
+            for (int i = 0; i < config_.hidden; ++i) to[i] *= scale;
+            if (!beside) return;
+            const float* other = (float*)beside_.data() + row * beside_.stride;
+            for (int i = 0; i < config_.hidden; ++i) to[i] += other[i];
+        });
+    add_rows(x.count, nullptr);
+}
+
+// What the layer beside the next one gives, in `beside_`.
+void Decoder::keep_output(const DecoderLayer& layer, int index, int rows) {
+    auto* kept = (float*)beside_.fit(rows, config_.hidden, 4);
+    multiply_adapted(mixed(rows), layer.output, kAdaptedOfLayer * index + kOutput, kept, beside_.stride);
+    each_row(pool_, rows, [&](int row) {
+        for (int i = 0; i < config_.hidden; ++i) kept[row * beside_.stride + i] *= layer.output_scale;
+    });
+}
+
+void Decoder::norm_output(int rows, const float* post_norm) {
+    if (!post_norm) return;
+    Rows out{output_.data(), Number::kSingle, output_.stride, rows};
+    norm(pool_, out, nullptr, 0, {post_norm, config_.eps, config_.hidden}, Number::kSingle, output_.data(), output_.stride);
 }
 
 // residual += output, normed and scaled first where the model says so.
 void Decoder::add_rows(int rows, const float* post_norm) {
-    if (post_norm) {
-        Rows out{output_.data(), Number::kSingle, output_.stride, rows};
-        norm(pool_, out, nullptr, 0, {post_norm, config_.eps, config_.hidden}, Number::kSingle, output_.data(), output_.stride);
-    }
+    norm_output(rows, post_norm);
     float* residual = (float*)residual_.data();
     const float* from = (const float*)output_.data();
     float scale = config_.residual_scale;
@@ -322,7 +398,7 @@ void Decoder::mlp(const DecoderLayer& layer, int index, int rows, const float* f
     layer.mixture ? mix_rows(layer, index, rows) : gate_rows(layer, index, rows);
     if (inputs && index < inputs->levels) add_level(*inputs, index);
     if (layer.mixture) add_rows(rows, layer.mlp_post_norm);
-    else add_output(rows_of(gated_, rows), layer.down, layer.mlp_post_norm, kAdaptedOfLayer * index + kDown);
+    else add_output(rows_of(gated_, rows), layer.down, layer.mlp_post_norm, kAdaptedOfLayer * index + kDown, layer.down_scale);
     norm_residual(following_norm, rows);
 }
 
@@ -331,11 +407,11 @@ void Decoder::gate_rows(const DecoderLayer& layer, int index, int rows) {
     Rows x = rows_of(normed_, rows);
     int width = layer.down.in, adapted = kAdaptedOfLayer * index + kGateUp;
     gated_.fit(rows, width, size_);
-    // What adapters add comes before the gates are activated.
-    if (can_gate(layer.gate_up) && !adapts(adapted))
+    // What adapters add comes before the gates are activated, as do scales.
+    if (can_gate(layer.gate_up, config_.activation) && !adapts(adapted) && !layer.up_scales)
         return multiply(pool_, x, layer.gate_up, {Out::kGated, config_.activation, gated_.data(), gated_.stride});
-    auto* gate_up = (float*)gate_up_.fit(rows, 2 * width, 4);
-    multiply_adapted(x, layer.gate_up, adapted, gate_up, gate_up_.stride);
+    auto* gate_up = (float*)gate_up_.fit(rows, layer.gate_up.out, 4);
+    multiply_adapted(x, layer.gate_up, adapted, gate_up, gate_up_.stride, layer.up_scales);
     gate(pool_, {gate_up, Number::kSingle, gate_up_.stride, rows}, width, config_.activation, config_.number,
          gated_.data(), gated_.stride);
 }

@@ -22,12 +22,21 @@ struct DecoderMixture {
     int64_t* counts;  // [experts] or null: how often each was picked, added to
 };
 
+// What a selective space (Mamba-1) has between its convolution and its states: R numbers of each row make its time steps.
+struct DecoderSelective {
+    Linear made;            // [R + 2 * N, C]: these numbers, B and C
+    Linear steps;           // [C, R]
+    const float* norms[3];  // of the three parts; null: they are not normed
+    float eps;
+};
+
 // A mixer with states in the place of a layer's attention.
 struct DecoderStates {
     StateMixer mixer;
     // The last outputs of what rows are projected to, where they are kept in another way than the others; `groups` is null: they
     // are the layer's `qkv`'s.
     Linear steps;
+    const DecoderSelective* selective;  // of a selective space, whose `qkv` gives what its convolution sees, then gates; else null
 };
 
 // Latent attention in the place of a layer's usual one; services.worker.models.latent.attention says what is multiplied.
@@ -68,6 +77,13 @@ struct DecoderLayer {
     const DecoderMixture* mixture;
     const DecoderStates* states;  // null: the layer attends
     const DecoderLatent* latent;  // null: not to latents
+    // What is multiplied with products (Falcon-H1): each output of `qkv` and of `gate_up`, null: nothing; all of `output`'s and
+    // of `down`'s.
+    const float* input_scales;
+    const float* up_scales;
+    float output_scale;
+    float down_scale;
+    int beside;  // 1: it reads what the layer before reads, whose output joins the residual with this one's
 };
 
 struct DecoderConfig {
@@ -104,8 +120,8 @@ struct DecoderConfig {
     const int* tokens;   // [words]: the token that each word is; null: they are the same
 };
 
-// A layer's matrices that adapters may change, in this order.
-enum Adapted : int { kQkv, kSteps, kGate, kOutput, kGateUp, kDown, kSharedGate, kAdaptedOfLayer };
+// A layer's matrices that adapters may change, in this order; kSteps of a selective space, too.
+enum Adapted : int { kQkv, kSteps, kMade, kGate, kOutput, kGateUp, kDown, kSharedGate, kAdaptedOfLayer };
 
 // Whose adapters a pass's rows have, and what these add: to each layer's matrices, and to the logits behind the last layer's;
 // null tables: nothing.
@@ -178,7 +194,9 @@ class Decoder {
     void make_latents(const DecoderLayer& layer, const Rows& x);
     void multiply_heads(const Linear* linears, int rows, const float* from, int from_width, float* to, int64_t to_stride, int to_width);
     void mix_states(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
-    void multiply_adapted(const Rows& x, const Linear& linear, int adapted, float* to, int64_t stride);
+    void select_states(const DecoderLayer& layer, const Forward& forward, int index, const float* projected);
+    void fill_rows(const DecoderLayer& layer, int index, const float* projected, int rows);
+    void multiply_adapted(const Rows& x, const Linear& linear, int adapted, float* to, int64_t stride, const float* scales = nullptr);
     void pick(const Forward& forward);
     void join(const Forward& forward);
     void tap(const Forward& forward, int layer);
@@ -189,8 +207,10 @@ class Decoder {
     void mix_rows(const DecoderLayer& layer, int index, int rows);
     void add_shared(const DecoderLayer& layer, int index, int rows);
     void add_level(const Inputs& inputs, int layer);
-    void add_output(const Rows& x, const Linear& linear, const float* post_norm, int adapted);
+    void add_output(const Rows& x, const Linear& linear, const float* post_norm, int adapted, float scale, bool beside = false);
     void add_rows(int rows, const float* post_norm);
+    void norm_output(int rows, const float* post_norm);
+    void keep_output(const DecoderLayer& layer, int index, int rows);
     bool adapts(int adapted) const { return adapted_ && adapted_[adapted]; }
     void adapt(int adapted, const Rows& x, float* to, int64_t stride);
     void norm_residual(const float* weight, int rows);
@@ -204,7 +224,7 @@ class Decoder {
     DecoderConfig config_;
     std::vector<DecoderLayer> layers_;
     int size_;  // bytes of an item
-    Buffer pairs_, residual_, normed_, qkv_, queries_, gates_, mixed_, gate_up_, gated_, output_, shared_;
+    Buffer pairs_, residual_, normed_, qkv_, queries_, gates_, mixed_, gate_up_, gated_, output_, shared_, beside_, selected_, made_;
     Number mixed_number_ = Number::kSingle;  // of what `mixed_` holds: floats behind a mixer with states
     std::vector<float> router_logits_, chances_, shared_gates_;
     std::vector<int64_t> picks_, head_starts_;

@@ -15,14 +15,6 @@ constexpr uint32_t kSign = 0x80000000u, kInfinity = 0x7f800000u;
 
 using I = Sixteen<RegI>;
 
-// Sixteen elements, of which the first `count` are there; the others are 0.
-template <class Item> F load_some(const Item* x, int count) {
-    if (count >= kLanes) return load(x);
-    Item items[kLanes] = {};
-    std::copy(x, x + count, items);
-    return load(items);
-}
-
 // The greatest magnitude as bits, which are in order as numbers are; infinities and what is no number come last.
 template <class Item> uint32_t greatest_bits(const Item* x, int in) {
     I most = {};

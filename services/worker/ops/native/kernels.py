@@ -17,8 +17,8 @@ from services.worker.ops.native import library
 from services.worker.ops.native.build import BuildError, Level, library_path
 from services.worker.ops.native.tile_check import tiles_work
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}
-"""The values of `Activation` in linear.h, which knows none without gates."""
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2, "relu2": 3}
+"""The values of `Activation` in linear.h."""
 
 
 @dataclass(frozen=True, slots=True)

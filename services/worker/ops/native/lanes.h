@@ -253,6 +253,19 @@ BATON_INLINE void store(Bf16* to, F x) {
     for (int i = 0; i < kLanes; ++i) to[i] = Bf16(lane[i]);
 #endif
 }
+// Sixteen numbers, of which the first `count` are there; the others are zeros. And as many as are there, back.
+template <class Item> BATON_INLINE F load_some(const Item* from, int count) {
+    if (count >= kLanes) return load(from);
+    Item wide[kLanes] = {};
+    memcpy(wide, from, size_t(count) * sizeof(Item));
+    return load(wide);
+}
+template <class Item> BATON_INLINE void store_some(Item* to, F x, int count) {
+    if (count >= kLanes) return store(to, x);
+    Item wide[kLanes];
+    store(wide, x);
+    memcpy(to, wide, size_t(count) * sizeof(Item));
+}
 
 // Sixteen bytes, and as what they can be read.
 typedef int8_t Bytes __attribute__((vector_size(16)));

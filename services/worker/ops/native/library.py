@@ -226,14 +226,20 @@ class DecoderMixture(Structure):
     )
 
 
-ADAPTED_OF_LAYER = 7
+ADAPTED_OF_LAYER = 8
 """`kAdaptedOfLayer` of decoder.h: tables of what adapters add to a layer's matrices, in the order of `Adapted`."""
+
+
+class DecoderSelective(Structure):
+    """`DecoderSelective` of decoder.h: what a selective space has between its convolution and its states."""
+
+    _fields_ = (("made", Linear), ("steps", Linear), ("norms", c_void_p * 3), ("eps", c_float))
 
 
 class DecoderStates(Structure):
     """`DecoderStates` of decoder.h: a mixer with states in the place of a layer's attention."""
 
-    _fields_ = (("mixer", NativeStateMixer), ("steps", Linear))
+    _fields_ = (("mixer", NativeStateMixer), ("steps", Linear), ("selective", POINTER(DecoderSelective)))
 
 
 class DecoderLatent(Structure):
@@ -274,6 +280,11 @@ class DecoderLayer(Structure):
         ("mixture", POINTER(DecoderMixture)),
         ("states", POINTER(DecoderStates)),
         ("latent", POINTER(DecoderLatent)),
+        ("input_scales", c_void_p),
+        ("up_scales", c_void_p),
+        ("output_scale", c_float),
+        ("down_scale", c_float),
+        ("beside", c_int),
     )
 
 

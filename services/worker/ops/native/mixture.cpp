@@ -136,7 +136,7 @@ void mix_some(Pool& pool, const Rows& x, const Picks& picks, const Experts& expe
     static thread_local Order order;
     static thread_local RowMemory inputs, gated, both, outputs;
     const Linear &gate_up = *experts.gate_up, &down = *experts.down;
-    int chosen = picks.chosen, width = gate_up.out / 2, size = bytes_of(x.number), gated_size = bytes_of(gate_up.number);
+    int chosen = picks.chosen, width = has_gates(experts.activation) ? gate_up.out / 2 : gate_up.out, size = bytes_of(x.number), gated_size = bytes_of(gate_up.number);
     order.sort(picks.experts, x.count * chosen, experts.count);
     char* sorted = inputs.fit(order.count, gate_up.in, size);
     const int* places = order.places.data();  // the helpers have orders of their own
@@ -149,7 +149,7 @@ void mix_some(Pool& pool, const Rows& x, const Picks& picks, const Experts& expe
     Rows rows{sorted, x.number, inputs.stride, order.count};
     const int64_t* starts = order.starts.data();
     void* middle = gated.fit(order.count, width, gated_size);
-    if (can_gate(gate_up)) {
+    if (can_gate(gate_up, experts.activation)) {
         multiply_each(pool, rows, experts.gate_up, starts, experts.count, {Out::kGated, experts.activation, middle, gated.stride});
     } else {
         void* floats = both.fit(order.count, gate_up.out, 4);

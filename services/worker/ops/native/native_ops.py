@@ -51,7 +51,7 @@ from services.worker.ops.native.matrix_stacks import pack_stack, stack_of
 from services.worker.ops.native.native_kv import NativeKvCopier
 from services.worker.ops.native.native_latents import MAX_HEAD_DIM, NativeLatents
 from services.worker.ops.native.native_low_rank import NativeLowRank
-from services.worker.ops.native.native_mixture import NativeExperts, matrices_of, mix_ungated, rule_of
+from services.worker.ops.native.native_mixture import NativeExperts, matrices_of, rule_of
 from services.worker.ops.native.native_states import NativeStates
 from services.worker.ops.quantized import GROUP_SIZES, ExpertBiases, QuantizedWeight, WeightStack
 from services.worker.ops.torch_ops import verify_drafts
@@ -260,12 +260,11 @@ class NativeOps:
     def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
         """In the weights' type."""
         gate_up = gate_up.float()
-        if kind == "relu2":
-            return gate_up.relu().square_().to(self.dtype)
-        rows, both = gate_up.shape
-        to = torch.empty(rows, both // 2, dtype=self.dtype)
+        rows, outputs = gate_up.shape
+        width = outputs if kind == "relu2" else outputs // 2
+        to = torch.empty(rows, width, dtype=self.dtype)
         self._library.baton_gate(
-            *(self._pool, gate_up.data_ptr(), rows, both // 2, ACTIVATIONS[kind], self.number, to.data_ptr())
+            *(self._pool, gate_up.data_ptr(), rows, width, ACTIVATIONS[kind], self.number, to.data_ptr())
         )
         return to
 
@@ -306,8 +305,6 @@ class NativeOps:
     def mixture(self, x: Tensor, picks: Picks, experts: PackedExperts, *, kind: Activation) -> Tensor:
         """float32 [n, hidden]; a row's sum goes over its experts by their numbers."""
         assert isinstance(experts, NativeExperts)
-        if kind == "relu2":
-            return mix_ungated(self, x, picks, experts)
         x, number = self.known(x)
         chances, numbers = picks.chances.float().contiguous(), picks.experts.long().contiguous()
         mixed = torch.empty(len(x), experts.down.out)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_KERNEL = 64
 """Tokens that a convolution sees at the most, as states.cpp counts them."""
 
-_STATE_SPACE, _GATED_DELTA, _CONVOLUTION, _SELECTIVE = range(4)
+_STATE_SPACE, _GATED_DELTA, _CONVOLUTION, _SELECTIVE, _GATED_CONVOLUTION = range(5)
 """`StateRule` of states.h."""
 
 
@@ -74,10 +74,10 @@ def described_mixer(mixer: StateMixer) -> library.NativeStateMixer | None:
     )
 
 
-def _described_channels(mixer: ShortConvolution | SelectiveSpace) -> library.NativeStateMixer | None:
+def _described_channels(mixer: ShortConvolution | SelectiveSpace) -> library.NativeStateMixer:
     weights = (mixer.conv_weight.data_ptr(), mixer.conv_bias.data_ptr())
     sizes = (mixer.heads, mixer.head_dim, 0, mixer.state_dim, mixer.conv_weight.shape[0])
     if isinstance(mixer, ShortConvolution):
-        return None if mixer.gated else library.NativeStateMixer(_CONVOLUTION, *sizes, *weights)
+        return library.NativeStateMixer(_GATED_CONVOLUTION if mixer.gated else _CONVOLUTION, *sizes, *weights)
     rest = (mixer.decay.data_ptr(), mixer.skip.data_ptr(), mixer.step_bias.data_ptr())
     return library.NativeStateMixer(_SELECTIVE, *sizes, *weights, *rest)

@@ -78,6 +78,16 @@ template <class To> void gate_row(const float* gate_up, int width, Activation ac
     for (int k = 0; i + k < width; ++k) put(to + i + k, rest[k]);
 }
 
+// Ups below zero become zero, all are squared. What is no number stays so.
+template <class To> void square_row(const float* up, int width, To* to) {
+    int i = 0;
+    for (; i + kLanes <= width; i += kLanes) {
+        F x = larger(zeros(), load(up + i));
+        store(to + i, x * x);
+    }
+    for (; i < width; ++i) put(to + i, up[i] < 0.0f ? 0.0f : up[i] * up[i]);
+}
+
 template <class Item> void gate_items(const float* gates, int width, Item* x) {
     int i = 0;
     for (; i + kLanes <= width; i += kLanes) store(x + i, load(x + i) * sigmoid(load(gates + i)));
@@ -115,11 +125,14 @@ void norm(Pool& pool, const Rows& x, float* residual, int64_t residual_stride, c
 }
 
 void gate(Pool& pool, const Rows& gate_up, int width, Activation activation, Number to_number, void* to, int64_t to_stride) {
-    each_row(pool, gate_up.count, [&](int row) {
-        const float* from = (const float*)gate_up.data + row * gate_up.stride;
-        if (to_number == Number::kHalf) gate_row(from, width, activation, (Bf16*)to + row * to_stride);
-        else gate_row(from, width, activation, (float*)to + row * to_stride);
-    });
+    auto with = [&](auto* out) {
+        each_row(pool, gate_up.count, [&](int row) {
+            const float* from = (const float*)gate_up.data + row * gate_up.stride;
+            if (has_gates(activation)) gate_row(from, width, activation, out + row * to_stride);
+            else square_row(from, width, out + row * to_stride);
+        });
+    };
+    to_number == Number::kHalf ? with((Bf16*)to) : with((float*)to);
 }
 
 void gate_by(Pool& pool, const float* gates, int64_t gates_stride, int width, Number number, void* x, int64_t x_stride, int count) {

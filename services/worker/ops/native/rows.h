@@ -33,7 +33,7 @@ struct Norm {
 void norm(Pool& pool, const Rows& x, float* residual, int64_t residual_stride, const Norm& what, Number to_number, void* to,
           int64_t to_stride);
 
-// gate_up [count, 2 * width] floats, gates first → to [count, width] = act(gate) * up.
+// gate_up [count, 2 * width] floats, gates first → to [count, width] = act(gate) * up; of what has no gates [count, width].
 void gate(Pool& pool, const Rows& gate_up, int width, Activation activation, Number to_number, void* to, int64_t to_stride);
 
 // x [count, width] becomes x * sigmoid(gates [count, width]).

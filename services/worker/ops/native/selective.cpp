@@ -8,22 +8,12 @@
 
 namespace {
 
-constexpr int kChannelsOfTile = kLanes;
-
 // log(1 + exp(x)). With t = exp(-|x|), log(1 + t) is twice the inverse hyperbolic tangent of t / (2 + t), which is 1/3 at
 // the most: a short series.
 F softplus(F x) {
     F t = exp(zeros() - larger(x, zeros() - x)), s = t / (all(2.0f) + t), squared = s * s, series = all(1.0f / 15.0f);
     for (int odd = 13; odd >= 1; odd -= 2) series = fma(series, squared, all(1.0f / float(odd)));
     return fma(all(2.0f) * s, series, larger(x, zeros()));
-}
-
-// `count` numbers, and zeros behind them.
-F some(const float* from, int count) {
-    if (count == kLanes) return load(from);
-    float wide[kLanes] = {};
-    memcpy(wide, from, size_t(count) * sizeof(float));
-    return load(wide);
 }
 
 struct Selection {
@@ -39,19 +29,18 @@ struct Selection {
         float* states = cache.states + (what.slots[sequence] * channels + first) * dim;
         const float* decays = mixer.decay + int64_t(first) * dim;
         if (batch.context_lens[sequence] == end - begin) memset(states, 0, size_t(count) * dim * sizeof(float));
-        F bias = some(mixer.step_bias + first, count), skip = some(mixer.skip + first, count);
+        F bias = load_some(mixer.step_bias + first, count), skip = load_some(mixer.skip + first, count);
         for (int at = begin; at < end; ++at) {
             const float* row = what.projected + at * what.projected_stride;
             const float *b = row + 2 * channels, *c = b + dim;
-            F x = some(row + channels + first, count), step = softplus(some(c + dim + first, count) + bias);
+            F x = load_some(row + channels + first, count), step = softplus(load_some(c + dim + first, count) + bias);
             float steps[kLanes], given[kLanes], read[kLanes] = {};
             store(steps, step);
             store(given, step * x);
             for (int e = 0; e < count; ++e)
                 read[e] = advance(states + int64_t(e) * dim, decays + int64_t(e) * dim, b, c, steps[e], given[e]);
-            float gated[kLanes];
-            store(gated, fma(skip, x, load(read)) * silu(some(row + first, count)));
-            memcpy(what.out + at * what.out_stride + first, gated, size_t(count) * sizeof(float));
+            F gated = fma(skip, x, load(read)) * silu(load_some(row + first, count));
+            store_some(what.out + at * what.out_stride + first, gated, count);
         }
     }
 
@@ -77,11 +66,5 @@ struct Selection {
 
 void select_states(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache) {
     Selection selection{what, batch, mixer, cache};
-    int tiles = (mixer.heads + kChannelsOfTile - 1) / kChannelsOfTile;
-    int most = std::max(1, Pool::kMostTiles / tiles - 1);  // sequences of one job
-    for (int from = 0; from < batch.sequences; from += most)
-        pool.run(std::min(most, batch.sequences - from) * tiles, [&](int tile, int) {
-            int first = tile % tiles * kChannelsOfTile;
-            selection.go_on(from + tile / tiles, first, std::min(mixer.heads - first, kChannelsOfTile));
-        });
+    each_sequence(pool, batch, mixer.heads, kLanes, [&](int sequence, int first, int count) { selection.go_on(sequence, first, count); });
 }

@@ -1,13 +1,15 @@
-// Layers with states (Mamba-1 and 2, gated delta nets): what is between a mixer's projections.
+// Layers with states (Mamba-1 and 2, gated delta nets, short convolutions): what is between a mixer's projections.
 #pragma once
+#include <algorithm>
+
 #include "attention.h"
 
-enum class StateRule : int { kStateSpace = 0, kGatedDelta = 1, kConvolution = 2, kSelective = 3 };
+enum class StateRule : int { kStateSpace = 0, kGatedDelta = 1, kConvolution = 2, kSelective = 3, kGatedConvolution = 4 };
 
 // H heads of P elements in G groups, N numbers of state for each element; C = H * P + 2 * G * N channels. Of a delta net:
 // heads of values, groups with a key and a query each, N elements of these; channels are values, keys and queries.
 // Of a selective space: as many heads as it has channels, each of one element; its convolution is a mixer of its own, which
-// has neither groups nor states.
+// has neither groups nor states. Nor has a gated short convolution.
 struct StateMixer {
     StateRule rule;
     int heads;
@@ -26,7 +28,6 @@ struct StateMixer {
     int inner() const { return heads * head_dim; }
     int shared() const { return groups * state_dim; }
     int channels() const { return inner() + 2 * shared(); }
-    int projected() const { return inner() + channels() + (rule == StateRule::kGatedDelta ? 2 : 1) * heads; }
 };
 
 // One layer's states, by slot.
@@ -37,7 +38,8 @@ struct StateCache {
 
 struct MixStates {
     // [rows, H * P + C + H]: gates, the convolution's inputs, time steps; of a delta net H more: how much is written; of a
-    // selective space gates, inputs, B, C, time steps; of its convolution what goes into it
+    // selective space gates, inputs, B, C, time steps; of its convolution what goes into it; of a gated one gates of what goes
+    // in, gates of what comes out, what goes in
     const float* projected;
     int64_t projected_stride;
     const int64_t* slots;  // [sequences]
@@ -50,3 +52,16 @@ struct MixStates {
 void mix_states(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache);
 // The same of a selective space, behind its convolution.
 void select_states(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache);
+// The same of a gated short convolution.
+void convolve_gated(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache);
+
+// Calls work(sequence, first, count) for each sequence and each `width` of its channels, which are computed by themselves.
+template <class Work> void each_sequence(Pool& pool, const Batch& batch, int channels, int width, const Work& work) {
+    int tiles = (channels + width - 1) / width;
+    int most = std::max(1, Pool::kMostTiles / tiles - 1);  // sequences of one job
+    for (int from = 0; from < batch.sequences; from += most)
+        pool.run(std::min(most, batch.sequences - from) * tiles, [&](int tile, int) {
+            int first = tile % tiles * width;
+            work(from + tile / tiles, first, std::min(channels - first, width));
+        });
+}

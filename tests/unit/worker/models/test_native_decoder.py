@@ -9,36 +9,24 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from services.worker.distributed.communicator import SingleRank
-from services.worker.models.config import DeltaConfig, LatentConfig, LayerConfig, MambaConfig, Mixture, ModelConfig
-from services.worker.models.decoder import Decoder
-from services.worker.models.expert_parallel.expert_load import empty_counts
-from services.worker.models.expert_parallel.local_experts import RankExperts
-from services.worker.models.rope import PlainRope, cos_sin_table
-from services.worker.models.sharding import shard_of
-from services.worker.models.weights import (
-    DecoderWeights,
-    DenseMlp,
-    KvCaches,
-    LatentWeights,
-    LayerWeights,
-    MixtureMlp,
-    Mlp,
-    SharedExpert,
+from services.worker.models.config import (
+    ConvolutionConfig,
+    DeltaConfig,
+    LatentConfig,
+    LayerConfig,
+    MambaConfig,
+    Mixture,
+    ModelConfig,
+    Multipliers,
+    SelectiveConfig,
 )
-from services.worker.ops.interface import BatchMeta, DeltaNet, Routing, StateMixer, StateRows, StateSpace
+from services.worker.models.rope import PlainRope
+from services.worker.models.weights import KvCaches, MixtureMlp
+from services.worker.ops.interface import BatchMeta, StateRows
 from services.worker.ops.native.build import Level, runnable_levels
-from services.worker.ops.native.native_ops import NativeOps
-from services.worker.ops.quantized import (
-    SCHEMES,
-    ExpertBiases,
-    QuantizedStack,
-    Scheme,
-    WeightStack,
-    quantize,
-    stack_outputs,
-)
-from tests.support.worker.native_batches import Rows, meta_of, native, random, scattered_blocks
+from services.worker.ops.quantized import SCHEMES, Scheme
+from tests.support.worker.native_batches import Rows, meta_of, native, scattered_blocks
+from tests.support.worker.seeded_decoders import seeded_decoder
 
 LLAMA = ModelConfig(
     architecture="llama",
@@ -140,7 +128,50 @@ SPACES = structs.replace(
 """As Granite 4's, whose outputs are scaled; the last layer's rows that are picked have states."""
 MAMBA = structs.replace(SPACES, layers=_layers("ss", "--"), intermediate_size=0, residual_scale=None)
 """Layers without attention and without MLPs."""
-WITH_STATES = (DELTA, SPACES, MAMBA)
+CONVOLUTIONS = structs.replace(
+    SPACES,
+    layers=_layers("sas", "---"),
+    states=ConvolutionConfig(heads=150, kernel=3, bias=True),
+    residual_scale=None,
+)
+"""As LFM2's."""
+CHANNELS = SelectiveConfig(
+    heads=70, state_dim=12, kernel=4, step_rank=7, conv_bias=True, bias=False, norm_eps=1e-5, norm_weights=True
+)
+SELECTIVE = structs.replace(SHARED, layers=_layers("sas", "m--"), states=CHANNELS)
+"""As Jamba's, of sizes that fill no lanes."""
+MAMBA1 = structs.replace(
+    MAMBA, layers=_layers("ss", "--"), states=structs.replace(CHANNELS, norm_eps=None), embedding_scale=None
+)
+BESIDE = structs.replace(
+    SPACES,
+    residual_scale=None,
+    layers=tuple(
+        LayerConfig(None, PlainRope(10000.0), has_state=not attends, beside=attends, has_mlp=attends)
+        for attends in (False, True, False, True)
+    ),
+    multipliers=Multipliers(
+        mixer_inputs=(0.9, 1.1, 0.8, 1.2, 0.7),
+        mixer_output=0.6,
+        attention_inputs=(1.1, 0.7, 1.3),
+        attention_output=1.2,
+        gate=0.8,
+        down=1.3,
+    ),
+)
+"""As Falcon-H1's: what mixer and attention give joins the residual together, of the last layer of picked rows."""
+UNGATED = structs.replace(
+    CORRECTED,
+    activation="relu2",
+    intermediate_size=72,
+    layers=tuple(
+        LayerConfig(None, PlainRope(10000.0), mixes=mixes, has_state=states, has_mlp=states)
+        for states, mixes in ((True, False), (True, True), (False, False), (True, True))
+    ),
+    states=SPACES.states,
+)
+"""As Nemotron-H's."""
+WITH_STATES = (DELTA, SPACES, MAMBA, CONVOLUTIONS, SELECTIVE, MAMBA1, BESIDE, UNGATED)
 LITE = structs.replace(
     CORRECTED,
     qkv_bias=False,
@@ -152,146 +183,6 @@ LITE = structs.replace(
 assert LITE.latent is not None
 LATENTS = (LITE, structs.replace(LITE, latent=structs.replace(LITE.latent, q_rank=24)))
 """The second as DeepSeek-V3's, whose queries are made of a latent, too."""
-
-
-class _Seeded:
-    """Small random tensors, each another."""
-
-    def __init__(self, ops: NativeOps, dtype: torch.dtype) -> None:
-        self.ops, self.dtype, self.seed = ops, dtype, 0
-
-    def tensor(self, *shape: int) -> Tensor:
-        self.seed += 1
-        return random(*shape, seed=self.seed)
-
-    def norm(self, size: int) -> Tensor:
-        return self.tensor(size) * 0.1 + 1
-
-    def linear(self, out: int, inputs: int, biased: bool) -> object:
-        weight = (self.tensor(out, inputs) * inputs**-0.5).to(self.dtype)
-        return self.ops.pack_linear(weight, self.tensor(out).to(self.dtype) if biased else None)
-
-    def mlp(self, hidden: int, size: int, biased: bool) -> DenseMlp:
-        return DenseMlp(gate_up=self.linear(2 * size, hidden, biased), down=self.linear(hidden, size, biased))
-
-    def latents(self, latent: LatentConfig, heads: int) -> LatentWeights:
-        def stack(out: int, inputs: int) -> object:
-            return self.ops.latents.pack_heads((self.tensor(heads, out, inputs) * inputs**-0.5).to(self.dtype))
-
-        rank, queries = latent.q_rank, heads * latent.query_dim
-        return LatentWeights(
-            q_norm=None if rank is None else self.norm(rank),
-            q_up=None if rank is None else self.linear(queries, rank, False),
-            kv_norm=self.norm(latent.kv_rank),
-            keys_up=stack(latent.kv_rank, latent.nope_dim),
-            values_up=stack(latent.value_dim, latent.kv_rank),
-        )
-
-    def mixer(self, states: DeltaConfig | MambaConfig) -> StateMixer:
-        channels, heads = states.conv_dim, states.heads
-        net = DeltaNet(
-            *(heads, states.head_dim, states.groups, states.state_dim),
-            conv_weight=self.tensor(states.kernel, channels) * 0.5,
-            conv_bias=self.tensor(channels) * 0.1,
-            decay=-self.tensor(heads).abs(),
-            step_bias=self.tensor(heads) - 1,
-            norm=self.norm(states.head_dim),
-            eps=1e-6,
-        )
-        if isinstance(states, DeltaConfig):
-            return net
-        return StateSpace(**net._asdict() | {"skip": self.tensor(heads), "norm": self.norm(states.inner)})
-
-    def mixture(self, hidden: int, mixture: Mixture, scheme: Scheme | None) -> MixtureMlp:
-        def stack(out: int, inputs: int) -> WeightStack:
-            whole = (self.tensor(mixture.experts, out, inputs) * inputs**-0.5).to(self.dtype)
-            if scheme is None:
-                return whole
-            return QuantizedStack(stack_outputs([quantize(each, scheme) for each in whole]), mixture.experts)
-
-        size, shared = mixture.intermediate_size, None
-        if mixture.shared_size is not None:
-            gate = self.linear(1, hidden, False) if mixture.shared_gated else None
-            shared = SharedExpert(self.mlp(hidden, mixture.shared_size, False), gate)
-        biases = None
-        if mixture.biased:
-            biases = ExpertBiases(self.tensor(mixture.experts, 2 * size), self.tensor(mixture.experts, hidden))
-        return MixtureMlp(
-            router=self.linear(mixture.experts, hidden, mixture.biased),
-            experts=RankExperts(self.ops.pack_experts(stack(2 * size, hidden), stack(hidden, size), biases)),
-            routing=Routing(
-                chosen=mixture.chosen,
-                renormalised=mixture.renormalised,
-                scoring=mixture.scoring,
-                bias=self.tensor(mixture.experts) if mixture.corrected else None,
-                scale=mixture.scale,
-            ),
-            shared=shared,
-            counts=empty_counts(mixture.experts, torch.device("cpu")),
-        )
-
-
-def _decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype, scheme: Scheme | None = None) -> Decoder:
-    """`scheme`: in how many bits experts are."""
-    made = _Seeded(ops, dtype)
-    hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
-
-    def mlp(at: LayerConfig) -> Mlp | None:
-        if at.mixes and config.mixture is not None:
-            return made.mixture(hidden, config.mixture, scheme)
-        return made.mlp(hidden, config.intermediate_size, config.mlp_bias) if config.intermediate_size else None
-
-    def layer(at: LayerConfig) -> LayerWeights:
-        return LayerWeights(
-            input_norm=made.norm(hidden),
-            qkv=made.linear((heads + 2 * config.num_kv_heads) * dim, hidden, config.qkv_bias),
-            q_norm=made.norm(dim) if config.qk_norm else None,
-            k_norm=made.norm(dim) if config.qk_norm else None,
-            output=made.linear(hidden, heads * dim, False),
-            attention_post_norm=made.norm(hidden) if config.post_norms else None,
-            mlp_norm=made.norm(hidden) if at.mixes or config.intermediate_size else None,
-            mlp=mlp(at),
-            mlp_post_norm=made.norm(hidden) if config.post_norms else None,
-            cos_sin=cos_sin_table(PlainRope(10000.0), dim, config.max_positions),
-            window=at.window,
-            sinks=made.tensor(heads) if config.attention_sinks else None,
-            gate=made.linear(heads * dim, hidden, False) if config.gated_attention else None,
-        )
-
-    def with_states(number: int, layer: LayerWeights) -> LayerWeights:
-        states = config.states
-        if states is None or not config.layers[number].has_state:
-            return layer
-        split = 2 * states.heads if number == 1 and isinstance(states, DeltaConfig) else 0
-        return replace(
-            layer,
-            qkv=made.linear(states.projected - split, hidden, False),
-            steps=made.linear(split, hidden, False) if split else None,
-            output=made.linear(hidden, states.inner, False),
-            mixer=made.mixer(states),
-            gate=None,
-        )
-
-    def over_latents(layer: LayerWeights) -> LayerWeights:
-        latent = config.latent
-        if latent is None:
-            return layer
-        queries = heads * latent.query_dim if latent.q_rank is None else latent.q_rank
-        return replace(
-            layer,
-            qkv=made.linear(queries + latent.cached_dim, hidden, False),
-            output=made.linear(hidden, heads * latent.value_dim, False),
-            cos_sin=cos_sin_table(PlainRope(10000.0), latent.rope_dim, config.max_positions),
-            latent=made.latents(latent, heads),
-        )
-
-    weights = DecoderWeights(
-        embedding=made.tensor(config.vocab_size, hidden).to(dtype),
-        layers=tuple(over_latents(with_states(number, layer(each))) for number, each in enumerate(config.layers)),
-        final_norm=made.norm(hidden),
-        head=made.linear(config.vocab_size, hidden, False),
-    )
-    return Decoder(config, weights, shard_of(config, 0, 1), ops, SingleRank())
 
 
 class Steps:
@@ -308,7 +199,7 @@ class Steps:
         level: Level | None = None,
         scheme: Scheme | None = None,
     ) -> None:
-        self.decoder = _decoder(config, native(dtype, level=level, cache_dtype=cache), dtype, scheme)
+        self.decoder = seeded_decoder(config, native(dtype, level=level, cache_dtype=cache), dtype, scheme)
         assert self.decoder._native is not None
         if not fused:
             self.decoder._native = None
@@ -340,6 +231,8 @@ class Steps:
             meta = replace(meta, states=StateRows(torch.tensor([number + 2 for number in counts]), None))
         return self.decoder.forward(ids, meta, self.caches)
 
+
+IDS = ["delta", "spaces", "mamba", "convolutions", "selective", "mamba1", "beside", "ungated", "lite", "latent-queries"]
 
 STEPS: tuple[dict[int, tuple[int, int]], ...] = (
     {0: (0, 30), 1: (0, 5), 2: (0, 64)},
@@ -391,7 +284,7 @@ def test_experts_of_few_bits_are_mixed_in_one_call(scheme: Scheme) -> None:
 
 
 @pytest.mark.parametrize("level", runnable_levels())
-@pytest.mark.parametrize("config", [*WITH_STATES, *LATENTS], ids=("delta", "spaces", "mamba", "lite", "latent queries"))
+@pytest.mark.parametrize("config", [*WITH_STATES, *LATENTS], ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_and_latents_of_one_call_equal_those_of_single_operations(
     config: ModelConfig, dtype: torch.dtype, level: Level
