@@ -23,17 +23,23 @@ from triton.runtime.jit import JITFunction
 from services.worker.batch.rows import RowRuns, rows_of
 from services.worker.batch.staging import packed
 from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
-from services.worker.ops.interface import BatchMeta, Routing, SelectiveSpace, StateRows, StateSpace
+from services.worker.ops.interface import BatchMeta, LatentCache, Routing, SelectiveSpace, StateRows, StateSpace
 from services.worker.ops.low_rank import AdapterRows, AdapterSpan, LowRankPart, LowRankShape
 from services.worker.ops.quantized import quantize
+from services.worker.ops.torch_mixers.convolution import CHUNK, lay_out
+from services.worker.ops.torch_mixers.delta import DeltaChunks
 from services.worker.ops.triton import rounded_linear
+from services.worker.ops.triton.attention.indexer import choose_slots
+from services.worker.ops.triton.attention.latent_decode import latent_decode, latent_tile
 from services.worker.ops.triton.attention.paged_attention import paged_attention
+from services.worker.ops.triton.attention.tiles import decode_splits
 from services.worker.ops.triton.codes import numbers
 from services.worker.ops.triton.low_rank import GatheredLowRank, RowTiling
 from services.worker.ops.triton.moe.mixture import choose_experts, compile_all, mixture
 from services.worker.ops.triton.quantized_linear import MAX_ROWS, compile_tiles, quantized_linear
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
+from services.worker.ops.triton.states.chunks import hand_on, scan_delta
 from services.worker.ops.triton.states.convolution import convolve
 from services.worker.ops.triton.states.one_token import step_decodes
 from services.worker.ops.triton.states.selective import select
@@ -129,6 +135,37 @@ def through_states(meta: BatchMeta) -> None:
         weights = (torch.empty(4, 96), torch.empty(96), of_heads, of_heads.clone(), of_heads.clone())
         other = StateSpace(4, 16, 1, dim, *weights, None, 1e-5)
         step_decodes(torch.empty(rows, 96), wide[:, 160:164], other, torch.empty(1, 4, 16, dim), meta, states)
+    if meta.prefills:
+        through_chunks(states, meta)
+
+
+def through_chunks(rows: StateRows, meta: BatchMeta) -> None:
+    """What goes from chunk to chunk of prompts, of 2 heads of 16 elements with states of 16 numbers."""
+    prompts = lay_out(rows.slots[meta.num_decodes :], meta.prefills, 4)
+    chunks, state = sum(prompts.turns), torch.empty(len(meta.prefills), 2, 16, 16)
+    hand_on(torch.empty(chunks, 2, 1, 1), torch.empty(chunks, 2, 16, 16), state, prompts)
+    sizes = ((CHUNK, 16), (CHUNK, 16), (CHUNK, 16), (CHUNK, CHUNK), (CHUNK, 16), (1, 1))
+    scan_delta(DeltaChunks(*(torch.empty(chunks, 2, *size) for size in sizes)), state, prompts)
+
+
+def through_indexer(meta: BatchMeta) -> None:
+    """Of 4 heads of 32 elements, which chooses 64 tokens, and attention to these."""
+    if meta.max_context <= (count := 64):
+        return
+    rows, halves = len(meta.positions), [torch.empty((4, 1, BLOCK_SIZE, n), dtype=torch.bfloat16) for n in (64, 48)]
+    cache = LatentCache.of((halves[0], halves[1]), 16)
+    assert cache.index_keys is not None
+    topk = torch.Tensor.topk
+    torch.Tensor.topk = lambda scores, *_, **__: SimpleNamespace(values=scores[:, :1])  # type: ignore[assignment]
+    try:
+        chosen = choose_slots(
+            torch.empty((rows, 4, 32), dtype=torch.bfloat16), torch.empty(rows, 4), cache.index_keys, meta, count
+        )
+    finally:
+        torch.Tensor.topk = topk  # type: ignore[method-assign]
+    q, lengths = torch.empty((rows, HEADS, 80), dtype=torch.bfloat16), (meta.positions + 1).clamp_(max=count)
+    splits = decode_splits(rows, HEADS, 1, count, latent_tile(2), 132)
+    latent_decode(q, cache, chosen, lengths, scale=1.0, splits=splits, chosen=True)
 
 
 def through_experts(way: Callable[..., object], rows: int) -> None:
@@ -153,6 +190,7 @@ def step(*sequences: tuple[int, int]) -> None:
     together = packed(rows, rows.last_rows)
     meta = together.tensors(torch.empty(together.length, dtype=torch.int32))[1]
     layer(replace(meta, states=StateRows(torch.zeros(len(sequences), dtype=torch.int64), None)))
+    through_indexer(meta)  # which no captured step has
 
 
 def start() -> None:
