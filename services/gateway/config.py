@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from services.gateway.api.fields.reasoning_effort import ReasoningEffortMap, read_effort_map
 from services.gateway.batches.file_store import FileLimits
 from services.gateway.core.open_request import RetryPolicy
 from services.gateway.core.overflow import ModelNames, OverflowLimits, ProviderDialect
@@ -188,6 +189,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         ),
         UpOption("Model"),
     ] = "auto"
+    reasoning_effort_map: ReasoningEffortMap = "{}"
     attempts: Annotated[
         Positive, Meta(description="Consecutive attempts of a request that may fail without a new token.")
     ] = 6
@@ -359,6 +361,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         ModelNames.parse(self.overflow_model)
         self.certificate_files()
         self.parsers().check()
+        read_effort_map(self.reasoning_effort_map)
         self.federation().check()
         if self.database is not None:
             check_database_url(self.database)
@@ -468,6 +471,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             allow_request_template=self.allow_request_template,
             allow_prefix_caching=self.enable_prefix_caching,
             force_usage=self.enable_force_include_usage,
+            efforts=read_effort_map(self.reasoning_effort_map),
             max_body=self.max_body,
             stream_interval=self.stream_interval,
             max_images=self.max_images,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple, assert_never
 
@@ -13,6 +13,7 @@ import msgspec
 from services.gateway.api.embeds.prompt_embeds import EmbeddedParts
 from services.gateway.api.errors import abbreviated, check_packable, decode_body, invalid, not_allowed, unsupported
 from services.gateway.api.fields.generation import CommonFields, check_common_fields
+from services.gateway.api.fields.reasoning_effort import REASONING_EFFORTS
 from services.gateway.api.generation import (
     BeamSearchParams,
     GenerationKind,
@@ -74,8 +75,6 @@ _OF_TEMPLATES = (
     *("messages", "continue_final_message", "chat_template", "chat_template_kwargs", "documents"),
     *("reasoning_effort", "add_special_tokens", "echo"),
 )
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""Values of `reasoning_effort`."""
 _decoder = msgspec.json.Decoder(ChatFields)
 
 
@@ -102,7 +101,7 @@ def chat_request(
     card = check_generates(choose_model(fields.model, cards))
     check_common_fields(fields, 1, limits.max_choices)
     _check_fields(fields)
-    _add_template_variables(fields)
+    _add_template_variables(fields, limits.efforts)
     beam_search = beam_search_params(fields, limits)
     output = read_output_grammar(fields)
     parser: ParserOptions | None = None
@@ -144,10 +143,11 @@ def _check_fields(fields: ChatFields) -> None:
         _check_needs_no_template(fields)
 
 
-def _add_template_variables(fields: ChatFields) -> None:
+def _add_template_variables(fields: ChatFields, efforts: Mapping[str, str]) -> None:
     """As in vLLM some fields are variables of the chat template; those that `chat_template_kwargs` gives take
-    precedence. Raises RequestError."""
-    effort = fields.reasoning_effort
+    precedence. `efforts`: what the operator has them mean. Raises RequestError."""
+    asked = fields.reasoning_effort
+    effort = None if asked is None else efforts.get(asked, asked)
     thinking = None if effort is None else effort != "none"
     variables = {"documents": fields.documents, "reasoning_effort": effort, "enable_thinking": thinking}
     given = {name: value for name, value in variables.items() if value is not None}

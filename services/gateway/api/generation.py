@@ -5,7 +5,7 @@ The allowed ranges are vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, get_args
 
 from msgspec import Struct
@@ -70,6 +70,8 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
     max_sounds: int = 4
     image_hosts: tuple[str, ...] = ()
     """Hosts that images and videos may be fetched from: `HOST` or `HOST:PORT`."""
+    efforts: Mapping[str, str] = {}
+    """What values of `reasoning_effort` are to chat templates; those that are not named are themselves."""
     force_usage: bool = False
     """Whether every chunk of every stream has the usage, whatever it asks for."""
     stream_interval: int = 1

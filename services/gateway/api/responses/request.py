@@ -5,13 +5,13 @@ Unknown fields are refused by name, as an answer without their effect would not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
-from services.gateway.api.chat import REASONING_EFFORTS, ChatFields, chat_request
+from services.gateway.api.chat import ChatFields, chat_request
 from services.gateway.api.errors import (
     FIELDS,
     RequestError,
@@ -21,6 +21,7 @@ from services.gateway.api.errors import (
     not_allowed,
     unsupported,
 )
+from services.gateway.api.fields.reasoning_effort import REASONING_EFFORTS
 from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
 from services.gateway.api.responses.input_items import Item, Turns, add_items, is_developers, is_unfinished, numbered
 from services.gateway.api.responses.tools import chat_tool_choice, chat_tools
@@ -62,6 +63,15 @@ class ResponseStreamFields(Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class PromptCacheFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """How the client would have its prompt cached: prompts are cached anyway."""
+
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: Literal["30m"] = "30m"
+    comparison_response_id: str | None = None
+    prewarm: bool | None = None
+
+
 class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """The JSON of `POST /v1/responses`, with vLLM's additions; null means the default."""
 
@@ -90,6 +100,7 @@ class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: PromptCacheFields | None = None
     service_tier: str | None = None
     # vLLM's.
     top_k: int | None = None
@@ -117,7 +128,6 @@ class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
     image: Any = None
     access_programs: Any = None
     background_options: Any = None
-    prompt_cache_options: Any = None
 
 
 _SHARED = (
@@ -134,7 +144,6 @@ _UNSUPPORTED = {
     "image": "a policy for images",
     "access_programs": "an access program",
     "background_options": "an option of running in the background",
-    "prompt_cache_options": "an option of the prompt cache",
 }
 _ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "user", "safety_identifier", "prompt_cache_key"),
@@ -212,7 +221,8 @@ def read_responses(
     earlier: list[Item] = [] if history is None else msgspec.json.decode(history)
     dialect = OutputDialect() if dialect_of is None else dialect_of(card.name)
     try:
-        generation = chat_request(_chat_fields(fields, earlier, dialect), cards, limits, dialect_of, kind="responses")
+        chat = _chat_fields(fields, earlier, dialect, limits.efforts)
+        generation = chat_request(chat, cards, limits, dialect_of, kind="responses")
     except RequestError as error:
         raise _in_their_words(error) from None
     items = b"" if fields.store is False else msgspec.json.encode([*earlier, *numbered(fields.input)])
@@ -267,7 +277,9 @@ def _check_metadata(metadata: dict[str, str]) -> None:
             raise not_allowed("metadata", {key: value}, rule)
 
 
-def _chat_fields(fields: ResponsesFields, earlier: list[Item], dialect: OutputDialect) -> ChatFields:
+def _chat_fields(
+    fields: ResponsesFields, earlier: list[Item], dialect: OutputDialect, efforts: Mapping[str, str]
+) -> ChatFields:
     """The fields of a chat that comes to the same."""
     items: list[Item] = [{"role": "user", "content": fields.input}] if isinstance(fields.input, str) else fields.input
     if not items:
@@ -285,7 +297,8 @@ def _chat_fields(fields: ResponsesFields, earlier: list[Item], dialect: OutputDi
     chat.tool_choice = chat_tool_choice(fields.tool_choice, fields.tools or [])
     if fields.text is not None:
         chat.response_format = _response_format(fields.text)
-    chat.chat_template_kwargs = {**_reasoning(fields.reasoning, dialect), **(fields.chat_template_kwargs or {})}
+    told = _reasoning(fields.reasoning, dialect, efforts)
+    chat.chat_template_kwargs = {**told, **(fields.chat_template_kwargs or {})}
     return chat
 
 
@@ -318,8 +331,8 @@ def _response_format(text: TextFields) -> ResponseFormat | None:
     raise not_allowed("text.format.type", text.format.get("type"), "'text', 'json_object' or 'json_schema' is")
 
 
-def _reasoning(reasoning: ReasoningFields | None, dialect: OutputDialect) -> dict[str, Any]:
-    """What the chat template is told about how to reason."""
+def _reasoning(reasoning: ReasoningFields | None, dialect: OutputDialect, efforts: Mapping[str, str]) -> dict[str, Any]:
+    """What the chat template is told about how to reason; `efforts`: see `RequestLimits.efforts`."""
     if reasoning is None:
         return {}
     for name in ("summary", "generate_summary"):
@@ -334,6 +347,7 @@ def _reasoning(reasoning: ReasoningFields | None, dialect: OutputDialect) -> dic
         return {}
     if effort not in REASONING_EFFORTS:
         raise not_allowed("reasoning.effort", effort, f"one of {', '.join(REASONING_EFFORTS)} is")
+    effort = efforts.get(effort, effort)
     if effort == "none" and switchable:
         return {"enable_thinking": False}
     if "reasoning_effort" in dialect.controls:
@@ -347,9 +361,11 @@ def _reasoning(reasoning: ReasoningFields | None, dialect: OutputDialect) -> dic
 
 
 def _echoed(fields: ResponsesFields) -> dict[str, Any]:
-    reasoning, text = fields.reasoning, fields.text
+    reasoning, text, cached = fields.reasoning, fields.text, fields.prompt_cache_options
+    shown = ("mode", "ttl", "comparison_response_id")  # `prewarm` is of requests alone
     return {
         **{name: getattr(fields, name) for name in _ECHOED},
+        "prompt_cache_options": None if cached is None else {name: getattr(cached, name) for name in shown},
         "background": bool(fields.background),
         "store": False,
         "metadata": fields.metadata or {},

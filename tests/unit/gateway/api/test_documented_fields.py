@@ -25,9 +25,7 @@ from tests.unit.gateway.api.test_every_field import CARD, ENDPOINTS, LIMITS, TOO
 SCORED = {"query": "is it?", "items": ["yes", "no"], "label_token_ids": [3, 4]}
 PLAIN_RESPONSE = {"model": "demo", "input": "hi"}
 RESPONSE_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
-UNSUPPORTED_RESPONSES = sorted(
-    {"context_management", "access_programs", "prompt_cache_options", "moderation", "background_options", "image"}
-)
+UNSUPPORTED_RESPONSES = sorted({"context_management", "access_programs", "moderation", "background_options", "image"})
 LOGPROBS = {"include": ["message.output_text.logprobs"]}
 RESPONSES: dict[str, Case] = {
     "model": Case("adapter"),
@@ -55,6 +53,7 @@ RESPONSES: dict[str, Case] = {
     "safety_identifier": Case("bob"),
     "prompt_cache_key": Case("x"),
     "prompt_cache_retention": Case("24h"),
+    "prompt_cache_options": Case({"mode": "explicit"}),
     "service_tier": Case("auto"),
     "top_k": Case(5),
     "min_p": Case(0.1),

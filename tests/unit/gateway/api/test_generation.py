@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -11,8 +12,10 @@ from services.gateway.api.chat import read_chat
 from services.gateway.api.chat_batch import read_chat_batch
 from services.gateway.api.completions import read_completion
 from services.gateway.api.errors import RequestError
+from services.gateway.api.fields.reasoning_effort import read_effort_map
 from services.gateway.api.generation import GenerationRequest, RequestLimits
 from services.gateway.api.prompts import read_detokenize, read_tokenize
+from services.gateway.config import GatewayConfig
 from services.gateway.parsing.events import ContentText
 from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import OutputParser
@@ -181,6 +184,34 @@ def test_documents_and_reasoning_effort_are_the_templates_variables() -> None:
     [prompt] = chat(reasoning_effort="none", chat_template_kwargs={"reasoning_effort": "high"}).prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.template_kwargs == {"reasoning_effort": "high", "enable_thinking": False}
+
+
+def test_an_effort_is_what_the_operator_has_it_mean_unless_the_request_says_the_templates_own() -> None:
+    limits = RequestLimits(efforts=read_effort_map('{"medium": "low", "minimal": "none"}'))
+    kwargs = [
+        chat(limits, **fields).prompts[0].template_kwargs
+        for fields in (
+            {"reasoning_effort": "medium"},
+            {"reasoning_effort": "minimal"},
+            {"reasoning_effort": "high"},
+            {"reasoning_effort": "medium", "chat_template_kwargs": {"reasoning_effort": "medium"}},
+        )
+    ]
+    assert [each["reasoning_effort"] for each in kwargs] == ["low", "none", "high", "medium"]
+    assert [each["enable_thinking"] for each in kwargs] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("low", "'low' is not allowed; a JSON object of efforts and texts is"),
+        ('{"low": 1}', "'{\"low\": 1}' is not allowed; a JSON object of efforts and texts is"),
+        ('{"lowest": "low"}', "'lowest' is not allowed; none, minimal, low, medium, high, xhigh, max are"),
+    ],
+)
+def test_a_map_of_efforts_that_is_none_ends_the_start(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"reasoning_effort_map: {complaint}")):
+        GatewayConfig(instance="g", reasoning_effort_map=text)
 
 
 def test_allowed_tools_are_what_the_model_is_told_of() -> None:

@@ -127,6 +127,30 @@ def test_fields_have_the_effect_that_they_have_in_a_chat() -> None:
     assert echoed["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
 
 
+def test_options_of_the_prompt_cache_are_repeated_and_checked() -> None:
+    assert read().echoed["prompt_cache_options"] is None
+    given = {"mode": "explicit", "comparison_response_id": "resp_1", "prewarm": True}
+    repeated = {"mode": "explicit", "ttl": "30m", "comparison_response_id": "resp_1"}
+    assert read(prompt_cache_options=given).echoed["prompt_cache_options"] == repeated
+    with pytest.raises(RequestError, match=r"prompt_cache_options.ttl: '1h' is not allowed"):
+        read(prompt_cache_options={"ttl": "1h"})
+
+
+def test_an_effort_is_what_the_operator_has_it_mean() -> None:
+    dialect = OutputDialect(controls=("reasoning_effort", "enable_thinking"))
+
+    def told(effort: str) -> Any:
+        body = {"model": "m", "input": "hi", "reasoning": {"effort": effort}}
+        limits = RequestLimits(efforts={"xhigh": "max", "minimal": "none"})
+        asked = read_responses(msgspec.json.encode(body), [CARD], limits, lambda _: dialect)
+        assert asked.echoed["reasoning"]["effort"] == effort
+        return prompt(asked.generation).template_kwargs
+
+    assert told("xhigh") == {"reasoning_effort": "max"}
+    assert told("minimal") == {"enable_thinking": False}
+    assert told("high") == {"reasoning_effort": "high"}
+
+
 def test_tools_are_chosen_among_the_allowed_ones() -> None:
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
     generation = read(tools=[WEATHER, WEATHER | {"name": "other"}], tool_choice=choice).generation
