@@ -79,6 +79,9 @@ INSTEAD: Mapping[str, str] = {
     "--uds": "--host and --port; a proxy in front may listen on a socket",
     "--enable-log-requests": "--trace-sample-rate, baton trace",
     "--uvicorn-log-level": "--log-level",
+    "--sleep-mode-backend": "engines that sleep have given back their device's memory, in one way (/sleep)",
+    "--watchdog-config": "a step that hangs ends its rank, after --set worker.min_step_timeout=SECONDS at least",
+    "--monokernel": "decode steps are captured as a whole: --enforce-eager turns it off",
     "--swap-space": "preempted sequences go to the KV store: --kvstore-memory SIZE",
 }
 """What to do in place of an option that there is none for."""
