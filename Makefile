@@ -23,7 +23,7 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-extras test-faults test-hosts test-ray test-kernels test-slow fuzz test-gpu test-compose lint fmt proto bench bench-guard chaos docs wheels install-offline gpu-report house clean
+.PHONY: help setup up down test test-extras test-faults test-hosts test-ray test-kernels test-tiles test-slow fuzz test-gpu test-compose lint fmt proto bench bench-guard chaos docs wheels install-offline gpu-report house clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^## / {print "\n" substr($$0, 4)} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,10 @@ test-faults: $(DEV) $(KERNELS) ## stacks whose parts are killed, hang, or are se
 
 test-kernels: $(DEV) ## Triton's kernels in its interpreter and compiler; needs no GPU
 	$(BIN)/python -m pytest -m "kernels and not slow" -n auto --durations 5 tests/unit/worker/ops/triton tests/integration/worker/test_triton_operations.py $(ARGS)
+
+# The kernels of Xeons with AMX, whose tile instructions tests/support/tiles emulates elsewhere: needs AVX512-BF16 and g++.
+test-tiles: $(DEV) $(KERNELS) ## the native kernels as Xeons with AMX run them; emulated where there is none
+	$(BIN)/python -m pytest -p tests.support.tiles.lane -m "not slow" -n auto --dist loadfile --durations 5 tests/unit/worker/ops/native tests/unit/worker/models/test_native_decoder.py $(ARGS)
 
 test-slow: $(DEV) $(KERNELS) ## tests that take minutes, and new examples for properties
 	$(BIN)/python -m pytest -m slow --ignore=tests/fuzz $(ARGS)
