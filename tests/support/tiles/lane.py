@@ -1,5 +1,5 @@
-"""A plug-in of pytest (`make test-tiles`): all kernels of the session are those of the level "amx", and all tests that go
-through the levels have it, emulated where the processor has no tiles. Processes that tests start are not of the session.
+"""A plug-in of pytest (`make test-tiles`): kernels are of the level "amx", and tests that go through the levels have
+it, emulated where the processor has no tiles. Processes that tests start are not concerned.
 """
 
 from __future__ import annotations
