@@ -94,6 +94,8 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """Its mixer reads what the one of the layer before it reads, and what both give is added up (Falcon-H1)."""
     has_mlp: bool = True
     """Where the model's layers have one, or a mixture."""
+    norms_outputs: bool = False
+    """What attention and MLP give is normed, and not what they read (Olmo 2 and later)."""
     blocks: tuple[int, int] | None = None
     """The numbers of its mixer and of its MLP in the checkpoint where these are layers of their own there (Nemotron-H);
     None: both have the layer's."""
@@ -158,6 +160,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     scales_inputs: bool = False
     """Rows that clients give in place of the embedding's are multiplied by `embedding_scale`, too (Granite); Gemma's is
     a part of its embedding."""
+    norms_all_heads: bool = False
+    """Queries, and keys, are RMS-normed over all heads together before rotation (Olmo 2 and later)."""
     multipliers: Multipliers | None = None
     plugin: str | None = None
     """The package that brings the architecture, with its version; None: it is ours."""

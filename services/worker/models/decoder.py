@@ -114,7 +114,7 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         """Where its weights are."""
-        return self._weights.layers[0].input_norm.device
+        return self._weights.layers[0].cos_sin.device
 
     @property
     def share(self) -> LayerShard:
@@ -263,7 +263,8 @@ class Decoder:
         layers, step, beside = self._weights.layers, meta, None
         self._rows.begin(len(ids))
         residual, given = self._first_rows(ids, meta)
-        x = self._ops.rms_norm(residual, layers[0].input_norm, self._config.norm_eps)
+        norm = layers[0].input_norm
+        x = residual if norm is None else self._ops.rms_norm(residual, norm, self._config.norm_eps)
         self._tap(features, 0, residual)
         for number, (layer, following, cache) in enumerate(zip(layers[:-1], layers[1:], caches[:-1], strict=True)):
             meta = step if self._groups is None else step.of_group(self._groups.group_of[number])
@@ -274,7 +275,7 @@ class Decoder:
             x, residual = self.mlp_output(layer, mixed, residual)
             if given is not None:
                 residual = given.add_level(residual, self._weights.first_layer + number)
-            x, residual = self._ops.add_rms_norm(x, residual, following.input_norm, self._config.norm_eps)
+            x, residual = self._joined(x, residual, following.input_norm)
             self._tap(features, number + 1, residual)
         last, cache = layers[-1], caches[-1]
         meta = step if self._groups is None else step.of_group(self._groups.group_of[-1])
@@ -371,6 +372,8 @@ class Decoder:
     def _inputs(self, layer: LayerWeights, x: Tensor) -> Tensor:
         """x [n, hidden] → what a mixer begins with."""
         inputs = self._ops.linear(x, layer.qkv)
+        if layer.row_norms is not None:
+            inputs = self._states.rows_normed(inputs, layer.row_norms)
         return inputs if layer.scales is None else inputs.mul_(layer.scales[0])
 
     def attend(
@@ -419,17 +422,23 @@ class Decoder:
     def _mlp(self, layer: LayerWeights, x: Tensor, residual: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
         """The attention's output and the residual → (the next block's normed input, the residual)."""
         x, residual = self.mlp_output(layer, x, residual)
-        return self._ops.add_rms_norm(x, residual, following_norm, self._config.norm_eps)
+        return self._joined(x, residual, following_norm)
+
+    def _joined(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What joins the residual, and that → (what the next block reads, normed where it is, the residual)."""
+        if norm is not None:
+            return self._ops.add_rms_norm(x, residual, norm, self._config.norm_eps)
+        residual = residual + x
+        return residual, residual
 
     def mlp_output(self, layer: LayerWeights, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The attention's output and the residual → (the MLP's output, the residual to add it to)."""
-        eps = self._config.norm_eps
-        if layer.mlp is None or layer.mlp_norm is None:
+        if layer.mlp is None:
             return x, residual
-        x, residual = self._ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
+        x, residual = self._joined(x, residual, layer.mlp_norm)
         x = self._mlp_sum(layer, layer.mlp, x)
         if layer.mlp_post_norm is not None:
-            x = self._ops.rms_norm(x, layer.mlp_post_norm, eps)
+            x = self._ops.rms_norm(x, layer.mlp_post_norm, self._config.norm_eps)
         return self._scaled(x), residual
 
     def _mlp_sum(self, layer: LayerWeights, mlp: Mlp, x: Tensor) -> Tensor:

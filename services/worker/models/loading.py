@@ -140,6 +140,7 @@ class _Mixer(NamedTuple):
     gate: PackedLinear | None = None
     split_norm: Tensor | None = None
     sinks: Tensor | None = None
+    row_norms: tuple[Tensor, Tensor] | None = None
 
 
 class _Loader:
@@ -209,18 +210,19 @@ class _Loader:
     def layer(self, index: int, layer: LayerConfig) -> LayerWeights:
         config, names = self._config, self._names
         name, mlp = (f"{names.layers}.{number}" for number in layer.blocks or (index, index))
+        behind, before = config.post_norms or layer.norms_outputs, not layer.norms_outputs
         has_mlp = layer.mixes or (layer.has_mlp and config.intermediate_size > 0)
         mixer = self._with_states(f"{name}.{names.mixer}") if layer.has_state else self._attention(name, index, layer)
         return LayerWeights(
-            input_norm=self._norm(f"{name}.{names.input_norm}.weight"),
+            input_norm=self._norm(f"{name}.{names.input_norm}.weight") if before else None,
             qkv=mixer.inputs,
             q_norm=mixer.q_norm,
             k_norm=mixer.k_norm,
             output=mixer.output,
-            attention_post_norm=self._post_norm(f"{name}.{names.attention_post_norm}.weight"),
-            mlp_norm=self._norm(f"{mlp}.{names.mlp_norm}.weight") if has_mlp else None,
+            attention_post_norm=self._norm(f"{name}.{names.attention_post_norm}.weight") if behind else None,
+            mlp_norm=self._norm(f"{mlp}.{names.mlp_norm}.weight") if has_mlp and before else None,
             mlp=self._mixture(mlp, index) if layer.mixes else self._mlp(f"{mlp}.{names.mlp}") if has_mlp else None,
-            mlp_post_norm=self._post_norm(f"{name}.{names.mlp_post_norm}.weight"),
+            mlp_post_norm=self._norm(f"{name}.{names.mlp_post_norm}.weight") if behind else None,
             cos_sin=mixer.cos_sin,
             window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
             latent=mixer.latent,
@@ -231,6 +233,7 @@ class _Loader:
             split_norm=mixer.split_norm,
             sinks=mixer.sinks,
             beside=layer.beside,
+            row_norms=mixer.row_norms,
             scales=self._on_device(mixer_scales(config, self._share, has_state=layer.has_state)),
         )
 
@@ -257,7 +260,23 @@ class _Loader:
             cos_sin=self._table(layer.rope),
             latent=None if latent is None else latent.weights(),
             sinks=self._sinks(f"{name}.sinks") if config.attention_sinks else None,
+            row_norms=self._row_norms(name) if config.norms_all_heads else None,
         )
+
+    def _row_norms(self, name: str) -> tuple[Tensor, Tensor]:
+        """Of this rank's heads' queries and keys."""
+        config, share, names = self._config, self._share, self._names
+        parts = (
+            (names.query_norm, config.num_heads, share.heads),
+            (names.key_norm, config.num_kv_heads, share.kv_heads),
+        )
+        queries, keys = (
+            self._checkpoint.read(
+                f"{name}.{norm}.weight", (heads * config.head_dim,), rows=_columns_of_heads(own, config.head_dim)
+            )
+            for norm, heads, own in parts
+        )
+        return queries.float().to(self._device), keys.float().to(self._device)
 
     def _sinks(self, name: str) -> Tensor:
         read = self._checkpoint.read(name, (self._config.num_heads,), rows=self._share.heads)
@@ -419,11 +438,10 @@ class _Loader:
         return self._matrices.pack_inputs(name, (hidden, size), columns, own_bias)
 
     def _norm(self, name: str, size: int | None = None) -> Tensor:
-        weight = self._checkpoint.read(name, (size or self._config.hidden_size,)).float()
+        others = () if name in self._checkpoint else (name.replace(*pair) for pair in self._names.renamed)
+        stored = next((other for other in others if other in self._checkpoint), name)
+        weight = self._checkpoint.read(stored, (size or self._config.hidden_size,)).float()
         return (weight + 1.0 if self._config.norm_offset else weight).to(self._device)
-
-    def _post_norm(self, name: str) -> Tensor | None:
-        return self._norm(name) if self._config.post_norms else None
 
     def _table(self, rope: Rope) -> Tensor:
         if rope not in self._tables:

@@ -253,8 +253,8 @@ def native_decoder(
     config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | Eagle3Inputs | None = None
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for a share of the experts,
-    attention and mixers that the library does not know, sparse attention, drafters' layers with latent attention, and
-    post norms among multipliers.
+    attention and mixers that the library does not know, sparse attention, drafters' layers with latent attention,
+    post norms among multipliers, and layers that norm what they give alone.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps):
@@ -266,6 +266,8 @@ def native_decoder(
     if any(layer.mixer is not None and described_mixer(layer.mixer) is None for layer in weights.layers):
         return None
     if config.multipliers is not None and config.post_norms:
+        return None
+    if any(each.norms_outputs for each in config.layers):
         return None
     mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
     if any(each.experts.local is not None for each in mixtures):
@@ -353,7 +355,7 @@ def _layer(
     inputs, output = layer.scales or (None, 1.0)
     ups, down_scale = (layer.mlp.scales if isinstance(layer.mlp, DenseMlp) else None) or (None, 1.0)
     return library.DecoderLayer(
-        input_norm=layer.input_norm.data_ptr(),
+        input_norm=address_of(layer.input_norm),
         q_norm=address_of(layer.q_norm),
         k_norm=address_of(layer.k_norm),
         attention_post_norm=address_of(layer.attention_post_norm),

@@ -110,7 +110,8 @@ class SelectiveWeights:
 class LayerWeights:
     """One rank's weights of one layer. Norm weights are float32."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None
+    """None: the layer reads rows as they are."""
     qkv: PackedLinear
     """What a row is multiplied with: queries, keys and values. Latent: queries, or their latent, then the latent and
     the shared key that are cached. A mixer with states: see `StateOps.mix`."""
@@ -120,7 +121,7 @@ class LayerWeights:
     attention_post_norm: Tensor | None
     mlp_norm: Tensor | None
     mlp: Mlp | None
-    """None, as its norm: the layer has none."""
+    """None: the layer has none."""
     mlp_post_norm: Tensor | None
     cos_sin: Tensor
     window: int | None
@@ -139,6 +140,8 @@ class LayerWeights:
     """float32 [H]: see `Ops.paged_attention`."""
     beside: bool = False
     """See `LayerConfig`."""
+    row_norms: tuple[Tensor, Tensor] | None = None
+    """This rank's parts of the norms of all heads' queries, and of all heads' keys."""
     scales: tuple[Tensor, float] | None = None
     """What each output of `qkv`, and those of `output`, are multiplied by."""
 

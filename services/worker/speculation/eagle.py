@@ -96,7 +96,8 @@ class EagleHead:
         if self._config.embedding_scale is not None:
             embedded = embedded * self._config.embedding_scale
         residual = ops.linear(torch.cat((embedded, given.to(embedded.dtype)), dim=1), self._weights.joined)
-        x = ops.rms_norm(residual, layer.input_norm, eps) if self._weights.has_input_norm else residual
+        norm = layer.input_norm if self._weights.has_input_norm else None
+        x = residual if norm is None else ops.rms_norm(residual, norm, eps)
         queries = ops.rope_and_store(
             ops.linear(x, layer.qkv),
             meta,

@@ -57,6 +57,7 @@ class Eagle3Head:
         self.hidden_size = config.hidden_size
         whole, layer = weights.weights, weights.weights.layers[0]
         self._layer = DraftLayer(config, whole, shard_of(config, 0, 1), ops, SingleRank())
+        assert layer.input_norm is not None, "heads norm the embedding"
         inputs = Eagle3Inputs(layer.input_norm, weights.given_norm, weights.norms_residual, weights.tokens)
         self._native = native_decoder(config, whole, ops, inputs)
         self._columns = None if weights.tokens is None else weights.tokens.long()
@@ -90,12 +91,13 @@ class Eagle3Head:
     def _inputs(self, ids: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
         """([n, 2 * hidden] what the layer reads, [n, hidden] its residual)."""
         ops, weights, eps = self._ops, self._weights, self._config.norm_eps
-        embedding = weights.weights.embedding
+        embedding, norm = weights.weights.embedding, weights.weights.layers[0].input_norm
         assert embedding is not None, "it has one"
+        assert norm is not None, "it has one"
         embedded = ops.embed(ids, embedding)
         given = given.to(embedded.dtype)
         normed = ops.rms_norm(given, weights.given_norm, eps)
-        x = torch.cat((ops.rms_norm(embedded, weights.weights.layers[0].input_norm, eps), normed), dim=1)
+        x = torch.cat((ops.rms_norm(embedded, norm, eps), normed), dim=1)
         # The residual is written to.
         return x, normed.to(given.dtype, copy=True) if weights.norms_residual else given.clone()
 

@@ -72,7 +72,8 @@ class MtpHead:
             ops.rms_norm(given.to(embedded.dtype), weights.hidden_norm, eps),
         )
         row = ops.linear(torch.cat(pair, dim=1), weights.joined)
-        x = ops.rms_norm(row, weights.weights.layers[0].input_norm, eps)
+        norm = weights.weights.layers[0].input_norm
+        x = row if norm is None else ops.rms_norm(row, norm, eps)
         normed, _ = self._layer.advance(x, row, without_axes(meta), caches[0])
         if not wants_logits:
             return normed, None

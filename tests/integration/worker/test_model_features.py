@@ -77,7 +77,9 @@ class Bench:
 def make_row(architecture: Architecture, folder: Path) -> TinyModel:
     make = make_model if architecture.native else library_model
     # Two ranks share the heads of delta nets' keys in whole groups.
-    even = {"linear_num_key_heads": 2} if architecture.checkpoint.startswith(("qwen3-next", "qwen3.5")) else {}
+    even = (
+        {"linear_num_key_heads": 2} if architecture.checkpoint.startswith(("qwen3-next", "qwen3.5", "olmo-h")) else {}
+    )
     model = make(architecture.checkpoint, folder, **even)
     letters(VOCABULARY).save(str(folder / "tokenizer.json"))
     return model

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
@@ -84,13 +85,48 @@ def agrees(model: TinyModel, recorded: list[Tensor], budget: int = 77, **setting
             },
         ),
         ("qwen3.5", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6, "mrope_section": [2, 1, 1]}}),
+        (
+            "olmo-hybrid",
+            {
+                "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+                "linear_allow_neg_eigval": False,
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+                "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            },
+        ),
     ],
-    ids=["mamba2-biased-tied", "bamba-biased", "granite-rotated", "qwen3-next-biased-dense", "qwen3.5-sections"],
+    ids=[
+        "mamba2-biased-tied",
+        "bamba-biased",
+        "granite-rotated",
+        "qwen3-next-biased-dense",
+        "qwen3.5-sections",
+        "olmo-rotated",
+    ],
 )
 def test_variants_are_as_the_reference_has_them(
     tmp_path: Path, recorded: list[Tensor], family: str, changes: dict[str, Any]
 ) -> None:
     agrees(make_model(family, tmp_path, **changes), recorded)
+
+
+def test_olmos_tensors_are_found_as_they_are_published(tmp_path: Path, recorded: list[Tensor]) -> None:
+    """What the library writes again has convolutions in thirds, and one name for norms before and behind."""
+    model = make_model("olmo-hybrid", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, weight in model.reference.state_dict().items():
+        if name.endswith("conv1d.weight"):
+            for part, rows in zip("qkv", torch.split(weight, [36, 36, 60]), strict=True):
+                tensors[name.replace("conv1d", f"{part}_conv1d")] = rows.contiguous()
+    attends = "model.layers.1."
+    tensors[f"{attends}post_attention_layernorm.weight"] = tensors.pop(f"{attends}feedforward_layer_norm.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    agrees(model, recorded)
+    name = "model.layers.2.linear_attn.v_conv1d.weight"
+    save_file(tensors | {name: tensors[name][1:].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"v_conv1d.weight have shape \[131, 1, 4\] together, the config asks for"):
+        tiny_backend(tmp_path)
 
 
 def test_of_a_checkpoint_with_a_vision_tower_the_language_model_is_read(tmp_path: Path, recorded: list[Tensor]) -> None:

@@ -105,7 +105,14 @@ def _one_token(name: str, heads: int, dim: int, groups: int, state: int, *, delt
     return Launch(
         f"one token {name}",
         one_token_kernel,
-        {"steps": "*bf16", "slots": "*i64", "lengths": "*i32", "steps_stride": "i32", "root": "fp32"}
+        {
+            "steps": "*bf16",
+            "slots": "*i64",
+            "lengths": "*i32",
+            "steps_stride": "i32",
+            "root": "fp32",
+            "most_written": "fp32",
+        }
         | dict.fromkeys(("seen", "decay", "step_bias", "skip", "states", "out"), "*fp32"),
         {"HEADS": heads, "GROUPS": groups, "DIM": dim, "STATE": state, "STATE_PAD": triton.next_power_of_2(state)}
         | {"BLOCK": elements_at_once(state), "DELTA": delta},

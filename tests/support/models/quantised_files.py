@@ -335,6 +335,7 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
 LEFT_ALONE = (
     *("lm_head", "layers.1.self_attn.o_proj"),
     *("shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b"),
+    *("linear_attn.a_proj", "linear_attn.b_proj"),
 )
 """Few outputs of delta nets are no blocks of 128, and eight codes of outputs are a word."""
 

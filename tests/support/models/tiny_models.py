@@ -202,6 +202,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "olmo-hybrid": (
+        "OlmoHybridConfig",
+        {key: value for key, value in _DELTA.items() if key != "partial_rotary_factor"}
+        | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},  # as the published model has it
+    ),
     "nemotron-h": ("NemotronHConfig", {**_NEMOTRON, "layers_block_type": _blocks("MM-*-M")}),
     "nemotron-h-moe": (
         "NemotronHConfig",
@@ -241,10 +246,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 STATE_FAMILIES = (
     *("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
-    *("nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe", "mamba", "falcon-mamba", "jamba"),
+    *("olmo-hybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe", "mamba", "falcon-mamba", "jamba"),
 )
 """With Mamba-1 or Mamba-2 layers, gated delta nets or short convolutions."""
-IN_EXTRAS = ("nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "falcon-mamba", "jamba", "glm-5")
+IN_EXTRAS = ("olmo-hybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "falcon-mamba", "jamba", "glm-5")
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 
 

@@ -105,7 +105,8 @@ class SeededWeights:
         )
         if isinstance(states, DeltaConfig):
             return net
-        return StateSpace(**net._asdict() | {"skip": self.tensor(heads), "norm": self.norm(states.inner)})
+        shared = {name: value for name, value in net._asdict().items() if name in StateSpace._fields}
+        return StateSpace(**shared | {"skip": self.tensor(heads), "norm": self.norm(states.inner)})
 
     def mixture(self, config: ModelConfig, mixture: Mixture, scheme: Scheme | None) -> MixtureMlp:
         def stack(out: int, inputs: int) -> WeightStack:

@@ -10,11 +10,12 @@ from shared.models.image_models import QWEN3_5
 SEEING_ARCHITECTURES = dict(zip(QWEN3_5, ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), strict=True))
 """Those with a vision tower, and what their language models are."""
 
-DELTA_ARCHITECTURES = ("Qwen3NextForCausalLM", *SEEING_ARCHITECTURES.values(), *SEEING_ARCHITECTURES)
+OLMO_HYBRID = "OlmoHybridForCausalLM"
+DELTA_ARCHITECTURES = ("Qwen3NextForCausalLM", *SEEING_ARCHITECTURES.values(), *SEEING_ARCHITECTURES, OLMO_HYBRID)
 """Those whose layers, or most of them, have a state in place of keys and values."""
 
 
-class DeltaConfig(Struct, frozen=True, kw_only=True):
+class DeltaConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A gated delta net (Yang et al., "Gated Delta Networks", arXiv:2412.06464): a causal convolution, and heads that
     each keep a state of `head_dim` times `state_dim` numbers, a memory of values by keys."""
 
@@ -28,6 +29,11 @@ class DeltaConfig(Struct, frozen=True, kw_only=True):
     """Elements of a query or a key."""
     kernel: int
     """Tokens that the convolution sees, the newest included."""
+    most_written: int = 1
+    """How much of what is missing is written at the most; with 2 a state's eigenvalues may be negative
+    (arXiv:2411.12537)."""
+    norm_eps: float | None = None
+    """Of the norm behind it; None: as the model's other norms."""
 
     @property
     def kind(self) -> str:

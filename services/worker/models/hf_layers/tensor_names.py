@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
-from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
+from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, OLMO_HYBRID
 from services.worker.models.hf_layers.selective import JAMBA
 
 GRANITE = "GraniteMoeHybridForCausalLM"
@@ -26,6 +26,7 @@ class TensorNames(NamedTuple):
     """Directly behind attention and MLP, in models that have norms there."""
     mixer: str = "mamba"
     """That with states."""
+    mixer_output: str = "out_proj"
     attention: str = "self_attn"
     attention_output: str = "o_proj"
     query_norm: str = "q_norm"
@@ -38,6 +39,8 @@ class TensorNames(NamedTuple):
     """Where gates and ups are one matrix."""
     expert_correction: str = "mlp.gate.e_score_correction_bias"
     """What is added to experts' scores where they are chosen."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Norms of layers, and what some checkpoints call them."""
 
 
 _NAMES = {
@@ -51,6 +54,14 @@ _NAMES = {
     ),
     GRANITE: TensorNames(mlp="shared_mlp", gate_and_up="input_linear", down="output_linear"),
     **dict.fromkeys(DELTA_ARCHITECTURES, TensorNames(mixer="linear_attn")),
+    OLMO_HYBRID: TensorNames(
+        mixer="linear_attn",
+        mixer_output="o_proj",
+        renamed=(
+            ("input_layernorm", "attention_layer_norm"),
+            ("post_attention_layernorm", "feedforward_layer_norm"),
+        ),
+    ),
     **dict.fromkeys(
         ("Mamba2ForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM"),
         TensorNames(

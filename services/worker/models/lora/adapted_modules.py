@@ -15,7 +15,7 @@ from services.worker.models.hf_layers.tensor_names import GRANITE, TensorNames, 
 from services.worker.models.latent.loading import rotated_last
 from services.worker.models.rope import partly_rotated
 from services.worker.models.sharding import LayerShard, MixerShard
-from services.worker.models.states.delta_loading import input_parts
+from services.worker.models.states.delta_loading import first_of_steps, input_parts
 from services.worker.models.states.gated_attention import gated_outputs
 from services.worker.models.states.mamba_loading import own_outputs
 from services.worker.models.states.mixer_loading import channel_outputs
@@ -96,9 +96,10 @@ def _latent_sizes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple[
 def _mixer_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     hidden, states = config.hidden_size, config.states
     assert states is not None, "a layer has states"
-    name, back = tensor_names(config.architecture).mixer, (states.inner, hidden)
+    names, back = tensor_names(config.architecture), (states.inner, hidden)
+    name, output = names.mixer, f"{names.mixer}.{names.mixer_output}"
     if not isinstance(states, DeltaConfig):
-        sizes = {f"{name}.in_proj": (hidden, states.projected), f"{name}.out_proj": back}
+        sizes = {f"{name}.in_proj": (hidden, states.projected), output: back}
         if isinstance(states, SelectiveConfig):
             sizes |= {
                 f"{name}.x_proj": (states.inner, states.made),
@@ -106,7 +107,7 @@ def _mixer_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
             }
         return sizes
     inputs = input_parts(config.architecture, states, MixerShard((0, states.heads), (0, states.groups), 1))
-    return {**{f"{name}.{each.module}": (hidden, each.size) for each in inputs}, f"{name}.out_proj": back}
+    return {**{f"{name}.{each.module}": (hidden, each.size) for each in inputs}, output: back}
 
 
 def _mlp_sizes(names: TensorNames, block: str, hidden: int, size: int) -> dict[str, tuple[int, int]]:
@@ -147,7 +148,8 @@ def modules_of_layer(
 
 def _of_mixer(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:
     states, shard, every = config.states, share.mixer, (0, config.hidden_size)
-    name = tensor_names(config.architecture).mixer
+    names, first = tensor_names(config.architecture), 0
+    name = names.mixer
     assert states is not None
     assert shard is not None
     if isinstance(states, MambaConfig):
@@ -159,14 +161,15 @@ def _of_mixer(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> It
         yield from _of_selective(name, states, shard, layer)
     else:
         parts = input_parts(config.architecture, states, shard)
+        first = first_of_steps(parts)
         inputs = tuple(ModuleRows(f"{name}.{each.module}", each.outputs) for each in parts)
     if layer.steps is None:
         yield ModulesOfMatrix(layer.qkv, every, inputs)
     else:
-        first = len(inputs) // 2
         yield ModulesOfMatrix(layer.qkv, every, inputs[:first])
         yield ModulesOfMatrix(layer.steps, every, inputs[first:])
-    yield ModulesOfMatrix(layer.output, shard.elements(states.head_dim), (ModuleRows(f"{name}.out_proj", every),))
+    output = ModuleRows(f"{name}.{names.mixer_output}", every)
+    yield ModulesOfMatrix(layer.output, shard.elements(states.head_dim), (output,))
 
 
 def _of_selective(

@@ -7,8 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.models.checkpoint import read_exactly
-from services.worker.models.config import DeltaConfig, ModelConfig
+from services.worker.models.checkpoint import StoredTensorSource, read_exactly
+from services.worker.models.config import DeltaConfig, ModelConfig, ModelError
+from services.worker.models.hf_layers.delta import OLMO_HYBRID
+from services.worker.models.hf_layers.tensor_names import tensor_names
 from services.worker.models.quantization.matrices import MatrixLoader, permuted
 from services.worker.models.sharding import MixerShard
 from services.worker.ops.interface import DeltaNet, PackedLinear
@@ -39,7 +41,7 @@ class DeltaLoader(NamedTuple):
         hidden, read, pack = self.config.hidden_size, self.matrices.read, self.matrices.pack_linear
         parts = input_parts(self.config.architecture, self.delta, self.shard)
         own = [permuted(read(f"{self.name}.{each.module}", (each.size, hidden)), each.outputs) for each in parts]
-        first = len(own) // 2
+        first = first_of_steps(parts)
         wide, narrow = self.matrices.join(own[:first]), self.matrices.join(own[first:])
         if isinstance(wide, QuantizedWeight) and isinstance(narrow, Tensor):
             return DeltaInputs(pack(wide, None), pack(narrow, None))
@@ -48,12 +50,14 @@ class DeltaLoader(NamedTuple):
     def output(self) -> PackedLinear:
         """What the mixer's rows are projected back by."""
         shape, columns = (self.config.hidden_size, self.delta.inner), self.shard.elements(self.delta.head_dim)
-        return self.matrices.pack_inputs(f"{self.name}.out_proj", shape, columns, None)
+        name = tensor_names(self.config.architecture).mixer_output
+        return self.matrices.pack_inputs(f"{self.name}.{name}", shape, columns, None)
 
     def mixer(self) -> DeltaNet:
         """All that is between them."""
         delta, heads = self.delta, slice(*self.shard.heads)
-        conv = self._read("conv1d.weight", (delta.conv_dim, 1, delta.kernel)).squeeze(1)
+        norm = "o_norm" if self.config.architecture == OLMO_HYBRID else "norm"
+        conv = self._convolution().squeeze(1)
         own = conv[_channels(delta, self.shard).to(conv.device)]
         return DeltaNet(
             heads=self.shard.num_heads,
@@ -64,9 +68,26 @@ class DeltaLoader(NamedTuple):
             conv_bias=conv.new_zeros(len(own)),
             decay=self._read("A_log", (delta.heads,))[heads].exp().neg(),
             step_bias=self._read("dt_bias", (delta.heads,))[heads].contiguous(),
-            norm=self._read("norm.weight", (delta.head_dim,)),
-            eps=self.config.norm_eps,
+            norm=self._read(f"{norm}.weight", (delta.head_dim,)),
+            eps=self.config.norm_eps if delta.norm_eps is None else delta.norm_eps,
+            most_written=float(delta.most_written),
         )
+
+    def _convolution(self) -> Tensor:
+        """[channels, 1, kernel] of queries, keys and values; Olmo-Hybrid's checkpoints have it in three parts, which
+        the library writes as thirds, whatever is in them."""
+        delta, source = self.delta, self.matrices.checkpoint
+        whole = (delta.conv_dim, 1, delta.kernel)
+        if f"{self.name}.conv1d.weight" in source or not isinstance(source, StoredTensorSource):
+            return self._read("conv1d.weight", whole)
+        parts = [source.read_stored(f"{self.name}.{part}_conv1d.weight") for part in ("q", "k", "v")]
+        joined = torch.cat(parts).float().to(self.device)
+        if tuple(joined.shape) != whole:
+            raise ModelError(
+                f"tensors {self.name}.q_conv1d.weight to v_conv1d.weight have shape {list(joined.shape)} together, the "
+                f"config asks for {list(whole)}"
+            )
+        return joined
 
     def _read(self, part: str, shape: tuple[int, ...]) -> Tensor:
         return read_exactly(self.matrices.checkpoint, f"{self.name}.{part}", shape).to(self.device)
@@ -80,11 +101,20 @@ class InputPart(NamedTuple):
     """Outputs of the module."""
     outputs: Tensor
     """Which of them a rank has, in the order in which it has them."""
+    of_heads: bool = False
+    """Whether these are numbers of each head: time steps, or how much is written."""
 
 
 def input_parts(architecture: str, delta: DeltaConfig, shard: MixerShard) -> tuple[InputPart, ...]:
-    """In the order of `DeltaLoader.inputs`; those behind the middle are `DeltaInputs.steps` where there are such."""
+    """In the order of `DeltaLoader.inputs`."""
+    if architecture == OLMO_HYBRID:
+        return _each_alone(delta, shard)
     return _by_key_head(delta, shard) if architecture == "Qwen3NextForCausalLM" else _by_kind(delta, shard)
+
+
+def first_of_steps(parts: tuple[InputPart, ...]) -> int:
+    """The first of `parts` that is in `DeltaInputs.steps` where there are such."""
+    return next(number for number, part in enumerate(parts) if part.of_heads)
 
 
 def _by_key_head(delta: DeltaConfig, shard: MixerShard) -> tuple[InputPart, ...]:
@@ -96,7 +126,7 @@ def _by_key_head(delta: DeltaConfig, shard: MixerShard) -> tuple[InputPart, ...]
     written, steps = torch.split(torch.arange(2 * delta.heads).view(delta.groups, -1)[groups], each, dim=1)
     order = torch.cat([part.flatten() for part in (gates, own, keys, queries)])
     narrow = torch.cat((steps.flatten(), written.flatten()))
-    return InputPart("in_proj_qkvz", wide, order), InputPart("in_proj_ba", 2 * delta.heads, narrow)
+    return InputPart("in_proj_qkvz", wide, order), InputPart("in_proj_ba", 2 * delta.heads, narrow, True)
 
 
 def _by_kind(delta: DeltaConfig, shard: MixerShard) -> tuple[InputPart, ...]:
@@ -105,8 +135,22 @@ def _by_kind(delta: DeltaConfig, shard: MixerShard) -> tuple[InputPart, ...]:
     return (
         InputPart("in_proj_z", delta.inner, elements),
         InputPart("in_proj_qkv", delta.conv_dim, _channels(delta, shard)),
-        InputPart("in_proj_a", delta.heads, heads),
-        InputPart("in_proj_b", delta.heads, heads),
+        InputPart("in_proj_a", delta.heads, heads, True),
+        InputPart("in_proj_b", delta.heads, heads, True),
+    )
+
+
+def _each_alone(delta: DeltaConfig, shard: MixerShard) -> tuple[InputPart, ...]:
+    """Olmo-Hybrid: a matrix of each."""
+    elements, heads = torch.arange(*shard.elements(delta.head_dim)), torch.arange(*shard.heads)
+    keys = torch.arange(shard.groups[0] * delta.state_dim, shard.groups[1] * delta.state_dim)
+    return (
+        InputPart("g_proj", delta.inner, elements),
+        InputPart("v_proj", delta.inner, elements),
+        InputPart("k_proj", delta.keys, keys),
+        InputPart("q_proj", delta.keys, keys),
+        InputPart("a_proj", delta.heads, heads, True),
+        InputPart("b_proj", delta.heads, heads, True),
     )
 
 

@@ -61,6 +61,13 @@ class StateMixing:
             return trial.mix(projected, mixer, cache)
         return self._states.mix(projected, mixer, cache, meta)
 
+    def rows_normed(self, inputs: Tensor, norms: tuple[Tensor, Tensor]) -> Tensor:
+        """inputs [n, queries + keys + values] → the same, whose queries and keys are each RMS-normed over the heads of
+        all ranks by their part of `norms`. Heads of keys that several ranks have weigh as much as others."""
+        queries, keys = norms
+        parts = torch.tensor_split(inputs, [len(queries), len(queries) + len(keys)], dim=1)
+        return torch.cat((*map(self._normed_over_ranks, parts[:2], norms), parts[2]), dim=1)
+
     def _normed_over_ranks(self, mixed: Tensor, weight: Tensor) -> Tensor:
         """mixed [n, H * P], RMS-normed over the heads of all ranks."""
         wide, elements = mixed.float(), mixed.shape[1] * self._communicator.world_size

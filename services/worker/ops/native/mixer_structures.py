@@ -56,6 +56,7 @@ class NativeStateMixer(Structure):
         ("step_bias", c_void_p),
         ("norm", c_void_p),
         ("eps", c_float),
+        ("most_written", c_float),
     )
 
 

@@ -71,6 +71,7 @@ def described_mixer(mixer: StateMixer) -> library.NativeStateMixer | None:
         step_bias=mixer.step_bias.data_ptr(),
         norm=None if mixer.norm is None else mixer.norm.data_ptr(),
         eps=mixer.eps,
+        most_written=mixer.most_written if isinstance(mixer, DeltaNet) else 0.0,
     )
 
 

@@ -79,7 +79,8 @@ struct Pass {
             float x = raw[h] + mixer.step_bias[h];
             float step = x > 20.0f ? x : std::log1p(std::exp(x));
             scratch.kept[size_t(at) * mixer.heads + h] = std::exp(step * mixer.decay[h]);
-            scratch.steps[size_t(at) * mixer.heads + h] = delta() ? 1.0f / (1.0f + std::exp(-raw[mixer.heads + h])) : step;
+            float written = delta() ? mixer.most_written / (1.0f + std::exp(-raw[mixer.heads + h])) : step;
+            scratch.steps[size_t(at) * mixer.heads + h] = written;
         }
         if (delta())
             for (int group = 0; group < 2 * mixer.groups; ++group)

@@ -24,6 +24,7 @@ struct StateMixer {
     const float* step_bias;    // [H]
     const float* norm;         // [H * P], null: outputs are only gated; of a delta net [P]
     float eps;
+    float most_written;        // of a delta net: how much of what is missing is written at the most
 
     int inner() const { return heads * head_dim; }
     int shared() const { return groups * state_dim; }

@@ -49,6 +49,8 @@ class DeltaNet(NamedTuple):
     norm: Tensor
     """[P]"""
     eps: float
+    most_written: float = 1.0
+    """How much of what is missing is written at the most: what a sigmoid is multiplied with."""
 
 
 class ShortConvolution(NamedTuple):

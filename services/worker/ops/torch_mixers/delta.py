@@ -63,7 +63,7 @@ class DeltaRule(NamedTuple):
     def _decays_and_rates(self, steps: Tensor) -> tuple[Tensor, Tensor]:
         """[m, H] the logarithm of what is left of a state, and how much of what is missing is written."""
         times, rates = steps.chunk(2, dim=1)
-        return F.softplus(times + self.net.step_bias).mul_(self.net.decay), rates.sigmoid()
+        return F.softplus(times + self.net.step_bias).mul_(self.net.decay), rates.sigmoid() * self.net.most_written
 
 
 class DeltaChunks(NamedTuple):

@@ -82,6 +82,33 @@ QWEN35_MOE: dict[str, Any] = {
     "vocab_size": 248320,
 }
 
+OLMO_HYBRID_7B: dict[str, Any] = {
+    "architectures": ["OlmoHybridForCausalLM"],
+    "dtype": "bfloat16",
+    "hidden_size": 3840,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 30,
+    "num_key_value_heads": 30,
+    "max_position_embeddings": 65536,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    "vocab_size": 100352,
+}
+
+
+def test_olmo_hybrid_7b_is_read_with_the_defaults_of_transformers(tmp_path: Path) -> None:
+    config = read(tmp_path, OLMO_HYBRID_7B)
+    assert config.states == DeltaConfig(
+        heads=30, head_dim=192, groups=30, state_dim=96, kernel=4, most_written=2, norm_eps=1e-5
+    )
+    assert [number for number, layer in enumerate(config.layers) if layer.norms_outputs] == list(range(3, 32, 4))
+    assert [layer.norms_outputs for layer in config.layers] == [not layer.has_state for layer in config.layers]
+    assert (config.head_dim, config.rotated_dim, config.norms_all_heads) == (128, 0, True)
+    assert round(config.parameters / 1e9, 1) == 7.4
+    rotated = read(tmp_path, OLMO_HYBRID_7B, rope_parameters=None)
+    assert (rotated.rotated_dim, rotated.layers[3].rope) == (128, PlainRope(10_000.0))
+    assert read(tmp_path, OLMO_HYBRID_7B, rope_parameters=None, rope_theta=None).rotated_dim == 0
+
 
 def test_qwen3_next_80b_is_read(tmp_path: Path) -> None:
     config = read(tmp_path, QWEN3_NEXT_80B)
@@ -151,6 +178,12 @@ def test_with_a_tower_frequencies_have_axes_as_far_as_heads_are_rotated(tmp_path
             {"quantization_config": {"quant_method": "fp8"}},
             "quantization_config is set: a checkpoint that is read here may not be quantized",
         ),
+        (OLMO_HYBRID_7B, {"linear_num_key_heads": 7}, "linear_num_value_heads 30 is no multiple of 7 key heads"),
+        (OLMO_HYBRID_7B, {"num_key_value_heads": 4}, "num_attention_heads 30 is no multiple of 4 KV heads"),
+        (OLMO_HYBRID_7B, {"hidden_size": 3841}, "hidden_size 3841 is no multiple of 30 heads"),
+        (OLMO_HYBRID_7B, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+        (OLMO_HYBRID_7B, {"linear_value_head_dim": 0}, "linear_value_head_dim 0 is not positive"),
+        (OLMO_HYBRID_7B, {"layer_types": ["linear_attention"]}, "layer_types names 1 layers, num_hidden_layers 32"),
         (QWEN35_DENSE, {"intermediate_size": 0}, "intermediate_size 0 is not positive"),
         (
             {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**QWEN35_DENSE, "head_dim": 128}},

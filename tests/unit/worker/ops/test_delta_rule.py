@@ -48,7 +48,7 @@ def reference(projected: Tensor, net: DeltaNet) -> tuple[Tensor, Tensor]:
     """Outputs of a whole sequence, and its state behind it."""
     own = DeltaNet(*(each.double() if isinstance(each, Tensor) else each for each in net))  # type: ignore[arg-type]
     gates, inputs, steps, rates = torch.split(projected.double(), [VALUES, CHANNELS, HEADS, HEADS], dim=1)
-    decays, rates = F.softplus(steps + own.step_bias) * own.decay, rates.sigmoid()
+    decays, rates = F.softplus(steps + own.step_bias) * own.decay, own.most_written * rates.sigmoid()
     line = torch.cat((torch.zeros(KERNEL - 1, CHANNELS, dtype=torch.float64), inputs))
     state, outputs = torch.zeros(HEADS, DIM, KEY, dtype=torch.float64), []
     for token in range(len(projected)):
@@ -109,6 +109,21 @@ def test_states_neither_overflow_nor_drift(ops: StateOps, decay: float, bias: fl
     rows[:, -HEADS:] = 9.0
     mixed = ops.mix(rows, own, cache(0.0), meta_of([Share(1, 0, len(rows))]))
     torch.testing.assert_close(mixed.double(), reference(rows, own)[0], atol=5e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rate", [0.3, 6.0])
+def test_twice_as_much_as_is_missing_may_be_written(ops: StateOps, rate: float) -> None:
+    """What a state then knows of a key is turned round (Olmo-Hybrid); in prompts and behind them."""
+    own, states, prompt = net()._replace(most_written=2.0), cache(torch.nan), CHUNK + 9
+    rows = torch.randn(prompt + 1, PROJECTED)
+    rows[:, -HEADS:] += rate
+    mixed = [
+        ops.mix(rows[:prompt], own, states, meta_of([Share(3, 0, prompt)])),
+        ops.mix(rows[prompt:], own, states, meta_of([Share(3, prompt, 1)])),
+    ]
+    expected, state = reference(rows, own)
+    torch.testing.assert_close(torch.cat(mixed).double(), expected, atol=5e-4, rtol=1e-3)
+    torch.testing.assert_close(states.states[3].double(), state, atol=5e-4, rtol=1e-3)
 
 
 def test_prompts_and_what_follows_them_are_what_transformers_computes(ops: StateOps) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
-from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
+from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, OLMO_HYBRID
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.selective import SELECTIVE_ARCHITECTURES
 from services.worker.models.hf_layers.tensor_names import NEMOTRON_H
@@ -12,6 +12,7 @@ from services.worker.models.states.reading.delta import delta_model_config
 from services.worker.models.states.reading.falcon import falcon_model_config
 from services.worker.models.states.reading.mamba import mamba_model_config
 from services.worker.models.states.reading.nemotron import nemotron_model_config
+from services.worker.models.states.reading.olmo import olmo_model_config
 from services.worker.models.states.reading.selective import selective_model_config
 
 STATE_READERS = {
@@ -19,6 +20,7 @@ STATE_READERS = {
     NEMOTRON_H: nemotron_model_config,
     "FalconH1ForCausalLM": falcon_model_config,
     **dict.fromkeys(DELTA_ARCHITECTURES, delta_model_config),
+    OLMO_HYBRID: olmo_model_config,
     **dict.fromkeys(SELECTIVE_ARCHITECTURES, selective_model_config),
     **dict.fromkeys(CONVOLUTION_ARCHITECTURES, convolution_model_config),
 }

@@ -28,7 +28,7 @@ def _unit(row):
 
 
 @triton.jit(
-    do_not_specialize=["steps_stride", "root"],
+    do_not_specialize=["steps_stride", "root", "most_written"],
     do_not_specialize_on_alignment=["steps", "slots", "lengths"],
 )
 def one_token_kernel(
@@ -43,6 +43,7 @@ def one_token_kernel(
     out,
     steps_stride,
     root,
+    most_written,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
@@ -74,7 +75,7 @@ def one_token_kernel(
     state *= tl.exp(time * tl.load(decay + head))
     if DELTA:
         b, c = _unit(b), _unit(c) * root
-        rate = sigmoid(tl.load(step + HEADS).to(tl.float32))
+        rate = sigmoid(tl.load(step + HEADS).to(tl.float32)) * most_written
         written = (x - tl.sum(state * b[None, :], 1)) * rate
         state += written[:, None] * b[None, :]
         read = tl.sum(state * c[None, :], 1)
@@ -106,6 +107,7 @@ def step_decodes(
     one_token_kernel[(triton.cdiv(mixer.head_dim, block), mixer.heads, decodes)](
         *(seen, steps, mixer.decay, mixer.step_bias, mixer.decay if isinstance(mixer, DeltaNet) else mixer.skip),
         *(states, rows.slots, meta.context_lens, out, steps.stride(0), mixer.state_dim**-0.5),
+        mixer.most_written if isinstance(mixer, DeltaNet) else 0.0,
         HEADS=mixer.heads,
         GROUPS=mixer.groups,
         DIM=mixer.head_dim,

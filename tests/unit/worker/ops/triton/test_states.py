@@ -157,7 +157,7 @@ def delta_net() -> DeltaNet:
     own = space()
     norm = torch.rand(DIM) + 0.5
     sizes = (own.heads, own.head_dim, own.groups, own.state_dim, own.conv_weight, own.conv_bias)
-    return DeltaNet(*sizes, decay=own.decay, step_bias=own.step_bias, norm=norm, eps=own.eps)
+    return DeltaNet(*sizes, decay=own.decay, step_bias=own.step_bias, norm=norm, eps=own.eps, most_written=2.0)
 
 
 def states_of(mixer: StateSpace | DeltaNet) -> StateCache:
