@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.encoder.image_decoder import ImageRefused
 from services.encoder.token_aligner import TokenAligner
-from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, load_part, own_dtype, packed_rows
+from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, load_part, own_dtype, packed_rows, refusing
 from shared.messages.encoder import EncodeInput, WrittenTokens
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
 from shared.messages.model_card import AudioModel, SoundModel
@@ -104,7 +104,5 @@ def read_extractor(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoConfig, WhisperFeatureExtractor
 
     extractors: Any = WhisperFeatureExtractor
-    try:
+    with refusing(folder):
         return AutoConfig.from_pretrained(folder), extractors.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise TowerUnusable(f"{folder}: {error}") from None

@@ -8,7 +8,7 @@ import torch
 from msgspec import Struct
 
 from services.encoder.image_decoder import ImageRefused
-from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, load_part, own_dtype, packed_rows
+from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, load_part, own_dtype, packed_rows, refusing
 from shared.messages.encoder import EncodeInput
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
 from shared.messages.model_card import EncoderDecoderModel
@@ -60,10 +60,8 @@ class PromptTower:
         model = read_encoder_decoder(folder)
         if model is None:
             raise TowerUnusable(f"{folder}: the model has no encoder of prompts")
-        try:
+        with refusing(folder):
             config = AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError, KeyError) as error:
-            raise TowerUnusable(f"{folder}: {error}") from None
         self.dtype: EmbeddingDtype = own_dtype(config) if dtype == "auto" else dtype
         self.size, self._vocabulary = model.row_size, int(config.vocab_size)
         setattr(config, "decoder_layers" if hasattr(config, "decoder_layers") else "num_decoder_layers", 0)

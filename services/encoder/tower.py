@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -17,9 +18,8 @@ from services.encoder.image_decoder import DecodedFrames
 from services.encoder.image_process import DecodedImage
 from services.encoder.image_processor import ImageProcessor, PreparedImage
 from shared.messages.generation import EMBEDDING_BYTES, MAX_MEDIA_BYTES, EmbeddingDtype, ImageGrid, PromptEmbeds
-from shared.models.image_models import read_image_model
-from shared.models.library_builds import BUILDING
-from shared.models.tokenizer_files import TokenizerUnusable
+from shared.models.image_models import ImageModel, read_image_model
+from shared.models.library_builds import BUILDING, first_line
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -50,18 +50,22 @@ class ImageTower:
         """Loads it on the processors. `max_pixels`: of an image of a model that takes images as large as they are,
         beyond which it is scaled down; None: as many as the model's own processor allows. No image gets more rows than
         a prompt may have. Raises TowerUnusable."""
-        from transformers import AutoConfig, AutoImageProcessor
-
         if (images := read_image_model(folder)) is None:
             raise TowerUnusable(f"{folder}: the model takes no images")
         self._folder, self._mutual = folder, images.mutual
-        try:
-            config = AutoConfig.from_pretrained(folder)
-            processors: Any = AutoImageProcessor
-            self._processor = processors.from_pretrained(folder, backend="pil")
-            self._images = ImageProcessor(folder, images, config, self._processor, max_pixels)
-        except (OSError, ValueError, KeyError, ImportError, TokenizerUnusable) as error:
-            raise TowerUnusable(f"{folder}: {error}") from None
+        with refusing(folder):
+            config = self._read(images, dtype, max_pixels)
+        self._model: Any = load_tower(folder, config, DTYPES[self.dtype])
+        self._check_an_image()
+
+    def _read(self, images: ImageModel, dtype: DtypeChoice, max_pixels: int | None) -> Any:
+        """What the files but the weights say. Returns the library's configuration of the model. Raises TowerUnusable,
+        and whatever the library does."""
+        from transformers import AutoConfig, AutoImageProcessor
+
+        config, processors = AutoConfig.from_pretrained(self._folder), cast("Any", AutoImageProcessor)
+        self._processor = processors.from_pretrained(self._folder, backend="pil")
+        self._images = ImageProcessor(self._folder, images, config, self._processor, max_pixels)
         self.dtype: EmbeddingDtype = own_dtype(config) if dtype == "auto" else dtype
         levels = getattr(config.vision_config, "deepstack_visual_indexes", ())
         self.size: int = config.text_config.hidden_size * (1 + len(levels))
@@ -71,13 +75,14 @@ class ImageTower:
         """Patches that a row is made of, on each side; of models whose images have one size 1."""
         self._frames: FramePatches | None = None
         if self._merged > 1:
-            self._frames = FramePatches.of_model(folder, self._processor, self._max_rows, max_pixels)
+            self._frames = FramePatches.of_model(self._folder, self._processor, self._max_rows, max_pixels)
             counted = self._processor.temporal_patch_size if config.model_type in _COUNT_FRAMES else 1
             self._processor.size = self._bounded_size(max_pixels, counted)
         elif max_pixels is not None and not self._images.bounds_sides:
-            raise TowerUnusable(f"{folder}: max_pixels is not allowed, as the model gives images sizes of its own")
-        self._model: Any = load_tower(folder, config, DTYPES[self.dtype])
-        self._check_an_image()
+            raise TowerUnusable(
+                f"{self._folder}: max_pixels is not allowed, as the model gives images sizes of its own"
+            )
+        return config
 
     @torch.inference_mode()
     def encode(self, image: DecodedImage | DecodedFrames) -> PromptEmbeds:
@@ -159,12 +164,23 @@ class ImageTower:
         except (KeyError, TypeError) as error:
             why = f"preprocessor_config.json names a processor of another kind of model ({error})"
             raise TowerUnusable(f"{self._folder}: {why}") from None
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, IndexError) as error:
             raise TowerUnusable(f"{self._folder}: an image cannot be encoded: {error}") from None
         if tokens > self._max_rows:
             size = tokens * self.size * EMBEDDING_BYTES[self.dtype]
             most = f"{MAX_MEDIA_BYTES} are allowed in a prompt"
             raise TowerUnusable(f"an image has {tokens} rows in {self.dtype}, {size} bytes; {most}")
+
+
+@contextmanager
+def refusing(folder: Path) -> Iterator[None]:
+    """Raises TowerUnusable for whatever the library raises over what files in `folder` say."""
+    try:
+        yield
+    except TowerUnusable:
+        raise
+    except Exception as error:
+        raise TowerUnusable(f"{folder}: {first_line(error)}") from None
 
 
 def own_dtype(config: Any) -> EmbeddingDtype:
@@ -206,25 +222,21 @@ def load_part(
     """A model of one of the library's classes, `config` having left the rest out of it. `needs`: whether a tensor of
     that name is of the part. `instead`: what to say of a checkpoint without them. Pickles are not read. Raises
     TowerUnusable."""
-    from safetensors import SafetensorError
     from transformers.utils import logging as library_logging
 
     quiet: Any = library_logging
     quiet.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)  # of the rest's tensors
-    try:
-        with BUILDING, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model, found = models.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise TowerUnusable(f"{folder}: {error}") from None
+    with refusing(folder), BUILDING, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, found = models.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     modules, scales = dict(model.named_modules()), (name for name in found["unexpected_keys"] if _SCALE in name)
     if codes := sorted(name for name in scales if name.removeprefix("model.").rpartition(".")[0] in modules):
         raise TowerUnusable(f"{folder}: {codes[0]}: quantised weights of a tower are not read")

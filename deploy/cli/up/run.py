@@ -27,7 +27,7 @@ from deploy.supervisor.template.blanks import blank_processes
 from deploy.supervisor.template.templates import TEMPLATES
 from shared.bus import BusError
 from shared.models.audio_models import read_audio_model
-from shared.models.encoder_models import read_encoder_decoder
+from shared.models.encoder_models import encoder_type, read_encoder_decoder
 
 QUESTION = "What is the capital of France?"
 FIRST_ANSWER_DEADLINE = 30.0
@@ -174,15 +174,18 @@ def pages_line(stack: Stack) -> str:
 
 
 def curl_line(stack: Stack) -> str:
-    """A question to copy into a shell; what a model is asked that only writes down recordings, or continues prompts."""
+    """A question to copy into a shell; what a model is asked that only writes down recordings, continues prompts, or
+    makes vectors or labels of texts."""
     name = stack.spec.served_model_name
     needed = stack.spec.api_keys or "keys_file" in stack.spec.settings.get("gateway", {})
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if needed else ""
     if read_audio_model(stack.spec.model) is not None:
         return f"curl {stack.url}/v1/audio/transcriptions{key} -F file=@speech.mp3 -F model={shlex.quote(name)}"
     asked: dict[str, Any] = {"model": name, "messages": [{"role": "user", "content": QUESTION}]}
-    path = "chat/completions"
-    if read_encoder_decoder(stack.spec.model) is not None:
-        path, asked = "completions", {"model": name, "prompt": QUESTION, "max_tokens": 64}
+    path = "v1/chat/completions"
+    if encoder_type(stack.spec.model) is not None:
+        path, asked = "pooling", {"model": name, "input": QUESTION}
+    elif read_encoder_decoder(stack.spec.model) is not None:
+        path, asked = "v1/completions", {"model": name, "prompt": QUESTION, "max_tokens": 64}
     quoted = shlex.quote(json.dumps(asked))
-    return f"curl {stack.url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n  -d {quoted}"
+    return f"curl {stack.url}/{path} -H 'Content-Type: application/json'{key} \\\n  -d {quoted}"

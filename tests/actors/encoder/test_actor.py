@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import shutil
 import signal
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -389,8 +390,6 @@ def decoded(image: bytes) -> bytes:
 
 
 def test_a_model_without_images_or_with_a_torn_tower_is_refused(model: ImageModel, tmp_path: Path) -> None:
-    import shutil
-
     plain = make_model("llama", tmp_path / "plain")
     with pytest.raises(TowerUnusable, match="the model takes no images"):
         ImageTower(plain.path)
@@ -404,6 +403,23 @@ def test_a_model_without_images_or_with_a_torn_tower_is_refused(model: ImageMode
     torch.save(tensors, torn / "pytorch_model.bin")
     with pytest.raises(TowerUnusable, match=r"no file named model\.safetensors"):
         ImageTower(torn)
+
+
+@pytest.mark.parametrize(
+    ("different", "said"),
+    [
+        ({"vision_config": "clip"}, "'vision_config' with value 'clip'"),
+        ({"dtype": "float3"}, "no attribute 'float3'"),
+        ({"model_type": ["llava"]}, "unhashable type: 'list'"),
+    ],
+)
+def test_a_configuration_that_describes_no_tower_is_refused(
+    model: ImageModel, tmp_path: Path, different: dict[str, object], said: str
+) -> None:
+    path = shutil.copytree(model.path, folder := tmp_path / "model") / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **different}))
+    with pytest.raises(TowerUnusable, match=f"{folder}: .*{said}"):
+        ImageTower(folder)
 
 
 async def test_a_sounds_rows_are_the_librarys(memory_bus: MemoryBus, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -157,6 +158,24 @@ def test_what_would_be_computed_otherwise_is_refused(
     make_encoder(kind, tmp_path, labels=2, **different)
     with pytest.raises(ModelError, match=said):
         tiny_backend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("different", "said"),
+    [
+        ({"hidden_size": "48"}, r"cannot build the model: .* 'hidden_size' expected int, got str \(value: '48'\)"),
+        ({"hidden_act": "wave"}, "cannot build the model: it does not know 'wave'"),
+        ({"dtype": "float3"}, "cannot build the model: .* no attribute 'float3'"),
+        ({"max_position_embeddings": 2}, "max_position_embeddings 2 leaves no token a position"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings -1 leaves no token a position"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_refused(different: dict[str, Any], said: str, tmp_path: Path) -> None:
+    make_encoder("MPNet", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **different}))
+    with pytest.raises(ModelError, match=f"{tmp_path}: .*{said}"):
+        tiny_backend(tmp_path, pooling_type="mean")
 
 
 def test_what_an_encoder_needs_is_said(tmp_path: Path) -> None:

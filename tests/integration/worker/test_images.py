@@ -364,6 +364,8 @@ def test_other_language_models_are_refused(tmp_path: Path) -> None:
         language_model(b'{"text_config": {"model_type": "opt"}}', "LlavaForConditionalGeneration")
     with pytest.raises(ValueError, match=r"text_config.model_type 'llama' is not supported; supported: gemma3_text"):
         language_model(b'{"text_config": {"model_type": "llama"}}', "Gemma3ForConditionalGeneration")
+    with pytest.raises(ValueError, match=r"text_config.model_type \['qwen2'\] is not supported; supported: qwen2"):
+        language_model(b'{"text_config": {"model_type": ["qwen2"]}}', "LlavaOnevisionForConditionalGeneration")
     (tmp_path / "config.json").write_text('{"architectures": ["LlavaForConditionalGeneration"]}')
     with pytest.raises(ModelError, match="text_config"):
         read_model_config(tmp_path)

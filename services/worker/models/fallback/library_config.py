@@ -25,7 +25,7 @@ from services.worker.models.hf_config import stop_tokens
 from services.worker.models.pooling.classification import SUFFIX, TOKEN_SUFFIX
 from shared.models.audio_models import WHISPER
 from shared.models.encoder_models import ALONE, ENCODER_DECODER_ARCHITECTURES, TRAINED_POSITIONS
-from shared.models.library_builds import BUILDING
+from shared.models.library_builds import BUILDING, first_line
 
 NO_INTERFACE = "{} does not take its attention from transformers' attention interface"
 _LENGTHS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len", "seq_length")
@@ -76,7 +76,7 @@ def library_config(
     except KeyError as error:
         if error.args == (NAME,):  # the classes that a model has for each attention, in place of the interface
             raise ModelError(f"{folder}: {NO_INTERFACE.format(config.model_type)}") from None
-        raise ModelError(f"{folder}: transformers cannot build the model: {error}") from None
+        raise ModelError(f"{folder}: transformers cannot build the model: {first_line(error)}") from None
     except Exception as error:  # whatever a model's own code raises for its configuration
         hint = "; --trust-remote-code runs code of the model's own" if "trust_remote_code" in str(error) else ""
         raise ModelError(f"{folder}: transformers cannot build the model: {first_line(error)}{hint}") from None
@@ -182,8 +182,3 @@ def settings_digest(config: PretrainedConfig) -> str:
     """Of everything in `config` that the model computes by."""
     own = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_THE_MODEL}
     return blake2b(json.dumps(own, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-
-
-def first_line(error: Exception) -> str:
-    """The first line of what it says, or its kind."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -30,7 +30,7 @@ from services.worker.models.fallback.attention import (
     cached_heads,
     heads_differ,
 )
-from services.worker.models.fallback.library_config import NO_INTERFACE, first_line
+from services.worker.models.fallback.library_config import NO_INTERFACE
 from services.worker.models.fallback.packed_products import PackedProduct
 from services.worker.models.fallback.pipeline_stage import PassOfStage, attending_layers, check_rows_suffice
 from services.worker.models.fallback.tensor_parallel import PARTIAL
@@ -39,6 +39,7 @@ from services.worker.models.sharding import PipelineStage
 from services.worker.models.weights import ForwardPass, KvCaches, NamedModules
 from services.worker.ops.interface import BatchMeta, InputRows, Ops, cached_head_dim
 from shared.messages.kvstore import KvLayout
+from shared.models.library_builds import first_line
 
 _ROUNDED = 2**-7
 """How far a product in bfloat16 may be off."""

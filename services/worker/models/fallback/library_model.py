@@ -21,7 +21,6 @@ from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
 from services.worker.models.fallback.library_config import (
-    first_line,
     has_mxfp4,
     hears,
     library_config,
@@ -39,7 +38,7 @@ from services.worker.models.quantization.quantized_checkpoint import QuantizedCh
 from services.worker.models.sharding import PipelineStage
 from services.worker.ops.interface import Ops
 from services.worker.ops.quantized import Scheme
-from shared.models.library_builds import BUILDING
+from shared.models.library_builds import BUILDING, first_line
 
 _log = logging.getLogger(__name__)
 

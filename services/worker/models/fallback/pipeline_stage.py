@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from services.worker.distributed.communicator import Communicator
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.attention import AttentionCall
-from services.worker.models.fallback.library_config import first_line
 from services.worker.models.sharding import PipelineStage
+from shared.models.library_builds import first_line
 
 
 class PassOfStage:

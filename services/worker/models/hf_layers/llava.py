@@ -87,7 +87,7 @@ def language_model(text: bytes, architecture: str) -> bytes:
     whole = msgspec.json.decode(text, type=_RawLlava)
     known = _OWN_MODELS.get(architecture, LANGUAGE_MODELS)
     kind = whole.text_config.get("model_type", next(iter(known)))
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise ValueError(f"text_config.model_type {kind!r} is not supported; supported: {', '.join(known)}")
     outside = {
         "dtype": whole.dtype or whole.torch_dtype,

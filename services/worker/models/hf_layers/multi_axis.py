@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from shared.models.image_models import GLM4V, GLM4V_MOE, GLM46V
 
@@ -33,6 +34,14 @@ _OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", _TIED)
 _ROTATED = "partial_rotary_factor"
 
 
+class _RawTower(Struct):
+    deepstack_visual_indexes: list[int] | None = None
+
+
+class _RawWhole(Struct):
+    vision_config: _RawTower | None = None
+
+
 def multi_axis_language_model(text: bytes, architecture: str) -> bytes:
     """The configuration of the language model within `text`, the `config.json` of that architecture, as if that were
     all. Both spellings are read: published files have it beside the tower's, later releases of `transformers` write it
@@ -50,12 +59,18 @@ def multi_axis_language_model(text: bytes, architecture: str) -> bytes:
         read[_TIED] = given[_TIED]
     key = next((each for each in ("rope_scaling", "rope_parameters") if read.get(each)), "rope_parameters")
     beside = {_ROTATED: read[_ROTATED]} if _ROTATED in read else {}
-    read[key] = _rope({**sections, **beside, **(read.get(key) or {})}, interleaved=sections["mrope_interleaved"])
-    levels = len((whole.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
+    if not isinstance(said := read.get(key) or {}, dict):
+        raise ValueError(f"{key} {said!r} is not supported; an object of a rotation's parameters is")
+    read[key] = _rope({**sections, **beside}, said)
+    tower = msgspec.convert(whole, _RawWhole).vision_config or _RawTower()
+    levels = len(tower.deepstack_visual_indexes or ())
     return msgspec.json.encode({**read, "architectures": [alone], "input_levels": levels})
 
 
-def _rope(parameters: dict[str, Any], *, interleaved: bool) -> dict[str, Any]:
-    """`mrope` is no scaling, but says that there are sections; whether these are interleaved the architecture says."""
-    plain = {key: "default" if value == "mrope" else value for key, value in parameters.items()}
-    return {**plain, "mrope_interleaved": interleaved}
+def _rope(defaults: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """`mrope` is no scaling, but says that there are sections; whether these are interleaved the architecture says, of
+    which `defaults` are. Raises ValueError where there are none: images have positions of three axes."""
+    plain = {key: "default" if value == "mrope" else value for key, value in said.items() if value is not None}
+    if plain.get("mrope_section", True) == []:
+        raise ValueError("mrope_section [] is not supported; numbers of frequencies are, one for each axis")
+    return {**defaults, **plain, "mrope_interleaved": defaults["mrope_interleaved"]}

@@ -185,11 +185,19 @@ _LEFT_OUT = (
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5: 192 of 128 elements are no pairs"),
         ({"partial_rotary_factor": 0.25}, "has 32 frequencies, 32 rotated elements of a head half as many"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ({"rope_scaling": "mrope"}, "rope_scaling 'mrope' is not supported; an object of a rotation's parameters is"),
+        ({"rope_scaling": {"mrope_section": []}}, r"mrope_section \[\] is not supported"),
+        ({"vision_config": [1]}, r"Expected `object \| null`, got `array` - at `\$.vision_config`"),
     ],
 )
 def test_what_glm_does_not_have_is_refused(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ModelError, match=why):
         read(tmp_path, {**GLM, **changes})
+
+
+def test_what_is_null_is_as_if_it_were_not_said(tmp_path: Path) -> None:
+    said = {**GLM["rope_scaling"], "mrope_section": None}
+    assert read(tmp_path, {**GLM, "rope_scaling": said}) == read(tmp_path, GLM)
 
 
 def test_other_models_are_not_rotated_in_part(tmp_path: Path) -> None:

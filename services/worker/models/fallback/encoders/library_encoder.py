@@ -23,7 +23,7 @@ from services.worker.models.checkpoint import check_matrices, open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.encoders.families import FAMILIES
 from services.worker.models.fallback.encoders.prompt_attention import NAME, prompts_of, register
-from services.worker.models.fallback.library_config import LibraryConfig, first_line, settings_digest, weights_dtype
+from services.worker.models.fallback.library_config import LibraryConfig, settings_digest, weights_dtype
 from services.worker.models.fallback.packed_products import pack_products
 from services.worker.models.pooling.classification import SUFFIX, TOKEN_SUFFIX, ClassifierHead
 from services.worker.models.weights import ForwardPass, KvCaches
@@ -31,7 +31,7 @@ from services.worker.ops.interface import BatchMeta, Ops, cached_head_dim
 from services.worker.ops.quantized import Scheme
 from shared.messages.generation import PoolingType
 from shared.messages.kvstore import KvLayout
-from shared.models.library_builds import BUILDING
+from shared.models.library_builds import BUILDING, first_line
 from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
 
 _LAYERS = ("encoder", "transformer", "layers")
@@ -45,29 +45,39 @@ class LibraryEncoderModel:
 
     def __init__(self, folder: Path) -> None:
         """Reads the configuration; takes no memory for weights. Raises ModelError."""
-        own: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-        self._folder, self._own = folder, own
-        self._family = FAMILIES[own.model_type]
+        self._folder = folder
+        try:
+            self.config = self._described(AutoConfig.from_pretrained(folder, local_files_only=True))
+        except ModelError as error:
+            raise ModelError(f"{folder}: {error}") from None
+        except Exception as error:  # whatever the library raises for a configuration
+            raise ModelError(f"{folder}: transformers cannot build the model: {first_line(error)}") from None
+
+    def _described(self, own: Any) -> LibraryConfig:
+        self._own, self._family = own, FAMILIES[own.model_type]
         names: list[str] = own.architectures or []
         heads = {SUFFIX: self._family.head, TOKEN_SUFFIX: self._family.token_head, "": None}
         self._kind = next(end for end in heads if not end or any(name.endswith(end) for name in names))
         self._head = heads[self._kind]
         if self._kind and self._head is None:
-            raise ModelError(f"{folder}: {names[0]}: transformers has no such model of model_type {own.model_type}")
+            raise ModelError(f"{names[0]}: transformers has no such model of model_type {own.model_type}")
         if getattr(own, "quantization_config", None) is not None:
-            raise ModelError(f"{folder}: quantization_config is set: quantized checkpoints are not supported")
+            raise ModelError("quantization_config is set: quantized checkpoints are not supported")
+        positions = own.max_position_embeddings - self._family.first_position(own)
+        if positions < 1:
+            raise ModelError(f"max_position_embeddings {own.max_position_embeddings} leaves no token a position")
         own._attn_implementation = NAME
         own.use_cache = False
         register()
         with BUILDING, torch.device("meta"):
             model = self._automatic.from_config(own)
-        self.config = LibraryConfig(
+        return LibraryConfig(
             architecture=type(model).__name__,
             dtype=weights_dtype(own),
             vocab_size=own.vocab_size,
             hidden_size=own.hidden_size,
             num_layers=own.num_hidden_layers,
-            max_positions=own.max_position_embeddings - self._family.first_position(own),
+            max_positions=positions,
             eos_token_ids=(),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             settings_digest=settings_digest(own),

@@ -14,9 +14,9 @@ from tests.unit.deploy.cli.up.test_choices import spec
 WORDS = {"served_model_name": "it's", "api_keys": ("secret",)}
 
 
-def line(model: Path, architecture: str, **more: object) -> list[str]:
+def line(model: Path, architecture: str, model_type: str = "", **more: object) -> list[str]:
     """As a shell reads it."""
-    (model / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (model / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": model_type}))
     stack: Any = SimpleNamespace(url="http://here:1", spec=spec(model=model, **more))
     return shlex.split(curl_line(stack).replace("\\\n", ""))
 
@@ -33,6 +33,12 @@ def test_a_model_that_hears_is_given_a_recording(tmp_path: Path) -> None:
     assert words[:2] == ["curl", "http://here:1/v1/audio/transcriptions"]
     assert words[-4:] == ["-F", "file=@speech.mp3", "-F", "model=it's"]
     assert "Authorization: Bearer $BATON_API_KEY" in words
+
+
+def test_an_encoder_is_asked_for_what_it_makes(tmp_path: Path) -> None:
+    words = line(tmp_path, "DebertaV2ForSequenceClassification", "deberta-v2", **WORDS)
+    assert words[:2] == ["curl", "http://here:1/pooling"]
+    assert json.loads(words[-1]) == {"model": "it's", "input": "What is the capital of France?"}
 
 
 @pytest.mark.parametrize("settings", [{}, {"gateway": {"keys_file": "f"}}])
