@@ -127,6 +127,22 @@ def test_what_configurations_say_of_attention_and_heads(kind: str, different: di
 
 
 @pytest.mark.parametrize("kind", ["MPNet", "Deberta", "DebertaV2"])
+def test_vectors_in_half_precision(kind: str, tmp_path: Path) -> None:
+    """As published rerankers are kept."""
+    reference = make_encoder(kind, tmp_path).to(torch.bfloat16)
+    driver, prompt = (
+        Driver(tiny_backend(tmp_path, pooling_type="mean", dtype="bfloat16"), budget=256),
+        [2, *range(20, 50), 3],
+    )
+    options = PoolingOptions(pooling="mean", dimensions=48, normalize=False, whole=True)
+    sequence = driver.add(prompt, 0, pooling=options)
+    driver.run()
+    with torch.inference_mode():
+        wanted = reference(torch.tensor([prompt])).last_hidden_state[0].float().mean(0)
+    torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", ["MPNet", "Deberta", "DebertaV2"])
 def test_weights_rounded_to_int8_are_those_of_the_library_rounded(kind: str, tmp_path: Path) -> None:
     reference = make_encoder(kind, tmp_path)
     backend = tiny_backend(tmp_path, pooling_type="mean", quantization="int8")

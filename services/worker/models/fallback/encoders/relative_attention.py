@@ -142,7 +142,8 @@ class _DebertaAttention(_Disentangled):
         super().__init__(own)
         if own.talking_head:
             raise ModelError("talking_head: true: mixing heads is not supported")
-        self.in_proj, self.q_bias, self.v_bias = own.in_proj, own.q_bias, own.v_bias
+        self.in_proj, dtype = own.in_proj, own.in_proj.weight.dtype
+        self.q_bias, self.v_bias = own.q_bias.to(dtype), own.v_bias.to(dtype)  # which the library leaves in float32
         if self.by_keys:
             self.pos_proj = own.pos_proj
         if self.by_queries:
