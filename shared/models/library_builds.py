@@ -11,7 +11,5 @@ was said to have none. And two that overlap may leave them replaced for good."""
 
 def first_line(error: Exception) -> str:
     """The first line of what it says, with the next one where that only follows; or its kind."""
-    if isinstance(error, KeyError):  # which says no more than the key
-        return f"it does not know {error}"
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -76,7 +76,7 @@ def library_config(
     except KeyError as error:
         if error.args == (NAME,):  # the classes that a model has for each attention, in place of the interface
             raise ModelError(f"{folder}: {NO_INTERFACE.format(config.model_type)}") from None
-        raise ModelError(f"{folder}: transformers cannot build the model: {first_line(error)}") from None
+        raise ModelError(f"{folder}: transformers cannot build the model: it does not know {error}") from None
     except Exception as error:  # whatever a model's own code raises for its configuration
         hint = "; --trust-remote-code runs code of the model's own" if "trust_remote_code" in str(error) else ""
         raise ModelError(f"{folder}: transformers cannot build the model: {first_line(error)}{hint}") from None

@@ -50,6 +50,8 @@ class LibraryEncoderModel:
             self.config = self._described(AutoConfig.from_pretrained(folder, local_files_only=True))
         except ModelError as error:
             raise ModelError(f"{folder}: {error}") from None
+        except KeyError as error:  # an activation, say
+            raise ModelError(f"{folder}: transformers cannot build the model: it does not know {error}") from None
         except Exception as error:  # whatever the library raises for a configuration
             raise ModelError(f"{folder}: transformers cannot build the model: {first_line(error)}") from None
 
