@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from tests.support.models.tiny_images import ImageModel
+from tests.support.models.tiny_tiles import TEXT
 from tests.support.paths import DEMO_MODEL
 
 PATCH, SIDE = 7, 28
@@ -35,15 +36,6 @@ TEMPLATE = (
 )
 """The models' own, which shows a message's images first."""
 
-_TEXT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-}
 _TOWER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -70,7 +62,7 @@ def make_onevision_model(folder: Path, seed: int = 0, **different: Any) -> Image
     torch.manual_seed(seed)
     config = LlavaOnevisionConfig(
         vision_config=SiglipVisionConfig(**_TOWER),
-        text_config=Qwen2Config(vocab_size=len(tokenizer), **{**_TEXT, **different}),
+        text_config=Qwen2Config(vocab_size=len(tokenizer), **{**TEXT, **different}),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
         image_grid_pinpoints=SIZES,

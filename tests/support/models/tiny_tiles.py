@@ -51,7 +51,7 @@ INTERNVL = (
 )
 """The models' own."""
 
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -113,7 +113,7 @@ def _idefics(folder: Path, kind: TileKind) -> ImageModel:
     )
     config: Any = configs(
         vision_config={**_TOWER},
-        text_config={**_TEXT, "model_type": "llama", "vocab_size": len(tokenizer), "pad_token_id": 0},
+        text_config={**TEXT, "model_type": "llama", "vocab_size": len(tokenizer), "pad_token_id": 0},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
         pad_token_id=0,
@@ -135,7 +135,7 @@ def _internvl(folder: Path) -> ImageModel:
     tokenizer.chat_template = INTERNVL
     config = InternVLConfig(
         vision_config={**_TOWER, "image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]},
-        text_config={**_TEXT, "model_type": "qwen2", "vocab_size": len(tokenizer)},
+        text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokenizer)},
         image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
         image_seq_length=4,
         tie_word_embeddings=False,
