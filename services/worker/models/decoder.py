@@ -19,6 +19,7 @@ from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.expert_parallel.rearrangement import ExpertRearranger
 from services.worker.models.latent.attention import LatentAttention
 from services.worker.models.native_decoder import NativeDecoder, native_decoder
+from services.worker.models.residual.stream import FeatureTaps, ResidualStream
 from services.worker.models.rope import rotations
 from services.worker.models.sharding import LayerShard
 from services.worker.models.states.checkpoint_pages import CheckpointPages, checkpoint_pages
@@ -71,6 +72,7 @@ class Decoder:
         if config.latent is not None:
             self._latent = LatentAttention(config.latent, ops, self._share.num_heads, config.attention_scale)
         self._states = StateMixing(ops, self._communicator, config.norm_eps)
+        self._stream = ResidualStream(ops, config)
         alone = self._communicator.world_size == self._pipeline.stages == 1
         self._native = native_decoder(config, self._weights, ops) if alone and type(self) is Decoder else None
         if self._native is not None and self._groups is not None:
@@ -263,9 +265,8 @@ class Decoder:
         layers, step, beside = self._weights.layers, meta, None
         self._rows.begin(len(ids))
         residual, given = self._first_rows(ids, meta)
-        norm = layers[0].input_norm
-        x = residual if norm is None else self._ops.rms_norm(residual, norm, self._config.norm_eps)
-        self._tap(features, 0, residual)
+        x, taps = self._stream.read(residual, layers[0].input_norm), FeatureTaps(features, self._taps, self._rows)
+        taps.keep(0, residual)
         for number, (layer, following, cache) in enumerate(zip(layers[:-1], layers[1:], caches[:-1], strict=True)):
             meta = step if self._groups is None else step.of_group(self._groups.group_of[number])
             queries = self.queries(layer, self._rows.gathered(x), meta, cache)
@@ -275,8 +276,8 @@ class Decoder:
             x, residual = self.mlp_output(layer, mixed, residual)
             if given is not None:
                 residual = given.add_level(residual, self._weights.first_layer + number)
-            x, residual = self._joined(x, residual, following.input_norm)
-            self._tap(features, number + 1, residual)
+            x, residual = self._stream.joined(x, residual, following.input_norm)
+            taps.keep(number + 1, residual)
         last, cache = layers[-1], caches[-1]
         meta = step if self._groups is None else step.of_group(self._groups.group_of[-1])
         queries = self.queries(last, self._rows.gathered(x), meta, cache)
@@ -291,7 +292,7 @@ class Decoder:
             x, residual = self._mlp(last, mixed, residual, self._weights.final_norm)
             x = self._rows.gathered(x)
             if self._taps:
-                self._tap(features, len(layers), residual)
+                taps.keep(len(layers), residual)
             else:
                 features.copy_(x)
             return self.logits(x.index_select(0, meta.logits_rows)) if len(meta.logits_rows) else None
@@ -318,15 +319,6 @@ class Decoder:
     def ends_every_row(self) -> bool:
         """Whether the last layer computes all rows where there are features."""
         return not self._taps or len(self._weights.layers) in self._taps
-
-    def _tap(self, features: Tensor | None, layer: int, residual: Tensor) -> None:
-        """Keeps what goes into a layer where it is asked for."""
-        if features is None or layer not in self._taps:
-            return
-        residual = self._rows.gathered(residual)
-        columns = features.view(len(residual), len(self._taps), -1)
-        for number in (number for number, tapped in enumerate(self._taps) if tapped == layer):
-            columns[:, number].copy_(residual)
 
     def input_rows(self, ids: Tensor) -> Tensor:
         """[n, hidden] that this stage's layers begin with; of these, this rank's rows."""
@@ -401,7 +393,7 @@ class Decoder:
             x = self._ops.rms_norm(x, layer.attention_post_norm, self._config.norm_eps)
         if layer.scales is not None:
             x = x.mul_(layer.scales[1])
-        return self._scaled(x if beside is None else x.add_(beside))
+        return self._stream.scaled(x if beside is None else x.add_(beside))
 
     def _attention(self, layer: LayerWeights, queries: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
         """queries [n, H, D] → [n, H * D]"""
@@ -415,31 +407,20 @@ class Decoder:
             sinks=layer.sinks,
         )
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        """What joins the residual."""
-        return x if self._config.residual_scale is None else x.mul_(self._config.residual_scale)
-
     def _mlp(self, layer: LayerWeights, x: Tensor, residual: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
         """The attention's output and the residual → (the next block's normed input, the residual)."""
         x, residual = self.mlp_output(layer, x, residual)
-        return self._joined(x, residual, following_norm)
-
-    def _joined(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What joins the residual, and that → (what the next block reads, normed where it is, the residual)."""
-        if norm is not None:
-            return self._ops.add_rms_norm(x, residual, norm, self._config.norm_eps)
-        residual = residual + x
-        return residual, residual
+        return self._stream.joined(x, residual, following_norm)
 
     def mlp_output(self, layer: LayerWeights, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The attention's output and the residual → (the MLP's output, the residual to add it to)."""
         if layer.mlp is None:
             return x, residual
-        x, residual = self._joined(x, residual, layer.mlp_norm)
+        x, residual = self._stream.joined(x, residual, layer.mlp_norm)
         x = self._mlp_sum(layer, layer.mlp, x)
         if layer.mlp_post_norm is not None:
             x = self._ops.rms_norm(x, layer.mlp_post_norm, self._config.norm_eps)
-        return self._scaled(x), residual
+        return self._stream.scaled(x), residual
 
     def _mlp_sum(self, layer: LayerWeights, mlp: Mlp, x: Tensor) -> Tensor:
         """x, this rank's rows, normed → what the layer's MLP makes of them, that of all ranks."""

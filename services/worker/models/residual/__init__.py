@@ -1,0 +1,1 @@
+"""What passes between the layers of a decoder."""
