@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from services.worker.models.config import LayerConfig, ModelConfig, ModelError, dtype_named, plain_json
 from services.worker.models.hf_layers.latent import LATENT_ARCHITECTURES, LatentConfig, RawLatent, read_latent
+from services.worker.models.hf_layers.limits import refuse_impossible
 from services.worker.models.hf_layers.llava import language_model
 from services.worker.models.hf_layers.mixture import MixtureLayers, read_mixture
 from services.worker.models.hf_layers.multi_axis import LANGUAGE_MODELS as MULTI_AXIS
@@ -113,18 +114,15 @@ _BASES = {
     "DeepseekV3Model": "DeepseekV3ForCausalLM",
     "DeepseekV32Model": "DeepseekV32ForCausalLM",
     "GlmMoeDsaModel": "GlmMoeDsaForCausalLM",
-    "LlamaForSequenceClassification": "LlamaForCausalLM",
-    "MistralForSequenceClassification": "MistralForCausalLM",
-    "MixtralForSequenceClassification": "MixtralForCausalLM",
-    "Qwen2ForSequenceClassification": "Qwen2ForCausalLM",
     "Qwen2ForProcessRewardModel": "Qwen2ForCausalLM",
-    "Qwen3ForSequenceClassification": "Qwen3ForCausalLM",
-    "Qwen2MoeForSequenceClassification": "Qwen2MoeForCausalLM",
-    "Qwen3MoeForSequenceClassification": "Qwen3MoeForCausalLM",
-    "Gemma2ForSequenceClassification": "Gemma2ForCausalLM",
     "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
-    "DeepseekV2ForSequenceClassification": "DeepseekV2ForCausalLM",
-    "DeepseekV3ForSequenceClassification": "DeepseekV3ForCausalLM",
+    **{
+        f"{family}ForSequenceClassification": f"{family}ForCausalLM"
+        for family in (
+            *("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe", "Gemma2"),
+            *("DeepseekV2", "DeepseekV3"),
+        )
+    },
     **{
         f"{family}ForTokenClassification": f"{family}ForCausalLM"
         for family in (
@@ -133,7 +131,7 @@ _BASES = {
         )
     },
 }
-"""Architectures without a language model head, as embedding models and classifiers have them."""
+"""Architectures without a language model head."""
 
 _NO_WINDOW = ("LlamaForCausalLM", *LATENT_ARCHITECTURES)
 
@@ -184,10 +182,6 @@ class _RawConfig(RawLatent, kw_only=True):
     input_levels: int = 0
 
 
-MAX_LAYERS = 10_000
-"""Of a model."""
-
-
 class _RawLayers(Struct, kw_only=True):
     num_hidden_layers: int | None = None
     n_layer: int | None = None
@@ -216,7 +210,7 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     `quantized`: whether the checkpoint may be; who reads it then asks `quantization.method` how it is. `described`: is
     read in place of `config.json`."""
     path = model_dir / "config.json"
-    outline = _decode(path, _RawArchitectures, described)
+    outline = _outline(path, described)
     parts = (outline, outline.text_config)
     if not quantized and any(part is not None and part.quantization_config is not None for part in parts):
         raise ModelError(f"{path}: quantization_config is set: a checkpoint that is read here may not be quantized")
@@ -236,6 +230,15 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     try:
         return _model_config(raw, eos)
     except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _outline(path: Path, described: bytes | None = None) -> _RawArchitectures:
+    config = _decode(path, dict[str, Any], described)
+    try:
+        refuse_impossible(config)
+        return msgspec.convert(config, _RawArchitectures)
+    except (ValueError, msgspec.ValidationError) as error:
         raise ModelError(f"{path}: {error}") from None
 
 
@@ -273,12 +276,8 @@ def stop_tokens(model_dir: Path, own: int | list[int] | None) -> tuple[int, ...]
 
 def is_native(model_dir: Path) -> bool:
     """Whether the model is of an architecture that is read here, as a decoder. Raises ModelError where there is no
-    configuration, or one with more layers than any model has: each takes memory before a weight is read."""
-    raw = _decode(model_dir / "config.json", _RawArchitectures)
-    for part in (raw, raw.text_config):
-        for key in _RawLayers.__struct_fields__:
-            if (count := getattr(part, key, None)) is not None and count > MAX_LAYERS:
-                raise ModelError(f"{model_dir / 'config.json'}: {key} {count} is more than {MAX_LAYERS}")
+    configuration, or one with numbers that no model has."""
+    raw = _outline(model_dir / "config.json")
     known = (*_FAMILIES, *_BASES, *STATE_READERS, *IMAGE_ARCHITECTURES)
     if raw.use_bidirectional_attention or raw.model_type in _OTHER_TENSORS:
         return False

@@ -181,6 +181,8 @@ def _need(raw: RawRope, key: str) -> float:
     value: float | None = getattr(raw, key)
     if value is None:
         raise ModelError(f"rope_type {raw.rope_type or raw.type!r} needs {key}")
+    if value <= 0:
+        raise ModelError(f"{key} {value} is not positive")
     return value
 
 

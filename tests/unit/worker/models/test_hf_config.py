@@ -132,6 +132,22 @@ def test_more_layers_than_any_model_has_are_refused_at_once(tmp_path: Path, conf
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        {"layer_norm_epsilon": 0.0},
+        {"text_config": {"rms_norm_eps": 0.0}},
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 0.0}}},
+        {"layers": [{"norm_eps": 0.0}]},
+    ],
+    ids=str,
+)
+def test_numbers_that_make_logits_no_numbers_are_refused_of_every_model(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], **config}))
+    with pytest.raises(ModelError, match=r"config\.json: \w+ 0\.0 is not positive"):
+        is_native(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         ({"architectures": ["Zamba2ForCausalLM"]}, "architectures ['Zamba2ForCausalLM'] is not supported"),
@@ -143,6 +159,11 @@ def test_more_layers_than_any_model_has_are_refused_at_once(tmp_path: Path, conf
         ({"num_key_value_heads": -1}, "num_key_value_heads -1 is not positive"),
         ({"head_dim": 0}, "head_dim 0 is not positive"),
         ({"max_position_embeddings": 0}, "max_position_embeddings 0 is not positive"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps 0 is not positive"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps -1e-06 is not positive"),
+        ({"rope_theta": -10000.0}, "rope_theta -10000.0 is not positive"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta 0 is not positive"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "factor -2.0 is not positive"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is set"),
