@@ -207,6 +207,21 @@ def test_a_certificate_is_read_before_anything_starts_and_known_whoever_names_it
     assert check_gateway(spec()) == spec()
 
 
+@pytest.mark.parametrize("source", ["flag", "environment", "file"])
+def test_a_stack_knows_that_its_gateways_want_certificates_whoever_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    certificate, key, authority = Authority(tmp_path / "ca").files("gateway")
+    files = {"ssl_certfile": certificate, "ssl_keyfile": key}
+    config = tmp_path / "baton.toml"
+    config.write_text(f'[gateway]\nssl_ca_certs = "{authority}"\n' if source == "file" else "")
+    if source == "environment":
+        monkeypatch.setenv("BATON_GATEWAY_SSL_CA_CERTS", authority)
+    if source == "flag":
+        files["ssl_ca_certs"] = authority
+    assert check_gateway(spec(config=config, settings={"gateway": files})).wants_certificates
+
+
 def test_an_adapter_is_looked_for_before_anything_starts_whoever_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
