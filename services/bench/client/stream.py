@@ -7,6 +7,7 @@ first frames and the last few are ever decoded, after the stream has ended: in b
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,7 +29,7 @@ class StreamSummary(NamedTuple):
     """The contents and times of a finished stream."""
 
     token_times: list[float]
-    """When each frame that carries tokens arrived."""
+    """When each frame that carries tokens arrived; of an answer without any text, when it ended."""
     prompt_tokens: int | None
     output_tokens: int
     """Output tokens according to the server's usage; without usage, the number of frames."""
@@ -89,7 +90,7 @@ class FrameScanner:
         for i, frame in enumerate(self._head):
             if _is_opening(_decoded(frame)):
                 silent.add(i)
-        times = [time for i, time in enumerate(self._times) if i not in silent]
+        times = [time for i, time in enumerate(self._times) if i not in silent] or self._end(tail)
         usage: dict[str, Any] = next((e["usage"] for e in reversed(tail) if e is not None and e.get("usage")), {})
         return StreamSummary(
             token_times=times,
@@ -99,6 +100,11 @@ class FrameScanner:
             cached_tokens=_cached_tokens(usage),
             text="".join(_answer(_choice(_decoded(frame))) for frame in self._all or ()),
         )
+
+    def _end(self, tail: Sequence[dict[str, Any] | None]) -> list[float]:
+        """When the answer ended, of one whose tokens gave no text, as that which stops at once; none that did not."""
+        ended = (time for time, event in zip(self._times[-len(tail) :], tail, strict=True) if _finish_reason(event))
+        return list(ended)[:1]
 
 
 def _decoded(frame: bytes) -> dict[str, Any] | None:

@@ -57,6 +57,12 @@ def test_a_reasoning_model_streams_tokens_before_its_content() -> None:
     assert read(delta(role="assistant"), delta(reasoning_content="hm"), delta("stop")).token_times == [2.0]
 
 
+def test_an_answer_whose_tokens_give_no_text_comes_with_its_end() -> None:
+    assert read(text("", "stop")) == StreamSummary([1.0], 7, 5, "stop")
+    assert read(delta(role="assistant", content=""), delta("stop")).token_times == [2.0]
+    assert read().token_times == [], "nothing was answered"
+
+
 def test_comments_that_keep_a_connection_alive_are_nothing() -> None:
     assert read(b": ping\n\n", text("a"), b": ping\n\n", text("b", "stop")).token_times == [2.0, 4.0]
 
