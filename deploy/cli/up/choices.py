@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from deploy.cli.up.assignments import Settings, check_journal, merged, parsed_settings
 from deploy.cli.up.counts import (
     allows_texts_alone,
+    check_engines,
     check_hand_overs,
-    check_pools,
     counts_of,
     cpu_share,
     encoders,
@@ -153,7 +153,7 @@ def _described(options: _Options, layout: _StackLayout) -> StackSpec:
     values, stack, dealt, ray = options.values, options.stack, options.placed, layout.ray
     model = _model(options, is_local=ray is None)
     without = _without_weights(values, options.assigned)
-    counts = _with_model(layout.counts, stack, model)
+    counts = _with_model(layout.counts, stack, options.pp, model)
     federation = federation_choice(
         stack, values, model, dummy_weights=without.dummy, simulated=without.simulated, is_running=layout.is_running
     )
@@ -279,9 +279,9 @@ def _of_several(
     )
 
 
-def _with_model(counts: Counts, stack: StackSettings, model: Path) -> Counts:
-    """With what the model decides of them. Raises CommandError for pools that it cannot have."""
-    check_pools(stack, model)
+def _with_model(counts: Counts, stack: StackSettings, pp: int, model: Path) -> Counts:
+    """With what the model decides of them. Raises CommandError for pools, ranks and stages that it cannot have."""
+    check_engines(stack, pp, model)
     return replace(counts, encoder=encoders(stack, model), hands_over=hands_over(model))
 
 
@@ -303,7 +303,7 @@ def _model_spec(
     return ModelSpec(
         name=chosen.name,
         model=model,
-        counts=_with_model(counts, stack, model),
+        counts=_with_model(counts, stack, pp, model),
         pp_layers=layer_split(values.get("pp_layers"), counts),
         settings=merged(service_settings(values), drafted, settings),
     )

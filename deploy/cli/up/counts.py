@@ -127,12 +127,20 @@ def check_hand_overs(values: Mapping[str, Any], *, prefill: int, decode: int, ha
             raise CommandError(f"{option}: hands over through a KV store: --kvstore-memory SIZE", status=2)
 
 
-def check_pools(stack: StackSettings, model: Path) -> None:
-    """Raises CommandError for pools of a model whose engines hand nothing over."""
-    if (stack.prefill or stack.decode) and not hands_over(model):
-        option = f"--prefill {stack.prefill}" if stack.prefill else f"--decode {stack.decode}"
-        why = f"an encoder reads what is sent to {model}, and its engines hand nothing over"
-        raise CommandError(f"{option}: {why}; allowed: --engines N", status=2)
+def check_engines(stack: StackSettings, pp: int, model: Path) -> None:
+    """Raises CommandError for pools, ranks and stages of a model with an encoder: its engines hand nothing over, and
+    are a rank each."""
+    if hands_over(model):
+        return
+    for option, asked, why in (
+        (f"--prefill {stack.prefill}", stack.prefill, "its engines hand nothing over"),
+        (f"--decode {stack.decode}", stack.decode, "its engines hand nothing over"),
+        (f"--tp {stack.tp}", stack.tp > 1, "one rank computes it"),
+        (f"--pp {pp}", pp > 1, "one rank computes it"),
+    ):
+        if asked:
+            sentence = f"an encoder reads what is sent to {model}, and {why}"
+            raise CommandError(f"{option}: {sentence}; allowed: --engines N", status=2)
 
 
 def hands_over(model: Path) -> bool:

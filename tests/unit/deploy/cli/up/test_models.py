@@ -150,11 +150,15 @@ READ_BY_ENCODERS = (
 
 @pytest.mark.features("encoder-decoder", "prefill/decode", refused=True)
 @pytest.mark.parametrize("config", READ_BY_ENCODERS)
-def test_a_model_whose_engines_hand_nothing_over_has_no_pools(tmp_path: Path, config: dict[str, object]) -> None:
+def test_a_model_that_an_encoder_reads_for_has_no_pools_ranks_and_stages(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     for models, typed, named in (
         ((str(tmp_path),), {"prefill": 1, "decode": 2}, "--prefill 1: an encoder reads .* allowed: --engines N"),
         ((f"a={DEMO_MODEL}", f"b={tmp_path}"), {"decode": 2}, "--decode 2: an encoder reads"),
+        ((str(tmp_path),), {"tp": 2}, "--tp 2: an encoder reads .*, and one rank computes it; allowed: --engines N"),
+        ((f"a={DEMO_MODEL}", f"b={tmp_path}"), {"pp": 2}, "--pp 2: an encoder reads .*, and one rank computes it"),
     ):
         with pytest.raises(CommandError, match=named):
             described(tmp_path, models=models, **typed)
