@@ -7,7 +7,7 @@ are read with `weights_only` and so run no code. They are small, so all tensors 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.worker.models.checkpoint import TensorSource, check_found, open_checkpoint
+from services.worker.models.checkpoint import Checkpoint, TensorSource, check_found, open_checkpoint
 from services.worker.models.config import ModelConfig, ModelDescription, ModelError
 from services.worker.models.decoder import Decoder
 from services.worker.models.dummy_weights import DummyTensors
@@ -27,6 +27,7 @@ from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta, EmbeddingTable, Ops, PackedLinear
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.speculation.proposer import Proposer
+from shared.models.image_models import read_image_model
 
 
 class Drafter(Protocol):
@@ -143,8 +144,14 @@ class TargetModel:
         if self.dummy:
             yield self.dummy_tensors()
             return
-        with open_checkpoint(self.folder, self.dtype, device=self.device) as checkpoint:
+        with self.open_checkpoint() as checkpoint:
             yield as_it_says(checkpoint, self.folder, self.dtype)
+
+    def open_checkpoint(self) -> AbstractContextManager[Checkpoint]:
+        """The model's, whose tensors have the names that its language model alone would give them. Raises ModelError
+        on entering."""
+        sees = read_image_model(self.folder) is not None
+        return open_checkpoint(self.folder, self.dtype, device=self.device, base="model.", language_model=sees)
 
     def _numbers(self, table: EmbeddingTable) -> Tensor:
         if not isinstance(table, Tensor):

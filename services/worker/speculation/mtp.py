@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from services.worker.distributed.communicator import SingleRank
-from services.worker.models.checkpoint import Checkpoint, TensorSource, open_checkpoint
+from services.worker.models.checkpoint import Checkpoint, TensorSource
 from services.worker.models.config import LayerConfig, ModelConfig, ModelError
 from services.worker.models.loading import load_layer
 from services.worker.models.quantization.quantized_checkpoint import as_it_says
@@ -121,8 +121,8 @@ def open_mtp(target: TargetModel, most: int) -> HiddenStateDrafter:
     """Reads the module beside the model, whole on the rank that draws, or makes one up as the model. Raises ModelError
     where there is none."""
     config, device = _layer_config(target.native_config), target.device
-    embedding, head = target.embedding_and_head()
     with _module(target) as (source, names):
+        embedding, head = target.embedding_and_head()
         weights = MtpWeights(
             weights=DecoderWeights(
                 embedding,
@@ -145,7 +145,7 @@ def _module(target: TargetModel) -> Iterator[tuple[TensorSource, _ModuleNames]]:
     if target.dummy:
         yield target.dummy_tensors(), _deepseek(0)  # whose names say which are norms
         return
-    with open_checkpoint(target.folder, target.dtype, device=target.device) as checkpoint:
+    with target.open_checkpoint() as checkpoint:
         names = _names(target, checkpoint)
         renamed = {field: value.replace(names.layer, _LAYER) for field, value in names._asdict().items()}
         source = checkpoint.renamed(f"{names.layer}.", f"{_LAYER}.")

@@ -11,6 +11,7 @@ from services.worker.models.config import ModelError
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.hidden_state_proposer import HiddenStateProposer
 from services.worker.speculation.settings import SpeculationSettings
+from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_models import make_model
 from tests.support.models.tiny_mtp import make_mtp
 from tests.support.worker.plan_driver import Driver
@@ -62,10 +63,12 @@ def test_the_module_draws_what_transformers_parts_draw_and_changes_no_text(
     torch.testing.assert_close(logits[0][0].float(), reference[-1], atol=most, rtol=1e-4)
 
 
-def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path) -> None:
-    model = make_model("llama", tmp_path)
+@pytest.mark.parametrize("ops", ["torch", "native"])
+@pytest.mark.parametrize("sees", [False, True])
+def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path, ops: OpsName, sees: bool) -> None:
+    folder = make_glm_model(tmp_path).path if sees else make_model("llama", tmp_path).path
     with pytest.raises(ModelError, match=r"method mtp: .* neither mtp\.fc\.weight nor model\.layers\.3\.eh_proj"):
-        tiny_backend(model.path, speculation=MTP)
+        tiny_backend(folder, ops=ops, speculation=MTP)
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "qwen3-next"])
