@@ -55,6 +55,7 @@ ARCHITECTURES = (
     Architecture("Nemotron-H", True, "nemotron-h"),
     Architecture("Nemotron-H MoE", True, "nemotron-h-moe"),
     Architecture("Falcon-H1", True, "falcon-h1"),
+    Architecture("Zamba2", True, "zamba2"),
     Architecture("LFM2", True, "lfm2"),
     Architecture("LFM2-MoE", True, "lfm2-moe"),
     Architecture("Mamba", True, "mamba"),

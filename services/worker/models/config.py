@@ -16,6 +16,7 @@ from services.worker.models.hf_layers.mamba import MambaConfig as MambaConfig
 from services.worker.models.hf_layers.mamba import Multipliers as Multipliers
 from services.worker.models.hf_layers.mixture import Mixture as Mixture
 from services.worker.models.hf_layers.selective import SelectiveConfig as SelectiveConfig
+from services.worker.models.hf_layers.shared import SharedBlocks as SharedBlocks
 from services.worker.models.rope import Rope
 from services.worker.ops.interface import Activation
 
@@ -99,6 +100,10 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     blocks: tuple[int, int] | None = None
     """The numbers of its mixer and of its MLP in the checkpoint where these are layers of their own there (Nemotron-H);
     None: both have the layer's."""
+    part: str | None = None
+    """Which part of a layer of the checkpoint it is, as its tensors are called there; None: all of it."""
+    depth: int | None = None
+    """The how manieth it is of those that have one of the model's shared blocks; None: it has weights of its own."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -163,8 +168,14 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     norms_all_heads: bool = False
     """Queries, and keys, are RMS-normed over all heads together before rotation (Olmo 2 and later)."""
     multipliers: Multipliers | None = None
+    shared: SharedBlocks | None = None
     plugin: str | None = None
     """The package that brings the architecture, with its version; None: it is ours."""
+
+    @property
+    def attention_inputs(self) -> int:
+        """Elements of a row that queries, keys and values are made of."""
+        return self.hidden_size * (1 if self.shared is None else 2)
 
     @property
     def image_row_size(self) -> int:
@@ -202,9 +213,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def active_parameters(self) -> int:
         """Weights that one token is multiplied with: none of the embedding, and only those of the chosen experts."""
-        return self._in_layers(self.layers, None if self.mixture is None else self.mixture.chosen) + (
-            self.vocab_size * self.hidden_size
-        )
+        experts = None if self.mixture is None else self.mixture.chosen
+        return self._in_layers(self.layers, experts, once=False) + self.vocab_size * self.hidden_size
 
     def layer_parameters(self, layers: Sequence[LayerConfig]) -> int:
         """Weights of the matrices of some of the model's layers."""
@@ -235,8 +245,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         numbers = (each.blocks or (number, number) for number, each in enumerate(self.layers))
         return tuple(number for number, blocks in enumerate(numbers) if block in blocks)
 
-    def _in_layers(self, layers: Sequence[LayerConfig], experts: int | None) -> int:
-        """With so many experts in each of those that mix."""
+    def _in_layers(self, layers: Sequence[LayerConfig], experts: int | None, *, once: bool = True) -> int:
+        """With so many experts in each of those that mix. `once`: what several layers share counts once."""
+        depths = [layer.depth for layer in layers if layer.depth is not None]
+        if self.shared is not None and depths:
+            sizes = (self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim)
+            shared = self.shared.parameters(depths, *sizes, self.intermediate_size, once=once)
+            return shared + self._in_layers([layer for layer in layers if layer.depth is None], experts)
         states = sum(layer.has_state for layer in layers)
         mixers = 0 if self.states is None else states * self.states.parameters(self.hidden_size)
         attention = (len(layers) - states) * self._attention_parameters() + mixers

@@ -22,6 +22,7 @@ from services.worker.models.native_decoder import NativeDecoder, native_decoder
 from services.worker.models.residual.stream import FeatureTaps, ResidualStream
 from services.worker.models.rope import rotations
 from services.worker.models.sharding import LayerShard
+from services.worker.models.shared_blocks.blocks import block_output, with_low_rank
 from services.worker.models.states.checkpoint_pages import CheckpointPages, checkpoint_pages
 from services.worker.models.states.mixing import StateMixing
 from services.worker.models.states.sequence_states import empty_states
@@ -265,7 +266,8 @@ class Decoder:
         layers, step, beside = self._weights.layers, meta, None
         self._rows.begin(len(ids))
         residual, given = self._first_rows(ids, meta)
-        x, taps = self._stream.read(residual, layers[0].input_norm), FeatureTaps(features, self._taps, self._rows)
+        x, residual = self._stream.begin(residual, layers[0])
+        taps = FeatureTaps(features, self._taps, self._rows)
         taps.keep(0, residual)
         for number, (layer, following, cache) in enumerate(zip(layers[:-1], layers[1:], caches[:-1], strict=True)):
             meta = step if self._groups is None else step.of_group(self._groups.group_of[number])
@@ -276,7 +278,7 @@ class Decoder:
             x, residual = self.mlp_output(layer, mixed, residual)
             if given is not None:
                 residual = given.add_level(residual, self._weights.first_layer + number)
-            x, residual = self._stream.joined(x, residual, following.input_norm)
+            x, residual = self._stream.passed(x, residual, layer, following)
             taps.keep(number + 1, residual)
         last, cache = layers[-1], caches[-1]
         meta = step if self._groups is None else step.of_group(self._groups.group_of[-1])
@@ -285,7 +287,7 @@ class Decoder:
             x, residual = self.mlp_output(last, self.attend(last, queries, meta, cache, None, beside), residual)
             if given is not None:
                 residual = given.add_level(residual, self._weights.first_layer + len(layers) - 1)
-            self._pipeline.send(residual.add_(x))
+            self._pipeline.send(self._stream.sent(residual.add_(x)))
             return None
         if features is not None and self.ends_every_row:
             mixed = self.attend(last, queries, meta, cache, None, beside)
@@ -324,7 +326,7 @@ class Decoder:
         """[n, hidden] that this stage's layers begin with; of these, this rank's rows."""
         if self._weights.embedding is None:
             own = self._rows.count(len(ids))
-            return self._pipeline.receive(self._ops.empty_rows(own, self._config.hidden_size))
+            return self._pipeline.receive(self._ops.empty_rows(own, self._stream.width))
         x = self._embed(ids)
         return x if self._embedding_scale is None else x * self._embedding_scale
 
@@ -364,6 +366,8 @@ class Decoder:
     def _inputs(self, layer: LayerWeights, x: Tensor) -> Tensor:
         """x [n, hidden] → what a mixer begins with."""
         inputs = self._ops.linear(x, layer.qkv)
+        if layer.depth is not None:
+            inputs = with_low_rank(self._ops, inputs, x, layer.depth.qkv)
         if layer.row_norms is not None:
             inputs = self._states.rows_normed(inputs, layer.row_norms)
         return inputs if layer.scales is None else inputs.mul_(layer.scales[0])
@@ -416,6 +420,8 @@ class Decoder:
         """The attention's output and the residual → (the MLP's output, the residual to add it to)."""
         if layer.mlp is None:
             return x, residual
+        if layer.depth is not None:
+            return block_output(self._ops, self._rows, layer, x, self._config.norm_eps), residual
         x, residual = self._stream.joined(x, residual, layer.mlp_norm)
         x = self._mlp_sum(layer, layer.mlp, x)
         if layer.mlp_post_norm is not None:

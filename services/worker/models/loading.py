@@ -32,6 +32,7 @@ from services.worker.models.quantization.matrices import (
 )
 from services.worker.models.rope import Rope, cos_sin_table, partly_rotated, partly_rotating
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
+from services.worker.models.shared_blocks.depths import DepthLoader, home_of
 from services.worker.models.states.convolution_loading import ConvolutionLoader
 from services.worker.models.states.delta_loading import DeltaLoader
 from services.worker.models.states.gated_attention import read_gated_inputs
@@ -168,7 +169,8 @@ class _Loader:
         self._matrices = MatrixLoader(checkpoint, ops, device, quantization)
         self._tables: dict[Rope, Tensor] = {}
         self._names = tensor_names(config.architecture)
-        self.attention_inputs = config.hidden_size
+        self._blocks: dict[str, LayerWeights] = {}
+        self.attention_inputs = config.attention_inputs
 
     def weights(self, stage: PipelineStage) -> DecoderWeights:
         tied = self._config.tied_embeddings
@@ -208,13 +210,25 @@ class _Loader:
         return padded(table, self._share.padded_vocab)
 
     def layer(self, index: int, layer: LayerConfig) -> LayerWeights:
+        config, shared = self._config, self._config.shared
+        name, mlp = (f"{self._names.layers}.{number}" for number in layer.blocks or (index, index))
+        if shared is None or layer.depth is None:
+            return self._whole_layer(index, layer, f"{name}.{layer.part}" if layer.part else name, mlp)
+        home = home_of(self._checkpoint, config, shared.block_of(layer.depth))
+        if home not in self._blocks:
+            self._blocks[home] = self._whole_layer(index, layer, home, home)
+        depths = DepthLoader(self._matrices, config, self._share, shared)
+        return depths.at_depth(self._blocks[home], name, home, layer.depth)
+
+    def _whole_layer(self, index: int, layer: LayerConfig, name: str, mlp: str) -> LayerWeights:
+        """Whose tensors begin with `name`, those of its MLP with `mlp`."""
         config, names = self._config, self._names
-        name, mlp = (f"{names.layers}.{number}" for number in layer.blocks or (index, index))
+        width = None if layer.depth is None else self.attention_inputs
         behind, before = config.post_norms or layer.norms_outputs, not layer.norms_outputs
         has_mlp = layer.mixes or (layer.has_mlp and config.intermediate_size > 0)
         mixer = self._with_states(f"{name}.{names.mixer}") if layer.has_state else self._attention(name, index, layer)
         return LayerWeights(
-            input_norm=self._norm(f"{name}.{names.input_norm}.weight") if before else None,
+            input_norm=self._norm(f"{name}.{names.input_norm}.weight", width) if before else None,
             qkv=mixer.inputs,
             q_norm=mixer.q_norm,
             k_norm=mixer.k_norm,

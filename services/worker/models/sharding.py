@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import pairwise
 
 import msgspec
 from msgspec import Struct
@@ -181,19 +182,22 @@ class PipelineStage(Struct, frozen=True):
 
 def stage_of(config: ModelDescription, index: int, count: int, split: Sequence[int] | None = None) -> PipelineStage:
     """The layers of stage `index`. `split`: layers of each stage, where they are not to be as even as can be; two that
-    are beside each other count as one.
+    are beside each other count as one, and so do a shared block and the mixer behind it.
 
     Raises ModelError where they cannot be split so.
     """
-    together = 1 + (isinstance(config, ModelConfig) and any(layer.beside for layer in config.layers))
-    whole = config.num_layers // together
+    first_of = list(range(config.num_layers))
+    if isinstance(config, ModelConfig):
+        behind = [layer.beside or before.depth is not None for before, layer in pairwise(config.layers)]
+        first_of = [0, *(number for number, joined in enumerate(behind, 1) if not joined)]
+    whole = len(first_of)
     layers = list(split) if split else _even(whole, count)
     if len(layers) != count or sum(layers) != whole or min(layers) < 1:
         shown = ",".join(map(str, layers))
         raise ModelError(f"{whole} layers cannot be split as {shown} over {count} pipeline stages")
-    layers = [together * each for each in layers]
     first = sum(layers[:index])
-    return PipelineStage(index, count, first, first + layers[index])
+    ends = [*first_of, config.num_layers]
+    return PipelineStage(index, count, ends[first], ends[first + layers[index]])
 
 
 def _even(layers: int, count: int) -> list[int]:

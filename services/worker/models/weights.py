@@ -107,6 +107,26 @@ class SelectiveWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRankInputs:
+    """What the checkpoint adds to products of a row, for one rank's outputs."""
+
+    down: PackedLinear
+    """[parts * rank, inputs]"""
+    ups: tuple[PackedLinear, ...]
+    """[outputs, rank] of each part."""
+
+
+@dataclass(frozen=True, slots=True)
+class DepthWeights:
+    """What a layer has of its own beside a block that several share."""
+
+    output: PackedLinear
+    """[hidden, hidden], whole on every rank: what of the block's output is added to what the next layer reads."""
+    qkv: LowRankInputs | None
+    gate_up: LowRankInputs
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One rank's weights of one layer. Norm weights are float32."""
 
@@ -144,6 +164,8 @@ class LayerWeights:
     """This rank's parts of the norms of all heads' queries, and of all heads' keys."""
     scales: tuple[Tensor, float] | None = None
     """What each output of `qkv`, and those of `output`, are multiplied by."""
+    depth: DepthWeights | None = None
+    """The layer is a shared block at one depth; what it reads is twice as wide. None: it has weights of its own."""
 
 
 @dataclass(frozen=True, slots=True)

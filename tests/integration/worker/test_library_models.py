@@ -103,9 +103,9 @@ def written(folder: Path, kind: str, **settings: Any) -> Path:
     [
         ("OpenAIGPT", {"vocab_size": 160, "n_embd": 64, "n_layer": 2, "n_head": 4}, "attention interface"),
         (
-            "Zamba2",
-            {**SMALL, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "n_mamba_heads": 4}
-            | {"mamba_ngroups": 1, "num_key_value_heads": 4, "intermediate_size": 96},
+            "Zamba",
+            {**SMALL, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 2}
+            | {"num_key_value_heads": 4, "intermediate_size": 96},
             "layer_types 'linear_attention' is not supported",
         ),
         ("Doge", SMALL, "DogeAttention attends by a mask of its own"),

@@ -55,6 +55,8 @@ def write_adapter(
         if name.rpartition(".")[2] not in modules:
             continue
         out, inputs = module.weight.shape
+        if "shared_transformer" in name:  # whose modules have one weight at several depths, and adapters of their own
+            module.weight = nn.Parameter(module.weight.detach().clone())
         embeds = name.endswith("embed_tokens")
         # An embedding's matrix is [words, hidden], and its product transposed.
         first, second = (out, inputs) if embeds else (inputs, out)

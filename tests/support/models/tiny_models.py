@@ -119,6 +119,24 @@ def _blocks(pattern: str) -> list[str]:
     return [kinds[letter] for letter in pattern]
 
 
+_ZAMBA2: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
+    "num_key_value_heads": 4,
+    "head_dim": 24,
+    "n_mamba_heads": 6,
+    "mamba_d_state": 24,
+    "mamba_ngroups": 2,
+    "num_mem_blocks": 2,
+    "use_shared_attention_adapter": True,
+    "adapter_rank": 6,
+    "use_mem_rope": True,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "time_step_min": 1e-30,  # as Nemotron-H's
+    "chunk_size": 16,
+}
+
 _CONVOLUTION: dict[str, Any] = {
     "layer_types": ["conv", "full_attention", "conv"],
     "conv_bias": True,
@@ -231,6 +249,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "ssm_out_multiplier": 0.9,
         },
     ),
+    "zamba2": ("Zamba2Config", _ZAMBA2),
     "lfm2": ("Lfm2Config", {**_CONVOLUTION, "block_multiple_of": 16}),
     "lfm2-moe": ("Lfm2MoeConfig", {**_CONVOLUTION, **_EXPERTS, "num_dense_layers": 1}),
     "gemma2": (
@@ -247,9 +266,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 STATE_FAMILIES = (
     *("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
     *("olmo-hybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe", "mamba", "falcon-mamba", "jamba"),
+    "zamba2",
 )
 """With Mamba-1 or Mamba-2 layers, gated delta nets or short convolutions."""
-IN_EXTRAS = ("olmo-hybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "falcon-mamba", "jamba", "glm-5")
+IN_EXTRAS = (
+    *("olmo-hybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "falcon-mamba", "jamba", "glm-5"),
+    "zamba2",
+)
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 
 

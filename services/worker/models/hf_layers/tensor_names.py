@@ -7,6 +7,7 @@ from typing import NamedTuple
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, OLMO_HYBRID
 from services.worker.models.hf_layers.selective import JAMBA
+from services.worker.models.hf_layers.shared import ZAMBA2
 
 GRANITE = "GraniteMoeHybridForCausalLM"
 NEMOTRON_H = "NemotronHForCausalLM"
@@ -83,6 +84,12 @@ _NAMES = {
         mlp="mixer",
         ups=("up_proj",),
         expert_correction="mixer.gate.e_score_correction_bias",
+    ),
+    ZAMBA2: TensorNames(
+        mlp_norm="pre_ff_layernorm",
+        mlp="feed_forward",
+        gate_and_up="gate_up_proj",
+        final_norm="model.final_layernorm.weight",
     ),
     **dict.fromkeys(
         CONVOLUTION_ARCHITECTURES,

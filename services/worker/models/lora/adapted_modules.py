@@ -9,7 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.models.config import ConvolutionConfig, DeltaConfig, MambaConfig, ModelConfig, SelectiveConfig
+from services.worker.models.config import (
+    ConvolutionConfig,
+    DeltaConfig,
+    LayerConfig,
+    MambaConfig,
+    ModelConfig,
+    SelectiveConfig,
+)
 from services.worker.models.hf_layers.latent import LatentConfig
 from services.worker.models.hf_layers.tensor_names import GRANITE, TensorNames, tensor_names
 from services.worker.models.latent.loading import rotated_last
@@ -24,6 +31,8 @@ from services.worker.ops.interface import PackedLinear
 
 KEYS_AND_VALUES = "self_attn.kv_b_proj"
 """The module that makes them of latents. It stands on the other side of attention here: see `LatentAttention`."""
+_OF_DEPTH = "linear"
+"""The module that what a shared block gives goes through at each depth."""
 _SHARED = ("shared_experts", "shared_expert")
 """What an expert that every row goes through is called: one without a gate, and one with."""
 
@@ -53,6 +62,14 @@ def module_sizes(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]
     """Inputs and outputs of each module of layer `number` that can have an adapter, in the whole model. Experts cannot,
     but what every row goes through beside them can."""
     layer, hidden = config.layers[number], config.hidden_size
+    sizes = _sizes_within(config, layer)
+    if layer.part is not None:
+        sizes = {f"{layer.part}.{module}": size for module, size in sizes.items()}
+    return sizes if layer.depth is None else sizes | {_OF_DEPTH: (hidden, hidden)}
+
+
+def _sizes_within(config: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, int]]:
+    hidden = config.hidden_size
     sizes = _mixer_sizes(config) if layer.has_state else _attention_sizes(config)
     names = tensor_names(config.architecture)
     if not layer.has_mlp:
@@ -71,11 +88,12 @@ def _attention_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     if config.latent is not None:
         return _latent_sizes(config, config.latent)
     hidden, heads, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inputs = config.attention_inputs
     names = tensor_names(config.architecture)
     return {
-        f"{names.attention}.q_proj": (hidden, 2 * heads if config.gated_attention else heads),
-        f"{names.attention}.k_proj": (hidden, kv),
-        f"{names.attention}.v_proj": (hidden, kv),
+        f"{names.attention}.q_proj": (inputs, 2 * heads if config.gated_attention else heads),
+        f"{names.attention}.k_proj": (inputs, kv),
+        f"{names.attention}.v_proj": (inputs, kv),
         f"{names.attention}.{names.attention_output}": (heads, hidden),
     }
 
@@ -123,6 +141,15 @@ def modules_of_layer(
     config: ModelConfig, share: LayerShard, number: int, layer: LayerWeights
 ) -> Iterator[ModulesOfMatrix]:
     """Of the rank's matrices of layer `number`, those that adapters may change."""
+    part, every = config.layers[number].part, (0, config.hidden_size)
+    for matrix in _modules_within(config, share, layer):
+        named = (each if part is None else each._replace(module=f"{part}.{each.module}") for each in matrix.parts)
+        yield matrix._replace(parts=tuple(named))
+    if layer.depth is not None:
+        yield ModulesOfMatrix(layer.depth.output, every, (ModuleRows(_OF_DEPTH, every),))
+
+
+def _modules_within(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:
     if layer.mixer is not None:
         yield from _of_mixer(config, share, layer)
     elif config.latent is not None:
@@ -184,18 +211,19 @@ def _of_selective(
 
 def _of_attention(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:
     dim, every, names = config.head_dim, (0, config.hidden_size), tensor_names(config.architecture)
+    inputs = (0, config.attention_inputs)
     heads, kv = ((first * dim, end * dim) for first, end in (share.heads, share.kv_heads))
     rows: tuple[Rows, Rows, Rows] = (heads, kv, kv)
     if layer.gate is not None:
         own = gated_outputs(config, share)
         rows = (own.queries, own.keys, own.values)
-        yield ModulesOfMatrix(layer.gate, every, (ModuleRows(f"{names.attention}.q_proj", own.gates),))
+        yield ModulesOfMatrix(layer.gate, inputs, (ModuleRows(f"{names.attention}.q_proj", own.gates),))
     elif config.reorders_heads:
         order = partly_rotated(dim, config.rotated_dim, pairs=config.rotary_pairs)
         queries, keys = ((torch.arange(*each).view(-1, dim)[:, order]).flatten() for each in (heads, kv))
         rows = (queries, keys, kv)
     parts = (ModuleRows(f"{names.attention}.{name}_proj", each) for name, each in zip("qkv", rows, strict=True))
-    yield ModulesOfMatrix(layer.qkv, every, tuple(parts))
+    yield ModulesOfMatrix(layer.qkv, inputs, tuple(parts))
     output = ModuleRows(f"{names.attention}.{names.attention_output}", every)
     yield ModulesOfMatrix(layer.output, heads, (output,))
 

@@ -5,21 +5,59 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from services.worker.distributed.residual_rows import ResidualRows
 from services.worker.models.config import ModelConfig
+from services.worker.models.weights import LayerWeights
 from services.worker.ops.interface import Ops
 
 
 class ResidualStream:
-    """How what a layer gives joins the rows. One for all steps, on one rank's operations."""
+    """How what a layer gives joins the rows, on one rank's operations. Where layers have shared blocks it keeps the
+    current step's embeddings, which these read; used by the thread that computes."""
 
     def __init__(self, ops: Ops, config: ModelConfig) -> None:
         self._ops, self._eps, self._scale = ops, config.norm_eps, config.residual_scale
+        self._hidden, self._keeps = config.hidden_size, config.shared is not None
+        self._embedded: Tensor | None = None
 
-    def read(self, residual: Tensor, norm: Tensor | None) -> Tensor:
+    @property
+    def width(self) -> int:
+        """Elements of a row that goes from stage to stage."""
+        return self._hidden * (2 if self._keeps else 1)
+
+    def begin(self, rows: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
+        """The rows that a stage begins with, embeddings or what the stage before has `sent` → (what its first layer
+        reads, the residual)."""
+        if self._keeps:
+            sent = rows.shape[1] == self.width
+            self._embedded = rows[:, self._hidden :] if sent else rows.clone()
+            rows = rows[:, : self._hidden].contiguous() if sent else rows
+        return self._read(rows, layer), rows
+
+    def sent(self, residual: Tensor) -> Tensor:
+        """The residual behind a stage's last layer → [n, width] for the next one."""
+        return residual if self._embedded is None else torch.cat((residual, self._embedded), dim=1)
+
+    def passed(
+        self, x: Tensor, residual: Tensor, layer: LayerWeights, following: LayerWeights
+    ) -> tuple[Tensor, Tensor]:
+        """What a layer gives, and the residual → (what the `following` one reads, the residual). Both may be
+        overwritten."""
+        if layer.depth is not None:  # only the following one sees what a shared block gives
+            return self._read(residual + x, following), residual
+        if following.depth is not None:
+            residual = residual + x
+            return self._read(residual, following), residual
+        return self.joined(x, residual, following.input_norm)
+
+    def _read(self, residual: Tensor, layer: LayerWeights) -> Tensor:
         """[n, hidden] → what a layer reads of it: normed, where there is a norm."""
+        norm, embedded = layer.input_norm, self._embedded
+        if layer.depth is not None and embedded is not None:
+            residual = torch.cat((residual, embedded), dim=1)
         return residual if norm is None else self._ops.rms_norm(residual, norm, self._eps)
 
     def scaled(self, x: Tensor) -> Tensor:

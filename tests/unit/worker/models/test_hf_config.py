@@ -150,7 +150,7 @@ def test_numbers_that_make_logits_no_numbers_are_refused_of_every_model(tmp_path
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"architectures": ["Zamba2ForCausalLM"]}, "architectures ['Zamba2ForCausalLM'] is not supported"),
+        ({"architectures": ["ZambaForCausalLM"]}, "architectures ['ZambaForCausalLM'] is not supported"),
         ({"architectures": ...}, "missing required field `architectures`"),
         ({"hidden_size": "64"}, "Expected `int`, got `str` - at `$.hidden_size`"),
         ({"hidden_size": 66}, "hidden_size 66"),

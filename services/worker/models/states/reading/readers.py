@@ -6,6 +6,7 @@ from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTUR
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, OLMO_HYBRID
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.selective import SELECTIVE_ARCHITECTURES
+from services.worker.models.hf_layers.shared import ZAMBA2
 from services.worker.models.hf_layers.tensor_names import NEMOTRON_H
 from services.worker.models.states.reading.convolution import convolution_model_config
 from services.worker.models.states.reading.delta import delta_model_config
@@ -14,6 +15,7 @@ from services.worker.models.states.reading.mamba import mamba_model_config
 from services.worker.models.states.reading.nemotron import nemotron_model_config
 from services.worker.models.states.reading.olmo import olmo_model_config
 from services.worker.models.states.reading.selective import selective_model_config
+from services.worker.models.states.reading.zamba import zamba_model_config
 
 STATE_READERS = {
     **dict.fromkeys(MAMBA_ARCHITECTURES, mamba_model_config),
@@ -22,6 +24,7 @@ STATE_READERS = {
     **dict.fromkeys(DELTA_ARCHITECTURES, delta_model_config),
     OLMO_HYBRID: olmo_model_config,
     **dict.fromkeys(SELECTIVE_ARCHITECTURES, selective_model_config),
+    ZAMBA2: zamba_model_config,
     **dict.fromkeys(CONVOLUTION_ARCHITECTURES, convolution_model_config),
 }
 """By architecture."""
