@@ -36,9 +36,11 @@ def load_tokenizer(folder: Path) -> TokenizerFiles:
     """Reads the tokenizer of a model directory. Raises TokenizerUnusable."""
     path = folder / "tokenizer.json"
     if not path.is_file():
+        pieces = ", ".join(sorted(file.name for file in folder.glob("*.model")))
         raise TokenizerUnusable(
-            f"{folder}: no tokenizer.json there; a model that has only tokenizer.model must be converted first "
-            "(transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            f"{folder}: no tokenizer.json there{pieces and f', only {pieces}'}; write one with transformers and "
+            f"sentencepiece (AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained('NEW')) and name it: "
+            "--tokenizer NEW"
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))

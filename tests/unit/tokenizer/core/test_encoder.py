@@ -268,7 +268,10 @@ def test_special_tokens_are_read_as_strings_and_as_objects_wherever_they_stand(t
 
 def test_a_directory_whose_tokenizer_cannot_be_used_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(TokenizerUnusable, match=r"no tokenizer\.json there"):
+    with pytest.raises(TokenizerUnusable, match=r"no tokenizer\.json there; write one with transformers and sentencep"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "spm.model").touch()
+    with pytest.raises(TokenizerUnusable, match=r"there, only spm\.model; write one .* name it: --tokenizer NEW"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerUnusable, match=r"tokenizer\.json"):
