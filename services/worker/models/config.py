@@ -12,6 +12,7 @@ from msgspec import Struct
 from services.worker.models.hf_layers.convolution import ConvolutionConfig as ConvolutionConfig
 from services.worker.models.hf_layers.delta import DeltaConfig as DeltaConfig
 from services.worker.models.hf_layers.latent import LatentConfig as LatentConfig
+from services.worker.models.hf_layers.lightning import LightningConfig as LightningConfig
 from services.worker.models.hf_layers.mamba import MambaConfig as MambaConfig
 from services.worker.models.hf_layers.mamba import Multipliers as Multipliers
 from services.worker.models.hf_layers.mixture import Mixture as Mixture
@@ -22,7 +23,7 @@ from services.worker.ops.interface import Activation
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-StateConfig = MambaConfig | DeltaConfig | ConvolutionConfig | SelectiveConfig
+StateConfig = MambaConfig | DeltaConfig | ConvolutionConfig | SelectiveConfig | LightningConfig
 """The mixers that keep a state of a sequence."""
 
 
@@ -81,6 +82,13 @@ class ModelDescription(Protocol):
         """Its weights."""
 
 
+class ResidualScales(Struct, frozen=True, omit_defaults=True):
+    """What the residual, and an output that joins it, are multiplied by before they are added up (MiniMax)."""
+
+    kept: float = 1.0
+    added: float = 1.0
+
+
 class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """What may differ between the layers of one model."""
 
@@ -104,6 +112,8 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """Which part of a layer of the checkpoint it is, as its tensors are called there; None: all of it."""
     depth: int | None = None
     """The how manieth it is of those that have one of the model's shared blocks; None: it has weights of its own."""
+    residual: tuple[ResidualScales, ResidualScales] | None = None
+    """Where what attention, or a mixer, gives joins it, and where what the MLP gives does; None: nothing is scaled."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -165,6 +175,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     scales_inputs: bool = False
     """Rows that clients give in place of the embedding's are multiplied by `embedding_scale`, too (Granite); Gemma's is
     a part of its embedding."""
+    residual_normed: bool = False
+    """What attention and MLP give joins the normed rows that they read (MiniMax), and not these before their norm."""
     norms_all_heads: bool = False
     """Queries, and keys, are RMS-normed over all heads together before rotation (Olmo 2 and later)."""
     multipliers: Multipliers | None = None

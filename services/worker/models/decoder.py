@@ -266,9 +266,9 @@ class Decoder:
         layers, step, beside = self._weights.layers, meta, None
         self._rows.begin(len(ids))
         residual, given = self._first_rows(ids, meta)
-        x, residual = self._stream.begin(residual, layers[0])
         taps = FeatureTaps(features, self._taps, self._rows)
         taps.keep(0, residual)
+        x, residual = self._stream.begin(residual, layers[0])
         for number, (layer, following, cache) in enumerate(zip(layers[:-1], layers[1:], caches[:-1], strict=True)):
             meta = step if self._groups is None else step.of_group(self._groups.group_of[number])
             queries = self.queries(layer, self._rows.gathered(x), meta, cache)
@@ -397,7 +397,7 @@ class Decoder:
             x = self._ops.rms_norm(x, layer.attention_post_norm, self._config.norm_eps)
         if layer.scales is not None:
             x = x.mul_(layer.scales[1])
-        return self._stream.scaled(x if beside is None else x.add_(beside))
+        return self._stream.scaled(x if beside is None else x.add_(beside), layer.residual and layer.residual[0])
 
     def _attention(self, layer: LayerWeights, queries: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
         """queries [n, H, D] → [n, H * D]"""
@@ -418,6 +418,8 @@ class Decoder:
 
     def mlp_output(self, layer: LayerWeights, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The attention's output and the residual → (the MLP's output, the residual to add it to)."""
+        before, behind = layer.residual or (None, None)
+        residual = self._stream.kept(residual, before)
         if layer.mlp is None:
             return x, residual
         if layer.depth is not None:
@@ -426,7 +428,7 @@ class Decoder:
         x = self._mlp_sum(layer, layer.mlp, x)
         if layer.mlp_post_norm is not None:
             x = self._ops.rms_norm(x, layer.mlp_post_norm, self._config.norm_eps)
-        return self._stream.scaled(x), residual
+        return self._stream.scaled(x, behind), self._stream.kept(residual, behind)
 
     def _mlp_sum(self, layer: LayerWeights, mlp: Mlp, x: Tensor) -> Tensor:
         """x, this rank's rows, normed → what the layer's MLP makes of them, that of all ranks."""

@@ -14,6 +14,7 @@ from services.worker.models.config import (
     DeltaConfig,
     LatentConfig,
     LayerConfig,
+    LightningConfig,
     Mixture,
     ModelConfig,
     SelectiveConfig,
@@ -36,6 +37,7 @@ from services.worker.models.shared_blocks.depths import DepthLoader, home_of
 from services.worker.models.states.convolution_loading import ConvolutionLoader
 from services.worker.models.states.delta_loading import DeltaLoader
 from services.worker.models.states.gated_attention import read_gated_inputs
+from services.worker.models.states.lightning_loading import LightningLoader
 from services.worker.models.states.mamba_loading import MambaLoader
 from services.worker.models.states.multipliers import Scales, mixer_scales, mlp_scales
 from services.worker.models.states.selective_loading import SelectiveLoader
@@ -226,7 +228,7 @@ class _Loader:
         width = None if layer.depth is None else self.attention_inputs
         behind, before = config.post_norms or layer.norms_outputs, not layer.norms_outputs
         has_mlp = layer.mixes or (layer.has_mlp and config.intermediate_size > 0)
-        mixer = self._with_states(f"{name}.{names.mixer}") if layer.has_state else self._attention(name, index, layer)
+        mixer = self._with_states(name, index) if layer.has_state else self._attention(name, index, layer)
         return LayerWeights(
             input_norm=self._norm(f"{name}.{names.input_norm}.weight", width) if before else None,
             qkv=mixer.inputs,
@@ -249,6 +251,7 @@ class _Loader:
             beside=layer.beside,
             row_norms=mixer.row_norms,
             scales=self._on_device(mixer_scales(config, self._share, has_state=layer.has_state)),
+            residual=layer.residual,
         )
 
     def _on_device(self, scales: Scales) -> Scales:
@@ -313,7 +316,8 @@ class _Loader:
             gate=inputs.gate,
         )
 
-    def _with_states(self, name: str) -> _Mixer:
+    def _with_states(self, name: str, index: int) -> _Mixer:
+        name = f"{name}.{self._names.mixer}"
         states, shard, nothing = self._config.states, self._share.mixer, torch.empty(0, device=self._device)
         assert states is not None, "a layer has states"
         assert shard is not None
@@ -329,6 +333,10 @@ class _Loader:
             space = SelectiveLoader(*how, states, name)
             own, between = space.mixer(), space.between()
             return _Mixer(space.inputs(), space.output(), cos_sin=nothing, mixer=own, selective=between)
+        if isinstance(states, LightningConfig):
+            light = LightningLoader(*how, states, name)
+            mixer, gate, norm = light.mixer(index), light.gate(), light.norm()
+            return _Mixer(light.inputs(), light.output(), cos_sin=nothing, mixer=mixer, gate=gate, split_norm=norm)
         mamba = MambaLoader(*how, states, name)
         return _Mixer(
             inputs=mamba.inputs(),

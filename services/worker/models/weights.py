@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, assert_never
 from torch import Tensor
 
 from services.worker.distributed.row_exchange import RoutedRows, RowExchange
+from services.worker.models.config import ResidualScales
 from services.worker.models.expert_parallel.local_experts import RankExperts, count_picks
 from services.worker.ops.interface import (
     Activation,
@@ -153,9 +154,11 @@ class LayerWeights:
     selective: SelectiveWeights | None = None
     """Of a Mamba-1 mixer."""
     gate: PackedLinear | None = None
-    """Gated attention: the sigmoid of a row times this [H * D, hidden] is how much of attention's output is taken."""
+    """Gated attention, and lightning attention: the sigmoid of a row times this [H * D, hidden] is how much of
+    attention's output is taken."""
     split_norm: Tensor | None = None
-    """[H * P] this rank's part of a mixer's norm that goes over all ranks' heads; None: the mixer has its norm."""
+    """[H * P] this rank's part of a mixer's norm that goes over all ranks' heads; None: the mixer has its norm, if
+    any."""
     sinks: Tensor | None = None
     """float32 [H]: see `Ops.paged_attention`."""
     beside: bool = False
@@ -166,6 +169,8 @@ class LayerWeights:
     """What each output of `qkv`, and those of `output`, are multiplied by."""
     depth: DepthWeights | None = None
     """The layer is a shared block at one depth; what it reads is twice as wide. None: it has weights of its own."""
+    residual: tuple[ResidualScales, ResidualScales] | None = None
+    """See `LayerConfig`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers.models.minimax import modeling_minimax
 
 from services.worker.batch.batch import BrokenPlan
 from services.worker.models.config import ModelError
@@ -95,6 +96,18 @@ def agrees(model: TinyModel, recorded: list[Tensor], budget: int = 77, **setting
                 "layer_types": ["full_attention", "linear_attention", "full_attention"],
             },
         ),
+        (
+            "minimax",
+            {
+                "layer_types": ["full_attention", "full_attention", "linear_attention"],
+                "tie_word_embeddings": True,
+                "sliding_window": 24,
+                "rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 4.0},
+                "num_experts_per_tok": 3,
+                "full_attn_alpha_factor": 1,
+                "linear_attn_beta_factor": 1,
+            },
+        ),
     ],
     ids=[
         "mamba2-biased-tied",
@@ -103,6 +116,7 @@ def agrees(model: TinyModel, recorded: list[Tensor], budget: int = 77, **setting
         "qwen3-next-biased-dense",
         "qwen3.5-sections",
         "olmo-rotated",
+        "minimax-sliding",
     ],
 )
 def test_variants_are_as_the_reference_has_them(
@@ -127,6 +141,39 @@ def test_olmos_tensors_are_found_as_they_are_published(tmp_path: Path, recorded:
     save_file(tensors | {name: tensors[name][1:].contiguous()}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"v_conv1d.weight have shape \[131, 1, 4\] together, the config asks for"):
         tiny_backend(tmp_path)
+
+
+@pytest.mark.parametrize("ops", ["torch", "native"])
+def test_minimax_is_served_as_it_is_published(
+    tmp_path: Path, recorded: list[Tensor], monkeypatch: pytest.MonkeyPatch, ops: OpsName
+) -> None:
+    """With the keys of the Hub, which say more than the library's: half a head is rotated, and outputs join rows as
+    they are before their norm. The library's parts are put together so."""
+
+    def turned(q: Tensor, k: Tensor, *angles: Tensor) -> tuple[Tensor, Tensor]:
+        parts = rotated(q[..., :8], k[..., :8], *angles)
+        return tuple(torch.cat((part, whole[..., 8:]), dim=-1) for part, whole in zip(parts, (q, k), strict=True))
+
+    def forward(layer: Any, hidden_states: Tensor, **given: Any) -> Tensor:
+        mixed, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **given)
+        rows = hidden_states * layer.attn_alpha_factor + mixed * layer.attn_beta_factor
+        return rows * layer.mlp_alpha_factor + layer.mlp(layer.post_attention_layernorm(rows)) * layer.mlp_beta_factor
+
+    rotated = modeling_minimax.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_minimax, "apply_rotary_pos_emb", turned)
+    monkeypatch.setattr(modeling_minimax.MiniMaxDecoderLayer, "forward", forward)
+    model = make_model("minimax", tmp_path)
+    rotary = model.reference.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq[::2].clone()  # the powers of eight elements among those of sixteen
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["attn_type_list"] = [int(kind == "full_attention") for kind in config.pop("layer_types")]
+    for kind, published in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp")):
+        for factor in ("alpha", "beta"):
+            config[f"layernorm_{published}_{factor}"] = config.pop(f"{kind}_{factor}_factor")
+    published = {"architectures": ["MiniMaxText01ForCausalLM"], "model_type": "minimax_text_01", "rotary_dim": 8}
+    path.write_text(json.dumps(config | published | {"postnorm": False, "shared_intermediate_size": 0}))
+    agrees(model, recorded, ops=ops)
 
 
 def test_of_a_checkpoint_with_a_vision_tower_the_language_model_is_read(tmp_path: Path, recorded: list[Tensor]) -> None:

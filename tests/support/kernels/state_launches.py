@@ -31,7 +31,7 @@ _ROWS = {"slots": "*i64", "starts": "*i32", "lengths": "*i32"}
 
 
 def states() -> Iterator[Launch]:
-    # Mamba-2.8B and Falcon Mamba 7B; LFM2-1.2B's convolution; Mamba-2 2.7B; Qwen3-Next.
+    # Mamba-2.8B and Falcon Mamba 7B; LFM2-1.2B's convolution; Mamba-2 2.7B; Qwen3-Next; MiniMax-Text-01.
     for channels in (5120, 8192):
         yield from _selections(channels, rare=channels != 5120)
         yield from _convolutions(channels, 4, gated=False, rare=channels != 5120)
@@ -39,6 +39,7 @@ def states() -> Iterator[Launch]:
     yield from _chunks(80, 64, 128)
     yield from _chunks(32, 128, 128)
     yield _one_token("Mamba-2", 80, 64, 1, 128, delta=False)
+    yield _one_token("MiniMax-Text-01", 64, 128, 64, 128, delta=False, even=True)
     yield _one_token("delta", 32, 128, 16, 128, delta=True)
 
 
@@ -101,7 +102,7 @@ def _chunks(heads: int, dim: int, state: int) -> Iterator[Launch]:
     )
 
 
-def _one_token(name: str, heads: int, dim: int, groups: int, state: int, *, delta: bool) -> Launch:
+def _one_token(name: str, heads: int, dim: int, groups: int, state: int, *, delta: bool, even: bool = False) -> Launch:
     return Launch(
         f"one token {name}",
         one_token_kernel,
@@ -115,5 +116,6 @@ def _one_token(name: str, heads: int, dim: int, groups: int, state: int, *, delt
         }
         | dict.fromkeys(("seen", "decay", "step_bias", "skip", "states", "out"), "*fp32"),
         {"HEADS": heads, "GROUPS": groups, "DIM": dim, "STATE": state, "STATE_PAD": triton.next_power_of_2(state)}
-        | {"BLOCK": elements_at_once(state), "DELTA": delta},
+        | {"BLOCK": elements_at_once(state), "DELTA": delta, "EVEN": even},
+        rare=even,
     )

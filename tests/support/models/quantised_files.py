@@ -374,7 +374,10 @@ def quantise(model: TinyModel, method: str) -> TinyModel:
 
 
 def _stored_name(module: str, tensors: dict[str, Tensor]) -> str:
-    """What a module of the library is called in its checkpoint: Nemotron-H's differ."""
+    """What a module of the library is called in its checkpoint: Nemotron-H's differ, and Mixtral's and MiniMax's
+    experts."""
+    if "model.layers.0.block_sparse_moe.gate.weight" in tensors:
+        return module.replace(".mlp", ".block_sparse_moe", 1)
     return module.replace("model.", "backbone.", 1) if "backbone.embeddings.weight" in tensors else module
 
 

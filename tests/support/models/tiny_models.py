@@ -225,6 +225,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {key: value for key, value in _DELTA.items() if key != "partial_rotary_factor"}
         | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},  # as the published model has it
     ),
+    "minimax": (
+        "MiniMaxConfig",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 6,
+            "intermediate_size": 32,
+            "block_size": 16,
+            "full_attn_alpha_factor": 1.7,
+            "full_attn_beta_factor": 0.9,
+            "linear_attn_alpha_factor": 1.5,
+            "linear_attn_beta_factor": 1.2,
+            "mlp_alpha_factor": 1.3,
+            "mlp_beta_factor": 0.8,
+        },
+    ),
     "nemotron-h": ("NemotronHConfig", {**_NEMOTRON, "layers_block_type": _blocks("MM-*-M")}),
     "nemotron-h-moe": (
         "NemotronHConfig",
@@ -265,13 +280,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 STATE_FAMILIES = (
     *("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
-    *("olmo-hybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe", "mamba", "falcon-mamba", "jamba"),
-    "zamba2",
+    *("olmo-hybrid", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe"),
+    *("mamba", "falcon-mamba", "jamba", "zamba2"),
 )
-"""With Mamba-1 or Mamba-2 layers, gated delta nets or short convolutions."""
+"""With Mamba-1 or Mamba-2 layers, gated delta nets, short convolutions or lightning attention."""
 IN_EXTRAS = (
-    *("olmo-hybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "falcon-mamba", "jamba", "glm-5"),
-    "zamba2",
+    *("olmo-hybrid", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "falcon-mamba", "jamba"),
+    *("zamba2", "glm-5"),
 )
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 

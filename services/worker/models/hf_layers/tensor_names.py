@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, OLMO_HYBRID
+from services.worker.models.hf_layers.lightning import LIGHTNING_ARCHITECTURES
 from services.worker.models.hf_layers.selective import JAMBA
 from services.worker.models.hf_layers.shared import ZAMBA2
 
@@ -73,6 +74,7 @@ _NAMES = {
             mixer="mixer",
         ),
     ),
+    **dict.fromkeys(LIGHTNING_ARCHITECTURES, TensorNames(mixer="self_attn")),
     NEMOTRON_H: TensorNames(
         embedding="backbone.embeddings",
         layers="backbone.layers",

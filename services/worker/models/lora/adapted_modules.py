@@ -13,6 +13,7 @@ from services.worker.models.config import (
     ConvolutionConfig,
     DeltaConfig,
     LayerConfig,
+    LightningConfig,
     MambaConfig,
     ModelConfig,
     SelectiveConfig,
@@ -22,6 +23,7 @@ from services.worker.models.hf_layers.tensor_names import GRANITE, TensorNames, 
 from services.worker.models.latent.loading import rotated_last
 from services.worker.models.rope import partly_rotated
 from services.worker.models.sharding import LayerShard, MixerShard
+from services.worker.models.states import lightning_loading
 from services.worker.models.states.delta_loading import first_of_steps, input_parts
 from services.worker.models.states.gated_attention import gated_outputs
 from services.worker.models.states.mamba_loading import own_outputs
@@ -116,6 +118,9 @@ def _mixer_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     assert states is not None, "a layer has states"
     names, back = tensor_names(config.architecture), (states.inner, hidden)
     name, output = names.mixer, f"{names.mixer}.{names.mixer_output}"
+    if isinstance(states, LightningConfig):
+        gate = f"{name}.output_gate"
+        return {f"{name}.qkv_proj": (hidden, states.projected), gate: (hidden, states.inner), output: back}
     if not isinstance(states, DeltaConfig):
         sizes = {f"{name}.in_proj": (hidden, states.projected), output: back}
         if isinstance(states, SelectiveConfig):
@@ -181,6 +186,11 @@ def _of_mixer(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> It
     assert shard is not None
     if isinstance(states, MambaConfig):
         inputs: tuple[ModuleRows, ...] = (ModuleRows(f"{name}.in_proj", own_outputs(states, shard)),)
+    elif isinstance(states, LightningConfig):
+        inputs = (ModuleRows(f"{name}.qkv_proj", lightning_loading.own_outputs(states, shard)),)
+        assert layer.gate is not None
+        gates = ModuleRows(f"{name}.output_gate", shard.elements(states.head_dim))
+        yield ModulesOfMatrix(layer.gate, every, (gates,))
     elif isinstance(states, ConvolutionConfig):
         inputs = (ModuleRows(f"{name}.in_proj", channel_outputs(states.heads, shard, 3)),)
     elif isinstance(states, SelectiveConfig):

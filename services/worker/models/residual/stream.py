@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.worker.distributed.residual_rows import ResidualRows
-from services.worker.models.config import ModelConfig
+from services.worker.models.config import ModelConfig, ResidualScales
 from services.worker.models.weights import LayerWeights
 from services.worker.ops.interface import Ops
 
@@ -20,6 +20,7 @@ class ResidualStream:
 
     def __init__(self, ops: Ops, config: ModelConfig) -> None:
         self._ops, self._eps, self._scale = ops, config.norm_eps, config.residual_scale
+        self._normed = config.residual_normed
         self._hidden, self._keeps = config.hidden_size, config.shared is not None
         self._embedded: Tensor | None = None
 
@@ -35,7 +36,8 @@ class ResidualStream:
             sent = rows.shape[1] == self.width
             self._embedded = rows[:, self._hidden :] if sent else rows.clone()
             rows = rows[:, : self._hidden].contiguous() if sent else rows
-        return self._read(rows, layer), rows
+        x = self._read(rows, layer)
+        return x, x if self._normed else rows
 
     def sent(self, residual: Tensor) -> Tensor:
         """The residual behind a stage's last layer → [n, width] for the next one."""
@@ -60,17 +62,24 @@ class ResidualStream:
             residual = torch.cat((residual, embedded), dim=1)
         return residual if norm is None else self._ops.rms_norm(residual, norm, self._eps)
 
-    def scaled(self, x: Tensor) -> Tensor:
+    def scaled(self, x: Tensor, scales: ResidualScales | None) -> Tensor:
         """What attention or an MLP gives → what of it joins the residual; `x` is overwritten."""
+        if scales is not None and scales.added != 1.0:
+            x = x.mul_(scales.added)
         return x if self._scale is None else x.mul_(self._scale)
+
+    def kept(self, residual: Tensor, scales: ResidualScales | None) -> Tensor:
+        """As much of the residual as something joins. Not in place: a normed one is what is read, too."""
+        return residual if scales is None or scales.kept == 1.0 else residual * scales.kept
 
     def joined(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
         """What joins the residual, and that → (what the next block reads, normed where it is, the residual). Both may
         be overwritten."""
-        if norm is not None:
-            return self._ops.add_rms_norm(x, residual, norm, self._eps)
-        residual = residual + x
-        return residual, residual
+        if norm is None:
+            residual = residual + x
+            return residual, residual
+        x, residual = self._ops.add_rms_norm(x, residual, norm, self._eps)
+        return x, x if self._normed else residual
 
 
 class FeatureTaps(NamedTuple):

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from services.worker.distributed.communicator import Communicator
 from services.worker.models.weights import LayerWeights, SelectiveWeights
-from services.worker.ops.interface import BatchMeta, Ops, SelectiveSpace, StateCache, StateMixer
+from services.worker.ops.interface import BatchMeta, Ops, SelectiveSpace, StateCache, StateMixer, StateSpace
 
 
 class StateMixing:
     """By the operations of one rank, whose share of the heads, or of the channels, it has."""
 
     def __init__(self, ops: Ops, communicator: Communicator, eps: float) -> None:
-        """`eps`: of a norm that goes over the heads of several ranks."""
+        """`eps`: of a norm of queries and keys that goes over the heads of several ranks."""
         self._ops, self._communicator, self._eps = ops, communicator, eps
         self._states = ops.states
         """One for all steps: it lays out the prompts of a step once for all layers."""
@@ -31,7 +31,10 @@ class StateMixing:
         if layer.steps is not None:
             projected = torch.cat((projected, self._ops.linear(x, layer.steps)), dim=1)
         mixed = self._mix(projected, mixer, states, meta)
-        return mixed if layer.split_norm is None else self._normed_over_ranks(mixed, layer.split_norm)
+        if layer.split_norm is not None:
+            assert isinstance(mixer, StateSpace)
+            mixed = self._normed_over_ranks(mixed, layer.split_norm, mixer.eps)
+        return mixed if layer.gate is None else self._ops.sigmoid_gated(mixed, self._ops.linear(x, layer.gate))
 
     def _selected(
         self, space: SelectiveSpace, weights: SelectiveWeights, projected: Tensor, meta: BatchMeta, cache: StateCache
@@ -66,10 +69,11 @@ class StateMixing:
         all ranks by their part of `norms`. Heads of keys that several ranks have weigh as much as others."""
         queries, keys = norms
         parts = torch.tensor_split(inputs, [len(queries), len(queries) + len(keys)], dim=1)
-        return torch.cat((*map(self._normed_over_ranks, parts[:2], norms), parts[2]), dim=1)
+        normed = (self._normed_over_ranks(*each, self._eps) for each in zip(parts[:2], norms, strict=True))
+        return torch.cat((*normed, parts[2]), dim=1)
 
-    def _normed_over_ranks(self, mixed: Tensor, weight: Tensor) -> Tensor:
+    def _normed_over_ranks(self, mixed: Tensor, weight: Tensor, eps: float) -> Tensor:
         """mixed [n, H * P], RMS-normed over the heads of all ranks."""
         wide, elements = mixed.float(), mixed.shape[1] * self._communicator.world_size
         squares = self._communicator.sum(wide.square().sum(1, keepdim=True))
-        return (wide * (squares / elements + self._eps).rsqrt() * weight).to(mixed.dtype)
+        return (wide * (squares / elements + eps).rsqrt() * weight).to(mixed.dtype)

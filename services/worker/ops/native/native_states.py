@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_KERNEL = 64
 """Tokens that a convolution sees at the most, as states.cpp counts them."""
 
-_STATE_SPACE, _GATED_DELTA, _CONVOLUTION, _SELECTIVE, _GATED_CONVOLUTION = range(5)
+_STATE_SPACE, _GATED_DELTA, _CONVOLUTION, _SELECTIVE, _GATED_CONVOLUTION, _LIGHTNING = range(6)
 """`StateRule` of states.h."""
 
 
@@ -58,7 +58,7 @@ def described_mixer(mixer: StateMixer) -> library.NativeStateMixer | None:
     if isinstance(mixer, ShortConvolution | SelectiveSpace):
         return _described_channels(mixer)
     return library.NativeStateMixer(
-        rule=_GATED_DELTA if isinstance(mixer, DeltaNet) else _STATE_SPACE,
+        rule=_GATED_DELTA if isinstance(mixer, DeltaNet) else _LIGHTNING if mixer.lightning else _STATE_SPACE,
         heads=mixer.heads,
         head_dim=mixer.head_dim,
         groups=mixer.groups,

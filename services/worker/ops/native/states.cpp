@@ -41,7 +41,7 @@ struct Pass {
     int end_row(int sequence) const { return batch.query_starts[sequence + 1]; }
     bool begins(int sequence) const { return batch.context_lens[sequence] == end_row(sequence) - first_row(sequence); }
     const float* row(int row) const { return what.projected + int64_t(row) * what.projected_stride; }
-    const float* inputs(int row) const { return this->row(row) + (alone() ? 0 : mixer.inner()); }
+    const float* inputs(int row) const { return this->row(row) + (alone() || lightning() ? 0 : mixer.inner()); }
     float* out(int row) const { return what.out + int64_t(row) * what.out_stride; }
     float* window(int sequence) const {
         return cache.windows + what.slots[sequence] * int64_t(mixer.kernel - 1) * mixer.channels();
@@ -74,6 +74,7 @@ struct Pass {
             to[c] = total / (1.0f + std::exp(-total));
         }
         if (alone()) return;
+        if (lightning()) return even_steps(at);
         const float* raw = inputs(at) + channels;
         for (int h = 0; h < mixer.heads; ++h) {
             float x = raw[h] + mixer.step_bias[h];
@@ -87,8 +88,16 @@ struct Pass {
                 make_unit(to + mixer.inner() + group * mixer.state_dim, group < mixer.groups ? 1.0f : scale_of_queries());
     }
 
+    void even_steps(int at) const {
+        for (int h = 0; h < mixer.heads; ++h) {
+            scratch.kept[size_t(at) * mixer.heads + h] = std::exp(mixer.decay[h]);
+            scratch.steps[size_t(at) * mixer.heads + h] = 1.0f;
+        }
+    }
+
     // A convolution, whose outputs are all that is asked for.
     bool alone() const { return mixer.rule == StateRule::kConvolution; }
+    bool lightning() const { return mixer.rule == StateRule::kLightning; }
     bool delta() const { return mixer.rule == StateRule::kGatedDelta; }
     float scale_of_queries() const { return 1.0f / std::sqrt(float(mixer.state_dim)); }
 
@@ -323,5 +332,6 @@ void mix_states(Pool& pool, const MixStates& what, const Batch& batch, const Sta
             int first = tile % parts * kElementsOfTile;
             pass.scan(from + tile / tiles, tile / parts % mixer.heads, first, std::min(mixer.head_dim, first + kElementsOfTile));
         });
+    if (pass.lightning()) return;
     each_row(pool, batch.rows, [&](int row) { pass.gate_and_norm(row); });
 }

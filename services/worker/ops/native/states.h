@@ -4,7 +4,14 @@
 
 #include "attention.h"
 
-enum class StateRule : int { kStateSpace = 0, kGatedDelta = 1, kConvolution = 2, kSelective = 3, kGatedConvolution = 4 };
+enum class StateRule : int {
+    kStateSpace = 0,
+    kGatedDelta = 1,
+    kConvolution = 2,
+    kSelective = 3,
+    kGatedConvolution = 4,
+    kLightning = 5,  // a state space whose convolution sees one token, with time steps of 1, neither gated nor normed here
+};
 
 // H heads of P elements in G groups, N numbers of state for each element; C = H * P + 2 * G * N channels. Of a delta net:
 // heads of values, groups with a key and a query each, N elements of these; channels are values, keys and queries.
@@ -40,7 +47,7 @@ struct StateCache {
 struct MixStates {
     // [rows, H * P + C + H]: gates, the convolution's inputs, time steps; of a delta net H more: how much is written; of a
     // selective space gates, inputs, B, C, time steps; of its convolution what goes into it; of a gated one gates of what goes
-    // in, gates of what comes out, what goes in
+    // in, gates of what comes out, what goes in; of lightning attention the convolution's inputs alone
     const float* projected;
     int64_t projected_stride;
     const int64_t* slots;  // [sequences]

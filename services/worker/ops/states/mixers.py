@@ -28,6 +28,14 @@ class StateSpace(NamedTuple):
     norm: Tensor | None
     """[H * P]; None: outputs are only gated, as the norm goes over other ranks' heads, too."""
     eps: float
+    lightning: bool = False
+    """Lightning attention: values, keys and queries are the paper's x, B and C. They go through the SiLU behind the
+    convolution, which sees one token as it is; time steps are 1, and outputs are neither gated nor normed here."""
+
+    @property
+    def gates(self) -> int:
+        """Elements of a row that stand before what the convolution sees."""
+        return 0 if self.lightning else self.heads * self.head_dim
 
 
 class DeltaNet(NamedTuple):
@@ -51,6 +59,11 @@ class DeltaNet(NamedTuple):
     eps: float
     most_written: float = 1.0
     """How much of what is missing is written at the most: what a sigmoid is multiplied with."""
+
+    @property
+    def gates(self) -> int:
+        """Elements of a row that stand before what the convolution sees."""
+        return self.heads * self.head_dim
 
 
 class ShortConvolution(NamedTuple):

@@ -54,8 +54,8 @@ class TorchStates:
         if isinstance(mixer, SelectiveSpace):
             return self._selected(projected, mixer, cache, meta, meta.states)
         rule = DeltaRule(mixer) if isinstance(mixer, DeltaNet) else SpaceRule(mixer)
-        inner, channels = mixer.heads * mixer.head_dim, mixer.conv_weight.shape[1]
-        gate, inputs, steps = projected.float().tensor_split([inner, inner + channels], dim=1)
+        gates, channels = mixer.gates, mixer.conv_weight.shape[1]
+        gate, inputs, steps = projected.float().tensor_split([gates, gates + channels], dim=1)
         decodes, parts = meta.num_decodes, []
         if decodes:
             seen = split_channels(F.silu(convolve_decodes(inputs[:decodes], mixer, cache, meta.states)), mixer)
@@ -153,13 +153,17 @@ class SpaceRule(NamedTuple):
         return flat.index_select(0, prompts.from_chunks).addcmul_(seen.x, space.skip.unsqueeze(1))
 
     def normed(self, mixed: Tensor, gate: Tensor) -> Tensor:
-        """mixed [n, H, P] times SiLU(gate), RMS-normed in groups → [n, H * P]."""
+        """mixed [n, H, P] times SiLU(gate), RMS-normed in groups → [n, H * P]; of lightning attention as it is."""
+        if self.space.lightning:
+            return mixed.flatten(1)
         gated = (mixed.flatten(1) * F.silu(gate)).view(len(mixed), self.space.groups, -1)
         if self.space.norm is None:
             return gated.flatten(1)
         return F.rms_norm(gated, gated.shape[2:], None, self.space.eps).flatten(1) * self.space.norm
 
     def _steps(self, projected: Tensor) -> Tensor:
+        if self.space.lightning:
+            return projected.new_ones(len(projected), self.space.heads)
         return F.softplus(projected + self.space.step_bias)
 
 

@@ -38,8 +38,8 @@ class TritonStates(TorchStates):
         if isinstance(mixer, SelectiveSpace):
             return select(projected, mixer, cache.states, meta, rows)
         rule = DeltaRule(mixer) if isinstance(mixer, DeltaNet) else SpaceRule(mixer)
-        inner, channels, decodes = mixer.heads * mixer.head_dim, mixer.conv_weight.shape[1], meta.num_decodes
-        gate, inputs, steps = projected.tensor_split([inner, inner + channels], dim=1)
+        gates, channels, decodes = mixer.gates, mixer.conv_weight.shape[1], meta.num_decodes
+        gate, inputs, steps = projected.tensor_split([gates, gates + channels], dim=1)
         seen, parts = convolve(inputs, mixer, cache.windows, meta, rows, torch.float32), []
         if decodes:
             parts.append(step_decodes(seen, steps, mixer, cache.states, meta, rows))

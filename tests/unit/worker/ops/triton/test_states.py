@@ -35,6 +35,7 @@ from tests.support.worker.selective_reference import (
     selective_reference,
     selective_space,
 )
+from tests.support.worker.state_spaces import lightning
 from tests.support.worker.state_steps import Share, meta_of
 
 _Mixer = TypeVar("_Mixer", bound=StateMixer)
@@ -160,9 +161,14 @@ def delta_net() -> DeltaNet:
     return DeltaNet(*sizes, decay=own.decay, step_bias=own.step_bias, norm=norm, eps=own.eps, most_written=2.0)
 
 
+def lightning_space() -> StateSpace:
+    return lightning(HEADS, DIM)
+
+
 def states_of(mixer: StateSpace | DeltaNet) -> StateCache:
-    windows = torch.full((SLOTS, KERNEL - 1, mixer.conv_weight.shape[1]), torch.nan)
-    return StateCache(windows, torch.full((SLOTS, HEADS, DIM, STATE), torch.nan))
+    kernel, channels = mixer.conv_weight.shape
+    states = torch.full((SLOTS, HEADS, DIM, mixer.state_dim), torch.nan)
+    return StateCache(torch.full((SLOTS, kernel - 1, channels), torch.nan), states)
 
 
 def projected(mixer: StateMixer, rows: int) -> Tensor:
@@ -171,11 +177,13 @@ def projected(mixer: StateMixer, rows: int) -> Tensor:
         return torch.randn(rows, 3 * mixer.heads + 2 * mixer.state_dim)
     if isinstance(mixer, ShortConvolution):
         return torch.randn(rows, 3 * mixer.heads)
+    if isinstance(mixer, StateSpace) and mixer.lightning:
+        return torch.randn(rows, mixer.conv_weight.shape[1])
     steps = HEADS * (2 if isinstance(mixer, DeltaNet) else 1)
     return torch.randn(rows, HEADS * DIM + mixer.conv_weight.shape[1] + steps)
 
 
-@pytest.mark.parametrize("make", [space, delta_net])
+@pytest.mark.parametrize("make", [space, delta_net, lightning_space])
 def test_state_spaces_and_delta_nets_are_pytorchs(make: type[StateSpace] | type[DeltaNet]) -> None:
     """Decodes that begin and go on, beside prompts that begin and go on."""
     mixer = make()  # type: ignore[call-arg]
@@ -212,7 +220,7 @@ def test_heads_have_more_elements_than_one_program(
         torch.testing.assert_close(cache.states.cpu(), plain.states, atol=2e-5, rtol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["selective", "convolution", "space", "delta"])
+@pytest.mark.parametrize("kind", ["selective", "convolution", "space", "delta", "lightning"])
 def test_padding_leaves_nothing_behind(kind: str) -> None:
     """A decode whose context is 0 has a slot that may be anybody's."""
     mixers: dict[str, StateMixer] = {
@@ -220,6 +228,7 @@ def test_padding_leaves_nothing_behind(kind: str) -> None:
         "convolution": ShortConvolution(torch.randn(3, CHANNELS), torch.randn(CHANNELS)),
         "space": space(),
         "delta": delta_net(),
+        "lightning": lightning_space(),
     }
     mixer = moved(mixers[kind])
     kernel, channels = mixer.conv_weight.shape
