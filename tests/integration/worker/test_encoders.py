@@ -57,6 +57,22 @@ def test_vectors_of_many_prompts_in_one_step(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["Roberta", "MPNet", "Bert"])
+def test_tokens_that_are_padding_elsewhere_have_the_librarys_positions(kind: str, tmp_path: Path) -> None:
+    """As a client may send them among a prompt's ids."""
+    reference = make_encoder(kind, tmp_path)
+    driver = Driver(tiny_backend(tmp_path, pooling_type="mean"), budget=256)
+    options = PoolingOptions(pooling="mean", dimensions=48, normalize=False, whole=True)
+    padding = 1 if kind == "MPNet" else reference.config.pad_token_id
+    prompts = [[2, 10, padding, padding, 11, 12, 3], [padding], [2, *range(20, 30), padding]]
+    asked = [driver.add(prompt, 0, pooling=options) for prompt in prompts]
+    driver.run()
+    for sequence, prompt in zip(asked, prompts, strict=True):
+        with torch.inference_mode():
+            wanted = reference(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+        torch.testing.assert_close(torch.tensor(driver.vectors[sequence.id]), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_pairs(kind: str, tmp_path: Path) -> None:
     """BERT and its like tell the texts of a pair apart."""

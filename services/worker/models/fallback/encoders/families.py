@@ -1,5 +1,5 @@
-"""What is particular to each family of encoders: what its head reads and computes, where positions begin, and which
-attention of its own is replaced."""
+"""What is particular to each family of encoders: what its head reads and computes, how positions are counted, and
+which attention of its own is replaced."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class EncoderFamily(NamedTuple):
     """The configuration → what the classification head reads. Raises ModelError."""
     head: Callable[[Any, Tensor], Tensor]
     """(the model with a head, pooled states [k, size]) → logits [k, labels]."""
-    first_position: Callable[[Any], int]
-    """The configuration → the number of the first position."""
+    padding: Callable[[Any], int | None]
+    """The configuration → the token that counts as padding, whose position has that number, too: those of the others
+    are counted from behind it. None: every token's is counted, from 0."""
     segments: bool = False
     """Whether tokens are told by which text of a pair they are of."""
     token_head: Callable[[Any, Tensor], Tensor] | None = _token_head
@@ -118,38 +119,38 @@ def _gemma_head(model: Any, states: Tensor) -> Tensor:
     return logits
 
 
-def _zero(_: Any) -> int:
-    return 0
+def _none(_: Any) -> None:
+    return None
 
 
-def _behind_padding(config: Any) -> int:
+def _configured(config: Any) -> int:
     padding: int = config.pad_token_id
-    return padding + 1
+    return padding
 
 
-def _behind_mpnets_padding(_: Any) -> int:
-    return _MPNET_PADDING + 1
+def _mpnets(_: Any) -> int:
+    return _MPNET_PADDING
 
 
-_BERT = EncoderFamily(_cls, _pooler_head, _zero, segments=True)
-_ROBERTA = EncoderFamily(_cls, _roberta_head, _behind_padding)
-_DEBERTA = EncoderFamily(_cls, _deberta_head, _zero, segments=True, adapt=use_deberta_attention)
+_BERT = EncoderFamily(_cls, _pooler_head, _none, segments=True)
+_ROBERTA = EncoderFamily(_cls, _roberta_head, _configured)
+_DEBERTA = EncoderFamily(_cls, _deberta_head, _none, segments=True, adapt=use_deberta_attention)
 FAMILIES = {
-    "albert": EncoderFamily(_cls, _albert_head, _zero, segments=True),
+    "albert": EncoderFamily(_cls, _albert_head, _none, segments=True),
     "bert": _BERT,
     "camembert": _ROBERTA,
     "data2vec-text": _ROBERTA,
     "deberta": _DEBERTA,
     "deberta-v2": _DEBERTA,
-    "distilbert": EncoderFamily(_cls, _distilbert_head, _zero),
-    "electra": EncoderFamily(_cls, _roberta_head, _zero, segments=True),
+    "distilbert": EncoderFamily(_cls, _distilbert_head, _none),
+    "electra": EncoderFamily(_cls, _roberta_head, _none, segments=True),
     "ernie": _BERT,
-    "eurobert": EncoderFamily(_eurobert_pooling, _eurobert_head, _zero, rows=_eurobert_rows),
-    "gemma3_text": EncoderFamily(_last, _gemma_head, _zero, token_head=None),
+    "eurobert": EncoderFamily(_eurobert_pooling, _eurobert_head, _none, rows=_eurobert_rows),
+    "gemma3_text": EncoderFamily(_last, _gemma_head, _none, token_head=None),
     "gte": _BERT,
-    "jina_embeddings_v3": EncoderFamily(_cls, _roberta_head, _zero, segments=True),
-    "modernbert": EncoderFamily(_modernbert_pooling, _modernbert_head, _zero, token_head=_modernbert_head),
-    "mpnet": EncoderFamily(_cls, _roberta_head, _behind_mpnets_padding, adapt=use_mpnet_attention),
+    "jina_embeddings_v3": EncoderFamily(_cls, _roberta_head, _none, segments=True),
+    "modernbert": EncoderFamily(_modernbert_pooling, _modernbert_head, _none, token_head=_modernbert_head),
+    "mpnet": EncoderFamily(_cls, _roberta_head, _mpnets, adapt=use_mpnet_attention),
     "nomic_bert": _BERT._replace(adapt=_check_nomic),
     "roberta": _ROBERTA,
     "roberta-prelayernorm": _ROBERTA,

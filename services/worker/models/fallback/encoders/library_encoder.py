@@ -65,7 +65,7 @@ class LibraryEncoderModel:
             raise ModelError(f"{names[0]}: transformers has no such model of model_type {own.model_type}")
         if getattr(own, "quantization_config", None) is not None:
             raise ModelError("quantization_config is set: quantized checkpoints are not supported")
-        positions = own.max_position_embeddings - self._family.first_position(own)
+        positions = own.max_position_embeddings - _first_position(self._family.padding(own))
         if positions < 1:
             raise ModelError(f"max_position_embeddings {own.max_position_embeddings} leaves no token a position")
         own._attn_implementation = NAME
@@ -111,10 +111,10 @@ class LibraryEncoderModel:
                 raise ModelError(f"{self._folder}: {error}") from None
         layers = next(getattr(base, name) for name in _LAYERS if hasattr(base, name))
         pack_products(layers, ops, quantization)
-        positions = self._family.first_position(self._own)
+        padding = self._family.padding(self._own)
         separator = _separator(self._folder) if self._family.segments and self._own.type_vocab_size > 1 else None
         rows = partial(self._family.rows, model) if self._kind == SUFFIX and self._family.rows else None
-        return LibraryEncoder(base, ops, self.config, positions, separator, rows), head
+        return LibraryEncoder(base, ops, self.config, padding, separator, rows), head
 
     def _read(self, dtype: torch.dtype) -> nn.Module:
         own: Any = transformers
@@ -175,16 +175,16 @@ class LibraryEncoder:
         model: nn.Module,
         ops: Ops,
         config: LibraryConfig,
-        first_position: int,
+        padding: int | None,
         separator: int | None,
         rows: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        """`separator`: the token behind the first text of a pair, where the model tells texts apart. `rows`: what is
-        made of hidden states before they are pooled."""
+        """`padding`: see `EncoderFamily`. `separator`: the token behind the first text of a pair, where the model tells
+        texts apart. `rows`: what is made of hidden states before they are pooled."""
         self._model = model
         self._ops = ops
         self._config = config
-        self._first_position = first_position
+        self._padding = padding
         self._separator = separator
         self._rows = rows
 
@@ -274,7 +274,7 @@ class LibraryEncoder:
         with prompts_of(lengths):
             output = model(
                 input_ids=ids.long().unsqueeze(0),
-                position_ids=(meta.positions.long() + self._first_position).unsqueeze(0),
+                position_ids=_positions(ids, meta.positions, lengths, self._padding).unsqueeze(0),
                 **more,
             )
         if features is not None:
@@ -282,6 +282,20 @@ class LibraryEncoder:
             features.copy_(hidden if self._rows is None else self._rows(hidden))
         rows = len(meta.logits_rows)
         return torch.zeros(rows, self._config.vocab_size, device=ids.device) if rows else None
+
+
+def _first_position(padding: int | None) -> int:
+    return 0 if padding is None else padding + 1
+
+
+def _positions(ids: Tensor, positions: Tensor, lengths: list[int], padding: int | None) -> Tensor:
+    """int64 [n], as the library numbers the tokens of each prompt; see `EncoderFamily.padding`. A client may send that
+    token itself."""
+    if padding is None:
+        return positions.long()
+    counted = torch.ne(ids, padding).long()
+    parts = [part.cumsum(0) * part for part in torch.split(counted, lengths)]
+    return torch.cat(parts) + padding
 
 
 def _segments(ids: Tensor, lengths: list[int], separator: int) -> Tensor:
