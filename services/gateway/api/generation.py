@@ -42,6 +42,15 @@ GenerationKind = Literal[
     "transcription",
 ]
 """The family of endpoints that a request comes from, as metrics and logs name it."""
+PROMPT_FIELDS = {
+    **dict.fromkeys(("chat", "messages", "ollama"), "messages"),
+    "sglang": "text",
+    "tokens": "token_ids",
+    "responses": "input",
+    "completion": "prompt",
+    "transcription": "prompt",
+}
+"""The client's names of what is tokenized."""
 WHOLE_KINDS: frozenset[GenerationKind] = frozenset(get_args(WholeKind))
 
 
@@ -108,6 +117,8 @@ class ResponseOptions(NamedTuple):
     """Name tokens in log-probabilities as `token_id:…`."""
     metrics: bool = False
     """The times that the request took."""
+    weight_versions: bool = False
+    """Which weights each choice's tokens came from."""
     role: str = "assistant"
     """Who says what a chat generates."""
 

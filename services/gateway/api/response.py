@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from services.gateway.api.errors import STATUS, RequestError, invalid
-from services.gateway.api.generation import GenerationKind, ResponseOptions
+from services.gateway.api.generation import PROMPT_FIELDS, GenerationKind, ResponseOptions
 from services.gateway.api.logprobs import (
     CompletionLogprobs,
     TokenNaming,
@@ -21,6 +21,14 @@ from services.gateway.api.logprobs import (
     completion_logprobs,
     echoed_logprobs,
     prompt_logprobs,
+)
+from services.gateway.api.vllm.answer_fields import (
+    UNUSED_OF_ANSWER,
+    UNUSED_OF_CHAT,
+    UNUSED_OF_CHOICE,
+    UNUSED_OF_MESSAGE,
+    UNUSED_OF_TEXT,
+    weight_versions,
 )
 from services.gateway.api.vllm.kv_transfer import kv_transfer_params
 from services.gateway.metrics import KeyMeters, ModelMeters
@@ -48,25 +56,6 @@ FINGERPRINT = "baton-2"
 ResponseOutcome = Literal["finished", "failed", "client left", "client too slow", "taken over", "overflowed"]
 """taken over: the client resumes the stream on another connection, or is to do so at another gateway. overflowed: the
 client gets the overflow provider's answer."""
-
-
-PROMPT_FIELDS = {
-    **dict.fromkeys(("chat", "messages", "ollama"), "messages"),
-    "sglang": "text",
-    "tokens": "token_ids",
-    "responses": "input",
-    "completion": "prompt",
-    "transcription": "prompt",
-}
-"""The client's names of what is tokenized."""
-
-
-UNUSED_OF_ANSWER = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"))
-UNUSED_OF_CHAT = dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))
-UNUSED_OF_CHOICE = dict.fromkeys(("token_ids", "routed_experts"))
-UNUSED_OF_TEXT = dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
-UNUSED_OF_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-"""Fields that every answer of vLLM's has, null where they say nothing: its clients may read them unasked."""
 
 
 class ResponseHeader(NamedTuple):
@@ -459,9 +448,7 @@ def _chat_choice(choice: ChoiceState, options: ResponseOptions) -> dict[str, Any
         "message": UNUSED_OF_MESSAGE | message | {"role": options.role},
         "logprobs": chat_logprobs(choice.logprobs, naming) if options.logprobs else None,
         "finish_reason": choice.finish_reason,
-        "stop_reason": choice.stop_reason,
-        **UNUSED_OF_CHOICE,
-        **({"token_ids": choice.token_ids} if options.token_ids else {}),
+        **_vllm_choice(choice, options),
     }
 
 
@@ -471,12 +458,19 @@ def _completion_choice(choice: ChoiceState, options: ResponseOptions) -> dict[st
         "text": choice.echo + "".join(choice.texts),
         "logprobs": _completion_logprobs(choice, options) if options.logprobs else None,
         "finish_reason": choice.finish,
-        "stop_reason": choice.stop_reason,
-        **UNUSED_OF_CHOICE,
+        **_vllm_choice(choice, options),
         **UNUSED_OF_TEXT,
-        **({"token_ids": choice.token_ids} if options.token_ids else {}),
         **_prompt_fields(choice, options),
     }
+
+
+def _vllm_choice(choice: ChoiceState, options: ResponseOptions) -> dict[str, Any]:
+    fields = {"stop_reason": choice.stop_reason, **UNUSED_OF_CHOICE}
+    if options.token_ids:
+        fields["token_ids"] = choice.token_ids
+    if options.weight_versions:
+        fields["weight_versions"] = weight_versions(choice.tokens)
+    return fields
 
 
 def _completion_logprobs(choice: ChoiceState, options: ResponseOptions) -> dict[str, Any]:

@@ -45,7 +45,7 @@ _NEUTRAL_IN_BEAM_SEARCH = {
 _EXCLUDED_BY_BEAM_SEARCH = (
     *("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids", "prompt_logprobs", "thinking_token_budget"),
     *("vllm_xargs", "stop", "stop_token_ids", "stream", "echo", "response_format", "structured_outputs"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "return_weight_versions"),
 )
 
 
@@ -98,6 +98,7 @@ def generation_request(
             token_ids=bool(fields.return_token_ids),
             tokens_as_ids=bool(fields.return_tokens_as_token_ids),
             metrics=bool(fields.return_metrics),
+            weight_versions=bool(fields.return_weight_versions),
             role=role,
         ),
         bad_words=bad_words(fields.bad_words, limits) if fields.bad_words else (),

@@ -16,6 +16,7 @@ from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import TEXT_ONLY, ResponseOptions, StreamOptions
 from services.gateway.api.logprobs import by_id, by_text, chat_logprobs, completion_logprobs
 from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter, timing_metrics, usage
+from services.gateway.api.vllm.answer_fields import weight_versions
 from services.gateway.http.call import ClientConnection
 from shared.messages.gateway import Delta
 
@@ -83,6 +84,8 @@ class SseFrames:
             choice.token_ids = []
         else:
             parts.append(self._unused)
+        if self._options.weight_versions and choice.finish is not None:
+            parts += [b',"weight_versions":', encode(weight_versions(choice.tokens))]
         return b"".join([*parts, b"}]", self._tail(choice)])
 
     def _logprobs(self, choice: ChoiceState) -> bytes:

@@ -393,6 +393,20 @@ async def test_token_ids_are_those_of_the_text(client: AsyncOpenAI, tokenizer: A
     assert (without.token_ids, without.prompt_token_ids) == (None, None)
 
 
+@pytest.mark.parametrize("ask", [complete, chat])
+async def test_which_weights_tokens_came_from(client: AsyncOpenAI, ask: Any) -> None:
+    """Once for each choice, with its end; and only for who asks."""
+    spans = [{"version": "default", "start": 0, "end": 5}]
+    body = {"return_weight_versions": True}
+    answer = await ask(client, body=body, n=2)
+    assert [choice.weight_versions for choice in answer.choices] == [spans, spans]
+    choices = [chunk.choices[0] for chunk in await chunks_of(await ask(client, body=body, stream=True))]
+    assert [choice.model_dump().get("weight_versions") for choice in choices] == [None] * (len(choices) - 1) + [spans]
+    assert "weight_versions" not in (await ask(client)).choices[0].model_dump()
+    with pytest.raises(BadRequestError, match="return_weight_versions: not allowed together with use_beam_search"):
+        await ask(client, body={**body, "use_beam_search": True})
+
+
 async def test_a_chat_of_token_ids_is_the_chat_that_they_came_from(
     client: AsyncOpenAI, http: httpx2.AsyncClient
 ) -> None:

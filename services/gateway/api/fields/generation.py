@@ -47,6 +47,7 @@ class CommonFields(VllmSamplingFields, kw_only=True):
     return_token_ids: bool | None = None
     return_prompt_text: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None

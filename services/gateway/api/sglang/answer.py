@@ -8,10 +8,8 @@ from typing import Any
 from services.gateway.api.logprobs import MIN_LOGPROB
 from services.gateway.api.response import ChoiceState, ResponseHeader
 from services.gateway.api.sglang.request import SglangAnswerOptions
+from services.gateway.api.vllm.answer_fields import WEIGHTS
 from shared.messages.gateway import LogprobText, PositionLogprobs
-
-WEIGHTS = "default"
-"""`weight_version`: the weights are those that the engines were started with."""
 
 
 def answer(

@@ -8,10 +8,9 @@ from typing import Any
 from services.gateway.api.logprobs import MIN_LOGPROB, chat_logprobs, prompt_logprobs
 from services.gateway.api.response import ChoiceState, ResponseHeader, usage
 from services.gateway.api.tokens.request import TokensAnswerOptions
+from services.gateway.api.vllm.answer_fields import weight_versions
 from shared.messages.gateway import Delta, LogprobText, PositionLogprobs
 
-WEIGHTS = "default"
-"""`weight_versions`: the weights are those that the engines were started with."""
 UNUSED_OF_CHOICE = dict.fromkeys(("routed_experts", "sampling_mask"))
 UNUSED = dict.fromkeys(("prompt_token_id_logprobs", "mm_placeholders", "metrics", "ec_transfer_params"))
 """Fields of vLLM's answers that are always null here."""
@@ -78,7 +77,7 @@ def _choice(
         "finish_reason": choice.finish,
         "stop_reason": choice.stop_reason,
         "token_ids": tokens,
-        "weight_versions": [{"version": WEIGHTS, "start": 0, "end": choice.tokens}] if ended else None,
+        "weight_versions": weight_versions(choice.tokens) if ended else None,
         **UNUSED_OF_CHOICE,
         **({"text": text} if options.text else {}),
         "logprobs": None if options.logprobs is None else _logprobs(positions, options),

@@ -118,6 +118,7 @@ SAMPLED: dict[str, Case] = {
     "request_id": Case("mine"),
     "return_metrics": Case(True),
     "return_token_ids": Case(True),
+    "return_weight_versions": Case(True),
     "return_prompt_text": Case(True),
     "return_tokens_as_token_ids": Case(True),
     "use_beam_search": Case(True),
@@ -394,6 +395,7 @@ VLLM: dict[type[msgspec.Struct], str] = {
         structured_outputs priority request_id session_id return_tokens_as_token_ids return_token_ids
         routed_experts_prompt_start return_token_offsets return_prompt_text return_mm_kwargs cache_salt
         kv_transfer_params ec_transfer_params vllm_xargs repetition_detection stream_interval
+        return_weight_versions
         """,
     CompletionFields: """
         model prompt echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream
@@ -403,7 +405,7 @@ VLLM: dict[type[msgspec.Struct], str] = {
         logprob_token_ids bad_words prompt_embeds add_special_tokens response_format structured_outputs priority
         request_id session_id return_tokens_as_token_ids return_token_ids routed_experts_prompt_start
         return_token_offsets return_mm_kwargs cache_salt kv_transfer_params ec_transfer_params vllm_xargs
-        repetition_detection thinking_token_budget stream_interval
+        repetition_detection thinking_token_budget stream_interval return_weight_versions
         """,
     TokenizeFields: """
         model prompt messages add_special_tokens return_token_strs add_generation_prompt continue_final_message
